@@ -161,7 +161,7 @@ def separated(study: Comparison) -> int:
     """Number of methods that are separated from the best method of a study, by the mean over all
     benchmarks."""
     target = tuple(study.benchmarks_of)
-    order = study.quantity(target).best_first(study.score(target)).index
+    order = study.quantity(target).sort_best_first(study.score(target)).index
     return sum(
         lead.p < LEVEL for lead in study.leads_of_best(target, [int(cell) for cell in order])
     )

@@ -31,7 +31,7 @@ from analysis.outputs.score_rows import (
 from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.stats.cell_scores import COMMON, MEAN, mean_target, mean_text
+from analysis.stats.cell_scores import COMMON_SENSE_MEAN, MEAN, mean_target, mean_text
 from analysis.stats.comparison import Comparison, Target
 
 REMOVED = "routed parameters removed (%)"
@@ -329,7 +329,7 @@ _BLOCKS_CAPTION = (
 )
 @score_table(
     "Channel budgets in blocks: channels left over by rounding",
-    (*names.COMMON_SENSE, COMMON, "gsm8k", "humaneval", MEAN),
+    (*names.COMMON_SENSE, COMMON_SENSE_MEAN, "gsm8k", "humaneval", MEAN),
     _BLOCKS_CAPTION,
 )
 def aligned_blocks(results: Results, comparison: Comparison) -> Iterator[Block]:

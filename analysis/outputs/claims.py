@@ -185,7 +185,7 @@ def _row(
 
 def _estimate_columns(estimate: Estimate) -> dict[str, float]:
     """The columns ESTIMATES of `claims`: name of a column -> number from `estimate`."""
-    numbers = (estimate.value, *estimate.interval, estimate.detectable, estimate.p)
+    numbers = (estimate.value, *estimate.interval, estimate.detectable_difference, estimate.p)
     return dict(zip(ESTIMATES, numbers, strict=True))
 
 
@@ -223,7 +223,7 @@ _EXPONENTS = [
     (alpha, beta)
     for alpha in (0, 1, 2)
     for beta in (0, 1, 2)
-    if (1, alpha, beta) != overlap.DEGENERATE
+    if (1, alpha, beta) != overlap.DEGENERATE_VARIANT
 ]
 """(alpha, beta) of the compared pairs S(1, alpha, beta) and S(0, alpha, beta)."""
 

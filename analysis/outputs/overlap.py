@@ -177,7 +177,7 @@ def _draw_effects(axes: Axes, overlaps: pd.DataFrame) -> None:
 def _draw_heat_map(axes: Axes, overlaps: pd.DataFrame) -> None:
     """Draw a square for each variant (b, alpha, beta), shaded by the variant's overlap. A row has
     one (b, alpha), a column has one beta. A variant without an overlap has a hatched square, and so
-    has the variant `overlap.DEGENERATE`.
+    has the variant `overlap.DEGENERATE_VARIANT`.
 
     overlaps: a row per variant, with the columns b, alpha, beta and triple (the overlap)."""
     overlap_of_variant = {
@@ -186,7 +186,7 @@ def _draw_heat_map(axes: Axes, overlaps: pd.DataFrame) -> None:
     for y, (b, alpha) in enumerate(ROWS):
         for x, beta in enumerate(BETAS):
             share = overlap_of_variant.get((b, alpha, beta), np.nan)
-            if (b, alpha, beta) == overlap.DEGENERATE or np.isnan(share):
+            if (b, alpha, beta) == overlap.DEGENERATE_VARIANT or np.isnan(share):
                 hatching: Any = {
                     "facecolor": "none",
                     "edgecolor": style.RULE,

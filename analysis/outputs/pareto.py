@@ -34,9 +34,9 @@ from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table, display_frame
 from analysis.stats.cell_scores import (
     MEAN,
+    mean_definitions,
     mean_target,
     mean_text,
-    means_in_words,
     notes_on_average,
 )
 from analysis.stats.comparison import Comparison, mean_quantities
@@ -198,7 +198,7 @@ def pareto_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="All methods: accuracy against what is kept",
-        caption=f"{means_in_words(results.comparisons)} Parameters kept, routed kept, FLOPs: "
+        caption=f"{mean_definitions(results.comparisons)} Parameters kept, routed kept, FLOPs: "
         "shares of all parameters, of those of routed experts, and of the unpruned model's FLOPs "
         "per token. Front: the costs by which no cheaper pruned model is as good. "
         f"{score_setup(results.study)}",

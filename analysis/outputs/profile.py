@@ -50,13 +50,13 @@ def variance_figure(results: Results, comparison: Comparison, name: str) -> Figu
     columns = min(style.WIDE, len({panel.calibration for panel in panels}))
     drawing, grid = style.panels(len(panels), columns, 1.9, sharey="row")
     for axes, panel in zip(grid, panels, strict=True):
-        for method, cell in {"none": comparison.unpruned, **panel.cells}.items():
+        for method, cell in {"none": comparison.unpruned_cell, **panel.cells}.items():
             if cell in profile_of_cell:
                 methods_with_profile.add(method)
                 profile = profile_of_cell[cell]
                 style.draw_line(axes, lines[method], profile["layer"], profile["variance"])
         calibration = names.calibration(panel.calibration)
-        axes.set_title(f"{calibration}, {panel.pruned} pruned", fontsize=7.5)
+        axes.set_title(f"{calibration}, {panel.pruned_text} pruned", fontsize=7.5)
         style.layer_axis(axes)
         axes.grid(axis="y")
     for axes in grid[::columns]:
@@ -83,7 +83,7 @@ def profile_table(results: Results, name: str) -> Table:
         cells = comparison.cells[["model", "calibration", "method"]].assign(
             pruned=pruned_in_words(comparison.cells)
         )
-        unpruned = profiles[profiles["cell"] == comparison.unpruned]
+        unpruned = profiles[profiles["cell"] == comparison.unpruned_cell]
         unpruned_variance = profiles["layer"].map(unpruned.set_index("layer")["variance"])
         if len(profiles):
             share = profiles["variance"] / unpruned_variance

@@ -19,8 +19,8 @@ from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import PERCENT, SCORE, Table, display_frame
-from analysis.stats.cell_scores import means_in_words, notes_on_average
-from analysis.stats.ranking import ABOVE, BEST, TIED, Ranking, overview, plan_name
+from analysis.stats.cell_scores import mean_definitions, notes_on_average
+from analysis.stats.ranking import ABOVE_CHANCE, BEST, TIED, Ranking, overview, plan_name
 from analysis.stats.winners import CAPTION
 
 MOST_PLANS, MOST_PANELS = 40, 6
@@ -82,7 +82,7 @@ def ranking_table(results: Results, name: str) -> Table:
         "Spread: standard deviation between seeds, or models." if "Spread" in frame else ""
     )
     sentences = (
-        means_in_words(results.comparisons),
+        mean_definitions(results.comparisons),
         _SHARED_RANKS,
         spread_sentence,
         _caption(rankings),
@@ -128,7 +128,7 @@ def _caption(rankings: Sequence[Ranking]) -> str:
 
 def _displayed_rows(ranking: Ranking) -> pd.DataFrame:
     """The rows of one ranking in `ranking_table`, a row per plan, with all displayed columns."""
-    rows = ranking.rows.assign(model=ranking.model, pruned=ranking.pruned)
+    rows = ranking.rows.assign(model=ranking.model, pruned=ranking.pruned_text)
     text_columns = {
         "Model": "model",
         "Pruned": "pruned",
@@ -178,7 +178,7 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
     first_ranking = rankings[0]
     grid[-1].set_xlabel(f"{first_ranking.mean_name} ({first_ranking.quantity.direction})")
     legend_entries: list[Artist] = [
-        style.key(f"unpruned {first_ranking.unpruned:.3f}", **style.DASHED)
+        style.key(f"unpruned {first_ranking.unpruned_score:.3f}", **style.DASHED)
     ]
     has_chance = any(ranking.chance for ranking in rankings)
     if any(_is_filled(row) for ranking in rankings for row in records(ranking.scored_rows)):
@@ -210,7 +210,7 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
 def _is_filled(row: Mapping[str, Any]) -> bool:
     """Whether the mark of a plan is filled: the plan is above chance, is the best method, or is not
     separated from the best method. row: the plan's row in `Ranking.rows`."""
-    return str(row["status"]).startswith((ABOVE, BEST, TIED))
+    return str(row["status"]).startswith((ABOVE_CHANCE, BEST, TIED))
 
 
 def _draw_ranking(axes: Axes, ranking: Ranking) -> None:
@@ -220,8 +220,8 @@ def _draw_ranking(axes: Axes, ranking: Ranking) -> None:
     for chance in ranking.chance.values():
         low, high = chance.limits(ranking.plans_tested)
         axes.axvspan(low, high, color=style.RULE, alpha=0.6, linewidth=0)
-    if not np.isnan(ranking.unpruned):
-        axes.axvline(ranking.unpruned, **style.DASHED)
+    if not np.isnan(ranking.unpruned_score):
+        axes.axvline(ranking.unpruned_score, **style.DASHED)
     scored_rows = ranking.scored_rows
     plans = records(scored_rows.iloc[:MOST_PLANS])
     for y, row in enumerate(plans):
@@ -243,6 +243,6 @@ def _draw_ranking(axes: Axes, ranking: Ranking) -> None:
         if len(scored_rows) > MOST_PLANS
         else ""
     )
-    axes.set_title(f"{ranking.pruned} pruned{note}", fontsize=8)
+    axes.set_title(f"{ranking.pruned_text} pruned{note}", fontsize=8)
     axes.grid(axis="x")
     axes.spines["left"].set_visible(False)

@@ -14,7 +14,7 @@ from analysis.outputs.score_rows import numbers_table, stacked
 from analysis.registry import Results, output
 from analysis.render.table import RANK, Table
 from analysis.stats import ranks
-from analysis.stats.cell_scores import means_in_words, notes_on_average, rank_block
+from analysis.stats.cell_scores import mean_definitions, notes_on_average, rank_block
 from analysis.stats.comparison import Comparison, mean_quantities
 from analysis.stats.rank_tests import BENCHMARKS, COLUMNS, rank_tests
 from analysis.stats.uncertainty import LEVEL
@@ -39,7 +39,7 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
         criteria,
         name=name,
         title="Scores, average and average rank",
-        caption=f"{means_in_words(comparisons)} Pruned models are ranked by values rounded to "
+        caption=f"{mean_definitions(comparisons)} Pruned models are ranked by values rounded to "
         f"three decimals; ties share the mean of their ranks. {score_setup(results.study)}",
         footnotes=[*_notes_on_partial_columns(comparisons), *notes_on_average(comparisons)],
     )
@@ -59,8 +59,8 @@ def loss_table(results: Results, name: str) -> Table | None:
         comparisons,
         name=name,
         title="Loss on right answers, mean and average rank",
-        caption=f"{CAPTION} {means_in_words(comparisons)} The lowest loss of the pruned models has "
-        f"rank 1. {score_setup(study)}",
+        caption=f"{CAPTION} {mean_definitions(comparisons)} The lowest loss of the pruned models "
+        f"has rank 1. {score_setup(study)}",
     )
 
 
@@ -134,7 +134,7 @@ def rank_test_table(results: Results, name: str) -> Table:
         for block_kind in (COLUMNS, BENCHMARKS):
             for test in rank_tests(comparison, block_kind):
                 calibration = names.calibration(test.panel.calibration)
-                pruned_text = test.panel.pruned
+                pruned_text = test.panel.pruned_text
                 for (method, rank), p in zip(test.ranks.items(), test.p_to_best, strict=True):
                     differs_from_best = "best"  # the best method has no p
                     if pd.notna(p):

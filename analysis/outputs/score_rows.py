@@ -25,7 +25,7 @@ from analysis.render import style
 from analysis.render.table import SCORE, Table
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import (
-    COMMON,
+    COMMON_SENSE_MEAN,
     GROUPS,
     MEAN,
     Numbers,
@@ -35,7 +35,7 @@ from analysis.stats.cell_scores import (
     mean_target,
     scores,
 )
-from analysis.stats.chance import chance_of
+from analysis.stats.chance import chance_from_scores
 from analysis.stats.comparison import Comparison, Kind, Target, mean_quantities, random_scores
 from moe_lab.results import RANDOM
 
@@ -224,7 +224,7 @@ def _footnotes(blocks: Sequence[Block], columns: Sequence[str]) -> list[str]:
     """A list with one footnote on MEAN, the mean of the benchmarks in `columns`. The footnote names
     the benchmarks on which no model of `blocks` was evaluated, so that MEAN does not include them.
     [] when all benchmarks were run, or when MEAN is not in `columns`."""
-    averages = (*GROUPS, *names.COLUMNS, COMMON, MEAN)
+    averages = (*GROUPS, *names.COLUMNS, COMMON_SENSE_MEAN, MEAN)
     benchmarks = [name for name in columns if name not in averages]
     benchmarks_with_scores = {name for block in blocks for name in block.comparison.benchmarks}
     missing_benchmarks = [name for name in benchmarks if name not in benchmarks_with_scores]
@@ -259,10 +259,10 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
     The p-values in the column P are not corrected. If the study has no counted costs, the columns
     of `costs` are left out."""
     comparison = block.comparison
-    unpruned = comparison.unpruned
+    unpruned_cell = comparison.unpruned_cell
     pruned_in_words, labels = _pruned_and_labels(block)
-    if unpruned is not None:
-        labels = {unpruned: UNPRUNED, **labels}
+    if unpruned_cell is not None:
+        labels = {unpruned_cell: UNPRUNED, **labels}
     cells = list(labels)
     pruned_cells = list(block.labels)
     targets = column_targets(comparison, pruned_cells, columns)
@@ -330,11 +330,13 @@ def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
     """Draw the score of the unpruned model on `target` as a dashed horizontal line, with the 95 %
     interval as a band. Nothing is drawn if the unpruned model was not run. Returns the legend entry
     of the line in both cases."""
-    unpruned = comparison.unpruned
-    if unpruned is not None:
+    unpruned_cell = comparison.unpruned_cell
+    if unpruned_cell is not None:
         score, low, high = comparison.displayed_scores(target)
-        axes.axhspan(low[unpruned], high[unpruned], color=style.RULE, alpha=0.5, linewidth=0)
-        axes.axhline(score[unpruned], **style.DASHED)
+        axes.axhspan(
+            low[unpruned_cell], high[unpruned_cell], color=style.RULE, alpha=0.5, linewidth=0
+        )
+        axes.axhline(score[unpruned_cell], **style.DASHED)
     return style.key(UNPRUNED, **style.DASHED)
 
 
@@ -351,7 +353,7 @@ def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patc
         # kind -> mean of the removed shares (0..1)
         removed = cells.groupby(["granularity", "recovery"])["removed"].mean().to_dict()
         for kind, plans in random_scores(comparison, cells, target).items():
-            bands.setdefault(kind, {})[100 * removed[kind]] = chance_of(plans).band
+            bands.setdefault(kind, {})[100 * removed[kind]] = chance_from_scores(plans).band
     patches: list[Patch] = []
     for band in bands.values():
         if len(band) > 1:

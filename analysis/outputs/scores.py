@@ -101,7 +101,10 @@ def _draw_radar(
     methods = radar_methods(comparison, panel)
     angles = np.linspace(0, 2 * np.pi, len(benchmarks), endpoint=False)
     closed_angles = np.append(angles, angles[0])
-    cells = {"none": comparison.unpruned, **{method: panel.cells[method] for method in methods}}
+    cells = {
+        "none": comparison.unpruned_cell,
+        **{method: panel.cells[method] for method in methods},
+    }
     for method, cell in cells.items():
         if cell is None:
             continue
@@ -114,7 +117,9 @@ def _draw_radar(
     axes.set_ylim(0, 1)
     style.label_ticks(axes.yaxis, [0.25, 0.5, 0.75], [""] * 3)
     axes.spines["polar"].set_color(style.RULE)
-    axes.set_title(f"{names.calibration(panel.calibration)}, {panel.pruned} pruned", fontsize=7.5)
+    axes.set_title(
+        f"{names.calibration(panel.calibration)}, {panel.pruned_text} pruned", fontsize=7.5
+    )
     return methods
 
 
@@ -141,7 +146,7 @@ def task_specific_table(
         for domains in panels_by_domain(comparison).values():
             if {"code", "math"} <= set(domains):
                 block = task_block(comparison, domains, criteria)
-                text = {"Model": comparison.model, "Pruned": domains["code"].pruned}
+                text = {"Model": comparison.model, "Pruned": domains["code"].pruned_text}
                 # the index of block.frame has keys of methods
                 frame = block.frame.assign(
                     **text, Criterion=list(map(names.method, block.frame.index))

@@ -28,7 +28,7 @@ from analysis.stats.cell_scores import (
     Numbers,
     column_targets,
     differences,
-    means_in_words,
+    mean_definitions,
     scores,
 )
 from analysis.stats.comparison import Comparison
@@ -120,8 +120,8 @@ def allocation_table(
         dict.fromkeys(gain_columns, "{:+.3f}"),
         name=name,
         title=f"Searched allocation against uniform: {title_end}",
-        caption=f"{means_in_words(results.comparisons)} {_CODE_AND_MATH} Δ: searched minus uniform "
-        f"on the same items. {_MEANING_OF_SIGNIFICANT if has_tests else _NO_TESTS} "
+        caption=f"{mean_definitions(results.comparisons)} {_CODE_AND_MATH} Δ: searched minus "
+        f"uniform on the same items. {_MEANING_OF_SIGNIFICANT if has_tests else _NO_TESTS} "
         f"{score_setup(results.study)}",
         blocks=TEXT[:4],  # all but Allocation
         optional=gain_columns,

@@ -18,7 +18,7 @@ from analysis.outputs.score_rows import numbers_table, stacked
 from analysis.published.numbers import numbers
 from analysis.registry import Results, output
 from analysis.render.table import Table, display_frame, frame_and_formats
-from analysis.stats.cell_scores import GROUPS, Numbers, column_targets, means_in_words, scores
+from analysis.stats.cell_scores import GROUPS, Numbers, column_targets, mean_definitions, scores
 from analysis.stats.comparison import Comparison
 
 HOUR = 3600
@@ -231,7 +231,7 @@ def _table(
         formats,
         name=name,
         title=title,
-        caption=f"{means_in_words(results.comparisons)} Code and Math are means of their two "
+        caption=f"{mean_definitions(results.comparisons)} Code and Math are means of their two "
         "columns. Samples: rows of the search set; search: seconds of the process that finished "
         f"it. {score_setup(results.study)}",
         blocks=list(TEXT),

@@ -201,7 +201,7 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
     )
     if len(timed_blocks) < 2:
         return None
-    unpruned = largest_requests[largest_requests["cell"] == comparison.unpruned]
+    unpruned = largest_requests[largest_requests["cell"] == comparison.unpruned_cell]
     rows = list(groups(timed_blocks, ["ratio", "recovery", "device"]))
     heights = [0.22 * row_blocks["smallest"].nunique() + 0.85 for _, row_blocks in rows]
     drawing = style.drawing(style.PAGE, sum(heights) + 0.2)

@@ -30,7 +30,7 @@ GROUPS = ("MC Avg", "Code", "Math", "WildBench", AVG)
 """The averages of `group_targets`."""
 MEAN = "Mean"
 """Entry of a list of columns that stands for the mean of the benchmarks in this list."""
-COMMON = "CSQA Avg"
+COMMON_SENSE_MEAN = "CSQA Avg"
 """Entry of a list of columns that stands for the mean of `names.COMMON_SENSE`."""
 
 
@@ -46,7 +46,7 @@ class Numbers:
     """Displayed name of a column -> `max` or `min`, whichever number in it is the best."""
 
 
-def means_in_words(comparisons: Iterable[Comparison]) -> str:
+def mean_definitions(comparisons: Iterable[Comparison]) -> str:
     """Sentences that define each mean over displayed columns: `Avg: mean of the displayed columns
     (more is better).`"""
     sentences = []
@@ -95,13 +95,13 @@ def column_targets(
     """Display name -> target, for the entries of `columns` on which at least one of these cells was
     evaluated.
 
-    columns: each entry is COMMON, MEAN, or the name of a benchmark, of a displayed column or of an
-    average in GROUPS. AVG stands for the mean over `overall_columns`, even if this mean has another
-    name because it is a mean of losses.
+    columns: each entry is COMMON_SENSE_MEAN, MEAN, or the name of a benchmark, of a displayed
+    column or of an average in GROUPS. AVG stands for the mean over `overall_columns`, even if this
+    mean has another name because it is a mean of losses.
     """
     was_run = comparison.benchmarks.loc[list(cells)].notna().any()
     targets: dict[str, Target] = {
-        COMMON: mean_target(comparison, cells, names.COMMON_SENSE),
+        COMMON_SENSE_MEAN: mean_target(comparison, cells, names.COMMON_SENSE),
         MEAN: mean_target(comparison, cells, columns),
     }
     for name in (*map(str, was_run.index[was_run]), *comparison.evaluated_columns(cells)):
@@ -205,7 +205,11 @@ def rank_block(
         name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria
     }
     # method -> cell, with "none" for the unpruned model
-    rows = {"none": comparison.unpruned, **cells} if comparison.unpruned is not None else cells
+    rows = (
+        {"none": comparison.unpruned_cell, **cells}
+        if comparison.unpruned_cell is not None
+        else cells
+    )
     columns = panel.columns(comparison)
     average_columns = panel.average_columns(comparison)
     targets = {
@@ -220,7 +224,7 @@ def rank_block(
     )
     numbers.best["Avg Rank"] = "min"
     frame["Model"] = comparison.model
-    frame["Pruned"] = panel.pruned
+    frame["Pruned"] = panel.pruned_text
     frame["Calibration"] = names.calibration(panel.calibration)
     frame["Criterion"] = list(map(names.method, rows))
     return numbers
@@ -252,7 +256,7 @@ def task_block(
     code = domains["code"].cells  # method -> cell
     math = domains["math"].cells
     methods = [name for name in code if name in math and (criteria is None or name in criteria)]
-    unpruned = [] if comparison.unpruned is None else [comparison.unpruned]
+    unpruned_cells = [] if comparison.unpruned_cell is None else [comparison.unpruned_cell]
     # column -> method -> cell
     cells_of_column = dict.fromkeys(names.CODE_COLUMNS, code) | dict.fromkeys(
         names.MATH_COLUMNS, math
@@ -264,17 +268,20 @@ def task_block(
         values: function that returns the numbers of a column, indexed by cell.
         """
         frame = pd.DataFrame(
-            np.nan, (["none"] if unpruned else []) + methods, list(cells_of_column), dtype=float
+            np.nan,
+            (["none"] if unpruned_cells else []) + methods,
+            list(cells_of_column),
+            dtype=float,
         )
         for column, cells in cells_of_column.items():
             if column in comparison.benchmarks_of:
-                rows = unpruned + [cells[name] for name in methods]
+                rows = unpruned_cells + [cells[name] for name in methods]
                 frame[column] = values(column).loc[rows].to_numpy()
         return frame
 
     frame = gather(lambda column: comparison.columns[column])
     low = gather(lambda column: comparison.interval((column,))[0])
     high = gather(lambda column: comparison.interval((column,))[1])
-    scores_of_methods = frame.iloc[len(unpruned) :]
+    scores_of_methods = frame.iloc[len(unpruned_cells) :]
     frame["Avg Rank"] = ranks.average_rank(scores_of_methods)
     return Numbers(frame, low, high)

@@ -71,7 +71,7 @@ def _margin(spread: float, plans: int, degrees_of_freedom: float, tail: float) -
     return float(stdtrit(degrees_of_freedom, 1 - tail) * spread * np.sqrt(1 + 1 / plans))
 
 
-def chance_of(scores: np.ndarray) -> Chance:
+def chance_from_scores(scores: np.ndarray) -> Chance:
     """The `Chance` of one model. scores: (plans,), of at least two random plans of the model."""
     return Chance(
         float(scores.mean()),
@@ -87,7 +87,9 @@ def chances(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
 
     scores: model -> scores of the model's random plans.
     """
-    chance_of_model = {model: chance_of(plan_scores) for model, plan_scores in scores.items()}
+    chance_of_model = {
+        model: chance_from_scores(plan_scores) for model, plan_scores in scores.items()
+    }
     if len(chance_of_model) < 2:
         return chance_of_model
     variances = np.array([chance.spread**2 for chance in chance_of_model.values()])

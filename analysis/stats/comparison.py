@@ -45,7 +45,7 @@ class Panel:
     calibration: str
     cells: dict[str, int]
     """Key of a method -> cell of the method, in the order of tables."""
-    pruned: str = ""
+    pruned_text: str = ""
     """Text with the removed share, and with the gate if the model's cells have several gates:
     `50 %, gate other`."""
 
@@ -94,9 +94,9 @@ class Comparison:
     def _representatives(self) -> pd.Series:
         """Plan -> cell of the plan. Plans that differ only in the seed are replicates of one cell.
         The number of a cell is the number of its plan with the lowest seed."""
-        ordered = self.all_cells.sort_values("seed", kind="stable")
-        plans = pd.Series(ordered.index, ordered.index)
-        replicates = plans.groupby([ordered[axis] for axis in _REPLICATE_AXES], sort=False)
+        sorted_plans = self.all_cells.sort_values("seed", kind="stable")
+        plans = pd.Series(sorted_plans.index, sorted_plans.index)
+        replicates = plans.groupby([sorted_plans[axis] for axis in _REPLICATE_AXES], sort=False)
         return replicates.transform("first").loc[self.all_cells.index]
 
     @cached_property
@@ -147,7 +147,7 @@ class Comparison:
         return tuple(str(name) for name in was_run.index[was_run])
 
     @cached_property
-    def unpruned(self) -> int | None:
+    def unpruned_cell(self) -> int | None:
         """The cell of the unpruned model; None if the study does not have this cell."""
         cells = self.cells.index[self.cells["criterion"] == "none"]
         return int(cells[0]) if len(cells) else None
@@ -225,8 +225,10 @@ class Comparison:
         """The low and the high ends that `interval` returns, each a series over cells. The ends are
         clipped to 0..1 if more is better."""
         cells = list(self.plans_by_seed)
-        from_items = [self._interval_from_items(target, cell) for cell in cells]
-        ends = pd.DataFrame(from_items, cells, dtype=float)  # columns 0 (low) and 1 (high)
+        intervals_from_items = [self._interval_from_items(target, cell) for cell in cells]
+        ends = pd.DataFrame(
+            intervals_from_items, cells, dtype=float
+        )  # columns 0 (low) and 1 (high)
         score = self.score(target)
         weights = pd.Series(self.weights(target))
         # For cells without outcomes: benchmarks count as independent samples. The standard error of
@@ -248,11 +250,11 @@ class Comparison:
         plans = self.plans_by_seed[cell].values()
         answers_by_plan = [answers[self._row_numbers[plan]] for plan in plans]
         # rows of the plans that were evaluated on the benchmark
-        evaluated = [row for row in answers_by_plan if np.isfinite(row).any()]
+        rows = [row for row in answers_by_plan if np.isfinite(row).any()]
         # if all answers are equal, the standard error of several plans is 0 and gives no interval
-        if not evaluated or (len(plans) > 1 and np.nanmin(evaluated) != np.nanmax(evaluated)):
+        if not rows or (len(plans) > 1 and np.nanmin(rows) != np.nanmax(rows)):
             return self.estimate(target, {cell: 1.0}).interval
-        low, high = uncertainty.wilson(np.nansum(evaluated[0]), np.isfinite(evaluated[0]).sum())
+        low, high = uncertainty.wilson(np.nansum(rows[0]), np.isfinite(rows[0]).sum())
         return float(low), float(high)
 
     def estimate(self, target: Target, weights: Mapping[int, float]) -> Estimate:
@@ -368,7 +370,7 @@ class Comparison:
         # with a single plan, a cell has the same label as its plan
         pair = answers[[self._row_numbers[cell], self._row_numbers[other]]]
         first, second = pair[:, np.isfinite(pair).all(axis=0)]
-        return replace(estimate, exact=float(uncertainty.mcnemar(first, second)))
+        return replace(estimate, exact_p=float(uncertainty.mcnemar(first, second)))
 
     def scored_plans(self, target: Target, cell: int) -> list[int]:
         """The plans of a cell that have a score on the target."""
@@ -492,14 +494,14 @@ def _replace_perplexities(results: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
+def _panels(model: str, pruned_cells: pd.DataFrame) -> Iterator[Panel]:
     """Yield the panels of a model, ordered by ratio, gate and calibration set.
 
-    pruned: the pruned cells in `Comparison.cells`.
+    pruned_cells: the pruned cells in `Comparison.cells`.
     """
     axes = ["ratio", "gate"]
-    pruned_texts = settings.pruned_in_words(pruned)
-    for _, cells in pruned.groupby(axes, sort=True):
+    pruned_texts = settings.pruned_in_words(pruned_cells)
+    for _, cells in pruned_cells.groupby(axes, sort=True):
         ratio, gate = cells[axes].iloc[0]
         calibrations = names.calibrations_in_order(set(cells["calibration"]) - {"none"}) or ["none"]
         for calibration in calibrations:

@@ -22,7 +22,7 @@ RATIOS = (0.25, 0.5)
 
 VARIANT = ["b", "alpha", "beta"]
 """Parameters of a member S(b, alpha, beta) of the S family."""
-DEGENERATE = (1, 0, 0)
+DEGENERATE_VARIANT = (1, 0, 0)
 """The variant (b, alpha, beta) whose score N^-1 N is the same for every expert; displayed as
 N/A."""
 
@@ -64,14 +64,14 @@ def agreement(sets: np.ndarray) -> dict[str, float]:
     if size == 0:
         return {key: float("nan") for name in MEASURES for key in (name, f"chance_{name}")}
     # sizes of intersections (layers,): of all sets, and of each pair of sets
-    common = sets.all(axis=0).sum(axis=-1)
+    common_sizes = sets.all(axis=0).sum(axis=-1)
     pairs = [(first & second).sum(axis=-1) for first, second in combinations(sets, 2)]
     share = size / experts  # probability that an expert is in a random set
     count = len(sets)
     return {
-        "triple": float(np.mean(common / size)),
+        "triple": float(np.mean(common_sizes / size)),
         "pairwise": float(np.mean(pairs) / size),
-        "jaccard": float(np.mean(common / sets.any(axis=0).sum(axis=-1))),
+        "jaccard": float(np.mean(common_sizes / sets.any(axis=0).sum(axis=-1))),
         "chance_triple": share ** (count - 1),
         "chance_pairwise": share,
         "chance_jaccard": share**count / (1 - (1 - share) ** count),
@@ -83,7 +83,7 @@ def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) 
     ratio; columns model, ratio, VARIANT, and the keys of `agreement`.
 
     family: see `Study.family`. Models with fewer than two calibration sets have no rows. For the
-    variant DEGENERATE, the columns MEASURES are NaN.
+    variant DEGENERATE_VARIANT, the columns MEASURES are NaN.
     """
     rows = []
     for key, scores in groups(family, ["model"]):
@@ -97,7 +97,7 @@ def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) 
                     [layer[variant] for layer in layers if variant in layer], ratio
                 )
                 # all experts have equal scores, so their indices alone decide the bottom sets
-                if variant == DEGENERATE:
+                if variant == DEGENERATE_VARIANT:
                     overlap |= {name: float("nan") for name in MEASURES}
                 rows.append(
                     {
@@ -115,8 +115,8 @@ def scores_by_variant(layer: pd.DataFrame) -> dict[tuple[int, ...], np.ndarray]:
 
     layer: the rows of `Study.family` for one model and layer.
     """
-    wide = layer.pivot(index=[*VARIANT, "calibration"], columns="expert", values="score")
-    variants: Any = wide.groupby(level=VARIANT)
+    score_matrix = layer.pivot(index=[*VARIANT, "calibration"], columns="expert", values="score")
+    variants: Any = score_matrix.groupby(level=VARIANT)
     return {tuple(map(int, variant)): scores.to_numpy(float) for variant, scores in variants}
 
 

@@ -48,7 +48,7 @@ class Quantity:
         """`min` if the smallest of several numbers is the best, `max` if the largest is."""
         return "min" if self.lower_is_better else "max"
 
-    def best_first(self, numbers: pd.Series) -> pd.Series:
+    def sort_best_first(self, numbers: pd.Series) -> pd.Series:
         """Sort numbers from the best to the worst, NaN last; equal numbers keep their order."""
         return numbers.sort_values(
             ascending=self.lower_is_better, na_position="last", kind="stable"

@@ -30,8 +30,8 @@ from moe_lab.results import RANDOM
 ALL_MODELS = "all models"
 BEST, TIED, SEPARATED, UNTESTED = "best", "not separated", "separated", "not tested"
 """Verdicts on methods with several seeds, from their comparison with the best such method."""
-ABOVE, WITHIN, BELOW = "above chance", "within chance", "below chance"
-"""Results of comparing a plan with random plans. ABOVE means better, also for losses."""
+ABOVE_CHANCE, WITHIN_CHANCE, BELOW_CHANCE = "above chance", "within chance", "below chance"
+"""Results of comparing a plan with random plans. ABOVE_CHANCE means better, also for losses."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class Ranking:
     model: str
     request: tuple[float, str]
     """Requested ratio, and gate."""
-    pruned: str
+    pruned_text: str
     """Text with the removed share, and with the gate if the model has cells with several gates."""
     quantity: Quantity
     """Kind of the scores."""
@@ -58,11 +58,11 @@ class Ranking:
     - share: score as a share of the unpruned model's score
     - behind, behind_low, behind_high, p: how much worse than the best method, with the ends of the
       interval and the p-value
-    - chance: ABOVE, WITHIN or BELOW, "" if unknown
+    - chance: ABOVE_CHANCE, WITHIN_CHANCE or BELOW_CHANCE, "" if unknown
     - verdict: BEST, TIED, SEPARATED or UNTESTED, "" for a method with one seed
     - status: chance, then the verdict unless the plan is within or below chance
     """
-    unpruned: float
+    unpruned_score: float
     """Score of the unpruned model."""
     plans_tested: int = 0
     """Number of plans of the model that are compared with chance."""
@@ -92,7 +92,7 @@ class _Group:
 
     comparison: Comparison
     cells: pd.DataFrame
-    pruned: str
+    pruned_text: str
     target: Target
     """The columns over which the average is taken."""
 
@@ -126,11 +126,11 @@ def rankings(comparisons: Sequence[Comparison]) -> list[Ranking]:
 def _groups(comparison: Comparison) -> Iterator[_Group]:
     """Yield the groups of a model's pruned cells, one for each ratio above 0 and gate at which at
     least one cell has a score."""
-    pruned = comparison.cells[
+    pruned_cells = comparison.cells[
         (comparison.cells["criterion"] != "none") & (comparison.cells["ratio"] > 0)
     ]
-    pruned_texts = settings.pruned_in_words(pruned)
-    for _, cells in pruned.groupby(["ratio", "gate"], sort=True):
+    pruned_texts = settings.pruned_in_words(pruned_cells)
+    for _, cells in pruned_cells.groupby(["ratio", "gate"], sort=True):
         target = overall_columns(comparison, list(cells.index))
         if target and comparison.score(target)[cells.index].notna().any():
             yield _Group(comparison, cells, pruned_texts[cells.index[0]], target)
@@ -147,11 +147,11 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
     score = comparison.score(target)
     low, high = comparison.interval(target)
     plan_scores = comparison.plan_scores(target)
-    order = quantity.best_first(score[group.cells.index]).index
+    order = quantity.sort_best_first(score[group.cells.index]).index
     scores_of_seeds = [plan_scores[comparison.scored_plans(target, cell)] for cell in order]
-    unpruned = np.nan
-    if comparison.unpruned is not None:
-        unpruned = float(quantity.to_displayed(score[comparison.unpruned]))
+    unpruned_score = np.nan
+    if comparison.unpruned_cell is not None:
+        unpruned_score = float(quantity.to_displayed(score[comparison.unpruned_cell]))
     rows = group.cells.loc[
         order, ["criterion", "method", "calibration", "granularity", "recovery"]
     ].assign(
@@ -164,7 +164,7 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
         low=low[order],
         high=high[order],
         spread=[quantity.to_displayed(scores).std(ddof=1) for scores in scores_of_seeds],
-        share=quantity.to_displayed(score[order]) / unpruned,
+        share=quantity.to_displayed(score[order]) / unpruned_score,
     )
     # a comparison with chance is corrected for the number of plans in all groups of the model
     plans_tested = sum(other.plans_tested for other in groups if other.comparison is comparison)
@@ -178,10 +178,10 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
     return Ranking(
         comparison.model,
         group.request,
-        group.pruned,
+        group.pruned_text,
         quantity,
         rows,
-        unpruned,
+        unpruned_score,
         plans_tested,
         chance,
     )
@@ -205,8 +205,10 @@ def _add_verdicts(
     - leads: for each method but the first, the first method's score minus this method's score,
       before conversion; empty if there are fewer than two methods
     """
-    displayed = {column: quantity.to_displayed(rows[column]) for column in ("score", "low", "high")}
-    printed_scores = displayed["score"].round(PRINTED_DECIMALS)
+    displayed_columns = {
+        column: quantity.to_displayed(rows[column]) for column in ("score", "low", "high")
+    }
+    printed_scores = displayed_columns["score"].round(PRINTED_DECIMALS)
     verdicts = {}
     tests = {}
     for method, lead in zip(methods[1:], leads, strict=True):
@@ -225,7 +227,7 @@ def _add_verdicts(
         )
     columns = ["behind", "behind_low", "behind_high", "p"]
     return rows.assign(
-        **displayed,
+        **displayed_columns,
         rank=(-quantity.sign * printed_scores).rank(method="min"),
         verdict=[verdicts.get(plan, "") for plan in rows.index],
         **pd.DataFrame.from_dict(tests, "index", float, columns).reindex(rows.index),
@@ -254,7 +256,7 @@ def _add_status(rows: pd.DataFrame) -> pd.DataFrame:
         parts = [row["chance"]]
         if row["criterion"] in RANDOM:
             parts = ["random plans"]
-        elif row["chance"] not in (WITHIN, BELOW):
+        elif row["chance"] not in (WITHIN_CHANCE, BELOW_CHANCE):
             parts.append(row["verdict"])
         statuses.append(", ".join(filter(None, parts)))
     return rows.assign(status=statuses)
@@ -282,8 +284,9 @@ def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
 def _compare_with_chance(
     row: Mapping[str, object], chance: Mapping[Kind, Chance], plans_tested: int, quantity: Quantity
 ) -> str:
-    """Compare a plan with the random plans of its kind. Returns ABOVE, WITHIN or BELOW. Returns ""
-    if the plan is random or has no score, or if its kind is not in `chance`.
+    """Compare a plan with the random plans of its kind. Returns ABOVE_CHANCE, WITHIN_CHANCE or
+    BELOW_CHANCE. Returns "" if the plan is random or has no score, or if its kind is not in
+    `chance`.
 
     - row: the plan's row of `Ranking.rows`, with the score before conversion for display
     - plans_tested: number of comparisons with chance for which the limits are corrected
@@ -295,8 +298,8 @@ def _compare_with_chance(
     lead = quantity.sign * (score - chance_of_kind.mean)
     margin = chance_of_kind.margin(plans_tested)
     if lead > margin:
-        return ABOVE
-    return BELOW if lead < -margin else WITHIN
+        return ABOVE_CHANCE
+    return BELOW_CHANCE if lead < -margin else WITHIN_CHANCE
 
 
 def _rankings_over_models(rankings: Sequence[Ranking]) -> Iterator[Ranking]:
@@ -339,10 +342,10 @@ def _ranking_over_models(
     - label: text for the models, such as `all models`
     """
     quantity = model_rankings[0].quantity
-    table = table.loc[quantity.best_first(table.mean(axis=1)).index]
-    unpruned = float(
+    table = table.loc[quantity.sort_best_first(table.mean(axis=1)).index]
+    unpruned_score = float(
         quantity.to_displayed(
-            np.mean([quantity.to_computed(ranking.unpruned) for ranking in model_rankings])
+            np.mean([quantity.to_computed(ranking.unpruned_score) for ranking in model_rankings])
         )
     )
     scores = table.to_numpy(float)
@@ -355,7 +358,7 @@ def _ranking_over_models(
         low=low,
         high=high,
         spread=quantity.to_displayed(scores).std(axis=1, ddof=1),
-        share=[quantity.to_displayed(mean.value) / unpruned for mean in means],
+        share=[quantity.to_displayed(mean.value) / unpruned_score for mean in means],
         chance="",
     )
     methods = _comparable_methods(rows)
@@ -366,8 +369,8 @@ def _ranking_over_models(
     # (1, methods, models): one replicate of each method; each model is a block
     leads = uncertainty.leads_from_table(scores_of_methods[None], pairs) if pairs else []
     rows = _add_status(_add_verdicts(rows, methods, leads, quantity)).rename_axis("cell")
-    pruned = " / ".join(dict.fromkeys(ranking.pruned for ranking in model_rankings))
-    return Ranking(label, model_rankings[0].request, pruned, quantity, rows, unpruned)
+    pruned_text = " / ".join(dict.fromkeys(ranking.pruned_text for ranking in model_rankings))
+    return Ranking(label, model_rankings[0].request, pruned_text, quantity, rows, unpruned_score)
 
 
 def plan_name(row: Mapping[str, object]) -> str:
@@ -380,17 +383,17 @@ def plan_name(row: Mapping[str, object]) -> str:
 
 PLANS_IN_SENTENCE = 4
 """Largest number of plans that a sentence names."""
-MOST_LISTED = 8
+MAX_ENTRIES = 8
 """Largest number of plans of a ranking in a terminal, and of rankings in a terminal and in
 headlines."""
 
 
 def headlines(rankings: Sequence[Ranking]) -> list[str]:
-    """The sentences of the overview, then a headline for each of the first MOST_LISTED rankings,
+    """The sentences of the overview, then a headline for each of the first MAX_ENTRIES rankings,
     and a sentence with the number of further rankings."""
-    unlisted_count = len(rankings) - MOST_LISTED
-    more = [f"The table has {unlisted_count} more rankings."] if unlisted_count > 0 else []
-    return [*overview(rankings), *map(headline, rankings[:MOST_LISTED]), *more]
+    unlisted_count = len(rankings) - MAX_ENTRIES
+    remainder = [f"The table has {unlisted_count} more rankings."] if unlisted_count > 0 else []
+    return [*overview(rankings), *map(headline, rankings[:MAX_ENTRIES]), *remainder]
 
 
 def overview(rankings: Sequence[Ranking]) -> list[str]:
@@ -399,7 +402,7 @@ def overview(rankings: Sequence[Ranking]) -> list[str]:
     second states that they get no verdict."""
     models = {ranking.model for ranking in rankings if ranking.chance}
     models_above_chance = {
-        ranking.model for ranking in rankings if (ranking.rows["chance"] == ABOVE).any()
+        ranking.model for ranking in rankings if (ranking.rows["chance"] == ABOVE_CHANCE).any()
     }
     sentences = []
     if models:
@@ -435,7 +438,7 @@ def headline(ranking: Ranking) -> str:
         "" if np.isnan(best["share"]) else f", {names.share(best['share'])} of the unpruned model's"
     )
     sentence = (
-        f"{ranking.model}, {ranking.pruned} removed: {_plan_names(best_plans)} {verb} the "
+        f"{ranking.model}, {ranking.pruned_text} removed: {_plan_names(best_plans)} {verb} the "
         f"{extreme}, {best['score']:.3f} ({best['low']:.3f} to {best['high']:.3f} over "
         f"{best['over']}){share}."
     )
@@ -445,8 +448,8 @@ def headline(ranking: Ranking) -> str:
 def _plan_names(plans: Sequence[dict[str, object]]) -> str:
     """Text with the names of the first PLANS_IN_SENTENCE plans and the number of further plans."""
     unnamed_count = len(plans) - PLANS_IN_SENTENCE
-    more = [f"{unnamed_count} more"] if unnamed_count > 0 else []
-    return names.listing([*map(plan_name, plans[:PLANS_IN_SENTENCE]), *more])
+    remainder = [f"{unnamed_count} more"] if unnamed_count > 0 else []
+    return names.listing([*map(plan_name, plans[:PLANS_IN_SENTENCE]), *remainder])
 
 
 def remarks(ranking: Ranking) -> list[str]:
@@ -475,7 +478,7 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
     counts = [
         f"{count} {status}"
         for status, count in rows["chance"].value_counts().items()
-        if status != WITHIN
+        if status != WITHIN_CHANCE
     ]
     pooling = (
         f"pooled over {names.count(chance.models, 'model')}"
@@ -486,14 +489,14 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
         pooling += ", as spreads differ between models"
     loss_phrase = "of the loss " if quantity.scale == "perplexity" else ""
     sentence = (
-        f"Of {names.count(len(rows), 'plan')}, {names.listing(counts) or f'none {ABOVE}'} "
+        f"Of {names.count(len(rows), 'plan')}, {names.listing(counts) or f'none {ABOVE_CHANCE}'} "
         f"({'below' if quantity.lower_is_better else 'above'} {quantity.to_displayed(limit):.3f}; "
         f"{names.count(chance.plans, 'random plan')} with mean "
         f"{quantity.to_displayed(chance.mean):.3f}, standard deviation {loss_phrase}"
         f"{chance.spread:.3f} {pooling})."
     )
     best_score = float(quantity.to_computed(rows["score"].iloc[0]))  # rows are sorted, best first
-    if (rows["chance"] == ABOVE).any() or quantity.sign * (best_score - chance.mean) <= 0:
+    if (rows["chance"] == ABOVE_CHANCE).any() or quantity.sign * (best_score - chance.mean) <= 0:
         return sentence
     needed_plans = chance.plans_needed(best_score, ranking.plans_tested)
     if needed_plans is None:
@@ -510,7 +513,7 @@ def _verdict_sentence(ranking: Ranking) -> str:
     if len(_comparable_methods(ranking.rows)) < 2:
         return ""
     plans_with_stated_verdict = ranking.scored_rows[
-        ~ranking.scored_rows["chance"].isin((WITHIN, BELOW))
+        ~ranking.scored_rows["chance"].isin((WITHIN_CHANCE, BELOW_CHANCE))
     ]
     plans = {
         verdict: records(rows) for verdict, rows in plans_with_stated_verdict.groupby("verdict")
@@ -525,32 +528,32 @@ def _verdict_sentence(ranking: Ranking) -> str:
 
 
 def ranking_text(rankings: Sequence[Ranking]) -> str:
-    """The rankings as text for a terminal: the overview, then the first MOST_LISTED rankings, then
+    """The rankings as text for a terminal: the overview, then the first MAX_ENTRIES rankings, then
     the number of further rankings.
 
-    The text of a ranking has a heading, a line for each of the first MOST_LISTED plans, the number
+    The text of a ranking has a heading, a line for each of the first MAX_ENTRIES plans, the number
     of further plans, and the remarks.
     """
     parts = ["\n".join(overview(rankings))] if overview(rankings) else []
-    for ranking in rankings[:MOST_LISTED]:
+    for ranking in rankings[:MAX_ENTRIES]:
         quantity = f"{ranking.mean_name}, {ranking.quantity.direction}"
         lines = [
             (
-                f"{ranking.model}, {ranking.pruned} removed: {quantity} (unpruned "
-                f"{ranking.unpruned:.3f})"
+                f"{ranking.model}, {ranking.pruned_text} removed: {quantity} (unpruned "
+                f"{ranking.unpruned_score:.3f})"
             )
         ]
         rows = records(ranking.scored_rows)
-        width = max(len(plan_name(row)) for row in rows[:MOST_LISTED])
-        for row in rows[:MOST_LISTED]:
+        width = max(len(plan_name(row)) for row in rows[:MAX_ENTRIES])
+        for row in rows[:MAX_ENTRIES]:
             numbers = (
                 f"{row['score']:.3f}  {row['low']:.3f} to {row['high']:.3f} over {row['over']}"
             )
             line = f"  {row['rank']:2.0f}  {plan_name(row):{width}}  {numbers}  {row['status']}"
             lines.append(line.rstrip())
-        if len(rows) > MOST_LISTED:
-            lines.append(f"  and {len(rows) - MOST_LISTED} more")
+        if len(rows) > MAX_ENTRIES:
+            lines.append(f"  and {len(rows) - MAX_ENTRIES} more")
         parts.append("\n".join([*lines, *(f"  {remark}" for remark in remarks(ranking))]))
-    if len(rankings) > MOST_LISTED:
-        parts.append(f"and {len(rankings) - MOST_LISTED} more rankings in the report")
+    if len(rankings) > MAX_ENTRIES:
+        parts.append(f"and {len(rankings) - MAX_ENTRIES} more rankings in the report")
     return "\n\n".join(parts)

@@ -55,14 +55,14 @@ PRINTED_DECIMALS = 3
 """Number of decimals of published scores, to which scores are rounded before they are ranked."""
 
 
-def displayed_columns(available: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def displayed_columns(evaluated_benchmarks: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Displayed column -> the column's benchmarks that were run. Each benchmark that is in no
     column of `names.COLUMNS` is a column of its own.
 
-    available: the benchmarks that were run. For the others, see `missing_benchmarks`.
+    evaluated_benchmarks: the benchmarks that were run. For the others, see `missing_benchmarks`.
     """
     columns = {}
-    remaining_benchmarks = dict.fromkeys(available)
+    remaining_benchmarks = dict.fromkeys(evaluated_benchmarks)
     for column, benchmarks in COLUMNS.items():
         column_benchmarks = tuple(name for name in benchmarks if name in remaining_benchmarks)
         if column_benchmarks:
@@ -78,12 +78,12 @@ def missing_benchmarks(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
 
     columns: displayed column -> the column's benchmarks that were run.
     """
-    missing = {
+    missing_counts = {
         name: len(COLUMNS[name]) - len(column_benchmarks)
         for name, column_benchmarks in columns.items()
         if name in COLUMNS
     }
-    return {name: count for name, count in missing.items() if count}
+    return {name: count for name, count in missing_counts.items() if count}
 
 
 def component_columns(

@@ -17,7 +17,8 @@ from scipy.special import bdtr, gammaincinv, ndtr, ndtri, stdtr, stdtrit
 CONFIDENCE = 0.95
 """Confidence level of intervals."""
 POWER = 0.8
-"""Probability with which a study detects a true difference of the size `Estimate.detectable`."""
+"""Probability with which a study detects a true difference of the size
+`Estimate.detectable_difference`."""
 LEVEL = 0.05
 """Significance level of corrected p-values."""
 
@@ -32,7 +33,7 @@ class Estimate:
     """Standard error of `value`."""
     degrees_of_freedom: float = np.nan
     """Degrees of freedom of `error`."""
-    exact: float = np.nan
+    exact_p: float = np.nan
     """p-value of an exact test, which replaces the p-value of the t-test."""
     methods: int = 2
     """Number of methods from which the data chose the two that `value` compares. With more than 2,
@@ -55,10 +56,10 @@ class Estimate:
     @property
     def p(self) -> float:
         """Two-sided p-value of the hypothesis that the true value is 0. With more than two
-        `methods`, the hypothesis is that all methods are equal. If `exact` is not NaN, p is
-        `exact`."""
-        if not np.isnan(self.exact):
-            return self.exact
+        `methods`, the hypothesis is that all methods are equal. If `exact_p` is not NaN, p is
+        `exact_p`."""
+        if not np.isnan(self.exact_p):
+            return self.exact_p
         if self.error <= 1e-9:  # 0 up to rounding: all replicates and items agree
             return float(abs(self.value) <= 1e-9)  # 1 for the value 0, otherwise 0
         ratio = abs(self.value) / self.error
@@ -72,7 +73,7 @@ class Estimate:
         return float(2 * stdtr(self.degrees_of_freedom, -ratio))
 
     @property
-    def detectable(self) -> float:
+    def detectable_difference(self) -> float:
         """Smallest true value for which a study with this standard error finds a significant
         difference from 0 with probability POWER."""
         quantiles = stdtrit(self.degrees_of_freedom, (1 + CONFIDENCE) / 2) + stdtrit(
@@ -274,9 +275,9 @@ def studentized_range(
     logs = np.linspace(low, high, 81)  # logarithms of the estimated standard deviation
     # density of these logarithms, up to a constant factor
     density = np.exp(degrees_of_freedom * logs + half_freedom * (1 - np.exp(2 * logs)))
-    scaled = np.asarray(values, float)[..., None] * np.exp(logs)
+    scaled_values = np.asarray(values, float)[..., None] * np.exp(logs)
     # mean over standard deviations; for a known one, the degrees of freedom are infinite
-    p_values = (studentized_range(scaled, methods) * density).sum(axis=-1) / density.sum()
+    p_values = (studentized_range(scaled_values, methods) * density).sum(axis=-1) / density.sum()
     return np.asarray(np.maximum(p_values, 0))
 
 
@@ -308,9 +309,9 @@ def holm(p_values: np.ndarray) -> np.ndarray:
     p_values = np.asarray(p_values, float)
     order = np.argsort(p_values)[: np.count_nonzero(~np.isnan(p_values))]  # NaN sorts last
     steps = p_values[order] * np.arange(len(order), 0, -1)
-    adjusted = np.full(p_values.shape, np.nan)
-    adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1)
-    return adjusted
+    adjusted_p_values = np.full(p_values.shape, np.nan)
+    adjusted_p_values[order] = np.minimum(np.maximum.accumulate(steps), 1)
+    return adjusted_p_values
 
 
 def mcnemar(first: np.ndarray, second: np.ndarray) -> np.ndarray:

@@ -84,7 +84,8 @@ def winner_map(
 
 def _settings(panel: Panel) -> dict[str, object]:
     """The columns SETTINGS, pruned and calibration of `winner_map` for a panel: column -> value."""
-    return {name: getattr(panel, name) for name in (*SETTINGS, "pruned", "calibration")}
+    settings = {name: getattr(panel, name) for name in (*SETTINGS, "calibration")}
+    return settings | {"pruned": panel.pruned_text}
 
 
 def _winner_columns(
@@ -101,14 +102,14 @@ def _winner_columns(
     methods = [key for key in panel.cells if criteria is None or key in criteria]
     cells = {key: panel.cells[key] for key in methods}
     scores_of_methods = pd.Series(cells, dtype=int).map(scores)
-    displayed = quantity.best_first(quantity.to_displayed(scores_of_methods).dropna())
-    if displayed.empty:
+    displayed_scores = quantity.sort_best_first(quantity.to_displayed(scores_of_methods).dropna())
+    if displayed_scores.empty:
         return {"winners": (), "score": np.nan, "runner_up": "", "p": np.nan}
-    printed = displayed.round(PRINTED_DECIMALS)
-    is_best = printed == printed.iloc[0]
+    printed_scores = displayed_scores.round(PRINTED_DECIMALS)
+    is_best = printed_scores == printed_scores.iloc[0]
     winners = tuple(key for key in methods if is_best.get(key, False))
-    row = {"winners": winners, "score": displayed[winners[0]], "runner_up": "", "p": np.nan}
-    losers = displayed[~is_best]
+    row = {"winners": winners, "score": displayed_scores[winners[0]], "runner_up": "", "p": np.nan}
+    losers = displayed_scores[~is_best]
     if losers.empty:
         return row
     runner_up = str(losers.index[0])

@@ -237,7 +237,7 @@ def test_chance_levels_are_what_random_scores_reach() -> None:
 
 
 def test_the_constant_score_is_not_available() -> None:
-    constant = family({"a": [[1, 1]], "b": [[1, 1]]}, overlap.DEGENERATE)
+    constant = family({"a": [[1, 1]], "b": [[1, 1]]}, overlap.DEGENERATE_VARIANT)
     other = family({"a": [[1, 2]], "b": [[1, 2]]}, (1, 0, 1))
     agreements = overlap.calibration_overlap(pd.concat([constant, other]), [0.5])
     triples = agreements.set_index("beta")["triple"]

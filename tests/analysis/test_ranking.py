@@ -15,7 +15,7 @@ from scipy.stats import bartlett, studentized_range, t, ttest_1samp
 from analysis.outputs.score_rows import by_ratio, draw_chance
 from analysis.registry import find
 from analysis.stats import ranking, ranks
-from analysis.stats.chance import chance_of
+from analysis.stats.chance import chance_from_scores
 from analysis.stats.comparison import Comparison, random_scores
 from analysis.stats.quantity import Quantity
 from analysis.stats.rank_tests import rank_tests
@@ -101,11 +101,11 @@ def test_weighted_items_have_no_exact_test() -> None:
     alike = comparison_of([UNPRUNED, cell("reap"), cell("ean")], solved)
     difference = alike.difference(("gsm8k",), 1, 2)
     assert difference.value == pytest.approx(5 / 40)
-    assert not np.isnan(difference.exact)
+    assert not np.isnan(difference.exact_p)
     weighted = replace(alike, item_weights={"gsm8k": np.repeat([1.5, 0.5], 20)})
     difference = weighted.difference(("gsm8k",), 1, 2)
     assert difference.value == pytest.approx(1.5 * 5 / 40)
-    assert np.isnan(difference.exact)
+    assert np.isnan(difference.exact_p)
 
 
 def simulated(
@@ -416,7 +416,7 @@ def test_recovered_plan_is_compared_with_recovered_random_plans() -> None:
 
 def test_needed_random_plans_are_the_smallest_number() -> None:
     scores = np.array([0.2, 0.3, 0.4])
-    plans = chance_of(scores).plans_needed(0.65, 10)
+    plans = chance_from_scores(scores).plans_needed(0.65, 10)
     assert plans is not None
 
     def limit(count: int) -> float:
@@ -424,7 +424,7 @@ def test_needed_random_plans_are_the_smallest_number() -> None:
         return float(0.3 + quantile * 0.1 * np.sqrt(1 + 1 / count))
 
     assert limit(plans - 1) >= 0.65 > limit(plans)
-    assert chance_of(scores).plans_needed(0.31, 10) is None
+    assert chance_from_scores(scores).plans_needed(0.31, 10) is None
 
 
 def band(scores: np.ndarray) -> tuple[float, float]:
@@ -498,7 +498,7 @@ def test_models_are_random_effects() -> None:
     compared[0] = replace(compared[0], all_cells=cells.assign(removed_words=rounded))
     *_, together = ranking.rankings(compared)
     assert together.model == ranking.ALL_MODELS
-    assert together.pruned == "46.9 % (50 % requested) / 50 %"
+    assert together.pruned_text == "46.9 % (50 % requested) / 50 %"
     differences = np.array([10, 9, 16]) / 60
     row = together.rows.iloc[1]
     assert row["p"] == pytest.approx(ttest_1samp(differences, 0).pvalue)
