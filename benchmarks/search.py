@@ -26,8 +26,8 @@ from moe_lab.calibration.batches import AnswerBatch
 from moe_lab.pruning.mask import mask
 from moe_lab.search.candidates import Candidates, Plans, PrefixStates
 from moe_lab.search.evolution import SearchSettings, evolve
-from moe_lab.search.fitness import log_probabilities, row_sums
-from moe_lab.search.schedules import Schedule, space_of
+from moe_lab.search.fitness import fitness_row_sums, log_probabilities
+from moe_lab.search.schedules import Schedule, feasible_space
 
 BAR_CHILD = 0.75
 
@@ -61,7 +61,7 @@ def main() -> int:
 
     settings = SearchSettings(generations=arguments.generations)
     layers = [Limits(64, top_k=8, n_group=1, step=1, minimum_experts=8)] * 16
-    evolve(space_of(layers, 16 * 32, settings.granularity), settings, evaluate)
+    evolve(feasible_space(layers, 16 * 32, settings.granularity), settings, evaluate)
     # the first generation is random, not mutated
     children = sum(map(len, generations[1:]))
     forwards = sum(forwards_of_generations[1:]) / children
@@ -127,7 +127,7 @@ def _plain_seconds(candidates: Candidates, rows: Sequence[AnswerBatch]) -> float
                 logits = candidates.model(input_ids=ids, use_cache=False).logits
                 positions = candidates.batches[number].positions
                 evaluated = logits[:, : positions.is_evaluated.shape[1]][positions.is_evaluated]
-                row_sums("esap", log_probabilities(evaluated), evaluated, positions)
+                fitness_row_sums("esap", log_probabilities(evaluated), evaluated, positions)
 
     return cpu_seconds(evaluate)
 
@@ -136,7 +136,7 @@ def _layers_run(prefix_states: PrefixStates, schedules: Iterable[Schedule], batc
     """Number of layers that `Candidates` runs for these schedules on one batch, if all layers are
     MoE layers."""
     layers_run = 0
-    for schedule, states in prefix_states.walk(batch, schedules):
+    for schedule, states in prefix_states.iterate(batch, schedules):
         start = max((k for k in range(len(schedule)) if schedule[:k] in states), default=0)
         layers_run += len(schedule) - start
         states.update({schedule[:k]: torch.empty(1) for k in range(start, len(schedule))})

@@ -12,7 +12,7 @@ from pathlib import Path
 from moe_lab.allocation import ALLOCATIONS
 from moe_lab.criteria import CRITERIA
 from moe_lab.errors import UserError
-from moe_lab.source_code import folder_of, module_digest, source_of
+from moe_lab.source_code import folder_of, function_digest, module_digest
 
 ENTRY_POINTS = "moe_lab.plugins"
 """Group of entry points whose modules every command imports."""
@@ -74,7 +74,7 @@ def module_location(function: Callable[..., object]) -> dict[str, str]:
     (digest of the module's code)."""
     name = function.__module__
     folder = folder_of(name, Path(sys.modules[name].__file__ or ""))
-    return {"module": name, "folder": str(folder), "source": source_of(function)}
+    return {"module": name, "folder": str(folder), "source": function_digest(function)}
 
 
 def import_modules_at(locations: Iterable[Mapping[str, str]]) -> None:

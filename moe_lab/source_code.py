@@ -39,7 +39,7 @@ _distributions = cache(metadata.packages_distributions)
 """Function that returns: top package -> names of the distributions that installed it."""
 
 
-def source_of(function: Callable[..., Any]) -> str:
+def function_digest(function: Callable[..., Any]) -> str:
     """Digest of the code of `function`: the digest of the module that defines the function. For a
     function that was typed into an interpreter, the digest of the function's bytecode. "" for a
     function of moe_lab."""
@@ -54,20 +54,20 @@ def source_of(function: Callable[..., Any]) -> str:
 
 @cache
 def module_digest(name: str) -> str:
-    """`digest_of` the imported module `name`. The first call computes it from the code on disk, and
-    later calls return the same digest."""
-    return digest_of(name, Path(str(sys.modules[name].__file__)))
+    """`code_digest` of the imported module `name`. The first call computes it from the code on
+    disk, and later calls return the same digest."""
+    return code_digest(name, Path(str(sys.modules[name].__file__)))
 
 
-def digest_of(name: str, file: Path) -> str:
+def code_digest(name: str, file: Path) -> str:
     """sha256 of the content of all local modules and the versions of all installed packages that
-    `code_of` returns for the module `name` in `file`."""
-    files, versions = code_of(name, file)
+    `local_files_and_versions` returns for the module `name` in `file`."""
+    files, versions = local_files_and_versions(name, file)
     digests = {module: sha256(path.read_bytes()).hexdigest() for module, path in files.items()}
     return sha256(json.dumps([digests, versions], sort_keys=True).encode()).hexdigest()
 
 
-def code_of(name: str, file: Path) -> tuple[dict[str, Path], dict[str, str]]:
+def local_files_and_versions(name: str, file: Path) -> tuple[dict[str, Path], dict[str, str]]:
     """(files, versions) of the module `name` in `file`, and of all modules that this module imports
     directly or indirectly. `files`: module -> file, for local modules. `versions`: distribution ->
     version, for installed packages.

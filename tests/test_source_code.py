@@ -109,11 +109,11 @@ def test_a_module_that_a_plugin_imports_counts(
         -1:
     ]
     name = plugin.removesuffix(".py").replace("/", ".")
-    before = source_code.digest_of(name, tmp_path / plugin)
+    before = source_code.code_digest(name, tmp_path / plugin)
     write(tmp_path, {"other.py": "x = 1", "package/other.py": "x = 1"})
-    assert source_code.digest_of(name, tmp_path / plugin) == before
+    assert source_code.code_digest(name, tmp_path / plugin) == before
     write(tmp_path, {helper: files[helper] + "\nsign = -1"})
-    assert source_code.digest_of(name, tmp_path / plugin) != before
+    assert source_code.code_digest(name, tmp_path / plugin) != before
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_all_parts_of_a_namespace_package_count(
     for folder in ("second", "first"):
         monkeypatch.syspath_prepend(tmp_path / folder)
     plugin = tmp_path / "first/namespace/plugin.py"
-    before = source_code.digest_of("namespace.plugin", plugin)
+    before = source_code.code_digest("namespace.plugin", plugin)
     write(tmp_path, {helper: "sign = -1"})
-    assert source_code.digest_of("namespace.plugin", plugin) != before
+    assert source_code.code_digest("namespace.plugin", plugin) != before
 
 
 def test_installed_and_local_parts_of_a_namespace_package(
@@ -157,7 +157,7 @@ def test_installed_and_local_parts_of_a_namespace_package(
         tmp_path / "site-packages/installed-1.dist-info",
         {"METADATA": "Name: installed\nVersion: 1.0\n"},
     )
-    files, versions = source_code.code_of("plugin", tmp_path / "plugin.py")
+    files, versions = source_code.local_files_and_versions("plugin", tmp_path / "plugin.py")
     assert set(files) == {"plugin", "namespace.local"}
     assert versions == {"installed": "1.0"}
 
@@ -168,7 +168,7 @@ def test_the_path_of_the_code_does_not_change_the_digest(tmp_path: Path) -> None
         write(
             folder, {"package/plugin.py": "from . import helper", "package/helper.py": "sign = 1"}
         )
-        digests.add(source_code.digest_of("package.plugin", folder / "package/plugin.py"))
+        digests.add(source_code.code_digest("package.plugin", folder / "package/plugin.py"))
     assert len(digests) == 1
 
 
@@ -185,7 +185,7 @@ class Project(NamedTuple):
 
     def digest(self) -> str:
         name = ".".join(Path(self.plugin).with_suffix("").parts).removeprefix("site-packages.")
-        return source_code.digest_of(name, self.folder / self.plugin)
+        return source_code.code_digest(name, self.folder / self.plugin)
 
     def install(self, name: str, package: str, version: str) -> None:
         metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"

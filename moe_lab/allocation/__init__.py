@@ -37,7 +37,7 @@ from moe_lab.config.base import SETTINGS, Positive, identity_fields, validated
 from moe_lab.criteria import Granularity
 from moe_lab.errors import UserError, check_known
 from moe_lab.paths import check_name
-from moe_lab.source_code import source_of
+from moe_lab.source_code import function_digest
 
 Step: TypeAlias = Literal["plan", "search", "reconstruction", "sequential"]
 Function: TypeAlias = Callable[..., dict[int, Any]]
@@ -75,7 +75,7 @@ class Allocation:
         functions; "" for an allocation of moe_lab. Digests are part of the identity of a plan, so
         that a plan is made again when a plugin's source changes."""
         return " ".join(
-            sorted({source_of(function) for function in self.functions.values() if function})
+            sorted({function_digest(function) for function in self.functions.values() if function})
         )
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from moe_lab.config import GATES, CriterionConfig
 from moe_lab.errors import UserError, check_known
 from moe_lab.paths import check_name
-from moe_lab.source_code import source_of
+from moe_lab.source_code import function_digest
 
 Array = NDArray[numpy.float64]
 Granularity = Literal["expert", "channel"]
@@ -134,7 +134,7 @@ class Criterion:
     function: Function
     """Layer and the criterion's own parameters -> scores (E,) or (E, I) fp64."""
     source: str = ""
-    """`source_of(function)`."""
+    """`function_digest(function)`."""
 
     @property
     def needs_plain_weights(self) -> bool:
@@ -167,7 +167,7 @@ def criterion(
                 f"criterion {name} of {function.__module__} is registered already, by {owner}: "
                 "expected a new name"
             )
-        source = source_of(function)
+        source = function_digest(function)
         CRITERIA[name] = Criterion(
             name, granularity, needs, reference, uses_gate, uses_seed, function, source
         )

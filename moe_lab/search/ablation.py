@@ -25,7 +25,7 @@ from moe_lab.models import load as device
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.experts import ExpertsFunction, replace_experts
 from moe_lab.search.candidates import Decoder, States
-from moe_lab.search.fitness import Contexts, row_sums
+from moe_lab.search.fitness import Positions, fitness_row_sums
 from moe_lab.statistics import Statistics, check_finite
 from moe_lab.statistics.gradients import check_loss
 from moe_lab.statistics.observe import Batch, pass_header, resume, save_checkpoint
@@ -137,11 +137,11 @@ class _BatchLosses:
         unpruned = (0,) * len(self.layers)
         is_evaluated = _is_predictor(self.valid)
         logits, _ = self.decoder.logits(self.ids, self.valid, is_evaluated, unpruned, states)
-        positions = is_evaluated.nonzero()
+        rows = is_evaluated.nonzero()[:, 0]
         targets = self.ids.roll(-1, 1)[is_evaluated]
         # "nll" does not read random numbers, so they are set to 0
-        contexts = Contexts(is_evaluated, positions[:, 0], targets, torch.zeros(len(positions)))
-        return row_sums("nll", None, logits, contexts).sum()
+        positions = Positions(is_evaluated, rows, targets, torch.zeros(len(rows)))
+        return fitness_row_sums("nll", None, logits, positions).sum()
 
 
 KINDS = {"ablation": _BatchLosses.ablation_rises, "scaling": _BatchLosses.scaling_rise}

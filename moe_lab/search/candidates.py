@@ -21,7 +21,13 @@ from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.selection import make_plan
 from moe_lab.search.evolution import SearchSettings
-from moe_lab.search.fitness import Contexts, average, contexts, log_probabilities, row_sums
+from moe_lab.search.fitness import (
+    Positions,
+    average,
+    evaluated_positions,
+    fitness_row_sums,
+    log_probabilities,
+)
 from moe_lab.search.schedules import Schedule
 
 
@@ -75,7 +81,7 @@ class Batch:
 
     ids: torch.Tensor
     valid: torch.Tensor
-    positions: Contexts
+    positions: Positions
 
 
 class Candidates:
@@ -146,12 +152,12 @@ class Candidates:
         batch = self.batches[number]
         sums: dict[Schedule, list[float]] = {}
         log_p = self._full_log_probabilities(number)
-        for schedule, states in self.prefix_states.walk(number, plans):
+        for schedule, states in self.prefix_states.iterate(number, plans):
             with mask(self.model, plans[schedule]):
                 logits, layers_run = self.decoder.logits(
                     batch.ids, batch.valid, batch.positions.is_evaluated, schedule, states
                 )
-            sums[schedule] = row_sums(
+            sums[schedule] = fitness_row_sums(
                 self.settings.fitness, log_p, logits, batch.positions
             ).tolist()
             self.cost.forwards += self._cost_share(layers_run, batch)
@@ -200,10 +206,10 @@ def _batches(marked_batches: Sequence[AnswerBatch], settings: SearchSettings) ->
     generator = torch.Generator().manual_seed(settings.seed)
     batches = []
     for ids, valid, answers in marked_batches:
-        positions = contexts(ids, answers, shift=settings.shift, generator=generator)
+        positions = evaluated_positions(ids, answers, shift=settings.shift, generator=generator)
         if len(positions.rows):
             end = int(positions.is_evaluated.any(0).nonzero().max()) + 1
-            positions = Contexts(
+            positions = Positions(
                 positions.is_evaluated[:, :end], positions.rows, positions.targets, positions.draws
             )
             batches.append(Batch(ids[:, :end], valid[:, :end], positions))
@@ -232,7 +238,7 @@ class Decoder:
         self.model = model
         layers = moe_layers(model)
         self.layers: Sequence[nn.Module] = model.get_submodule(layers[0].stack)
-        self.moe = [layer.index for layer in layers]
+        self.moe_indices = [layer.index for layer in layers]
         """Index in `layers` of each MoE layer."""
 
     def logits(
@@ -253,7 +259,7 @@ class Decoder:
         n_layers = len(schedule)
         # number k of the last MoE layer with a stored input, or -1
         start = next((k for k in range(n_layers - 1, -1, -1) if schedule[:k] in states), -1)
-        first_layer = self.moe[start] if start >= 0 else 0
+        first_layer = self.moe_indices[start] if start >= 0 else 0
         device = self.model.get_input_embeddings().weight.device
         attention = None if bool(valid.all()) else valid.to(device, torch.int64)
         with ExitStack() as undo, torch.inference_mode():
@@ -263,9 +269,13 @@ class Decoder:
                     replace_output(layer, state, undo)
             # later runs bypass these layers, so their outputs must be bare tensors
             for k in range(max(start, 0), n_layers):
-                undo.callback(self.layers[self.moe[k]].register_forward_hook(check_output).remove)
+                undo.callback(
+                    self.layers[self.moe_indices[k]].register_forward_hook(check_output).remove
+                )
             for k in range(start + 1, n_layers):
-                undo.callback(_store_input(self.layers[self.moe[k]], schedule[:k], states).remove)
+                undo.callback(
+                    _store_input(self.layers[self.moe_indices[k]], schedule[:k], states).remove
+                )
             head = self.model.get_output_embeddings().register_forward_pre_hook(
                 # the head gets the hidden states of the evaluated positions only: (1, N, H)
                 lambda module, args: (args[0][is_evaluated.to(args[0].device)][None],)
@@ -296,7 +306,9 @@ class PrefixStates:
         self.budget = budget // max(batches, 1)
         """Bytes for the states of one batch."""
 
-    def walk(self, batch: int, schedules: Iterable[Schedule]) -> Iterator[tuple[Schedule, States]]:
+    def iterate(
+        self, batch: int, schedules: Iterable[Schedule]
+    ) -> Iterator[tuple[Schedule, States]]:
         """Yield (schedule, prefix of the schedule -> states) for each schedule, in sorted order, so
         that schedules with a common prefix follow each other. `batch`: number of the batch.
 

@@ -29,7 +29,7 @@ from moe_lab import progress
 from moe_lab.allocation.problem import budget, call_or_suggest_ratio, limits
 from moe_lab.config.base import SETTINGS, Count, Positive, validated
 from moe_lab.errors import UserError, check_known
-from moe_lab.search.schedules import PATTERNS, Schedule, Space, pattern, space_of
+from moe_lab.search.schedules import PATTERNS, Schedule, Space, feasible_space, pattern
 
 UNSHIFTED = ("esap", "sap", "kl", "kl_reversed")
 """Fitness functions that EvoESAP's code computes at the answer tokens, not at the positions that
@@ -117,7 +117,7 @@ def space_to_search(
         {int(layer): router for layer, router in facts["layers"].items()}, settings["multiple_of"]
     )
     n_removed = call_or_suggest_ratio(lambda ratio: budget(layer_limits, ratio), settings["ratio"])
-    space = space_of(
+    space = feasible_space(
         [layer_limits[layer] for layer in sorted(layer_limits)], n_removed, parameters.granularity
     )
     if parameters.max_transfer < space.step:

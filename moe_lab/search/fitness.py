@@ -20,7 +20,7 @@ CHUNK = 512
 
 
 @dataclass(frozen=True)
-class Contexts:
+class Positions:
     """The positions of a batch at which the fitness is computed, in row-major order."""
 
     is_evaluated: torch.Tensor
@@ -33,14 +33,14 @@ class Contexts:
     """(N,) fp64 in [0, 1): the random number of each position, the same for all candidates."""
 
 
-def esap(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.Tensor:
+def esap(log_p: torch.Tensor, log_q: torch.Tensor, positions: Positions) -> torch.Tensor:
     """Expected speculative acceptance: sum_v min(p_v, q_v) = 1 - TV(p, q). p and q are the
     next-token distributions of the unpruned model and of a candidate. Arguments and result: see
     `POSITION_FITNESS`."""
     return torch.minimum(log_p, log_q).exp_().sum(-1, dtype=torch.float64)
 
 
-def sap(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.Tensor:
+def sap(log_p: torch.Tensor, log_q: torch.Tensor, positions: Positions) -> torch.Tensor:
     """The probability min(1, p_y / q_y) that speculative decoding accepts a token y, with p and q
     as in `esap`. y is drawn from q by the random number of the position. The expectation of this
     probability over y is `esap`."""
@@ -49,26 +49,26 @@ def sap(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.
     return ratio.clamp(max=0).exp()[:, 0]
 
 
-def kl(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.Tensor:
+def kl(log_p: torch.Tensor, log_q: torch.Tensor, positions: Positions) -> torch.Tensor:
     """-KL(p || q), with p and q as in `esap`."""
     return -(log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64)
 
 
-def kl_reversed(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.Tensor:
+def kl_reversed(log_p: torch.Tensor, log_q: torch.Tensor, positions: Positions) -> torch.Tensor:
     """-KL(q || p), with p and q as in `esap`."""
     return kl(log_q, log_p, positions)
 
 
-def nll(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.Tensor:
+def nll(log_p: torch.Tensor, log_q: torch.Tensor, positions: Positions) -> torch.Tensor:
     """log q_y, where y is the token that follows the position in the text, and q is as in `esap`.
     p is not used."""
     return log_q.gather(1, positions.targets[:, None]).double()[:, 0]
 
 
 POSITION_FITNESS = {function.__name__: function for function in (esap, sap, kl, kl_reversed, nll)}
-"""Name -> function of log p (N, V), log q (N, V) and the contexts of the N positions that returns
-(N,) fp64, higher is better. p and q: next-token distributions of the unpruned model and of a
-candidate. spec_dec is not defined by position, see speculative_decoding.py."""
+"""Name -> function of log p (N, V), log q (N, V) and `Positions` (N) that returns (N,) fp64, higher
+is better. p and q: next-token distributions of the unpruned model and of a candidate. spec_dec is
+not defined by position, see speculative_decoding.py."""
 
 
 def draw_tokens(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
@@ -81,9 +81,9 @@ def draw_tokens(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tenso
     return tokens.clamp(max=cumulative.shape[1] - 1)
 
 
-def contexts(
+def evaluated_positions(
     ids: torch.Tensor, answers: torch.Tensor, *, shift: bool, generator: torch.Generator
-) -> Contexts:
+) -> Positions:
     """The positions at which to compute the fitness, in a batch of `ids` (B, S). `answers` (B, S)
     is True at answer tokens.
 
@@ -94,11 +94,11 @@ def contexts(
     is_evaluated = pad(answers[:, 1:], (0, 1)) if shift else answers.clone()
     draws = torch.rand(int(is_evaluated.sum()), generator=generator, dtype=torch.float64)
     targets = pad(ids[:, 1:], (0, 1))[is_evaluated]
-    return Contexts(is_evaluated, is_evaluated.nonzero()[:, 0], targets, draws)
+    return Positions(is_evaluated, is_evaluated.nonzero()[:, 0], targets, draws)
 
 
-def row_sums(
-    name: str, log_p: torch.Tensor | None, logits: torch.Tensor, positions: Contexts
+def fitness_row_sums(
+    name: str, log_p: torch.Tensor | None, logits: torch.Tensor, positions: Positions
 ) -> torch.Tensor:
     """(B,) fp64 on the CPU: the fitness `name`, summed over the `positions` of each row. `log_p`
     (N, V) fp32: log-probabilities of the full model at the N positions; None for a fitness that
@@ -110,7 +110,7 @@ def row_sums(
         log_q = log_probabilities(logits[indices.to(device)])
         # a fitness without log_p ignores its first argument, so any tensor will do
         chunk_log_p = log_q if log_p is None else log_p[indices].to(device)
-        chunk = Contexts(
+        chunk = Positions(
             positions.is_evaluated,
             positions.rows[indices],
             positions.targets[indices].to(device),

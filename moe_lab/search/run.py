@@ -23,7 +23,7 @@ from moe_lab.search.evolution import Outcome, SearchSettings, evolve, parse, spa
 from moe_lab.search.schedules import Space
 from moe_lab.search.speculative_decoding import DraftingCandidates
 
-ANSWERS = "answers.jsonl"
+FITNESS_CACHE = "answers.jsonl"
 """File of the `ResultCache` of a search, in its folder of partial results."""
 SCHEMA = 1
 """Schema of search.json."""
@@ -67,7 +67,7 @@ def search(
     else:
         candidates = Candidates(model, plans, rows, parameters)
     start = time.perf_counter()
-    cache = ResultCache(partial / ANSWERS)
+    cache = ResultCache(partial / FITNESS_CACHE)
     # the cache has the fitness values that an interrupted search computed
     outcome = evolve(
         space,

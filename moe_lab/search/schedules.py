@@ -69,7 +69,7 @@ class Space:
         """Number of feasible schedules."""
         return self._ways[0][self.units]
 
-    def nth(self, number: int) -> Schedule:
+    def schedule_at(self, number: int) -> Schedule:
         """Feasible schedule `number`, from 0 to `size` - 1, in lexicographic order."""
         removed = []
         remaining = self.units
@@ -89,10 +89,10 @@ class Space:
         # numpy draws integers of at most 64 bits, and `size` may be larger. So Python's generator
         # draws the number, and is seeded with more bits than `size` has.
         bits = random.bytes(16 + self.size.bit_length() // 8)
-        return self.nth(Random(bits).randrange(self.size))
+        return self.schedule_at(Random(bits).randrange(self.size))
 
 
-def space_of(layers: Sequence[Limits], budget: int, granularity: int) -> Space:
+def feasible_space(layers: Sequence[Limits], budget: int, granularity: int) -> Space:
     """The space of schedules that remove `budget` experts. The number of experts that a layer
     retains is a multiple of `granularity` and of the step in the layer's limits. `layers`: limits
     of each layer. UserError when a layer cannot retain any such multiple, when the common multiples

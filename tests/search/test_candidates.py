@@ -31,7 +31,7 @@ from moe_lab.pruning.prune import prune
 from moe_lab.pruning.selection import plan_from_scores
 from moe_lab.search.candidates import Candidates, Decoder, Plans, PrefixStates
 from moe_lab.search.evolution import SearchSettings, space_to_search
-from moe_lab.search.fitness import POSITION_FITNESS, average, contexts
+from moe_lab.search.fitness import POSITION_FITNESS, average, evaluated_positions
 from moe_lab.search.run import search
 from moe_lab.search.schedules import Schedule
 from moe_lab.search.sequential import Sums, prune_sequentially
@@ -228,13 +228,13 @@ def test_contexts_end_just_before_answers() -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
     answers = torch.tensor([[True, False, True, True]])
     luck = torch.Generator().manual_seed(0)
-    shifted = contexts(ids, answers, shift=True, generator=luck)
+    shifted = evaluated_positions(ids, answers, shift=True, generator=luck)
     assert shifted.is_evaluated.tolist() == [[False, True, True, False]]
     assert shifted.targets.tolist() == [
         7,
         8,
     ]
-    released = contexts(ids, answers, shift=False, generator=luck)
+    released = evaluated_positions(ids, answers, shift=False, generator=luck)
     assert released.is_evaluated.tolist() == answers.tolist()
     assert released.targets.tolist() == [
         6,
@@ -306,7 +306,7 @@ def test_layers_that_are_skipped_get_their_forward_back() -> None:
 def test_candidates_keep_states_within_their_budget() -> None:
     # room for three states of 16 bytes for each batch
     prefix_states, state = PrefixStates(2, 2 * 3 * 16), torch.zeros(4)
-    for schedule, states in prefix_states.walk(0, [(1, 1, 1, 1), (2, 2, 2, 2)]):
+    for schedule, states in prefix_states.iterate(0, [(1, 1, 1, 1), (2, 2, 2, 2)]):
         assert all(schedule[: len(start)] == start for start in states)
         states.update({schedule[:k]: state for k in range(4)})
     assert not prefix_states.states[1]
@@ -383,7 +383,7 @@ def optimum(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     world = World(request.param, tmp_path_factory.mktemp("optimum"))
     folder = world.run("found", generations=20)
     space = space_to_search(world.settings(), world.facts, SearchSettings())
-    schedules = [space.nth(number) for number in range(space.size)]
+    schedules = [space.schedule_at(number) for number in range(space.size)]
     plans = Plans(world.model, world.scores)
     tasks = answer_batches(world.text, world.tokenizer)
     values = Candidates(world.model, plans, tasks, SearchSettings(seed=5)).evaluate(schedules)

@@ -17,7 +17,7 @@ from scipy.stats import chisquare
 from moe_lab.allocation.problem import Limits
 from moe_lab.errors import UserError
 from moe_lab.search.evolution import Outcome, SearchSettings, evolve, mutate, parse, space_to_search
-from moe_lab.search.schedules import PATTERNS, Schedule, Space, pattern, project, space_of
+from moe_lab.search.schedules import PATTERNS, Schedule, Space, feasible_space, pattern, project
 
 
 class Problem(NamedTuple):
@@ -32,7 +32,7 @@ class Problem(NamedTuple):
     def space(self, granularity: int) -> Space:
         layers = zip(self.n_experts, self.steps, self.fewest, strict=True)
         limits = [Limits(count, 1, 1, step, few) for count, step, few in layers]
-        return space_of(limits, self.budget, granularity)
+        return feasible_space(limits, self.budget, granularity)
 
 
 def enumerated(problem: Problem, granularity: int) -> list[Schedule]:
@@ -70,7 +70,7 @@ def test_the_space_is_what_enumeration_finds(case: tuple[Problem, int]) -> None:
                 assert enumerated(problem._replace(budget=int(budget)), granularity)
         return
     assert space.size == len(expected)
-    assert [space.nth(number) for number in range(space.size)] == expected
+    assert [space.schedule_at(number) for number in range(space.size)] == expected
     assert [space.schedule(space.units_removed(schedule)) for schedule in expected] == expected
 
 
@@ -90,8 +90,8 @@ def test_counts_are_exact_beyond_fp64() -> None:
     # without caps in reach there are C(B + L - 1, L - 1) ways
     space = Problem((128,) * 48, (8,) * 48, (1,) * 48, 100).space(1)
     assert space.size == comb(147, 47) > 2**53
-    assert sum(space.nth(space.size - 1)) == sum(space.nth(0)) == 100
-    assert space.nth(space.size - 1) == (100, *[0] * 47)
+    assert sum(space.schedule_at(space.size - 1)) == sum(space.schedule_at(0)) == 100
+    assert space.schedule_at(space.size - 1) == (100, *[0] * 47)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import yaml
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, check_known, unknown_name_error
-from moe_lab.source_code import SITE, code_of, file_of
+from moe_lab.source_code import SITE, file_of, local_files_and_versions
 
 _TASK = re.compile(r"^[\"']?(?:task|group)[\"']?: *[\"']?([\w-]+)[\"']? *$", re.MULTILINE)
 """The name of a task or group in lm-eval's own definition files."""
@@ -78,7 +78,7 @@ def definition_files(task: Path) -> tuple[list[Path], dict[str, str]]:
                 raise UserError(
                     f"{file}: !function {module}: expected a module {module}.py in {file.parent}"
                 )
-            module_files, package_versions = code_of(module, source)
+            module_files, package_versions = local_files_and_versions(module, source)
             versions |= package_versions
             for path in module_files.values():  # module_files: name of a module -> file
                 files |= dict.fromkeys((path.resolve(), *_data_files(path)))
