@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from analysis.published import numbers
-from analysis.published.numbers import Printed
+from analysis.published.numbers import PublishedNumber
 from moe_lab import compose as composition
 from moe_lab import config, grid
 from moe_lab.errors import Unavailable, UserError
@@ -146,7 +146,7 @@ def test_cells_are_those_of_the_published_protocols(name: str) -> None:
     paper, _, table = name.replace("_table", "_").partition("_")
     for cell in cells_of(name):
         key = (cell.model.name, cell.ratio, cell.criterion.name, "", "", "")
-        published = numbers.protocol(Printed(paper, table, key, "gsm8k", "0", ""))
+        published = numbers.protocol(PublishedNumber(paper, table, key, "gsm8k", "0", ""))
         assert cell.gate == (published.gate or "model"), (cell.model.name, cell.criterion.name)
         if "_table" in name and published.tokens:
             assert cell.calibration.tokens == published.tokens, (

@@ -45,7 +45,7 @@ PRIOR_LABELS = {
     "ala_lm": "Attribution of the model's loss",
     "none": "No prior",
 }
-SAME_BUT_PRIOR = ["ratio", "criterion", "gate", "other_settings"]
+EQUAL_COLUMNS = ["ratio", "criterion", "gate", "other_settings"]
 """Plans with equal values in these columns differ in the prior alone."""
 SECONDS = "Time (s)"
 
@@ -118,13 +118,13 @@ def channel_agreement(
     """Pearson's correlation, over experts, between the shares of channels that two plans retain.
     The first plan's prior is proportional to `measure`, the second plan's prior to `truth`.
 
-    Returns the mean over pairs of plans: one pair for each combination of values in SAME_BUT_PRIOR.
+    Returns the mean over pairs of plans: one pair for each combination of values in EQUAL_COLUMNS.
     A pair is left out if its correlation is undefined. NaN if no pair is left.
 
-    plans_with_priors: a row per plan, with the columns cell, prior and SAME_BUT_PRIOR; retained:
+    plans_with_priors: a row per plan, with the columns cell, prior and EQUAL_COLUMNS; retained:
     see `plans.retained`."""
     values = []
-    for _, candidates in groups(plans_with_priors, SAME_BUT_PRIOR):
+    for _, candidates in groups(plans_with_priors, EQUAL_COLUMNS):
         shares = {}  # "measure" or "truth" -> retained shares of this plan, by layer and expert
         for column, proportional_to in (("measure", measure), ("truth", truth)):
             has_prior = candidates["prior"].isin(PRIORS.get(proportional_to, ()))
@@ -177,7 +177,7 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     cells = comparison.cells.reset_index().merge(
         plans.priors(comparison.cells, results.study.reader), on="cell"
     )
-    for key, competitors in groups(cells, [*SAME_BUT_PRIOR, "calibration", "recovery"]):
+    for key, competitors in groups(cells, [*EQUAL_COLUMNS, "calibration", "recovery"]):
         if competitors["prior"].nunique() < 2:
             continue
         rows = competitors.sort_values(

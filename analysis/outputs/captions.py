@@ -20,10 +20,10 @@ HEAPR = "some of HEAPr's seven benchmarks"
 SLIMMING = "some of MoE-Slimming's benchmarks"
 SEARCHES = "cells with allocation=evolutionary"
 SUMS = "the sums of a pass over a text in the store"
-ABLATED = (
+ABLATIONS = (
     "cells with allocation=coverage and allocation.parameters.prior=loss, which reads the ablation"
 )
-TIMED = "a run with timing=true"
+TIMINGS = "a run with timing=true"
 LOSSES = "samples with answer_loss: benchmarks with reference answers, evaluated with likelihoods"
 """HEAPR to LOSSES: names of data that several outputs need; printed when a study lacks the data."""
 GPU_PEAK = "Peak GPU memory (MiB)"
@@ -157,5 +157,5 @@ def machines_sentence(machines: Iterable[str]) -> str:
     return f"Measured on {names.listing(recorded_machines)}. " if recorded_machines else ""
 
 
-PANEL = ["Model", "Pruned", "Calibration"]
+PANEL_COLUMNS = ["Model", "Pruned", "Calibration"]
 """Columns that identify the panels of a table."""

@@ -20,22 +20,22 @@ from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import pass_setup
 from analysis.outputs.score_rows import (
-    BUDGETED,
+    COVERAGE_PLANS,
     cells_without_recovery,
     coverage_cells,
     ratio_lines,
-    shallow_middle_deep,
+    shallow_middle_deep_layers,
 )
 from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.stats.comparison import Comparison
 
-PANELS = 6
+MOST_PANELS = 6
 """Largest number of panels in a figure."""
 PIECES = 10
 """Number of pieces of an expert's bar; a piece is a tenth of the expert's channels."""
-EXPERTS_PER_PANEL = 64
+MOST_EXPERTS_IN_PANEL = 64
 """Largest number of experts in a panel of `expert_bars_by_score`."""
 ACTIVATION, WEIGHT_GRADIENT = "channel_activation", "snip"
 """The two channel scores that the published Fig. 16 compares."""
@@ -76,12 +76,12 @@ def channel_scores(results: Results, comparison: Comparison, name: str) -> list[
 
 def concentration_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
     """Fig. 4 (a): curves of `concentration`, a line per expert. A panel for each step with such
-    curves, at most PANELS. None without curves."""
+    curves, at most MOST_PANELS. None without curves."""
     cells = cells_without_recovery(comparison, "channel")
     panels: list[tuple[str, pd.DataFrame]] = []
     for row in records(cells[cells["scores_folder"].notna()].drop_duplicates("scores_folder")):
         curves = concentration(study, row["scores_folder"])
-        if curves is not None and len(panels) < PANELS:
+        if curves is not None and len(panels) < MOST_PANELS:
             title = f"{names.criterion(row['criterion'])}, {names.calibration(row['calibration'])}"
             panels.append((title, curves))
     if not panels:
@@ -144,11 +144,11 @@ def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
 
 def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
     """Fig. 4 (b): `output_losses` against the retained share of the layer's channels, a line per
-    layer; a panel for each of the first PANELS methods. None without losses."""
+    layer; a panel for each of the first MOST_PANELS methods. None without losses."""
     losses = output_losses(study, comparison)
     if losses.empty:
         return None
-    labels = list(losses["label"].unique())[:PANELS]
+    labels = list(losses["label"].unique())[:MOST_PANELS]
     layers = sorted(losses["layer"].unique())
     drawing, grid = style.panels(len(labels), 3, 2.2)
     for axes, label in zip(grid, labels, strict=True):
@@ -293,7 +293,11 @@ def bars_figure(
     return Figure(name, title, caption, drawing)
 
 
-@output("coverage.fig15", chapter="attribution", needs=f"{BUDGETED}, and their scores in the store")
+@output(
+    "coverage.fig15",
+    chapter="attribution",
+    needs=f"{COVERAGE_PLANS}, and their scores in the store",
+)
 @per_model("pruned")
 def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Channel scores, kept channels and attribution of each expert in three layers.
@@ -309,7 +313,9 @@ def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure |
     stacks = stacks_by_layer(results.study, comparison, int(cell))
     if not stacks:
         return None
-    panels = [(f"Layer {layer}", stacks[layer]) for layer in shallow_middle_deep(list(stacks))]
+    panels = [
+        (f"Layer {layer}", stacks[layer]) for layer in shallow_middle_deep_layers(list(stacks))
+    ]
     label = settings.method_labels(cells)[cell]
     title = f"Channel scores and budgets, expert by expert: {comparison.model}"
     return bars_figure(results.study, panels, name, title, plans=f"Plan: {label}.")
@@ -369,6 +375,6 @@ def _cells_of_two_scores(cells: pd.DataFrame) -> dict[str, int]:
 
 def _split(stacks: pd.DataFrame) -> list[pd.DataFrame]:
     """Split `stacks`, which has a row per expert, into parts of nearly equal size. A part has at
-    most EXPERTS_PER_PANEL rows."""
-    part_count = -(-len(stacks) // EXPERTS_PER_PANEL)  # rounded up
+    most MOST_EXPERTS_IN_PANEL rows."""
+    part_count = -(-len(stacks) // MOST_EXPERTS_IN_PANEL)  # rounded up
     return [stacks.iloc[rows] for rows in np.array_split(np.arange(len(stacks)), part_count)]

@@ -19,7 +19,7 @@ from analysis.outputs.score_rows import (
     DEFAULT_SMOOTHING,
     SMOOTHING,
     Block,
-    by_ratio,
+    cells_by_ratio,
     cells_without_recovery,
     draw_chance,
     draw_unpruned,
@@ -34,7 +34,7 @@ from analysis.render.style import Figure
 from analysis.stats.cell_scores import COMMON_SENSE_MEAN, MEAN, mean_target, mean_text
 from analysis.stats.comparison import Comparison, Target
 
-REMOVED = "routed parameters removed (%)"
+REMOVED_LABEL = "routed parameters removed (%)"
 EQUAL_COLUMNS = ["ratio", "calibration", "gate"]
 """Cells with equal values in these columns are compared across allocations or channel scores."""
 
@@ -67,7 +67,7 @@ def method_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     No blocks for a model without any of HEAPr's methods.
     """
     if len(heapr_cells(comparison.cells)):
-        for ratio, cells in by_ratio(cells_without_recovery(comparison)):
+        for ratio, cells in cells_by_ratio(cells_without_recovery(comparison)):
             yield ratio_block(comparison, ratio, settings.method_labels(cells))
 
 
@@ -184,7 +184,7 @@ def channel_score_table(results: Results, comparison: Comparison) -> Iterator[Bl
     Differences are to the score `channel_activation`. Ratios with a single score are left out.
     """
     cells = cells_without_recovery(comparison, "channel")
-    for ratio, competitors in by_ratio(cells[cells["allocation"] == "coverage"]):
+    for ratio, competitors in cells_by_ratio(cells[cells["allocation"] == "coverage"]):
         criteria = competitors["criterion"]
         if criteria.nunique() > 1:
             base = only_cell(competitors[criteria == "channel_activation"])
@@ -213,7 +213,7 @@ def draw_ratios(
         axes.vlines(x, low[line.index], high[line.index], color=shade, linewidth=1.4, alpha=0.6)
         style.draw_line(axes, key, x, score[line.index])
         keys.append(key)
-    axes.set_xlabel(REMOVED)
+    axes.set_xlabel(REMOVED_LABEL)
     axes.grid(axis="y")
     return keys, [unpruned_key, *draw_chance(axes, comparison, target)]
 
@@ -244,7 +244,7 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     left.set(ylabel="mean of HEAPr's benchmarks", ylim=(0, None))
     for key, line in zip(keys, lines.values(), strict=True):
         style.draw_line(right, key, line["removed"] * 100, flops_saved.reindex(line.index) * 100)
-    right.set(xlabel=REMOVED, ylabel="FLOPs saved per token (%)", ylim=(0, None))
+    right.set(xlabel=REMOVED_LABEL, ylabel="FLOPs saved per token (%)", ylim=(0, None))
     right.grid(axis="y")
     style.legend(drawing, [*keys, *references])
     has_bands = len(references) > 1

@@ -18,7 +18,7 @@ from analysis import names
 from analysis.load.reader import groups, records
 from analysis.load.settings import is_searched, replaces
 from analysis.outputs.captions import score_setup
-from analysis.outputs.score_rows import by_ratio
+from analysis.outputs.score_rows import cells_by_ratio
 from analysis.registry import Results, output
 from analysis.render.table import SCORE, Table, display_frame
 from analysis.stats import overlap, uncertainty
@@ -27,11 +27,13 @@ from analysis.stats.comparison import Comparison, group_targets, mean_quantities
 from analysis.stats.uncertainty import LEVEL, Estimate
 from moe_lab.results import RANDOM
 
-SEARCHED, CHANNELS, INVARIANT = "searched allocation", "channels", "invariant scores"
+SEARCHED_ALLOCATION = "searched allocation"
+CHANNELS = "channels"
+INVARIANT_SCORES = "invariant scores"
 """The three claims, named by the side that should be better."""
-BY_CHANCE = "channels by chance"
+CHANNELS_BY_CHANCE = "channels by chance"
 """Control of the second claim, without any criterion: random channels against random experts."""
-ALL = "all"
+ALL_RATIOS = "all"
 """Value of the column ratio for the mean over all ratios."""
 TOLERANCE = 0.035
 """Two retained shares of routed parameters count as equal when they differ by less than TOLERANCE.
@@ -39,9 +41,9 @@ A number of whole experts cannot match a share more closely."""
 EQUAL_COLUMNS = ["ratio", "criterion", "calibration", "recovery", "gate"]
 """Columns in which a searched cell and the uniform cell of its pair are equal."""
 
-ESTIMATES = ["difference", "low", "high", "detectable", "p"]
+ESTIMATE_COLUMNS = ["difference", "low", "high", "detectable", "p"]
 """Columns of numbers of an `uncertainty.Estimate`."""
-COLUMNS = ["claim", "model", "ratio", "compared", *ESTIMATES, "p_holm", "verdict", "parts"]
+COLUMNS = ["claim", "model", "ratio", "compared", *ESTIMATE_COLUMNS, "p_holm", "verdict", "parts"]
 
 Pairs = Sequence[tuple[int, int]]
 """Pairs of compared cells; the first cell of a pair is the one that should be better."""
@@ -50,19 +52,19 @@ Pairs = Sequence[tuple[int, int]]
 def claims(
     comparisons: Sequence[Comparison], costs: pd.DataFrame, family: pd.DataFrame
 ) -> pd.DataFrame:
-    """Test the claims: a row per claim, model and ratio. If a claim other than SEARCHED has several
-    ratios of a model, another row has their mean, with the ratio ALL. The frame has no rows when no
-    claim can be tested.
+    """Test the claims: a row per claim, model and ratio. If a claim other than SEARCHED_ALLOCATION
+    has several ratios of a model, another row has their mean, with the ratio ALL_RATIOS. The frame
+    has no rows when no claim can be tested.
 
     costs: cell, routed_kept; family: see `Study.family`. Returned columns:
 
     - claim, model, ratio; compared: number of pairs
-    - difference, low, high (95 %): difference of Avg; for INVARIANT, difference of the share
+    - difference, low, high (95 %): difference of Avg; for INVARIANT_SCORES, difference of the share
     of experts on which all calibration sets agree. The difference is above 0 if the claim holds
     - detectable: the difference that this study would find in 80 % of cases
     - p: NaN for methods with one seed; p_holm: p after Holm's correction over all rows
     - verdict: see `verdict`
-    - parts: name of a group average -> difference of this average; {} for INVARIANT
+    - parts: name of a group average -> difference of this average; {} for INVARIANT_SCORES
     """
     rows = [
         row
@@ -90,8 +92,8 @@ def verdict(low: float, high: float, p_holm: float) -> str:
 
 
 def _searched_rows(comparison: Comparison) -> list[dict[str, object]]:
-    """Rows of the claim SEARCHED, one per ratio. The pairs of a ratio are the searched and uniform
-    allocations of whole experts that agree in EQUAL_COLUMNS."""
+    """Rows of the claim SEARCHED_ALLOCATION, one per ratio. The pairs of a ratio are the searched
+    and uniform allocations of whole experts that agree in EQUAL_COLUMNS."""
     cells = comparison.cells
     searched_cells = cells[cells["allocation"].map(is_searched).astype(bool)]
     uniform_cells = cells[(cells["allocation"] == "uniform") & (cells["granularity"] == "expert")]
@@ -99,16 +101,16 @@ def _searched_rows(comparison: Comparison) -> list[dict[str, object]]:
         uniform_cells.reset_index(), on=EQUAL_COLUMNS, suffixes=("", "_uniform")
     )
     rows = []
-    for ratio, ratio_pairs in by_ratio(all_pairs):
+    for ratio, ratio_pairs in cells_by_ratio(all_pairs):
         pairs = list(zip(ratio_pairs["cell"], ratio_pairs["cell_uniform"], strict=True))
-        rows.append(_row(comparison, SEARCHED, ratio, [pairs]))
+        rows.append(_row(comparison, SEARCHED_ALLOCATION, ratio, [pairs]))
     return rows
 
 
 def _channel_rows(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str, object]]:
-    """Rows of the claims CHANNELS and BY_CHANCE. CHANNELS compares plans of criteria that are not
-    random. BY_CHANCE compares random plans; their difference is the effect of granularity alone.
-    Plans with recovery are left out.
+    """Rows of the claims CHANNELS and CHANNELS_BY_CHANCE. CHANNELS compares plans of criteria that
+    are not random. CHANNELS_BY_CHANCE compares random plans; their difference is the effect of
+    granularity alone. Plans with recovery are left out.
 
     costs: see `claims`."""
     retained = costs.set_index("cell")["routed_kept"].astype(float).reindex(comparison.cells.index)
@@ -117,14 +119,14 @@ def _channel_rows(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str,
     is_random = cells["criterion"].isin(RANDOM)
     return [
         *_granularity_rows(comparison, CHANNELS, cells[~is_random]),
-        *_granularity_rows(comparison, BY_CHANCE, cells[is_random]),
+        *_granularity_rows(comparison, CHANNELS_BY_CHANCE, cells[is_random]),
     ]
 
 
 def _granularity_rows(
     comparison: Comparison, claim: str, cells: pd.DataFrame
 ) -> list[dict[str, object]]:
-    """Rows of `claim`: a row per ratio, and a row for ALL if there are several ratios.
+    """Rows of `claim`: a row per ratio, and a row for ALL_RATIOS if there are several ratios.
 
     A pair is a cell of channels and a cell of whole experts of the same ratio, with retained shares
     of routed parameters that differ by less than TOLERANCE. Cells that replace dropped experts are
@@ -133,7 +135,7 @@ def _granularity_rows(
     cells: pruned cells, with the column kept (retained share of routed parameters)."""
     cells = cells[~cells["allocation"].map(replaces).astype(bool)]
     pairs_by_ratio = {}
-    for ratio, ratio_cells in by_ratio(cells):
+    for ratio, ratio_cells in cells_by_ratio(cells):
         channels = ratio_cells.loc[ratio_cells["granularity"] == "channel", "kept"]
         experts = ratio_cells.loc[ratio_cells["granularity"] == "expert", "kept"]
         pairs = []
@@ -146,7 +148,7 @@ def _granularity_rows(
             pairs_by_ratio[ratio] = pairs
     rows = [_row(comparison, claim, ratio, [pairs]) for ratio, pairs in pairs_by_ratio.items()]
     if len(rows) > 1:
-        rows.append(_row(comparison, claim, ALL, list(pairs_by_ratio.values())))
+        rows.append(_row(comparison, claim, ALL_RATIOS, list(pairs_by_ratio.values())))
     return rows
 
 
@@ -184,16 +186,16 @@ def _row(
 
 
 def _estimate_columns(estimate: Estimate) -> dict[str, float]:
-    """The columns ESTIMATES of `claims`: name of a column -> number from `estimate`."""
+    """ESTIMATE_COLUMNS of a row of `claims`: name of a column -> number from `estimate`."""
     numbers = (estimate.value, *estimate.interval, estimate.detectable_difference, estimate.p)
-    return dict(zip(ESTIMATES, numbers, strict=True))
+    return dict(zip(ESTIMATE_COLUMNS, numbers, strict=True))
 
 
 def _invariant_rows(
     family: pd.DataFrame, ratios: Mapping[str, Sequence[float]]
 ) -> list[dict[str, object]]:
-    """Rows of the claim INVARIANT: the mean over layers of `layer_differences`. A row per model and
-    ratio, and a row for ALL if the model has several ratios.
+    """Rows of the claim INVARIANT_SCORES: the mean over layers of `layer_differences`. A row per
+    model and ratio, and a row for ALL_RATIOS if the model has several ratios.
 
     family: see `Study.family`; models with one calibration set are left out. ratios: model ->
     ratios of the model's plans; a model that `ratios` lacks has overlap.RATIOS."""
@@ -202,19 +204,19 @@ def _invariant_rows(
         if scores["calibration"].nunique() < 2:
             continue
         scores_by_layer = [overlap.scores_by_variant(layer) for _, layer in scores.groupby("layer")]
-        # ratio or ALL -> differences (layers,)
+        # ratio or ALL_RATIOS -> differences (layers,)
         differences: dict[object, np.ndarray] = {
             ratio: layer_differences(scores_by_layer, ratio)
             for ratio in ratios.get(key["model"], overlap.RATIOS)
         }
         if len(differences) > 1:
-            differences |= {ALL: np.mean(list(differences.values()), axis=0)}
+            differences |= {ALL_RATIOS: np.mean(list(differences.values()), axis=0)}
         for ratio, values in differences.items():
             estimate = Estimate(float(np.mean(values)))
             if np.ptp(values) > 0:  # without variance between layers there is no interval
                 estimate = uncertainty.mean_estimate(values)
             # the pairs are S(1, alpha, beta) and S(0, alpha, beta), one for each (alpha, beta)
-            labels = {"claim": INVARIANT, **key, "ratio": ratio, "parts": {}}
+            labels = {"claim": INVARIANT_SCORES, **key, "ratio": ratio, "parts": {}}
             rows.append({**labels, **_estimate_columns(estimate), "compared": len(_EXPONENTS)})
     return rows
 
@@ -256,10 +258,11 @@ def layer_differences(
 
 
 STATEMENTS = {
-    SEARCHED: "Searched allocations beat uniform ones",
+    SEARCHED_ALLOCATION: "Searched allocations beat uniform ones",
     CHANNELS: "Removing channels beats removing whole experts at equal routed parameters",
-    BY_CHANCE: "Removing channels beats removing whole experts even at random",
-    INVARIANT: "Scores divided by the token count depend less on the calibration set than sums",
+    CHANNELS_BY_CHANCE: "Removing channels beats removing whole experts even at random",
+    INVARIANT_SCORES: "Scores divided by the token count depend less on the calibration set than "
+    "sums",
 }
 
 
@@ -297,8 +300,8 @@ def claim_table(results: Results, name: str) -> Table | None:
     removed_words = cells.groupby(["model", "ratio"])["removed_words"].last().to_dict()
     pruned = []
     for model, ratio in zip(rows["model"], rows["ratio"], strict=True):
-        if ratio == ALL:
-            pruned.append(ALL)
+        if ratio == ALL_RATIOS:
+            pruned.append(ALL_RATIOS)
         else:
             pruned.append(removed_words.get((model, ratio), names.ratio(ratio)))
     rows_with_texts = rows.assign(statement=rows["claim"].map(STATEMENTS), pruned=pruned)

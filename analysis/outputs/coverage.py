@@ -20,7 +20,7 @@ from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table, display_frame
 
-RARE = 0.1
+RARE_SHARE = 0.1
 """An expert with less than this share of an even load is called rare."""
 
 
@@ -28,7 +28,7 @@ def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
     """Summarize tokens per expert over all layers; a row per model and calibration set.
 
     Columns: model, calibration, experts (number of experts), unseen (number of experts without a
-    token), rare (number of experts with less than RARE times the mean tokens of their layer),
+    token), rare (number of experts with less than RARE_SHARE times the mean tokens of their layer),
     least, median and most (minimum, median and maximum of the tokens of an expert).
 
     coverage: model, calibration, layer, expert, tokens.
@@ -42,7 +42,7 @@ def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
                 **key,
                 "experts": len(experts),
                 "unseen": int((tokens == 0).sum()),
-                "rare": int((tokens < RARE * even_load).sum()),
+                "rare": int((tokens < RARE_SHARE * even_load).sum()),
                 "least": int(tokens.min()),
                 "median": float(tokens.median()),
                 "most": int(tokens.max()),

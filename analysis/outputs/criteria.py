@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SIGNALS = ("Text", "Activations", "Routing", "Gradients", "Weights")
 """Inputs of criteria: the columns of AIMER's Table 1."""
 MARKS = {True: "yes", False: "no"}
-EXPERTS, CHANNELS, HIDDEN = 5, 3, 2
+EXPERTS, CHANNELS, HIDDEN_SIZE = 5, 3, 2
 """Sizes of the artificial layer on which the dependence of scores on inputs is tested."""
 _CRITERION = re.compile(r"(?P<name>\w+)(\((?P<parameters>.*)\))?")
 
@@ -146,7 +146,7 @@ def _artificial_statistics(signal_to_change: str | None = None) -> dict[str, Arr
     return {
         "tokens": tokens,
         **{f"sums_{gate}": sums for gate in GATES},
-        "output_sum": draw_activations(EXPERTS, HIDDEN) * 0.1,
+        "output_sum": draw_activations(EXPERTS, HIDDEN_SIZE) * 0.1,
         **{
             name: draw_activations(EXPERTS) * draw_routing(EXPERTS)
             for name in ("damage", "ala_first", "ala_second")
@@ -212,7 +212,7 @@ def _parameter_value(text: str) -> Any:
         return text
 
 
-PASSES = {
+COLUMN_OF_STEP_KIND = {
     "statistics": "Forward pass (s)",
     "gradients": "Backward pass (s)",
     "weight_gradients": "Weight gradients (s)",
@@ -228,8 +228,8 @@ PASSES = {
     "plan": "Plan (s)",
 }
 """Kind of step -> the column of its seconds."""
-SECONDS = "{:,.3f}"
-TEXT = {"Model": "model", "Calibration": "calibration", "Criterion": "criterion"}
+SECONDS_FORMAT = "{:,.3f}"
+TEXT_COLUMNS = {"Model": "model", "Calibration": "calibration", "Criterion": "criterion"}
 
 
 @output(
@@ -265,8 +265,8 @@ def scoring_table(results: Results, name: str) -> Table:
     # {} if no step used a GPU: the table then lacks this column
     gpu_format = {GPU_PEAK: "{:,.0f}"} if any(pd.notna(row[GPU_PEAK]) for row in rows) else {}
     formats = {
-        "Scoring time (s)": SECONDS,
-        "Of these, the scores (s)": SECONDS,
+        "Scoring time (s)": SECONDS_FORMAT,
+        "Of these, the scores (s)": SECONDS_FORMAT,
         "Peak memory (MiB)": "{:,.0f}",
         **gpu_format,
         "Loading memory (MiB)": "{:,.2f}",
@@ -280,7 +280,8 @@ def scoring_table(results: Results, name: str) -> Table:
         "where some were used, on GPUs; loading memory: the model in bfloat16. "
         f"{SECONDS_NOTE}{machines_sentence(machines)}{run_setup(study)}",
         frame=display_frame(
-            pd.DataFrame(rows), {**TEXT, "Reads": "reads", **{column: column for column in formats}}
+            pd.DataFrame(rows),
+            {**TEXT_COLUMNS, "Reads": "reads", **{column: column for column in formats}},
         ),
         formats=formats,
         best={"Scoring time (s)": "min"},
@@ -313,12 +314,14 @@ def allocation_table(results: Results, name: str) -> Table:
     for cell, steps in _cells_with_times(study, cells_of_first_ratios, "plan_folder"):
         machines += list(steps["machine"])
         # column -> seconds; steps of a kind without a column count in the total only
-        seconds = steps.groupby(steps["kind"].map(PASSES))["seconds"].sum()
+        seconds = steps.groupby(steps["kind"].map(COLUMN_OF_STEP_KIND))["seconds"].sum()
         rows.append({**cell, **seconds, "Total (s)": steps["seconds"].sum()})
     step_columns = [
-        column for column in dict.fromkeys(PASSES.values()) if any(column in row for row in rows)
+        column
+        for column in dict.fromkeys(COLUMN_OF_STEP_KIND.values())
+        if any(column in row for row in rows)
     ]
-    formats = dict.fromkeys([*step_columns, "Total (s)"], SECONDS)
+    formats = dict.fromkeys([*step_columns, "Total (s)"], SECONDS_FORMAT)
     return Table(
         name=name,
         title="Time of channel allocations",
@@ -328,7 +331,7 @@ def allocation_table(results: Results, name: str) -> Table:
         f"{SECONDS_NOTE}{machines_sentence(machines)}{run_setup(study)}",
         frame=display_frame(
             pd.DataFrame(rows),
-            {**TEXT, "Allocation": "allocation", **{column: column for column in formats}},
+            {**TEXT_COLUMNS, "Allocation": "allocation", **{column: column for column in formats}},
         ),
         formats=formats,
         blocks=("Model", "Calibration"),

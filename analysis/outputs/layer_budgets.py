@@ -16,10 +16,10 @@ from analysis.load.reader import records, stacked
 from analysis.load.study import Study
 from analysis.outputs.captions import pass_setup
 from analysis.outputs.score_rows import (
-    BUDGETED,
+    COVERAGE_PLANS,
     DEFAULT_SMOOTHING,
     SMOOTHING,
-    by_ratio,
+    cells_by_ratio,
     cells_without_recovery,
     coverage_cells,
 )
@@ -29,7 +29,7 @@ from analysis.render.style import Figure
 from analysis.stats.comparison import Comparison
 from moe_lab.results import BUDGETS
 
-LAYERS = 8
+MOST_LAYER_LABELS = 8
 """Largest number of layers with a label on an axis."""
 
 
@@ -87,8 +87,8 @@ def layer_figure(results: Results, comparison: Comparison, name: str) -> Figure 
             dashes = _DASHES[number // len(style.SHADES) % len(_DASHES)]
             look = {**style.line_look(number), "markersize": 4.5, "linewidth": 1.2}
             axes.plot(range(len(row)), row * 100, label=label, linestyle=dashes, **look)
-        # every step-th layer has a label; rounded up, so that at most LAYERS have one
-        step = -(-shares.shape[1] // LAYERS)
+        # every step-th layer has a label; rounded up, so that at most MOST_LAYER_LABELS have one
+        step = -(-shares.shape[1] // MOST_LAYER_LABELS)
         labels = [f"layer {layer}" for layer in shares.columns[::step]]
         style.label_ticks(axes.xaxis, range(0, shares.shape[1], step), labels)
         axes.set(ylabel="channels kept (%)", ylim=(0, 104))
@@ -124,10 +124,10 @@ def _cells_with_most_allocations(comparison: Comparison) -> list[tuple[float, pd
     allocation_counts = allocation_counts[list(dict.fromkeys(cells.loc[is_coverage, "criterion"]))]
     if allocation_counts.empty or allocation_counts.max() < 2:
         return []
-    return list(by_ratio(cells[cells["criterion"] == allocation_counts.idxmax()]))
+    return list(cells_by_ratio(cells[cells["criterion"] == allocation_counts.idxmax()]))
 
 
-PLANS = 4
+MOST_PLANS = 4
 """Largest number of plans whose layers are drawn."""
 STRIPS = {
     "loss": "layer loss",
@@ -136,13 +136,13 @@ STRIPS = {
     "kept": "channels kept",
 }
 """Column of `budget_strips` -> label of its strip."""
-NUMBERS = 24
+MOST_LAYERS_WITH_NUMBERS = 24
 """Largest number of layers for which strips show numbers."""
 
 
 def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Coverage budgets in the plans of the first PLANS rows of `coverage_cells`; a row per plan and
-    layer. Plans without budgets in the store are left out.
+    """Coverage budgets in the plans of the first MOST_PLANS rows of `coverage_cells`; a row per
+    plan and layer. Plans without budgets in the store are left out.
 
     Columns: layer, coverage (retained share of the layer's score), kept (retained share of the
     layer's channels), cell, calibration, label (of the method), smoothing (of layer losses).
@@ -150,8 +150,8 @@ def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
     plans = coverage_cells(comparison)
     labels = settings.method_labels(plans)
     frames = []
-    # strict=False, because only the first PLANS plans are drawn
-    for cell, plan in zip(plans.index[:PLANS].map(int), records(plans), strict=False):
+    # strict=False, because only the first MOST_PLANS plans are drawn
+    for cell, plan in zip(plans.index[:MOST_PLANS].map(int), records(plans), strict=False):
         folder = study.reader.find(str(plan["plan_folder"]))
         budgets = passes.read(folder, "budgets.parquet", study.reader)
         if budgets is not None:
@@ -212,7 +212,7 @@ _MEANING = (
 )
 
 
-@output("coverage.fig7", chapter="attribution", needs=BUDGETED)
+@output("coverage.fig7", chapter="attribution", needs=COVERAGE_PLANS)
 @per_model("pruned")
 def coverage_budgets(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Loss, score coverage and retained share of each layer.
@@ -226,7 +226,7 @@ def coverage_budgets(results: Results, comparison: Comparison, name: str) -> Fig
 @output(
     "coverage.fig11",
     chapter="attribution",
-    needs=f"{BUDGETED}, and the sums of their pass in the store",
+    needs=f"{COVERAGE_PLANS}, and the sums of their pass in the store",
 )
 @per_model("pruned")
 def smoothed_losses_and_budgets(
@@ -272,8 +272,9 @@ def strip_figure(
         for row, column in enumerate(columns):
             form = "{:.0%}" if column in ("coverage", "kept") else "{:.2f}"
             _draw_strip(axes, row, plan[column].to_numpy(float), form)
-        # every step-th layer has a label; rounded up, so that at most NUMBERS have one
-        step = -(-len(plan) // NUMBERS)
+        # every step-th layer has a label; rounded up, so that at most MOST_LAYERS_WITH_NUMBERS have
+        # one
+        step = -(-len(plan) // MOST_LAYERS_WITH_NUMBERS)
         layer_labels = [
             str(layer) if position % step == 0 else ""
             for position, layer in enumerate(plan["layer"])
@@ -293,11 +294,15 @@ def _draw_strip(
 
     The shade of a square is 0 for the smallest value, 1 for the largest value, and 0.5 if all
     values are equal. A square shows its value in the format `form`, unless there are more than
-    NUMBERS layers."""
+    MOST_LAYERS_WITH_NUMBERS layers."""
     low = np.nanmin(values)
     high = np.nanmax(values)
     for position, value in enumerate(values):
         if not np.isnan(value):
             shade = (value - low) / (high - low) if high > low else 0.5
-            text = form.format(value).replace("%", " %") if len(values) <= NUMBERS else ""
+            text = (
+                form.format(value).replace("%", " %")
+                if len(values) <= MOST_LAYERS_WITH_NUMBERS
+                else ""
+            )
             style.draw_square(axes, position, row, shade, text, size=6)

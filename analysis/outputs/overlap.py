@@ -71,9 +71,9 @@ def proxy_table(results: Results, name: str) -> Table:
     )
 
 
-ROWS = [(b, alpha) for b in (0, 1) for alpha in (0, 1, 2)]
+HEAT_MAP_ROWS = [(b, alpha) for b in (0, 1) for alpha in (0, 1, 2)]
 """(b, alpha) of the rows of a heat map."""
-BETAS = (0, 1, 2)
+HEAT_MAP_COLUMNS = (0, 1, 2)
 """beta of the columns of a heat map."""
 _SHADES = {"b": "#2277bb", "alpha": "#ee7733", "beta": "#117733"}
 """Parameter of a variant -> colour of the parameter's bars."""
@@ -183,8 +183,8 @@ def _draw_heat_map(axes: Axes, overlaps: pd.DataFrame) -> None:
     overlap_of_variant = {
         (row["b"], row["alpha"], row["beta"]): row["triple"] for row in records(overlaps)
     }
-    for y, (b, alpha) in enumerate(ROWS):
-        for x, beta in enumerate(BETAS):
+    for y, (b, alpha) in enumerate(HEAT_MAP_ROWS):
+        for x, beta in enumerate(HEAT_MAP_COLUMNS):
             share = overlap_of_variant.get((b, alpha, beta), np.nan)
             if (b, alpha, beta) == overlap.DEGENERATE_VARIANT or np.isnan(share):
                 hatching: Any = {
@@ -205,7 +205,9 @@ def _draw_heat_map(axes: Axes, overlaps: pd.DataFrame) -> None:
                     below=overlap.variant_name(b, alpha, beta),
                 )
     style.label_squares(
-        axes, [f"β={beta}" for beta in BETAS], [f"b={b}, α={alpha}" for b, alpha in ROWS]
+        axes,
+        [f"β={beta}" for beta in HEAT_MAP_COLUMNS],
+        [f"b={b}, α={alpha}" for b, alpha in HEAT_MAP_ROWS],
     )
 
 

@@ -19,9 +19,9 @@ from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import MEBIBYTE, SLIMMING, score_setup
 from analysis.outputs.score_rows import (
-    STORED,
+    STORAGE_COSTS,
     Block,
-    by_ratio,
+    cells_by_ratio,
     draw_storage,
     draw_unpruned,
     ratio_block,
@@ -41,7 +41,7 @@ from analysis.stats.cell_scores import (
 )
 from analysis.stats.comparison import Comparison, mean_quantities
 
-AXES = {
+COST_SHARES = {
     "parameters_kept": "Parameters",
     "flops_ratio": "FLOPs per token",
     "storage_share": "Storage",
@@ -61,7 +61,7 @@ SHAPES = {"expert": "o", "constant": "D", "merged": "s", "channel": "^", "none":
 """Kind of a pruned cell -> its marker."""
 
 
-def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
+def average_and_costs(study: Study, comparison: Comparison) -> pd.DataFrame:
     """Avg and costs of one model's cells, including the unpruned model; a row per cell with a cost
     in the store.
 
@@ -74,8 +74,9 @@ def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
     - merit: avg, negated if lower is better, so that a higher merit is always better
     - bits, parameters_kept, routed_kept, flops_ratio, storage_bytes: see `plans.COSTS`
     - storage_share: storage_bytes as a share of the unpruned model's bytes in bfloat16
-    - front_<cost>, for each column <cost> in AXES: whether the cell is on the Pareto front of this
-      cost and merit among the pruned cells, see `front`; False for the unpruned model
+    - front_<cost>, for each column <cost> in COST_SHARES: whether the cell is on the Pareto front
+      of this cost and merit among the pruned cells, see `pareto_front`; False for the unpruned
+      model
     """
     target = comparison.average
     average, low, high = comparison.displayed_scores(target)
@@ -93,9 +94,9 @@ def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
     rows["merit"] = comparison.quantity(target).sign * rows["avg"]
     is_pruned = rows["criterion"] != "none"
     pruned = rows[is_pruned]
-    for cost in AXES:
+    for cost in COST_SHARES:
         rows[f"front_{cost}"] = False
-        rows.loc[is_pruned, f"front_{cost}"] = front(pruned[cost], pruned["merit"])
+        rows.loc[is_pruned, f"front_{cost}"] = pareto_front(pruned[cost], pruned["merit"])
     return rows.drop(columns="criterion")
 
 
@@ -112,7 +113,9 @@ def _kinds(study: Study, cells: pd.DataFrame) -> pd.Series:
     return kinds
 
 
-def front(costs: Sequence[float] | pd.Series, merits: Sequence[float] | pd.Series) -> np.ndarray:
+def pareto_front(
+    costs: Sequence[float] | pd.Series, merits: Sequence[float] | pd.Series
+) -> np.ndarray:
     """Booleans (entries,): whether an entry is on the Pareto front of low cost and high merit.
 
     An entry is on the front if no entry dominates this entry. Entry A dominates entry B if A costs
@@ -152,12 +155,13 @@ def fronts(results: Results, comparison: Comparison, name: str) -> Figure | None
 
 
 def pareto_table(results: Results, name: str) -> Table:
-    """`against_cost` of all models as a table: Avg with its interval, retained parameters, FLOPs
-    and bytes. The rows of a model are sorted by retained parameters, most first, then by merit."""
+    """`average_and_costs` of all models as a table: Avg with its interval, retained parameters,
+    FLOPs and bytes. The rows of a model are sorted by retained parameters, most first, then by
+    merit."""
     frames = []
     for comparison in results.comparisons:
         mean_name = comparison.quantity(comparison.average).mean_name
-        model_rows = against_cost(results.study, comparison)
+        model_rows = average_and_costs(results.study, comparison)
         frames.append(model_rows.assign(model=comparison.model, mean=mean_name))
     rows = pd.concat(frames).sort_values(
         ["model", "parameters_kept", "merit"],
@@ -212,17 +216,17 @@ def pareto_table(results: Results, name: str) -> Table:
 
 
 def _fronts_in_words(rows: pd.DataFrame) -> list[str]:
-    """For each row of `against_cost`, a text that names the costs by which the cell is on a Pareto
-    front: `Parameters, Storage`, or `all` for a cell on all fronts."""
+    """For each row of `average_and_costs`, a text that names the costs by which the cell is on a
+    Pareto front: `Parameters, Storage`, or `all` for a cell on all fronts."""
     texts = []
     for row in records(rows):
         # the first word of the name of a cost: `FLOPs` of `FLOPs per token`
-        costs = [name.split(" ")[0] for cost, name in AXES.items() if row[f"front_{cost}"]]
-        texts.append("all" if len(costs) == len(AXES) else ", ".join(costs))
+        costs = [name.split(" ")[0] for cost, name in COST_SHARES.items() if row[f"front_{cost}"]]
+        texts.append("all" if len(costs) == len(COST_SHARES) else ", ".join(costs))
     return texts
 
 
-NARROWEST = 0.1
+NARROWEST_RANGE = 0.1
 """Smallest range of an axis, as a share of the unpruned model's cost."""
 
 _FRONT_STYLE: Any = {"color": style.MUTED, "linewidth": 2.2, "alpha": 0.45}
@@ -232,15 +236,16 @@ _NUMBER_STYLE: Any = {"color": style.INK, "markeredgewidth": 0.3}
 
 
 def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
-    """Figure of `against_cost` of one model: Avg against each cost in AXES, a panel per cost.
+    """Figure of `average_and_costs` of one model: Avg against each cost in COST_SHARES, a panel per
+    cost.
 
     A mark is a pruned cell; its shape shows the kind of the cell, its colour the recovery. Cells on
     a front have numbers, which the legend explains. A cell whose plan cannot be read has no mark.
     None if all pruned cells have the same costs, rounded to per cent.
     """
-    cells = against_cost(study, comparison)
+    cells = average_and_costs(study, comparison)
     pruned = cells[(cells["method"] != "none") & cells["avg"].notna() & cells["kind"].notna()]
-    if (pruned[list(AXES)].round(2).nunique() < 2).all():
+    if (pruned[list(COST_SHARES)].round(2).nunique() < 2).all():
         return None
     quantity = comparison.quantity(comparison.average)
     display_name = partial(names.recovery_name, none="not recovered")
@@ -250,12 +255,12 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
         recovery: style.SHADES[number % len(style.SHADES)]
         for number, recovery in enumerate(recoveries)
     }
-    is_on_front = pruned[[f"front_{cost}" for cost in AXES]].any(axis=1)
+    is_on_front = pruned[[f"front_{cost}" for cost in COST_SHARES]].any(axis=1)
     cells_on_fronts = pruned[is_on_front].sort_values("merit", kind="stable")
     number_of_cell = {cell: number for number, cell in enumerate(cells_on_fronts["cell"], start=1)}
     drawing = style.drawing(style.PAGE, 3.2)
-    grid = drawing.subplots(1, len(AXES), sharey=True, gridspec_kw={"wspace": 0.09})
-    for axes, (cost, title) in zip(grid, AXES.items(), strict=True):
+    grid = drawing.subplots(1, len(COST_SHARES), sharey=True, gridspec_kw={"wspace": 0.09})
+    for axes, (cost, title) in zip(grid, COST_SHARES.items(), strict=True):
         unpruned_entry = draw_unpruned(axes, comparison, comparison.average)
         _draw_marks(axes, pruned, cost, shades)
         front_cells = pruned[pruned[f"front_{cost}"]].sort_values(cost, kind="stable")
@@ -264,7 +269,7 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
         axes.set_title(title, fontsize=8)
         _format_share_axis(axes)
     grid[0].set_ylabel(f"{quantity.mean_name} ({quantity.direction})")
-    grid[len(AXES) // 2].set_xlabel("share of what the unpruned model has")
+    grid[len(COST_SHARES) // 2].set_xlabel("share of what the unpruned model has")
     kinds = [kind for kind in KINDS if kind in set(pruned["kind"])]
     legend_entries = [style.key(KINDS[kind], **_mark_style(kind, style.MUTED)) for kind in kinds]
     if len(shades) > 1:
@@ -291,13 +296,13 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
 
 
 def _format_share_axis(axes: Axes) -> None:
-    """Label the horizontal axis in per cent, and widen its range to at least NARROWEST, because a
-    narrower range would exaggerate small differences."""
+    """Label the horizontal axis in per cent, and widen its range to at least NARROWEST_RANGE,
+    because a narrower range would exaggerate small differences."""
     axes.xaxis.set_major_formatter(lambda share, _: f"{share * 100:.4g} %")
     axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
     axes.margins(x=0.08)
     low, high = axes.get_xlim()
-    margin = max(0.0, NARROWEST - (high - low)) / 2
+    margin = max(0.0, NARROWEST_RANGE - (high - low)) / 2
     axes.set_xlim(low - margin, high + margin)
     axes.grid(axis="both")
 
@@ -312,10 +317,10 @@ def _mark_style(kind: str, shade: str) -> dict[str, Any]:
 
 def _draw_marks(axes: Axes, pruned: pd.DataFrame, cost: str, shades: Mapping[str, str]) -> None:
     """Draw Avg against the cost `cost`: a mark and an interval for each of `pruned`, rows of
-    `against_cost`, in the colour of the recovery. A thin line joins the ratios of a method with one
-    calibration set, in the colour of the row with the lowest cost.
+    `average_and_costs`, in the colour of the recovery. A thin line joins the ratios of a method
+    with one calibration set, in the colour of the row with the lowest cost.
 
-    cost: a key of AXES; shades: display name of a recovery -> colour."""
+    cost: a key of COST_SHARES; shades: display name of a recovery -> colour."""
     ordered = pruned.sort_values(cost, kind="stable")
     colours = list(ordered["recovery"].map(shades))
     axes.vlines(
@@ -343,7 +348,7 @@ def _draw_numbers(
     left of its mark, where the steps of the front do not pass. Cells at the same point share one
     text.
 
-    front_cells: rows of `against_cost`; cost: a key of AXES."""
+    front_cells: rows of `average_and_costs`; cost: a key of COST_SHARES."""
     for _, point_cells in groups(front_cells, [cost, "avg"]):
         text = ", ".join(str(number_of_cell[cell]) for cell in point_cells["cell"])
         point = point_cells[cost].iloc[0], point_cells["avg"].iloc[0]
@@ -356,7 +361,7 @@ def _draw_numbers(
         axes.annotate(text, point, fontsize=6.5, fontweight="bold", **offset)
 
 
-BOTH = (
+BOTH_GRANULARITIES = (
     f"cells of channels and of whole experts, without recovery, at several ratios, and {SLIMMING}"
 )
 """Data that the comparisons of channels with whole experts need."""
@@ -372,16 +377,16 @@ def cells_of_both_granularities(comparison: Comparison) -> pd.DataFrame:
     return cells if cells["granularity"].nunique() > 1 else cells[:0]
 
 
-@output("coverage.table10", chapter="cost", filters="Model|Pruned", needs=BOTH)
+@output("coverage.table10", chapter="cost", filters="Model|Pruned", needs=BOTH_GRANULARITIES)
 @score_table(
     "Channels and whole experts, benchmark by benchmark",
     (*names.COMMON_SENSE, MEAN),
     "Kept: share of the parameters of routed experts. Storage: weights on disk.",
-    costs=STORED,
+    costs=STORAGE_COSTS,
 )
 def channels_and_experts(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 10: channels and whole experts at each ratio, benchmark by benchmark."""
-    for ratio, cells in by_ratio(cells_of_both_granularities(comparison)):
+    for ratio, cells in cells_by_ratio(cells_of_both_granularities(comparison)):
         yield ratio_block(comparison, ratio, settings.method_labels(cells))
 
 
@@ -392,10 +397,10 @@ def storage_frontier(study: Study, comparison: Comparison) -> pd.DataFrame:
     cells = cells_of_both_granularities(comparison)
     points = storage_points(study, comparison, cells, names.COMMON_SENSE)
     points = points.assign(label=settings.method_labels(cells), granularity=cells["granularity"])
-    return points.assign(front=front(points["storage"], points["merit"]))
+    return points.assign(front=pareto_front(points["storage"], points["merit"]))
 
 
-@output("coverage.fig9", chapter="cost", needs=BOTH)
+@output("coverage.fig9", chapter="cost", needs=BOTH_GRANULARITIES)
 @per_model()
 def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """MoE-Slimming's Figure 9: accuracy against storage, with the Pareto front.

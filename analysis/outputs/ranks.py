@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from analysis import names
-from analysis.outputs.captions import LOSSES, PANEL, score_setup
+from analysis.outputs.captions import LOSSES, PANEL_COLUMNS, score_setup
 from analysis.outputs.score_rows import numbers_table, stacked
 from analysis.registry import Results, output
 from analysis.render.table import RANK, Table
@@ -79,12 +79,12 @@ def _table_of_panels(
     rows = stacked(blocks)
     if rows is None:
         return None
-    text_columns = [*PANEL, "Criterion"]
+    text_columns = [*PANEL_COLUMNS, "Criterion"]
     averages = [*(name for name in mean_quantities(comparisons) if name in rows.frame), "Avg Rank"]
     other_columns = (*text_columns, *averages)
     score_columns = [str(column) for column in rows.frame if column not in other_columns]
     columns = [*text_columns, *score_columns, *averages]
-    return numbers_table(rows, columns, {"Avg Rank": RANK}, blocks=PANEL, **fields)
+    return numbers_table(rows, columns, {"Avg Rank": RANK}, blocks=PANEL_COLUMNS, **fields)
 
 
 def _notes_on_partial_columns(comparisons: Iterable[Comparison]) -> list[str]:

@@ -15,8 +15,8 @@ from matplotlib.patches import Patch
 from analysis import names
 from analysis.load.passes import STATISTICS
 from analysis.load.reader import groups
-from analysis.outputs.captions import ABLATED, SUMS, pass_setup
-from analysis.outputs.score_rows import shallow_middle_deep
+from analysis.outputs.captions import ABLATIONS, SUMS, pass_setup
+from analysis.outputs.score_rows import shallow_middle_deep_layers
 from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
@@ -25,12 +25,12 @@ from analysis.stats.ranks import correlations
 
 ROUTING_MEASURES = {"gate": "mean router weight", "tokens": "tokens"}
 """Routing measure of an expert -> its name in Fig. 2."""
-TOP = 50
+TOP_EXPERTS = 50
 """Number of experts in a panel of Fig. 2."""
-GAIN, HARM = "#2277bb", "#ee7733"
+RISE_COLOUR, FALL_COLOUR = "#2277bb", "#ee7733"
 """Colours of bars: of experts whose removal raises the loss, and of experts whose removal lowers
 the loss."""
-LOSS = "rise of the loss (nats per token)"
+LOSS_LABEL = "rise of the loss (nats per token)"
 SOURCES = {
     "weight": "a criterion that reads weights of experts, such as magnitude",
     "activation": "statistics of this moe_lab",
@@ -50,12 +50,13 @@ def experts_of_first_set(experts: pd.DataFrame, model: str) -> pd.DataFrame:
 
 
 def top_experts(experts: pd.DataFrame, measure: str) -> pd.DataFrame:
-    """The TOP rows of `experts` with the highest values in the column `measure`, highest first."""
+    """The TOP_EXPERTS rows of `experts` with the highest values in the column `measure`, highest
+    first."""
     experts = experts.dropna(subset=[measure])
-    return experts.sort_values(measure, ascending=False, kind="stable").head(TOP)
+    return experts.sort_values(measure, ascending=False, kind="stable").head(TOP_EXPERTS)
 
 
-@output("coverage.fig2", chapter="attribution", needs=ABLATED)
+@output("coverage.fig2", chapter="attribution", needs=ABLATIONS)
 @per_model("pruned")
 def router_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Ablation losses of the experts that routers rank highest.
@@ -108,12 +109,13 @@ def _calibration_names(experts: pd.DataFrame) -> str:
 
 def _draw_loss_bars(axes: Axes, losses: pd.Series) -> None:
     """Draw a bar for each of `losses`, the ablation losses of experts: by how much the model's loss
-    rises without the expert. Bars below 0 have the colour HARM, other bars the colour GAIN."""
-    shades = [GAIN if loss >= 0 else HARM for loss in losses]
+    rises without the expert. Bars below 0 have the colour FALL_COLOUR, other bars the colour
+    RISE_COLOUR."""
+    shades = [RISE_COLOUR if loss >= 0 else FALL_COLOUR for loss in losses]
     axes.bar(np.arange(len(losses)), losses.to_numpy(float), width=0.75, color=shades)
     axes.axhline(0, color=style.RULE, linewidth=0.8)
     axes.set(xlim=(-0.8, len(losses) - 0.2))
-    axes.set_ylabel(LOSS, fontsize=7)
+    axes.set_ylabel(LOSS_LABEL, fontsize=7)
     style.format_power(axes.yaxis)
 
 
@@ -131,13 +133,13 @@ def _bar_and_line_entries(line_label: str) -> list[Artist]:
     """Legend entries for the two colours of bars (see `_draw_loss_bars`), and for a line with the
     label `line_label`."""
     return [
-        Patch(facecolor=GAIN, label="the loss rises without it"),
-        Patch(facecolor=HARM, label="the loss falls without it"),
+        Patch(facecolor=RISE_COLOUR, label="the loss rises without it"),
+        Patch(facecolor=FALL_COLOUR, label="the loss falls without it"),
         style.key(line_label, color=style.INK, marker=".", linewidth=0.9),
     ]
 
 
-def by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
+def statistics_by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
     """Pool one raw statistic by layer; a row per layer.
 
     Columns: layer; mean and std, over all weights or channels of the layer's experts; ablation, the
@@ -160,15 +162,17 @@ def by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
     "coverage.fig3",
     chapter="attribution",
     needs=(
-        f"{ABLATED}; for weights and gradients also {SOURCES['weight']}, and {SOURCES['gradient']}"
+        f"{ABLATIONS}; for weights and gradients also {SOURCES['weight']}, and "
+        f"{SOURCES['gradient']}"
     ),
 )
 @per_model("pruned")
 def statistics_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Weights, activations and gradients of experts with ablation losses, by depth and in a layer.
 
-    Two panels per raw statistic: `by_layer` in the upper panel, and the experts of the middle layer
-    in the lower panel. None without raw statistics of experts that have an ablation loss.
+    Two panels per raw statistic: `statistics_by_layer` in the upper panel, and the experts of the
+    middle layer in the lower panel. None without raw statistics of experts that have an ablation
+    loss.
     """
     experts = experts_of_first_set(results.study.raw_statistics, comparison.model)
     available_statistics = [
@@ -183,14 +187,14 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
     for above, below, statistic in zip(upper, lower, available_statistics, strict=True):
         label = STATISTICS[statistic]
         rows = experts[experts["statistic"] == statistic]
-        _draw_over_depth(above, by_layer(rows), label)
+        _draw_over_depth(above, statistics_by_layer(rows), label)
         _draw_over_experts(below, rows[rows["layer"] == middle], label)
         above.set_title(f"(a) {label}", fontsize=7.5)
         below.set_title(f"(b) {label}, layer {middle}", fontsize=7.5)
     for axes in (*upper[1:], *lower[1:]):
         axes.set_ylabel(None)
     mean_key = style.key(
-        "layer's mean rise of the loss", color=GAIN, marker="o", linestyle="", markersize=4
+        "layer's mean rise of the loss", color=RISE_COLOUR, marker="o", linestyle="", markersize=4
     )
     style.legend(
         drawing, [mean_key, *_bar_and_line_entries("mean of the statistic ± standard deviation")]
@@ -221,9 +225,9 @@ def _draw_over_depth(axes: Axes, layers: pd.DataFrame, label: str) -> None:
     ablation losses of layers. On the right axis, a line is the mean of the statistic, and a band
     around the line is ± the standard deviation.
 
-    layers: rows of `by_layer`; label: name of the statistic."""
-    axes.plot(layers["layer"], layers["ablation"], "o", color=GAIN, markersize=4)
-    axes.set_ylabel(LOSS, fontsize=7)
+    layers: rows of `statistics_by_layer`; label: name of the statistic."""
+    axes.plot(layers["layer"], layers["ablation"], "o", color=RISE_COLOUR, markersize=4)
+    axes.set_ylabel(LOSS_LABEL, fontsize=7)
     style.format_power(axes.yaxis)
     style.layer_axis(axes)
     right = _add_right_axis(axes)
@@ -267,7 +271,7 @@ def activation_figure(results: Results, comparison: Comparison, name: str) -> Fi
     """
     experts = results.study.experts
     experts = experts[(experts["model"] == comparison.model) & experts["size"].notna()]
-    layers = shallow_middle_deep(list(experts["layer"]))
+    layers = shallow_middle_deep_layers(list(experts["layer"]))
     if not layers:
         return None
     sets = names.calibrations_in_order(experts["calibration"])
@@ -318,4 +322,4 @@ def _draw_distributions(axes: Axes, magnitudes: Sequence[Sequence[float]]) -> No
     for position, values in enumerate(magnitudes):
         # the points of a box are spread at random, so that they hide each other less
         x = position + np.random.default_rng(0).uniform(-0.18, 0.18, len(values))
-        axes.plot(x, values, "o", color=GAIN, markersize=2.5, alpha=0.5, markeredgewidth=0)
+        axes.plot(x, values, "o", color=RISE_COLOUR, markersize=2.5, alpha=0.5, markeredgewidth=0)

@@ -18,10 +18,10 @@ from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import SLIMMING
 from analysis.outputs.score_rows import (
-    STORED,
+    STORAGE_COSTS,
     Block,
     block_table,
-    by_ratio,
+    cells_by_ratio,
     draw_storage,
     only_cell,
     ratio_block,
@@ -75,7 +75,7 @@ def _method_without_recovery(method: str) -> str:
     (*names.ABLATION, MEAN),
     "Rows name how pruned models were quantised or tuned. Difference: Mean minus that of 16 bits "
     "at the same ratio, paired. Storage: weights on disk, with the scales of quantised ones.",
-    costs=STORED,
+    costs=STORAGE_COSTS,
 )
 def recovery_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 11: every ratio with every recovery.
@@ -84,7 +84,7 @@ def recovery_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """
     label_of_cell = labels(comparison)
     for sweep in sweeps(comparison):
-        for ratio, cells in by_ratio(sweep):
+        for ratio, cells in cells_by_ratio(sweep):
             base = only_cell(cells[cells["recovery"] == "none"])
             yield ratio_block(comparison, ratio, label_of_cell[cells.index], base)
 
@@ -150,7 +150,7 @@ def _label_ratios(axes: Axes, comparison: Comparison, points: pd.DataFrame) -> N
 def recovery_blocks(comparison: Comparison) -> Iterator[Block]:
     """Yield a block for each ratio at which a cell has a recovery. The block has all pruned cells
     of this ratio, sorted by method."""
-    for ratio, cells in by_ratio(comparison.cells[comparison.cells["criterion"] != "none"]):
+    for ratio, cells in cells_by_ratio(comparison.cells[comparison.cells["criterion"] != "none"]):
         if set(cells["recovery"]) != {"none"}:
             order = names.methods_in_order(cells["method"])
             positions = cells["method"].map(order.index)
@@ -173,18 +173,21 @@ _RECOVERY_CAPTION = (
     "Pruned and recovered: general benchmarks",
     (*names.GENERAL, MEAN),
     _RECOVERY_CAPTION,
-    costs=STORED,
+    costs=STORAGE_COSTS,
 )
-def recovered_table(results: Results, comparison: Comparison) -> Iterator[Block]:
+def general_benchmark_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Pruned and recovered models on general benchmarks."""
     return recovery_blocks(comparison)
 
 
 @output("coverage.table4", needs="cells with a recovery, and reasoning benchmarks, such as gsm8k")
 @score_table(
-    "Pruned and recovered: reasoning", (*names.REASONING, MEAN), _RECOVERY_CAPTION, costs=STORED
+    "Pruned and recovered: reasoning",
+    (*names.REASONING, MEAN),
+    _RECOVERY_CAPTION,
+    costs=STORAGE_COSTS,
 )
-def recovered_reasoning(results: Results, comparison: Comparison) -> Iterator[Block]:
+def reasoning_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Pruned and recovered models on reasoning benchmarks."""
     return recovery_blocks(comparison)
 
@@ -206,7 +209,7 @@ def top_k_table(results: Results, name: str) -> Table | None:
     for family in _families(study, results.comparisons):
         for comparison, top_k in family:
             cells = comparison.cells[comparison.cells["criterion"] != "none"]
-            for ratio, ratio_cells in by_ratio(cells):
+            for ratio, ratio_cells in cells_by_ratio(cells):
                 label_of_cell = settings.method_labels(ratio_cells) + f", top-{top_k}"
                 blocks.append(ratio_block(comparison, ratio, label_of_cell))
     return block_table(

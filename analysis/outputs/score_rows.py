@@ -52,19 +52,19 @@ class Cost:
     offset: float = 0.0
 
 
-RETAINED = {"Kept": Cost("routed_kept", "{:.1%}")}
-COSTS = {**RETAINED, "FLOPs saved": Cost("flops_ratio", "{:.1%}", scale=-1, offset=1)}
+RETAINED_SHARE = {"Kept": Cost("routed_kept", "{:.1%}")}
+COSTS = {**RETAINED_SHARE, "FLOPs saved": Cost("flops_ratio", "{:.1%}", scale=-1, offset=1)}
 STORAGE = "Storage (MiB)"
-STORED = {**RETAINED, STORAGE: Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)}
-"""RETAINED, COSTS, STORED: displayed column -> its cost."""
-TEXT = ("Model", "Pruned")
+STORAGE_COSTS = {**RETAINED_SHARE, STORAGE: Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)}
+"""RETAINED_SHARE, COSTS, STORAGE_COSTS: displayed column -> its cost."""
+BLOCK_COLUMNS = ("Model", "Pruned")
 """Displayed columns that identify a block."""
 DIFFERENCE = "Difference"
 """Displayed column of differences."""
 P = "p (Holm)"
 """Displayed column of p-values."""
 _MEANING_OF_P = f"{P}: two-sided, where both methods have several seeds, corrected over the table."
-UNPRUNED = names.CRITERIA["none"]
+UNPRUNED_LABEL = names.CRITERIA["none"]
 """Label of the unpruned model."""
 
 SMOOTHING = ("layer_smoothing", "smoothing")
@@ -74,9 +74,9 @@ FEWEST_RATIOS = 3
 """Fewest ratios of a method for which a line over ratios is drawn."""
 COVERAGE = "coverage"
 """The allocation with coverage budgets (MoE-Slimming)."""
-HALF = 0.5
+FIGURE_RATIO = 0.5
 """The ratio in the papers' figures."""
-BUDGETED = "cells of channels with allocation=coverage"
+COVERAGE_PLANS = "cells of channels with allocation=coverage"
 """Data that outputs on coverage budgets need."""
 
 
@@ -160,17 +160,17 @@ def block_table(
     # benchmarks come first, then the averages over all of them
     averages = [*mean_quantities(block.comparison for block in blocks_with_scores), MEAN]
     last_columns = [column for column in (*averages, DIFFERENCE, P, *costs) if column in frame]
-    other_columns = (*TEXT, "Criterion", *last_columns)
+    other_columns = (*BLOCK_COLUMNS, "Criterion", *last_columns)
     benchmarks = [str(column) for column in frame if column not in other_columns]
     sentences = [caption, _MEANING_OF_P if P in frame else "", score_setup(study)]
     return numbers_table(
         rows,
-        [*TEXT, "Criterion", *benchmarks, *last_columns],
+        [*BLOCK_COLUMNS, "Criterion", *benchmarks, *last_columns],
         {P: "{:.4f}", **{column: cost.form for column, cost in costs.items()}},
         name=name,
         title=title,
         caption=" ".join(filter(None, sentences)),
-        blocks=TEXT,
+        blocks=BLOCK_COLUMNS,
         optional=(DIFFERENCE, P),
         footnotes=_footnotes(blocks_with_scores, columns),
     )
@@ -262,7 +262,7 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
     unpruned_cell = comparison.unpruned_cell
     pruned_in_words, labels = _pruned_and_labels(block)
     if unpruned_cell is not None:
-        labels = {unpruned_cell: UNPRUNED, **labels}
+        labels = {unpruned_cell: UNPRUNED_LABEL, **labels}
     cells = list(labels)
     pruned_cells = list(block.labels)
     targets = column_targets(comparison, pruned_cells, columns)
@@ -337,7 +337,7 @@ def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
             low[unpruned_cell], high[unpruned_cell], color=style.RULE, alpha=0.5, linewidth=0
         )
         axes.axhline(score[unpruned_cell], **style.DASHED)
-    return style.key(UNPRUNED, **style.DASHED)
+    return style.key(UNPRUNED_LABEL, **style.DASHED)
 
 
 def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patch]:
@@ -349,7 +349,7 @@ def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patc
     # kind -> removed share in per cent -> (low, high)
     bands: dict[Kind, dict[float, tuple[float, float]]] = {}
     random_cells = comparison.cells[comparison.cells["criterion"].isin(RANDOM)]
-    for _, cells in by_ratio(random_cells):
+    for _, cells in cells_by_ratio(random_cells):
         # kind -> mean of the removed shares (0..1)
         removed = cells.groupby(["granularity", "recovery"])["removed"].mean().to_dict()
         for kind, plans in random_scores(comparison, cells, target).items():
@@ -367,7 +367,7 @@ def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patc
     return patches
 
 
-def shallow_middle_deep(layers: Sequence[int]) -> list[int]:
+def shallow_middle_deep_layers(layers: Sequence[int]) -> list[int]:
     """The first, the middle and the last of the distinct `layers`, in ascending order. If two
     layers are in the middle, the first of the two is returned. The list has fewer than three layers
     if `layers` has; [] if `layers` is empty."""
@@ -411,7 +411,7 @@ def cells_without_recovery(comparison: Comparison, granularity: str = "") -> pd.
     return sorted_by_criterion(cells, "ratio")
 
 
-def by_ratio(cells: pd.DataFrame) -> Iterator[tuple[float, pd.DataFrame]]:
+def cells_by_ratio(cells: pd.DataFrame) -> Iterator[tuple[float, pd.DataFrame]]:
     """Yield (ratio, the cells of this ratio) for each ratio, lowest first."""
     for key, ratio_cells in groups(cells.sort_values("ratio", kind="stable"), ["ratio"]):
         yield float(key["ratio"]), ratio_cells
@@ -448,11 +448,13 @@ def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 def coverage_cells(comparison: Comparison) -> pd.DataFrame:
     """Cells without recovery whose plans remove channels by allocation=coverage, at the ratio
-    closest to HALF; no rows if there are no such cells."""
+    closest to FIGURE_RATIO; no rows if there are no such cells."""
     cells = cells_without_recovery(comparison, "channel")
     allocations = cells["allocation"].map(lambda text: settings.allocation(str(text))[0])
     cells = cells[allocations == COVERAGE]
-    nearest_ratio = min(cells["ratio"].unique(), key=lambda ratio: abs(ratio - HALF), default=HALF)
+    nearest_ratio = min(
+        cells["ratio"].unique(), key=lambda ratio: abs(ratio - FIGURE_RATIO), default=FIGURE_RATIO
+    )
     return pd.DataFrame(cells[cells["ratio"] == nearest_ratio])
 
 

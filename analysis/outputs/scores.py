@@ -14,7 +14,7 @@ from matplotlib.projections.polar import PolarAxes
 from analysis import names
 from analysis.load.settings import pruned_in_words
 from analysis.load.study import Study
-from analysis.outputs.captions import PANEL, metrics_in_words, score_setup
+from analysis.outputs.captions import PANEL_COLUMNS, metrics_in_words, score_setup
 from analysis.outputs.score_rows import method_lines, numbers_table, stacked
 from analysis.registry import Results, output, per_model
 from analysis.render import style
@@ -24,10 +24,11 @@ from analysis.stats.cell_scores import Numbers, mean_target, panels_by_domain, s
 from analysis.stats.comparison import Comparison, Panel, Target
 
 RADAR_METHODS = ("aimer", "magnitude", "random", "frequency", "seer", "ean", "reap")
-"""The methods of AIMER's tables; a radar plot includes them after the RADAR_BEST best methods."""
-RADAR_BEST = 2
+"""The methods of AIMER's tables; a radar plot includes them after the RADAR_BEST_METHODS best
+methods."""
+RADAR_BEST_METHODS = 2
 """Number of methods with the highest Avg that a radar plot always includes."""
-RADAR_LINES = len(RADAR_METHODS)
+MOST_RADAR_METHODS = len(RADAR_METHODS)
 """Largest number of methods in a radar plot."""
 
 
@@ -50,7 +51,7 @@ def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure 
         assert isinstance(axes, PolarAxes)
         methods += _draw_radar(axes, comparison, panel, lines)
     style.legend(drawing, [lines[method] for method in ("none", *names.methods_in_order(methods))])
-    limit = names.count(RADAR_LINES, "method")
+    limit = names.count(MOST_RADAR_METHODS, "method")
     caption = (
         "Scores on each benchmark from 0 (centre) to 1 (rim); dashed: the unpruned model. Each "
         "panel has the first two methods by Avg, those of AIMER's tables, then the first of the "
@@ -78,16 +79,17 @@ def radar_benchmarks(comparison: Comparison, panel: Panel) -> Target:
 
 
 def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
-    """The methods of a panel that a radar plot draws, at most RADAR_LINES: first the RADAR_BEST
-    methods with the highest Avg, then RADAR_METHODS, then the other methods by Avg. Methods without
-    any score are left out."""
+    """The methods of a panel that a radar plot draws, at most MOST_RADAR_METHODS: first the
+    RADAR_BEST_METHODS methods with the highest Avg, then RADAR_METHODS, then the other methods by
+    Avg. Methods without any score are left out."""
     average = comparison.score(panel.average_columns(comparison)).fillna(-1)  # no average: last
     benchmarks = list(radar_benchmarks(comparison, panel))
     has_scores = comparison.benchmarks[benchmarks].notna().any(axis=1)
     methods = [method for method in panel.cells if has_scores[panel.cells[method]]]
     methods.sort(key=lambda method: -average[panel.cells[method]])
     published_methods = [method for method in RADAR_METHODS if method in methods]
-    return list(dict.fromkeys([*methods[:RADAR_BEST], *published_methods, *methods]))[:RADAR_LINES]
+    ordered = dict.fromkeys([*methods[:RADAR_BEST_METHODS], *published_methods, *methods])
+    return list(ordered)[:MOST_RADAR_METHODS]
 
 
 def _draw_radar(
@@ -201,12 +203,12 @@ def benchmark_table(results: Results, name: str) -> Table | None:
     benchmarks = names.in_order(map(str, rows.low), names.BENCHMARKS)
     return numbers_table(
         rows,
-        [*PANEL, "Criterion", *benchmarks],
+        [*PANEL_COLUMNS, "Criterion", *benchmarks],
         formats={},
         name=name,
         title="All benchmarks",
         caption=f"{_metrics(results.study)} {score_setup(results.study)}",
-        blocks=PANEL,
+        blocks=PANEL_COLUMNS,
     )
 
 
@@ -237,7 +239,7 @@ def _metrics(study: Study) -> str:
 
 
 @output("unified.table2", needs=BOTH_TASKS)
-def published_task_specific(results: Results, name: str) -> Table | None:
+def published_task_specific_table(results: Results, name: str) -> Table | None:
     """The criteria of Unified Expert Pruning, calibrated on the task of their evaluation.
 
     None when `task_specific_table` returns None.

@@ -34,10 +34,10 @@ from analysis.stats.cell_scores import (
 from analysis.stats.comparison import Comparison
 from analysis.stats.uncertainty import LEVEL
 
-TEXT = ["Model", "Pruned", "Calibration", "Criterion", "Allocation"]
+TEXT_COLUMNS = ["Model", "Pruned", "Calibration", "Criterion", "Allocation"]
 GAIN = "Δ {}"
 """Format of the name of a column with differences, from the name of the column of scores."""
-SIGNIFICANT = "Significant"
+SIGNIFICANCE = "Significant"
 """Displayed column that lists the columns with significant differences."""
 _EQUAL_COLUMNS = ["ratio", "criterion", "calibration", "recovery", "gate"]
 """Cells with equal values in these columns differ only in their allocation."""
@@ -73,7 +73,7 @@ def general_pairs(comparison: Comparison) -> dict[int, int]:
 
 _CODE_AND_MATH = "Code and Math are means of their two columns."
 _MEANING_OF_SIGNIFICANT = (
-    f"{SIGNIFICANT}: the columns whose paired difference has a p-value below {LEVEL} after Holm's "
+    f"{SIGNIFICANCE}: the columns whose paired difference has a p-value below {LEVEL} after Holm's "
     "correction over all differences of a model, where both methods have several seeds."
 )
 _NO_TESTS = "Methods with one seed are not tested."
@@ -108,22 +108,24 @@ def allocation_table(
     )
     if rows is None:
         return None
-    number_columns = [str(column) for column in rows.frame if column not in (*TEXT, SIGNIFICANT)]
+    number_columns = [
+        str(column) for column in rows.frame if column not in (*TEXT_COLUMNS, SIGNIFICANCE)
+    ]
     # the text of GAIN before {} is the prefix of all columns of differences
     gain_columns = [column for column in number_columns if column.startswith(GAIN.format(""))]
     score_columns = [column for column in number_columns if column not in gain_columns]
-    has_tests = (rows.frame[SIGNIFICANT] != "").any()
-    last_column = [SIGNIFICANT] if has_tests else []
+    has_tests = (rows.frame[SIGNIFICANCE] != "").any()
+    last_column = [SIGNIFICANCE] if has_tests else []
     return numbers_table(
         rows,
-        [*TEXT, *score_columns, *gain_columns, *last_column],
+        [*TEXT_COLUMNS, *score_columns, *gain_columns, *last_column],
         dict.fromkeys(gain_columns, "{:+.3f}"),
         name=name,
         title=f"Searched allocation against uniform: {title_end}",
         caption=f"{mean_definitions(results.comparisons)} {_CODE_AND_MATH} Δ: searched minus "
         f"uniform on the same items. {_MEANING_OF_SIGNIFICANT if has_tests else _NO_TESTS} "
         f"{score_setup(results.study)}",
-        blocks=TEXT[:4],  # all but Allocation
+        blocks=TEXT_COLUMNS[:4],  # all but Allocation
         optional=gain_columns,
     )
 
@@ -149,14 +151,14 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
     significance = dict.fromkeys(cells, "") | _significant_columns(comparison, pairs, gains)
     text = display_frame(
         rows_of_cells,
-        dict(zip(TEXT, ("model", "pruned", "calibration", "criterion", "allocation"), strict=True)),
+        {column: column.lower() for column in TEXT_COLUMNS},
     )
     recoveries = rows_of_cells["recovery"].map(
         lambda recovery: names.RECOVERIES.get(recovery, recovery)
     )
     text["Allocation"] = list(map(comma_joined, text["Allocation"], recoveries))
     frame = pd.concat([text, numbers.frame], axis=1)
-    frame[SIGNIFICANT] = pd.Series(significance)
+    frame[SIGNIFICANCE] = pd.Series(significance)
     return Numbers(frame, numbers.low, numbers.high, numbers.best)
 
 
@@ -184,7 +186,7 @@ def _significant_columns(
 @output(
     "evoesap.table7", needs=f"{SEARCHES}, calibrated on general text (evoesap_table7 of sweeps)"
 )
-def searched_after_general_text(results: Results, name: str) -> Table | None:
+def general_text_table(results: Results, name: str) -> Table | None:
     """Group averages of searched and uniform allocations that were calibrated on general text.
 
     None without such pairs, or without any of GROUPS.
@@ -193,7 +195,7 @@ def searched_after_general_text(results: Results, name: str) -> Table | None:
 
 
 @output("evoesap.table8", needs=f"{SEARCHES}, and coding benchmarks")
-def searched_coding(results: Results, name: str) -> Table | None:
+def coding_table(results: Results, name: str) -> Table | None:
     """Searched and uniform allocations: coding benchmarks.
 
     None without pairs, or without any of CODING.
@@ -202,7 +204,7 @@ def searched_coding(results: Results, name: str) -> Table | None:
 
 
 @output("evoesap.table9", needs=f"{SEARCHES}, and WildBench, gsm8k or math500")
-def searched_writing_and_mathematics(results: Results, name: str) -> Table | None:
+def writing_and_mathematics_table(results: Results, name: str) -> Table | None:
     """Searched and uniform allocations: writing and mathematics.
 
     None without pairs, or without any of WRITING_AND_MATH.
@@ -211,7 +213,7 @@ def searched_writing_and_mathematics(results: Results, name: str) -> Table | Non
 
 
 @output("evoesap.table10", needs=f"{SEARCHES}, and multiple-choice benchmarks")
-def searched_multiple_choice(results: Results, name: str) -> Table | None:
+def multiple_choice_table(results: Results, name: str) -> Table | None:
     """Searched and uniform allocations: multiple choice.
 
     None without pairs, or without multiple-choice benchmarks.

@@ -21,19 +21,19 @@ from analysis.render.table import Table, display_frame, frame_and_formats
 from analysis.stats.cell_scores import GROUPS, Numbers, column_targets, mean_definitions, scores
 from analysis.stats.comparison import Comparison
 
-HOUR = 3600
-SAME_BUT_SEARCH = ["ratio", "criterion", "calibration", "recovery", "gate"]
+SECONDS_PER_HOUR = 3600
+EQUAL_COLUMNS = ["ratio", "criterion", "calibration", "recovery", "gate"]
 """Cells with equal values in these columns differ only in the settings of their search."""
-COMPARED = ("Code", "WildBench", "MC Avg")
+COMPARED_AVERAGES = ("Code", "WildBench", "MC Avg")
 """The averages of EvoESAP's Tables 4 and 6."""
 FITNESSES = ("esap", "spec_dec")
 """The fitnesses that EvoESAP's Table 6 compares."""
 COMPETITOR = "DiEP"
 """The method of EvoESAP's Table 4 that is not implemented here."""
-NOT_IMPLEMENTED = (
+COMPETITOR_NOTE = (
     "published; not implemented: EvoESAP gives its settings, but neither its objective nor code"
 )
-TEXT = {
+TEXT_COLUMNS = {
     "Model": "model",
     "Pruned": "removed_words",
     "Calibration": "calibration",
@@ -93,7 +93,7 @@ def cost_table(results: Results, name: str) -> Table:
         caption="Search: seconds of the process that finished it; peak memory: of that process, in "
         "main memory and, where some were used, on GPUs; loading memory: the model in bfloat16. "
         f"Based on {run_setup(study)}",
-        **frame_and_formats(rows, {**TEXT, "Fitness": "fitness"}, columns),
+        **frame_and_formats(rows, {**TEXT_COLUMNS, "Fitness": "fitness"}, columns),
         blocks=("Model",),
         optional=("Samples", "Peak memory (MiB)", GPU_PEAK),
     )
@@ -133,8 +133,8 @@ def fitness_table(results: Results, name: str) -> Table | None:
     """EvoESAP's Table 6: searches by speculative decoding and by ESAP.
 
     Of the plans that differ only in the settings of their search, the table lists those with a
-    fitness in FITNESSES, if both fitnesses occur. None without such plans, or when none of COMPARED
-    was run.
+    fitness in FITNESSES, if both fitnesses occur. None without such plans, or when none of
+    COMPARED_AVERAGES was run.
     """
     fitness_of_cell = results.study.searches.set_index("cell")["fitness"]
 
@@ -143,7 +143,9 @@ def fitness_table(results: Results, name: str) -> Table | None:
         fitnesses = fitness_of_cell.reindex(cells.index)
         return cells[fitnesses.isin(FITNESSES)] if set(FITNESSES) <= set(fitnesses) else cells[:0]
 
-    return _table(results, name, select, COMPARED, "Searched by ESAP and by speculative decoding")
+    return _table(
+        results, name, select, COMPARED_AVERAGES, "Searched by ESAP and by speculative decoding"
+    )
 
 
 @output(
@@ -154,8 +156,8 @@ def fitness_table(results: Results, name: str) -> Table | None:
 def competitor_table(results: Results, name: str) -> Table | None:
     """EvoESAP's Table 4: searched allocations and the published row of DiEP.
 
-    DiEP is not implemented here. None without searched allocations, or when none of COMPARED was
-    run.
+    DiEP is not implemented here. None without searched allocations, or when none of
+    COMPARED_AVERAGES was run.
     """
 
     def select(cells: pd.DataFrame) -> pd.DataFrame:
@@ -163,17 +165,17 @@ def competitor_table(results: Results, name: str) -> Table | None:
         is_search = cells["allocation"].map(is_searched).astype(bool)
         return cells[is_search & (cells["recovery"] == "none")]
 
-    measured = _table(results, name, select, COMPARED, "Searched allocations and DiEP")
+    measured = _table(results, name, select, COMPARED_AVERAGES, "Searched allocations and DiEP")
     if measured is None or measured.low is None or measured.high is None:
         return measured
-    columns = [column for column in (*COMPARED, SECONDS) if column in measured.frame]
-    frame = measured.frame[[*TEXT, "Allocation", *columns]].assign(Source="measured")
+    columns = [column for column in (*COMPARED_AVERAGES, SECONDS) if column in measured.frame]
+    frame = measured.frame[[*TEXT_COLUMNS, "Allocation", *columns]].assign(Source="measured")
     published = pd.DataFrame([_published_row()]).reindex(columns=frame.columns)
     rows = pd.concat([frame, published], ignore_index=True)
     return replace(
         measured,
-        caption=f"DiEP: {NOT_IMPLEMENTED}; its row was measured on two L40S. {measured.caption}",
-        frame=rows[[*TEXT, "Allocation", "Source", *columns]],
+        caption=f"DiEP: {COMPETITOR_NOTE}; its row was measured on two L40S. {measured.caption}",
+        frame=rows[[*TEXT_COLUMNS, "Allocation", "Source", *columns]],
         formats={column: measured.formats[column] for column in columns},
         best={},
         blocks=("Model", "Pruned"),
@@ -199,11 +201,11 @@ def _published_row() -> dict[str, object]:
         "Calibration": names.calibration(calibration),
         "Criterion": criterion,
         "Allocation": COMPETITOR,
-        "Source": NOT_IMPLEMENTED,
+        "Source": COMPETITOR_NOTE,
         "Code": numbers_by_benchmark["Code"].value,
         "WildBench": numbers_by_benchmark["wildbench"].value,
         "MC Avg": numbers_by_benchmark["MC Avg"].value,
-        SECONDS: numbers_by_benchmark["time_h"].value * HOUR,
+        SECONDS: numbers_by_benchmark["time_h"].value * SECONDS_PER_HOUR,
     }
 
 
@@ -234,7 +236,7 @@ def _table(
         caption=f"{mean_definitions(results.comparisons)} Code and Math are means of their two "
         "columns. Samples: rows of the search set; search: seconds of the process that finished "
         f"it. {score_setup(results.study)}",
-        blocks=list(TEXT),
+        blocks=list(TEXT_COLUMNS),
         optional=tuple(formats),
     )
 
@@ -252,7 +254,7 @@ def _rows(
     their search, and returns the cells of the group that the table lists; columns: the averages
     that the table lists."""
     pruned = comparison.cells[comparison.cells["criterion"] != "none"]
-    selections = [select(cells) for _, cells in groups(pruned, SAME_BUT_SEARCH)]
+    selections = [select(cells) for _, cells in groups(pruned, EQUAL_COLUMNS)]
     # pruned[:0] has no rows; concat fails without a frame
     cells = pd.concat([pruned[:0], *selections])
     targets = column_targets(comparison, list(cells.index), columns) if len(cells) else {}
@@ -264,7 +266,7 @@ def _rows(
     )
     averages = scores(comparison, list(cells.index), targets)
     settings = {name: rows[column].astype(float) for name, (column, _) in _SETTINGS.items()}
-    text = display_frame(rows, {**TEXT, "Allocation": "allocation", "Fitness": "fitness"})
+    text = display_frame(rows, {**TEXT_COLUMNS, "Allocation": "allocation", "Fitness": "fitness"})
     frame = pd.concat([text.assign(**settings), averages.frame], axis=1)
     frame[SECONDS] = rows["seconds"].astype(float)
     return Numbers(frame, averages.low, averages.high, averages.best)

@@ -15,7 +15,7 @@ from analysis import names
 from analysis.load import plans, settings
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
-from analysis.outputs.captions import MEBIBYTE, TIMED, run_setup
+from analysis.outputs.captions import MEBIBYTE, TIMINGS, run_setup
 from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
@@ -24,16 +24,16 @@ from analysis.stats.comparison import Comparison
 
 PREFILL = "Prefill (tokens/s)"
 DECODE = "Decode (tokens/s)"
-FIRST_TOKEN = "First token (ms)"
-PER_TOKEN = "Per token (ms)"
+TIME_TO_FIRST_TOKEN = "First token (ms)"
+TIME_PER_TOKEN = "Per token (ms)"
 WEIGHTS = "Weights (MiB)"
-PEAK = "Peak memory (MiB)"
-"""PREFILL to PEAK: displayed columns."""
+PEAK_MEMORY = "Peak memory (MiB)"
+"""PREFILL to PEAK_MEMORY: displayed columns."""
 SPEEDS: Mapping[str, str] = {
     PREFILL: "{:,.1f}",
     DECODE: "{:,.1f}",
-    FIRST_TOKEN: "{:,.2f}",
-    PER_TOKEN: "{:,.2f}",
+    TIME_TO_FIRST_TOKEN: "{:,.2f}",
+    TIME_PER_TOKEN: "{:,.2f}",
 }
 """Displayed column with a speed or duration -> its format."""
 REQUEST_COLUMNS = ["cell", "device", "batch_size", "prompt_length", "new_tokens"]
@@ -47,9 +47,10 @@ def requests(study: Study) -> pd.DataFrame:
     medians and quartiles over the repeats of the request.
 
     Columns: REQUEST_COLUMNS; each of SPEEDS (the median); the same names with the suffixes ` low`
-    and ` high` (the lower and the upper quartile); WEIGHTS; PEAK (weights and working memory)."""
+    and ` high` (the lower and the upper quartile); WEIGHTS; PEAK_MEMORY (weights and working
+    memory)."""
     speed_columns = (f"{name}{suffix}" for name in SPEEDS for suffix in QUARTILES)
-    columns = [*REQUEST_COLUMNS, *speed_columns, WEIGHTS, PEAK]
+    columns = [*REQUEST_COLUMNS, *speed_columns, WEIGHTS, PEAK_MEMORY]
     rows = []
     for key, timings in groups(study.timings, REQUEST_COLUMNS):
         speeds = _speeds(timings)
@@ -60,7 +61,7 @@ def requests(study: Study) -> pd.DataFrame:
         # all repeats have the same bytes
         weight_bytes = float(timings["weight_bytes"].iloc[0])
         peak_bytes = weight_bytes + float(timings["working_bytes"].iloc[0])
-        rows.append({**row, WEIGHTS: weight_bytes / MEBIBYTE, PEAK: peak_bytes / MEBIBYTE})
+        rows.append({**row, WEIGHTS: weight_bytes / MEBIBYTE, PEAK_MEMORY: peak_bytes / MEBIBYTE})
     return pd.DataFrame(rows, columns=columns)
 
 
@@ -75,13 +76,13 @@ def _speeds(timings: pd.DataFrame) -> pd.DataFrame:
         {
             PREFILL: prompt_tokens / timings["prefill_seconds"],
             DECODE: new_tokens / timings["decode_seconds"],
-            FIRST_TOKEN: 1000 * timings["prefill_seconds"],
-            PER_TOKEN: 1000 * timings["decode_seconds"] / timings["new_tokens"],
+            TIME_TO_FIRST_TOKEN: 1000 * timings["prefill_seconds"],
+            TIME_PER_TOKEN: 1000 * timings["decode_seconds"] / timings["new_tokens"],
         }
     )
 
 
-@output("coverage.table2", chapter="cost", filters="Model|Pruned", needs=TIMED)
+@output("coverage.table2", chapter="cost", filters="Model|Pruned", needs=TIMINGS)
 def speed_table(results: Results, name: str) -> Table:
     """MoE-Slimming's Table 2: throughput, latency and memory of every timed model."""
     study = results.study
@@ -103,7 +104,7 @@ def speed_table(results: Results, name: str) -> Table:
         "Prompts": "batch_size",
         "Tokens each": "prompt_length",
     }
-    sizes = {WEIGHTS: "{:,.2f}", PEAK: "{:,.1f}"}
+    sizes = {WEIGHTS: "{:,.2f}", PEAK_MEMORY: "{:,.1f}"}
     frame = display_frame(rows, text_columns | {column: column for column in (*SPEEDS, *sizes)})
     low, high = (
         rows.reindex(columns=[f"{name}{suffix}" for name in SPEEDS]).set_axis(list(SPEEDS), axis=1)
@@ -115,11 +116,11 @@ def speed_table(results: Results, name: str) -> Table:
         caption=f"Medians, with quartiles. {conditions(study)} {run_setup(study)}",
         frame=frame.astype({"Prompts": str, "Tokens each": str}),
         formats={**SPEEDS, **sizes},
-        best={PREFILL: "max", DECODE: "max", FIRST_TOKEN: "min", PER_TOKEN: "min"},
+        best={PREFILL: "max", DECODE: "max", TIME_TO_FIRST_TOKEN: "min", TIME_PER_TOKEN: "min"},
         blocks=("Model", "Device", "Prompts", "Tokens each"),
         low=low,
         high=high,
-        optional=(PEAK,),
+        optional=(PEAK_MEMORY,),
     )
 
 
@@ -142,7 +143,7 @@ def conditions(study: Study) -> str:
     )
 
 
-@output("coverage.fig6", chapter="cost", needs=TIMED)
+@output("coverage.fig6", chapter="cost", needs=TIMINGS)
 @per_model("pruned")
 def memory_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Memory of every timed model.
@@ -156,7 +157,7 @@ def memory_figure(results: Results, comparison: Comparison, name: str) -> Figure
     axes = drawing.add_subplot()
     positions = range(len(largest_requests))
     weights = largest_requests[WEIGHTS]
-    working_memory = (largest_requests[PEAK] - weights).fillna(0)
+    working_memory = (largest_requests[PEAK_MEMORY] - weights).fillna(0)
     # two colours that do not stand for criteria here
     look: Any = {"color": style.CRITERIA["man"], "label": "working memory"}
     handles = [
@@ -174,14 +175,14 @@ def memory_figure(results: Results, comparison: Comparison, name: str) -> Figure
     return Figure(name, f"Memory of a served model: {comparison.model}", caption, drawing)
 
 
-BLOCK_MAPS = {DECODE: "tokens per second", PEAK: "peak memory (MiB)"}
+BLOCK_MAPS = {DECODE: "tokens per second", PEAK_MEMORY: "peak memory (MiB)"}
 """Column of a map in Fig. 10 -> its title."""
 
 
 @output(
     "coverage.fig10",
     chapter="cost",
-    needs=f"{TIMED}, of several aligned allocations (coverage_fig10 of sweeps)",
+    needs=f"{TIMINGS}, of several aligned allocations (coverage_fig10 of sweeps)",
 )
 @per_model("pruned")
 def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:

@@ -19,7 +19,7 @@ from analysis.load.study import Study
 from analysis.outputs.score_rows import (
     Block,
     Blocks,
-    by_ratio,
+    cells_by_ratio,
     cells_without_recovery,
     only_cell,
     ratio_block,
@@ -50,11 +50,11 @@ def weights_table(
     return score_table(title, columns, f"Difference: {columns[-1]} minus that of AIMER, paired.")
 
 
-def against_aimer(comparison: Comparison) -> Iterator[Block]:
+def aimer_blocks(comparison: Comparison) -> Iterator[Block]:
     """Yield a block for each ratio at which AIMER was run, with the cells of all criteria without
     recovery. Differences are to AIMER. A block has no differences if several of its cells are
     AIMER's."""
-    for ratio, cells in by_ratio(cells_without_recovery(comparison)):
+    for ratio, cells in cells_by_ratio(cells_without_recovery(comparison)):
         aimer_cells = cells[cells["criterion"] == "aimer"]
         if len(aimer_cells):
             base = only_cell(aimer_cells)
@@ -67,39 +67,39 @@ def against_aimer(comparison: Comparison) -> Iterator[Block]:
 @weights_table("group averages", GROUPS)
 def group_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Group averages of criteria that read weights alone and of criteria that read a text."""
-    return against_aimer(comparison)
+    return aimer_blocks(comparison)
 
 
 @output("aimer.table5", needs=f"{WEIGHTS}, and WildBench, gsm8k or math500")
 @weights_table("writing and mathematics", WRITING_AND_MATH)
-def weight_writing_and_mathematics(results: Results, comparison: Comparison) -> Iterator[Block]:
+def writing_and_mathematics_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Criteria that read weights alone, and others: writing and mathematics."""
-    return against_aimer(comparison)
+    return aimer_blocks(comparison)
 
 
 @output("aimer.table6", needs=f"{WEIGHTS}, and coding benchmarks")
 @weights_table("coding", CODING)
-def weight_coding(results: Results, comparison: Comparison) -> Iterator[Block]:
+def coding_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Criteria that read weights alone, and others: coding benchmarks."""
-    return against_aimer(comparison)
+    return aimer_blocks(comparison)
 
 
 @output("aimer.table7", needs=f"{WEIGHTS}, and multiple-choice benchmarks")
 @weights_table("multiple choice", (*names.MULTIPLE_CHOICE, "MC Avg"))
-def weight_multiple_choice(results: Results, comparison: Comparison) -> Iterator[Block]:
+def multiple_choice_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Criteria that read weights alone, and others: multiple choice."""
-    return against_aimer(comparison)
+    return aimer_blocks(comparison)
 
 
 FIGURE_CRITERIA = ("magnitude", "aimer")
 """The two criteria of the published figure."""
-OPPOSITE_SIGN = ("aimer",)
+OPPOSITE_SIGN_CRITERIA = ("aimer",)
 """Criteria whose scores in the store have the opposite sign of the paper's scores, because the
 lowest scores in the store are pruned first."""
 COLUMNS = ("model", "criterion", "layer", "expert", "score")
-MODELS_IN_ROW = 3
+MOST_MODELS_IN_ROW = 3
 """Largest number of models side by side in the figure."""
-LAYERS = 8
+MOST_LAYER_LABELS = 8
 """Largest number of layers with a label on an axis."""
 
 
@@ -119,7 +119,7 @@ def weight_scores(study: Study) -> pd.DataFrame:
         table = study.reader.table(folder, "scores.parquet", COLUMNS[2:]) if folder else None
         if table is not None:
             scores = table.to_pandas().assign(model=cell["model"], criterion=cell["criterion"])
-            if cell["criterion"] in OPPOSITE_SIGN:
+            if cell["criterion"] in OPPOSITE_SIGN_CRITERIA:
                 scores["score"] = -scores["score"]
             frames.append(scores)
     return stacked(frames, COLUMNS)
@@ -145,7 +145,7 @@ def profile_figure(results: Results, name: str) -> Figure | None:
     """Distribution of Magnitude and AIMER scores over the experts of each layer.
 
     A map per model and criterion; x axis: experts by rank, y axis: layers. The criteria of a model
-    are below each other, with MODELS_IN_ROW models side by side. None without scores.
+    are below each other, with MOST_MODELS_IN_ROW models side by side. None without scores.
     """
     scores = weight_scores(results.study)
     if scores.empty:
@@ -153,7 +153,7 @@ def profile_figure(results: Results, name: str) -> Figure | None:
     scores = profiles(scores)
     models = list(dict.fromkeys(scores["model"]))
     criteria = names.in_order(scores["criterion"], FIGURE_CRITERIA)
-    columns = min(MODELS_IN_ROW, len(models))
+    columns = min(MOST_MODELS_IN_ROW, len(models))
     rows = -(-len(models) // columns) * len(criteria)
     drawing = style.drawing(style.PAGE, 1.9 * rows + 0.5)
     grid = drawing.subplots(rows, columns, squeeze=False)
@@ -182,12 +182,12 @@ def profile_figure(results: Results, name: str) -> Figure | None:
 def _draw_profile(axes: Axes, panel: pd.DataFrame, *, is_first_in_row: bool) -> None:
     """Draw a map of the column profile, with a row per layer and the experts by position. panel:
     `profiles` of one model and criterion. Only the first map in a row has a label on the y axis;
-    at most LAYERS layers are numbered."""
+    at most MOST_LAYER_LABELS layers are numbered."""
     image = panel.pivot_table(index="layer", columns="position", values="profile", dropna=False)
     axes.imshow(
         image, cmap=SHADES, vmin=0, vmax=1, aspect="auto", interpolation="nearest", origin="lower",
     )  # fmt: skip
-    step = -(-len(image) // LAYERS)
+    step = -(-len(image) // MOST_LAYER_LABELS)
     style.label_ticks(axes.yaxis, range(0, len(image), step), image.index[::step].map(str))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     axes.set_xlabel("rank of the expert in its layer", fontsize=7)

@@ -91,7 +91,7 @@ def winner_table(study: Study, wins: pd.DataFrame, name: str, title: str) -> Tab
         name=name,
         title=title,
         caption=(
-            f"{proved_wins(wins)} {_MEANING_OF_P if _has_tests(wins) else _NO_TESTS} "
+            f"{proved_wins_sentence(wins)} {_MEANING_OF_P if _has_tests(wins) else _NO_TESTS} "
             f"{score_setup(study)}"
         ),
         frame=display_frame(rows, text_columns | number_columns),
@@ -142,7 +142,7 @@ def _has_tests(wins: pd.DataFrame) -> bool:
     return bool(wins["p"].notna().any())
 
 
-def proved_wins(wins: pd.DataFrame) -> str:
+def proved_wins_sentence(wins: pd.DataFrame) -> str:
     """A sentence with the number of cells of a winner map that are proved wins, and in brackets the
     numbers of cells that are tied, not tested or without a result."""
     counts = Counter(verdict(win) for win in records(wins))
@@ -158,7 +158,7 @@ _PHRASES = {
     UNTESTED: "not tested",
     NO_RESULT: "without a result",
 }
-"""Verdict -> its description in `proved_wins`."""
+"""Verdict -> its description in `proved_wins_sentence`."""
 
 
 def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
@@ -189,7 +189,7 @@ def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
         "tested."
     )
     caption = (
-        f"{proved_wins(wins)} Each cell names the leading criterion of a column and "
+        f"{proved_wins_sentence(wins)} Each cell names the leading criterion of a column and "
         "calibration set, or all criteria with the highest score. "
         f"{explanation if _has_tests(wins) else _NO_TESTS}"
     )

@@ -18,7 +18,7 @@ from typing import Any
 from analysis import names
 
 FOLDER = Path(__file__).parent
-ANY = "*"
+WILDCARD = "*"
 """Value in protocols.csv and splits.csv that matches every table, model or criterion."""
 AVERAGE = "Avg"
 RANK = "Avg Rank"
@@ -50,7 +50,7 @@ table."""
 
 
 @dataclass(frozen=True)
-class Printed:
+class PublishedNumber:
     """One published number."""
 
     paper: str
@@ -70,7 +70,7 @@ class Printed:
         return float(self.text)
 
     @property
-    def ends(self) -> tuple[float, float]:
+    def rounding_range(self) -> tuple[float, float]:
         """Lower and upper end of the range of numbers that the paper prints as this number.
 
         The range reaches half a unit of the last digit below and above a rounded number, a whole
@@ -137,11 +137,13 @@ here; `coverage` is MoE-Slimming."""
 
 
 @cache
-def numbers() -> tuple[Printed, ...]:
+def numbers() -> tuple[PublishedNumber, ...]:
     """All published numbers of the papers."""
     rows = (row for paper in PAPERS for row in _read(paper))
     return tuple(
-        Printed(row["paper"], row["table"], _key(row), row["benchmark"], row["value"], row["note"])
+        PublishedNumber(
+            row["paper"], row["table"], _key(row), row["benchmark"], row["value"], row["note"]
+        )
         for row in rows
     )
 
@@ -160,17 +162,17 @@ def _key(row: Mapping[str, str]) -> Key:
 
 
 @cache
-def counterparts(name: str) -> Mapping[Key, tuple[Printed, ...]]:
+def counterparts(name: str) -> Mapping[Key, tuple[PublishedNumber, ...]]:
     """Key of a published row -> all published numbers with this key in the published tables that
     correspond to the table `name` here."""
-    numbers_of_key: dict[Key, tuple[Printed, ...]] = {}
+    numbers_of_key: dict[Key, tuple[PublishedNumber, ...]] = {}
     for number in numbers():
         if (number.paper, number.table) in TABLES[name]:
             numbers_of_key[number.key] = (*numbers_of_key.get(number.key, ()), number)
     return numbers_of_key
 
 
-def target(number: Printed, row: Sequence[Printed]) -> tuple[str, ...]:
+def target(number: PublishedNumber, row: Sequence[PublishedNumber]) -> tuple[str, ...]:
     """The benchmarks and displayed columns over which a published number is averaged; empty when
     the number is not made of scores (a rank, a size or a time).
 
@@ -190,7 +192,7 @@ def target(number: Printed, row: Sequence[Printed]) -> tuple[str, ...]:
     return tuple(printed.benchmark for printed in row_of_table if printed.benchmark in SCORES)
 
 
-def protocol(number: Printed) -> Protocol:
+def protocol(number: PublishedNumber) -> Protocol:
     """Settings with which the paper calibrated the model of this number and searched its
     allocation."""
     row = _most_specific_row("protocols", number, criterion=number.key[2])
@@ -201,7 +203,7 @@ def protocol(number: Printed) -> Protocol:
     return Protocol(tokens, row.get("gate") or None, seed, row.get("search") or None, generations)
 
 
-def split(number: Printed, benchmark: str) -> Split:
+def split(number: PublishedNumber, benchmark: str) -> Split:
     """Number of items and settings with which the paper of this number measured a benchmark. The
     number is None, and a setting is left out, if the paper does not state it."""
     row = _most_specific_row("splits", number, benchmark=benchmark)
@@ -219,15 +221,15 @@ def stands_for(axis: str, name: str) -> str:
     return stand_ins.get((axis, name), name)
 
 
-def _most_specific_row(file: str, number: Printed, **axes: str) -> dict[str, str]:
+def _most_specific_row(file: str, number: PublishedNumber, **axes: str) -> dict[str, str]:
     """The first row of FILE.csv that matches `number` in the columns paper, table and model, and
     that matches `axes` (further column -> value); {} when no row matches.
 
-    ANY in a row matches every value. Files list more specific rows first.
+    WILDCARD in a row matches every value. Files list more specific rows first.
     """
     axes |= {"paper": number.paper, "table": number.table, "model": number.key[0]}
     for row in _read(file):
-        if all(row[axis] in (ANY, value) for axis, value in axes.items()):
+        if all(row[axis] in (WILDCARD, value) for axis, value in axes.items()):
             return row
     return {}
 
@@ -237,13 +239,13 @@ DIFFERS = "differs"
 MISSING = "missing"
 INCOMPARABLE = "not comparable because "
 """Verdicts start with AGREES, DIFFERS, MISSING or INCOMPARABLE."""
-READS_GATES = ("seer", "reap", "mone", "mone_freq", "gate_ean", "gate_energy", "camera")
+GATE_CRITERIA = ("seer", "reap", "mone", "mone_freq", "gate_ean", "gate_energy", "camera")
 """Published criteria whose scores depend on the definition of the gate."""
 LOWEST_GRADED_SHARE = 0.99
 """Lowest share of graded items with which a benchmark counts as completely graded, because a judge
 may fail to grade a few items."""
 _SEARCH = ("search set", "generations")
-"""Names of the parts of `Measured.search`."""
+"""Names of the parts of `MeasuredNumber.search`."""
 _MOST_NAMED = 3
 """Largest number of benchmarks that a reason names; a reason on more benchmarks only counts
 them."""
@@ -260,7 +262,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredNumber:
     """A number of a study, the ends of its interval, and the protocol of its measurement."""
 
     value: float
@@ -279,7 +281,7 @@ class Measured:
     """Reasons why the number is not the same quantity as the published one."""
 
 
-def verdict(number: Printed, measured: Measured) -> str:
+def verdict(number: PublishedNumber, measured: MeasuredNumber) -> str:
     """Verdict on a published and a measured number: `agrees` or `differs`, followed by the note of
     the published number; `missing` if the measured number is NaN; or `not comparable because`,
     followed by all reasons.
@@ -292,12 +294,12 @@ def verdict(number: Printed, measured: Measured) -> str:
     differences = list(reasons(number, measured))
     if differences:
         return INCOMPARABLE + "; ".join(differences)
-    low, high = number.ends
+    low, high = number.rounding_range
     text = AGREES if measured.low <= high and low <= measured.high else DIFFERS
     return f"{text} ({number.note})" if number.note else text
 
 
-def reasons(number: Printed, measured: Measured) -> Iterator[str]:
+def reasons(number: PublishedNumber, measured: MeasuredNumber) -> Iterator[str]:
     """Yield the reasons why the two numbers cannot be compared; nothing when they can be compared.
 
     No reason follows after a difference of models, because everything else differs with the model.
@@ -317,7 +319,7 @@ def reasons(number: Printed, measured: Measured) -> Iterator[str]:
         yield "it has no interval"
 
 
-def _calibration_differences(number: Printed, measured: Measured) -> Iterator[str]:
+def _calibration_differences(number: PublishedNumber, measured: MeasuredNumber) -> Iterator[str]:
     """Yield a text for each difference in calibration tokens, gate, seed, search set and number of
     generations. What the paper does not state is not compared. Yields nothing for an unpruned
     model."""
@@ -334,7 +336,7 @@ def _calibration_differences(number: Printed, measured: Measured) -> Iterator[st
             "an unknown number of" if measured.tokens is None else f"{measured.tokens:,}"
         )
         yield f"calibrated on {measured_tokens} tokens, published on {published_protocol.tokens:,}"
-    if cell["criterion"] in READS_GATES and published_protocol.gate not in (None, cell["gate"]):
+    if cell["criterion"] in GATE_CRITERIA and published_protocol.gate not in (None, cell["gate"]):
         yield f"gate {cell['gate']}, published with {published_protocol.gate}"
     if published_protocol.seed not in (None, cell["seed"]):
         yield f"seed {cell['seed']}, published with {published_protocol.seed}"
@@ -350,7 +352,9 @@ def _calibration_differences(number: Printed, measured: Measured) -> Iterator[st
                 yield f"{name} {text}, published with {published}"
 
 
-def _evaluation_differences(number: Printed, evaluations: Sequence[Evaluation]) -> Iterator[str]:
+def _evaluation_differences(
+    number: PublishedNumber, evaluations: Sequence[Evaluation]
+) -> Iterator[str]:
     """Yield the differences between the evaluations of a measured number and those in the paper of
     `number`: one text if numbers of items differ, and one for each setting that differs.
 

@@ -26,8 +26,8 @@ from analysis.published.numbers import (
     TABLES,
     Evaluation,
     Key,
-    Measured,
-    Printed,
+    MeasuredNumber,
+    PublishedNumber,
     Split,
     counterparts,
     stands_for,
@@ -44,11 +44,11 @@ Number = tuple[float, float, float]
 """A value, and the lower and upper end of its interval."""
 MEMORY_TOLERANCE = 0.01
 """Largest difference in GiB between a computed and a published size that agree."""
-MATCHED = "matched"
+MATCHED_CALIBRATION = "matched"
 """Calibration set in the key of a published row in which the models were calibrated on the task of
 each column, so that different columns come from different models."""
 _TASK_COLUMNS = (*names.CODE_COLUMNS, *names.MATH_COLUMNS)
-"""Columns of published rows with the calibration set MATCHED."""
+"""Columns of published rows with the calibration set MATCHED_CALIBRATION."""
 _GIB = 2**30
 
 
@@ -79,13 +79,13 @@ class Facts:
 
     def add_protocol(
         self, number: Number, sources: Mapping[str, int], caveats: Sequence[str]
-    ) -> Measured:
+    ) -> MeasuredNumber:
         """Add the protocol of the measurement to a measured number. The axes, calibration tokens
         and search are those of the first cell in `sources`.
 
         - number: the measured number, and the lower and upper end of its interval
         - sources: benchmark that contributes to the number -> the cell evaluated on this benchmark
-        - caveats: see `Measured.caveats`
+        - caveats: see `MeasuredNumber.caveats`
         """
         first_cell = next(iter(sources.values()))
         axes = self.cells[first_cell]
@@ -99,7 +99,7 @@ class Facts:
             for benchmark, cell in sources.items()
             if (cell, benchmark) in self._results
         ]
-        return Measured(*number, axes, tokens, self._search(first_cell), evaluations, caveats)
+        return MeasuredNumber(*number, axes, tokens, self._search(first_cell), evaluations, caveats)
 
     def _search(self, cell: int) -> tuple[str | None, int | None] | None:
         """(search set, number of generations) of the search for a cell's allocation, each None when
@@ -144,7 +144,7 @@ def _integer(value: Any) -> int | None:
     return None if pd.isna(value) else int(value)
 
 
-def key_of(cell: Mapping[str, Any]) -> Key:
+def published_key(cell: Mapping[str, Any]) -> Key:
     """The key of the published rows with which a cell is compared; there may be no row with this
     key.
 
@@ -164,7 +164,7 @@ def key_of(cell: Mapping[str, Any]) -> Key:
     return model, ratio, str(cell["criterion"]), allocation, str(cell["recovery"]), calibration
 
 
-Pairs = Iterator[tuple[Printed, Measured]]
+Pairs = Iterator[tuple[PublishedNumber, MeasuredNumber]]
 """Iterator over pairs of a published number and its measured counterpart."""
 
 
@@ -175,7 +175,7 @@ def _score_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
     table: name of the table here whose published counterparts are compared.
     """
     for cell in comparison.cells.index.astype(int):
-        published_row = counterparts(table).get(key_of(facts.cells[cell]), ())
+        published_row = counterparts(table).get(published_key(facts.cells[cell]), ())
         for number in published_row:
             published_target = target(number, published_row)
             measured_target = _filter_measured(comparison, published_target)
@@ -222,7 +222,7 @@ def _rank_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
     """Yield pairs of a published and a measured average rank. The methods that are ranked here are
     those with a published rank.
 
-    Published rows with the calibration set MATCHED form a ranking of their own.
+    Published rows with the calibration set MATCHED_CALIBRATION form a ranking of their own.
 
     table: name of the table here whose published counterparts are compared.
     """
@@ -232,20 +232,21 @@ def _rank_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
             if number.benchmark == RANK:
                 published_ranks[key] = number
     # the last part of a key is the calibration set
-    for is_matched in {key[-1] == MATCHED for key in published_ranks}:
+    for is_matched in {key[-1] == MATCHED_CALIBRATION for key in published_ranks}:
         ranking = {
             key: number
             for key, number in published_ranks.items()
-            if (key[-1] == MATCHED) == is_matched
+            if (key[-1] == MATCHED_CALIBRATION) == is_matched
         }
         criteria = list(dict.fromkeys(criterion for _, _, criterion, *_ in ranking))
         make_blocks = _task_ranks if is_matched else _panel_ranks
         published_columns = _TASK_COLUMNS if is_matched else tuple(names.COLUMNS)
         for block in make_blocks(comparison, criteria):
             for cell_of_column, rank in block:
-                key = key_of(facts.cells[next(iter(cell_of_column.values()))])
-                # for a matched row, MATCHED replaces the calibration set, the last part of the key
-                published = ranking.get((*key[:5], MATCHED) if is_matched else key)
+                key = published_key(facts.cells[next(iter(cell_of_column.values()))])
+                # for a matched row, MATCHED_CALIBRATION replaces the calibration set, the last part
+                # of the key
+                published = ranking.get((*key[:5], MATCHED_CALIBRATION) if is_matched else key)
                 if published is None:
                     continue
                 columns = list(cell_of_column)
@@ -262,7 +263,7 @@ def _rank_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
 
 
 def _ranking_differences(
-    number: Printed,
+    number: PublishedNumber,
     ranked_keys: Iterable[Key],
     measured_methods: int,
     measured_columns: Sequence[str],
@@ -358,7 +359,7 @@ def _memory_pairs(study: Study, table: str) -> Pairs:
                 value = memory[column] / _GIB
                 low = value - MEMORY_TOLERANCE
                 high = value + MEMORY_TOLERANCE
-                yield number, Measured(value, low, high, cell, tokens=None)
+                yield number, MeasuredNumber(value, low, high, cell, tokens=None)
 
 
 QUANTITY_NAMES = {
@@ -424,7 +425,7 @@ def _columns(study: Study) -> list[str]:
     return [*texts, "Measured", "Published", "Deviation", "Verdict"]
 
 
-def _row(number: Printed, measured: Measured) -> dict[str, Any]:
+def _row(number: PublishedNumber, measured: MeasuredNumber) -> dict[str, Any]:
     """The row of a `published_table` that compares two numbers, column -> value. The deviation of
     incomparable numbers is NaN. The criterion, recovery and gate of a loading memory are `any`,
     because the memory does not depend on them."""
@@ -470,7 +471,7 @@ def _footnotes_on_unmatched(study: Study, table: str) -> Iterator[str]:
     """
     published = counterparts(table)
     pruned = records(study.cells[study.cells["criterion"] != "none"])
-    cells_without_row = [cell for cell in pruned if key_of(cell) not in published]
+    cells_without_row = [cell for cell in pruned if published_key(cell) not in published]
     if cells_without_row and any(criterion in names.CRITERIA for _, _, criterion, *_ in published):
         methods = names.methods_in_order(str(cell["method"]) for cell in cells_without_row)
         yield (

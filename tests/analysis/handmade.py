@@ -11,7 +11,7 @@ from synthetic_plans import granularity
 
 from analysis import names
 from analysis.load.settings import replaces
-from analysis.published.numbers import Printed, numbers, split
+from analysis.published.numbers import PublishedNumber, numbers, split
 from analysis.registry import Results
 from analysis.render.table import Table
 from analysis.stats import overlap, ranks
@@ -133,11 +133,11 @@ def family(
     return pd.DataFrame(rows).assign(**dict(zip(overlap.VARIANT, variant, strict=True)))
 
 
-def of_tables(paper: str, *tables: str) -> list[Printed]:
+def of_tables(paper: str, *tables: str) -> list[PublishedNumber]:
     return [number for number in numbers() if number.paper == paper and number.table in tables]
 
 
-def share(number: Printed) -> float:
+def share(number: PublishedNumber) -> float:
     """The share of right answers behind a printed benchmark: the only one with that many items, if
     there is one.
 
@@ -145,7 +145,7 @@ def share(number: Printed) -> float:
     tie two methods or part them; 0.354 of 164 items can only be 58/164.
     """
     items = split(number, number.benchmark).items
-    low, high = number.ends
+    low, high = number.rounding_range
     fitting = (
         []
         if items is None or items > 500

@@ -197,7 +197,7 @@ def test_raw_statistics_of_layers_are_means_over_channels(
     rows = statistics_of(golden, statistic, 2)
     channels = [value for expert in rows.index for value in root_means(2, expert, name)]
     frame = golden.raw_statistics
-    layers = raw_statistics.by_layer(frame[frame["statistic"] == statistic])
+    layers = raw_statistics.statistics_by_layer(frame[frame["statistic"] == statistic])
     row = layers.set_index("layer").loc[2]
     assert row["mean"] == pytest.approx(np.mean(channels))
     assert row["std"] == pytest.approx(np.std(channels))
@@ -242,8 +242,8 @@ def test_bars_of_experts_have_scores_and_attributions() -> None:
 
 
 def test_layers_to_draw_are_the_first_the_middle_and_the_last() -> None:
-    assert score_rows.shallow_middle_deep([5, 1, 3, 4, 1]) == [1, 3, 5]
-    assert score_rows.shallow_middle_deep([2]) == [2]
+    assert score_rows.shallow_middle_deep_layers([5, 1, 3, 4, 1]) == [1, 3, 5]
+    assert score_rows.shallow_middle_deep_layers([2]) == [2]
 
 
 def test_missing_sums_are_no_gap(results: Results) -> None:

@@ -15,7 +15,7 @@ from synthetic import write_store
 from analysis import names
 from analysis.load.study import load
 from analysis.outputs import claims
-from analysis.outputs.winners import proved_wins, verdict
+from analysis.outputs.winners import proved_wins_sentence, verdict
 from analysis.registry import Results, find
 from analysis.stats import overlap
 from analysis.stats.cell_scores import pooled_difference
@@ -114,12 +114,12 @@ def test_channels_are_compared_with_experts_of_equal_size() -> None:
     assert row["difference"] == pytest.approx(15 / 40)
     assert row["verdict"] == "holds"
     ratios = rows.index.get_level_values("ratio")
-    assert claims.ALL not in ratios, "of one ratio, its row says it all"
+    assert claims.ALL_RATIOS not in ratios, "of one ratio, its row says it all"
 
 
 def test_scored_channels_are_compared_with_those_by_chance() -> None:
     rows = claims_on_channels().set_index(["claim", "ratio"])
-    row = rows.loc[(claims.BY_CHANCE, 0.5)]
+    row = rows.loc[(claims.CHANNELS_BY_CHANCE, 0.5)]
     assert row["compared"] == 1
     assert row["difference"] == pytest.approx(-4 / 40)
     assert row["p"] < 0.05
@@ -161,7 +161,7 @@ def test_claim_table_has_rows_for_each_and_all_ratios() -> None:
     costs = [{"routed_kept": 1 - ratio} for ratio in comparison.cells["ratio"]]
     study = study_of(comparison, costs)
     [table] = find("claims").items(results_of(study, [comparison]))
-    assert table.frame["Pruned"].tolist() == ["25 %", "50 %", claims.ALL]
+    assert table.frame["Pruned"].tolist() == ["25 %", "50 %", claims.ALL_RATIOS]
 
 
 UP = [1.0, 2, 3, 4]
@@ -177,7 +177,7 @@ def test_invariance_is_compared_layer_by_layer() -> None:
     layers = [scores_by_variant(layer) for _, layer in FAMILY.groupby("layer")]
     assert claims.layer_differences(layers, 0.5).tolist() == [1.0, 0.0]
     result = claims.claims([], NO_COSTS, FAMILY)
-    assert result["claim"].unique().tolist() == [claims.INVARIANT]
+    assert result["claim"].unique().tolist() == [claims.INVARIANT_SCORES]
     assert result["difference"].tolist() == [0.5, 0.5, 0.5]
     assert set(result["verdict"]) == {"undecided"}
     one_set = FAMILY[FAMILY["calibration"] == "a"]
@@ -337,7 +337,7 @@ def test_winner_map_counts_significant_wins() -> None:
     }
     columns = winner_map([comparison(outcomes)])
     assert [verdict(row) for row in columns.to_dict("records")] == ["proved win", "tie"]
-    assert proved_wins(columns).startswith("Proved wins: 1 of 2 cells (1 tied")
+    assert proved_wins_sentence(columns).startswith("Proved wins: 1 of 2 cells (1 tied")
 
 
 def test_winner_map_of_one_seed_has_no_significant_wins() -> None:
@@ -348,7 +348,7 @@ def test_winner_map_of_one_seed_has_no_significant_wins() -> None:
     one_seed = comparison_of([cell("man"), cell("ean")], rows)
     columns = winner_map([one_seed])
     assert [verdict(row) for row in columns.to_dict("records")] == ["not tested", "tie"]
-    assert proved_wins(columns).startswith("Proved wins: 0 of 2 cells")
+    assert proved_wins_sentence(columns).startswith("Proved wins: 0 of 2 cells")
 
 
 def test_random_plans_can_be_ahead_in_a_map_but_prove_nothing() -> None:

@@ -15,7 +15,7 @@ from scipy.stats import binomtest
 from analysis.load.reader import Reader
 from analysis.load.study import Study
 from analysis.outputs import winners
-from analysis.outputs.pareto import against_cost, pareto_figure, pareto_table
+from analysis.outputs.pareto import average_and_costs, pareto_figure, pareto_table
 from analysis.outputs.ranks import rank_table
 from analysis.registry import Results, find
 from analysis.stats import uncertainty
@@ -128,7 +128,7 @@ def with_costs(study: Study, shares: list[float]) -> Study:
 def test_best_plan_by_perplexity_is_on_the_front(perplexed: Study) -> None:
     with_costs(perplexed, [1.0, 0.5, 0.5, 0.5])
     [comparison] = Results(perplexed).measured
-    rows = against_cost(perplexed, comparison).set_index("method")
+    rows = average_and_costs(perplexed, comparison).set_index("method")
     assert rows["front_parameters_kept"].to_dict() == {
         "none": False,
         "frequency": False,

@@ -34,7 +34,7 @@ from analysis.published.numbers import (
     TABLES,
     TRUNCATED,
     Key,
-    Printed,
+    PublishedNumber,
     counterparts,
     numbers,
     protocol,
@@ -163,7 +163,7 @@ def test_full_splits_print_shares_of_their_items() -> None:
         if items is None or number.note.startswith(NOT_COMPARABLE):
             continue
         if number.benchmark != "wildbench" and items <= 10 ** (len(number.text) - 2):
-            low, high = number.ends
+            low, high = number.rounding_range
             nearest = round(number.value * items)
             if not any(low <= k / items <= high for k in (nearest - 1, nearest, nearest + 1)):
                 odd.append((number.paper, number.table, number.benchmark, number.text))
@@ -180,9 +180,9 @@ def test_full_splits_print_shares_of_their_items() -> None:
     ],
 )
 def test_the_ends_of_a_printed_number(text: str, note: str, ends: tuple[float, float]) -> None:
-    printed = Printed(
+    printed = PublishedNumber(
         "unified", "1", ("m", 0.25, "man", "uniform", "none", "c4"), "Avg", text, note
-    ).ends
+    ).rounding_range
     assert printed == pytest.approx(ends)
 
 
@@ -203,7 +203,7 @@ class Total(NamedTuple):
     """A printed size of a model in GiB, the size of its parameters in bfloat16, and what a server
     keeps besides."""
 
-    number: Printed
+    number: PublishedNumber
     parameters: float
     besides: float
 
@@ -211,12 +211,12 @@ class Total(NamedTuple):
         """By how much the printed size is not the sum. A measured size is exact, so it is compared
         only where the printed one holds nothing but parameters."""
         number = self.number
-        low, high = number.ends if number.text == "12.9" else (number.value, number.value)
+        low, high = number.rounding_range if number.text == "12.9" else (number.value, number.value)
         total = self.parameters + self.besides
         return max(low - total, total - high, 0)
 
 
-def total(number: Printed) -> Total:
+def total(number: PublishedNumber) -> Total:
     """Besides parameters in bfloat16, a server keeps rotary angles; ERNIE's routers are in
     float32."""
     model = number.key[0]
@@ -249,7 +249,7 @@ def test_printed_totals_are_parameters_and_what_a_server_keeps() -> None:
 
 @pytest.mark.parametrize("size", TOTALS)
 def test_printed_totals_hold_the_parameters(size: Total) -> None:
-    low, high = size.number.ends
+    low, high = size.number.rounding_range
     assert low - WITHIN <= size.parameters <= high + WITHIN or size.number.note.startswith(
         NOT_COMPARABLE
     ), size
@@ -268,7 +268,7 @@ DISPLAYED = {
 """Benchmarks that are a displayed column of their own."""
 
 
-def comparison(printed: Iterable[Printed], *, columns: bool = False) -> Comparison:
+def comparison(printed: Iterable[PublishedNumber], *, columns: bool = False) -> Comparison:
     """One model's cells with their scores per benchmark, or (`columns`) per displayed column as
     printed."""
     rows: dict[tuple[object, ...], dict[str, float]] = {}
@@ -287,9 +287,9 @@ def comparison(printed: Iterable[Printed], *, columns: bool = False) -> Comparis
     )
 
 
-def models(printed: Iterable[Printed]) -> dict[str, list[Printed]]:
+def models(printed: Iterable[PublishedNumber]) -> dict[str, list[PublishedNumber]]:
     """Model -> its numbers."""
-    groups: dict[str, list[Printed]] = {}
+    groups: dict[str, list[PublishedNumber]] = {}
     for number in printed:
         groups.setdefault(number.key[0], []).append(number)
     return groups
@@ -394,15 +394,15 @@ PARTS = {
 
 
 @cache
-def printed_scores() -> dict[tuple[str, Key], list[Printed]]:
+def printed_scores() -> dict[tuple[str, Key], list[PublishedNumber]]:
     """Paper and row -> its numbers, of all tables."""
-    groups: dict[tuple[str, Key], list[Printed]] = {}
+    groups: dict[tuple[str, Key], list[PublishedNumber]] = {}
     for number in numbers():
         groups.setdefault((number.paper, number.key), []).append(number)
     return groups
 
 
-def parts_of(average: Printed) -> list[Printed]:
+def parts_of(average: PublishedNumber) -> list[PublishedNumber]:
     """The printed numbers that the average is the mean of, those of its own table first; empty
     where one lacks."""
     part_names = LISTS.get((average.paper, average.table), PARTS[average.benchmark])
@@ -442,8 +442,8 @@ def test_printed_averages_are_means_or_listed_exceptions() -> None:
             without += 1
             continue
         # by rounding of the scores
-        low, high = (mean(part.ends[end] for part in parts) for end in (0, 1))
-        within = low <= number.ends[1] + 1e-9 and high >= number.ends[0] - 1e-9
+        low, high = (mean(part.rounding_range[end] for part in parts) for end in (0, 1))
+        within = low <= number.rounding_range[1] + 1e-9 and high >= number.rounding_range[0] - 1e-9
         if number.note.startswith(TRUNCATED) or not within:
             row = ", ".join(str(word) for word in number.key[:5])
             recomputed = mean(part.value for part in parts).quantize(

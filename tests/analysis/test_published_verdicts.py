@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from analysis.__main__ import main
-from analysis.published.numbers import READS_GATES, Printed, numbers, split
+from analysis.published.numbers import GATE_CRITERIA, PublishedNumber, numbers, split
 from analysis.published.tables import Facts, published_table
 from analysis.stats.comparison import Comparison
 from moe_lab import criteria
@@ -31,7 +31,7 @@ NOVICES = "uniform, replacement=mean_output"
 HARNESSES = {"livecodebench": "evalscope", "openbookqa": "lm_eval"}
 
 
-def printed(criterion: str, table: str = "5") -> dict[str, Printed]:
+def printed(criterion: str, table: str = "5") -> dict[str, PublishedNumber]:
     """Benchmark -> what Unified prints of OLMoE at 25 % (or unpruned)."""
     rows = [
         number
@@ -41,7 +41,7 @@ def printed(criterion: str, table: str = "5") -> dict[str, Printed]:
     return {number.benchmark: number for number in rows}
 
 
-def outcomes(number: Printed, *, off: int = 0) -> list[float]:
+def outcomes(number: PublishedNumber, *, off: int = 0) -> list[float]:
     """As many items as the split has, as many of them right as printed, or `off` more."""
     items = split(number, number.benchmark).items
     assert items is not None
@@ -205,7 +205,7 @@ def test_stated_gates_and_seeds_are_compared() -> None:
 
 def test_gates_matter_to_the_criteria_that_read_them() -> None:
     reading = {name for name, criterion in criteria.CRITERIA.items() if criterion.uses_gate}
-    assert reading - {"s_family"} == set(READS_GATES)
+    assert reading - {"s_family"} == set(GATE_CRITERIA)
 
 
 def test_searches_are_compared_by_their_set_and_generations() -> None:

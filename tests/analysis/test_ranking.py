@@ -12,7 +12,7 @@ from handmade import UNPRUNED, cell, cells_of, comparison_of, first, results_of,
 from matplotlib.figure import Figure
 from scipy.stats import bartlett, studentized_range, t, ttest_1samp
 
-from analysis.outputs.score_rows import by_ratio, draw_chance
+from analysis.outputs.score_rows import cells_by_ratio, draw_chance
 from analysis.registry import find
 from analysis.stats import ranking, ranks
 from analysis.stats.chance import chance_from_scores
@@ -444,7 +444,7 @@ def test_the_band_of_chance_is_drawn_over_ratios_that_have_one(several: Comparis
     [patch] = draw_chance(axes, compared, ("gsm8k",))
     [path] = axes.collections[0].get_paths()
     ends = set()
-    for ratio, cells in list(by_ratio(compared.cells))[1:]:
+    for ratio, cells in list(cells_by_ratio(compared.cells))[1:]:
         scores = random_scores(compared, cells, ("gsm8k",))["expert", "none"]
         ends |= {(100 * ratio, end) for end in band(scores)}
     assert ends == set(map(tuple, path.vertices))

@@ -371,7 +371,7 @@ def test_failed_named_output_is_reported(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(REGISTERED, "ranks", replace(find("ranks"), make=_raises))
-    monkeypatch.setattr(tables, "key_of", _raises)
+    monkeypatch.setattr(tables, "published_key", _raises)
     assert main(["ranks", "unified.table1", "--compare", f"store={small}", f"out={tmp_path}"]) == 1
     output = capsys.readouterr()
     for name in ("ranks", "unified.table1.published"):

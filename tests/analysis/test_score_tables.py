@@ -22,10 +22,10 @@ from analysis.outputs import (
     speed_and_memory,
     weights,
 )
-from analysis.outputs.pareto import front
+from analysis.outputs.pareto import pareto_front
 from analysis.outputs.scores import radar_figure, radar_methods
 from analysis.published.numbers import counterparts
-from analysis.published.tables import key_of
+from analysis.published.tables import published_key
 from analysis.registry import find
 from analysis.render import page, style
 from analysis.render import table as rendering
@@ -237,7 +237,7 @@ def naive_front(costs: np.ndarray, scores: np.ndarray) -> list[bool]:
 
 
 def test_the_front_is_what_nothing_beats() -> None:
-    assert front([1, 1, 2], [0.5, 0.5, 0.5]).tolist() == [True, True, False], (
+    assert pareto_front([1, 1, 2], [0.5, 0.5, 0.5]).tolist() == [True, True, False], (
         "equals stand together"
     )
     drawn = np.random.default_rng(0)
@@ -245,7 +245,7 @@ def test_the_front_is_what_nothing_beats() -> None:
         costs = drawn.integers(0, 6, 12).astype(float)
         scores = drawn.integers(0, 6, 12).astype(float)
         scores[drawn.random(12) < 0.1] = np.nan
-        assert front(costs, scores).tolist() == naive_front(costs, scores)
+        assert pareto_front(costs, scores).tolist() == naive_front(costs, scores)
 
 
 def retained_shares(plans: dict[int, list[list[float]]]) -> pd.DataFrame:
@@ -375,7 +375,7 @@ def test_fewer_experts_a_token_have_published_numbers() -> None:
         "calibration": "none",
         "recovery": "none",
     }
-    row = counterparts("coverage.table9")[key_of(axes)]
+    row = counterparts("coverage.table9")[published_key(axes)]
     assert {number.benchmark for number in row} >= {"piqa", "Avg"}
     assert names.split_top_k("m") == ("m", None)
 
@@ -476,7 +476,7 @@ def test_gains_of_a_model_are_corrected_together(searches: Searches) -> None:
     )
     for row, flags in enumerate(significant):
         expected = {name for name, flag in zip(targets, flags, strict=True) if flag}
-        shown = table.frame[search.SIGNIFICANT].iloc[2 * row + 1]
+        shown = table.frame[search.SIGNIFICANCE].iloc[2 * row + 1]
         assert set(shown.replace(" and ", ", ").split(", ")) == (expected or {"none"})
 
 
@@ -484,7 +484,7 @@ def test_gains_of_searches_with_one_seed_are_not_tested() -> None:
     comparison = searched(seeds=(1,))
     table = search.allocation_table(results_of(study_of(comparison), [comparison]), "t")
     assert table.frame["Δ Avg"].notna().sum() == 2
-    assert search.SIGNIFICANT not in table.frame
+    assert search.SIGNIFICANCE not in table.frame
     assert "p-value" not in table.caption
 
 
