@@ -43,7 +43,7 @@ from moe_lab.pruning.selection import make_plan
 from moe_lab.search.ablation import loss_rises
 from moe_lab.statistics.damage import DamageHook
 from moe_lab.statistics.forward import ForwardHook
-from moe_lab.statistics.observe import gather
+from moe_lab.statistics.observe import collect_statistics
 
 MODELS = ("olmoe", "qwen3_moe", "deepseek_v2", "ernie4_5_moe")
 SKILLS = {"math": ("gsm8k", "math500"), "code": ("humaneval", "mbpp")}
@@ -178,8 +178,8 @@ def rankings(
     yield ABLATION, {layer: sums["ablation"].tolist() for layer, sums in rises.items()}
     rows = _rows(skill, tokens, tokenizer)
     passes: dict[str, Mapping[int, Mapping[str, Any]]] = {
-        "statistics": gather(model, ForwardHook, rows).layers,
-        "damage": gather(model, DamageHook, rows).layers,
+        "statistics": collect_statistics(model, ForwardHook, rows).layers,
+        "damage": collect_statistics(model, DamageHook, rows).layers,
     }
     for need, sums in passes.items():
         for name, criterion in criteria.CRITERIA.items():

@@ -82,7 +82,7 @@ def score(arguments: argparse.Namespace) -> dict[str, float]:
     from moe_lab import criteria
     from moe_lab.allocation.problem import limits
     from moe_lab.allocation.shapes import same_share
-    from moe_lab.statistics.weights import weigh_experts
+    from moe_lab.statistics.weights import expert_weight_sums
 
     folder = arguments.folder / "model"
     # not measured: fills a cache below the system's, if there is one, for both measured reads
@@ -90,7 +90,7 @@ def score(arguments: argparse.Namespace) -> dict[str, float]:
     plain_seconds = reading_seconds(folder)
     drop_cache(folder)
     start = time.monotonic()
-    sums = weigh_experts(folder)
+    sums = expert_weight_sums(folder)
     seconds = time.monotonic() - start
     experts = dict.fromkeys(range(arguments.layers), int(QWEN3_30B["num_experts"]))
     scores = criteria.score("aimer", sums.layers, experts=experts)

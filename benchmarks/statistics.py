@@ -175,12 +175,12 @@ def plain(model: PreTrainedModel, batch: Batch) -> None:
 
 def _observe(model: PreTrainedModel, batch: Batch) -> None:
     with Observer(model, ForwardHook) as observer:
-        observer.read(*batch)
+        observer.run_batch(*batch)
 
 
 def _observe_similarity(model: PreTrainedModel, batch: Batch) -> None:
     with Observer(model, SimilarityHook) as observer:
-        observer.read(*batch)
+        observer.run_batch(*batch)
 
 
 def plain_gradients(model: PreTrainedModel, batch: Batch) -> None:
@@ -198,7 +198,7 @@ def plain_gradients(model: PreTrainedModel, batch: Batch) -> None:
 def observe_gradients(model: PreTrainedModel, batch: Batch) -> None:
     """The pass with all gradient statistics."""
     with differentiable(model), Observer(model, GradientHook) as observer:
-        observer.read(*batch, forward_and_backward)
+        observer.run_batch(*batch, forward_and_backward)
 
 
 def _every_expert(model: PreTrainedModel, batch: Batch) -> None:

@@ -47,7 +47,7 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.models.experts import use_cpu_experts
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.statistics.forward import ForwardHook
-from moe_lab.statistics.observe import gather
+from moe_lab.statistics.observe import collect_statistics
 from moe_lab.statistics.streaming import stream
 
 T = TypeVar("T")
@@ -161,7 +161,7 @@ def _resident(arguments: argparse.Namespace) -> dict[str, float]:
         use_cpu_experts(model, moe_layers(model))
     loading = time.monotonic() - start
     batches = [batch(arguments.rows, arguments.length)] * arguments.batches
-    _, figures = _timed(arguments.device, lambda: gather(model, ForwardHook, batches))
+    _, figures = _timed(arguments.device, lambda: collect_statistics(model, ForwardHook, batches))
     weights = sum(weight.nbytes for weight in model.parameters())
     return {**figures, "weights GiB": weights / GIB, "loading": loading}
 

@@ -23,7 +23,7 @@ import torch
 from benchmarks.measure import GIB, describe, drop_cache, parser, reading_seconds
 from benchmarks.models import write_checkpoint
 from moe_lab.models.checkpoint import open_checkpoint
-from moe_lab.statistics.weights import rows_absolute_and_square, weigh_experts
+from moe_lab.statistics.weights import expert_weight_sums, rows_absolute_and_square
 
 SHARE = 0.8
 """Bar of the streamed speed, as a share of the speed of plain reading."""
@@ -75,7 +75,7 @@ def _streamed_fails(folder: Path, device: str, pairs: int) -> bool:
         drop_cache(folder)
         wall = time.monotonic()
         cpu = time.process_time()
-        weigh_experts(folder, device=device)
+        expert_weight_sums(folder, device=device)
         shares.append(scored / (time.monotonic() - wall) / reading_speed)
         rates.append(scored / (time.process_time() - cpu) / GIB)
     share = statistics.median(shares)

@@ -213,18 +213,22 @@ def _run_pass(name: str, model: Any, batches: Any) -> dict[int, dict[str, Any]]:
     the model on `batches`, pairs of token ids and validity masks (B, S)."""
     from moe_lab.statistics.damage import DamageHook, SimilarityHook
     from moe_lab.statistics.forward import ForwardHook
-    from moe_lab.statistics.gradients import GradientHook, WeightGradientHook, gather_gradients
-    from moe_lab.statistics.observe import gather
-    from moe_lab.statistics.weights import compare_experts, weigh_channels, weigh_experts
+    from moe_lab.statistics.gradients import (
+        GradientHook,
+        WeightGradientHook,
+        collect_gradient_statistics,
+    )
+    from moe_lab.statistics.observe import collect_statistics
+    from moe_lab.statistics.weights import channel_weight_sums, compare_experts, expert_weight_sums
 
     passes: Mapping[str, Callable[[], Statistics]] = {
-        "statistics": lambda: gather(model, ForwardHook, batches),
-        "damage": lambda: gather(model, DamageHook, batches),
-        "similarity": lambda: gather(model, SimilarityHook, batches),
-        "gradients": lambda: gather_gradients(model, GradientHook, batches),
-        "weight_gradients": lambda: gather_gradients(model, WeightGradientHook, batches),
-        "weights": lambda: weigh_experts(model),
-        "channel_weights": lambda: weigh_channels(model),
+        "statistics": lambda: collect_statistics(model, ForwardHook, batches),
+        "damage": lambda: collect_statistics(model, DamageHook, batches),
+        "similarity": lambda: collect_statistics(model, SimilarityHook, batches),
+        "gradients": lambda: collect_gradient_statistics(model, GradientHook, batches),
+        "weight_gradients": lambda: collect_gradient_statistics(model, WeightGradientHook, batches),
+        "weights": lambda: expert_weight_sums(model),
+        "channel_weights": lambda: channel_weight_sums(model),
         "weight_distances": lambda: compare_experts(model, device=str(model.device)),
     }
     sums = passes[name]()
@@ -442,7 +446,7 @@ def align(
     from moe_lab.models.discover import moe_layers
     from moe_lab.models.identity import check_tokenizer
     from moe_lab.pruning.alignment import align_by_activations, align_by_weights, alignment_hook
-    from moe_lab.statistics.observe import gather
+    from moe_lab.statistics.observe import collect_statistics
 
     if not plan.merged_layers:
         raise UserError(
@@ -465,7 +469,7 @@ def align(
     calibration = _calibration(tokenizer, text, seed, settings, "align")
     with _eval_mode(model):
         return align_by_activations(
-            plan, gather(model, alignment_hook(plan), calibration.batches).layers
+            plan, collect_statistics(model, alignment_hook(plan), calibration.batches).layers
         )
 
 

@@ -14,7 +14,7 @@ from moe_lab.models.checkpoint import Checkpoint, bits_of
 from moe_lab.models.discover import MoELayer, RoutingTensor
 from moe_lab.models.transformers_private import NameMapping
 
-PLAIN = ("F64", "F32", "F16", "BF16")
+UNQUANTISED = ("F64", "F32", "F16", "BF16")
 """Types of numbers without a scale."""
 LINEAR = ("weight", "bias")
 """Names of the routing tensors of a linear map: hidden states are multiplied with the weight, and
@@ -70,7 +70,7 @@ class StoredRouting:
         names = {}
         for part in layer.routing:
             name = self.names.copied.get(f"{self.paths[part.module]}.{part.name}")
-            if name is not None and self.checkpoint.tensors[name].dtype in PLAIN:
+            if name is not None and self.checkpoint.tensors[name].dtype in UNQUANTISED:
                 names[part] = name
         tensors = {}
         with ExitStack() as files:

@@ -107,7 +107,7 @@ class AlignmentHook(StatisticsHook):
         products (I, I) of the activations of an owner (rows) and an expert merged into it
         (columns)."""
         layer = self.layer
-        valid = self.valid(hidden)
+        valid = self.valid_tokens(hidden)
         states = hidden if valid is None else hidden[valid]
         for owner, group in self.plan.layers[layer.index].merged.items():
             owner_activations = at_least_fp32(layer.phi(states, layer.weights(owner)))

@@ -242,7 +242,7 @@ class LoadHook(StatisticsHook):
     ) -> torch.Tensor:
         """The routed output (T, H), computed as without the hook. Adds the number of valid tokens
         that are routed to each expert."""
-        valid = self.valid(hidden)
+        valid = self.valid_tokens(hidden)
         experts = index if valid is None else index[valid]
         self.add("tokens", torch.bincount(experts.flatten(), minlength=self.layer.n_experts))
         return self.unobserved(hidden, index, weights)
@@ -260,7 +260,7 @@ def measured_routing(
         Observer(model, LoadHook, layers=layers) as observer,
     ):
         for ids, valid in batches:
-            observer.read(ids, valid)
+            observer.run_batch(ids, valid)
         return _routing(plan, pruned, observer.layers(), batches)
 
 

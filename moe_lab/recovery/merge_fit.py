@@ -19,7 +19,7 @@ from moe_lab.models.discover import Weights, routed_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.recovery.apply import save_tuned
-from moe_lab.statistics.observe import StatisticsHook, gather
+from moe_lab.statistics.observe import StatisticsHook, collect_statistics
 
 RIDGE = 1e-6
 """Weight of the penalty on differences from the average of the members' projections, as a share of
@@ -54,9 +54,10 @@ def fit(
     start_time = time.monotonic()
     pruned = prune(model, plan)
     weights_by_layer = merged_weights(pruned, plan)
-    # `gather` creates the hooks without arguments for these values, so the class holds the values
+    # `collect_statistics` creates the hooks without arguments for these values, so the class holds
+    # the values
     hook = type("FitHook", (MergeHook,), {"plan": plan, "merged": weights_by_layer})
-    sums = gather(model, hook, batches(text, tokenizer).batches, out=partial).layers
+    sums = collect_statistics(model, hook, batches(text, tokenizer).batches, out=partial).layers
     experts = []
     for layer, weights_by_owner in weights_by_layer.items():
         for owner, weights in weights_by_owner.items():
@@ -128,7 +129,7 @@ class MergeHook(StatisticsHook):
         """Add the T tokens of a batch to the sums of each merged expert. Returns the routed output
         (T, H) of the unpruned layer. hidden: hidden states (T, H); index: ids of the experts of
         each token (T, K); weights: gates (T, K)."""
-        valid = self.valid(hidden)  # None if all tokens are valid
+        valid = self.valid_tokens(hidden)  # None if all tokens are valid
         for owner, owner_weights in self.merged.get(self.layer.index, {}).items():
             members = self.plan.layers[self.layer.index].merged[owner]
             is_routed = torch.isin(index, torch.tensor(list(members), device=index.device)).any(1)

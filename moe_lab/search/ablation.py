@@ -28,7 +28,7 @@ from moe_lab.search.candidates import Decoder, States
 from moe_lab.search.fitness import Positions, fitness_row_sums
 from moe_lab.statistics import Statistics, check_finite
 from moe_lab.statistics.gradients import check_loss
-from moe_lab.statistics.observe import Batch, pass_header, resume, save_checkpoint
+from moe_lab.statistics.observe import Batch, load_checkpoint, pass_header, save_checkpoint
 
 SCALE = 0.9
 """Factor of the routed output of one layer. The paper gives no value; its code uses 0.9, for
@@ -55,7 +55,7 @@ def loss_rises(
     metadata = {**pass_header(model, batches, kind), "pieces": len(pieces)}
     predicted = sum(int(_is_predictor(valid).sum()) for _, valid in pieces)
     layers = moe_layers(model)
-    done, sums = resume(out, metadata)
+    done, sums = load_checkpoint(out, metadata)
     piece_losses = None
     for step in range(done, len(pieces) * len(layers)):  # a step is for one piece and one layer
         piece, position = divmod(step, len(layers))

@@ -58,10 +58,11 @@ def reconstruct(
     token, and each router once for each choice. Errors are computed from inner products of the
     experts' outputs, so memory does not grow with the number of choices.
 
-    `read(hook)` makes the pass, by `gather` or `stream`, and returns the sums that `hook` collects.
-    `facts`: facts of the model. `limit`: the most choices that a layer may have. `multiple_of`:
-    each layer retains a multiple of this number. UserError when `removals_within_limit` raises it,
-    for routers that cannot be called again, and for outputs that are not finite.
+    `read(hook)` makes the pass, by `collect_statistics` or `stream`, and returns the sums that
+    `hook` collects. `facts`: facts of the model. `limit`: the most choices that a layer may have.
+    `multiple_of`: each layer retains a multiple of this number. UserError when
+    `removals_within_limit` raises it, for routers that cannot be called again, and for outputs that
+    are not finite.
     """
     layers = {int(layer): router for layer, router in facts["layers"].items()}
     removed = removals_within_limit(layers, ratio, limit=limit, multiple_of=multiple_of)
@@ -121,7 +122,7 @@ class SubsetHook(StatisticsHook):
                 f"allocation=reconstruction cannot repeat the router of {self.layer.name}: this "
                 "model is not supported"
             )
-        valid = self.valid(hidden)
+        valid = self.valid_tokens(hidden)
         if valid is None:
             valid = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
         output = torch.empty_like(hidden)

@@ -97,7 +97,7 @@ def header(path: Path | str) -> dict[str, Any]:
         ) from error
 
 
-def plus(name: str, total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+def combine(name: str, total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """The statistic `name` over two disjoint sets of tokens. `total` and `part` are the values over
     one set each. The result is their maximum if the name ends in _max, otherwise their sum."""
     return total.maximum(part) if name.endswith("_max") else total + part
@@ -118,7 +118,7 @@ def merge(parts: Iterable[Layers]) -> Layers:
             total_of_layer = total.setdefault(layer, {})
             for name, value in statistics_of_layer.items():
                 total_of_layer[name] = (
-                    plus(name, total_of_layer[name], value) if name in total_of_layer else value
+                    combine(name, total_of_layer[name], value) if name in total_of_layer else value
                 )
     return total
 

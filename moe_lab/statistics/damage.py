@@ -42,7 +42,7 @@ class DamageHook(StatisticsHook):
     ) -> torch.Tensor:
         """The routed output (T, H). Adds the damage (E,) to the sums. UserError if repeating the
         router's call gives other gates than the router gave."""
-        valid = self.valid(hidden)
+        valid = self.valid_tokens(hidden)
         damage = torch.zeros(self.layer.n_experts, dtype=torch.float64, device=hidden.device)
         routed = torch.empty_like(hidden)
         for tokens in torch.arange(len(hidden), device=hidden.device).split(TOKENS):
@@ -169,7 +169,7 @@ class SimilarityHook(StatisticsHook):
         if not isinstance(logits, torch.Tensor) or logits.shape[-1] != self.layer.n_experts:
             return
         logits = logits.detach().reshape(-1, self.layer.n_experts)
-        valid = self.valid(logits)
+        valid = self.valid_tokens(logits)
         logits = (logits if valid is None else logits[valid]).double()
         self.probabilities = logits.softmax(-1)
         self.add("router_gram", logits.T @ logits)
@@ -180,7 +180,7 @@ class SimilarityHook(StatisticsHook):
         """The routed output (T, H). Adds `dense_output_sum` (E, H): the outputs of each expert,
         summed over all valid tokens, also those not routed to the expert. If `probabilities` is not
         None, adds `dense_gated_output_sum` (E, H): the same sum, weighted by the probabilities."""
-        valid = self.valid(hidden)
+        valid = self.valid_tokens(hidden)
         states = hidden if valid is None else hidden[valid]
         output_sums = []
         gated_sums = []

@@ -41,7 +41,7 @@ class ForwardHook(StatisticsHook):
         super().__init__(observer, layer, start)
         self.is_softmax_router = "sums_double_softmax" in start if start else None
         """Whether the router is a softmax over all experts; None before its first call."""
-        self.normalized: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.module_inputs_and_outputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """id of a module of the decoder layer, other than the MoE block -> (input, output) of the
         module."""
 
@@ -53,7 +53,7 @@ class ForwardHook(StatisticsHook):
         if isinstance(logits, torch.Tensor) and logits.shape[-1] == self.layer.n_experts:
             self.logits = logits.detach().reshape(-1, self.layer.n_experts)
 
-    def watch(self, decoder_layer: torch.nn.Module) -> Iterable[RemovableHandle]:
+    def register_hooks(self, decoder_layer: torch.nn.Module) -> Iterable[RemovableHandle]:
         """Register hooks that record the residual stream before the MoE block, and yield the hooks'
         handles. A norm lies between the residual stream and the block: the stream is the norm's
         input, and the norm's output is the block's input."""
@@ -70,15 +70,19 @@ class ForwardHook(StatisticsHook):
             and isinstance(args[0], torch.Tensor)
             and isinstance(result, torch.Tensor)
         ):
-            self.normalized[id(module)] = (args[0].detach(), result)
+            self.module_inputs_and_outputs[id(module)] = (args[0].detach(), result)
 
     def _before_block(self, module: torch.nn.Module, args: Any) -> None:
         """Set `residual` (T, H) to the input of the norm before the block. The norm is the recorded
         module that returned the block's input. None if not exactly one module returned it."""
         block_input = args[0] if args else None
-        inputs = [state for state, result in self.normalized.values() if result is block_input]
+        inputs = [
+            state
+            for state, result in self.module_inputs_and_outputs.values()
+            if result is block_input
+        ]
         self.residual = inputs[0].flatten(0, -2) if len(inputs) == 1 else None
-        self.normalized.clear()
+        self.module_inputs_and_outputs.clear()
 
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
@@ -88,7 +92,11 @@ class ForwardHook(StatisticsHook):
         rows = sort_by_expert(index, layer.n_experts)
         gates = weights.detach()
         call = ExpertsCall(
-            layer.n_experts, rows, gates, self._softmax_gates(index, gates), self.valid(hidden)
+            layer.n_experts,
+            rows,
+            gates,
+            self._softmax_gates(index, gates),
+            self.valid_tokens(hidden),
         )
 
         def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
@@ -117,7 +125,7 @@ class ForwardHook(StatisticsHook):
             for name, sums in self.call.normalize(stream.detach().flatten(0, -2)).items():
                 self.add(name, sums)
             self.call = None
-        self.normalized.clear()  # modules after the block were recorded, too
+        self.module_inputs_and_outputs.clear()  # modules after the block were recorded, too
 
     def _softmax_gates(self, index: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """Kind of gate -> gates (T, K), for the kinds full_softmax and double_softmax; {} if the
@@ -210,7 +218,7 @@ class ExpertsCall:
         renormalized = self.gates["renormalized"][rows.token, rows.column]
         self.gate_squares = (self.gate_square, renormalized.to(self.gate_square.dtype).square())
         self.norm_square = torch.empty_like(self.gate_square)
-        self.columns: dict[str, torch.Tensor] = {}
+        self.statistics: dict[str, torch.Tensor] = {}
         """Name of a statistic of the outputs -> (E, ...)."""
         self.outputs: list[tuple[slice, torch.Tensor]] = []
         """(slice of the expert's rows, outputs (n, H) of these rows) for each expert, until
@@ -224,9 +232,9 @@ class ExpertsCall:
         f = at_least_fp32(f)
         self.outputs.append((part, f))
         torch.sum(f.square(), -1, out=self.norm_square[part])
-        if not self.columns:
-            self.columns["output_sum"] = f.new_zeros(self.n_experts, f.shape[1])
-            self.columns["output_abs_max"] = f.new_zeros(self.n_experts)
+        if not self.statistics:
+            self.statistics["output_sum"] = f.new_zeros(self.n_experts, f.shape[1])
+            self.statistics["output_abs_max"] = f.new_zeros(self.n_experts)
             self.channels = Channels(self.n_experts, phi.shape[1], phi, ("gate", "renormalized"))
         gate_squares = [square[part] for square in self.gate_squares]
         if self.valid_rows is not None:
@@ -236,9 +244,9 @@ class ExpertsCall:
             gate_squares = [square[valid_rows] for square in gate_squares]
             if len(f) == 0:  # a maximum of no rows would fail
                 return
-        torch.sum(f, 0, out=self.columns["output_sum"][expert])
+        torch.sum(f, 0, out=self.statistics["output_sum"][expert])
         lowest, highest = torch.aminmax(f)
-        torch.maximum(-lowest, highest, out=self.columns["output_abs_max"][expert])
+        torch.maximum(-lowest, highest, out=self.statistics["output_abs_max"][expert])
         self.channels.add(expert, phi, *gate_squares)
 
     def finish(self, routed: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -248,7 +256,7 @@ class ExpertsCall:
         moments = self._moments()
         names = [f"sums_{gate}" for gate in self.gates]
         return {
-            **self.columns,
+            **self.statistics,
             **self.channels.finish(),
             "tokens": moments[:, 0, 0].clone(),  # alpha = beta = 0: each token adds 1
             # each kind of gate has three columns, for alpha 0, 1 and 2
@@ -340,12 +348,12 @@ class Channels:
     ) -> None:
         """Begin with zeros for `n_experts` experts, each with `width` channels."""
         self.gates = gates
-        self.columns = {}
+        self.statistics = {}
         """Name of a statistic -> (E, I)."""
         for prefix in ("", *(f"{gate}_" for gate in gates)):
             for statistic in ("square", "max"):
                 zeros = like.new_zeros(n_experts, width)
-                self.columns[f"{prefix}channel_{statistic}"] = at_least_fp32(zeros)
+                self.statistics[f"{prefix}channel_{statistic}"] = at_least_fp32(zeros)
 
     def add(self, expert: int, phi: torch.Tensor, *gate_squares: torch.Tensor) -> None:
         """Add one expert. `phi` (n, I): the input of down_proj for the expert's valid tokens.
@@ -354,16 +362,16 @@ class Channels:
         if len(phi) == 0:
             return
         square = phi.square()
-        torch.sum(square, 0, out=self.columns["channel_square"][expert])
-        torch.amax(square, 0, out=self.columns["channel_max"][expert])
+        torch.sum(square, 0, out=self.statistics["channel_square"][expert])
+        torch.amax(square, 0, out=self.statistics["channel_max"][expert])
         for gate, gate_square in zip(self.gates, gate_squares, strict=True):
             weighted = square * gate_square[:, None]
-            torch.sum(weighted, 0, out=self.columns[f"{gate}_channel_square"][expert])
-            torch.amax(weighted, 0, out=self.columns[f"{gate}_channel_max"][expert])
+            torch.sum(weighted, 0, out=self.statistics[f"{gate}_channel_square"][expert])
+            torch.amax(weighted, 0, out=self.statistics[f"{gate}_channel_max"][expert])
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Name -> sum or maximum (E, I). Call it once, after all experts have been added."""
-        for name, column in self.columns.items():
+        for name, statistic in self.statistics.items():
             if name.endswith("_max"):  # `add` took the maxima of squares
-                column.sqrt_()
-        return self.columns
+                statistic.sqrt_()
+        return self.statistics

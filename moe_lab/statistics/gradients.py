@@ -25,7 +25,7 @@ from moe_lab.models.experts import at_least_fp32, replace_output, routed_output,
 from moe_lab.models.families import split
 from moe_lab.statistics import Statistics
 from moe_lab.statistics.forward import Channels
-from moe_lab.statistics.observe import Batch, Observer, StatisticsHook, gather
+from moe_lab.statistics.observe import Batch, Observer, StatisticsHook, collect_statistics
 
 GRADIENT_SUMS = ("channel_gradient_square", "channel_product", "channel_product_abs")
 LOSS_SCALE = 2.0**8
@@ -35,15 +35,15 @@ LOGITS = 1 << 26
 """Most vocabulary logits in memory at once: 256 MB in fp32."""
 
 
-def gather_gradients(
+def collect_gradient_statistics(
     model: PreTrainedModel, hook: type[StatisticsHook], batches: Sequence[Batch], **settings: Any
 ) -> Statistics:
     """The sums that `hook` collects in a forward and a backward pass of `model` over `batches`.
-    `model` is in eval mode. `settings`: further arguments of `gather`. Errors are those of
-    `gather`. UserError also when no valid token follows another one."""
+    `model` is in eval mode. `settings`: further arguments of `collect_statistics`. Errors are those
+    of `collect_statistics`. UserError also when no valid token follows another one."""
     check_loss(batches)
     with differentiable(model):
-        return gather(model, hook, batches, reading=forward_and_backward, **settings)
+        return collect_statistics(model, hook, batches, reading=forward_and_backward, **settings)
 
 
 def check_loss(batches: Sequence[Batch]) -> None:
@@ -70,7 +70,7 @@ class GradientHook(StatisticsHook):
         layer = self.layer
         n_experts = layer.n_experts
         rows = sort_by_expert(index, n_experts)
-        valid = self.valid(hidden)
+        valid = self.valid_tokens(hidden)
         valid_rows = None if valid is None else valid[rows.token]
         channels = Channels(n_experts, layer.width, hidden)
         gate_square = at_least_fp32(weights.detach())[rows.token, rows.column].square()

@@ -20,7 +20,7 @@ from moe_lab import progress
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.experts import ExpertsFunction, are_replaced, replace_experts, run
-from moe_lab.statistics import Layers, Statistics, check_finite, plus
+from moe_lab.statistics import Layers, Statistics, check_finite, combine
 
 Reading = Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], Any]
 """Function that runs a model on one batch: model, input_ids (B, S), valid (B, S)."""
@@ -72,7 +72,7 @@ class StatisticsHook:
         experts of each token. `weights` (T, K): gates."""
         raise NotImplementedError
 
-    def wrap(self, unobserved: ExpertsFunction) -> ExpertsFunction:
+    def replacement(self, unobserved: ExpertsFunction) -> ExpertsFunction:
         """Return the method `experts`, which replaces the function `unobserved` in the model.
         `unobserved`: the function that computes the layer's experts without this hook; `experts`
         may call it."""
@@ -85,7 +85,7 @@ class StatisticsHook:
     def after_layer(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         """Called with the output `result` of the decoder layer that contains the experts."""
 
-    def watch(self, decoder_layer: torch.nn.Module) -> Iterable[RemovableHandle]:
+    def register_hooks(self, decoder_layer: torch.nn.Module) -> Iterable[RemovableHandle]:
         """Register further hooks on `decoder_layer`, and return the handles of these hooks. The
         observer removes the hooks when it is closed."""
         return ()
@@ -101,10 +101,10 @@ class StatisticsHook:
         part = part.double()
         if name in self.sums:
             total = self.sums[name].to(part.device)
-            part = plus(name, total, part)
+            part = combine(name, total, part)
         self.sums[name] = part
 
-    def valid(self, hidden: torch.Tensor) -> torch.Tensor | None:
+    def valid_tokens(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """(T,) bool: whether each token of `hidden` (T, H) counts in the statistics. None when all
         tokens count. UserError when `hidden` has more or fewer tokens than the batch."""
         valid = self.observer.valid
@@ -122,7 +122,7 @@ class Observer:
     every forward pass of the model while the observer is open.
 
         with Observer(model, ForwardHook) as observer:
-            observer.read(input_ids, valid)
+            observer.run_batch(input_ids, valid)
         observer.layers()   # layer -> name -> fp64 tensor on the CPU
 
     `layers`: the layers to observe; None: all MoE layers. `start`: the sums of an interrupted pass,
@@ -154,7 +154,7 @@ class Observer:
                     raise RuntimeError(
                         f"{hook.layer.name} is observed already, or under a plan of channels"
                     )
-                replace_experts(hook.layer, hook.wrap, undo)
+                replace_experts(hook.layer, hook.replacement, undo)
                 decoder_layer = self.model.get_submodule(f"{hook.layer.stack}.{hook.layer.index}")
                 undo.callback(
                     hook.layer.router.register_forward_hook(
@@ -162,7 +162,7 @@ class Observer:
                     ).remove
                 )
                 undo.callback(decoder_layer.register_forward_hook(hook.after_layer).remove)
-                for handle in hook.watch(decoder_layer):
+                for handle in hook.register_hooks(decoder_layer):
                     undo.callback(handle.remove)
             # no error: the hooks stay until `__exit__`
             self._undo = undo.pop_all()
@@ -171,7 +171,9 @@ class Observer:
     def __exit__(self, *exception: object) -> None:
         self._undo.close()
 
-    def read(self, input_ids: torch.Tensor, valid: torch.Tensor, reading: Reading = forward) -> Any:
+    def run_batch(
+        self, input_ids: torch.Tensor, valid: torch.Tensor, reading: Reading = forward
+    ) -> Any:
         """Run the model on one batch with the function `reading`, and return the result of
         `reading`. `input_ids` (B, S): tokens. `valid` (B, S) bool: whether each token counts."""
         self.valid = valid
@@ -223,7 +225,7 @@ class SaveTimer:
         """The handler of SIGTERM while the timer is open: only records that the signal came."""
         self.stop_requested = True
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Whether the pass should save now: when a SIGTERM is held back, or when the last save was
         long enough ago. Always False if `out` is None."""
         interval_is_over = time.monotonic() - self.last_save >= max(
@@ -243,7 +245,7 @@ class SaveTimer:
             self.__exit__()  # sends the signal again, to the previous handler
 
 
-def gather(
+def collect_statistics(
     model: PreTrainedModel,
     hook: type[StatisticsHook],
     batches: Sequence[Batch],
@@ -261,12 +263,12 @@ def gather(
     """
     out = out if hook.resumes else None
     header = pass_header(model, batches, hook.kind)
-    done, layers = resume(out, header)  # `layers`: the sums over the first `done` batches
+    done, layers = load_checkpoint(out, header)  # `layers`: the sums over the first `done` batches
     with SaveTimer(out) as timer, Observer(model, hook, layers) as observer:
         for number, (ids, valid) in enumerate(batches[done:], done + 1):
-            observer.read(ids, valid, reading)
+            observer.run_batch(ids, valid, reading)
             progress.update(number, len(batches), "batches")
-            if number == len(batches) or timer.due():
+            if number == len(batches) or timer.is_due():
                 with timer.saving():
                     layers = observer.layers()
                     check_finite(layers, f"batches {done + 1} to {number}")
@@ -308,7 +310,7 @@ def save_checkpoint(out: Path | None, layers: Layers, header: Mapping[str, Any],
         Statistics(layers, {**header, "done": done}).save(out / CHECKPOINT)
 
 
-def resume(out: Path | None, header: Mapping[str, Any]) -> tuple[int, Layers]:
+def load_checkpoint(out: Path | None, header: Mapping[str, Any]) -> tuple[int, Layers]:
     """(number of finished parts, sums over these parts) from the checkpoint in the folder `out`.
     (0, {}) if `out` is None, or if the folder has no checkpoint with the header `header`."""
     if out is None or not (out / CHECKPOINT).exists():

@@ -28,8 +28,8 @@ from moe_lab.statistics.observe import (
     Observer,
     SaveTimer,
     StatisticsHook,
+    load_checkpoint,
     pass_header,
-    resume,
     save_checkpoint,
 )
 
@@ -89,15 +89,15 @@ class States:
         # a pass that is killed before its next save resumes from the files of the keys `saved`
         self._delete(dropped - self.saved)
 
-    def save(self, record: Callable[[], None]) -> None:
-        """Write the retained states to files, call `record`, which must save the sums of the pass,
-        and only then delete the files of dropped states. So a pass that is killed at any time finds
-        the states that belong to its saved sums."""
+    def save(self, save_sums: Callable[[], None]) -> None:
+        """Write the retained states to files, call `save_sums`, which must save the sums of the
+        pass, and only then delete the files of dropped states. So a pass that is killed at any time
+        finds the states that belong to its saved sums."""
         for key in self.retained:
             for batch, state in self.in_memory[key].items():
                 if not self._file(key, batch).exists():
                     self._write(key, batch, state)
-        record()
+        save_sums()
         self._delete(self.saved - self.retained)
         self.saved = self.retained
 
@@ -132,7 +132,7 @@ def stream(
     layer_context: Callable[[MoELayer], AbstractContextManager[None]] = lambda layer: nullcontext(),
 ) -> Statistics:
     """The sums that hooks of the class `hook` collect in a forward pass over `batches`, as in
-    `gather`, but with one decoder layer in memory at a time.
+    `collect_statistics`, but with one decoder layer in memory at a time.
 
     The hidden states of all batches may take SHARE of the main memory; states for which no memory
     is left are written to files in the folder `out`. When `SaveTimer` says so, the pass saves its
@@ -159,11 +159,11 @@ def stream(
     return layer_pass.result()
 
 
-def stream_back(
+def stream_gradients(
     streamed: StreamedModel, hook: type[StatisticsHook], batches: Sequence[Batch], *, out: Path
 ) -> Statistics:
     """The sums that hooks of the class `hook` collect in a forward and a backward pass, as in
-    `gather_gradients`, but with one decoder layer in memory at a time.
+    `collect_gradient_statistics`, but with one decoder layer in memory at a time.
 
     Arguments, files and resuming are as in `stream`. The forward pass goes through all layers, and
     stores the inputs of the first MoE layer and of all later layers. The backward pass goes from
@@ -207,7 +207,7 @@ def stream_back(
                         state = layer_pass.layer_input(number, index)
                         if state is not None:
                             state.requires_grad_()
-                        output = layer_pass.read(number, index, state, observer)
+                        output = layer_pass.run_batch(number, index, state, observer)
                         output.backward(
                             layer_pass.states.get(-(number + 1), index, streamed.device)
                         )
@@ -242,7 +242,7 @@ class LayerPass:
         self.header = header
         self.total = total
         self.folder = out / "streamed"
-        self.done, self.sums = resume(self.folder, header)
+        self.done, self.sums = load_checkpoint(self.folder, header)
         if not self.done:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.states = States(self.folder / "states")
@@ -278,7 +278,7 @@ class LayerPass:
 
     def save_if_due(self) -> None:
         """Save the states and sums if `SaveTimer` says so."""
-        if self.timer.due():
+        if self.timer.is_due():
             with self.timer.saving():
                 self.states.save(
                     lambda: save_checkpoint(self.folder, self.sums, self.header, self.done)
@@ -290,7 +290,7 @@ class LayerPass:
         store the layer's outputs as the inputs of the next layer."""
         with self.observer(number, hook) as observer:
             for index in range(len(self.batches)):
-                output = self.read(number, index, self.layer_input(number, index), observer)
+                output = self.run_batch(number, index, self.layer_input(number, index), observer)
                 if keep:
                     self.states.put(number + 1, index, output)
             return _sums(observer)
@@ -308,7 +308,7 @@ class LayerPass:
         whose input is computed from the tokens."""
         return self.states.get(number, index, self.streamed.device) if number else None
 
-    def read(
+    def run_batch(
         self, number: int, index: int, state: torch.Tensor | None, observer: Observer
     ) -> torch.Tensor:
         """Run the layer `number` on the batch `index` while `observer` observes the layer, and
@@ -316,7 +316,7 @@ class LayerPass:
         embeddings of the tokens."""
         self.save_if_due()
         ids, valid = self.batches[index]
-        output: torch.Tensor = observer.read(
+        output: torch.Tensor = observer.run_batch(
             ids, valid, lambda *_: self.streamed.run_layer(number, ids, valid, state)
         )
         return output

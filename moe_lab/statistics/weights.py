@@ -23,13 +23,18 @@ from moe_lab.statistics import Layers, Statistics
 BLOCK = 1 << 23
 """Number of weights, of all experts of a layer together, that are compared at once: 64 MiB in
 fp64."""
-PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+UNQUANTISED = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 """Unquantised dtypes, by their names in safetensors."""
 Source: TypeAlias = Path | str | nn.Module
 """A folder with a checkpoint in safetensors, or a model in memory with its present weights."""
 
 
-def weigh_experts(source: Source, *, device: str = "cpu") -> Statistics:
+def expert_weight_sums(source: Source, *, device: str = "cpu") -> Statistics:
     """Three statistics of each layer: abs_sum (E,) and square_sum (E,), the sums of |w| and w^2
     over the weights w of each expert, and count (), the number of weights of one expert.
 
@@ -207,7 +212,9 @@ def projections(checkpoint: Checkpoint) -> dict[str, BlockTensor]:
             continue
         dtype = checkpoint.tensors[name].dtype
         # `axes` is None for scales and for packed numbers of a quantised format
-        if block_tensor.axes is None or (dtype not in PLAIN and not block_tensor.axes.is_bias):
+        if block_tensor.axes is None or (
+            dtype not in UNQUANTISED and not block_tensor.axes.is_bias
+        ):
             raise UserError(
                 f"{name} is stored as {dtype}, expected plain projections: load and save it "
                 "dequantised"
@@ -227,7 +234,7 @@ def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
     distance between the weights of every two experts. Only the weights of gate_proj and up_proj are
     compared, as in MergeMoE (arXiv 2510.14436). They are compared on `device`, in fp64 because
     small distances are differences of large sums. Arguments and errors are those of
-    `weigh_experts`."""
+    `expert_weight_sums`."""
     experts = _open_experts(source, device)
     # layer -> roles of a tensor -> expert (0 for a stack of all experts) -> name of the tensor
     layer_names: dict[int, dict[tuple[str, ...], dict[int, str]]] = {}
@@ -281,12 +288,12 @@ def _blocks(
             yield block
 
 
-def weigh_channels(source: Source, *, device: str = "cpu") -> Statistics:
+def channel_weight_sums(source: Source, *, device: str = "cpu") -> Statistics:
     """Statistics (E, I) of each layer: sums over the weights w of every channel, in fp32.
     channel_down_square, channel_up_square and, for gated experts, channel_gate_square are sums of
     w^2 in one projection. channel_down_abs is the sum of |w| in down_proj. The weights of a channel
     are a column of down_proj, and a row of gate_proj and of up_proj. Arguments and errors are those
-    of `weigh_experts`."""
+    of `expert_weight_sums`."""
 
     def measure(
         name: str, block_tensor: BlockTensor, weights: torch.Tensor

@@ -348,8 +348,8 @@ def check_sums(
     source: weights.Source, layers: list[MoELayer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums over the weights of `source` are those of `layers`, also block by block."""
-    by_expert = weights.weigh_experts(source)
-    by_channel = weights.weigh_channels(source)
+    by_expert = weights.expert_weight_sums(source)
+    by_channel = weights.channel_weight_sums(source)
     distances = [weights.compare_experts(source)]
     monkeypatch.setattr(weights, "BLOCK", 100)
     distances.append(weights.compare_experts(source))
@@ -443,7 +443,7 @@ def test_stacked_experts_are_summed_at_once(dtype: torch.dtype) -> None:
         assert naive.relative(sums, stack.double().abs().pow(power).sum((1, 2))) < 1e-6
 
 
-WEIGHT_READERS = (weights.weigh_experts, weights.weigh_channels, weights.compare_experts)
+WEIGHT_READERS = (weights.expert_weight_sums, weights.channel_weight_sums, weights.compare_experts)
 
 
 @pytest.mark.cuda
@@ -517,11 +517,11 @@ def test_experts_of_unequal_widths_are_refused(folder: Path) -> None:
     narrow = {PROJECTION.format(1, expert, "down"): torch.ones(32, 23) for expert in range(16)}
     tiny.rewrite(folder, lambda tensors: tensors.update(narrow))
     with pytest.raises(UserError, match="experts of layer 1 have unequal widths"):
-        weights.weigh_channels(folder)
+        weights.channel_weight_sums(folder)
 
 
 def test_projections_of_unknown_names_are_refused(folder: Path) -> None:
     unknown = {PROJECTION.format(0, 0, "side"): torch.ones(4, 4)}
     tiny.rewrite(folder, lambda tensors: tensors.update(unknown))
     with pytest.raises(UserError, match=r"side_proj\.weight"):
-        weights.weigh_channels(folder)
+        weights.channel_weight_sums(folder)

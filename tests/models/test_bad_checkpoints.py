@@ -31,7 +31,7 @@ from moe_lab.models.load import load_model, skeleton
 from moe_lab.models.streamed import open_streamed
 from moe_lab.pruning.export import export
 from moe_lab.statistics.forward import ForwardHook
-from moe_lab.statistics.weights import weigh_experts
+from moe_lab.statistics.weights import expert_weight_sums
 from tests.campaign.models import SHARD, reconfigure
 
 pytestmark = pytest.mark.slow
@@ -223,7 +223,7 @@ def test_kernels_for_eight_bits_are_not_used(
     load_model(settings(stored))
     assert answers == [True]
     _, stored = quantised.save("gpt_oss", "mxfp4", tmp_path / "mxfp4")
-    refused(lambda: weigh_experts(stored), "down_proj_blocks is stored as U8")
+    refused(lambda: expert_weight_sums(stored), "down_proj_blocks is stored as U8")
 
 
 def test_four_bits_of_bitsandbytes_can_be_scored(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ from moe_lab.pruning.mask import mask
 from moe_lab.pruning.prune import prune
 from moe_lab.statistics import Layers, Statistics
 from moe_lab.statistics.forward import ForwardHook
-from moe_lab.statistics.gradients import GradientHook, gather_gradients
-from moe_lab.statistics.observe import Observer, gather
+from moe_lab.statistics.gradients import GradientHook, collect_gradient_statistics
+from moe_lab.statistics.observe import Observer, collect_statistics
 
 ARCHITECTURES = ["qwen3_moe", "deepseek_v3:grouped", "gpt_oss"]
 GIB = 2**30
@@ -37,7 +37,7 @@ GIB = 2**30
 def forward(model: Any, out: Path) -> Layers:
     ids = tiny.tokens()
     with Observer(model, ForwardHook) as observer:
-        observer.read(ids, ids != 5)
+        observer.run_batch(ids, ids != 5)
     for hook in observer.hooks:  # nothing was carried to another device while it was summed
         home = hook.layer.router.weight.device
         assert all(part.device == home for part in hook.sums.values()) or home.type == "meta"
@@ -46,7 +46,7 @@ def forward(model: Any, out: Path) -> Layers:
 
 def backward(model: Any, out: Path) -> Layers:
     ids = tiny.tokens()
-    return gather_gradients(model, GradientHook, [(ids, ids != 5)], out=out).layers
+    return collect_gradient_statistics(model, GradientHook, [(ids, ids != 5)], out=out).layers
 
 
 def split(model: Any) -> dict[str, str]:
@@ -173,7 +173,8 @@ ON_CUDA = ["olmoe", "deepseek_v3", "gpt_oss", "qwen3_moe", "ernie4_5_moe"]
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ON_CUDA)
 @pytest.mark.parametrize(
-    ("read", "hook"), [(gather, ForwardHook), (gather_gradients, GradientHook)]
+    ("read", "hook"),
+    [(collect_statistics, ForwardHook), (collect_gradient_statistics, GradientHook)],
 )
 def test_sums_are_those_of_the_cpu(read: Callable[..., Statistics], hook: type, name: str) -> None:
     def sums(device: str) -> dict[int, dict[str, torch.Tensor]]:

@@ -37,7 +37,7 @@ from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.pruning.selection import count_ties, make_channel_plan, make_plan, merge_experts
-from moe_lab.statistics.observe import gather
+from moe_lab.statistics.observe import collect_statistics
 from moe_lab.statistics.streaming import stream
 
 SCORES = st.lists(st.integers(-3, 3).map(float), min_size=4, max_size=40)
@@ -590,7 +590,7 @@ def test_alignment_merges_permuted_experts_without_loss(by_activations: bool) ->
     plan = unaligned(random_plan(model, "merged", share=0.8))
     permute_members(model, plan)
     if by_activations:
-        sums = gather(model, alignment_hook(plan), tiny.batches()).layers
+        sums = collect_statistics(model, alignment_hook(plan), tiny.batches()).layers
         aligned = align_by_activations(plan, sums)
     else:
         aligned = align_by_weights(plan, moe_layers(model))
@@ -639,7 +639,9 @@ def test_ream_adds_distances_of_activations_and_of_principal_components() -> Non
     ids, valid = naive.batch()
     plan = unaligned(random_plan(model, "merged", share=0.5))
     states = record_inputs(model, ids, valid)
-    sums = gather(model, alignment_hook(plan), [(ids[:2], valid[:2]), (ids[2:], valid[2:])])
+    sums = collect_statistics(
+        model, alignment_hook(plan), [(ids[:2], valid[:2]), (ids[2:], valid[2:])]
+    )
     aligned = align_by_activations(plan, sums.layers)
     assert not valid.all()
     assert plan.merged_layers
@@ -670,7 +672,9 @@ def test_engines_align_alike(tmp_path: Path) -> None:
     batches = tiny.batches()
     sums = stream(streamed, hook, batches, out=tmp_path / "out")
     by_activations = align_by_activations(plan, sums.layers)
-    assert by_activations == align_by_activations(plan, gather(model, hook, batches).layers)
+    assert by_activations == align_by_activations(
+        plan, collect_statistics(model, hook, batches).layers
+    )
     assert by_activations not in (plan, by_weights)
 
 

@@ -465,9 +465,9 @@ def test_killed_fit_resumes_with_the_same_result(
     monkeypatch.setattr(observe, "SAVE_INTERVAL", 0.0)
     monkeypatch.setattr(observe, "SAVE_FACTOR", 0)
     with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
-        tiny.count_calls(patch, Observer, "read", kill_at=3)
+        tiny.count_calls(patch, Observer, "run_batch", kill_at=3)
         run(model, tmp_path / "cut")
-    calls = tiny.count_calls(monkeypatch, Observer, "read")
+    calls = tiny.count_calls(monkeypatch, Observer, "run_batch")
     run(model, tmp_path / "cut")
     assert len(calls) == 4 - 2
     complete, resumed = (tmp_path / name / "tuned.safetensors" for name in ("whole", "cut"))

@@ -25,7 +25,7 @@ from moe_lab.search.ablation import loss_rises
 from moe_lab.search.reconstruction import Reconstruction, reconstruct
 from moe_lab.statistics import Statistics
 from moe_lab.statistics.damage import DamageHook
-from moe_lab.statistics.observe import Batch, gather
+from moe_lab.statistics.observe import Batch, collect_statistics
 from moe_lab.statistics.streaming import stream
 
 
@@ -243,7 +243,7 @@ def brute_force(model: Any, layer: MoELayer, removed: int) -> dict[tuple[int, ..
 def reconstructed(
     model: Any, batches: list[Batch], ratio: float, **settings: Any
 ) -> Reconstruction:
-    read = partial(gather, model, batches=batches, **settings)
+    read = partial(collect_statistics, model, batches=batches, **settings)
     return reconstruct(lambda hook: read(hook=hook), facts=facts(model), ratio=ratio)
 
 
@@ -364,7 +364,7 @@ def test_router_that_cannot_be_repeated_is_refused() -> None:
         layer.experts.register_forward_pre_hook(
             lambda module, args: (args[0], args[1], args[2] * 0.5)
         )
-    for read in (partial(gather, hook=DamageHook), partial(reconstructed, ratio=0.5)):
+    for read in (partial(collect_statistics, hook=DamageHook), partial(reconstructed, ratio=0.5)):
         with pytest.raises(
             UserError, match=r"cannot repeat the router of model\.layers\.0\.mlp\.experts"
         ):

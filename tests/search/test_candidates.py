@@ -38,7 +38,7 @@ from moe_lab.search.sequential import Sums, prune_sequentially
 from moe_lab.search.speculative_decoding import DraftingCandidates, accepted_and_proposed, prompts
 from moe_lab.statistics import observe
 from moe_lab.statistics.forward import ForwardHook
-from moe_lab.statistics.observe import Batch, gather
+from moe_lab.statistics.observe import Batch, collect_statistics
 
 ARCHITECTURES = [
     "olmoe",
@@ -479,7 +479,7 @@ def one_after_the_other(model: Any, choose: Any, batches: list[Batch]) -> dict[i
     layer."""
     plans: dict[int, Plan] = {}
     for layer in moe_layers(model):
-        statistics = gather(pruned(model, plans), ForwardHook, batches)
+        statistics = collect_statistics(pruned(model, plans), ForwardHook, batches)
         plans[layer.index] = choose(layer.index, statistics.layers[layer.index])
     return plans
 

@@ -25,7 +25,7 @@ from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.damage import DamageHook, SimilarityHook
 from moe_lab.statistics.forward import ENTROPY_BINS, ExpertsCall, ForwardHook, is_softmax, shifts
-from moe_lab.statistics.observe import Observer, SaveTimer, gather
+from moe_lab.statistics.observe import Observer, SaveTimer, collect_statistics
 
 SOFTMAX_ROUTERS = {
     "deepseek",
@@ -309,7 +309,7 @@ def test_damage_is_that_of_really_removing_the_expert(name: str) -> None:
     """Reference: in fp64, the block run again on the rows of a router that has lost the expert's
     row."""
     model = naive.model(name)
-    measured = gather(model, DamageHook, [naive.batch()]).layers
+    measured = collect_statistics(model, DamageHook, [naive.batch()]).layers
     wide = copy.deepcopy(model).double()
     layers = moe_layers(wide)
     layer = layers[-1]
@@ -344,7 +344,7 @@ def every_output(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
 def test_damage_of_group_limited_routers(name: str) -> None:
     """Reference: the routing rule by hand, token by token, with sets of experts."""
     model = naive.model(name)
-    measured = gather(model, DamageHook, [naive.batch()]).layers
+    measured = collect_statistics(model, DamageHook, [naive.batch()]).layers
     layer = moe_layers(model)[-1]
     seen = naive.routed(name)[layer.index]
     router: Any = layer.router
@@ -414,7 +414,7 @@ def test_a_signal_to_end_waits_until_sums_are_saved(tmp_path: Path) -> None:
     try:
         with SaveTimer(tmp_path) as timer:
             signal.raise_signal(signal.SIGTERM)
-            assert timer.due()
+            assert timer.is_due()
             assert signals == []
             with timer.saving():
                 assert signals == []

@@ -25,9 +25,13 @@ from moe_lab.statistics import Statistics, check_finite, header, observe, stream
 from moe_lab.statistics import read as read_file
 from moe_lab.statistics.damage import DamageHook, SimilarityHook
 from moe_lab.statistics.forward import ForwardHook
-from moe_lab.statistics.gradients import GradientHook, WeightGradientHook, gather_gradients
-from moe_lab.statistics.observe import CHECKPOINT, Observer, StatisticsHook, gather
-from moe_lab.statistics.streaming import stream, stream_back
+from moe_lab.statistics.gradients import (
+    GradientHook,
+    WeightGradientHook,
+    collect_gradient_statistics,
+)
+from moe_lab.statistics.observe import CHECKPOINT, Observer, StatisticsHook, collect_statistics
+from moe_lab.statistics.streaming import stream, stream_gradients
 from moe_lab.study.steps.tables import coverage
 from tests.campaign.models import reconfigure
 
@@ -38,8 +42,8 @@ SIX = 2 * BATCHES
 
 
 READS = [
-    *((gather, hook) for hook in (ForwardHook, DamageHook, SimilarityHook)),
-    *((gather_gradients, hook) for hook in (GradientHook, WeightGradientHook)),
+    *((collect_statistics, hook) for hook in (ForwardHook, DamageHook, SimilarityHook)),
+    *((collect_gradient_statistics, hook) for hook in (GradientHook, WeightGradientHook)),
 ]
 
 
@@ -58,16 +62,17 @@ def ended_by_signal() -> Iterator[None]:
 def send_signal_in_call(
     monkeypatch: pytest.MonkeyPatch, owner: Any, numbers: Container[int]
 ) -> None:
-    """Have calls of `owner.read` begin with SIGTERM, as a worker gets it when its job is warned."""
+    """Have calls of `owner.run_batch` begin with SIGTERM, as a worker gets it when its job is
+    warned."""
     calls = itertools.count(1)
-    read = owner.read
+    run_batch = owner.run_batch
 
     def warned(*args: Any) -> Any:
         if next(calls) in numbers:
             signal.raise_signal(signal.SIGTERM)
-        return read(*args)
+        return run_batch(*args)
 
-    monkeypatch.setattr(owner, "read", warned)
+    monkeypatch.setattr(owner, "run_batch", warned)
 
 
 @pytest.mark.usefixtures("ended_by_signal")
@@ -86,11 +91,11 @@ def test_stopped_pass_resumes(
         read(model, hook, SIX, **settings)
     assert header(tmp_path / CHECKPOINT)["done"] == 5
     with monkeypatch.context() as patch:
-        calls = tiny.count_calls(patch, Observer, "read")
+        calls = tiny.count_calls(patch, Observer, "run_batch")
         resumed = read(model, hook, SIX, **settings)
     assert len(calls) == 1
     naive.assert_alike(resumed.layers, expected.layers)
-    monkeypatch.setattr(Observer, "read", None)  # a finished pass reads nothing again
+    monkeypatch.setattr(Observer, "run_batch", None)  # a finished pass reads nothing again
     finished = read(model, hook, SIX, **settings)
     assert finished.header == resumed.header
     for layers in (finished.layers, read_file(tmp_path / CHECKPOINT, "pt")):
@@ -110,7 +115,7 @@ def test_saving_a_pass_takes_a_small_part_of_it(
     for saves."""
 
     content = written()
-    gather(naive.model("olmoe"), ForwardHook, 8 * BATCHES, out=tmp_path)
+    collect_statistics(naive.model("olmoe"), ForwardHook, 8 * BATCHES, out=tmp_path)
     assert written() - content < 1.5 * (tmp_path / CHECKPOINT).stat().st_size
     now = [0.0]
     monkeypatch.setattr(observe.time, "monotonic", lambda: now[0])
@@ -118,7 +123,7 @@ def test_saving_a_pass_takes_a_small_part_of_it(
     saved = 0.0
     for seconds in (1.0, 100.0) * 5000:
         now[0] += 10
-        if timer.due():
+        if timer.is_due():
             with timer.saving():
                 now[0] += seconds
             saved += seconds
@@ -130,7 +135,7 @@ def test_sums_of_another_pass_are_not_continued(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = naive.model("olmoe")
-    gather(model, ForwardHook, SIX[:4], out=tmp_path)
+    collect_statistics(model, ForwardHook, SIX[:4], out=tmp_path)
     data: Any = SIX[:4]
     if change == "batches":  # the same rows, cut otherwise
         data = [
@@ -139,8 +144,8 @@ def test_sums_of_another_pass_are_not_continued(
         ]
     else:
         (tmp_path / CHECKPOINT).write_bytes((tmp_path / CHECKPOINT).read_bytes()[:-9])
-    calls = tiny.count_calls(monkeypatch, Observer, "read")
-    gather(model, ForwardHook, data, out=tmp_path)
+    calls = tiny.count_calls(monkeypatch, Observer, "run_batch")
+    collect_statistics(model, ForwardHook, data, out=tmp_path)
     assert len(calls) == len(data)
 
 
@@ -194,7 +199,7 @@ def test_infinite_statistics_are_named_with_every_expert() -> None:
 PASSES: dict[str, tuple[Callable[..., Statistics], Callable[..., Statistics]]] = {
     hook.kind: (
         partial(read, hook=hook),
-        partial(stream if read is gather else stream_back, hook=hook),
+        partial(stream if read is collect_statistics else stream_gradients, hook=hook),
     )
     for read, hook in READS
 }
@@ -304,13 +309,13 @@ def test_streaming_holds_one_layer_and_restarts_with_a_new_text(
     folder = tmp_path / "out"
     FORWARD[1](model, batches=BATCHES[:1], out=folder)
     residents = []
-    read = streaming.LayerPass.read
+    run_batch = streaming.LayerPass.run_batch
 
     def counting(*args: Any) -> torch.Tensor:
         residents.append(sum(not next(layer.parameters()).is_meta for layer in model.layers))
-        return read(*args)
+        return run_batch(*args)
 
-    monkeypatch.setattr(streaming.LayerPass, "read", counting)
+    monkeypatch.setattr(streaming.LayerPass, "run_batch", counting)
     result = FORWARD[1](model, batches=BATCHES, out=folder)
     assert set(residents) == {1}
     assert_equal(result, resident(FORWARD[0], "olmoe"))
@@ -408,7 +413,7 @@ def test_padding_on_the_right_changes_no_sums_without_a_mask(
     def masked(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> Any:
         return model.base_model(input_ids=ids, attention_mask=valid.long(), use_cache=False)
 
-    result = gather(model, hook=ForwardHook, batches=[(ids, valid)])
+    result = collect_statistics(model, hook=ForwardHook, batches=[(ids, valid)])
     monkeypatch.setattr("moe_lab.statistics.observe.run", masked)
-    expected = gather(model, hook=ForwardHook, batches=[(ids, valid)])
+    expected = collect_statistics(model, hook=ForwardHook, batches=[(ids, valid)])
     naive.assert_alike(result.layers, expected.layers, 1e-5)

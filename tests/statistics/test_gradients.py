@@ -14,8 +14,8 @@ from moe_lab.statistics.gradients import (
     LOSS_SCALE,
     GradientHook,
     WeightGradientHook,
+    collect_gradient_statistics,
     differentiable,
-    gather_gradients,
     head,
     loss_gradient,
 )
@@ -41,7 +41,7 @@ def expert_sums(phi: Any, gradient: Any, gate: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_sums_are_those_of_autograd_on_each_expert_alone(name: str) -> None:
     model = naive.model(name, torch.float64)
-    layers = gather_gradients(model, GradientHook, [naive.batch()]).layers
+    layers = collect_gradient_statistics(model, GradientHook, [naive.batch()]).layers
     assert "forward" not in vars(model.base_model)
     reference = naive.backward(name)
     assert layers.keys() == reference.keys()
@@ -72,7 +72,7 @@ def test_heapr_is_the_papers_d_by_d_computation(name: str) -> None:
     output e."""
     model = naive.model(name, torch.float64)
     layers = {layer.index: layer for layer in moe_layers(model)}
-    inputs = gather_gradients(model, GradientHook, [naive.batch()]).layers
+    inputs = collect_gradient_statistics(model, GradientHook, [naive.batch()]).layers
     sizes = {index: layer.n_experts for index, layer in layers.items()}
     widths = {index: layer.width for index, layer in layers.items()}
     scores = criteria.score("heapr", inputs, experts=sizes, widths=widths)
@@ -96,12 +96,12 @@ def test_rows_without_a_next_token_have_no_loss() -> None:
     model = naive.model("olmoe")
     valid = torch.tensor([[True, False, True, False]] * 2)
     with pytest.raises(UserError, match="no token that follows another one"):
-        gather_gradients(model, GradientHook, [(tiny.tokens(2, 4), valid)])
+        collect_gradient_statistics(model, GradientHook, [(tiny.tokens(2, 4), valid)])
 
 
 def test_few_logits_at_a_time_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch) -> None:
     model = naive.model("granitemoe", torch.float64)  # divides its logits
-    expected = gather_gradients(model, GradientHook, [naive.batch()]).layers
+    expected = collect_gradient_statistics(model, GradientHook, [naive.batch()]).layers
     sizes: list[int] = []
 
     def recorded_head(model: Any, states: torch.Tensor, output: Any) -> torch.Tensor:
@@ -110,7 +110,7 @@ def test_few_logits_at_a_time_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(gradients, "LOGITS", 7 * tiny.VOCABULARY)
     monkeypatch.setattr(gradients, "head", recorded_head)
-    parts = gather_gradients(model, GradientHook, [naive.batch()]).layers
+    parts = collect_gradient_statistics(model, GradientHook, [naive.batch()]).layers
     assert max(sizes) == 7
     for layer, tensors in expected.items():
         for key, part in tensors.items():
@@ -149,8 +149,8 @@ def test_half_precision_gradients_are_summed_in_full(dtype: torch.dtype) -> None
         (GradientHook, "channel_gradient_square", 0.2),
         (WeightGradientHook, "snip_down", 0.1),
     ):
-        actual = gather_gradients(half, hook, data).layers
-        expected = gather_gradients(full, hook, data).layers
+        actual = collect_gradient_statistics(half, hook, data).layers
+        expected = collect_gradient_statistics(full, hook, data).layers
         for layer, tensors in expected.items():
             ratio = float(actual[layer][key].sum() / tensors[key].sum())
             assert abs(ratio - 1) < most, key
@@ -192,7 +192,7 @@ def test_snip_is_that_of_autograd_by_hand(name: str) -> None:
     ids, valid = naive.batch()
     data = [(ids[:2], valid[:2]), (ids[2:], valid[2:])]
     model = naive.model(name, torch.float64)
-    result = gather_gradients(model, WeightGradientHook, data)
+    result = collect_gradient_statistics(model, WeightGradientHook, data)
     assert result.header["kind"] == "weight_gradients"
     for weight in model.parameters():
         assert not weight.requires_grad, "as it was"

@@ -155,7 +155,7 @@ def killed_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Store,
     store = Store(tmp_path).create()
     step = step_of(parts=2)
     with monkeypatch.context() as patch:
-        tiny.count_calls(patch, Observer, "read", kill_at=4)
+        tiny.count_calls(patch, Observer, "run_batch", kill_at=4)
         with pytest.raises((tiny.Killed, StepError)):
             do(store, step)
     return store, step

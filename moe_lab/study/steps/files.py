@@ -240,17 +240,17 @@ class Resident:
     text: Any
     out: Path
 
-    def gather(self, hook: type) -> Any:
+    def collect_statistics(self, hook: type) -> Any:
         """The sums that hooks of class `hook` compute in a forward pass."""
-        from moe_lab.statistics.observe import gather
+        from moe_lab.statistics.observe import collect_statistics
 
-        return gather(self.model, hook, self.text, out=self.out)
+        return collect_statistics(self.model, hook, self.text, out=self.out)
 
-    def gather_gradients(self, hook: type) -> Any:
+    def collect_gradient_statistics(self, hook: type) -> Any:
         """The sums that hooks of class `hook` compute in a forward and a backward pass."""
-        from moe_lab.statistics.gradients import gather_gradients
+        from moe_lab.statistics.gradients import collect_gradient_statistics
 
-        return gather_gradients(self.model, hook, self.text, out=self.out)
+        return collect_gradient_statistics(self.model, hook, self.text, out=self.out)
 
     def routing(self, plan: Any, pruned: Any) -> Any:
         """The channels that the text's tokens use, as a `pruning.cost.Routing`. The model runs
@@ -264,17 +264,17 @@ class Streamed(Resident):
     """Runs a model over a text as `Resident` does, but with one decoder layer in memory at a
     time."""
 
-    def gather(self, hook: type) -> Any:
+    def collect_statistics(self, hook: type) -> Any:
         """The sums that hooks of class `hook` compute in a forward pass."""
         from moe_lab.statistics.streaming import stream
 
         return stream(self.model, hook, self.text, out=self.out)
 
-    def gather_gradients(self, hook: type) -> Any:
+    def collect_gradient_statistics(self, hook: type) -> Any:
         """The sums that hooks of class `hook` compute in a forward and a backward pass."""
-        from moe_lab.statistics.streaming import stream_back
+        from moe_lab.statistics.streaming import stream_gradients
 
-        return stream_back(self.model, hook, self.text, out=self.out)
+        return stream_gradients(self.model, hook, self.text, out=self.out)
 
     def routing(self, plan: Any, pruned: Any) -> Any:
         """The channels that the text's tokens use; see `Resident.routing`."""

@@ -238,15 +238,19 @@ class Pass(Step):
             copyfile(files.path(self.merged_steps[0], REPORT), files.out / REPORT)
             sums = Statistics(self.merge(shares), {"kind": header(shares[0])["kind"]})
         else:
-            sums = self.gather(files)
+            sums = self.collect_statistics(files)
         save_sums(sums, self.kinds[self.kind].figures, files)
 
-    def gather(self, files: Files) -> Any:
+    def collect_statistics(self, files: Files) -> Any:
         """The sums over the rows of this step, computed in a pass over the text."""
         measurement = self.kinds[self.kind]
         passes = engine(self.loaded.model, self.text, files, self.rows)
         hook = resolve_name(measurement.function)
-        return passes.gather_gradients(hook) if measurement.has_backward else passes.gather(hook)
+        return (
+            passes.collect_gradient_statistics(hook)
+            if measurement.has_backward
+            else passes.collect_statistics(hook)
+        )
 
     def merge(self, shares: list[Path]) -> Any:
         """Layer -> name of a sum -> tensor: the totals of the sums in the files `shares`."""
@@ -270,7 +274,7 @@ class LossRise(Pass):
     }
     whole_model = True
 
-    def gather(self, files: Files) -> Any:
+    def collect_statistics(self, files: Files) -> Any:
         """The rises of the loss, computed on the rows of this step."""
         network, tokenizer = files.models.load(self.loaded.model)
         text = read_text(self.text, tokenizer, files, self.rows)
@@ -288,10 +292,10 @@ class WeightSums(Step):
 
     kinds: ClassVar[Mapping[str, Measurement]] = {
         "weights": Measurement(
-            "moe_lab.statistics.weights:weigh_experts",
+            "moe_lab.statistics.weights:expert_weight_sums",
             figures=(("weights.parquet", results.WEIGHTS, tables.weights),),
         ),
-        "channel_weights": Measurement("moe_lab.statistics.weights:weigh_channels"),
+        "channel_weights": Measurement("moe_lab.statistics.weights:channel_weight_sums"),
         # distances between the weights of experts
         "weight_distances": Measurement("moe_lab.statistics.weights:compare_experts"),
     }

@@ -426,7 +426,7 @@ class Reconstruction(CellPlan):
         facts = self.request.facts_of(self.loaded.facts, files)
         settings = self.request.allocation_settings
         result = reconstruct(
-            engine(self.loaded.model, self.text, files).gather,
+            engine(self.loaded.model, self.text, files).collect_statistics,
             facts=facts,
             ratio=settings["ratio"],
             multiple_of=settings["multiple_of"],

@@ -114,7 +114,7 @@ class ActivationAlignment(AlignedPlan):
         from moe_lab.pruning.alignment import align_by_activations, alignment_hook
 
         plan = files.plan(self.plan)
-        sums = engine(self.loaded.model, self.text, files).gather(alignment_hook(plan))
+        sums = engine(self.loaded.model, self.text, files).collect_statistics(alignment_hook(plan))
         align_by_activations(plan, sums.layers).save(files.out / "plan.json")
 
 
