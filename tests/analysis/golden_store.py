@@ -22,7 +22,7 @@ from matplotlib.axis import Axis
 from matplotlib.collections import PathCollection
 from matplotlib.colors import to_hex
 from matplotlib.patches import Patch, Rectangle
-from synthetic import edited, record_path, write_frame, write_json, write_store
+from synthetic import edited_document, record_path, write_frame, write_json, write_store
 from synthetic_plans import EXPERTS, LAYERS, rng
 from synthetic_sums import MIB
 
@@ -43,31 +43,38 @@ SIZES = {"text_8k": 8000, "text_65k": 65000}
 
 
 def write(root: Path) -> Path:
-    """A store whose studies, taken together, have something for nearly every output; returns its
-    root."""
-    usual = {"root": root, "tasks": TASKS, "items": 12, "overlap": False}
-    half = {**usual, "ratios": (0.5,)}
+    """Write a store whose studies together have data for nearly every output; returns its root."""
+    defaults = {"root": root, "tasks": TASKS, "items": 12, "overlap": False}
+    half = {**defaults, "ratios": (0.5,)}
     general = {"calibrations": ("pocket_general",)}
     code = {"calibrations": ("pocket_code",)}
-    searched = {"allocations": ("evolutionary",)}
+    search = {"allocations": ("evolutionary",)}
     experts = ("frequency", "reap", "man", "aimer", "magnitude")
-    write_store(name="experts", criteria=experts, **{**usual, "overlap": True})
+    write_store(name="experts", criteria=experts, **{**defaults, "overlap": True})
     write_store(name="chance", criteria=("random",), random_seeds=(1, 2, 3), **general, **half)
     write_store(name="sizes", criteria=("reap",), calibrations=tuple(SIZES), **half)
-    write_store(name="searched", criteria=("reap", "man"), **searched, **code, **usual)
+    write_store(name="searched", criteria=("reap", "man"), **search, **code, **defaults)
     write_store(
-        name="fitness", criteria=("reap",), allocations=("evolutionary spec dec",), **code, **usual
+        name="fitness",
+        criteria=("reap",),
+        allocations=("evolutionary spec dec",),
+        **code,
+        **defaults,
     )
-    write_store(name="text", criteria=("reap",), **searched, **general, **usual)
+    write_store(name="text", criteria=("reap",), **search, **general, **defaults)
     write_store(name="quantised", criteria=("reap",), recoveries=("nf4",), **code, **half)
-    places = ("uniform, replacement=mean_output", "uniform, replacement=hc_smoe")
-    write_store(name="replaced", criteria=("reap",), allocations=places, **code, **half)
-    three = {**usual, "ratios": (0.25, 0.5, 0.75)}
+    replacements = ("uniform, replacement=mean_output", "uniform, replacement=hc_smoe")
+    write_store(name="replaced", criteria=("reap",), allocations=replacements, **code, **half)
+    three_ratios = {**defaults, "ratios": (0.25, 0.5, 0.75)}
     write_store(
-        name="heapr", criteria=("heapr",), allocations=("layerwise", "global"), **general, **three
+        name="heapr",
+        criteria=("heapr",),
+        allocations=("layerwise", "global"),
+        **general,
+        **three_ratios,
     )
     write_store(name="camera", criteria=("camera",), allocations=("layerwise",), **general, **half)
-    spread = (
+    budgets = (
         "uniform",
         "coverage",
         "coverage, smoothing log",
@@ -78,25 +85,25 @@ def write(root: Path) -> Path:
     write_store(
         name="channels",
         criteria=("channel_activation",),
-        allocations=(*spread, *blocks),
+        allocations=(*budgets, *blocks),
         **general,
         **half,
     )
     write_store(name="snip", criteria=("snip",), allocations=("coverage",), **general, **half)
     write_store(name="weights", criteria=("channel_weight",), allocations=("coverage",), **half)
     for study in ("channels", "snip"):
-        synthetic_sums.add(root, study, "coverage, prior loss")
-    _same_text(root)
+        synthetic_sums.add_statistics(root, study, "coverage, prior loss")
+    _make_texts_equal(root)
     _weight_scores(root)
-    timed(root, "channels")
+    add_timings(root, "channels")
     _fail_one(root)
     return root
 
 
-def _same_text(root: Path) -> None:
+def _make_texts_equal(root: Path) -> None:
     for name, tokens in SIZES.items():
         for path in (root / "statistics").glob(f"*{name}*/calibration.json"):
-            with edited(path) as report:
+            with edited_document(path) as report:
                 report |= {"valid_tokens": {name: tokens}, "sha256": "one text"}
 
 
@@ -104,23 +111,24 @@ def _weight_scores(root: Path) -> None:
     study = json.loads(record_path(root, "experts").read_text())
     for entry in study["cells"]:
         if entry["cell"]["criterion"] in ("aimer", "magnitude"):
-            drawn = rng("weights", entry["cell"]["criterion"]).lognormal(0, 0.4, LAYERS * EXPERTS)
-            places = [
-                {"layer": at // EXPERTS, "expert": at % EXPERTS, "score": s}
-                for at, s in enumerate(drawn)
+            scores = rng("weights", entry["cell"]["criterion"]).lognormal(0, 0.4, LAYERS * EXPERTS)
+            rows = [
+                {"layer": index // EXPERTS, "expert": index % EXPERTS, "score": s}
+                for index, s in enumerate(scores)
             ]
-            write_frame(root / entry["scores"] / "scores.parquet", pd.DataFrame(places))
+            write_frame(root / entry["scores"] / "scores.parquet", pd.DataFrame(rows))
 
 
-def timed(root: Path, name: str) -> None:
-    """Every model of a study answered three requests of 2 and of 4 prompts."""
-    about = {"device": "A GPU", "dtype": "bfloat16", "threads": 4, "load": 0.25}
-    with edited(record_path(root, name)) as study:
+def add_timings(root: Path, name: str) -> None:
+    """Add timings of every model of a study: three requests of 2 prompts, and three of 4
+    prompts."""
+    device_fields = {"device": "A GPU", "dtype": "bfloat16", "threads": 4, "load": 0.25}
+    with edited_document(record_path(root, name)) as study:
         for number, entry in enumerate(study["cells"]):
             entry["timing"] = f"timing/{name}-{number}"
             write_json(
                 root / entry["timing"] / "timing.json",
-                {**about, "weight_bytes": (20 - number) * MIB},
+                {**device_fields, "weight_bytes": (20 - number) * MIB},
             )
             rows = [
                 (
@@ -142,44 +150,44 @@ def timed(root: Path, name: str) -> None:
 
 def _fail_one(root: Path) -> None:
     """One benchmark of one cell was never evaluated."""
-    with edited(record_path(root, "sizes")) as study:
+    with edited_document(record_path(root, "sizes")) as study:
         study["cells"][-1]["evaluate"]["rte"] = None
         study["cells"][-1]["errors"] = {"rte": "out of memory"}
 
 
 def pack(root: Path, archive: Path) -> None:
-    """The store as one small file, the same for the same content."""
-    with tarfile.open(archive, "w:xz", preset=9) as packed:
+    """Write the store into one small file; equal stores give equal files."""
+    with tarfile.open(archive, "w:xz", preset=9) as tar:
         for path in sorted(path for path in root.rglob("*") if path.is_file()):
             entry = tarfile.TarInfo(path.relative_to(root).as_posix())
             content = path.read_bytes()
             entry.size = len(content)
-            packed.addfile(entry, io.BytesIO(content))
+            tar.addfile(entry, io.BytesIO(content))
 
 
 def unpack(root: Path) -> Study:
-    """The committed store unpacked into `root`, all its studies read as one."""
-    with tarfile.open(STORE) as packed:
-        packed.extractall(root)  # ours; Debian 12's Python 3.11.2 has no filters
+    """Unpack the committed store into `root`; returns all its studies, read as one."""
+    with tarfile.open(STORE) as tar:
+        tar.extractall(root)  # ours; Debian 12's Python 3.11.2 has no filters
     return load(root, "all")
 
 
-def everything(study: Study) -> tuple[dict[str, Table], dict[str, Figure]]:
+def tables_and_figures(study: Study) -> tuple[dict[str, Table], dict[str, Figure]]:
     """Every table and every figure of `analysis all --compare` by name."""
     results = Results(study)
-    made = [item for output in outputs().values() for item in output.items(results)]
-    compared = published_tables(study, results.comparisons, list(TABLES)).values()
+    items = [item for output in outputs().values() for item in output.items(results)]
+    comparisons = published_tables(study, results.comparisons, list(TABLES)).values()
     tables = [
-        *(item for item in made if isinstance(item, Table)),
-        *(table for table in compared if len(table.frame)),
+        *(item for item in items if isinstance(item, Table)),
+        *(table for table in comparisons if len(table.frame)),
     ]
-    figures = [item for item in made if isinstance(item, Figure)]
+    figures = [item for item in items if isinstance(item, Figure)]
     return {table.name: table for table in tables}, {figure.name: figure for figure in figures}
 
 
-def drawn(figure: Figure) -> list[dict[str, Any]]:
-    """What a figure shows, panel by panel: words, and the places and colours of lines, bars, points
-    and images."""
+def panel_contents(figure: Figure) -> list[dict[str, Any]]:
+    """The content of each panel of a figure: texts, and positions and colours of lines, bars,
+    points and images. The first entry has the texts of the legends."""
     legends = [text.get_text() for legend in figure.drawing.legends for text in legend.get_texts()]
     return [
         {"legend": legends},
@@ -188,11 +196,11 @@ def drawn(figure: Figure) -> list[dict[str, Any]]:
 
 
 def _panel(axes: Axes) -> dict[str, Any]:
-    words = [*_ticks(axes.xaxis), *_ticks(axes.yaxis), *(text.get_text() for text in axes.texts)]
+    labels = [*_ticks(axes.xaxis), *_ticks(axes.yaxis), *(text.get_text() for text in axes.texts)]
     lines = [
         {
             "of": f"{line.get_label()} {line.get_color()} {line.get_markerfacecolor()}",
-            "at": _short(line.get_xydata()),
+            "at": _rounded_numbers(line.get_xydata()),
         }
         for line in axes.get_lines()
     ]
@@ -210,48 +218,48 @@ def _panel(axes: Axes) -> dict[str, Any]:
         )
     return {
         "title": axes.get_title(loc="left"),
-        "words": [axes.get_xlabel(), axes.get_ylabel(), *words],
+        "words": [axes.get_xlabel(), axes.get_ylabel(), *labels],
         "lines": lines,
         "bars": bars,
-        "marks": [_short(mark) for mark in marks],
+        "marks": [_rounded_numbers(mark) for mark in marks],
     }
 
 
 def _ticks(axis: Axis) -> list[str]:
-    """Labels that are seen; in others versions of matplotlib differ."""
+    """Labels in the visible range; outside of it, versions of matplotlib differ."""
     low, high = sorted(axis.get_view_interval())
     axis.get_ticklabels()  # which brings the ticks up to date
-    seen = [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
-    return [label.get_text() for label in seen if label.get_visible() and label.get_text()]
+    labels = [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+    return [label.get_text() for label in labels if label.get_visible() and label.get_text()]
 
 
 def _outline(patch: Patch) -> list[float | None]:
-    """Two corners of a rectangle, and all of another shape."""
+    """Coordinates of two corners of a rectangle, or of all corners of another shape."""
     corners = patch.get_patch_transform().transform(patch.get_path().vertices)
-    return _short(corners[[0, 2]] if isinstance(patch, Rectangle) else corners)
+    return _rounded_numbers(corners[[0, 2]] if isinstance(patch, Rectangle) else corners)
 
 
-def _short(numbers: Any) -> list[float | None]:
-    """Numbers with five digits, in their order; None for what is not drawn."""
+def _rounded_numbers(numbers: Any) -> list[float | None]:
+    """The numbers rounded to five digits, in their order; None for a number that is not drawn."""
     values = np.ma.filled(np.ma.asarray(numbers, float), np.nan).ravel()
     return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values]
 
 
-def main(words: list[str]) -> int:
-    if words not in (["store"], ["tables"]):
+def main(arguments: list[str]) -> int:
+    if arguments not in (["store"], ["tables"]):
         print(__doc__)
         return 2
     with tempfile.TemporaryDirectory() as folder:
-        if words == ["store"]:
+        if arguments == ["store"]:
             GOLDEN.mkdir(exist_ok=True)
             pack(write(Path(folder) / "written"), STORE)
-        tables, figures = everything(unpack(Path(folder) / "read"))
+        tables, figures = tables_and_figures(unpack(Path(folder) / "read"))
     for path in (*GOLDEN.glob("*.csv"), *GOLDEN.glob("*.json")):
         path.unlink()
     for name, table in tables.items():
         (GOLDEN / f"{name}.csv").write_text(rendering.csv(table), encoding="utf-8")
     for name, figure in figures.items():
-        panels = ",\n".join(json.dumps(panel) for panel in drawn(figure))
+        panels = ",\n".join(json.dumps(panel) for panel in panel_contents(figure))
         (GOLDEN / f"{name}.json").write_text(f"[{panels}]\n", encoding="utf-8")
     return 0
 

@@ -25,46 +25,48 @@ UNPRUNED = {
     "ratio": 0.0,
 }
 SCORES = {"metric": "acc", "scale": "score", "unit": ""}
-"""What a result says of a number that is a share of right answers."""
+"""Fields of a result whose score is a share of right answers."""
 COSTS = ("routed_kept", "flops_ratio", "storage_bytes")
 
 
 def cell(
-    criterion: str, allocation: str = "uniform", ratio: float = 0.5, **more: Any
+    criterion: str, allocation: str = "uniform", ratio: float = 0.5, **other_axes: Any
 ) -> dict[str, Any]:
     """The axes of a pruned cell."""
     axes = {"criterion": criterion, "allocation": allocation, "ratio": ratio}
-    return {**axes, "granularity": granularity(criterion), **more}
+    return {**axes, "granularity": granularity(criterion), **other_axes}
 
 
-def first(count: int, items: int = 40) -> list[int]:
+def first_solved(count: int, items: int = 40) -> list[int]:
     """Outcomes of a plan that solves the first `count` items."""
     return [1] * count + [0] * (items - count)
 
 
 def cells_of(axes: list[dict[str, Any]]) -> pd.DataFrame:
-    """Cells with what `axes` leave out at its usual value."""
-    usual = {"model": "m", "calibration": "pocket_code", "recovery": "none"}
-    usual |= {"gate": "model", "seed": 42, "protocol": None}
-    frame = pd.DataFrame([{**usual, **row} for row in axes]).rename_axis("cell")
-    pruned = frame["criterion"] != "none"
-    unusual = (frame["allocation"] != "uniform") | (frame["granularity"] == "channel")
-    varied = frame.loc[pruned, "allocation"].nunique() > 1
-    told = (varied & pruned & unusual) | frame["allocation"].map(replaces)
+    """A frame of cells, a row for each of `axes`. Axes that are left out have default values."""
+    defaults = {"model": "m", "calibration": "pocket_code", "recovery": "none"}
+    defaults |= {"gate": "model", "seed": 42, "protocol": None}
+    frame = pd.DataFrame([{**defaults, **row} for row in axes]).rename_axis("cell")
+    is_pruned = frame["criterion"] != "none"
+    is_unusual = (frame["allocation"] != "uniform") | (frame["granularity"] == "channel")
+    has_several = frame.loc[is_pruned, "allocation"].nunique() > 1
+    names_allocation = (has_several & is_pruned & is_unusual) | frame["allocation"].map(replaces)
     frame = frame.assign(removed=frame["ratio"], removed_words=frame["ratio"].map(names.ratio))
-    keys = zip(frame["criterion"], frame["allocation"].where(told, ""), strict=True)
-    return frame.assign(method=[names.key(name, place) for name, place in keys])
+    keys = zip(frame["criterion"], frame["allocation"].where(names_allocation, ""), strict=True)
+    return frame.assign(method=[names.key(criterion, allocation) for criterion, allocation in keys])
 
 
 def comparison_of(axes: list[dict[str, Any]], outcomes: dict[str, list[Any]]) -> Comparison:
     """A comparison from cells and benchmark -> outcomes (a list of items per cell; None: not
     evaluated)."""
     cells = cells_of(axes)
-    width = {
+    item_counts = {
         name: len(next(row for row in rows if row is not None)) for name, rows in outcomes.items()
     }
     matrices = {
-        name: np.array([[np.nan] * width[name] if row is None else row for row in rows], float)
+        name: np.array(
+            [[np.nan] * item_counts[name] if row is None else row for row in rows], float
+        )
         for name, rows in outcomes.items()
     }
     benchmarks = pd.DataFrame(
@@ -82,14 +84,14 @@ def comparison_of(axes: list[dict[str, Any]], outcomes: dict[str, list[Any]]) ->
 
 
 class HandmadeStudy(SimpleNamespace):
-    """What outputs read of a study; like a study, it is told from others by identity, as captions
-    are cached."""
+    """The parts of a study that outputs read. Studies are compared by identity, because captions
+    are cached by study."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None) -> Any:
-    """What tables read of a study besides its comparison; `costs`, one row per cell."""
+    """A study with the parts that tables read; `costs` has one row per cell."""
     outcomes = comparison.outcomes
     items = [outcomes[name].shape[1] if name in outcomes else 1 for name in comparison.benchmarks]
     results = pd.DataFrame({"n": items, "benchmark": comparison.benchmarks.columns, **SCORES})
@@ -105,14 +107,14 @@ def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None
 
 
 def table_of(make: Callable[..., Table | None], results: Results, *arguments: Any) -> Table:
-    """The table that `make` gives, which there must be."""
+    """The table that `make` returns, which must not be None."""
     table = make(results, "t", *arguments)
     assert table is not None
     return table
 
 
 def results_of(study: Any, comparisons: list[Comparison] | None = None) -> Results:
-    """Results of a study with these comparisons, which a study made by hand cannot be asked for."""
+    """Results of a study with these comparisons, which cannot be computed from a handmade study."""
     results = Results(study)
     if comparisons is not None:
         results.comparisons = results.pruned = comparisons
@@ -133,7 +135,8 @@ def family(
     return pd.DataFrame(rows).assign(**dict(zip(overlap.VARIANT, variant, strict=True)))
 
 
-def of_tables(paper: str, *tables: str) -> list[PublishedNumber]:
+def published_numbers(paper: str, *tables: str) -> list[PublishedNumber]:
+    """The published numbers of these tables of a paper."""
     return [number for number in numbers() if number.paper == paper and number.table in tables]
 
 
@@ -146,9 +149,9 @@ def share(number: PublishedNumber) -> float:
     """
     items = split(number, number.benchmark).items
     low, high = number.rounding_range
-    fitting = (
+    shares = (
         []
         if items is None or items > 500
         else [k / items for k in range(items + 1) if low <= k / items <= high]
     )
-    return fitting[0] if len(fitting) == 1 else number.value
+    return shares[0] if len(shares) == 1 else number.value

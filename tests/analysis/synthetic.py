@@ -23,15 +23,15 @@ from synthetic_plans import rng as _rng
 from analysis.names import MULTIPLE_CHOICE
 from moe_lab.json_files import sealed
 
-DATA_FREE = ("aimer", "magnitude", "random", "channel_weight", "channel_random")
+DATA_FREE_CRITERIA = ("aimer", "magnitude", "random", "channel_weight", "channel_random")
 CALIBRATIONS = ("pocket_general", "pocket_code", "pocket_math")
 TASKS = {"humaneval": ("humaneval", "humaneval_plus"), "mbpp": ("mbpp", "mbpp_plus")}
 TASKS |= {
     name: (name,) for name in ("livecodebench", "wildbench", "gsm8k", "math500", *MULTIPLE_CHOICE)
 }
-ALL = tuple(TASKS)
+ALL_TASKS = tuple(TASKS)
 TASKS |= {"perplexity": ("perplexity",)}
-USUAL_SEED = 42
+DEFAULT_SEED = 42
 SKILLS = {
     "humaneval": "code",
     "mbpp": "code",
@@ -50,7 +50,7 @@ STRENGTH = {
 }  # fmt: skip
 CRITERIA = tuple(name for name in STRENGTH if synthetic_plans.granularity(name) == "expert")
 GAIN = {"uniform": 0.0, "evolutionary": 0.25, "global": 0.15}
-"""What an allocation adds to the strength of a criterion; others add a tenth."""
+"""Allocation -> number that it adds to the strength of a criterion; other allocations add 0.1."""
 
 
 def _quality(cell: dict[str, Any], task: str) -> float:
@@ -59,38 +59,44 @@ def _quality(cell: dict[str, Any], task: str) -> float:
     ratio = cell["ratio"]
     if criterion == "none":
         return 0.97
-    own = calibration.removeprefix("pocket_")
+    calibration_skill = calibration.removeprefix("pocket_")
     skill = SKILLS.get(task, "general")
-    match = 0.18 if own == skill else (-0.1 if own != "none" and skill != "general" else 0.0)
+    match = (
+        0.18
+        if calibration_skill == skill
+        else (-0.1 if calibration_skill != "none" and skill != "general" else 0.0)
+    )
     strength = (
         STRENGTH[criterion]
         + match
         + GAIN.get(cell["allocation"], 0.1)
         - 0.1 * (cell["recovery"] == "nf4")
     )
-    drawn = (
+    noise = (
         _rng("plan", criterion, ratio, cell["seed"]).normal(0, 0.05)
-        if cell["seed"] != USUAL_SEED
+        if cell["seed"] != DEFAULT_SEED
         else 0.0
     )
-    return float(np.clip(1.05 - 1.6 * ratio * (1.25 - strength) + drawn, 0.0, 0.97))
+    return float(np.clip(1.05 - 1.6 * ratio * (1.25 - strength) + noise, 0.0, 0.97))
 
 
-SEALED = ("record.json", "step.json")
-"""Files with a digest in them; others are files of steps, whose hashes are in step.json."""
+FILES_WITH_DIGEST = ("record.json", "step.json")
+"""Files that contain their digest; other files are files of steps, whose hashes are in
+step.json."""
 
 
 def write_json(path: Path, document: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(document)
-    path.write_text(sealed(text) if path.name in SEALED else text)
+    path.write_text(sealed(text) if path.name in FILES_WITH_DIGEST else text)
 
 
 @contextmanager
-def edited(path: Path) -> Iterator[Any]:
-    """The document in a JSON file, which is written again with all that is changed in it."""
+def edited_document(path: Path) -> Iterator[Any]:
+    """Context manager that yields the document in a JSON file. At the end the document is written
+    to the file, with all changes."""
     document = json.loads(path.read_text())
-    if path.name in SEALED:
+    if path.name in FILES_WITH_DIGEST:
         del document["digest"]
     yield document
     write_json(path, document)
@@ -100,56 +106,67 @@ def _folder(kind: str, label: str) -> str:
     return f"{kind}/{label}-{zlib.crc32(label.encode()):08x}0000"
 
 
-_USUAL = ("none", "uniform", 0, USUAL_SEED)
+_DEFAULTS = ("none", "uniform", 0, DEFAULT_SEED)
 
 
-def _words(cell: dict[str, Any]) -> tuple[str, ...]:
-    """What names a cell's folders: its allocation, recovery and seed only where they are
-    unusual."""
-    unusual = [
-        str(cell[axis]) for axis in ("allocation", "recovery", "seed") if cell[axis] not in _USUAL
+def _label_parts(cell: dict[str, Any]) -> tuple[str, ...]:
+    """The parts of the names of a cell's folders. Allocation, recovery and seed are parts only if
+    they differ from _DEFAULTS."""
+    other_values = [
+        str(cell[axis])
+        for axis in ("allocation", "recovery", "seed")
+        if cell[axis] not in _DEFAULTS
     ]
-    return (cell["model"], cell["calibration"], cell["criterion"], *unusual)
+    return (cell["model"], cell["calibration"], cell["criterion"], *other_values)
 
 
 def _folder_of(kind: str, cell: dict[str, Any]) -> str:
-    return _folder(kind, f"{'-'.join(_words(cell))}-{cell['ratio']:g}")
+    return _folder(kind, f"{'-'.join(_label_parts(cell))}-{cell['ratio']:g}")
 
 
 def _evaluate(root: Path, cell: dict[str, Any], task: str, items: int) -> str:
-    words = (*_words(cell), cell["ratio"], task)
-    folder = _folder("evaluate", "-".join(map(str, words)))
+    parts = (*_label_parts(cell), cell["ratio"], task)
+    folder = _folder("evaluate", "-".join(map(str, parts)))
     difficulty = _rng("items", task).uniform(0, 1, items)
-    luck = _rng(*words).normal(0, 0.06, items)
+    luck = _rng(*parts).normal(0, 0.06, items)
     solved = _quality(cell, task) + luck > difficulty
-    asked = pd.DataFrame(
+    rows = pd.DataFrame(
         {"item": [f"{task}/{i}" for i in range(items)], "prompt_hash": "0", "output": "made up"}
     )
-    asked = asked.assign(extracted="", answer_loss=1.5 + difficulty - _quality(cell, task) - luck)
+    rows = rows.assign(extracted="", answer_loss=1.5 + difficulty - _quality(cell, task) - luck)
     frames = []
     results = []
     for number, name in enumerate(TASKS[task]):
-        outcome = (solved & (_rng(*words, "plus").uniform(size=items) > 0.15 * number)).astype(
+        outcome = (solved & (_rng(*parts, "plus").uniform(size=items) > 0.15 * number)).astype(
             float
         )
         if name == "wildbench":
             outcome = np.round(
-                np.where(solved, 0.75, 0.25) + _rng(*words, "grade").uniform(-0.2, 0.2, items), 2
+                np.where(solved, 0.75, 0.25) + _rng(*parts, "grade").uniform(-0.2, 0.2, items), 2
             )
-        frames.append(asked.assign(benchmark=name, outcome=outcome))
+        frames.append(rows.assign(benchmark=name, outcome=outcome))
         metric = "pass@1" if task in ("humaneval", "mbpp", "livecodebench") else "acc"
-        about = {"metric": metric, "scale": "score", "unit": ""}
+        metric_fields = {"metric": metric, "scale": "score", "unit": ""}
         if name == "perplexity":  # nats per token of windows of different lengths
             outcome = 3.0 + difficulty - _quality(cell, task) - luck
             units = 100.0 + np.arange(items)
-            frames[-1] = asked.assign(
+            frames[-1] = rows.assign(
                 benchmark=name, outcome=outcome, units=units, answer_loss=np.nan
             )
             outcome = np.exp(np.full(items, outcome @ units / units.sum()))
-            about = {"metric": "perplexity", "scale": "perplexity", "unit": "nats per token"}
+            metric_fields = {
+                "metric": "perplexity",
+                "scale": "perplexity",
+                "unit": "nats per token",
+            }
         stderr = float(outcome.std(ddof=1) / np.sqrt(items))
-        found = {"benchmark": name, **about, "score": float(outcome.mean()), "stderr": stderr}
-        results.append({**found, "n": items, "expected": items})
+        result = {
+            "benchmark": name,
+            **metric_fields,
+            "score": float(outcome.mean()),
+            "stderr": stderr,
+        }
+        results.append({**result, "n": items, "expected": items})
     write_frame(root / folder / "samples.parquet", pd.concat(frames))
     versions = {"lm_eval": "0.0-synthetic"}
     write_json(
@@ -222,11 +239,11 @@ def _family(root: Path, model: str, calibration: str) -> str:
     """Scores whose ranking depends on the calibration set through frequency (b=0), hardly through
     norms (b=1)."""
     frame = _expert_frame()
-    shared = _rng("norm", model)
-    own = _rng("frequency", model, calibration)
-    norm = shared.lognormal(0, 0.5, len(frame)) * own.lognormal(0, 0.1, len(frame))
-    count = own.lognormal(4, 1.2, len(frame)) * shared.lognormal(0, 0.4, len(frame))
-    gate = own.uniform(0.1, 0.4, len(frame))
+    model_random = _rng("norm", model)
+    set_random = _rng("frequency", model, calibration)
+    norm = model_random.lognormal(0, 0.5, len(frame)) * set_random.lognormal(0, 0.1, len(frame))
+    count = set_random.lognormal(4, 1.2, len(frame)) * model_random.lognormal(0, 0.4, len(frame))
+    gate = set_random.uniform(0.1, 0.4, len(frame))
     parts = [
         frame.assign(b=b, alpha=alpha, beta=beta, score=count ** (1 - b) * gate**alpha * norm**beta)
         for b in (0, 1)
@@ -252,8 +269,8 @@ def _damage(root: Path, model: str, calibration: str) -> str:
 def _contamination(root: Path, model: str, calibration: str) -> str:
     """Three of 80 items of GSM8K in code, and benchmarks whose items are too short or were not
     looked up."""
-    found = 3 if calibration == "pocket_code" else 0
-    gsm8k = {"comparable": 75, "found": found}
+    found_items = 3 if calibration == "pocket_code" else 0
+    gsm8k = {"comparable": 75, "found": found_items}
     counts = {"gsm8k": gsm8k, "rte": {"comparable": 80, "found": 0}}
     counts["winogrande"] = {"comparable": 0, "found": 0}
     return _step(
@@ -262,25 +279,28 @@ def _contamination(root: Path, model: str, calibration: str) -> str:
 
 
 def _plan(root: Path, axes: dict[str, Any]) -> str:
-    kind = "search" if axes["allocation"].startswith(synthetic_plans.SEARCHED) else "plan"
+    kind = (
+        "search" if axes["allocation"].startswith(synthetic_plans.SEARCHED_ALLOCATION) else "plan"
+    )
     folder = _folder_of(kind, axes)
     write_json(root / folder / "plan.json", synthetic_plans.plan(axes))
     if kind == "search":
         write_json(root / folder / "search.json", synthetic_plans.search(axes))
-        about = {
+        provenance = {
             "seconds": 12.5,
             "peak_memory_bytes": 50 * 2**20,
             "peak_gpu_memory_bytes": 30 * 2**20,
         }
         settings = {"text": {"rows": 64}}
         write_json(
-            root / folder / "step.json", {"files": {}, "settings": settings, "provenance": about}
+            root / folder / "step.json",
+            {"files": {}, "settings": settings, "provenance": provenance},
         )
     return folder
 
 
 def _cell(root: Path, axes: dict[str, Any], tasks: Sequence[str], items: int) -> dict[str, Any]:
-    pruned, reads, recovered = (
+    is_pruned, reads_text, has_recovery = (
         axes[axis] != "none" for axis in ("criterion", "calibration", "recovery")
     )
     axes = {**axes, "granularity": synthetic_plans.granularity(axes["criterion"])}
@@ -292,12 +312,12 @@ def _cell(root: Path, axes: dict[str, Any], tasks: Sequence[str], items: int) ->
         "finetune": None,
         "export": None,
         "errors": {},
-        "plan": _plan(root, axes) if pruned else None,
-        "scores": _folder("scores", label) if pruned else None,
-        "statistics": _statistics(root, axes["model"], axes["calibration"]) if reads else None,
+        "plan": _plan(root, axes) if is_pruned else None,
+        "scores": _folder("scores", label) if is_pruned else None,
+        "statistics": _statistics(root, axes["model"], axes["calibration"]) if reads_text else None,
         "cost": _step(root, _folder_of("cost", axes), "cost.json", synthetic_plans.cost(axes)),
         "profile": None
-        if recovered
+        if has_recovery
         else _step(root, _folder_of("profile", axes), "profile.parquet", profile),
         "evaluate": {task: _evaluate(root, axes, task, items) for task in tasks},
     }
@@ -313,8 +333,8 @@ def write_store(
     ratios: Sequence[float] = (0.25, 0.5),
     allocations: Sequence[str] = ("uniform",),
     recoveries: Sequence[str] = ("none",),
-    tasks: Sequence[str] = ALL,
-    random_seeds: Sequence[int] = (USUAL_SEED,),
+    tasks: Sequence[str] = ALL_TASKS,
+    random_seeds: Sequence[int] = (DEFAULT_SEED,),
     items: int = 80,
     overlap: bool = True,
 ) -> Path:
@@ -327,11 +347,11 @@ def write_store(
         for ratio, criterion, allocation, recovery in product(
             ratios, criteria, allocations, recoveries
         ):
-            searched = allocation.startswith(synthetic_plans.SEARCHED)
-            if searched and criterion in synthetic_plans.CHANNEL_CRITERIA:
+            is_searched = allocation.startswith(synthetic_plans.SEARCHED_ALLOCATION)
+            if is_searched and criterion in synthetic_plans.CHANNEL_CRITERIA:
                 continue
             for calibration in (
-                ("none",) if criterion in DATA_FREE and not searched else calibrations
+                ("none",) if criterion in DATA_FREE_CRITERIA and not is_searched else calibrations
             ):
                 axes = {
                     "model": model,
@@ -340,7 +360,7 @@ def write_store(
                     "ratio": ratio,
                 }
                 axes |= {"allocation": allocation, "recovery": recovery, "gate": "model"}
-                for seed in random_seeds if criterion == "random" else (USUAL_SEED,):
+                for seed in random_seeds if criterion == "random" else (DEFAULT_SEED,):
                     cells.append(_cell(root, {**axes, "seed": seed}, tasks, items))
     pairs = (
         [(model, calibration) for model in models for calibration in calibrations]
@@ -355,7 +375,7 @@ def write_store(
         {**key, "step": _family(root, *pair)} for key, pair in zip(keys, pairs, strict=True)
     ]
     damages = [{**key, "step": _damage(root, *pair)} for key, pair in zip(keys, pairs, strict=True)]
-    found = [
+    contaminations = [
         {**key, "step": _contamination(root, *pair)} for key, pair in zip(keys, pairs, strict=True)
     ]
     config = {"study": name, "calibration": {"tokens": 65536, "length": 128}}
@@ -367,7 +387,7 @@ def write_store(
         "replaces": [],
     }
     document |= {"config": config, "cells": cells, "families": families, "damages": damages}
-    document["contaminations"] = found
+    document["contaminations"] = contaminations
     write_json(record_path(root, name), document)
     return root
 

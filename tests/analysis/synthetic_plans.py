@@ -22,45 +22,47 @@ CHANNEL_CRITERIA = (
     "snip",
     "channel_random",
 )
-SEARCHED = "evolutionary"
-"""Allocations of this name are searched for; one that ends in `spec dec` has that fitness."""
+SEARCHED_ALLOCATION = "evolutionary"
+"""Start of the names of searched allocations. An allocation whose name ends in `spec dec` has the
+fitness spec_dec, others esap."""
 GENERATIONS = 6
 POPULATION = 8
 
 
 def rng(*words: object) -> np.random.Generator:
-    """Random numbers that depend on the words alone."""
+    """A random number generator that depends on the words alone."""
     return np.random.default_rng(zlib.crc32("/".join(map(str, words)).encode()))
 
 
 def granularity(criterion: str) -> str:
-    """What a criterion scores."""
+    """The granularity at which a criterion scores: none, channel or expert."""
     return (
         "none" if criterion == "none" else "channel" if criterion in CHANNEL_CRITERIA else "expert"
     )
 
 
-def removed(axes: dict[str, Any]) -> list[int]:
-    """Experts removed per layer: the same everywhere, or drawn around it with the same sum."""
-    each = int(EXPERTS * axes["ratio"])
+def removed_counts(axes: dict[str, Any]) -> list[int]:
+    """Number of experts removed from each layer: equal numbers under uniform allocations, otherwise
+    random numbers with the same sum."""
+    per_layer = int(EXPERTS * axes["ratio"])
     if axes["allocation"].startswith("uniform"):
-        return [each] * LAYERS
-    drawn = rng(
+        return [per_layer] * LAYERS
+    random = rng(
         "removed", axes["criterion"], axes["calibration"], axes["ratio"], axes["allocation"]
     )
-    shift = int(drawn.integers(1, 5))
-    return [each - shift, each + shift, each + 1, each - 1]
+    shift = int(random.integers(1, 5))
+    return [per_layer - shift, per_layer + shift, per_layer + 1, per_layer - 1]
 
 
 def channel_masks(axes: dict[str, Any]) -> np.ndarray:
     """Kept channels (layers, experts, width); expert 3 of layer 0 is a null expert unless the
     allocation is uniform."""
-    drawn = rng(
+    random = rng(
         "channels", axes["criterion"], axes["calibration"], axes["ratio"], axes["allocation"]
     )
-    scores = drawn.uniform(size=(LAYERS, EXPERTS, WIDTH))
+    scores = random.uniform(size=(LAYERS, EXPERTS, WIDTH))
     if axes["allocation"] != "uniform":
-        scores += drawn.uniform(0, 0.5, (LAYERS, EXPERTS, 1))
+        scores += random.uniform(0, 0.5, (LAYERS, EXPERTS, 1))
         scores[0, 3] = -1
     return (
         scores > np.quantile(scores, axes["ratio"])
@@ -72,20 +74,23 @@ def channel_masks(axes: dict[str, Any]) -> np.ndarray:
 def plan(axes: dict[str, Any]) -> dict[str, Any]:
     """The content of plan.json."""
     if granularity(axes["criterion"]) == "channel":
-        packed = np.packbits(channel_masks(axes), axis=-1, bitorder="little")
-        whole = {"experts": EXPERTS, "retained": list(range(EXPERTS)), "width": WIDTH}
-        masks = [[row.tobytes().hex() for row in rows] for rows in packed]
+        packed_masks = np.packbits(channel_masks(axes), axis=-1, bitorder="little")
+        all_experts = {"experts": EXPERTS, "retained": list(range(EXPERTS)), "width": WIDTH}
+        masks = [[row.tobytes().hex() for row in rows] for rows in packed_masks]
         layers = {
-            str(layer): {**whole, "channels": channels} for layer, channels in enumerate(masks)
+            str(layer): {**all_experts, "channels": channels}
+            for layer, channels in enumerate(masks)
         }
     else:
         layers = {
             str(layer): {"experts": EXPERTS, "retained": list(range(count, EXPERTS))}
-            for layer, count in enumerate(removed(axes))
+            for layer, count in enumerate(removed_counts(axes))
         }
     if "replacement" in axes["allocation"]:
-        layers = {layer: replaced(about, axes["allocation"]) for layer, about in layers.items()}
-    made_by = {
+        layers = {
+            layer: replacement_layer(fields, axes["allocation"]) for layer, fields in layers.items()
+        }
+    allocation = {
         "name": axes["allocation"].partition(" ")[0].rstrip(","),
         "parameters": parameters(axes["allocation"]),
     }
@@ -93,45 +98,50 @@ def plan(axes: dict[str, Any]) -> dict[str, Any]:
         "schema": SCHEMA,
         "digest": "made up",
         "layers": layers,
-        "provenance": {"allocation": made_by},
+        "provenance": {"allocation": allocation},
     }
 
 
 def parameters(allocation: str) -> dict[str, Any]:
-    """Settings that the words of an allocation stand for: a prior, or blocks of channels."""
+    """The parameters that the text of an allocation names: a prior, or blocks of channels."""
     _, _, prior = allocation.partition(", prior ")
     _, _, block = allocation.partition(" aligned ")
-    _, _, least = allocation.partition(" min ")
-    align = (
-        {"align": {"block": int(block or 128), "min_channels": int(least or 128)}}
-        if block or least
+    _, _, min_channels = allocation.partition(" min ")
+    alignment = (
+        {"align": {"block": int(block or 128), "min_channels": int(min_channels or 128)}}
+        if block or min_channels
         else {}
     )
     return {
-        **align,
+        **alignment,
         **({"prior": prior} if prior else {}),
         **({"intra": "uniform"} if prior == "none" else {}),
     }
 
 
-def replaced(about: dict[str, Any], allocation: str) -> dict[str, Any]:
-    """A layer of a plan whose dropped experts put out constants, or are merged into the last
-    expert."""
+def replacement_layer(fields: dict[str, Any], allocation: str) -> dict[str, Any]:
+    """The layer of a plan whose dropped experts are replaced by constants, or merged into the last
+    expert.
+
+    fields: the layer without replacement."""
     masks = [
-        "f" * (WIDTH // 4) if expert in about["retained"] else "0" * (WIDTH // 4)
+        "f" * (WIDTH // 4) if expert in fields["retained"] else "0" * (WIDTH // 4)
         for expert in range(EXPERTS)
     ]
-    whole = {
+    layer = {
         "experts": EXPERTS,
         "retained": list(range(EXPERTS)),
         "width": WIDTH,
         "channels": masks,
     }
     if allocation.endswith("mean_output"):
-        return {**whole, "constants": "made up"}
-    group = [*(expert for expert in range(EXPERTS) if expert not in about["retained"]), EXPERTS - 1]
+        return {**layer, "constants": "made up"}
+    group = [
+        *(expert for expert in range(EXPERTS) if expert not in fields["retained"]),
+        EXPERTS - 1,
+    ]
     return {
-        **whole,
+        **layer,
         "merged": {str(EXPERTS - 1): {str(expert): 1 / len(group) for expert in group}},
     }
 
@@ -139,45 +149,47 @@ def replaced(about: dict[str, Any], allocation: str) -> dict[str, Any]:
 def cost(axes: dict[str, Any]) -> dict[str, Any]:
     """The content of cost.json."""
     if granularity(axes["criterion"]) == "channel":
-        gone = int((~channel_masks(axes)).sum()) * EXPERT_PARAMETERS // WIDTH
-        active = 1 - axes["ratio"] / 2
+        removed_parameters = int((~channel_masks(axes)).sum()) * EXPERT_PARAMETERS // WIDTH
+        active_share = 1 - axes["ratio"] / 2
     else:
-        count = 0 if axes["criterion"] == "none" else sum(removed(axes))
-        gone = count * (EXPERT_PARAMETERS + ROUTER_PARAMETERS)
-        active = 1.0
-    parameters = PARAMETERS - gone
+        count = 0 if axes["criterion"] == "none" else sum(removed_counts(axes))
+        removed_parameters = count * (EXPERT_PARAMETERS + ROUTER_PARAMETERS)
+        active_share = 1.0
+    parameters = PARAMETERS - removed_parameters
     bits = 4 if "nf4" in axes["recovery"] else 16
     return {
         "bits": bits,
         "parameters": parameters,
         "parameters_unpruned": PARAMETERS,
         "parameters_kept": parameters / PARAMETERS,
-        "routed_kept": 1 - gone / (LAYERS * EXPERTS * EXPERT_PARAMETERS),
+        "routed_kept": 1 - removed_parameters / (LAYERS * EXPERTS * EXPERT_PARAMETERS),
         "storage_bytes": parameters * bits // 8,
         "loading_bytes": 2 * parameters,
-        "flops_per_token": 2_600_000 * active,
+        "flops_per_token": 2_600_000 * active_share,
         "flops_per_token_unpruned": 2_600_000,
-        "flops_ratio": active,
+        "flops_ratio": active_share,
     }
 
 
 def profile(axes: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of profile.parquet; the first layer has no router."""
-    drawn = rng("profile", axes["criterion"], axes["calibration"], axes["ratio"])
-    left = EXPERTS - (
+    random = rng("profile", axes["criterion"], axes["calibration"], axes["ratio"])
+    n_retained = EXPERTS - (
         0 if granularity(axes["criterion"]) == "channel" else int(EXPERTS * axes["ratio"])
     )
     rows = []
     for layer in range(LAYERS):
-        entropy = float("nan") if layer == 0 else float(np.log(left) * drawn.uniform(0.7, 0.9))
+        entropy = (
+            float("nan") if layer == 0 else float(np.log(n_retained) * random.uniform(0.7, 0.9))
+        )
         entropies = {
             "router_entropy": entropy,
             "gate_entropy": entropy / 2,
             "load_entropy": entropy,
         }
-        variance = (layer + 1.0) * (1 + axes["ratio"] * float(drawn.uniform(0, 1)))
+        variance = (layer + 1.0) * (1 + axes["ratio"] * float(random.uniform(0, 1)))
         loss = axes["ratio"] ** 2 * (layer + 1) / 8 if axes["ratio"] and layer else float("nan")
-        experts = 0 if layer == 0 else left
+        experts = 0 if layer == 0 else n_retained
         rows.append(
             {
                 "layer": layer,
@@ -192,15 +204,15 @@ def profile(axes: dict[str, Any]) -> list[dict[str, Any]]:
 
 def search(axes: dict[str, Any]) -> dict[str, Any]:
     """The content of search.json."""
-    each = int(EXPERTS * axes["ratio"])
+    per_layer = int(EXPERTS * axes["ratio"])
     fitness = "spec_dec" if axes["allocation"].endswith("spec dec") else "esap"
     return {
         "schema": 1,
         "layers": list(range(LAYERS)),
-        "budget": each * LAYERS,
+        "budget": per_layer * LAYERS,
         "settings": {"population": POPULATION, "generations": GENERATIONS, "fitness": fitness},
-        "best": {"schedule": removed(axes), "fitness": 0.6},
-        "uniform": {"schedule": [each] * LAYERS, "fitness": 0.5},
+        "best": {"schedule": removed_counts(axes), "fitness": 0.6},
+        "uniform": {"schedule": [per_layer] * LAYERS, "fitness": 0.5},
         "counts": {"generations": GENERATIONS, "made": 48, "evaluated": 36, "known": 12},
         "cost": {
             "candidates": 36,

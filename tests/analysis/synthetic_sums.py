@@ -1,5 +1,4 @@
-"""Made-up sums of passes, ablations, channel scores and what steps took, put into a synthetic
-store."""
+"""Made-up sums of passes, ablations, channel scores, and times of steps, for a synthetic store."""
 
 import json
 from pathlib import Path
@@ -13,54 +12,54 @@ from synthetic_plans import EXPERTS, LAYERS, WIDTH, channel_masks, rng
 from moe_lab import results
 from moe_lab.study.steps import tables
 
-SILENT = 7
-"""The expert that no token reaches."""
+UNUSED_EXPERT = 7
+"""Number of the expert in each layer that no token reaches."""
 MIB = 2**20
 
 
 def sums() -> dict[int, dict[str, np.ndarray]]:
-    """Sums of a pass, layer by layer; one expert got no token."""
-    found = {}
+    """Layer -> sums of a pass. The sums of UNUSED_EXPERT are 0."""
+    layers = {}
     for layer in range(LAYERS):
-        drawn = rng("sums", layer)
-        one: dict[str, Any] = {"tokens": drawn.integers(1, 900, EXPERTS).astype(float)}
-        one |= {
-            "ala_first": drawn.integers(-9, 40, EXPERTS) / 8,
-            "ala_second": drawn.integers(0, 40, EXPERTS) / 8,
+        random = rng("sums", layer)
+        layer_sums: dict[str, Any] = {"tokens": random.integers(1, 900, EXPERTS).astype(float)}
+        layer_sums |= {
+            "ala_first": random.integers(-9, 40, EXPERTS) / 8,
+            "ala_second": random.integers(0, 40, EXPERTS) / 8,
         }
-        one |= {
-            "sums_model": drawn.integers(0, 99, (EXPERTS, 3, 3)) / 8,
+        layer_sums |= {
+            "sums_model": random.integers(0, 99, (EXPERTS, 3, 3)) / 8,
             "layer_loss": np.array(70.0 + layer),
         }
-        one |= {
-            name: drawn.integers(0, 32, (EXPERTS, WIDTH)) / 8
+        layer_sums |= {
+            name: random.integers(0, 32, (EXPERTS, WIDTH)) / 8
             for name in ("channel_square", "channel_max")
         }
-        one |= {"channel_gradient_square": drawn.integers(0, 32, (EXPERTS, WIDTH)) / 512}
-        one |= {"router_entropy": drawn.integers(0, 9, 50)}
-        for name, values in one.items():
+        layer_sums |= {"channel_gradient_square": random.integers(0, 32, (EXPERTS, WIDTH)) / 512}
+        layer_sums |= {"router_entropy": random.integers(0, 9, 50)}
+        for name, values in layer_sums.items():
             if name not in ("layer_loss", "router_entropy"):
-                values[SILENT] = 0
-        found[layer] = one
-    return found
+                values[UNUSED_EXPERT] = 0
+        layers[layer] = layer_sums
+    return layers
 
 
 def weights() -> dict[int, dict[str, np.ndarray]]:
-    """Sums over the weights of each expert, layer by layer, of 64 weights each."""
-    found = {}
+    """Layer -> sums over the weights of each expert. An expert has 64 weights."""
+    layers = {}
     for layer in range(LAYERS):
-        drawn = np.abs(rng("weights", layer).normal(0, 1 + layer / 4, (EXPERTS, 64)))
-        squares = np.square(drawn).sum(axis=1)
-        found[layer] = {
-            "abs_sum": drawn.sum(axis=1),
+        values = np.abs(rng("weights", layer).normal(0, 1 + layer / 4, (EXPERTS, 64)))
+        squares = np.square(values).sum(axis=1)
+        layers[layer] = {
+            "abs_sum": values.sum(axis=1),
             "square_sum": squares,
             "count": np.array(64.0),
         }
-    return found
+    return layers
 
 
 def ablations() -> dict[int, dict[str, np.ndarray]]:
-    """What the loss gains without each expert, layer by layer."""
+    """Layer -> rise of the loss without each expert."""
     return {
         layer: {"ablation": rng("ablation", layer).integers(-9, 60, EXPERTS) / 512}
         for layer in range(LAYERS)
@@ -73,47 +72,64 @@ def scores() -> np.ndarray:
 
 
 def best_channels(cell: dict[str, Any]) -> np.ndarray:
-    """As many channels of each expert as the synthetic plan keeps, those of the highest scores
-    (layers, experts, channels)."""
-    places = np.argsort(np.argsort(-scores(), axis=-1, kind="stable"), axis=-1)
-    return places < channel_masks(cell).sum(axis=-1, keepdims=True)
+    """Masks (layers, experts, channels) of the channels with the highest scores: of each expert as
+    many as the synthetic plan retains."""
+    ranks = np.argsort(np.argsort(-scores(), axis=-1, kind="stable"), axis=-1)
+    return ranks < channel_masks(cell).sum(axis=-1, keepdims=True)
 
 
-def add(root: Path, study: str, ablated: str) -> None:
-    """Give every cell of channels in `study` its sums and scores, and all their steps a time; plans
-    with the allocation `ablated` rest on an ablation, weights and gradients too."""
+def add_statistics(root: Path, study: str, ablation_allocation: str) -> None:
+    """Write the sums and scores of every cell of channels in `study`, with times of their steps.
+    Plans with the allocation `ablation_allocation` also have an ablation, sums of weights, and sums
+    of gradients as inputs."""
     document = json.loads(record_path(root, study).read_text())
     layers = dict(enumerate(scores()))
     for entry in document["cells"]:
         if entry["cell"]["granularity"] != "channel":
             continue
         model = {"model": entry["model"]}
-        statistics = entry["statistics"]
-        scored = entry["scores"]
-        _step(root, statistics, model, 2.5, 300, "experts", results.EXPERTS, tables.experts(sums()))
-        place = root / statistics
+        statistics_folder = entry["statistics"]
+        scores_folder = entry["scores"]
+        _step(
+            root,
+            statistics_folder,
+            model,
+            2.5,
+            300,
+            "experts",
+            results.EXPERTS,
+            tables.experts(sums()),
+        )
+        folder = root / statistics_folder
         pd.DataFrame(tables.losses(sums()), columns=results.LOSSES).to_parquet(
-            place / "layers.parquet"
+            folder / "layers.parquet"
         )
         pd.DataFrame(tables.entropies(sums()), columns=results.ENTROPIES).to_parquet(
-            place / "entropy.parquet"
+            folder / "entropy.parquet"
         )
-        inputs = {**model, "statistics": statistics}
+        inputs = {**model, "statistics": statistics_folder}
         curves = tables.concentration(layers)
         _step(
-            root, scored, inputs, 0.25, 200, "expert_concentration", results.CONCENTRATION, curves
+            root,
+            scores_folder,
+            inputs,
+            0.25,
+            200,
+            "expert_concentration",
+            results.CONCENTRATION,
+            curves,
         )
-        inputs["scores"] = scored
-        if entry["cell"]["allocation"] == ablated:
-            others = {
+        inputs["scores"] = scores_folder
+        if entry["cell"]["allocation"] == ablation_allocation:
+            further_inputs = {
                 name: f"{name}/made-up-0123456789ab"
                 for name in ("ablation", "weights", "gradients")
             }
-            made = results.ABLATIONS, tables.ablations(ablations())
-            _step(root, others["ablation"], model, 40.0, 100, "ablation", *made)
+            table = results.ABLATIONS, tables.ablations(ablations())
+            _step(root, further_inputs["ablation"], model, 40.0, 100, "ablation", *table)
             _step(
                 root,
-                others["weights"],
+                further_inputs["weights"],
                 model,
                 1.0,
                 100,
@@ -123,7 +139,7 @@ def add(root: Path, study: str, ablated: str) -> None:
             )
             _step(
                 root,
-                others["gradients"],
+                further_inputs["gradients"],
                 model,
                 1.0,
                 100,
@@ -131,8 +147,8 @@ def add(root: Path, study: str, ablated: str) -> None:
                 results.GRADIENTS,
                 tables.gradients(sums()),
             )
-            inputs |= others
-        kept = dict(enumerate(best_channels(entry["cell"])))
+            inputs |= further_inputs
+        retained = dict(enumerate(best_channels(entry["cell"])))
         _step(
             root,
             entry["plan"],
@@ -141,7 +157,7 @@ def add(root: Path, study: str, ablated: str) -> None:
             1,
             "budgets",
             results.BUDGETS,
-            tables.budgets(layers, kept),
+            tables.budgets(layers, retained),
         )
 
 
@@ -155,12 +171,14 @@ def _step(
     columns: Any,
     rows: Any,
 ) -> None:
-    """Write a step with one table, the machine and the time that it took."""
+    """Write a step with one table, and with its machine and seconds."""
     (root / folder).mkdir(parents=True, exist_ok=True)
     pd.DataFrame(rows, columns=columns).to_parquet(root / folder / f"{name}.parquet")
-    about = {
+    provenance = {
         "seconds": seconds,
         "peak_memory_bytes": mebibytes * MIB,
         "machine": "imagined, 2 cores",
     }
-    write_json(root / folder / "step.json", {"files": {}, "inputs": inputs, "provenance": about})
+    write_json(
+        root / folder / "step.json", {"files": {}, "inputs": inputs, "provenance": provenance}
+    )

@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import pearsonr, spearmanr
 from synthetic import write_store
 from synthetic_plans import EXPERTS, LAYERS, WIDTH
-from synthetic_sums import SILENT, ablations, add, scores, sums, weights
+from synthetic_sums import UNUSED_EXPERT, ablations, add_statistics, scores, sums, weights
 
 from analysis.load.study import Study, load
 from analysis.outputs import (
@@ -60,7 +60,7 @@ def test_numbers_of_experts_are_those_of_the_sums(
 
 def test_experts_without_tokens_have_no_means(experts: pd.DataFrame) -> None:
     assert len(experts) == LAYERS * EXPERTS
-    silent = experts[experts["expert"] == SILENT]
+    silent = experts[experts["expert"] == UNUSED_EXPERT]
     assert silent[["gate", "norm", "size"]].isna().all(axis=None)
     assert (silent["first"] == 0).all()
 
@@ -182,7 +182,7 @@ def test_raw_statistics_of_experts_are_means_over_channels(
     statistic: str, name: str, golden: Study
 ) -> None:
     rows = statistics_of(golden, statistic, 2)
-    assert SILENT not in rows.index
+    assert UNUSED_EXPERT not in rows.index
     assert len(rows) == EXPERTS - 1
     for expert, row in rows.iterrows():
         channels = root_means(2, expert, name)
@@ -263,7 +263,7 @@ def test_damaged_sums_are_a_gap(tmp_path: Path) -> None:
         tasks=(),
         overlap=False,
     )
-    add(store, "made_up", "coverage")
+    add_statistics(store, "made_up", "coverage")
     for path in store.glob("statistics/*/experts.parquet"):
         path.write_bytes(b"not a table")
     study = load(store, "made_up")

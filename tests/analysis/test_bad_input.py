@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import pytest
-from golden_store import timed
+from golden_store import add_timings
 from handmade import table_of
-from synthetic import edited, record_path, write_store
+from synthetic import edited_document, record_path, write_store
 
 from analysis import __main__, registry
 from analysis.load.study import Study, load
@@ -73,7 +73,7 @@ def result(first: Any = (), again: Any = None, **content: Any) -> Change:
     with other values."""
 
     def change(document: dict[str, Any], root: Path) -> None:
-        with edited(root / entry(document)["evaluate"]["gsm8k"] / "result.json") as record:
+        with edited_document(root / entry(document)["evaluate"]["gsm8k"] / "result.json") as record:
             record["results"][0] |= dict(first)
             record["results"] += [record["results"][0] | again] if again else []
             record |= content
@@ -98,7 +98,7 @@ OTHERS = {
 
 
 def changed(store: Path, change: Change) -> Path:
-    with edited(record_path(store)) as document:
+    with edited_document(record_path(store)) as document:
         change(document, store)
     return store
 
@@ -269,7 +269,7 @@ def test_study_without_benchmarks_has_outputs_without_scores(tmp_path: Path) -> 
     root = write_store(
         tmp_path, criteria=("channel_activation",), allocations=blocks, tasks=(), **FEW
     )
-    timed(root, "made_up")
+    add_timings(root, "made_up")
     results = Results(load(root, "made_up"))
     assert results.comparisons == []
     assert results.study.results.empty

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from handmade import UNPRUNED, cell, comparison_of, family, first, results_of, study_of
+from handmade import UNPRUNED, cell, comparison_of, family, first_solved, results_of, study_of
 from scipy.stats import binomtest, t
 from synthetic import write_store
 
@@ -38,22 +38,22 @@ def searched(last: list[int] | None) -> pd.DataFrame:
     """Claims on searched and uniform plans of two criteria; the searched one of EAN solves the
     `last` items."""
     solved = {
-        ("reap",): first(10),
-        ("reap", "evolutionary"): first(20),
-        ("ean",): first(8),
+        ("reap",): first_solved(10),
+        ("reap", "evolutionary"): first_solved(20),
+        ("ean",): first_solved(8),
         ("ean", "evolutionary"): last,
-        ("seer",): first(30),
-        ("reap", "uniform", 0.25): first(20),
-        ("reap", "evolutionary", 0.25): first(19),
+        ("seer",): first_solved(30),
+        ("reap", "uniform", 0.25): first_solved(20),
+        ("reap", "evolutionary", 0.25): first_solved(19),
     }
     plans = [cell(*method) for method in solved]
-    comparison = two_seeds(plans, [first(40), *solved.values()])
+    comparison = two_seeds(plans, [first_solved(40), *solved.values()])
     return claims.claims([comparison], NO_COSTS, NO_FAMILY)
 
 
 def test_searched_allocations_are_paired_with_uniform_ones() -> None:
     """At 50 %: +10 and +12 of 40 items, mean 0.275; at 25 %: -1 of 40."""
-    rows = searched(first(20)).set_index("ratio")
+    rows = searched(first_solved(20)).set_index("ratio")
     assert rows["difference"].to_dict() == pytest.approx({0.25: -1 / 40, 0.5: 11 / 40})
     assert rows["compared"].to_dict() == {0.25: 1, 0.5: 2}
     assert rows.loc[0.5, "verdict"] == "holds"
@@ -62,7 +62,7 @@ def test_searched_allocations_are_paired_with_uniform_ones() -> None:
 
 def test_plans_of_one_seed_prove_no_claim() -> None:
     axes = [UNPRUNED, cell("reap"), cell("reap", "evolutionary")]
-    solved = {"gsm8k": [first(40), first(10), first(30)]}
+    solved = {"gsm8k": [first_solved(40), first_solved(10), first_solved(30)]}
     result = claims.claims([comparison_of(axes, solved)], NO_COSTS, NO_FAMILY)
     assert result["verdict"].tolist() == ["not tested"]
     assert result["difference"].tolist() == [20 / 40]
@@ -75,7 +75,7 @@ def test_missing_result_removes_its_pair_only() -> None:
 
 
 def test_nothing_is_claimed_of_uniform_plans_alone() -> None:
-    solved = {"gsm8k": [first(40), first(10)]}
+    solved = {"gsm8k": [first_solved(40), first_solved(10)]}
     only_uniform = comparison_of([UNPRUNED, cell("reap")], solved)
     assert claims.claims([only_uniform], NO_COSTS, NO_FAMILY).empty
 
@@ -99,7 +99,7 @@ CHANNELS = [
 
 def claims_on_channels() -> pd.DataFrame:
     """Claims on `CHANNELS`, of which MAN keeps a tenth more than the others."""
-    solved = [first(count) for count in (40, 30, 20, 10, 40, 16, 20, 2)]
+    solved = [first_solved(count) for count in (40, 30, 20, 10, 40, 16, 20, 2)]
     routed_kept = [1, 0.5, 0.5, 0.52, 0.6, 0.5, 0.5, 0.5]
     costs = pd.DataFrame({"cell": range(8), "routed_kept": routed_kept})
     return claims.claims([two_seeds(CHANNELS, solved)], costs, NO_FAMILY)
@@ -141,7 +141,7 @@ def test_experts_that_are_replaced_are_not_removed() -> None:
         cell("reap", "uniform, replacement=mean_output"),
     ]
     costs = pd.DataFrame({"cell": range(4), "routed_kept": [1.0, 0.5, 0.5, 0.5]})
-    solved = {"gsm8k": [first(40), first(30), first(10), first(20)]}
+    solved = {"gsm8k": [first_solved(40), first_solved(30), first_solved(10), first_solved(20)]}
     result = claims.claims([comparison_of(axes, solved)], costs, NO_FAMILY)
     row = result.set_index(["claim", "ratio"]).loc[(claims.CHANNELS, 0.5)]
     assert row["compared"] == 1
@@ -156,7 +156,7 @@ def test_claim_table_has_rows_for_each_and_all_ratios() -> None:
         cell("heapr", "global", ratio=0.5),
         cell("man", ratio=0.5),
     ]
-    solved = {"gsm8k": [first(count) for count in (40, 30, 25, 20, 10)]}
+    solved = {"gsm8k": [first_solved(count) for count in (40, 30, 25, 20, 10)]}
     comparison = comparison_of(axes, solved)
     costs = [{"routed_kept": 1 - ratio} for ratio in comparison.cells["ratio"]]
     study = study_of(comparison, costs)
@@ -188,7 +188,13 @@ def test_groups_of_pairs_weigh_alike() -> None:
     """(30 - 10) in one group, the mean of (20 - 10) and (10 - 10) in the other: (20 + 5) / 2 of
     40."""
     axes = [UNPRUNED, cell("reap"), cell("ean"), cell("seer"), cell("man")]
-    solved = [first(40), first(30), first(20), first(10), first(10)]
+    solved = [
+        first_solved(40),
+        first_solved(30),
+        first_solved(20),
+        first_solved(10),
+        first_solved(10),
+    ]
     comparison = comparison_of(axes, {"gsm8k": solved})
     groups = [[(1, 3)], [(2, 3), (4, 3)]]
     compared, difference = pooled_difference(comparison, ("GSM8K",), groups)
@@ -410,7 +416,7 @@ def test_averaged_columns_resample_shared_answers_together() -> None:
 def test_interval_of_equal_plans_is_that_of_an_evaluated_one() -> None:
     """The first of three seeds was not evaluated, the other two solve all items."""
     axes = [UNPRUNED, *(cell("reap", seed=seed) for seed in (1, 2, 3))]
-    outcomes = {"gsm8k": [first(40), None, first(40), first(40)]}
+    outcomes = {"gsm8k": [first_solved(40), None, first_solved(40), first_solved(40)]}
     low, high = comparison_of(axes, outcomes).interval(("gsm8k",))
     expected = binomtest(40, 40).proportion_ci(method="wilson")
     assert (low[1], high[1]) == pytest.approx((expected.low, expected.high))

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from handmade import UNPRUNED, cell, comparison_of, study_of
-from synthetic import edited, record_path, write_json, write_store
+from synthetic import edited_document, record_path, write_json, write_store
 
 from analysis import names, report
 from analysis.__main__ import main
@@ -76,7 +76,7 @@ def test_all_stands_for_every_study(store: Path, tmp_path: Path) -> None:
 
 def test_failure_in_a_study_does_not_hide_a_result_in_another(store: Path, tmp_path: Path) -> None:
     damaged = Path(shutil.copytree(store, tmp_path / "copy"))
-    with edited(record_path(damaged, "experts")) as record:
+    with edited_document(record_path(damaged, "experts")) as record:
         record["cells"][1]["evaluate"]["gsm8k"] = None
         record["cells"][1]["errors"] = {"gsm8k": "out of memory"}
     assert len(load(damaged, "experts").gaps) == 1
@@ -162,7 +162,7 @@ def two_gates(tmp_path_factory: pytest.TempPathFactory) -> Study:
         calibrations=("pocket_code", "pocket_math"),
         **few,
     )
-    with edited(record_path(root)) as record:
+    with edited_document(record_path(root)) as record:
         pruned = [entry for entry in record["cells"] if entry["cell"]["criterion"] != "none"]
         for entry in copy.deepcopy(pruned):
             entry["cell"]["gate"] = "softmax"

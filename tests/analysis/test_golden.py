@@ -46,7 +46,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
 
 @pytest.fixture(scope="module")
 def items(study: Study) -> GoldenItems:
-    return GoldenItems(*golden_store.everything(study))
+    return GoldenItems(*golden_store.tables_and_figures(study))
 
 
 def decimals(table: Table, column: str) -> int:
@@ -109,7 +109,9 @@ def test_figures_are_as_they_were(items: GoldenItems) -> None:
     wrong: dict[str, object] = {}
     for name, figure in items.figures.items():
         expected_panels = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
-        for actual, expected in zip(golden_store.drawn(figure), expected_panels, strict=True):
+        for actual, expected in zip(
+            golden_store.panel_contents(figure), expected_panels, strict=True
+        ):
             parts = [part for part in expected if not alike(actual[part], expected[part])]
             if parts:
                 wrong[f"figure {name}"] = parts

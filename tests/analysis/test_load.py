@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import synthetic_plans
 from handmade import results_of, table_of
-from synthetic import edited, record_path, write_json, write_store
+from synthetic import edited_document, record_path, write_json, write_store
 
 from analysis.load import plans, studies
 from analysis.load import settings as cell_settings
@@ -55,7 +55,7 @@ def folder(store: Path, cell: int, task: str) -> Path:
 
 def change_result(store: Path, cell: int, task: str, **values: object) -> None:
     """Change the first result of a cell; `protocol` is that of the whole evaluation."""
-    with edited(folder(store, cell, task) / "result.json") as result:
+    with edited_document(folder(store, cell, task) / "result.json") as result:
         result["protocol"] = values.pop("protocol", {})
         result["results"][0].update(values)
 
@@ -124,7 +124,7 @@ def test_retained_shares_are_counted_from_masks(golden: Study) -> None:
             )
         else:
             gone = plan.query("share == 0").groupby("layer").size()
-            assert gone.tolist() == synthetic_plans.removed(axes)
+            assert gone.tolist() == synthetic_plans.removed_counts(axes)
             assert set(plan["share"]) == {0.0, 1.0}
     assert 0 not in set(golden.retained["cell"]), "the unpruned model has no plan"
 
@@ -257,7 +257,7 @@ def test_changed_result_file_is_not_read(store: Path) -> None:
 def test_repeated_cells_and_renamed_folders_are_read_once(
     store: Path,
 ) -> None:
-    with edited(record_path(store)) as changed:
+    with edited_document(record_path(store)) as changed:
         changed["cells"].append(changed["cells"][4])
     path = folder(store, 1, "rte")
     path.rename(path.with_name(f"renamed-{path.name[-12:]}"))
@@ -320,7 +320,7 @@ def test_versions_of_all_steps_behind_a_result_are_compared(store: Path) -> None
         write_json(
             store / step / "step.json", {"files": {}, "inputs": inputs, "provenance": provenance}
         )
-    with edited(record_path(store)) as changed:
+    with edited_document(record_path(store)) as changed:
         changed["cells"][1]["plan"], changed["cells"][1]["cost"] = plan, cost
     [note] = [note for note in load(store, "made_up").notes if "numpy" in note]
     assert f"1 ({cost} and 1 more), 2 ({scores})" in note
@@ -385,7 +385,7 @@ def test_row_of_equal_ratios_has_the_results_of_both(
     tmp_path: Path,
 ) -> None:
     store = write_store(tmp_path, criteria=("reap", "man"), ratios=(0.25, 0.27), **EQUAL_RATIOS)
-    with edited(record_path(store)) as record:
+    with edited_document(record_path(store)) as record:
         _, lower, _, higher, _ = record["cells"]
         lower |= {"evaluate": {"rte": None}, "cost": None, "errors": {"rte": "out of memory"}}
     study = load(store, "made_up")

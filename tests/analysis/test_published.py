@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pandas as pd
 import pytest
-from handmade import cell, cells_of, of_tables, results_of, share, study_of, table_of
+from handmade import cell, cells_of, published_numbers, results_of, share, study_of, table_of
 from omegaconf import OmegaConf
 
 from analysis import names
@@ -233,7 +233,7 @@ def total(number: PublishedNumber) -> Total:
 
 TOTALS = [
     total(number)
-    for number in (*of_tables("unified", "3"), *of_tables("evoesap", "3"))
+    for number in (*published_numbers("unified", "3"), *published_numbers("evoesap", "3"))
     if number.benchmark in (MEMORY_BEFORE, MEMORY_AFTER)
 ]
 
@@ -301,7 +301,7 @@ def models(printed: Iterable[PublishedNumber]) -> dict[str, list[PublishedNumber
 def test_averages_and_ranks_of_unified_table_1_are_reproduced(
     model: str,
 ) -> None:
-    printed = of_tables("unified", "5")
+    printed = published_numbers("unified", "5")
     benchmarks = [
         number for number in printed if number.key[0] == model and number.key[1] in (0, 0.25)
     ]
@@ -309,7 +309,7 @@ def test_averages_and_ranks_of_unified_table_1_are_reproduced(
     table = table_of(ranks.rank_table, results_of(study_of(result), [result]), names.RANKED)
     rows = table.frame.set_index("Criterion")
     checked = 0
-    for number in models(of_tables("unified", "1"))[model]:
+    for number in models(published_numbers("unified", "1"))[model]:
         if number.benchmark in ("Avg", "Avg Rank"):
             ours = rows.loc[names.criterion(number.key[2]), number.benchmark]
             assert ours == pytest.approx(number.value, abs=NEAR), number
@@ -319,7 +319,9 @@ def test_averages_and_ranks_of_unified_table_1_are_reproduced(
 
 @pytest.mark.parametrize("ratio", [0.25, 0.5])
 def test_ranks_of_unified_table_2_are_reproduced(ratio: float) -> None:
-    printed = models(number for number in of_tables("unified", "2") if number.key[1] in (0, ratio))
+    printed = models(
+        number for number in published_numbers("unified", "2") if number.key[1] in (0, ratio)
+    )
     printed = {
         model: rows for model, rows in printed.items() if any(number.key[1] for number in rows)
     }
@@ -341,10 +343,10 @@ def test_ranks_of_unified_table_2_are_reproduced(ratio: float) -> None:
 
 
 def test_averages_of_evoesap_are_reproduced() -> None:
-    benchmarks = models(of_tables("evoesap", "8", "9", "10"))
+    benchmarks = models(published_numbers("evoesap", "8", "9", "10"))
     checked = 0
     lacking = set()
-    for model, printed in models(of_tables("evoesap", "1", "2", "8", "9", "10")).items():
+    for model, printed in models(published_numbers("evoesap", "1", "2", "8", "9", "10")).items():
         result = comparison(benchmarks[model])
         cells = list(result.cells.index)
         averages = scores(result, cells, group_targets(result, cells)).frame.to_dict("records")
@@ -460,7 +462,7 @@ def test_printed_averages_are_means_or_listed_exceptions() -> None:
 
 @pytest.mark.parametrize("table", LISTS, ids=".".join)
 def test_mean_of_a_table_is_over_the_benchmarks_of_its_paper(table: tuple[str, str]) -> None:
-    for printed in models(of_tables(*table)).values():
+    for printed in models(published_numbers(*table)).values():
         if table == ("coverage", "9"):
             continue  # it prints averages alone, those of the reply
         result = comparison(printed)

@@ -35,7 +35,7 @@ def printed(criterion: str, table: str = "5") -> dict[str, PublishedNumber]:
     """Benchmark -> what Unified prints of OLMoE at 25 % (or unpruned)."""
     rows = [
         number
-        for number in handmade.of_tables("unified", table)
+        for number in handmade.published_numbers("unified", table)
         if number.key[0] == MODEL and number.key[2] == criterion
     ]
     return {number.benchmark: number for number in rows}
@@ -270,7 +270,7 @@ def mone_study(allocation: str) -> tuple[Any, Comparison]:
     """A study in which MoNE has the printed score on BoolQ."""
     printed = [
         number.value
-        for number in handmade.of_tables("coverage", "reply 5")
+        for number in handmade.published_numbers("coverage", "reply 5")
         if number.key == MONE and number.benchmark == "boolq"
     ]
     right = round(printed[0] * 3270)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from handmade import UNPRUNED, cell, cells_of, comparison_of, first, results_of, study_of
+from handmade import UNPRUNED, cell, cells_of, comparison_of, first_solved, results_of, study_of
 from matplotlib.figure import Figure
 from scipy.stats import bartlett, studentized_range, t, ttest_1samp
 
@@ -97,7 +97,7 @@ def of_equal_items(differences: np.ndarray) -> Estimate:
 
 def test_weighted_items_have_no_exact_test() -> None:
     """As those of a group whose tasks count alike and have different numbers of items."""
-    solved = {"gsm8k": [first(20), first(15), first(10)]}
+    solved = {"gsm8k": [first_solved(20), first_solved(15), first_solved(10)]}
     alike = comparison_of([UNPRUNED, cell("reap"), cell("ean")], solved)
     difference = alike.difference(("gsm8k",), 1, 2)
     assert difference.value == pytest.approx(5 / 40)
@@ -278,7 +278,7 @@ def several() -> Comparison:
     plans = (("reap", 1), ("reap", 2), ("ean", 2), ("ean", 1), ("man", 1))
     axes = [UNPRUNED, *(cell(name, seed=seed) for name, seed in plans), *RANDOM]
     counts = (60, 50, 48, 47, 51, 24, *CHANCE)
-    return comparison_of(axes, {"gsm8k": [first(count, 60) for count in counts]})
+    return comparison_of(axes, {"gsm8k": [first_solved(count, 60) for count in counts]})
 
 
 def test_seeds_of_a_method_are_one_row(several: Comparison) -> None:
@@ -314,7 +314,7 @@ def test_methods_within_chance_get_no_verdict() -> None:
     """Although each of EAN's items is lost by one of the seeds of SEER."""
     plans = [cell(name, seed=seed) for name in ("ean", "seer") for seed in (1, 2)]
     counts = (60, 20, 20, 12, 12, *CHANCE)
-    solved = {"gsm8k": [first(count, 60) for count in counts]}
+    solved = {"gsm8k": [first_solved(count, 60) for count in counts]}
     compared = comparison_of([UNPRUNED, *plans, *RANDOM], solved)
     [result] = ranking.rankings([compared])
     verdicts = result.rows["verdict"].tolist()
@@ -331,7 +331,7 @@ def with_random_plans(
     """A model with random plans that solve so many of 100 items, and MAN, which solves 60."""
     random = [cell("random", ratio=ratio, seed=seed) for seed in range(len(counts))]
     man = cell("man", ratio=ratio, **axes)
-    outcomes = [first(count, 100) for count in (90, 60, *counts)]
+    outcomes = [first_solved(count, 100) for count in (90, 60, *counts)]
     compared = comparison_of([UNPRUNED, man, *random], {"gsm8k": outcomes})
     return replace(compared, model=model)
 
@@ -438,7 +438,7 @@ def band(scores: np.ndarray) -> tuple[float, float]:
 def test_the_band_of_chance_is_drawn_over_ratios_that_have_one(several: Comparison) -> None:
     random = [cell("random", ratio=ratio, seed=seed) for ratio in (0.25, 0.5) for seed in range(5)]
     counts = (60, *CHANCE, *range(8, 13))
-    solved = {"gsm8k": [first(count, 60) for count in counts]}
+    solved = {"gsm8k": [first_solved(count, 60) for count in counts]}
     compared = comparison_of([UNPRUNED, *random], solved)
     axes = Figure().subplots()
     [patch] = draw_chance(axes, compared, ("gsm8k",))
@@ -459,7 +459,7 @@ def test_a_band_of_chance_is_at_the_removed_shares_of_its_own_kind() -> None:
         for ratio in (0.25, 0.5)
         for seed in range(2)
     ]
-    compared = comparison_of(cells, {"gsm8k": [first(count) for count in range(len(cells))]})
+    compared = comparison_of(cells, {"gsm8k": [first_solved(count) for count in range(len(cells))]})
     all_cells = compared.all_cells
     removed = all_cells["removed"] + 0.125 * (all_cells["granularity"] == "channel")
     axes = Figure().subplots()
@@ -480,7 +480,7 @@ def test_plans_are_matched_by_seed_or_single(several: Comparison) -> None:
     plans = (("reap", 1), ("reap", 2), ("ean", 7), ("ean", 8), ("ean", 9))
     axes = [UNPRUNED, *(cell(name, seed=seed) for name, seed in plans)]
     counts = (60, 50, 48, 40, 38, 0)
-    same_study = comparison_of(axes, {"gsm8k": [first(count, 60) for count in counts]})
+    same_study = comparison_of(axes, {"gsm8k": [first_solved(count, 60) for count in counts]})
     in_order = same_study.difference(("gsm8k",), 1, 3)
     assert in_order.value == pytest.approx(10 / 60), "without common seeds"
 
@@ -491,7 +491,7 @@ def test_models_are_random_effects() -> None:
     axes = [UNPRUNED, *(cell(name, seed=seed) for name in ("reap", "ean") for seed in (1, 2))]
     compared = []
     for model, (reap, ean) in scores.items():
-        outcomes = [first(count, 60) for count in (60, reap, reap, ean, ean)]
+        outcomes = [first_solved(count, 60) for count in (60, reap, reap, ean, ean)]
         compared.append(replace(comparison_of(axes, {"gsm8k": outcomes}), model=model))
     cells = compared[0].all_cells
     rounded = cells["removed_words"].replace("50 %", "46.9 % (50 % requested)")

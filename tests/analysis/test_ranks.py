@@ -4,7 +4,7 @@ statsmodels."""
 import numpy as np
 import pandas as pd
 import pytest
-from handmade import UNPRUNED, cell, comparison_of, first, results_of, study_of
+from handmade import UNPRUNED, cell, comparison_of, first_solved, results_of, study_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest, studentized_range
@@ -88,7 +88,7 @@ def ordered(criteria: tuple[str, ...], items: int = 40, benchmarks: tuple[str, .
     for position, name in enumerate(criteria, 1):
         axes += [cell(name, seed=1), cell(name, seed=2)]
         counts += [items - 5 * position] * 2
-    rows = [first(count, items) for count in counts]
+    rows = [first_solved(count, items) for count in counts]
     return comparison_of(axes, dict.fromkeys(benchmarks, rows))
 
 

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pandas as pd
 import pytest
 from processes import within
-from synthetic import CRITERIA, edited, record_path, write_store
+from synthetic import CRITERIA, edited_document, record_path, write_store
 
 from analysis import names, report
 from analysis.__main__ import main
@@ -268,7 +268,7 @@ def test_gaps_are_written_about_and_end_with_one(
     store = write_store(
         tmp_path / "store", criteria=("frequency", "man"), tasks=("gsm8k", "math500", "rte"), **FEW
     )
-    with edited(record_path(store)) as study:
+    with edited_document(record_path(store)) as study:
         study["cells"][1]["evaluate"]["gsm8k"] = None
         study["cells"][1]["errors"] = {"gsm8k": "the <b>tokenizer</b> broke"}
         study["cells"][2]["evaluate"]["rte"] = None

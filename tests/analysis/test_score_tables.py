@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import pytest
-from handmade import SCORES, UNPRUNED, cell, cells_of, comparison_of, first, results_of, study_of
+from handmade import (
+    SCORES,
+    UNPRUNED,
+    cell,
+    cells_of,
+    comparison_of,
+    first_solved,
+    results_of,
+    study_of,
+)
 
 from analysis import names
 from analysis.load import settings as cell_settings
@@ -63,7 +72,7 @@ def made(axes: list[dict[str, Any]], solved: dict[str, list[int | None]]) -> Com
     return comparison_of(
         axes,
         {
-            name: [None if n is None else first(n, 20) for n in counts]
+            name: [None if n is None else first_solved(n, 20) for n in counts]
             for name, counts in solved.items()
         },
     )
@@ -301,7 +310,7 @@ def recovered() -> Comparison:
         for tuning in ("none", "router_kd")
     ]
     plans = [cell("reap", allocation, recovery=tuning) for allocation, tuning in methods]
-    outcomes = [first(count, 60) for count in (60, 20, 50, 30, 10)]
+    outcomes = [first_solved(count, 60) for count in (60, 20, 50, 30, 10)]
     return comparison_of([UNPRUNED, *plans], {"gsm8k": outcomes})
 
 
@@ -341,7 +350,8 @@ def top_k_comparisons() -> list[Comparison]:
     solved = {"m": (9, 8, 7), "m_top1": (5, 4, 3), "m_top2": (8, 7, 6), "n": (1, 1, 1)}
     return [
         replace(
-            comparison_of(cells, {"arc_easy": [first(count, 10) for count in counts]}), model=model
+            comparison_of(cells, {"arc_easy": [first_solved(count, 10) for count in counts]}),
+            model=model,
         )
         for model, counts in solved.items()
     ]
@@ -413,7 +423,7 @@ def searched(seeds: tuple[int, ...]) -> Comparison:
         "rte": (9, 9, 9, 9, 9, 13),
     }
     outcomes = {
-        name: [first(count, 60) for count in (60, *np.repeat(counts, len(seeds)))]
+        name: [first_solved(count, 60) for count in (60, *np.repeat(counts, len(seeds)))]
         for name, counts in solved.items()
     }
     axes = [UNPRUNED, *(cell(name, allocation, seed=seed) for name, allocation, seed in plans)]
@@ -504,7 +514,7 @@ def test_layer_without_differences_has_no_profile() -> None:
 def test_panels_are_ordered_by_ratio_then_calibration_set() -> None:
     ratios_and_sets = [(0.5, "pocket_text"), (0.25, "pocket_text"), (0.25, "pocket_code")]
     axes = [cell("reap", ratio=ratio, calibration=name) for ratio, name in ratios_and_sets]
-    comparison = comparison_of([UNPRUNED, *axes], {"gsm8k": [first(20)] * 4})
+    comparison = comparison_of([UNPRUNED, *axes], {"gsm8k": [first_solved(20)] * 4})
     panels = [(panel.ratio, panel.calibration) for panel in comparison.panels]
     assert panels == ratios_and_sets[::-1]
 
@@ -530,7 +540,7 @@ RADAR_SOLVED = {
 
 
 def radar_comparison(*benchmarks: str) -> Comparison:
-    outcomes = [first(count, 5) for count in RADAR_SOLVED.values()]
+    outcomes = [first_solved(count, 5) for count in RADAR_SOLVED.values()]
     axes = [UNPRUNED, *(cell(name) for name in RADAR_SOLVED if name != "none")]
     return comparison_of(axes, dict.fromkeys(benchmarks, outcomes))
 
