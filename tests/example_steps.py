@@ -34,8 +34,8 @@ from moe_lab.study.steps.evaluation import (
     results_step_of,
 )
 from moe_lab.study.steps.files import Files, Models
-from moe_lab.study.steps.passes import loaded_as
-from moe_lab.study.steps.plans import PlanRequest, drops_whole_experts
+from moe_lab.study.steps.passes import loaded_field
+from moe_lab.study.steps.plans import PlanSetup, drops_whole_experts
 from moe_lab.study.steps.recovery import (
     Export,
     Finetune,
@@ -71,7 +71,7 @@ class Example(Step):
     machine: dict[str, Any] = field(default_factory=dict)
     """Fields of its resources that are not as usual."""
     runtime = frozenset({"name", "model", "done_in", "machine"})
-    request = PlanRequest(IdentifiedAllocation.of(AllocationConfig()), 0.25, {}, "example")
+    setup = PlanSetup(IdentifiedAllocation.of(AllocationConfig()), 0.25, {}, "example")
 
     def label(self) -> str:
         return self.name
@@ -107,7 +107,7 @@ def exported(
     (folder / "scratch").mkdir(exist_ok=True)
     text = IdentifiedText.of(CalibrationConfig(name="x", path="owner/x", seed=1))
     plan = Example()
-    loaded = loaded_as(ModelConfig(name="m", path=str(model), device="cpu"))
+    loaded = loaded_field(ModelConfig(name="m", path=str(model), device="cpu"))
     finetune = Finetune(loaded, text, plan, recovery, 1) if recovery else None
     pruned = Pruned(loaded, plan, finetune, None, recovery or RecoveryConfig(), True)
     folders = {plan.id: folder / "plan"} | ({finetune.id: folder / "finetune"} if finetune else {})
@@ -141,10 +141,10 @@ def step_of(
         grouping = {"alignment": "m_smoe", "activation_alignment": "ream"}[kind]
         return plan_of(replace(cell, allocation=replace(cell.allocation, replacement=grouping)))  # type: ignore[no-any-return]
     changes = plan_of(cell), None, storage_of(cell.recovery)
-    pruned = Pruned(loaded_as(cell.model), *changes, cell.recovery, drops_whole_experts(cell))
+    pruned = Pruned(loaded_field(cell.model), *changes, cell.recovery, drops_whole_experts(cell))
     text = IdentifiedText.of(cell.texts["flops"])
     made: dict[str, Callable[[], Any]] = {
-        "model": lambda: loaded_as(cell.model).facts,
+        "model": lambda: loaded_field(cell.model).facts,
         "contamination": lambda: Contamination.of(cell.model, cell.calibration, {"b": benchmark}),  # type: ignore[dict-item]
         "finetune": lambda: pruned_of(cell).finetune,
         "export": lambda: export_of(pruned, config.export, config.verify),
@@ -168,7 +168,7 @@ def evaluated(
     model: ModelConfig, benchmark: BenchmarkConfig, plan: Step | None = None, **changes: Any
 ) -> Evaluate:
     """The step that evaluates a model under a plan on a benchmark."""
-    pruned = Pruned(loaded_as(model), plan, None, None, RecoveryConfig(), True)
+    pruned = Pruned(loaded_field(model), plan, None, None, RecoveryConfig(), True)
     grading = Grading(IdentifiedBenchmark.of(benchmark), Policy(), None)
     asking = BenchmarkSetup(benchmark, None, changes.pop("backend", BackendConfig()))
     return Evaluate(asking, pruned, None, None, grading, **changes)

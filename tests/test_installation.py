@@ -16,7 +16,7 @@ from moe_lab import allocation, criteria, plugins
 from moe_lab.errors import UserError
 from moe_lab.results import read_record
 from moe_lab.start import FILE
-from moe_lab.study.steps.scores import needed_class
+from moe_lab.study.steps.scores import step_class
 
 pytestmark = pytest.mark.slow
 
@@ -160,7 +160,7 @@ def test_invalid_plugins_are_refused(
 
 def test_a_criterion_that_needs_an_unknown_step_is_refused() -> None:
     with pytest.raises(UserError, match=r"statistic .*did you mean statistics\?"):
-        needed_class("statistic")
+        step_class("statistic")
 
 
 ROOT = Path(__file__).parents[1]

@@ -60,7 +60,7 @@ from moe_lab.study.provenance import provenance
 from moe_lab.study.step import Step
 from moe_lab.study.steps.costs import Timing, timing_mistakes
 from moe_lab.study.steps.files import Files
-from moe_lab.study.steps.passes import loaded_as
+from moe_lab.study.steps.passes import loaded_field
 from moe_lab.study.steps.recovery import Pruned, Storage
 
 CHANNELS = [
@@ -549,7 +549,7 @@ MODEL = ModelConfig(name="m", path="pocket:olmoe", device="cpu", threads=1)
 
 
 def step(device: str, plan: Step | None = None, storage: Storage | None = None) -> Timing:
-    pruned = Pruned(loaded_as(MODEL), plan, None, storage, RecoveryConfig(), True)
+    pruned = Pruned(loaded_field(MODEL), plan, None, storage, RecoveryConfig(), True)
     return Timing.of(pruned, TEXT, replace(TIMED, device=device))
 
 

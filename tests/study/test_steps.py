@@ -43,7 +43,7 @@ from moe_lab.study.step import Step, unmerged
 from moe_lab.study.steps.costs import Cost
 from moe_lab.study.steps.evaluation import Contamination, Evaluate
 from moe_lab.study.steps.files import Files
-from moe_lab.study.steps.passes import loaded_as
+from moe_lab.study.steps.passes import loaded_field
 from moe_lab.study.steps.plans import drops_whole_experts
 from moe_lab.study.steps.recovery import Pruned, unpruned_model
 from moe_lab.study.store import Store
@@ -361,7 +361,7 @@ def cost_step(
         return unpruned
     whole_experts = drops_whole_experts(cell_of(model, text, criterion=criterion))
     pruned = Pruned(
-        loaded_as(model), PLANS[criterion.name], None, None, RecoveryConfig(), whole_experts
+        loaded_field(model), PLANS[criterion.name], None, None, RecoveryConfig(), whole_experts
     )
     return Cost.of(pruned, text, unpruned)
 

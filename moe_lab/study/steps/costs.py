@@ -19,8 +19,8 @@ from moe_lab.models.config_json import check_plain_weights, config_of, has_packe
 from moe_lab.study.estimates import hardware_name
 from moe_lab.study.resources import Resources, text_pass
 from moe_lab.study.step import Step
-from moe_lab.study.steps.files import Files, engine, read_text
-from moe_lab.study.steps.passes import Arithmetic, Facts, Loaded
+from moe_lab.study.steps.files import Files, read_text, text_passes
+from moe_lab.study.steps.passes import Arithmetic, Facts, ModelIdentity
 from moe_lab.study.steps.recovery import Finetune, PlanStep, Pruned, Storage
 
 
@@ -114,7 +114,7 @@ class Cost(Step):
                     f"cost of model={self.pruned.model.name}: its experts differ in width, which "
                     "is known only of a folder: download it, and give the folder as model.path"
                 )
-            routing = engine(self.pruned.model, self.text, files).routing(plan, layers)
+            routing = text_passes(self.pruned.model, self.text, files).routing(plan, layers)
         storage = asdict(self.storage) if self.storage else {}
         write_json(files.out / "cost.json", cost(network, pruned, flops, routing, **storage))
 
@@ -126,7 +126,7 @@ class Profile(Step):
     kind = "profile"
     small = True
     whole_model = True
-    loaded: Loaded
+    loaded: ModelIdentity
     text: IdentifiedText
     plan: PlanStep | None
 
@@ -136,7 +136,7 @@ class Profile(Step):
     def resources(self) -> Resources:
         """Resources of a pass over the text with the whole model in memory. Merged experts are new
         weights; for these, the memory of a second copy of the model is assumed."""
-        copies = 2 if self.plan and self.plan.request.merges_experts else 1
+        copies = 2 if self.plan and self.plan.setup.merges_experts else 1
         return text_pass(
             self.loaded.model, self.text, self.loaded.pace, engine="resident", copies=copies
         )
@@ -157,7 +157,7 @@ class Timing(Step):
     kind = "timing"
     small = True
     whole_model = True
-    loaded: Loaded
+    loaded: ModelIdentity
     text: IdentifiedText
     plan: PlanStep | None
     finetune: Finetune | None
@@ -243,7 +243,7 @@ class Timing(Step):
 
         if not (self.plan or self.storage):
             return network
-        return recovered(network, files.plan(self.plan), **self.pruned.changes(files))
+        return recovered(network, files.plan(self.plan), **self.pruned.recovery_arguments(files))
 
 
 def timing_mistakes(

@@ -33,7 +33,7 @@ from moe_lab.study.resources import (
 )
 from moe_lab.study.step import Step, StepFields
 from moe_lab.study.steps.files import Files
-from moe_lab.study.steps.passes import Facts, loaded_as
+from moe_lab.study.steps.passes import Facts, loaded_field
 from moe_lab.study.steps.recovery import Export, Pruned, export_of
 
 if TYPE_CHECKING:
@@ -330,7 +330,7 @@ class Contamination(Step):
             benchmark = replace(benchmarks[name], shots=0, batch_size=1)
             questions.append((name, Questions(benchmark)))
         identified_text = IdentifiedText.of(replace(text, batch_size=1, parts=1))
-        return cls(loaded_as(model).facts, identified_text, tuple(questions))
+        return cls(loaded_field(model).facts, identified_text, tuple(questions))
 
     def label(self) -> str:
         return f"{self.text.name}-{self.facts.model.name}"

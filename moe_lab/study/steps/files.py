@@ -283,7 +283,7 @@ class Streamed(Resident):
         return layered_routing(self.model, plan, pruned, self.text, out=self.out)
 
 
-def engine(
+def text_passes(
     model: ModelConfig, text: CalibrationConfig, files: Files, rows: Rows = None
 ) -> Resident:
     """An object whose methods run `model` over `text`: a `Streamed` if `text.engine` is streamed,

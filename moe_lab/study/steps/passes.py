@@ -29,7 +29,7 @@ from moe_lab.study.resources import (
 )
 from moe_lab.study.step import Step, StepFields
 from moe_lab.study.steps import tables
-from moe_lab.study.steps.files import REPORT, STATISTICS, Files, Rows, engine, read_text
+from moe_lab.study.steps.files import REPORT, STATISTICS, Files, Rows, read_text, text_passes
 
 Table = tuple[str, tuple[str, ...], Callable[[tables.Layers], list[tables.Row]]]
 """Name of a file, its columns, and the function that computes its rows from the sums of layers."""
@@ -79,7 +79,7 @@ class Arithmetic:
     """Name of the implementation of experts."""
 
 
-class Loaded(StepFields):
+class ModelIdentity(StepFields):
     """The model that a step will load. Its identity is the step with the model's facts, and
     `arithmetic`. This object has only settings, and no weights."""
 
@@ -100,7 +100,7 @@ class StepModel(IdentifiedModel):
     field `loaded` of the steps that load the model."""
 
     @cached_property
-    def loaded_field(self) -> Loaded:
+    def loaded_field(self) -> ModelIdentity:
         """The field `loaded` of all steps that load the model. Its arithmetic has the type of the
         device, cpu or cuda. dtype=auto becomes "float32" on the CPU. On a GPU it becomes "stored",
         the precision in the model's files."""
@@ -111,20 +111,20 @@ class StepModel(IdentifiedModel):
             auto_dtype = "stored"
         dtype = auto_dtype if self.dtype == "auto" else self.dtype
         arithmetic = Arithmetic(device, dtype, experts_implementation(self.device))
-        return Loaded(Facts(self), arithmetic, self)
+        return ModelIdentity(Facts(self), arithmetic, self)
 
 
-def loaded_as(model: ModelConfig) -> Loaded:
+def loaded_field(model: ModelConfig) -> ModelIdentity:
     """The field `loaded` of steps that load `model`. The device in `model` must be resolved (not
     auto). The model is not loaded here."""
     return StepModel.of(model).loaded_field
 
 
-def save_sums(sums: Any, figures: Iterable[Table], files: Files) -> None:
-    """Write the sums of all layers, and small tables for figures. `figures`: (name of the file,
+def save_sums(sums: Any, tables: Iterable[Table], files: Files) -> None:
+    """Write the sums of all layers, and small tables for figures. `tables`: (name of the file,
     columns, function that computes the rows from the sums) of each table."""
     sums.save(files.out / STATISTICS)
-    for name, columns, compute_rows in figures:
+    for name, columns, compute_rows in tables:
         files.table(name, columns, compute_rows(sums.layers))
 
 
@@ -135,7 +135,7 @@ class Measurement:
     function: str
     """MODULE:NAME of the hook that computes sums in a pass over a text, or of the function that
     computes sums from a checkpoint."""
-    figures: tuple[Table, ...] = ()
+    tables: tuple[Table, ...] = ()
     """Small tables for figures."""
     has_backward: bool = False
     """Whether the pass has a backward pass through the layers."""
@@ -154,7 +154,7 @@ class Pass(Step):
         # one forward pass: all sums, tokens per expert, and tables for figures
         "statistics": Measurement(
             "moe_lab.statistics.forward:ForwardHook",
-            figures=(
+            tables=(
                 ("coverage.parquet", results.COVERAGE, tables.coverage),
                 ("experts.parquet", results.EXPERTS, tables.experts),
                 ("layers.parquet", results.LOSSES, tables.losses),
@@ -164,7 +164,7 @@ class Pass(Step):
         # sums for each channel, of activations and of gradients of the loss
         "gradients": Measurement(
             "moe_lab.statistics.gradients:GradientHook",
-            figures=(("gradients.parquet", results.GRADIENTS, tables.gradients),),
+            tables=(("gradients.parquet", results.GRADIENTS, tables.gradients),),
             has_backward=True,
         ),
         # gradients of the experts' weights, reduced to a number per channel
@@ -182,7 +182,7 @@ class Pass(Step):
     }
     reads_text = True
     kind: str = field()
-    loaded: Loaded
+    loaded: ModelIdentity
     text: IdentifiedText
     rows: Rows = field(default=None, kw_only=True)
     """(first row, end) of a share of the text; None for all rows."""
@@ -198,7 +198,7 @@ class Pass(Step):
         divides the set, each part has a step of its own, and the returned step merges their sums.
         The set is not divided if sums of parts cannot be added, or if the model needs several
         GPUs."""
-        model = loaded_as(cell.model)
+        model = loaded_field(cell.model)
         text = IdentifiedText.of(cell.calibration)
         # the engine is "streamed" if one GPU does not hold the model, but a step with
         # `whole_model` cannot stream
@@ -239,12 +239,12 @@ class Pass(Step):
             sums = Statistics(self.merge(shares), {"kind": header(shares[0])["kind"]})
         else:
             sums = self.collect_statistics(files)
-        save_sums(sums, self.kinds[self.kind].figures, files)
+        save_sums(sums, self.kinds[self.kind].tables, files)
 
     def collect_statistics(self, files: Files) -> Any:
         """The sums over the rows of this step, computed in a pass over the text."""
         measurement = self.kinds[self.kind]
-        passes = engine(self.loaded.model, self.text, files, self.rows)
+        passes = text_passes(self.loaded.model, self.text, files, self.rows)
         hook = resolve_name(measurement.function)
         return (
             passes.collect_gradient_statistics(hook)
@@ -267,7 +267,7 @@ class LossRise(Pass):
     kinds: ClassVar[Mapping[str, Measurement]] = {
         # the output of one expert is set to 0
         "ablation": Measurement(
-            LOSS_RISES, figures=(("ablation.parquet", results.ABLATIONS, tables.ablations),)
+            LOSS_RISES, tables=(("ablation.parquet", results.ABLATIONS, tables.ablations),)
         ),
         # the routed output of one layer is scaled
         "scaling": Measurement(LOSS_RISES),
@@ -293,7 +293,7 @@ class WeightSums(Step):
     kinds: ClassVar[Mapping[str, Measurement]] = {
         "weights": Measurement(
             "moe_lab.statistics.weights:expert_weight_sums",
-            figures=(("weights.parquet", results.WEIGHTS, tables.weights),),
+            tables=(("weights.parquet", results.WEIGHTS, tables.weights),),
         ),
         "channel_weights": Measurement("moe_lab.statistics.weights:channel_weight_sums"),
         # distances between the weights of experts
@@ -308,7 +308,7 @@ class WeightSums(Step):
     @classmethod
     def of(cls, cell: Cell, kind: str) -> Self:
         """The step with the sums of a kind over the weights of a cell's model."""
-        return cls(kind, loaded_as(cell.model).facts)
+        return cls(kind, loaded_field(cell.model).facts)
 
     def resources(self) -> Resources:
         return file_reading(self.facts.model, [self.facts.id])
@@ -322,7 +322,7 @@ class WeightSums(Step):
         sums = resolve_name(measurement.function)(
             local_folder(model), device=device_for_sums(model)
         )
-        save_sums(sums, measurement.figures, files)
+        save_sums(sums, measurement.tables, files)
 
 
 def device_for_sums(model: ModelConfig) -> str:

@@ -24,14 +24,14 @@ from moe_lab.paths import resolve
 from moe_lab.study.resources import Resources, text_pass
 from moe_lab.study.step import KINDS, Step, StepFields
 from moe_lab.study.steps import tables
-from moe_lab.study.steps.files import STATISTICS, Files, engine, read_text
-from moe_lab.study.steps.passes import Facts, Loaded, loaded_as
+from moe_lab.study.steps.files import STATISTICS, Files, read_text, text_passes
+from moe_lab.study.steps.passes import Facts, ModelIdentity, loaded_field
 from moe_lab.study.steps.scores import (
     CHANNEL_SCORES,
     Scores,
-    evidence,
-    evidence_roles,
     gate_and_seed,
+    input_roles,
+    input_step,
     plugin_locations,
     score,
 )
@@ -83,7 +83,7 @@ def check_engine(cell: Cell) -> None:
         return
     name = cell.allocation.name
     # "by" stands for the scores of a criterion, and is not a kind of step
-    kinds = [allocation.get(name).step, *(need for need in evidence_roles(cell) if need != "by")]
+    kinds = [allocation.get(name).step, *(need for need in input_roles(cell) if need != "by")]
     if any(KINDS[kind].whole_model for kind in kinds):
         raise UserError(
             f"allocation={name} compares whole models, and calibration.engine=streamed has one "
@@ -92,7 +92,7 @@ def check_engine(cell: Cell) -> None:
         )
 
 
-def check_layout(cell: Cell) -> None:
+def check_channels_removable(cell: Cell) -> None:
     """Raise UserError when the cell's plan would change channels of experts, but the experts of the
     model's family do not allow this. Nothing is checked if config.json is not available. The
     experts are checked again when the plan is applied to the model."""
@@ -193,7 +193,7 @@ def check_sequential(cell: Cell) -> None:
         )
 
 
-class PlanRequest(StepFields):
+class PlanSetup(StepFields):
     """Settings and input steps of a cell's plan, for every kind of step that makes a plan."""
 
     allocation: IdentifiedAllocation
@@ -216,11 +216,11 @@ class PlanRequest(StepFields):
         file's content had when the id of the step was computed."""
         return {**self.identity_entries["allocation"].value, "ratio": self.ratio}
 
-    def facts_of(self, model: Facts, files: Files) -> dict[str, Any]:
-        """The result of `model`, the step with the facts of the model. With allocation.protect, the
-        facts of each layer also have the key "protected": ids of experts that the plan must
-        retain."""
-        facts = files.facts(model)
+    def facts_of(self, facts_step: Facts, files: Files) -> dict[str, Any]:
+        """The result of `facts_step`, the step with the facts of the model. With
+        allocation.protect, the facts of each layer also have the key "protected": ids of experts
+        that the plan must retain."""
+        facts = files.facts(facts_step)
         if self.allocation_settings["protect"] is None:
             return facts
         from moe_lab.allocation import protection
@@ -231,19 +231,19 @@ class PlanRequest(StepFields):
         )
         return protection.add_super_experts(self.allocation_settings, facts, statistics)
 
-    def origin(self, model: Mapping[str, Any]) -> dict[str, Any]:
+    def origin(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Provenance of the plan: settings of the allocation, the hash of the model's files and,
-        with allocation.protect, the ids of protected experts. `model`: the facts of the model, from
+        with allocation.protect, the ids of protected experts. `facts`: the facts of the model, from
         `facts_of`."""
-        origin = {"allocation": self.allocation_settings, "model_sha256": model["sha256"]}
+        origin = {"allocation": self.allocation_settings, "model_sha256": facts["sha256"]}
         if self.allocation_settings["protect"] is not None:
             from moe_lab.allocation import protection
 
-            origin |= protection.protected_entry(model)
+            origin |= protection.protected_entry(facts)
         return origin
 
 
-def plan_request(cell: Cell) -> PlanRequest:
+def plan_setup(cell: Cell) -> PlanSetup:
     """The settings and input steps of a cell's plan, and the label of the step that makes the
     plan."""
     settings = cell.allocation
@@ -255,17 +255,17 @@ def plan_request(cell: Cell) -> PlanRequest:
     if settings.protect is not None:
         parts.append("protected")
     name = "-".join([*parts, f"{cell.ratio:g}"])
-    inputs = {role: evidence(role, cell) for role in evidence_roles(cell)}
-    return PlanRequest(IdentifiedAllocation.of(settings), cell.ratio, inputs, name)
+    inputs = {role: input_step(role, cell) for role in input_roles(cell)}
+    return PlanSetup(IdentifiedAllocation.of(settings), cell.ratio, inputs, name)
 
 
 def save_plan(
-    plan: Any, model: Mapping[str, Any], files: Files, ties: Mapping[int, int] | None = None
+    plan: Any, facts: Mapping[str, Any], files: Files, ties: Mapping[int, int] | None = None
 ) -> None:
-    """Write a plan. UserError if the plan does not fit `model`, the facts of the model. `ties`:
+    """Write a plan. UserError if the plan does not fit `facts`, the facts of the model. `ties`:
     layer -> number of experts or channels with tied scores, as from
     `pruning.selection.count_ties`; also written unless it is empty."""
-    plan.check(model["layers"])
+    plan.check(facts["layers"])
     plan.save(files.out / "plan.json")
     if ties:
         write_sealed(files.out / TIES, {str(layer): count for layer, count in ties.items()})
@@ -280,17 +280,17 @@ class CellPlan(Step):
 
     small = True
     checks: ClassVar[Checks]
-    request: PlanRequest
+    setup: PlanSetup
 
     def label(self) -> str:
-        return self.request.name
+        return self.setup.name
 
 
 class FromScores(CellPlan):
     """A plan made from scores, or read from a file, without running the model."""
 
     kind = "plan"
-    checks = (check_ratio, check_layout)
+    checks = (check_ratio, check_channels_removable)
     facts: Facts
     scores: Scores
 
@@ -302,8 +302,8 @@ class FromScores(CellPlan):
     def of(cls, cell: Cell) -> Self:
         """The step that makes a cell's plan."""
         return cls(
-            plan_request(cell),
-            loaded_as(cell.model).facts,
+            plan_setup(cell),
+            loaded_field(cell.model).facts,
             Scores.of(cell),
             plugins=plugin_locations(cell),
         )
@@ -316,13 +316,13 @@ class FromScores(CellPlan):
 
         from moe_lab.pruning.selection import count_ties, plan_from_scores
 
-        facts = self.request.facts_of(self.facts, files)
-        origin = {**self.request.origin(facts), "scores": Path(self.scores.folder).name}
+        facts = self.setup.facts_of(self.facts, files)
+        origin = {**self.setup.origin(facts), "scores": Path(self.scores.folder).name}
         # `plan_from_scores` reads the file, and `allocation_settings` has only a digest as "path"
-        settings = {**self.request.allocation_settings, "path": self.request.allocation.path}
-        evidence: dict[str, Any] = files.sums(self.request.evidence)
-        if "by" in self.request.evidence:
-            evidence["by"] = files.expert_scores(self.request.evidence["by"])
+        settings = {**self.setup.allocation_settings, "path": self.setup.allocation.path}
+        evidence: dict[str, Any] = files.sums(self.setup.evidence)
+        if "by" in self.setup.evidence:
+            evidence["by"] = files.expert_scores(self.setup.evidence["by"])
         granularity = criteria.get(self.scores.criterion.name).granularity
         if granularity == "channel":
             channels = load(files.read(self.scores, CHANNEL_SCORES))
@@ -333,7 +333,7 @@ class FromScores(CellPlan):
         tie_counts = count_ties(plan, scores, facts["layers"])
         # from a plan in the file allocation.path, `plan_from_scores` takes only the numbers of
         # experts or channels, and so checks them
-        if plan_of_file := plan_in(self.request.allocation):
+        if plan_of_file := plan_in(self.setup.allocation):
             plan = plan_of_file
             tie_counts = {}
             plan.check_origin([("model_sha256", lambda: str(facts["sha256"]))], "this model")
@@ -354,7 +354,7 @@ class Search(CellPlan):
     kind = "search"
     whole_model = True
     checks = (check_schedules,)
-    loaded: Loaded
+    loaded: ModelIdentity
     text: IdentifiedText
     scores: Scores
     seed: int
@@ -365,7 +365,7 @@ class Search(CellPlan):
         evaluated again in the next generation."""
         from moe_lab.search.evolution import parse
 
-        search = parse(self.request.allocation.parameters)
+        search = parse(self.setup.allocation.parameters)
         candidates = search.population + (search.generations - 1) * (
             search.population - search.elites
         )
@@ -377,7 +377,7 @@ class Search(CellPlan):
         """The step that searches for a cell's plan. Candidates are evaluated on the text "search"
         of the cell."""
         text = IdentifiedText.of(cell.texts["search"])
-        return cls(plan_request(cell), loaded_as(cell.model), text, Scores.of(cell), cell.seed)
+        return cls(plan_setup(cell), loaded_field(cell.model), text, Scores.of(cell), cell.seed)
 
     def work(self, files: Files) -> None:
         """Search for the plan. Write the plan and the records of the search."""
@@ -387,9 +387,9 @@ class Search(CellPlan):
         search(
             network,
             tokenizer,
-            facts=self.request.facts_of(self.loaded.facts, files),
+            facts=self.setup.facts_of(self.loaded.facts, files),
             scores=files.expert_scores(self.scores),
-            settings=self.request.allocation_settings,
+            settings=self.setup.allocation_settings,
             text=self.text,
             out=files.out,
             partial=files.partial,
@@ -404,7 +404,7 @@ class Reconstruction(CellPlan):
     kind = "reconstruction"
     reads_text = True
     checks = (check_choices,)
-    loaded: Loaded
+    loaded: ModelIdentity
     text: IdentifiedText
     seed: int
 
@@ -415,7 +415,7 @@ class Reconstruction(CellPlan):
     def of(cls, cell: Cell) -> Self:
         """The step that makes a cell's plan on its calibration set."""
         text = IdentifiedText.of(cell.calibration)
-        return cls(plan_request(cell), loaded_as(cell.model), text, cell.seed)
+        return cls(plan_setup(cell), loaded_field(cell.model), text, cell.seed)
 
     def work(self, files: Files) -> None:
         """Write the plan whose retained experts reconstruct the outputs of the layers best, and a
@@ -423,17 +423,17 @@ class Reconstruction(CellPlan):
         from moe_lab.pruning.plan import Plan
         from moe_lab.search.reconstruction import COLUMNS, reconstruct
 
-        facts = self.request.facts_of(self.loaded.facts, files)
-        settings = self.request.allocation_settings
+        facts = self.setup.facts_of(self.loaded.facts, files)
+        settings = self.setup.allocation_settings
         result = reconstruct(
-            engine(self.loaded.model, self.text, files).collect_statistics,
+            text_passes(self.loaded.model, self.text, files).collect_statistics,
             facts=facts,
             ratio=settings["ratio"],
             multiple_of=settings["multiple_of"],
             **settings["parameters"],
         )
         counts = {number: layer["n_experts"] for number, layer in facts["layers"].items()}
-        plan = Plan.of_experts(result.retained, counts, self.request.origin(facts))
+        plan = Plan.of_experts(result.retained, counts, self.setup.origin(facts))
         save_plan(plan, facts, files)
         files.table("errors.parquet", COLUMNS, result.errors)
 
@@ -448,8 +448,8 @@ class Sequential(CellPlan):
 
     kind = "sequential"
     reads_text = True
-    checks = (check_sequential, check_ratio, check_layout)
-    loaded: Loaded
+    checks = (check_sequential, check_ratio, check_channels_removable)
+    loaded: ModelIdentity
     text: IdentifiedText
     criterion: IdentifiedCriterion
     sums: dict[str, Step]
@@ -466,15 +466,15 @@ class Sequential(CellPlan):
         over weights, they are inputs of the step. The forward statistics, which the criterion also
         needs, are computed in the step itself."""
         sums = {
-            kind: evidence(kind, cell)
+            kind: input_step(kind, cell)
             for kind in criteria.get(cell.criterion.name).needs
             if not KINDS[kind].reads_text
         }
         text = IdentifiedText.of(cell.calibration)
         criterion = IdentifiedCriterion.of(cell.criterion)
         return cls(
-            plan_request(cell),
-            loaded_as(cell.model),
+            plan_setup(cell),
+            loaded_field(cell.model),
             text,
             criterion,
             sums,
@@ -490,15 +490,15 @@ class Sequential(CellPlan):
         from moe_lab.statistics import merge_passes
 
         streamed, tokenizer = open_streamed(self.loaded.model)
-        facts = self.request.facts_of(self.loaded.facts, files)
-        weight_steps = {**self.sums, **self.request.evidence}
+        facts = self.setup.facts_of(self.loaded.facts, files)
+        weight_steps = {**self.sums, **self.setup.evidence}
         # statistics of the unpruned model; `choose` gets those with all earlier layers pruned
         weight_steps.pop("statistics", None)
         weights = merge_passes(files.sums(weight_steps).values())
         granularity = criteria.get(self.criterion.name).granularity
         # allocation=sequential has no rule for a single layer, so `choose` uses one of these two
         settings = {
-            **self.request.allocation_settings,
+            **self.setup.allocation_settings,
             "name": "uniform" if granularity == "expert" else "layerwise",
         }
 
@@ -520,7 +520,7 @@ class Sequential(CellPlan):
             provenance={
                 "criterion": self.settings["criterion"],
                 "text": self.settings["text"],
-                **self.request.origin(facts),
+                **self.setup.origin(facts),
             },
         )
         save_plan(plan, facts, files, tie_counts)

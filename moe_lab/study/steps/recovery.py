@@ -21,9 +21,9 @@ from moe_lab.paths import is_of_group
 from moe_lab.study import resources
 from moe_lab.study.resources import Resources, channel_product_bytes, expert_weight_bytes, text_pass
 from moe_lab.study.step import KINDS, Step, StepFields
-from moe_lab.study.steps.files import Files, engine
-from moe_lab.study.steps.passes import Facts, Loaded, loaded_as
-from moe_lab.study.steps.plans import CellPlan, PlanRequest, drops_whole_experts
+from moe_lab.study.steps.files import Files, text_passes
+from moe_lab.study.steps.passes import Facts, ModelIdentity, loaded_field
+from moe_lab.study.steps.plans import CellPlan, PlanSetup, drops_whole_experts
 
 NO_RECOVERY = RecoveryConfig()
 
@@ -37,7 +37,7 @@ def plan_of(cell: Cell) -> PlanStep:
     grouping = GROUPINGS.get(cell.allocation.replacement)
     if grouping is None or grouping.align is None:
         return plan
-    model = loaded_as(cell.model)
+    model = loaded_field(cell.model)
     text = IdentifiedText.of(cell.calibration)
     if grouping.align == "weights":
         return Alignment(model, text, plan)
@@ -49,7 +49,7 @@ class AlignedPlan(Step):
     other."""
 
     small = True
-    loaded: Loaded
+    loaded: ModelIdentity
     text: IdentifiedText
     plan: PlanStep
 
@@ -57,9 +57,9 @@ class AlignedPlan(Step):
         return self.plan.label()
 
     @property
-    def request(self) -> PlanRequest:
+    def setup(self) -> PlanSetup:
         """Settings and inputs of the plan."""
-        return self.plan.request
+        return self.plan.setup
 
 
 class Alignment(AlignedPlan):
@@ -114,7 +114,9 @@ class ActivationAlignment(AlignedPlan):
         from moe_lab.pruning.alignment import align_by_activations, alignment_hook
 
         plan = files.plan(self.plan)
-        sums = engine(self.loaded.model, self.text, files).collect_statistics(alignment_hook(plan))
+        sums = text_passes(self.loaded.model, self.text, files).collect_statistics(
+            alignment_hook(plan)
+        )
         align_by_activations(plan, sums.layers).save(files.out / "plan.json")
 
 
@@ -147,7 +149,7 @@ class Finetune(Step):
 
     kind = "finetune"
     whole_model = True
-    loaded: Loaded
+    loaded: ModelIdentity
     text: IdentifiedText
     plan: PlanStep
     recovery: RecoveryConfig
@@ -160,7 +162,7 @@ class Finetune(Step):
         """Resources of fine-tuning or fitting. Memory holds two copies of the model's weights if
         adapters are trained or experts are merged. Otherwise the loaded model is masked, and memory
         holds its weights once."""
-        copies = 2 if self.recovery.train == "adapters" or self.plan.request.merges_experts else 1
+        copies = 2 if self.recovery.train == "adapters" or self.plan.setup.merges_experts else 1
         return resources.finetuning(
             self.loaded.model, self.text, self.recovery, self.loaded.pace, copies=copies
         )
@@ -183,7 +185,7 @@ class Pruned(StepFields):
     """A model with the plan by which it is pruned and the recovery that follows. If `plan` is None,
     the model is not pruned."""
 
-    loaded: Loaded
+    loaded: ModelIdentity
     plan: PlanStep | None = None
     finetune: Finetune | None = None
     storage: Storage | None = None
@@ -218,7 +220,7 @@ class Pruned(StepFields):
     def is_changed(self) -> bool:
         """Whether weights differ from the unpruned model, because they were fine-tuned or
         quantised, or because experts were merged."""
-        return self.is_recovered or (self.plan is not None and self.plan.request.merges_experts)
+        return self.is_recovered or (self.plan is not None and self.plan.setup.merges_experts)
 
     @contextmanager
     def open(self, files: Files) -> Iterator[tuple[Any, Any]]:
@@ -230,14 +232,17 @@ class Pruned(StepFields):
         network, tokenizer = files.models.load(self.model)
         plan = files.plan(self.plan)
         if self.is_recovered:
-            yield files.models.recover(self.model, plan, **self.changes(files)), tokenizer
+            yield (
+                files.models.recover(self.model, plan, **self.recovery_arguments(files)),
+                tokenizer,
+            )
         elif plan:
             with mask(network, plan):
                 yield network, tokenizer
         else:
             yield network, tokenizer
 
-    def changes(self, files: Files) -> dict[str, Any]:
+    def recovery_arguments(self, files: Files) -> dict[str, Any]:
         """Keyword arguments of `recovery.apply.recovered`: "bits", "modules" and "tuned". The value
         of "tuned" is the folder with the result of `finetune`, or None without this step."""
         tuned = files.folders[self.finetune.id] if self.finetune else None
@@ -248,7 +253,7 @@ def pruned_of(cell: Cell) -> Pruned:
     """The model of a cell with its plan and recovery. A recovery that reads a text has the step
     `Finetune`."""
     plan = plan_of(cell)
-    model = loaded_as(cell.model)
+    model = loaded_field(cell.model)
     finetune = None
     if role := cell.recovery.text_setting:
         finetune = Finetune(
@@ -266,7 +271,7 @@ def pruned_of(cell: Cell) -> Pruned:
 
 def unpruned_model(model: ModelConfig) -> Pruned:
     """A `Pruned` of `model` without a plan and a recovery."""
-    return Pruned(loaded_as(model))
+    return Pruned(loaded_field(model))
 
 
 class Export(Step):
@@ -376,7 +381,7 @@ class Export(Step):
         text_name = self.finetune.text.name if self.finetune else None
         sentence = training_sentence(self.pruned.recovery, text_name)
         changes = recovery_changes(
-            pruned_folder, dtype=dtype, sentence=sentence, **self.pruned.changes(files)
+            pruned_folder, dtype=dtype, sentence=sentence, **self.pruned.recovery_arguments(files)
         )
         rewrite(pruned_folder, changes, out)
 

@@ -18,20 +18,20 @@ from moe_lab.study.resources import Resources
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.files import Files
-from moe_lab.study.steps.passes import Facts, Pass, loaded_as
+from moe_lab.study.steps.passes import Facts, Pass, loaded_field
 
 CHANNEL_SCORES = "scores.safetensors"
 ByLayer = Mapping[int, Mapping[str, Any]]
 
 
-def needed_class(name: str) -> Any:
+def step_class(name: str) -> Any:
     """The class of the steps of the kind `name`. `name`: a kind of input step, as criteria and
     allocations state them in `needs`. UserError, with the nearest name, for an unknown kind."""
     check_known("step in needs", name, KINDS)
     return KINDS[name]
 
 
-def evidence_roles(cell: Cell) -> tuple[str, ...]:
+def input_roles(cell: Cell) -> tuple[str, ...]:
     """Roles of the input steps that the cell's allocation needs besides the cell's scores. A role
     is the kind of the step, or "by" for the scores of the criterion `allocation.by`."""
     return allocation.required_evidence(vars(cell.allocation))
@@ -44,21 +44,21 @@ def reads_text(cell: Cell) -> bool:
     kinds = [
         *criteria.get(cell.criterion.name).needs,
         # "by" is no kind of step: it stands for the criterion `allocation.by`, which follows
-        *(role for role in evidence_roles(cell) if role != "by"),
+        *(role for role in input_roles(cell) if role != "by"),
     ]
     if cell.allocation.by is not None:
         kinds += criteria.get(cell.allocation.by).needs
-    if any(needed_class(kind).reads_text for kind in kinds):
+    if any(step_class(kind).reads_text for kind in kinds):
         return True
     return KINDS[allocation.get(cell.allocation.name).step].reads_text
 
 
-def evidence(need: str, cell: Cell) -> Step:
-    """The input step with the role `need`. The role is a kind of step, or "by" for the scores of
+def input_step(role: str, cell: Cell) -> Step:
+    """The input step with the role `role`. The role is a kind of step, or "by" for the scores of
     the criterion `allocation.by`."""
-    if need == "by":
+    if role == "by":
         return Scores.of(replace(cell, criterion=CriterionConfig(name=str(cell.allocation.by))))
-    step: Step = needed_class(need).of(cell, need)
+    step: Step = step_class(role).of(cell, role)
     return step
 
 
@@ -90,9 +90,9 @@ class Scores(Step):
         the sums that the criterion needs."""
         criterion = criteria.get(cell.criterion.name)
         name = f"{cell.model.name}-{cell.calibration.name}-{criterion.name}"
-        sums = {need: evidence(need, cell) for need in criterion.needs}
+        sums = {need: input_step(need, cell) for need in criterion.needs}
         return cls(
-            loaded_as(cell.model).facts,
+            loaded_field(cell.model).facts,
             IdentifiedCriterion.of(cell.criterion),
             sums,
             name,
