@@ -54,8 +54,7 @@ def fit(
     start_time = time.monotonic()
     pruned = prune(model, plan)
     weights_by_layer = merged_weights(pruned, plan)
-    # `collect_statistics` creates the hooks without arguments for these values, so the class holds
-    # the values
+    # `collect_statistics` creates hooks without arguments for these values: the class holds them
     hook = type("FitHook", (MergeHook,), {"plan": plan, "merged": weights_by_layer})
     sums = collect_statistics(model, hook, batches(text, tokenizer).batches, out=partial).layers
     experts = []

@@ -83,15 +83,12 @@ def export(
             (work / name).write_text(text, encoding="utf-8")
         plan.save(work / "plan.json")
         tensors = [tensor for content in shards.values() for tensor in content]
-        _check(
-            folder, work, shape, {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
-        )
+        types_and_shapes = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
+        _check(folder, work, shape, types_and_shapes)
         write_weights(checkpoint, shards, work)
         size = sum(tensor.size for tensor in tensors)
         if (folder / INDEX).exists():
-            shard_of = {
-                tensor.name: shard for shard, content in shards.items() for tensor in content
-            }
+            shard_of = {tensor.name: file for file, content in shards.items() for tensor in content}
             write_index(work, shard_of, size)
         card = model_card(
             plan,
