@@ -23,21 +23,21 @@ from moe_lab.errors import UserError
 from moe_lab.statistics.forward import ForwardHook
 
 
-def s(b: float, alpha: int, beta: int) -> Callable[[naive.Served, str], torch.Tensor]:
+def s(b: float, alpha: int, beta: int) -> Callable[[naive.ExpertTokens, str], torch.Tensor]:
     """S(b, alpha, beta), one token after the other."""
 
-    def formula(e: naive.Served, gate: str) -> torch.Tensor:
-        terms = e.by(gate) ** alpha * e.f.norm(dim=-1) ** beta
+    def formula(e: naive.ExpertTokens, gate: str) -> torch.Tensor:
+        terms = e.gate_of_kind(gate) ** alpha * e.f.norm(dim=-1) ** beta
         return terms.sum() / len(e.token) ** b
 
     return formula
 
 
-def spread(e: naive.Served) -> torch.Tensor:
+def spread(e: naive.ExpertTokens) -> torch.Tensor:
     return e.f.var(0).sqrt().norm() if len(e.token) > 1 else torch.tensor(0.0)
 
 
-NAIVE: dict[str, Callable[[naive.Served, str], torch.Tensor]] = {
+NAIVE: dict[str, Callable[[naive.ExpertTokens, str], torch.Tensor]] = {
     "frequency": s(0, 0, 0),
     "seer": s(0, 1, 0),
     "ean": s(0, 0, 1),
@@ -47,8 +47,8 @@ NAIVE: dict[str, Callable[[naive.Served, str], torch.Tensor]] = {
     "gate_ean": s(0, 1, 1),
     "gate_energy": s(0, 2, 2),
     "easy_ep": lambda e, gate: (e.shift.clamp(min=0) * e.gate * e.f.norm(dim=-1)).sum(),
-    "mone": lambda e, gate: e.by(gate).mean() * spread(e),
-    "mone_freq": lambda e, gate: e.by(gate).sum() * spread(e),
+    "mone": lambda e, gate: e.gate_of_kind(gate).mean() * spread(e),
+    "mone_freq": lambda e, gate: e.gate_of_kind(gate).sum() * spread(e),
 }
 """Criterion -> its formula on the tokens one expert served. Scores of experts that served none are
 0."""
@@ -56,7 +56,7 @@ NAIVE: dict[str, Callable[[naive.Served, str], torch.Tensor]] = {
 
 @cache
 def statistics(name: str) -> dict[int, dict[str, numpy.ndarray]]:
-    layers = naive.observed(naive.model(name), ForwardHook)
+    layers = naive.hook_sums(naive.model(name), ForwardHook)
     return {
         layer: {key: part.numpy() for key, part in tensors.items()}
         for layer, tensors in layers.items()
@@ -69,7 +69,7 @@ def experts(inputs: Any) -> dict[int, int]:
 
 def expected(name: str, layer: int, gate: str, formula: Any) -> torch.Tensor:
     """Scores of the experts of a layer by a formula; 0 where no token was served."""
-    served = naive.routed(name)[layer].experts
+    served = naive.forward(name)[layer].experts
     scores = torch.zeros(len(served), dtype=torch.float64)
     for number, expert in enumerate(served):
         if len(expert.token):
@@ -88,7 +88,7 @@ def test_scores_are_those_of_each_expert_alone(name: str) -> None:
             for layer, values in scores.items():
                 assert values.dtype == numpy.float64
                 reference = expected(name, layer, gate, formula)
-                error = naive.relative(torch.from_numpy(values), reference)
+                error = naive.relative_error(torch.from_numpy(values), reference)
                 assert error < 1e-5, (criterion, gate, layer)
 
 
@@ -102,7 +102,7 @@ def test_the_family_is_17_scores_of_every_expert(name: str) -> None:
         for layer in inputs:
             values = [row[5] for row in rows if (row[0], *row[2:5]) == (layer, b, alpha, beta)]
             reference = expected(name, layer, "renormalized", s(b, alpha, beta))
-            assert naive.relative(torch.tensor(values), reference) < 1e-5
+            assert naive.relative_error(torch.tensor(values), reference) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["olmoe", "deepseek_v3"])
@@ -112,7 +112,7 @@ def test_the_family_has_fractions_of_counts(name: str) -> None:
     half = criteria.score("s_family", inputs, experts=experts(inputs), parameters=parameters)
     for layer, scores in half.items():
         reference = expected(name, layer, "model", s(0.5, 0, 1))
-        assert naive.relative(torch.tensor(scores), reference) < 1e-5
+        assert naive.relative_error(torch.tensor(scores), reference) < 1e-5
 
 
 def of_weights(name: str, weights: numpy.ndarray) -> numpy.ndarray:
@@ -663,7 +663,7 @@ def test_the_page_on_new_criteria_works_as_it_is_written() -> None:
             scores = criteria.score(name, inputs, experts=experts(inputs), parameters=parameters)
             for layer, values in scores.items():
                 reference = expected("olmoe", layer, "model", NAIVE["peak"]) ** power
-                assert naive.relative(torch.from_numpy(values), reference) < 1e-5
+                assert naive.relative_error(torch.from_numpy(values), reference) < 1e-5
     finally:
         criteria.CRITERIA.pop("peak", None)
         NAIVE.pop("peak", None)

@@ -363,7 +363,7 @@ def check_sums(
         for statistics in distances:
             for key, value in (sums | statistics.layers[layer.index]).items():
                 assert value.dtype == torch.float64
-                assert naive.relative(value, expected[key]) < 1e-6, key
+                assert naive.relative_error(value, expected[key]) < 1e-6, key
 
 
 TRANSFORMERS_MODELS = Path(transformers.__file__).with_name("models")
@@ -440,7 +440,7 @@ def test_a_layer_has_one_block_of_experts() -> None:
 def test_stacked_experts_are_summed_at_once(dtype: torch.dtype) -> None:
     stack = torch.randn(5, 70, 2048, generator=torch.Generator().manual_seed(0)).to(dtype)
     for sums, power in zip(weights.rows_absolute_and_square(stack), (1, 2), strict=True):
-        assert naive.relative(sums, stack.double().abs().pow(power).sum((1, 2))) < 1e-6
+        assert naive.relative_error(sums, stack.double().abs().pow(power).sum((1, 2))) < 1e-6
 
 
 WEIGHT_READERS = (weights.expert_weight_sums, weights.channel_weight_sums, weights.compare_experts)
@@ -458,7 +458,7 @@ def test_cuda_sums_are_those_of_the_cpu(
     for layer, expected in cpu.items():
         assert cuda[layer].keys() == expected.keys()
         for statistic, sums in expected.items():
-            assert naive.relative(cuda[layer][statistic], sums) < 1e-6
+            assert naive.relative_error(cuda[layer][statistic], sums) < 1e-6
 
 
 @pytest.fixture

@@ -184,9 +184,9 @@ def test_scores_are_of_the_dequantised_experts(
         }
         save_file(rounded, plain / "model.safetensors", {"format": "pt"})
     expected, actual = (
-        naive.observed(load_model(settings(folder))[0], ForwardHook) for folder in (plain, stored)
+        naive.hook_sums(load_model(settings(folder))[0], ForwardHook) for folder in (plain, stored)
     )
-    naive.assert_alike(actual, expected)
+    naive.assert_sums_close(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_four_bits_of_bitsandbytes_can_be_scored(tmp_path: Path) -> None:
     shutil.copytree(plain, stored, ignore=shutil.ignore_patterns("*.safetensors"))
     model.save_pretrained(stored)
     expected, actual = (
-        naive.observed(load_model(settings(folder))[0], ForwardHook) for folder in (plain, stored)
+        naive.hook_sums(load_model(settings(folder))[0], ForwardHook) for folder in (plain, stored)
     )
     for index, tensors in actual.items():
         assert torch.equal(tensors["tokens"].sum(), expected[index]["tokens"].sum())

@@ -214,7 +214,7 @@ def brute_force(model: Any, layer: MoELayer, removed: int) -> dict[tuple[int, ..
     wide = copy.deepcopy(model).double()
     layers = moe_layers(wide)
     changed = next(moe_layer for moe_layer in layers if moe_layer.index == layer.index)
-    unpruned = naive.block(changed, entered[0])
+    unpruned = naive.block_output(changed, entered[0])
     errors = {}
     every_expert = {moe_layer.index: tuple(range(moe_layer.n_experts)) for moe_layer in layers}
     for retained in combinations(range(layer.n_experts), layer.n_experts - removed):
@@ -235,7 +235,7 @@ def brute_force(model: Any, layer: MoELayer, removed: int) -> dict[tuple[int, ..
             continue
         with mask(wide, plan):
             errors[retained] = float(
-                (unpruned - naive.block(changed, entered[0]))[valid.flatten()].norm()
+                (unpruned - naive.block_output(changed, entered[0]))[valid.flatten()].norm()
             )
     return errors
 
@@ -300,8 +300,8 @@ def test_reconstruction_errors_are_shares_of_the_output() -> None:
     assert all(retained == tuple(range(8)) for retained in result.retained.values())
     assert [row[2] for row in result.errors] == [0.0] * 3
     layer = moe_layers(model)[-1]
-    seen = naive.routed("mixtral")[layer.index]
-    norm = float(seen.mixed[seen.valid].norm())
+    seen = naive.forward("mixtral")[layer.index]
+    norm = float(seen.routed_output[seen.valid].norm())
     for index, _, error, relative, _ in reconstructed(model, [naive.batch()], ratio=0.25).errors:
         if index == layer.index:
             assert relative == pytest.approx(error / norm, rel=1e-5)

@@ -49,7 +49,7 @@ SOFTMAX_GATES = {"full_softmax", "double_softmax"}
 @pytest.fixture(scope="module")
 def observed() -> Callable[[str], Any]:
     """Statistics by layer of a model, computed once."""
-    return functools.cache(lambda name: naive.observed(naive.model(name), ForwardHook))
+    return functools.cache(lambda name: naive.hook_sums(naive.model(name), ForwardHook))
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
@@ -57,14 +57,14 @@ def test_observed_model_is_left_as_it_was(name: str, observed: Callable[[str], A
     """And computes the same, to the bit, while it is observed."""
     layers = observed(name)
     assert not any(are_replaced(layer) for layer in moe_layers(naive.model(name)))
-    assert layers.keys() == naive.routed(name).keys()
+    assert layers.keys() == naive.forward(name).keys()
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_statistics_are_those_of_each_expert_alone(
     name: str, observed: Callable[[str], Any]
 ) -> None:
-    for index, seen in naive.routed(name).items():
+    for index, seen in naive.forward(name).items():
         tensors = observed(name)[index]
         assert all(tensor.dtype == torch.float64 for tensor in tensors.values())
         assert tensors["tokens"].tolist() == [len(expert.token) for expert in seen.experts]
@@ -76,19 +76,19 @@ def test_statistics_are_those_of_each_expert_alone(
 def test_sums_of_gates_are_moments_of_each_expert(
     name: str, observed: Callable[[str], Any]
 ) -> None:
-    for index, seen in naive.routed(name).items():
+    for index, seen in naive.forward(name).items():
         tensors = observed(name)[index]
         softmax = {gate for gate in SOFTMAX_GATES if f"sums_{gate}" in tensors}
         assert softmax == (SOFTMAX_GATES if name in SOFTMAX_ROUTERS else set())
         for gate in GATES:
             if f"sums_{gate}" in tensors:
                 expected = torch.stack([moments(expert, gate) for expert in seen.experts])
-                assert naive.relative(tensors[f"sums_{gate}"], expected) < 1e-5
+                assert naive.relative_error(tensors[f"sums_{gate}"], expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_router_entropies_are_counted_in_bins(name: str, observed: Callable[[str], Any]) -> None:
-    for index, seen in naive.routed(name).items():
+    for index, seen in naive.forward(name).items():
         shares = seen.logits[seen.valid].softmax(-1)
         entropies = -shares.xlogy(shares).sum(-1) / math.log(shares.shape[1])
         bins = (entropies * ENTROPY_BINS).long().clamp(max=ENTROPY_BINS - 1)
@@ -96,9 +96,9 @@ def test_router_entropies_are_counted_in_bins(name: str, observed: Callable[[str
         assert counts == bins.bincount(minlength=ENTROPY_BINS).tolist()
 
 
-def moments(expert: naive.Served, gate: str) -> torch.Tensor:
+def moments(expert: naive.ExpertTokens, gate: str) -> torch.Tensor:
     """(3, 3) sums of powers of the gates times powers of the norms of outputs."""
-    gates = expert.by(gate)
+    gates = expert.gate_of_kind(gate)
     norms = expert.f.norm(dim=-1)
     sums = torch.empty(3, 3, dtype=norms.dtype)
     for a, b in product(range(3), repeat=2):
@@ -106,7 +106,7 @@ def moments(expert: naive.Served, gate: str) -> torch.Tensor:
     return sums
 
 
-def check_columns(tensors: dict[str, torch.Tensor], seen: naive.Seen) -> None:
+def check_columns(tensors: dict[str, torch.Tensor], seen: naive.LayerTokens) -> None:
     """Sums and maxima of outputs and of channels, with each gate."""
     for j, expert in enumerate(seen.experts):
         if len(expert.token) == 0:
@@ -114,11 +114,11 @@ def check_columns(tensors: dict[str, torch.Tensor], seen: naive.Seen) -> None:
             continue
         error = (tensors["output_sum"][j] - expert.f.sum(0)).abs().max()
         assert error < 1e-6 * expert.f.norm(dim=-1).sum()
-        assert naive.relative(tensors["output_abs_max"][j], expert.f.abs().max()) < 1e-5
+        assert naive.relative_error(tensors["output_abs_max"][j], expert.f.abs().max()) < 1e-5
         gates = {
             "": torch.ones_like(expert.gate),
             "gate_": expert.gate,
-            "renormalized_": expert.by("renormalized"),
+            "renormalized_": expert.gate_of_kind("renormalized"),
         }
         for prefix, gate in gates.items():
             phi = expert.phi * gate[:, None]
@@ -133,17 +133,17 @@ def relative_to_largest(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).abs().max() / expected.max())
 
 
-def check_ala(tensors: dict[str, torch.Tensor], seen: naive.Seen) -> None:
+def check_ala(tensors: dict[str, torch.Tensor], seen: naive.LayerTokens) -> None:
     energy = seen.stream.square().sum(-1) + 1e-6
-    loss = (seen.mixed.square().sum(-1) / energy)[seen.valid].sum()
-    assert naive.relative(tensors["layer_loss"], loss) < 1e-5
+    loss = (seen.routed_output.square().sum(-1) / energy)[seen.valid].sum()
+    assert naive.relative_error(tensors["layer_loss"], loss) < 1e-5
     for j, expert in enumerate(seen.experts):
         energies = energy[expert.token]
-        products = (expert.f * seen.mixed[expert.token]).sum(-1)
+        products = (expert.f * seen.routed_output[expert.token]).sum(-1)
         first = expert.gate * products / energies
         second = expert.gate.square() * expert.f.square().sum(-1) / energies
         assert abs(tensors["ala_first"][j] - first.sum()) <= 1e-5 * first.abs().sum()
-        assert naive.relative(tensors["ala_second"][j], second.sum()) < 1e-5
+        assert naive.relative_error(tensors["ala_second"][j], second.sum()) < 1e-5
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
@@ -151,12 +151,12 @@ def test_sums_of_a_bf16_model_are_those_of_fp64_within_its_rounding(name: str) -
     """bf16 rounds by up to 2^-9 of a number. Of the same inputs, norms of outputs are within 4 and
     squares of channels within 8 units in the last place (2^-8); what the model computes does not
     change."""
-    layers = naive.observed(naive.model(name, torch.bfloat16), ForwardHook)
-    for index, seen in naive.routed(name, torch.bfloat16).items():
+    layers = naive.hook_sums(naive.model(name, torch.bfloat16), ForwardHook)
+    for index, seen in naive.forward(name, torch.bfloat16).items():
         tensors = layers[index]
         assert tensors["tokens"].tolist() == [len(expert.token) for expert in seen.experts]
         expected = torch.stack([moments(expert, "model") for expert in seen.experts])
-        assert naive.relative(tensors["sums_model"], expected) < 4 * 2**-8
+        assert naive.relative_error(tensors["sums_model"], expected) < 4 * 2**-8
         for j, expert in enumerate(seen.experts):
             squares = (expert.phi * expert.gate[:, None]).square().sum(0)
             errors = (tensors["gate_channel_square"][j] - squares).abs()
@@ -234,10 +234,10 @@ def test_sums_of_half_precision_numbers_are_not_rounded_to_it() -> None:
     sums = call.finish(gates * outputs)
     exact = outputs.double()
     gated = gates.double() * exact
-    assert naive.relative(sums["output_sum"][0], exact.sum(0)) < 1e-6
-    assert naive.relative(sums["channel_square"][0], exact.square().sum(0)) < 1e-6
-    assert naive.relative(sums["gate_channel_square"][0], gated.square().sum(0)) < 1e-6
-    assert naive.relative(sums["sums_model"][0, 1, 1], gated.norm(dim=-1).sum()) < 1e-6
+    assert naive.relative_error(sums["output_sum"][0], exact.sum(0)) < 1e-6
+    assert naive.relative_error(sums["channel_square"][0], exact.square().sum(0)) < 1e-6
+    assert naive.relative_error(sums["gate_channel_square"][0], gated.square().sum(0)) < 1e-6
+    assert naive.relative_error(sums["sums_model"][0, 1, 1], gated.norm(dim=-1).sum()) < 1e-6
 
 
 STREAM = torch.tensor([3.0, 4.0])
@@ -272,7 +272,7 @@ def test_small_shifts_are_not_lost_in_fp32() -> None:
 def test_without_a_norm_before_the_block_no_shift_is_claimed() -> None:
     model = tiny.build("olmoe")
     model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: (2 * args[0],))
-    layers = naive.observed(model, ForwardHook)
+    layers = naive.hook_sums(model, ForwardHook)
     assert ["shift_weighted" in tensors for tensors in layers.values()] == [True, False, True]
     with pytest.raises(UserError, match=r"layer 1 has no shift_weighted for criterion=easy_ep"):
         criteria.score("easy_ep", layers, experts=dict.fromkeys(layers, 16))
@@ -282,9 +282,9 @@ def test_without_a_norm_before_the_block_no_shift_is_claimed() -> None:
 def test_similarity_statistics_read_every_valid_token(name: str) -> None:
     """Against every expert run by hand on every token in fp64."""
     model = naive.model(name, torch.float64)
-    layers = naive.observed(model, SimilarityHook)
+    layers = naive.hook_sums(model, SimilarityHook)
     for layer in moe_layers(model):
-        seen = naive.routed(name, torch.float64)[layer.index]
+        seen = naive.forward(name, torch.float64)[layer.index]
         assert not seen.valid.all()
         hidden = seen.hidden[seen.valid]
         logits = seen.logits[seen.valid]
@@ -297,7 +297,7 @@ def test_similarity_statistics_read_every_valid_token(name: str) -> None:
             "router_gram": sum(torch.outer(row, row) for row in logits),
         }
         for key, value in expected.items():
-            assert naive.relative(layers[layer.index][key], value) < 1e-9, key
+            assert naive.relative_error(layers[layer.index][key], value) < 1e-9, key
 
 
 GROUPED = [name for name in tiny.ARCHITECTURES if name.endswith(":grouped")]
@@ -313,19 +313,21 @@ def test_damage_is_that_of_really_removing_the_expert(name: str) -> None:
     wide = copy.deepcopy(model).double()
     layers = moe_layers(wide)
     layer = layers[-1]
-    seen = naive.routed(name)[layer.index]
+    seen = naive.forward(name)[layer.index]
     hidden = seen.block_input.double()
     counts = {moe_layer.index: moe_layer.n_experts for moe_layer in layers}
     every_expert = {index: tuple(range(count)) for index, count in counts.items()}
     with torch.no_grad():
-        unpruned = naive.block(layer, hidden)
+        unpruned = naive.block_output(layer, hidden)
         for expert in range(layer.n_experts):
             retained = tuple(index for index in range(layer.n_experts) if index != expert)
             plan = Plan.of_experts({**every_expert, layer.index: retained}, counts, {})
             with mask(wide, plan):
-                difference = unpruned - naive.block(layer, hidden)
+                difference = unpruned - naive.block_output(layer, hidden)
             expected = difference[seen.experts[expert].token].norm(dim=-1).sum()
-            assert naive.relative(measured[layer.index]["damage"][expert], expected) < 1e-5, expert
+            assert naive.relative_error(measured[layer.index]["damage"][expert], expected) < 1e-5, (
+                expert
+            )
 
 
 def every_output(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -346,7 +348,7 @@ def test_damage_of_group_limited_routers(name: str) -> None:
     model = naive.model(name)
     measured = collect_statistics(model, DamageHook, [naive.batch()]).layers
     layer = moe_layers(model)[-1]
-    seen = naive.routed(name)[layer.index]
+    seen = naive.forward(name)[layer.index]
     router: Any = layer.router
     hidden = seen.block_input.double().flatten(0, -2)
     logits = hidden @ router.weight.double().T
@@ -358,7 +360,7 @@ def test_damage_of_group_limited_routers(name: str) -> None:
         for expert in chosen:
             _, without = routed_by_hand(name, router, logits[token], {expert}, layer.top_k)
             expected[expert] += ((gates - without) @ outputs[token]).norm()
-    assert naive.relative(measured[layer.index]["damage"], expected) < 1e-5
+    assert naive.relative_error(measured[layer.index]["damage"], expected) < 1e-5
 
 
 def routed_by_hand(

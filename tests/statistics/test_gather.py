@@ -94,12 +94,12 @@ def test_stopped_pass_resumes(
         calls = tiny.count_calls(patch, Observer, "run_batch")
         resumed = read(model, hook, SIX, **settings)
     assert len(calls) == 1
-    naive.assert_alike(resumed.layers, expected.layers)
+    naive.assert_sums_close(resumed.layers, expected.layers)
     monkeypatch.setattr(Observer, "run_batch", None)  # a finished pass reads nothing again
     finished = read(model, hook, SIX, **settings)
     assert finished.header == resumed.header
     for layers in (finished.layers, read_file(tmp_path / CHECKPOINT, "pt")):
-        naive.assert_alike(layers, expected.layers)
+        naive.assert_sums_close(layers, expected.layers)
     assert [file.name for file in tmp_path.iterdir()] == [CHECKPOINT]
 
 
@@ -220,7 +220,7 @@ def assert_equal(actual: Statistics, expected: Statistics) -> None:
     """To the bit forward; backward, autograd may add up what several experts say of a token in
     another order."""
     assert actual.header == expected.header
-    naive.assert_alike(
+    naive.assert_sums_close(
         actual.layers, expected.layers, 1e-6 if "gradients" in expected.header["kind"] else 0.0
     )
 
@@ -299,7 +299,7 @@ def test_hidden_states_beyond_memory_are_written_to_disk(
         assert folder.exists() == (not memory)
         assert states < 0.5 if memory else states > len(model.layers) - 1
         assert not list(folder.glob("*/states/*")), "what is needed no more is deleted"
-    naive.assert_alike(sums[0].layers, sums[1].layers)
+    naive.assert_sums_close(sums[0].layers, sums[1].layers)
 
 
 def test_streaming_holds_one_layer_and_restarts_with_a_new_text(
@@ -416,4 +416,4 @@ def test_padding_on_the_right_changes_no_sums_without_a_mask(
     result = collect_statistics(model, hook=ForwardHook, batches=[(ids, valid)])
     monkeypatch.setattr("moe_lab.statistics.observe.run", masked)
     expected = collect_statistics(model, hook=ForwardHook, batches=[(ids, valid)])
-    naive.assert_alike(result.layers, expected.layers, 1e-5)
+    naive.assert_sums_close(result.layers, expected.layers, 1e-5)

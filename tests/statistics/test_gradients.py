@@ -82,14 +82,14 @@ def test_heapr_is_the_papers_d_by_d_computation(name: str) -> None:
                 assert (scores[index][expert] == -1).all()
                 continue
             fisher = torch.stack([torch.outer(row, row) for row in g]).mean(0)
-            down = naive.down(layers[index], expert)
+            down = naive.down_projection(layers[index], expert)
             expected = []
             for channel, weight in zip(phi.T, down.T, strict=True):
                 outputs = torch.outer(channel, weight)
                 losses = torch.stack([output @ fisher @ output / 2 for output in outputs])
                 expected.append(losses.mean())
             actual = torch.from_numpy(scores[index][expert])
-            assert naive.relative(actual, torch.stack(expected)) < 1e-9
+            assert naive.relative_error(actual, torch.stack(expected)) < 1e-9
 
 
 def test_rows_without_a_next_token_have_no_loss() -> None:
