@@ -122,7 +122,7 @@ def _names_in_help() -> str:
         "",
     ]
     for output in outputs().values():
-        aliases = f" ({', '.join(output.also)} too)" if output.also else ""
+        aliases = f" ({', '.join(output.aliases)} too)" if output.aliases else ""
         lines.append(f"  {output.name:25} {output.title}{aliases}")
     return "\n".join(lines)
 
@@ -235,7 +235,7 @@ def _run(request: argparse.Namespace) -> int:
     for note in study.notes:
         print(f"analysis: {note}", file=sys.stderr)
     for gap in study.gaps:
-        print(f"analysis: {gap.where}: {gap.reason}", file=sys.stderr)
+        print(f"analysis: {gap.location}: {gap.reason}", file=sys.stderr)
     if study.results.empty:
         print(
             f"analysis: study={study.name} has no results yet: what there is was written",

@@ -122,7 +122,7 @@ class Output:
     filters: str
     """Columns by which the page filters the tables, separated by |. With a leading star, the page
     first shows only the first block."""
-    also: tuple[str, ...]
+    aliases: tuple[str, ...]
     """Names of other published tables and figures that this output contains, because it covers all
     models of a study."""
 
@@ -183,13 +183,13 @@ def output(
     figures_only: bool = False,
     filters: str = "",
     needs: str = DEFAULT_NEEDS,
-    also: Sequence[str] = (),
+    aliases: Sequence[str] = (),
 ) -> Callable[[MakerT], MakerT]:
     """Decorator that registers a function as the Maker of the output `name`. For the other
     arguments see the fields of `Output`."""
 
     def register(make: MakerT) -> MakerT:
-        REGISTERED[name] = Output(name, make, needs, chapter, figures_only, filters, tuple(also))
+        REGISTERED[name] = Output(name, make, needs, chapter, figures_only, filters, tuple(aliases))
         return make
 
     return register
@@ -220,8 +220,8 @@ def _sort_key(item: tuple[str, Output]) -> tuple[bool, str]:
 
 def aliases() -> dict[str, str]:
     """Alias -> name of the output. An alias is the name of a published table or figure that an
-    output of another name contains, see `Output.also`."""
-    return {name: output.name for output in outputs().values() for name in output.also}
+    output of another name contains, see `Output.aliases`."""
+    return {name: output.name for output in outputs().values() for name in output.aliases}
 
 
 def find(name: str) -> Output:

@@ -62,7 +62,7 @@ class Publisher:
                 raise
             self.attempted[name] = traceback.format_exc()
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            self.results.study.reader.gap(
+            self.results.study.reader.record_gap(
                 f"could not be made ({reason}), traceback in {FAILED}/{name}.log", name
             )
             return None
@@ -405,7 +405,7 @@ def _shares_in_words(pruned: pd.DataFrame) -> str:
     and the largest.
     """
     ordered = pruned[pruned["ratio"] > 0].sort_values("ratio", kind="stable")
-    shares = list(dict.fromkeys(ordered["removed_words"]))
+    shares = list(dict.fromkeys(ordered["removed_text"]))
     text = names.listing(shares) or "none"
     if len(shares) > MOST_RATIOS:
         text = f"{len(shares)} ratios from {shares[0]} to {shares[-1]}"

@@ -149,7 +149,7 @@ def comparison(
         "calibration": "text",
     }
     cells = cells.assign(
-        **axes, ratio=0.25, removed=0.25, removed_words="25 %", recovery="none", protocol=None
+        **axes, ratio=0.25, removed=0.25, removed_text="25 %", recovery="none", protocol=None
     )
     scores = pd.DataFrame({name: values.mean(axis=1) for name, values in outcomes.items()})
     quantities = dict.fromkeys(outcomes, Quantity("loss")) if losses else {}

@@ -32,7 +32,7 @@ from moe_lab.config import Config
 from moe_lab.grid import Request
 from moe_lab.json_files import sealed, write_sealed
 from moe_lab.packs import PackedStep
-from moe_lab.results import DIGITS, RECORD
+from moe_lab.results import ID_DIGITS, RECORD
 from moe_lab.study import garbage
 from moe_lab.study import run as running
 from moe_lab.study.__main__ import find
@@ -188,9 +188,9 @@ def _packed(step: Step, step_provenance: dict[str, Any], noise: bytes) -> Packed
         "files": hashes,
         "time": int(time.time()) // 2 * 2,
     }
-    inputs = [needed.id[:DIGITS] for needed in step.inputs.values()]
+    inputs = [needed.id[:ID_DIGITS] for needed in step.inputs.values()]
     return PackedStep(
-        step.id[:DIGITS],
+        step.id[:ID_DIGITS],
         step.folder,
         inputs,
         {**files, STEP: sealed(json.dumps(document)).encode()},

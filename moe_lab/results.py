@@ -98,10 +98,10 @@ items that share a phrase with the text (found)."""
 RECORD = "record.json"
 """File in the folder of a run, runs/STUDY/RUN, with the cells of the run and the folders of their
 results."""
-FIGURES = ("families", "damages", "contaminations")
+FIGURE_STEPS = ("families", "damages", "contaminations")
 """Entries of a record with the steps that only figures and remarks need."""
 KEY = ("calibration", "model", "gate", "seed")
-"""Fields that identify the step of a figure in the entries FIGURES of a record."""
+"""Fields that identify the step of a figure in the entries FIGURE_STEPS of a record."""
 _NAME = str | None
 _FIGURE = [{"calibration": str, "model": str, "gate": str, "seed": Number, "step": _NAME}]
 RECORD_SHAPE = {
@@ -120,7 +120,7 @@ RECORD_SHAPE = {
             "errors": dict,
         }
     ],
-    **dict.fromkeys(FIGURES, _FIGURE),
+    **dict.fromkeys(FIGURE_STEPS, _FIGURE),
 }
 """Shape of record.json for `json_files.fits`. `replaces` has the names of the earlier runs whose
 records no longer count."""
@@ -149,7 +149,7 @@ def read_record(root: Path, study: str) -> dict[str, Any] | None:
 
 
 def join_records(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """One record with the cells and the FIGURES of all records in `current`, the result of
+    """One record with the cells and the FIGURE_STEPS of all records in `current`, the result of
     `current_records`. All other entries are copied from the last record. The entry `run` has the
     name of the last record's run.
 
@@ -158,12 +158,12 @@ def join_records(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     record, and added to the entry `differing`.
     """
     cells: dict[str, dict[str, Any]] = {}
-    figures: dict[str, dict[str, Any]] = {figure: {} for figure in FIGURES}
+    figures: dict[str, dict[str, Any]] = {figure: {} for figure in FIGURE_STEPS}
     differing = {}
     for record in current.values():
         for entry in record["cells"]:
             # models may have the same name, so the key has digits of the id of the step "model"
-            key = _key({**entry["cell"], "id": (entry.get("model") or "")[-DIGITS:]})
+            key = _key({**entry["cell"], "id": (entry.get("model") or "")[-ID_DIGITS:]})
             merged = _merge(cells[key], entry) if key in cells else entry
             if merged is None:  # the two records name different steps
                 differing[key] = entry["cell"]
@@ -192,7 +192,7 @@ def _key(document: Mapping[str, Any]) -> str:
 STEPS = ("model", "statistics", "scores", "plan", "finetune", "export", "cost", "profile", "timing")
 """Fields of a cell in a record whose value is the folder of a step, or None. The folders of
 evaluations are in the field `evaluate`."""
-DIGITS = 12
+ID_DIGITS = 12
 """Number of digits of a step's id at the end of the name of the step's folder."""
 Folders = Mapping[str, str | None]
 """Field of a cell, or name of a benchmark -> folder of the step; None if the step is missing."""
@@ -222,7 +222,7 @@ def _merge_folders(old: Folders, new: Folders) -> dict[str, str | None] | None:
     merged = dict(old)
     for name, folder in new.items():
         old_folder = old.get(name)
-        if folder and old_folder and folder[-DIGITS:] != old_folder[-DIGITS:]:
+        if folder and old_folder and folder[-ID_DIGITS:] != old_folder[-ID_DIGITS:]:
             return None
         merged[name] = folder or old_folder
     return merged
@@ -230,12 +230,12 @@ def _merge_folders(old: Folders, new: Folders) -> dict[str, str | None] | None:
 
 def finished_steps(record: Mapping[str, Any]) -> set[str]:
     """Folders (KIND/LABEL-ID) of all finished steps that a record names: the steps of cells, of
-    benchmarks and of FIGURES. Empty for the record {}."""
+    benchmarks and of FIGURE_STEPS. Empty for the record {}."""
     names: set[str | None] = set()
     for entry in record.get("cells", ()):
         names.update(entry.get(step) for step in STEPS)
         names.update(entry["evaluate"].values())
-    for figure in FIGURES:
+    for figure in FIGURE_STEPS:
         names.update(row["step"] for row in record.get(figure, ()))
     return {name for name in names if name}
 

@@ -16,7 +16,7 @@ from studies import Worker, start, study_request
 
 from moe_lab.config import Config, TrackerConfig
 from moe_lab.errors import UserError
-from moe_lab.results import DIGITS, STEPS
+from moe_lab.results import ID_DIGITS, STEPS
 from moe_lab.study import tracker
 from moe_lab.study.preflight import preflight
 from moe_lab.study.store import Store
@@ -65,7 +65,7 @@ def store(tmp_path: Path) -> Store:
     samples = pandas.DataFrame({"benchmark": "arc", "answer_loss": [1.0, 2.0, None]})
     for step, document in documents.items():
         name = "result" if step in EVALUATE else step.partition("/")[0]
-        with store.claim_named(step, {"id": step[-DIGITS:]}) as scratch:
+        with store.claim_named(step, {"id": step[-ID_DIGITS:]}) as scratch:
             assert scratch
             (scratch / f"{name}.json").write_text(json.dumps(document))
             samples.to_parquet(scratch / "samples.parquet")

@@ -12,7 +12,7 @@ import pandas as pd
 import pyarrow as pa
 
 from analysis import names
-from analysis.load.reader import Reader, groups, records, steps_behind
+from analysis.load.reader import Reader, groups, records, steps_with_inputs
 from moe_lab.results import SCALES, STEPS
 from moe_lab.results import SCHEMA as RESULT_SCHEMA
 
@@ -67,7 +67,7 @@ def evaluations(
             if folder is None or result is None:
                 continue
             if problem := _problem(result):
-                reader.gap(problem, step_name)
+                reader.record_gap(problem, step_name)
                 continue
             rows += [
                 {"cell": cell, "task": task, "folder": step_name, **row}
@@ -153,7 +153,7 @@ def _compare_suites(entries: Entries, labels: Mapping[int, str], reader: Reader)
             if task not in (entries[cell].get("evaluate") or {})
         ]
         if missing_tasks:
-            reader.gap(
+            reader.record_gap(
                 f"not evaluated on {names.listing(missing_tasks)}, unlike other cells of the study",
                 label,
             )
@@ -171,7 +171,7 @@ def _record_missing_benchmarks(
         benchmarks = set(task_results["benchmark"])
         for cell, cell_benchmarks in task_results.groupby("cell")["benchmark"].agg(set).items():
             for benchmark in sorted(benchmarks - cell_benchmarks):
-                reader.gap(
+                reader.record_gap(
                     f"{benchmark} is not among the results of {key['task']}",
                     # through str, because pandas' types allow any label in an index
                     labels[int(str(cell))],
@@ -182,7 +182,7 @@ def _drop_nan(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """The results with a finite score. A gap is recorded for each result that is left out."""
     is_finite = np.isfinite(results["score"].astype(float))
     for row in records(results[~is_finite]):
-        reader.gap(f"{row['benchmark']} has no finite score", row["folder"])
+        reader.record_gap(f"{row['benchmark']} has no finite score", row["folder"])
     return results[is_finite]
 
 
@@ -191,7 +191,7 @@ def _drop_duplicates(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     out."""
     is_repeated = results.duplicated(["cell", "benchmark"])
     for row in records(results[is_repeated]):
-        reader.gap(f"{row['benchmark']} is reported twice, the first counts", row["folder"])
+        reader.record_gap(f"{row['benchmark']} is reported twice, the first counts", row["folder"])
     return results[~is_repeated].reset_index(drop=True)
 
 
@@ -332,7 +332,7 @@ def mixed_versions(origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -
         names_of_steps.extend(cells[f"{kind}_folder"].dropna())
     versions_of_evaluation = dict(zip(origins["folder"], origins["versions"], strict=True))
     steps_by_version: dict[tuple[str, str], list[str]] = {}
-    for step, folder in steps_behind(names_of_steps, reader).items():
+    for step, folder in steps_with_inputs(names_of_steps, reader).items():
         # an evaluation's result.json has versions that the provenance in step.json lacks
         versions_of_step = versions_of_evaluation.get(step) or (
             reader.provenance(folder).get("versions") or {}

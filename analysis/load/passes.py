@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.load.reader import Reader, records, stacked, step_kind, steps_behind
+from analysis.load.reader import Reader, records, stacked, step_kind, steps_with_inputs
 from moe_lab import results
 from moe_lab.results import (
     ABLATIONS,
@@ -35,11 +35,10 @@ def shown_passes(cells: pd.DataFrame) -> pd.DataFrame:
     """Select the calibration pass that tables and figures show for each model and calibration set.
 
     Returns one row of `cells` per pass: the first cell of this model and calibration set that uses
-    a pass (column statistics_folder) and has the gate and seed of `shown_settings`. If no such cell
-    has this gate and seed, the first cell that uses a pass is returned.
-    """
+    a pass (column statistics_folder) and has the gate and seed of `shown_gate_and_seed`. If no such
+    cell has this gate and seed, the first cell that uses a pass is returned."""
     cells_with_pass = cells[cells["statistics_folder"].notna()]
-    settings_of_model = shown_settings(cells)
+    settings_of_model = shown_gate_and_seed(cells)
     models_and_settings = zip(
         cells_with_pass["model"], cells_with_pass["gate"], cells_with_pass["seed"], strict=True
     )
@@ -53,7 +52,7 @@ def shown_passes(cells: pd.DataFrame) -> pd.DataFrame:
     return cells_with_pass.loc[order].drop_duplicates(["model", "calibration"]).sort_index()
 
 
-def shown_settings(cells: pd.DataFrame) -> dict[str, tuple[Any, Any]]:
+def shown_gate_and_seed(cells: pd.DataFrame) -> dict[str, tuple[Any, Any]]:
     """Model -> (gate, seed) of the model's first pruned cell that uses a calibration pass."""
     pruned = cells[
         (cells["criterion"] != "none") & cells["statistics_folder"].notna()
@@ -61,14 +60,14 @@ def shown_settings(cells: pd.DataFrame) -> dict[str, tuple[Any, Any]]:
     return {str(row.model): (row.gate, row.seed) for row in pruned.itertuples()}
 
 
-def steps_by_pass(
+def steps_by_calibration(
     rows: Sequence[Mapping[str, Any]], preferred: Mapping[str, tuple[Any, Any]]
 ) -> dict[tuple[str, str], str | None]:
     """Select one row for each calibration set and model. Returns (calibration, model) -> name of
     the row's step, which is None for a step that was not computed.
 
     rows: dictionaries with the fields calibration, model, gate, seed and step, from an entry of
-    FIGURES in a study's record.
+    FIGURE_STEPS in a study's record.
     preferred: model -> (gate, seed). Of several rows with the same calibration set and model, the
     row with this gate and seed is selected. If there is none, the first row is selected.
     """
@@ -132,8 +131,8 @@ def contaminations(document: Mapping[str, Any], cells: pd.DataFrame, reader: Rea
     to be looked for, "found": number of items that share a phrase with the text}.
     """
     counts = {}
-    for (calibration, model), step_name in steps_by_pass(
-        document["contaminations"], shown_settings(cells)
+    for (calibration, model), step_name in steps_by_calibration(
+        document["contaminations"], shown_gate_and_seed(cells)
     ).items():
         calibration_at_model = f"{calibration}@{model}"
         folder = reader.step(step_name, f"items of benchmarks in {calibration_at_model}")
@@ -150,14 +149,16 @@ def _concatenated_tables(
     cells: pd.DataFrame,
     reader: Reader,
 ) -> pd.DataFrame:
-    """Select one step for each calibration set and model by `steps_by_pass`, read the tables `file`
-    of these steps, and concatenate the tables. Columns: `columns`, model and calibration. A table
-    that cannot be read is left out, with a gap.
+    """Select one step for each calibration set and model by `steps_by_calibration`, read the tables
+    `file` of these steps, and concatenate the tables. Columns: `columns`, model and calibration. A
+    table that cannot be read is left out, with a gap.
 
-    rows: see `steps_by_pass`.
+    rows: see `steps_by_calibration`.
     """
     frames: list[pd.DataFrame] = []
-    for (calibration, model), step_name in steps_by_pass(rows, shown_settings(cells)).items():
+    for (calibration, model), step_name in steps_by_calibration(
+        rows, shown_gate_and_seed(cells)
+    ).items():
         folder = reader.step(step_name, f"{file.removesuffix('.parquet')} of {calibration}@{model}")
         frame = reader.frame(folder, file, columns)
         if frame is not None:
@@ -178,7 +179,7 @@ TABLES = {
 """Name of a file that holds a table -> the table's columns."""
 
 
-def read(folder: Path | None, file: str, reader: Reader) -> pd.DataFrame | None:
+def read_table(folder: Path | None, file: str, reader: Reader) -> pd.DataFrame | None:
     """Read the table `file`, one of TABLES, of the step in `folder`. Returns None, with a gap, when
     the table cannot be read.
 
@@ -382,7 +383,7 @@ def _passes(
         folders = shown_folders[shown_folders.index.isin(cells_of_pass.index)]
         if folders.empty:
             continue
-        table = read(reader.find(folders.iloc[0]), file, reader)
+        table = read_table(reader.find_folder(folders.iloc[0]), file, reader)
         if table is not None:
             report = calibrations.get(f"{calibration}@{model}", {})
             yield str(model), str(calibration), cells_of_pass, table, report
@@ -397,10 +398,10 @@ def _input_table(cells: pd.DataFrame, kind: str, reader: Reader) -> pd.DataFrame
     table among the direct and indirect inputs of the cells' plans. Returns a frame without rows
     when there is no such step."""
     for row in records(cells[cells["plan_folder"].notna()]):
-        for name, folder in steps_behind([row["plan_folder"]], reader).items():
+        for name, folder in steps_with_inputs([row["plan_folder"]], reader).items():
             if step_kind(name) != kind:
                 continue
-            table = read(folder, f"{kind}.parquet", reader)
+            table = read_table(folder, f"{kind}.parquet", reader)
             if table is not None:
                 return table
     return pd.DataFrame(columns=list(_COLUMNS_OF_KIND[kind]), dtype=float).astype(

@@ -35,7 +35,7 @@ COSTS = (
 - flops_ratio: FLOPs per token as a share of the unpruned model's
 """
 
-FIRST_ORDER = "ala1"
+FIRST_ORDER_PRIOR = "ala1"
 """The default prior of allocation=coverage, for plans that do not name their prior."""
 
 SEARCHES = ("samples", "fitness", "population", "generations", "candidates", "seconds")
@@ -64,10 +64,10 @@ def loading_memory(cells: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
     """Bytes of the loaded model before and after pruning. A row that is equal for several pruned
     cells occurs once. Cells whose cost was not counted have no row.
 
-    Columns: model, ratio, removed_words, granularity, allocation (see `Study.cells`), bytes
+    Columns: model, ratio, removed_text, granularity, allocation (see `Study.cells`), bytes
     (unpruned), bytes_after (pruned) and saved (the share of `bytes` that pruning saves).
     """
-    cell_columns = ["model", "ratio", "removed_words", "granularity", "allocation"]
+    cell_columns = ["model", "ratio", "removed_text", "granularity", "allocation"]
     pruned = cells.loc[cells["criterion"] != "none", cell_columns]
     sizes = costs.set_index("cell")[["parameters_unpruned", "loading_bytes"]].dropna().astype(int)
     rows = pruned.join(sizes, how="inner")
@@ -79,7 +79,7 @@ def loading_memory(cells: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
     return memory.drop_duplicates(ignore_index=True)
 
 
-def retained(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+def retained_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Which share of each expert of the unpruned model a cell's plan retains; one row per cell and
     expert. Cells without a plan, such as the unpruned model, have no rows.
 
@@ -97,7 +97,7 @@ def retained(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
         try:
             frames[cell] = _shares(document)
         except (KeyError, TypeError, ValueError):
-            reader.gap("plan.json is damaged", str(cells.loc[cell, "plan_folder"]))
+            reader.record_gap("plan.json is damaged", str(cells.loc[cell, "plan_folder"]))
     return _stack_by_cell(frames, ("layer", "expert", "share", "constant", "merged"))
 
 
@@ -114,7 +114,7 @@ def removed_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
             layers = document["layers"]
             rows[cell] = {"removed": _removed_share(layers), "plan": json.dumps(layers)}
         except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError):
-            reader.gap("plan.json is damaged", str(cells.loc[cell, "plan_folder"]))
+            reader.record_gap("plan.json is damaged", str(cells.loc[cell, "plan_folder"]))
     return pd.DataFrame.from_dict(rows, "index", columns=["removed", "plan"]).reindex(cells.index)
 
 
@@ -157,7 +157,7 @@ def timings(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     return requests.merge(pd.DataFrame(rows, columns=["cell", *CONDITIONS]), on="cell")
 
 
-def blocks(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+def channel_rounding(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Rounding of the number of channels per expert, one row per cell whose plan rounds.
 
     Columns: cell and
@@ -185,7 +185,7 @@ def priors(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     for cell, plan in _read_documents(cells, "plan_folder", "plan.json", reader).items():
         allocation = dict((plan.get("provenance") or {}).get("allocation") or {})
         parameters = dict(allocation.pop("parameters", None) or {})
-        prior = parameters.pop("prior", FIRST_ORDER)
+        prior = parameters.pop("prior", FIRST_ORDER_PRIOR)
         # with any other value of the setting intra, the budget is divided without a prior
         uses_prior = parameters.get("intra", "coverage") in ("coverage", "proportional")
         if allocation.get("name") == "coverage" and uses_prior:
@@ -260,7 +260,7 @@ def _read_documents(
 
 
 def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
-    """The rows of the function `retained` for one plan, without the column cell."""
+    """The rows of the function `retained_shares` for one plan, without the column cell."""
     frames = []
     for index, layer in plan["layers"].items():
         experts = np.arange(layer["experts"])

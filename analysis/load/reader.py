@@ -1,8 +1,7 @@
 """Read the files of a store as Python objects and data frames, and record unreadable files as gaps.
 
-`steps_behind` finds the steps from which a result was computed. `records`, `stacked` and `groups`
-help with data frames.
-"""
+`steps_with_inputs` finds the steps from which a result was computed. `records`, `stacked` and
+`groups` help with data frames."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class Gap:
     """A missing result, with the reason and the place: a folder of the store, or a cell's label."""
 
     reason: str
-    where: str
+    location: str
 
 
 class Reader:
@@ -45,18 +44,19 @@ class Reader:
         self.root = root
         self.packs = packs_in(root.absolute())
         self.gaps: dict[tuple[str, str], Gap] = {}
-        """(reason, where) -> gap."""
+        """(reason, location) -> gap."""
         self._folders_by_id: dict[str, dict[str, Path]] = {}
-        """Kind of steps -> id of a step -> folder, for the kinds that `find` has looked up."""
+        """Kind of steps -> id of a step -> folder, for the kinds that `find_folder` has looked
+        up."""
         self._checksums_by_folder: dict[Path, dict[str, str]] = {}
         """Folder of a step -> file -> sha256, for the folders that have been read."""
 
-    def gap(self, reason: str, where: str) -> None:
+    def record_gap(self, reason: str, location: str) -> None:
         """Record a missing result once, even if the method is called again for the same gap.
 
-        where: name of a step's folder, or label of a cell.
+        location: name of a step's folder, or label of a cell.
         """
-        self.gaps.setdefault((reason, where), Gap(reason, where))
+        self.gaps.setdefault((reason, location), Gap(reason, location))
 
     def step(self, name: str | None, purpose: str, error: str | None = None) -> Path | None:
         """The path of a step's folder; None, with a gap, when the store does not have the folder.
@@ -67,19 +67,19 @@ class Reader:
         error: message of the step's failure, or None for a step that did not run.
         """
         if name is None:
-            self.gap(f"failed: {error}" if error else "not computed", purpose)
+            self.record_gap(f"failed: {error}" if error else "not computed", purpose)
             return None
         return self.folder(name)
 
     def folder(self, name: str) -> Path | None:
         """The path of a step's folder; None, with a gap, when the store does not have the
         folder."""
-        folder = self.find(name)
+        folder = self.find_folder(name)
         if folder is None:
-            self.gap("the folder is gone from the store", name)
+            self.record_gap("the folder is gone from the store", name)
         return folder
 
-    def find(self, name: str) -> Path | None:
+    def find_folder(self, name: str) -> Path | None:
         """The path of a step's folder; None, without a gap, when the store does not have the
         folder.
 
@@ -193,7 +193,7 @@ class Reader:
 
     def _add_gap(self, reason: str, folder: Path) -> None:
         """Record a gap of the step in `folder`; the gap has the path of the folder in the store."""
-        self.gap(reason, str(folder.relative_to(self.root)))
+        self.record_gap(reason, str(folder.relative_to(self.root)))
 
 
 _STEP_COLUMNS = ("folder", "kind", "seconds", "peak", "gpu_peak", "machine")
@@ -201,7 +201,7 @@ TIMELESS = ("model",)
 """Kinds of steps that only read a configuration, so that tables do not show their time."""
 
 
-def steps_behind(steps: Iterable[str | None], reader: Reader) -> dict[str, Path]:
+def steps_with_inputs(steps: Iterable[str | None], reader: Reader) -> dict[str, Path]:
     """Find the given steps and all their direct and indirect inputs. Returns name of a step -> path
     of the step's folder, for the given steps and for the inputs.
 
@@ -212,7 +212,7 @@ def steps_behind(steps: Iterable[str | None], reader: Reader) -> dict[str, Path]
     remaining_names = [name for name in steps if name]
     while remaining_names:
         name = remaining_names.pop()
-        folder = reader.find(name)
+        folder = reader.find_folder(name)
         if folder is None or name in folders:
             continue
         folders[name] = folder
@@ -234,7 +234,7 @@ def time_and_memory(names: Iterable[str], reader: Reader) -> pd.DataFrame:
     """
     rows = []
     for name in names:
-        folder = reader.find(name)
+        folder = reader.find_folder(name)
         provenance = reader.provenance(folder) if folder else {}
         if not provenance:
             continue

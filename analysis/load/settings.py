@@ -77,10 +77,10 @@ def gate_and_seed(cells: pd.DataFrame) -> pd.Series:
     return texts
 
 
-def pruned_in_words(cells: pd.DataFrame) -> pd.Series:
-    """For each cell, text with the removed share, from the column removed_words, and with the gate
+def removed_share_texts(cells: pd.DataFrame) -> pd.Series:
+    """For each cell, text with the removed share, from the column removed_text, and with the gate
     and the seed, from `gate_and_seed`: `50 %, seed 43`."""
-    texts = list(map(comma_joined, cells["removed_words"], gate_and_seed(cells)))
+    texts = list(map(comma_joined, cells["removed_text"], gate_and_seed(cells)))
     return pd.Series(texts, cells.index, dtype=object)
 
 
@@ -89,7 +89,7 @@ ROUNDING = 5e-4
 ratio."""
 
 
-def removed_words(shares: pd.Series, requested: Sequence[float]) -> str:
+def removed_text(shares: pd.Series, requested: Sequence[float]) -> str:
     """Text with the range of the removed shares and with the requested ratios: `28.1 to 29 % (30 %
     requested)`. If only one ratio is requested, and all shares equal this ratio up to
     ROUNDING, the text is the requested ratio alone: `30 %`.
@@ -154,7 +154,7 @@ def allocation(text: str) -> tuple[str, dict[str, str]]:
     return match["name"], settings
 
 
-def replaces(text: str) -> bool:
+def has_replacement(text: str) -> bool:
     """Whether an allocation of a study's record replaces dropped experts by constants or merged
     experts."""
     _, settings = allocation(text)

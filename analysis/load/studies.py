@@ -11,12 +11,12 @@ from typing import Any
 from analysis.load.reader import ID, SCHEMA
 from moe_lab.errors import UserError, unknown_name_error
 from moe_lab.json_files import Damaged
-from moe_lab.results import FIGURES, RECORD, read_record
+from moe_lab.results import FIGURE_STEPS, RECORD, read_record
 
 EVERY = "all"
 """A request for this name means all studies of the store, unless a study has the name."""
 
-ID_DIGITS = 6
+MODEL_ID_DIGITS = 6
 """Number of first digits of the id of a model's step that distinguish models of the same name."""
 _DICTIONARIES = ("evaluate", "errors")
 """Fields of a cell's entry in the record that are dictionaries: evaluate is task -> step, errors is
@@ -57,15 +57,14 @@ def requested_studies(store: Path, name: str) -> list[str]:
     return list(dict.fromkeys(selected_studies))
 
 
-def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
+def combined_record(store: Path, names: Sequence[str]) -> dict[str, Any]:
     """Read the record of one study, or combine the records of several studies into one record.
     Raises UserError when a record cannot be read.
 
-    A cell that occurs in several studies is one cell of the combined record, with the benchmarks
-    of all these studies. The lists in the fields FIGURES are concatenated. `study` has the names of
-    all studies, and `config` is name of a study -> config. All other fields are copied from the
-    newest record.
-    """
+    A cell that occurs in several studies is one cell of the combined record, with the benchmarks of
+    all these studies. The lists in the fields FIGURE_STEPS are concatenated. `study` has the names
+    of all studies, and `config` is name of a study -> config. All other fields are copied from the
+    newest record."""
     record_of_study = _distinguish_models({name: _read(store, name) for name in names})
     records = [_add_suites(record) for record in record_of_study.values()]
     if len(records) == 1:
@@ -76,7 +75,9 @@ def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
         "study": "+".join(record_of_study),
         "config": {name: record.get("config") for name, record in record_of_study.items()},
         "cells": _join_cells(records),
-        **{figure: [row for record in records for row in record[figure]] for figure in FIGURES},
+        **{
+            figure: [row for record in records for row in record[figure]] for figure in FIGURE_STEPS
+        },
     }
 
 
@@ -105,7 +106,7 @@ def _add_id(name: str, step_id: str) -> str:
     """Add the first digits of `step_id` to `name`, the name of a model: `qwen_top2` becomes
     `qwen-3f2a91_top2`. step_id: id of the step that prepared the model."""
     # The suffixes _topN and (PROTOCOL) stay at the end of the name.
-    return re.sub(r"((_top\d+)?( \(.*\))?)$", rf"-{step_id[:ID_DIGITS]}\g<1>", name, count=1)
+    return re.sub(r"((_top\d+)?( \(.*\))?)$", rf"-{step_id[:MODEL_ID_DIGITS]}\g<1>", name, count=1)
 
 
 def _distinguish_models(records: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -128,11 +129,11 @@ def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
     """The name and the id of the model in `entry`, a cell's entry in a record.
 
     - name: the name of the model without an id that `_add_id` has added
-    - id: the first ID_DIGITS digits of the id of the model's step, "" when the step is missing
-    """
+    - id: the first MODEL_ID_DIGITS digits of the id of the model's step, "" when the step is
+    missing"""
     name = str(entry["cell"].get("model"))
     folder = entry.get("model")
-    step_id = str(folder)[-ID:][:ID_DIGITS] if folder else ""
+    step_id = str(folder)[-ID:][:MODEL_ID_DIGITS] if folder else ""
     return (name.replace(f"-{step_id}", "", 1) if step_id else name), step_id
 
 
@@ -153,7 +154,7 @@ def _add_ids(record: dict[str, Any], ambiguous_names: Collection[str]) -> dict[s
         figure: [
             {**row, "model": new_names.get(row["model"], row["model"])} for row in record[figure]
         ]
-        for figure in FIGURES
+        for figure in FIGURE_STEPS
     }
     return {**record, "cells": cells, **figures}
 

@@ -14,7 +14,7 @@ from analysis import names
 from analysis.load import passes, plans, studies
 from analysis.load.evaluations import Entries, evaluations, remarks
 from analysis.load.reader import Gap, Reader, groups, records
-from analysis.load.settings import AXES, labels, removed_words, replaces
+from analysis.load.settings import AXES, has_replacement, labels, removed_text
 from moe_lab.results import STEPS
 
 
@@ -49,7 +49,7 @@ class Study:
 
     - AXES: ratio is the requested one
     - removed: share of experts or channels that the plan removes
-    - removed_words: text with the removed shares of all cells with the same model and ratio
+    - removed_text: text with the removed shares of all cells with the same model and ratio
     - method: key of the method, see `names.key`
     - protocol: name of the protocol by which benchmarks are run, None in older records
     - <step>_folder for each of STEPS: folder of the step, None where the cell lacks the step
@@ -92,7 +92,7 @@ class Study:
 
     # Frames that are read at the first access; the functions' docstrings list their columns.
     costs = _property_from_cells(plans.costs)
-    retained = _property_from_cells(plans.retained)
+    retained = _property_from_cells(plans.retained_shares)
     profiles = _property_from_cells(plans.profiles)
     timings = _property_from_cells(plans.timings)
     searches = _property_from_cells(plans.searches)
@@ -116,7 +116,7 @@ def load(store: Path, name: str) -> Study:
 
     Raises UserError for a study that does not exist or whose record cannot be read.
     """
-    document = studies.document(store, studies.requested_studies(store, name))
+    document = studies.combined_record(store, studies.requested_studies(store, name))
     reader = Reader(store)
     cells, entries = _cells(document, reader)
     results, samples, origins = evaluations(entries, labels(cells), reader)
@@ -189,7 +189,7 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, E
     cells["allocation"] = [_allocation(entry["cell"]) for entry in entries.values()]
     has_all_axes = cells.notna().all(axis=1)
     for criterion in cells.loc[~has_all_axes, "criterion"]:
-        reader.gap("the record lacks an axis of it: left out", str(criterion))
+        reader.record_gap("the record lacks an axis of it: left out", str(criterion))
     cells = cells[has_all_axes].copy()
     cells["method"] = _method_keys(cells)
     label_of_cell = labels(cells)
@@ -197,12 +197,12 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, E
     differing_cells = document.get("differing", [])
     for cell in cells.index:
         if entries[cell]["cell"] in differing_cells:
-            reader.gap(
+            reader.record_gap(
                 "runs at the same time have it with different settings: the later run counts",
                 label_of_cell[cell],
             )
         if is_repeated[cell]:
-            reader.gap("listed twice, counted once", label_of_cell[cell])
+            reader.record_gap("listed twice, counted once", label_of_cell[cell])
     return _merge_equal_ratios(cells[~is_repeated], entries, reader)
 
 
@@ -210,7 +210,7 @@ def _merge_equal_ratios(
     cells: pd.DataFrame, entries: Entries, reader: Reader
 ) -> tuple[pd.DataFrame, Entries]:
     """Merge cells that differ only in the ratio and have the same plan, and add the columns
-    removed, removed_words, protocol and `<step>_folder` (see `Study.cells`).
+    removed, removed_text, protocol and `<step>_folder` (see `Study.cells`).
 
     Rounding to whole experts can give the same plan for two ratios. Two ratios of a model are
     merged if all cells of the model have the same plans at both (see `_lowest_equal_ratio`). A
@@ -224,7 +224,7 @@ def _merge_equal_ratios(
     cells["ratio"] = _lowest_equal_ratio(cells)
     for _, ratio_cells in groups(cells, ["model", "ratio"]):
         requested_ratios = sorted(set(ratio_cells["requested"]))
-        cells.loc[ratio_cells.index, "removed_words"] = removed_words(
+        cells.loc[ratio_cells.index, "removed_text"] = removed_text(
             ratio_cells["removed"], requested_ratios
         )
     merged_entries: dict[int, Mapping[str, Any]] = {}
@@ -302,7 +302,7 @@ def _method_keys(cells: pd.DataFrame) -> list[str]:
     keys = []
     for row in records(cells):
         allocation = recovery = ""
-        if (has_several_allocations and not _has_default_allocation(row)) or replaces(
+        if (has_several_allocations and not _has_default_allocation(row)) or has_replacement(
             row["allocation"]
         ):
             allocation = row["allocation"]

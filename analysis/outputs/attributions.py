@@ -12,7 +12,7 @@ import pandas as pd
 from analysis import names
 from analysis.load import plans
 from analysis.load.passes import ABLATION, MEASURES, shown_passes
-from analysis.load.reader import groups, step_kind, steps_behind, time_and_memory
+from analysis.load.reader import groups, step_kind, steps_with_inputs, time_and_memory
 from analysis.load.study import Study
 from analysis.outputs.captions import SECONDS_NOTE, SUMS, machines_sentence, pass_setup
 from analysis.outputs.score_rows import Block, score_table
@@ -122,7 +122,7 @@ def channel_agreement(
     A pair is left out if its correlation is undefined. NaN if no pair is left.
 
     plans_with_priors: a row per plan, with the columns cell, prior and EQUAL_COLUMNS; retained:
-    see `plans.retained`."""
+    see `plans.retained_shares`."""
     values = []
     for _, candidates in groups(plans_with_priors, EQUAL_COLUMNS):
         shares = {}  # "measure" or "truth" -> retained shares of this plan, by layer and expert
@@ -149,7 +149,7 @@ def seconds_and_machines(study: Study, cells: pd.DataFrame) -> tuple[dict[str, f
     ablations = [
         step
         for folder in cells["plan_folder"].dropna()
-        for step in steps_behind([folder], study.reader)
+        for step in steps_with_inputs([folder], study.reader)
         if step_kind(step) == ABLATION
     ]
     seconds = {}
@@ -185,11 +185,11 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
         )
         labels = dict(zip(rows["cell"].map(int), rows["prior"].map(PRIOR_LABELS), strict=True))
         title_parts = [
-            comparison.removed_words(key["ratio"]),
+            comparison.removed_text(key["ratio"]),
             names.RECOVERIES.get(key["recovery"], key["recovery"]),
         ]
         base = None
-        first_order_plans = competitors[competitors["prior"] == plans.FIRST_ORDER]
+        first_order_plans = competitors[competitors["prior"] == plans.FIRST_ORDER_PRIOR]
         if len(first_order_plans):
             title_parts.append(names.allocation_name(str(first_order_plans["allocation"].iloc[0])))
             base = int(first_order_plans["cell"].iloc[0])

@@ -91,7 +91,7 @@ def calibration_table(results: Results, comparison: Comparison) -> Iterator[Bloc
                 suffix = f", {counts[calibration]:,} tokens" if calibration in counts else ""
                 # through str, because pandas' types allow any label in an index
                 labels[int(str(cell))] = f"{names.calibration(calibration)}{suffix}"
-            pruned = f"{comparison.removed_words(key['ratio'])}, {names.method(str(key['method']))}"
+            pruned = f"{comparison.removed_text(key['ratio'])}, {names.method(str(key['method']))}"
             yield Block(comparison, pruned, labels, base=list(labels)[-1])
 
 
@@ -155,9 +155,7 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
         axes.set_xscale("log", base=2)
         counts = sorted({int(count) for line in lines.values() for count in line["read"]})
         style.label_ticks(axes.xaxis, counts, map(style.tokens, counts))
-        axes.set(
-            xlabel="calibration tokens read", title=f"{comparison.removed_words(ratio)} pruned"
-        )
+        axes.set(xlabel="calibration tokens read", title=f"{comparison.removed_text(ratio)} pruned")
         axes.grid()
     grid[0].set_ylabel("mean of HEAPr's benchmarks")
     style.legend(drawing, keys.values(), most=3)
@@ -237,7 +235,7 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
     for axes, (key, panel_points) in zip(grid, panels, strict=True):
         keys |= _draw_changes(axes, panel_points)
         axes.set_title(
-            f"{key['label']}, {comparison.removed_words(key['ratio'])} pruned", fontsize=7.5
+            f"{key['label']}, {comparison.removed_text(key['ratio'])} pruned", fontsize=7.5
         )
     for axes in grid[::2]:  # panels in the left column; the grid has two columns
         axes.set_ylabel("change of the score (points)")

@@ -48,8 +48,8 @@ def concentration(study: Study, scores_folder: str) -> pd.DataFrame | None:
 
     Columns: layer, expert, channels (share of the expert's channels, from the highest score down)
     and score (share of the sum of the expert's channel scores that these channels have)."""
-    return passes.read(
-        study.reader.find(scores_folder), "expert_concentration.parquet", study.reader
+    return passes.read_table(
+        study.reader.find_folder(scores_folder), "expert_concentration.parquet", study.reader
     )
 
 

@@ -137,7 +137,7 @@ def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]
     "coverage.table7",
     chapter="channels",
     needs=f"allocation=coverage and its coverage_smoothing_* variants, and {SLIMMING}",
-    also=("coverage.table15",),
+    aliases=("coverage.table15",),
 )
 @score_table(
     "Channel budgets: smoothing",
@@ -325,7 +325,7 @@ _BLOCKS_CAPTION = (
 @output(
     "coverage.table8",
     needs=f"several of coverage_aligned_* of sweeps (coverage_table8), and {SLIMMING}",
-    also=("coverage.table17",),
+    aliases=("coverage.table17",),
 )
 @score_table(
     "Channel budgets in blocks: channels left over by rounding",

@@ -16,7 +16,7 @@ import pandas as pd
 
 from analysis import names
 from analysis.load.reader import groups, records
-from analysis.load.settings import is_searched, replaces
+from analysis.load.settings import has_replacement, is_searched
 from analysis.outputs.captions import score_setup
 from analysis.outputs.score_rows import cells_by_ratio
 from analysis.registry import Results, output
@@ -133,7 +133,7 @@ def _granularity_rows(
     left out, because the claim is about removing experts.
 
     cells: pruned cells, with the column kept (retained share of routed parameters)."""
-    cells = cells[~cells["allocation"].map(replaces).astype(bool)]
+    cells = cells[~cells["allocation"].map(has_replacement).astype(bool)]
     pairs_by_ratio = {}
     for ratio, ratio_cells in cells_by_ratio(cells):
         channels = ratio_cells.loc[ratio_cells["granularity"] == "channel", "kept"]
@@ -297,13 +297,13 @@ def claim_table(results: Results, name: str) -> Table | None:
     }
     cells = results.study.cells
     # all cells of a model and ratio have the same text
-    removed_words = cells.groupby(["model", "ratio"])["removed_words"].last().to_dict()
+    removed_text = cells.groupby(["model", "ratio"])["removed_text"].last().to_dict()
     pruned = []
     for model, ratio in zip(rows["model"], rows["ratio"], strict=True):
         if ratio == ALL_RATIOS:
             pruned.append(ALL_RATIOS)
         else:
-            pruned.append(removed_words.get((model, ratio), names.ratio(ratio)))
+            pruned.append(removed_text.get((model, ratio), names.ratio(ratio)))
     rows_with_texts = rows.assign(statement=rows["claim"].map(STATEMENTS), pruned=pruned)
     columns = {**text_columns, **number_columns, "Verdict": "verdict"}
     frame = pd.concat([display_frame(rows_with_texts, columns), parts], axis=1)

@@ -14,7 +14,7 @@ import pandas as pd
 
 from analysis import names
 from analysis.load.plans import BYTES
-from analysis.load.reader import TIMELESS, records, step_kind, steps_behind, time_and_memory
+from analysis.load.reader import TIMELESS, records, step_kind, steps_with_inputs, time_and_memory
 from analysis.load.study import Study
 from analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SECONDS_NOTE, machines_sentence, run_setup
 from analysis.outputs.score_rows import sorted_by_criterion
@@ -295,7 +295,7 @@ def scoring_table(results: Results, name: str) -> Table:
     chapter="criteria",
     filters="Model|Calibration",
     needs="channel plans in the store, with the steps they are from",
-    also=("coverage.table12",),
+    aliases=("coverage.table12",),
 )
 def allocation_table(results: Results, name: str) -> Table:
     """MoE-Slimming's Tables 1 and 12: seconds of every step behind a plan of channels.
@@ -351,7 +351,7 @@ def _cells_with_times(
     for cell in records(sorted_by_criterion(cells, "model")):
         folders = [
             folder
-            for folder in steps_behind([cell[column]], study.reader)
+            for folder in steps_with_inputs([cell[column]], study.reader)
             if step_kind(folder) not in TIMELESS
         ]
         steps = time_and_memory(folders, study.reader)

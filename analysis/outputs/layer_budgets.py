@@ -92,7 +92,7 @@ def layer_figure(results: Results, comparison: Comparison, name: str) -> Figure 
         labels = [f"layer {layer}" for layer in shares.columns[::step]]
         style.label_ticks(axes.xaxis, range(0, shares.shape[1], step), labels)
         axes.set(ylabel="channels kept (%)", ylim=(0, 104))
-        axes.set_title(f"{comparison.model}, {comparison.removed_words(ratio)} pruned")
+        axes.set_title(f"{comparison.model}, {comparison.removed_text(ratio)} pruned")
         axes.grid(axis="y")
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=6.5, labelspacing=0.9)
     caption = (
@@ -152,8 +152,8 @@ def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
     frames = []
     # strict=False, because only the first MOST_PLANS plans are drawn
     for cell, plan in zip(plans.index[:MOST_PLANS].map(int), records(plans), strict=False):
-        folder = study.reader.find(str(plan["plan_folder"]))
-        budgets = passes.read(folder, "budgets.parquet", study.reader)
+        folder = study.reader.find_folder(str(plan["plan_folder"]))
+        budgets = passes.read_table(folder, "budgets.parquet", study.reader)
         if budgets is not None:
             frames.append(
                 budgets.assign(
@@ -172,7 +172,7 @@ def _smoothing(study: Study, cell: Mapping[str, Any]) -> str:
 
     The smoothing is one of the parameters in plan.json. If plan.json lacks the parameter, it is
     taken from the cell's allocation. If both lack the parameter, it is DEFAULT_SMOOTHING."""
-    folder = study.reader.find(str(cell["plan_folder"]))
+    folder = study.reader.find_folder(str(cell["plan_folder"]))
     plan = study.reader.json(folder, "plan.json") or {}
     allocation = (plan.get("provenance") or {}).get("allocation") or {}
     _, parameters = settings.allocation(str(cell["allocation"]))

@@ -83,7 +83,7 @@ def average_and_costs(study: Study, comparison: Comparison) -> pd.DataFrame:
     scores = pd.DataFrame({"avg": average, "low": low, "high": high})
     cells = comparison.cells[["criterion", "method", "calibration", "ratio", "recovery"]]
     cells = cells.assign(
-        pruned=settings.pruned_in_words(comparison.cells), kind=_kinds(study, comparison.cells)
+        pruned=settings.removed_share_texts(comparison.cells), kind=_kinds(study, comparison.cells)
     )
     costs = study.costs.set_index("cell")[
         ["bits", "parameters_kept", "routed_kept", "flops_ratio", "storage_bytes"]

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from analysis import names
 from analysis.load.reader import groups
-from analysis.load.settings import pruned_in_words
+from analysis.load.settings import removed_share_texts
 from analysis.outputs.captions import pass_setup, run_setup
 from analysis.outputs.score_rows import method_lines
 from analysis.registry import Item, Results, output, per_model
@@ -81,7 +81,7 @@ def profile_table(results: Results, name: str) -> Table:
     for comparison in results.pruned:
         profiles = study.profiles[study.profiles["cell"].isin(comparison.cells.index)]
         cells = comparison.cells[["model", "calibration", "method"]].assign(
-            pruned=pruned_in_words(comparison.cells)
+            pruned=removed_share_texts(comparison.cells)
         )
         unpruned = profiles[profiles["cell"] == comparison.unpruned_cell]
         unpruned_variance = profiles["layer"].map(unpruned.set_index("layer")["variance"])

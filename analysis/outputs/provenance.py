@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from analysis.load.settings import pruned_in_words
+from analysis.load.settings import removed_share_texts
 from analysis.registry import Results, output
 from analysis.render.table import Table, display_frame
 
@@ -18,7 +18,7 @@ def artefact_table(results: Results, name: str) -> Table:
     # a cell that lacks one of these steps has an empty text in the table
     cells = study.cells.fillna({f"{kind}_folder": "" for kind in ("plan", "scores", "statistics")})
     cells = cells.assign(
-        pruned=pruned_in_words(cells),
+        pruned=removed_share_texts(cells),
         evaluations=[" ".join(evaluation_folders.get(cell, [])) for cell in cells.index],
     )
     text_columns = {
@@ -47,7 +47,7 @@ def gap_table(results: Results, name: str) -> Table:
     # reason -> folders, and labels of cells
     locations_by_reason: dict[str, list[str]] = {}
     for gap in results.study.gaps:
-        locations_by_reason.setdefault(gap.reason, []).append(gap.where)
+        locations_by_reason.setdefault(gap.reason, []).append(gap.location)
     rows = [
         (reason, len(locations), "; ".join(locations))
         for reason, locations in locations_by_reason.items()

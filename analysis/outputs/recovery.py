@@ -144,7 +144,7 @@ def _label_ratios(axes: Axes, comparison: Comparison, points: pd.DataFrame) -> N
     look: Any = {"textcoords": "offset points", "fontsize": 6.5, "color": style.MUTED}
     for point in records(points):
         position = (point["storage"], point["score"])
-        axes.annotate(comparison.removed_words(point["ratio"]), position, xytext=(5, -9), **look)
+        axes.annotate(comparison.removed_text(point["ratio"]), position, xytext=(5, -9), **look)
 
 
 def recovery_blocks(comparison: Comparison) -> Iterator[Block]:
@@ -167,7 +167,7 @@ _RECOVERY_CAPTION = (
 @output(
     "coverage.table3",
     needs="cells with a recovery (coverage_table3 and coverage_table5 of sweeps)",
-    also=("coverage.table5",),
+    aliases=("coverage.table5",),
 )
 @score_table(
     "Pruned and recovered: general benchmarks",
@@ -196,7 +196,7 @@ def reasoning_table(results: Results, comparison: Comparison) -> Iterator[Block]
     "coverage.table9",
     chapter="cost",
     needs="cells with model.top_k=null,2,1 (coverage_table9 of sweeps)",
-    also=("coverage.table19",),
+    aliases=("coverage.table19",),
 )
 def top_k_table(results: Results, name: str) -> Table | None:
     """Pruned models with several numbers of experts per token.

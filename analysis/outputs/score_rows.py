@@ -260,14 +260,14 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
     of `costs` are left out."""
     comparison = block.comparison
     unpruned_cell = comparison.unpruned_cell
-    pruned_in_words, labels = _pruned_and_labels(block)
+    pruned_texts, labels = _pruned_and_labels(block)
     if unpruned_cell is not None:
         labels = {unpruned_cell: UNPRUNED_LABEL, **labels}
     cells = list(labels)
     pruned_cells = list(block.labels)
     targets = column_targets(comparison, pruned_cells, columns)
     text = pd.DataFrame(
-        {"Model": comparison.model, "Pruned": pruned_in_words, "Criterion": pd.Series(labels)},
+        {"Model": comparison.model, "Pruned": pruned_texts, "Criterion": pd.Series(labels)},
         index=cells,
     )
     numbers = scores(comparison, cells, targets)
@@ -429,7 +429,7 @@ def ratio_block(
     `Block`."""
     # through str, because pandas' types allow any label in an index
     label_of_cell = {int(str(cell)): str(label) for cell, label in labels.items()}
-    return Block(comparison, comparison.removed_words(ratio), label_of_cell, base)
+    return Block(comparison, comparison.removed_text(ratio), label_of_cell, base)
 
 
 def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:

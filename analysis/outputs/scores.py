@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.projections.polar import PolarAxes
 
 from analysis import names
-from analysis.load.settings import pruned_in_words
+from analysis.load.settings import removed_share_texts
 from analysis.load.study import Study
 from analysis.outputs.captions import PANEL_COLUMNS, metrics_in_words, score_setup
 from analysis.outputs.score_rows import method_lines, numbers_table, stacked
@@ -32,7 +32,9 @@ MOST_RADAR_METHODS = len(RADAR_METHODS)
 """Largest number of methods in a radar plot."""
 
 
-@output("aimer.fig3", chapter="task", needs="three benchmarks", also=("aimer.fig4", "aimer.fig5"))
+@output(
+    "aimer.fig3", chapter="task", needs="three benchmarks", aliases=("aimer.fig4", "aimer.fig5")
+)
 @per_model()
 def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """All benchmarks of each method around a circle (AIMER, Figs. 3 to 5).
@@ -183,7 +185,7 @@ def benchmark_table(results: Results, name: str) -> Table | None:
     """
     blocks = []
     for comparison in results.measured:
-        cells = _sort_cells(comparison.cells.assign(pruned=pruned_in_words(comparison.cells)))
+        cells = _sort_cells(comparison.cells.assign(pruned=removed_share_texts(comparison.cells)))
         text_columns = {
             "Model": "model",
             "Pruned": "pruned",

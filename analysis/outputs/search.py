@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from analysis import names
 from analysis.load.reader import groups
-from analysis.load.settings import comma_joined, is_searched, pruned_in_words
+from analysis.load.settings import comma_joined, is_searched, removed_share_texts
 from analysis.load.study import Study
 from analysis.outputs.captions import SEARCHES, score_setup
 from analysis.outputs.score_rows import numbers_table, sorted_by_criterion, stacked
@@ -84,7 +84,7 @@ _NO_TESTS = "Methods with one seed are not tested."
     chapter="search",
     filters="Model|Pruned|Calibration|Criterion",
     needs=SEARCHES,
-    also=("evoesap.table2",),
+    aliases=("evoesap.table2",),
 )
 def allocation_table(
     results: Results,
@@ -140,7 +140,7 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
     targets = column_targets(comparison, cells, columns) if cells else {}
     if not targets:
         return None
-    rows_of_cells = comparison.cells.assign(pruned=pruned_in_words(comparison.cells)).loc[cells]
+    rows_of_cells = comparison.cells.assign(pruned=removed_share_texts(comparison.cells)).loc[cells]
     numbers = scores(comparison, cells, targets)
     gains = {column: differences(comparison, target, pairs) for column, target in targets.items()}
     # differences are NaN in the rows of uniform cells
@@ -225,13 +225,13 @@ def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
     """Share of each layer's experts that a plan retains (column share, 0..1); a row per layer of
     each cell that prunes whole experts.
 
-    Columns: cell, layer, share, criterion, allocation, ratio, removed_words, calibration,
+    Columns: cell, layer, share, criterion, allocation, ratio, removed_text, calibration,
     recovery."""
     cells = comparison.cells[comparison.cells["granularity"] == "expert"]
     retained = study.retained[study.retained["cell"].isin(cells.index)]
     # the retained share of a whole expert is 0 or 1
     shares = retained.groupby(["cell", "layer"], as_index=False)["share"].mean()
-    columns = ["criterion", "allocation", "ratio", "removed_words", "calibration", "recovery"]
+    columns = ["criterion", "allocation", "ratio", "removed_text", "calibration", "recovery"]
     return pd.DataFrame(shares.join(cells[columns], on="cell"))
 
 
@@ -322,7 +322,7 @@ def _density_drawing(
             for _, line in lines:
                 style.draw_line(axes, legend_entry, line["layer"], line["share"])
         calibration = f", {names.calibration(panel['calibration'])}" if has_several_sets else ""
-        axes.set_title(f"{rows['removed_words'].iloc[0]} pruned{calibration}", fontsize=8)
+        axes.set_title(f"{rows['removed_text'].iloc[0]} pruned{calibration}", fontsize=8)
         style.layer_axis(axes)
         style.format_percent(axes.yaxis)
         axes.grid(axis="y")

@@ -35,7 +35,7 @@ COMPETITOR_NOTE = (
 )
 TEXT_COLUMNS = {
     "Model": "model",
-    "Pruned": "removed_words",
+    "Pruned": "removed_text",
     "Calibration": "calibration",
     "Criterion": "criterion",
 }

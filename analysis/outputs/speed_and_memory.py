@@ -87,9 +87,9 @@ def speed_table(results: Results, name: str) -> Table:
     """MoE-Slimming's Table 2: throughput, latency and memory of every timed model."""
     study = results.study
     # the first frame has no rows, but gives the columns of a study without timings
-    frames = [pd.DataFrame(columns=["model", "removed_words", "label"])]
+    frames = [pd.DataFrame(columns=["model", "removed_text", "label"])]
     for comparison in results.pruned:
-        labels = comparison.cells[["model", "removed_words"]].assign(
+        labels = comparison.cells[["model", "removed_text"]].assign(
             label=settings.method_labels(comparison.cells)
         )
         frames.append(requests(study).merge(labels, left_on="cell", right_index=True))
@@ -98,7 +98,7 @@ def speed_table(results: Results, name: str) -> Table:
     rows = pd.concat([frame for frame in frames if len(frame)] or frames, ignore_index=True)
     text_columns = {
         "Model": "model",
-        "Pruned": "removed_words",
+        "Pruned": "removed_text",
         "Criterion": "label",
         "Device": "device",
         "Prompts": "batch_size",
@@ -194,7 +194,7 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
     """
     study = results.study
     largest_requests = _largest_requests(study, comparison)
-    blocks = plans.blocks(comparison.cells, study.reader)
+    blocks = plans.channel_rounding(comparison.cells, study.reader)
     if largest_requests.empty or blocks.empty:
         return None
     timed_blocks = largest_requests.merge(blocks, on="cell").join(
@@ -209,7 +209,7 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
     grid = drawing.subplots(len(rows), len(BLOCK_MAPS), squeeze=False, height_ratios=heights)
     for panels, (key, row_blocks) in zip(grid, rows, strict=True):
         recovery = names.RECOVERIES.get(key["recovery"], key["recovery"])
-        pruned = settings.comma_joined(f"{comparison.removed_words(key['ratio'])} pruned", recovery)
+        pruned = settings.comma_joined(f"{comparison.removed_text(key['ratio'])} pruned", recovery)
         for axes, (column, title) in zip(panels, BLOCK_MAPS.items(), strict=True):
             _draw_map(axes, row_blocks, column)
             if unpruned[column].notna().any():
@@ -237,10 +237,10 @@ def _largest_requests(study: Study, comparison: Comparison) -> pd.DataFrame:
     prompt_tokens = rows["batch_size"] * rows["prompt_length"]
     rows = rows.loc[prompt_tokens.groupby(rows["cell"]).idxmax()].reset_index(drop=True)
     # no words for the unpruned model
-    removed_words = comparison.cells["removed_words"].where(comparison.cells["ratio"] > 0, "")
+    removed_text = comparison.cells["removed_text"].where(comparison.cells["ratio"] > 0, "")
     methods = settings.method_labels(comparison.cells)
     return rows.assign(
-        label=[settings.comma_joined(methods[cell], removed_words[cell]) for cell in rows["cell"]]
+        label=[settings.comma_joined(methods[cell], removed_text[cell]) for cell in rows["cell"]]
     )
 
 
@@ -284,7 +284,7 @@ def memory_table(results: Results, name: str) -> Table:
         "Before (bytes)": ("bytes", "{:,.0f}"),
         "After (bytes)": ("bytes_after", "{:,.0f}"),
     }
-    memory = memory.drop_duplicates(["model", "removed_words", "bytes_after"])
+    memory = memory.drop_duplicates(["model", "removed_text", "bytes_after"])
     memory = memory.assign(
         before=memory["bytes"] / MEBIBYTE, after=memory["bytes_after"] / MEBIBYTE
     )
@@ -295,7 +295,7 @@ def memory_table(results: Results, name: str) -> Table:
             "Parameters of the whole model in bfloat16. Plans that remove the same share can "
             "differ in it, by rows of routers and by what replaces experts."
         ),
-        **frame_and_formats(memory, {"Model": "model", "Pruned": "removed_words"}, number_columns),
+        **frame_and_formats(memory, {"Model": "model", "Pruned": "removed_text"}, number_columns),
     )
 
 

@@ -62,7 +62,11 @@ def aimer_blocks(comparison: Comparison) -> Iterator[Block]:
 
 
 @output(
-    "aimer.table2", chapter="weights", filters="Model|Pruned", needs=WEIGHTS, also=("aimer.table3",)
+    "aimer.table2",
+    chapter="weights",
+    filters="Model|Pruned",
+    needs=WEIGHTS,
+    aliases=("aimer.table3",),
 )
 @weights_table("group averages", GROUPS)
 def group_table(results: Results, comparison: Comparison) -> Iterator[Block]:

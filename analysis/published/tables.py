@@ -434,7 +434,7 @@ def _row(number: PublishedNumber, measured: MeasuredNumber) -> dict[str, Any]:
     is_incomparable = verdict_text.startswith(INCOMPARABLE)
     return {
         "Model": cell["model"],
-        "Pruned": cell["removed_words"],
+        "Pruned": cell["removed_text"],
         "Calibration": names.calibration(str(cell["calibration"])),
         "Criterion": names.method(str(cell["method"])),
         **{label: str(cell.get(axis, "any")) for axis, label in _OPTIONAL_COLUMNS.items()},

@@ -136,10 +136,10 @@ class Comparison:
         """Scores (cells, displayed columns), each the mean over the seeds with a result."""
         return self._seed_means(ranks.component_columns(self.results, self.benchmarks_of))
 
-    def removed_words(self, ratio: float) -> str:
+    def removed_text(self, ratio: float) -> str:
         """Text with the shares that the cells with the ratio `ratio` remove, see
-        `settings.removed_words`."""
-        return str(self.cells.loc[self.cells["ratio"] == ratio, "removed_words"].iloc[0])
+        `settings.removed_text`."""
+        return str(self.cells.loc[self.cells["ratio"] == ratio, "removed_text"].iloc[0])
 
     def evaluated_columns(self, cells: Iterable[int]) -> Target:
         """Displayed columns on which at least one of these cells was evaluated."""
@@ -467,7 +467,7 @@ def _comparison(
     outcomes = evaluations.outcome_matrices(samples, scores.astype(float))
     labels = settings.labels(cells)
     for cell, benchmark in outcomes.unexplained_scores:
-        reader.gap(
+        reader.record_gap(
             f"the score of {benchmark} is not the mean of its items: it is not tested", labels[cell]
         )
     return Comparison(
@@ -500,7 +500,7 @@ def _panels(model: str, pruned_cells: pd.DataFrame) -> Iterator[Panel]:
     pruned_cells: the pruned cells in `Comparison.cells`.
     """
     axes = ["ratio", "gate"]
-    pruned_texts = settings.pruned_in_words(pruned_cells)
+    pruned_texts = settings.removed_share_texts(pruned_cells)
     for _, cells in pruned_cells.groupby(axes, sort=True):
         ratio, gate = cells[axes].iloc[0]
         calibrations = names.calibrations_in_order(set(cells["calibration"]) - {"none"}) or ["none"]

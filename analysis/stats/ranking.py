@@ -129,7 +129,7 @@ def _groups(comparison: Comparison) -> Iterator[_Group]:
     pruned_cells = comparison.cells[
         (comparison.cells["criterion"] != "none") & (comparison.cells["ratio"] > 0)
     ]
-    pruned_texts = settings.pruned_in_words(pruned_cells)
+    pruned_texts = settings.removed_share_texts(pruned_cells)
     for _, cells in pruned_cells.groupby(["ratio", "gate"], sort=True):
         target = overall_columns(comparison, list(cells.index))
         if target and comparison.score(target)[cells.index].notna().any():

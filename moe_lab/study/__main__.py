@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from moe_lab.errors import UserError, run_and_exit, unknown_name_error
-from moe_lab.results import DIGITS
+from moe_lab.results import ID_DIGITS
 
 if TYPE_CHECKING:
     from moe_lab.study.status import StepState, StudyState
@@ -104,11 +104,11 @@ def find(store: Store, name: str) -> tuple[StudyState, list[StepState]]:
         # a study with damaged records is passed over; a command with its name reports the damage
         with suppress(UserError):
             state = study_state(store, study)
-            # the name of a step ends in the first DIGITS digits of its id
+            # the name of a step ends in the first ID_DIGITS digits of its id
             matching_steps = [
                 step
                 for step in state.steps
-                if name in step.name or name[:DIGITS] == step.name[-DIGITS:]
+                if name in step.name or name[:ID_DIGITS] == step.name[-ID_DIGITS:]
             ]
             if matching_steps:
                 return state, matching_steps

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged
-from moe_lab.results import DIGITS, finished_steps, read_record
+from moe_lab.results import ID_DIGITS, finished_steps, read_record
 from moe_lab.study.claims import Busy
 from moe_lab.study.integrity import read_step
 from moe_lab.study.packing import PACKS, remove_from_packs
@@ -132,7 +132,7 @@ def _needed_steps(store: Store, starts: Set[str], folders_of: Mapping[str, list[
             continue
         needed.add(start)
         for folder in folders_of.get(start, ()):
-            unvisited += [name[-DIGITS:] for name in read_step(folder)["inputs"].values()]
+            unvisited += [name[-ID_DIGITS:] for name in read_step(folder)["inputs"].values()]
         # inputs of a step in a pack are separated by spaces
         unvisited += inputs.get(start, "").split()
     return needed
@@ -174,7 +174,7 @@ def _referenced_steps(store: Store) -> tuple[set[str], str]:
             record = read_record(store.root, study) or {"run": ""}
         except Damaged as error:
             raise _unreadable_error(store, str(error)) from None
-        referenced.update(name[-DIGITS:] for name in finished_steps(record))
+        referenced.update(name[-ID_DIGITS:] for name in finished_steps(record))
         for run in study_runs:
             # if reading the queue failed, every job may be in it
             may_be_queued = any(job.id in queue or queue_error for job in jobs_of[run.folder])
@@ -183,7 +183,7 @@ def _referenced_steps(store: Store) -> tuple[set[str], str]:
                 continue
             # a run without a plan was killed before it computed a step
             if plan := run.plan:
-                referenced.update(folder[-DIGITS:] for folder in plan["steps"])
+                referenced.update(folder[-ID_DIGITS:] for folder in plan["steps"])
     return referenced, queue_error
 
 
@@ -201,7 +201,7 @@ def _garbage_step(folder: Path) -> Garbage | None:
     None also when the kind and id in step.json differ from the kind and id in the folder's path."""
     with suppress(FileNotFoundError, Damaged):
         document = read_step(folder)
-        start = folder.name[-DIGITS:]
+        start = folder.name[-ID_DIGITS:]
         if document["kind"] == folder.parent.name and document["id"].startswith(start):
             return Garbage(folder, document["kind"], _folder_bytes(folder), start)
     return None

@@ -24,7 +24,7 @@ from moe_lab.criteria import IdentifiedCriterion
 from moe_lab.evaluation.harness import harness_of
 from moe_lab.grid import Cell, Request
 from moe_lab.models.files import UNRESOLVED
-from moe_lab.results import FIGURES, STEPS
+from moe_lab.results import FIGURE_STEPS, STEPS
 from moe_lab.study.estimates import resolved_device, resolved_engine
 from moe_lab.study.step import Step
 from moe_lab.study.steps.costs import Cost, Profile, Timing, timing_of
@@ -100,7 +100,7 @@ class Graph:
 
     cells: Sequence[CellSteps]
     figures: Mapping[str, Mapping[FigureKey, Step]]
-    """Name in FIGURES -> steps that only the figures and remarks of the report need."""
+    """Name in FIGURE_STEPS -> steps that only the figures and remarks of the report need."""
 
     @cached_property
     @garbage_collection_off()
@@ -310,12 +310,12 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
 def _figure_steps(
     resolver: _Resolver, requests: Iterable[Request]
 ) -> dict[str, dict[FigureKey, Step]]:
-    """Name in FIGURES -> key -> step, for the steps that only figures and remarks of the report
-    need. Each combination of calibration set, model and gate has one step in a figure, with the
-    seed of the first cell of this combination. Cells that read no calibration set are left out. The
-    figure "contaminations" has steps only for benchmarks that can list their items. The other
+    """Name in FIGURE_STEPS -> key -> step, for the steps that only figures and remarks of the
+    report need. Each combination of calibration set, model and gate has one step in a figure, with
+    the seed of the first cell of this combination. Cells that read no calibration set are left out.
+    The figure "contaminations" has steps only for benchmarks that can list their items. The other
     figures have steps only with overlap=true."""
-    figures: dict[str, dict[FigureKey, Step]] = {figure: {} for figure in FIGURES}
+    figures: dict[str, dict[FigureKey, Step]] = {figure: {} for figure in FIGURE_STEPS}
     first_seeds: dict[FigureKey, int] = {}  # key with seed 0 -> seed of the first cell
     cell_of: dict[FigureKey, Cell] = {}
     benchmarks_of: dict[FigureKey, dict[str, BenchmarkConfig]] = defaultdict(dict)

@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged
-from moe_lab.results import DIGITS
+from moe_lab.results import ID_DIGITS
 from moe_lab.study.claims import Busy
 from moe_lab.study.integrity import STEP, file_entry
 from moe_lab.study.packing import MANY, Packing, copy_packed
@@ -43,7 +43,7 @@ def finished_in(other: Store, steps: Iterable[Step]) -> set[str]:
     """Ids of those of `steps` that are finished in `other`, another store."""
     with other.errors_as_sentences():
         names_by_start = other.finished_names()
-    return {step.id for step in steps if step.id[:DIGITS] in names_by_start}
+    return {step.id for step in steps if step.id[:ID_DIGITS] in names_by_start}
 
 
 def copy_from(store: Store, path: str, steps: Sequence[Step]) -> None:
@@ -68,7 +68,7 @@ def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
     """
     with other.errors_as_sentences():
         names_by_start = other.finished_names()
-        starts = [step.id[:DIGITS] for step in steps]
+        starts = [step.id[:ID_DIGITS] for step in steps]
         names = [names_by_start[start] for start in starts if start in names_by_start]
         for pack in other.packs.damaged_packs:
             store.notices.append(
@@ -76,7 +76,7 @@ def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
             )
         copy_packed(store, other, names)
         # steps in folders, and packed steps that could not be copied as packs
-        names_left = [name for name in names if name[-DIGITS:] not in store.packs]
+        names_left = [name for name in names if name[-ID_DIGITS:] not in store.packs]
         packing = Packing(store)
         with ThreadPoolExecutor(THREADS) as threads:
             # `pack` packs when a store has MANY small steps, so it is called for each MANY steps

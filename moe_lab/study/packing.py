@@ -19,7 +19,7 @@ from typing import Any
 
 from moe_lab.json_files import Damaged
 from moe_lab.packs import PackedStep
-from moe_lab.results import DIGITS
+from moe_lab.results import ID_DIGITS
 from moe_lab.study.claims import Busy, Claim
 from moe_lab.study.integrity import STEP, read_step
 from moe_lab.study.step import KINDS
@@ -137,7 +137,7 @@ def copy_packed(store: Store, other: Store, names: Sequence[str]) -> None:
     steps are in packs of `other`, or if another process is writing packs. An error, such as that of
     a full disk, ends the copying and is not raised. The caller then copies the remaining steps one
     by one, and meets the error again."""
-    packed_names = [name for name in names if name[-DIGITS:] in other.packs]
+    packed_names = [name for name in names if name[-ID_DIGITS:] in other.packs]
     if len(packed_names) < MANY:
         return
     with suppress(Busy, OSError, sqlite3.Error), store.claims.take(PACKS) as claim:
@@ -152,14 +152,14 @@ def _read_packed_steps(other: Store, names: Iterable[str]) -> Iterator[PackedSte
     left out."""
     for name in names:
         if not other.damaged_files(name, hash_all=True):
-            id_start = name[-DIGITS:]
+            id_start = name[-ID_DIGITS:]
             files = {file: other.packs.read(id_start, file) for file in other.packs.files(id_start)}
             yield PackedStep(id_start, name, _inputs(other.document(name)), files)
 
 
 def _inputs(document: Mapping[str, Any]) -> list[str]:
     """Starts of the ids of a step's inputs. `document`: content of STEP of the step."""
-    return [name[-DIGITS:] for name in document["inputs"].values()]
+    return [name[-ID_DIGITS:] for name in document["inputs"].values()]
 
 
 def remove_from_packs(store: Store, id_starts: Collection[str]) -> None:

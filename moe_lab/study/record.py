@@ -22,7 +22,7 @@ from moe_lab.config import AllocationConfig, Config
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
 from moe_lab.json_files import Damaged, Number, parse_sealed, read_json, write_text
-from moe_lab.results import DIGITS, RECORD, SCHEMA, current_records, join_records, read_record
+from moe_lab.results import ID_DIGITS, RECORD, SCHEMA, current_records, join_records, read_record
 from moe_lab.start import command
 from moe_lab.study.graph import CellSteps, Graph, garbage_collection_off
 from moe_lab.study.provenance import DISK_FULL_MESSAGE
@@ -303,7 +303,7 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
         """KIND/NAME of a finished step. None if the step is not finished, or `step` is None."""
         if step is None:
             return None
-        start = step.id[:DIGITS]
+        start = step.id[:ID_DIGITS]
         if start not in names:
             names[start] = store.stored_name(step)
         return names[start]

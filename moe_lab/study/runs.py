@@ -25,7 +25,7 @@ from typing import Any
 
 from moe_lab.json_files import Number
 from moe_lab.paths import cache_folder
-from moe_lab.results import DIGITS
+from moe_lab.results import ID_DIGITS
 from moe_lab.results import RECORD as RECORD_FILE
 from moe_lab.study.claims import Claim
 from moe_lab.study.graph import garbage_collection_off
@@ -214,13 +214,13 @@ def active_runs(store: Store) -> set[str]:
 
 
 def steps_of_active_runs(store: Store) -> set[str]:
-    """Ids of the steps of all active runs, each shortened to its first DIGITS characters."""
+    """Ids of the steps of all active runs, each shortened to its first ID_DIGITS characters."""
     active_names = active_runs(store)
     short_ids: set[str] = set()
     for study in studies(store):
         for run in runs(store, study):
             if run.folder.name in active_names and (plan := run.plan):
-                short_ids.update(folder[-DIGITS:] for folder in plan["steps"])
+                short_ids.update(folder[-ID_DIGITS:] for folder in plan["steps"])
     return short_ids
 
 

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, fits
-from moe_lab.results import DIGITS, current_records
+from moe_lab.results import ID_DIGITS, current_records
 from moe_lab.results import RECORD as RECORD_FILE
 from moe_lab.study.packing import remove_from_packs
 from moe_lab.study.runs import (
@@ -119,7 +119,7 @@ def _step_states(
     active_steps = steps_of_active_runs(store)
     steps: list[StepState] = []
     for name, indices in zip(plan["steps"], plan["inputs"], strict=True):
-        id_start = name[-DIGITS:]
+        id_start = name[-ID_DIGITS:]
         job_id = job_of.get(id_start)
         inputs = [steps[index] for index in indices]
         if id_start in finished:
@@ -143,13 +143,13 @@ def _step_states(
 def _job_of_steps(
     jobs: Mapping[str, SubmittedJob], queue: Mapping[str, QueuedJob]
 ) -> dict[str, str]:
-    """First DIGITS digits of a step's id -> id of the job for the step. If several jobs were
+    """First ID_DIGITS digits of a step's id -> id of the job for the step. If several jobs were
     submitted for a step, it is the first job that is in the queue; if none is, it is the last."""
     job_of: dict[str, str] = {}
     for job in jobs.values():
         for step in job.steps:
-            if job_of.get(step[:DIGITS]) not in queue:
-                job_of[step[:DIGITS]] = job.id
+            if job_of.get(step[:ID_DIGITS]) not in queue:
+                job_of[step[:ID_DIGITS]] = job.id
     return job_of
 
 
@@ -343,7 +343,7 @@ def unpack(study: StudyState, steps: Sequence[StepState]) -> None:
         if not folder.exists():
             folder = Path("unpacked", step.name)
             folder.mkdir(parents=True, exist_ok=True)
-            for name in study.store.packs.files(step.name[-DIGITS:]):
+            for name in study.store.packs.files(step.name[-ID_DIGITS:]):
                 (folder / name).write_bytes(study.store.content(step.name, name))
         print(folder)
 
@@ -362,7 +362,7 @@ def _reason(study: StudyState, step: StepState) -> str:
     """Why a step is not done, as text. For a step that no command and no job will compute, the text
     also says what starts the step again."""
     if step.state == "failed":
-        error = study.store.error(step.name[-DIGITS:]) or {}
+        error = study.store.error(step.name[-ID_DIGITS:]) or {}
         return f"{error.get('message')} (retry=failed tries again)"
     if step.state == "blocked":
         cause = next(needed for needed in step.needs if needed.state in ("failed", "blocked"))
@@ -372,7 +372,7 @@ def _reason(study: StudyState, step: StepState) -> str:
         detail = f" ({queued.reason})" if queued.is_pending else f", {queued.elapsed} so far"
         return f"job {step.job} is {queued.state}{detail}"
     if step.state == "running":
-        return f"being computed by {study.store.claims.holder(step.name[-DIGITS:])}"
+        return f"being computed by {study.store.claims.holder(step.name[-ID_DIGITS:])}"
     if step.state == "pending":
         return "another run will compute it"
     if step.job is None:

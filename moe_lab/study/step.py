@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, dataclass_transform
 from moe_lab.config.base import identity
 from moe_lab.json_files import digest
 from moe_lab.paths import shorten
-from moe_lab.results import DIGITS
+from moe_lab.results import ID_DIGITS
 from moe_lab.study.resources import Resources
 
 LONGEST_LABEL = 200
@@ -159,9 +159,9 @@ class Step(StepFields):
 
     @property
     def folder(self) -> str:
-        """Path inside the store: kind, readable label, and the first DIGITS digits of the id, which
-        suffice to be unique."""
-        return f"{self.kind}/{shorten(self.label(), LONGEST_LABEL)}-{self.id[:DIGITS]}"
+        """Path inside the store: kind, readable label, and the first ID_DIGITS digits of the id,
+        which suffice to be unique."""
+        return f"{self.kind}/{shorten(self.label(), LONGEST_LABEL)}-{self.id[:ID_DIGITS]}"
 
     def __getstate__(self) -> dict[str, Any]:
         """Fields and identity entries. The entries are pickled, too, so that the process that

@@ -20,7 +20,7 @@ from moe_lab.errors import DISK_FULL, Unavailable, UserError
 from moe_lab.json_files import Damaged, parse_sealed, read_sealed, write_sealed
 from moe_lab.packs import Packs, packs_in
 from moe_lab.paths import is_of_group, store_folder
-from moe_lab.results import DIGITS
+from moe_lab.results import ID_DIGITS
 from moe_lab.study.claims import LIMIT, Claim, Claims, InQueue
 from moe_lab.study.integrity import STEP, damaged_files, read_step, seal
 from moe_lab.study.provenance import DISK_FULL_MESSAGE
@@ -28,9 +28,9 @@ from moe_lab.study.step import Step, identity_document
 
 SCHEMA = 1
 MARKER = "store.json"
-SCRATCH = re.compile(rf"\.([0-9a-f]{{{DIGITS}}})\.[0-9a-f]{{8}}")
+SCRATCH = re.compile(rf"\.([0-9a-f]{{{ID_DIGITS}}})\.[0-9a-f]{{8}}")
 """Name of a folder with unfinished work: start of the step's id, and a random suffix."""
-FOLDER = re.compile(rf"[^.].*-([0-9a-f]{{{DIGITS}}})")
+FOLDER = re.compile(rf"[^.].*-([0-9a-f]{{{ID_DIGITS}}})")
 """Name of the folder of a finished step: its label, and the start of its id."""
 SAMPLE = 200
 """Maximum number of steps of a kind in packs that `Store.documents` reads."""
@@ -50,7 +50,7 @@ class Store:
     steps resume.
 
     A finished step is called KIND/NAME. NAME is the step's label, "-", and the start of the step's
-    id (DIGITS digits). The step is the folder KIND/NAME, or part of a pack, a file of many small
+    id (ID_DIGITS digits). The step is the folder KIND/NAME, or part of a pack, a file of many small
     steps. Its file STEP has its identity and the hashes of its other files. Sealed documents hold a
     hash of themselves. Damaged files are set aside: moved to the folder `damaged`.
 
@@ -229,12 +229,12 @@ class Store:
         if folder.exists():
             return folder
         kind, _, _ = name.partition("/")
-        return self.folders_of_kind(kind).get(name[-DIGITS:], folder)
+        return self.folders_of_kind(kind).get(name[-ID_DIGITS:], folder)
 
     def stored_name(self, step: Step) -> str | None:
         """KIND/NAME of a finished step, with the label under which the step is stored. None when
         the step is not in the store."""
-        start = step.id[:DIGITS]
+        start = step.id[:ID_DIGITS]
         if start not in self.packs:
             # most steps are stored under their own label, which takes one system call to check
             if (self.root / step.folder).exists():
@@ -259,7 +259,7 @@ class Store:
         try:
             return (self.folder(name) / file).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
-            return self.packs.read(name[-DIGITS:], file)
+            return self.packs.read(name[-ID_DIGITS:], file)
 
     def document(self, name: str) -> dict[str, Any]:
         """Content of STEP of the finished step KIND/NAME. Raises FileNotFoundError when STEP is
@@ -302,7 +302,7 @@ class Store:
         if time_ns != indexed_time:
             entries = os.scandir(parent) if time_ns else ()
             names = [entry.name for entry in entries if not entry.name.startswith(".")]
-            folders = {name[-DIGITS:]: parent / name for name in names}
+            folders = {name[-ID_DIGITS:]: parent / name for name in names}
             self._index[kind] = (time_ns, folders)
         return folders
 
@@ -313,7 +313,7 @@ class Store:
 
     def partial(self, step: Step) -> Path:
         """Folder in which an unfinished step saves files to resume from."""
-        return self.root / "partial" / step.id[:DIGITS]
+        return self.root / "partial" / step.id[:ID_DIGITS]
 
     def remove_resume_files(self, finished: Set[str]) -> None:
         """Remove the resume files of finished steps. Resume files remain if a process is killed
@@ -321,7 +321,7 @@ class Store:
         paths = list((self.root / "partial").glob("*"))
         if not paths:
             return
-        starts = {step_id[:DIGITS] for step_id in finished}
+        starts = {step_id[:ID_DIGITS] for step_id in finished}
         for path in paths:
             if path.name in starts:
                 shutil.rmtree(path, ignore_errors=True)
@@ -347,7 +347,7 @@ class Store:
         packed_starts = self.packs.id_starts()
         done = set()
         for step in steps:
-            start = step.id[:DIGITS]
+            start = step.id[:ID_DIGITS]
             if start in packed_starts or (start in folders and self.is_finished(step)):
                 done.add(step.id)
         return done
@@ -361,7 +361,7 @@ class Store:
         judge the step as `is_finished` does."""
         if step.id not in self._awaited_ids:
             for _ in retries():
-                if self.folder(step.folder).exists() or self.packs.find(step.id[:DIGITS]):
+                if self.folder(step.folder).exists() or self.packs.find(step.id[:ID_DIGITS]):
                     break
             self._awaited_ids.add(step.id)
         if not self._is_sound(step.folder, hash_all=step.id not in self._hashed_ids):
@@ -381,13 +381,13 @@ class Store:
                 folder = stored_folder
                 states = damaged_files(folder, hash_all=hash_all)
         # a step whose folder is missing may be in a pack
-        if not states or folder.exists() or not self.packs.find(name[-DIGITS:]):
+        if not states or folder.exists() or not self.packs.find(name[-ID_DIGITS:]):
             return states
         if not hash_all:
             return {}
         states = self._damaged_files_in_pack(name)
         if states:
-            self.packs.damaged_steps.add(name[-DIGITS:])
+            self.packs.damaged_steps.add(name[-ID_DIGITS:])
         return states
 
     def _damaged_files_in_pack(self, name: str) -> dict[str, str]:
@@ -409,7 +409,7 @@ class Store:
                 except Damaged:
                     states[file] = "damaged"
         # a step that was removed from its pack meanwhile has missing files, but is not damaged
-        return states if self.packs.find(name[-DIGITS:]) else {}
+        return states if self.packs.find(name[-ID_DIGITS:]) else {}
 
     def _is_sound(self, name: str, *, hash_all: bool = False) -> bool:
         """Whether the step KIND/NAME is finished and undamaged. A damaged step in a folder is set
@@ -421,7 +421,7 @@ class Store:
         problem = ", ".join(f"{file} is {state}" for file, state in states.items())
         if folder.exists():
             self.set_aside(folder, problem, "computed again")
-        elif name[-DIGITS:] in self.packs.damaged_steps:
+        elif name[-ID_DIGITS:] in self.packs.damaged_steps:
             self.notices.append(f"{name}: {problem}, in a pack: computed again")
         return False
 
@@ -446,7 +446,7 @@ class Store:
     def error(self, step_id: str) -> dict[str, Any] | None:
         """The stored error of a step, see `fail`. None when no error is stored, and when the file
         of the error is damaged. A damaged file is set aside. `step_id`: the id or its start."""
-        path = self.root / "failed" / f"{step_id[:DIGITS]}.json"
+        path = self.root / "failed" / f"{step_id[:ID_DIGITS]}.json"
         content: dict[str, Any] | None = self.read(
             path, {"message": str}, "the step is tried again"
         )
@@ -459,12 +459,12 @@ class Store:
         with contextlib.suppress(OSError):
             self.make_folder(folder)
             document = {"step": step.folder, "time": time.time(), **error}
-            self.write(folder / f"{step.id[:DIGITS]}.json", document)
+            self.write(folder / f"{step.id[:ID_DIGITS]}.json", document)
 
     def forget(self, step_id: str) -> None:
         """Remove the stored error of a step, if there is one, so that the step is tried again.
         `step_id`: the id or its start."""
-        (self.root / "failed" / f"{step_id[:DIGITS]}.json").unlink(missing_ok=True)
+        (self.root / "failed" / f"{step_id[:ID_DIGITS]}.json").unlink(missing_ok=True)
 
     def step_folders(self) -> Mapping[str, list[Path]]:
         """Start of the id -> folders, for all folders that are named like a finished step. A step
@@ -493,7 +493,7 @@ class Store:
         renamed to KIND/NAME. A process that dies leaves only the scratch folder and a stale claim.
         Raises Busy when another process holds the claim, or took the claim over while this process
         was suspended. Raises StoreGone when the store or the scratch folder was removed."""
-        start = document["id"][:DIGITS]
+        start = document["id"][:ID_DIGITS]
         parent = (self.root / name).parent
         self.check_exists()
         with self.claims.take(start) as claim:
@@ -544,7 +544,7 @@ class Store:
             raise
         step_id = document["id"]
         self._hashed_ids.add(step_id)
-        shutil.rmtree(self.root / "partial" / step_id[:DIGITS], ignore_errors=True)
+        shutil.rmtree(self.root / "partial" / step_id[:ID_DIGITS], ignore_errors=True)
         self.forget(step_id)
 
 
@@ -562,6 +562,6 @@ def rename_as_scratch(folder: Path, step_id: str) -> Path:
     """Rename a folder to a new path, which is returned. The new name is that of a scratch folder of
     the step, but with a random suffix, so that no owner of a claim uses the folder. `step_id`: the
     id or its start."""
-    scratch = folder.with_name(f".{step_id[:DIGITS]}.{uuid.uuid4().hex[:8]}")
+    scratch = folder.with_name(f".{step_id[:ID_DIGITS]}.{uuid.uuid4().hex[:8]}")
     folder.rename(scratch)
     return scratch

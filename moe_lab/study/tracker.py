@@ -13,7 +13,7 @@ from unittest.mock import patch
 from moe_lab.config import TrackerConfig
 from moe_lab.errors import UserError, unknown_name_error
 from moe_lab.json_files import digest
-from moe_lab.results import DIGITS
+from moe_lab.results import ID_DIGITS
 from moe_lab.study.store import Store
 
 
@@ -81,9 +81,9 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
     ]
     try:
         for entry in cells:
-            step_starts = sorted(folder[-DIGITS:] for folder in entry["evaluate"].values())
+            step_starts = sorted(folder[-ID_DIGITS:] for folder in entry["evaluate"].values())
             # the id has the study, because a run is in one group of wandb: the group of its study
-            run_id = digest([record["study"], entry["cell"], step_starts])[:DIGITS]
+            run_id = digest([record["study"], entry["cell"], step_starts])[:ID_DIGITS]
             if mode == "offline" and any(
                 Path(wandb_settings.wandb_dir).glob(f"offline-run-*-{run_id}")
             ):
@@ -117,7 +117,7 @@ def _log_cell(
         **options,
         "project": settings.project,
         # label of a step: the name of its folder without "-" and the start of the id
-        "name": Path(str(entry["cost"] or entry["model"])).name[: -DIGITS - 1],
+        "name": Path(str(entry["cost"] or entry["model"])).name[: -ID_DIGITS - 1],
         "resume": "allow",
         "config": {**entry["cell"], "protocol": entry["protocol"], "plan": entry["plan"]},
     }
@@ -127,7 +127,7 @@ def _log_cell(
             run.log({"recovery/loss": losses[step]}, step=step)
         run.summary.update(numbers)
         if settings.plans and entry["plan"]:
-            artefact = wandb.Artifact(f"plan-{entry['plan'][-DIGITS:]}", type="plan")
+            artefact = wandb.Artifact(f"plan-{entry['plan'][-ID_DIGITS:]}", type="plan")
             with artefact.new_file("plan.json", mode="wb") as file:
                 file.write(store.content(entry["plan"], "plan.json"))
             run.log_artifact(artefact)

@@ -10,7 +10,7 @@ import pandas as pd
 from synthetic_plans import granularity
 
 from analysis import names
-from analysis.load.settings import replaces
+from analysis.load.settings import has_replacement
 from analysis.published.numbers import PublishedNumber, numbers, split
 from analysis.registry import Results
 from analysis.render.table import Table
@@ -50,8 +50,10 @@ def cells_of(axes: list[dict[str, Any]]) -> pd.DataFrame:
     is_pruned = frame["criterion"] != "none"
     is_unusual = (frame["allocation"] != "uniform") | (frame["granularity"] == "channel")
     has_several = frame.loc[is_pruned, "allocation"].nunique() > 1
-    names_allocation = (has_several & is_pruned & is_unusual) | frame["allocation"].map(replaces)
-    frame = frame.assign(removed=frame["ratio"], removed_words=frame["ratio"].map(names.ratio))
+    names_allocation = (has_several & is_pruned & is_unusual) | frame["allocation"].map(
+        has_replacement
+    )
+    frame = frame.assign(removed=frame["ratio"], removed_text=frame["ratio"].map(names.ratio))
     keys = zip(frame["criterion"], frame["allocation"].where(names_allocation, ""), strict=True)
     return frame.assign(method=[names.key(criterion, allocation) for criterion, allocation in keys])
 

@@ -145,7 +145,7 @@ def test_cell_without_cost_is_not_in_the_table_of_costs(store: Path) -> None:
 def test_cell_of_another_suite_is_a_gap_and_a_note(store: Path) -> None:
     study = load(changed(store, LOST["other suite"]), "made_up")
     assert "different sets of benchmarks" in " ".join(study.notes)
-    assert [(gap.reason, gap.where) for gap in study.gaps] == [
+    assert [(gap.reason, gap.location) for gap in study.gaps] == [
         ("not evaluated on gsm8k, unlike other cells of the study", CELL)
     ]
 

@@ -15,7 +15,7 @@ from synthetic import edited_document, record_path, write_json, write_store
 from analysis import names, report
 from analysis.__main__ import main
 from analysis.load.settings import labels
-from analysis.load.studies import document, requested_studies
+from analysis.load.studies import combined_record, requested_studies
 from analysis.load.study import Study, load
 from analysis.outputs import captions
 from analysis.registry import Results, find
@@ -54,7 +54,8 @@ def test_several_studies_are_read_as_one(store: Path) -> None:
     assert set(study.family["calibration"]) == {"pocket_code"}
     assert list(study.document["config"]) == ["experts", "channels"]
     first, second = (
-        document(store, names) for names in (["experts", "channels"], ["channels", "experts"])
+        combined_record(store, names)
+        for names in (["experts", "channels"], ["channels", "experts"])
     )
     evaluations = [
         {json.dumps(e["cell"]): e["evaluate"] for e in record["cells"]}
@@ -96,7 +97,7 @@ def test_two_models_of_one_name_are_two(store: Path, together: bool) -> None:
         entry["model"] = f"{entry['model'][:-12]}abcdefabcdef"
     copied["cells"] = record["cells"] + copied["cells"] if together else copied["cells"]
     write_json(record_path(store, "other"), {**copied, "study": "other"})
-    read = document(store, ["other"] if together else ["experts", "other"])
+    read = combined_record(store, ["other"] if together else ["experts", "other"])
     record_path(store, "other").unlink()
     name = record["cells"][0]["cell"]["model"]
     digests = {entry["cell"]["model"]: entry["model"][-12:][:6] for entry in read["cells"]}
@@ -104,7 +105,7 @@ def test_two_models_of_one_name_are_two(store: Path, together: bool) -> None:
     assert digests == {f"{name}-{digest}": digest for digest in digests.values()}
     assert len(digests) == 2
     assert {row["model"] for row in read["families"]} <= set(digests)
-    alone = document(store, ["experts"])
+    alone = combined_record(store, ["experts"])
     assert {entry["cell"]["model"] for entry in alone["cells"]} == {name}
 
 
@@ -128,7 +129,7 @@ def test_families_of_all_studies_have_the_names_of_their_models(
             "step": f"family/{name}",
         }
         write_json(record_path(tmp_path, name), {**record, "families": [row]})
-    read = document(tmp_path, ["one", "other"])
+    read = combined_record(tmp_path, ["one", "other"])
     assert {row["model"]: row["step"] for row in read["families"]} == {
         "qwen-00bcde_top2": "family/one",
         "qwen-11bcde_top2": "family/other",

@@ -146,7 +146,7 @@ def test_merged_experts_are_counted_with_and_without_router_rows(
     reader = SimpleNamespace(
         folder=lambda name: tmp_path / name, json=lambda *_: {"layers": {"0": layer}}
     )
-    plan = plans.retained(pd.DataFrame({"plan_folder": ["plan"]}), reader)
+    plan = plans.retained_shares(pd.DataFrame({"plan_folder": ["plan"]}), reader)
     assert plan["merged"].tolist() == [False, False, True, False]
     assert not plan["constant"].any()
     assert plan["share"].tolist() == [1, 1, 0, 0]
@@ -232,7 +232,7 @@ def test_damage_is_a_gap_with_its_place(store: Path, what: str) -> None:
     DAMAGES[what](path)
     study = load(store, "made_up")
     [gap] = study.gaps
-    assert path.name in gap.where
+    assert path.name in gap.location
     assert gap.reason == what
     if "samples" not in what:
         assert np.isnan(score(study, 3, "rte"))
@@ -345,7 +345,7 @@ def test_results_that_do_not_tell_losses_from_scores_are_a_gap(store: Path) -> N
     change_result(store, 1, "gsm8k", scale=None)
     [gap] = load(store, "made_up").gaps
     assert "older" in gap.reason
-    assert "gsm8k" in gap.where
+    assert "gsm8k" in gap.location
 
 
 EQUAL_RATIOS = {
@@ -363,11 +363,11 @@ def test_ratios_with_equal_plans_are_one_row(tmp_path: Path) -> None:
         tmp_path, criteria=("reap", "man"), ratios=(0.25, 0.27, 0.45, 0.5), **EQUAL_RATIOS
     )
     study = load(store, "made_up")
-    columns = study.cells[["ratio", "removed", "removed_words"]].drop_duplicates().to_dict("list")
+    columns = study.cells[["ratio", "removed", "removed_text"]].drop_duplicates().to_dict("list")
     assert columns["ratio"] == [0, 0.25, 0.45, 0.5]
     assert columns["removed"] == [0, 0.25, 7 / 16, 0.5]
     labels = ["0 %", "25 % (25 % and 27 % requested)", "43.8 % (45 % requested)", "50 %"]
-    assert columns["removed_words"] == labels
+    assert columns["removed_text"] == labels
     assert len(study.cells) == 1 + 2 * 3
     rows = table_of(benchmark_table, Results(study)).frame
     assert rows.groupby("Criterion")["Pruned"].agg(list)["REAP"] == labels[1:]
@@ -392,7 +392,7 @@ def test_row_of_equal_ratios_has_the_results_of_both(
     assert not study.gaps
     assert set(study.results["cell"]) == set(study.costs["cell"]) == set(study.cells.index)
     assert study.cells.loc[1, "cost_folder"] == higher["cost"]
-    assert study.document == studies.document(store, ["made_up"])
+    assert study.document == studies.combined_record(store, ["made_up"])
 
 
 @pytest.mark.parametrize(
@@ -409,7 +409,7 @@ def test_row_of_equal_ratios_has_the_results_of_both(
 def test_removed_share_is_shown_with_the_requested_one(
     shares: list[float], requested: list[float], label: str
 ) -> None:
-    assert cell_settings.removed_words(pd.Series(shares), requested) == label
+    assert cell_settings.removed_text(pd.Series(shares), requested) == label
 
 
 def test_channels_count_by_their_share(tmp_path: Path) -> None:

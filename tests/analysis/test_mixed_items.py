@@ -286,7 +286,7 @@ def inconsistent(request: pytest.FixtureRequest) -> Inconsistent:
 
 def test_score_that_is_not_the_mean_of_its_items_is_a_gap(inconsistent: Inconsistent) -> None:
     [gap] = inconsistent.study.gaps
-    assert gap.where == "m reap pocket_code 0.5"
+    assert gap.location == "m reap pocket_code 0.5"
     assert "gsm8k is not the mean of its items" in gap.reason
     assert ranked(inconsistent.study)["Avg"].notna().all()
 

@@ -494,8 +494,8 @@ def test_models_are_random_effects() -> None:
         outcomes = [first_solved(count, 60) for count in (60, reap, reap, ean, ean)]
         compared.append(replace(comparison_of(axes, {"gsm8k": outcomes}), model=model))
     cells = compared[0].all_cells
-    rounded = cells["removed_words"].replace("50 %", "46.9 % (50 % requested)")
-    compared[0] = replace(compared[0], all_cells=cells.assign(removed_words=rounded))
+    rounded = cells["removed_text"].replace("50 %", "46.9 % (50 % requested)")
+    compared[0] = replace(compared[0], all_cells=cells.assign(removed_text=rounded))
     *_, together = ranking.rankings(compared)
     assert together.model == ranking.ALL_MODELS
     assert together.pruned_text == "46.9 % (50 % requested) / 50 %"

@@ -20,7 +20,7 @@ from processes import quoted, until
 from studies import SMALL, STUDY, StudyRequest, Worker, start, study_command, study_request
 
 from analysis.load.reader import Reader
-from analysis.load.studies import document
+from analysis.load.studies import combined_record
 from moe_lab.config import LauncherConfig, TrackerConfig
 from moe_lab.errors import UserError
 from moe_lab.study import record, run
@@ -194,7 +194,7 @@ def test_a_changed_byte_is_damage_for_every_reader(
         assert code != 0 or command == "status"
     if kind == "record.json":
         with pytest.raises(UserError, match="damaged"):
-            document(store, [STUDY])
+            combined_record(store, [STUDY])
     assert start(store, aimer_study) == 0
     assert study_command(store, "verify", STUDY) == study_command(store, "gc") == 0
 
@@ -566,4 +566,4 @@ def test_the_analysis_refuses_a_damaged_record(store: Path, method: str) -> None
         damage(step, method)
         assert Reader(store).json(step.parent, "result.json") is None
     with pytest.raises(UserError, match="study=study cannot be read"):
-        document(store, [STUDY])
+        combined_record(store, [STUDY])

@@ -16,7 +16,7 @@ from studies import STUDY, StudyRequest, Worker, run_until_killed, start, study_
 from moe_lab.config import LauncherConfig
 from moe_lab.errors import UserError
 from moe_lab.json_files import read_sealed, write_sealed
-from moe_lab.results import FIGURES
+from moe_lab.results import FIGURE_STEPS
 from moe_lab.study import garbage
 from moe_lab.study import run as running
 from moe_lab.study.garbage import LEFTOVERS, find_garbage, gc
@@ -28,7 +28,7 @@ from moe_lab.study.slurm.scheduler import QueuedJob
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
-NO_FIGURES: dict[str, list[Any]] = {figure: [] for figure in FIGURES}
+NO_FIGURES: dict[str, list[Any]] = {figure: [] for figure in FIGURE_STEPS}
 pytestmark = pytest.mark.usefixtures("fake_worker")
 
 

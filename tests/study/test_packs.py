@@ -21,7 +21,7 @@ from moe_lab import packs
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged
 from moe_lab.packs import packs_in
-from moe_lab.results import DIGITS
+from moe_lab.results import ID_DIGITS
 from moe_lab.study import packing, record
 from moe_lab.study.garbage import gc
 from moe_lab.study.packing import Packing
@@ -101,7 +101,7 @@ def test_files_in_packs_are_those_of_folders(stores: Stores) -> None:
     reader = Reader(stores.packs.root)
     for name, folder in stores.steps.items():
         step = f"{folder.parent.name}/{name}"
-        path = reader.find(step)
+        path = reader.find_folder(step)
         assert path is not None
         assert reader.json(path, "result.json") == {"score": 0.5, "of": ["a", 1]}
         content = (folder / "result.json").read_bytes()
@@ -273,7 +273,7 @@ def test_packs_of_earlier_versions_are_read(store: Store) -> None:
     # the names in the files must stay as they are, or these packs count as damaged
     folder = store.root / "packs"
     folder.mkdir(parents=True)
-    step_start = "0" * DIGITS
+    step_start = "0" * ID_DIGITS
     documents = {"names": {step_start: "plan/label"}, "inputs": {}, "replaces": []}
     with sqlite3.connect(folder / "earlier.sqlite") as database:
         database.execute("create table file (start, name, content, primary key (start, name))")
@@ -329,11 +329,11 @@ def test_many_packs_are_merged(store: Store, monkeypatch: pytest.MonkeyPatch) ->
     ]
     assert store.finished_ids(steps) == {step.id for step in steps}
     assert len(store.packs.sizes()) <= 4 < len([*(store.root / "packs").iterdir()])
-    assert all(reader.json(reader.find(step.folder), "result.json") for step in steps)
+    assert all(reader.json(reader.find_folder(step.folder), "result.json") for step in steps)
     monkeypatch.setattr(packs, "GRACE", -1.0)
     store.packs.clear()
     assert len([*(store.root / "packs").iterdir()]) == len(store.packs.sizes())
-    assert all(reader.json(reader.find(step.folder), "result.json") for step in steps)
+    assert all(reader.json(reader.find_folder(step.folder), "result.json") for step in steps)
     assert not reader.gaps
 
 
@@ -385,8 +385,8 @@ def test_a_step_that_is_packed_while_it_is_listed_is_listed(
     monkeypatch.setattr(
         store.packs, "refresh", lambda: (refresh(), Packing(Store(path).create()).pack())
     )
-    assert {name[:DIGITS] for name in list_steps(store, steps)} == {
-        step.id[:DIGITS] for step in steps
+    assert {name[:ID_DIGITS] for name in list_steps(store, steps)} == {
+        step.id[:ID_DIGITS] for step in steps
     }
 
 

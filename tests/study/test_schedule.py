@@ -30,7 +30,7 @@ from moe_lab import machine, progress
 from moe_lab.config import Config, LauncherConfig
 from moe_lab.errors import UserError, check_installed
 from moe_lab.machine import WORKERS
-from moe_lab.results import FIGURES
+from moe_lab.results import FIGURE_STEPS
 from moe_lab.study import record
 from moe_lab.study import run as running
 from moe_lab.study.graph import Graph
@@ -589,7 +589,7 @@ def test_a_report_is_finished_when_it_is_complete(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config: Any = SimpleNamespace(study="study", tracker=SimpleNamespace(name="none"))
-    graph = Graph([], {figure: {} for figure in FIGURES})
+    graph = Graph([], {figure: {} for figure in FIGURE_STEPS})
     folder = tmp_path / "reports" / "study"
     (folder / "failed").mkdir(parents=True)
     (folder / "report.html").touch()

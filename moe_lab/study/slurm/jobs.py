@@ -17,7 +17,7 @@ from submitit.helpers import DelayedSubmission
 
 from moe_lab.config import LauncherConfig
 from moe_lab.errors import UserError
-from moe_lab.results import DIGITS
+from moe_lab.results import ID_DIGITS
 from moe_lab.study.claims import in_queue, own_job, restart_count
 from moe_lab.study.record import Study
 from moe_lab.study.runs import Run, runs
@@ -119,7 +119,7 @@ def missing_inputs(schedule: Schedule, store: Store) -> list[Step]:
     missing: list[Step] = []
     for _ in retries():
         finished_names = store.finished_names()
-        schedule.finished |= {step.id for step in inputs if step.id[:DIGITS] in finished_names}
+        schedule.finished |= {step.id for step in inputs if step.id[:ID_DIGITS] in finished_names}
         missing = [step for step in inputs if step.id not in schedule.finished]
         if not missing or any(_has_failed(step, store) for step in missing):
             break
@@ -194,7 +194,7 @@ def wait_for_jobs(schedule: Schedule, study: Study) -> None:
             with schedule.condition:
                 _finish_present(schedule, study.store)
                 for step in schedule.waiting.values():
-                    if step.id[:DIGITS] in claimed:
+                    if step.id[:ID_DIGITS] in claimed:
                         schedule.running.setdefault(step.id, (step, schedule.clock()))
     update_from_store(schedule, study.store)
 
@@ -204,5 +204,5 @@ def _finish_present(schedule: Schedule, store: Store) -> None:
     in `schedule.running` count as computed by this run."""
     finished_names = store.finished_names()
     for step in list(schedule.waiting.values()):
-        if step.id[:DIGITS] in finished_names:
+        if step.id[:ID_DIGITS] in finished_names:
             schedule.finish(step, computed=step.id in schedule.running)

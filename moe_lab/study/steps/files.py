@@ -16,7 +16,7 @@ from moe_lab.config import BackendConfig, CalibrationConfig, ModelConfig
 from moe_lab.json_files import write_json
 from moe_lab.machine import release_memory
 from moe_lab.packs import packs_in
-from moe_lab.results import DIGITS
+from moe_lab.results import ID_DIGITS
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
@@ -151,7 +151,7 @@ class Files:
             return (self.folders[step.id] / name).read_bytes()
         except FileNotFoundError:  # the step may be moved to a pack at any time
             # in a pack, a step is found by the first digits of its id
-            return packs_in(self.store).read(step.id[:DIGITS], name)
+            return packs_in(self.store).read(step.id[:ID_DIGITS], name)
 
     def facts(self, step: Step) -> dict[str, Any]:
         """The result of a `Facts` step. The keys of "layers" are numbers, which in JSON are
