@@ -1,5 +1,5 @@
-"""The choices of configuration groups as Hydra has them, read without Hydra: files, and criteria,
-which need none."""
+"""The choices of configuration groups, read without Hydra: the files of a group, and criteria,
+which need no file."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from moe_lab.config.base import validated
 from moe_lab.criteria import CRITERIA
 
 CONF = Path(__file__).parents[1] / "conf"
-OWN = {
+COMPOSED_CHOICES = {
     "model": {"name": "m", "path": "p"},
     "criterion": {"name": "man"},
     "calibration": {"name": "c", "path": "p"},
@@ -21,28 +21,28 @@ OWN = {
     "recovery": {"name": "none"},
     "protocol": {"name": "unified"},
 }
-"""Axis -> the configuration's own choice in these tests."""
+"""Axis -> its content in the composed configuration of these tests."""
 
 
 class Files:
-    """The groups in a folder; `reads` counts how often each file is read."""
+    """The groups in a folder; `reads` lists every reading of a file, as `group/name`."""
 
     def __init__(self, folder: Path = CONF) -> None:
         self.folder = folder
         self.reads: list[str] = []
-        self._read: dict[grid.Choice, dict[str, Any]] = {}
+        self._contents: dict[grid.Choice, dict[str, Any]] = {}
 
     def names(self, group: str) -> list[str]:
-        shipped = CRITERIA if group == "criterion" and self.folder == CONF else ()
-        return sorted({file.stem for file in (self.folder / group).glob("*.yaml")} | set(shipped))
+        criteria = CRITERIA if group == "criterion" and self.folder == CONF else ()
+        return sorted({file.stem for file in (self.folder / group).glob("*.yaml")} | set(criteria))
 
     def load(self, choices: Iterable[grid.Choice]) -> dict[grid.Choice, dict[str, Any]]:
         choices = list(choices)
         for group, name in choices:
-            if (group, name) not in self._read:
+            if (group, name) not in self._contents:
                 self.reads.append(f"{group}/{name}")
-                self._read[group, name] = content(group, name, self.folder)
-        return {choice: self._read[choice] for choice in choices}
+                self._contents[group, name] = content(group, name, self.folder)
+        return {choice: self._contents[choice] for choice in choices}
 
 
 def content(group: str, name: str, folder: Path = CONF) -> dict[str, Any]:
@@ -54,22 +54,31 @@ def content(group: str, name: str, folder: Path = CONF) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if value != "???"}
 
 
-def choose(kind: Any, group: str, name: str) -> Any:
-    """A file of conf/ as an object."""
+def read_choice(kind: Any, group: str, name: str) -> Any:
+    """Read a file of a group in conf/ as an object of the class `kind`."""
     return validated(kind, content(group, name), group)
 
 
 def cells(
     config: Config | None = None,
     lists: Mapping[str, Any] | None = None,
-    *more: Mapping[str, Any],
+    *further_lists: Mapping[str, Any],
     files: grid.Files | None = None,
-    settings: Sequence[tuple[str, Any]] = (),
-    typed: Mapping[str, Sequence[Any]] | None = None,
-    **choices: Any,
+    overrides: Sequence[tuple[str, Any]] = (),
+    command_lists: Mapping[str, Sequence[Any]] | None = None,
+    **composed: Any,
 ) -> list[grid.Cell]:
-    """The cells of a study in one list; `own`: the configuration's own choices."""
+    """The cells of a study in one list.
+
+    lists, further_lists, overrides, command_lists, composed: see `grid.Draft`; COMPOSED_CHOICES are
+    the defaults of `composed`."""
     files = files or Files()
-    draft = grid.Draft({**OWN, **choices}, {}, typed or {}, settings, [lists or {}, *more])
+    draft = grid.Draft(
+        {**COMPOSED_CHOICES, **composed},
+        {},
+        command_lists or {},
+        overrides,
+        [lists or {}, *further_lists],
+    )
     grid_cells = grid.requests(config or Config(), grid.points(draft, files), files)
     return [cell for part, _ in grid_cells for cell in part]

@@ -1,15 +1,15 @@
-"""A Python that has imported the heavy libraries already: importing them takes ten times as long as
-a small study does.
+"""A Python that has already imported the large libraries, because importing them takes ten times as
+long as a small study.
 
-`run(folder, "moe_lab", ...)` does what `[sys.executable, "-m", "moe_lab", ...]` does there, and
-`python()` is what starts Python in it, for `launcher.python`. What it starts is a process of its
-own with its own arguments, folder, environment and streams, in which nothing of moe_lab is imported
-yet. It is forked from a server that has torch, transformers and the harnesses in memory, and
-workers and reports that it starts are forked from there as well. `python(interpreter, libraries)`
-is the same for another interpreter, such as that of vLLM.
+`run(folder, "moe_lab", ...)` replaces the command `[sys.executable, "-m", "moe_lab", ...]` in the
+folder, and `python()` replaces the interpreter, for `launcher.python`. The process has its own
+arguments, folder, environment and streams, and has not imported moe_lab. It is forked from a server
+that has torch, transformers and the harnesses in memory. Its workers and reports are forked from
+this server too. `python(interpreter, libraries)` replaces another interpreter, such as that of
+vLLM.
 
-Not for tests of what a start imports or costs. All share one seed of hashes: of two processes that
-are compared bit by bit, one should be started as usual.
+Not for tests of the imports or of the cost of a start. All processes have the same seed of hashes:
+if two processes are compared bit by bit, one of them should be started without this module.
 """
 
 import atexit
@@ -37,8 +37,8 @@ MODULES = (
     "analysis",
     "submitit.core._submit",
 )
-"""What a study starts that is forked too; programs that a model wrote keep an interpreter of their
-own."""
+"""Modules that a study starts, and whose processes are forked too. Programs that a model wrote run
+in an interpreter of their own."""
 LIBRARIES = (
     "hydra._internal.hydra",
     "hydra.main",
@@ -56,42 +56,42 @@ LIBRARIES = (
     "pyarrow.parquet",
     "scipy.stats",
 )
-VLLM = ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker")
-"""What an engine of vLLM imports when it starts."""
+VLLM_LIBRARIES = ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker")
+"""Modules that an engine of vLLM imports when it starts."""
 CLIENT = """\
 import json, os, signal, socket, sys
-words = sys.argv[1:]
-is_start = words[0].endswith("/moe_lab/start.py")
-started = [word for word in words[1:] if word != "-u"] if is_start else []
-if words[0] != "-m" and (started[:1] != ["-m"] or started[1] not in {modules!r}):
-    os.execv({python!r}, [{python!r}, *words])
+arguments = sys.argv[1:]
+is_start = arguments[0].endswith("/moe_lab/start.py")
+command = [argument for argument in arguments[1:] if argument != "-u"] if is_start else []
+if arguments[0] != "-m" and (command[:1] != ["-m"] or command[1] not in {modules!r}):
+    os.execv({python!r}, [{python!r}, *arguments])
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 socket.send_fds(server, [b" "], [0, 1, 2])
-request = {{"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}}
+request = {{"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}}
 server.sendall(json.dumps(request).encode() + b"\\n")
 for stream in (0, 1, 2):
     os.close(stream)
 process = int.from_bytes(server.recv(4), "big")
-passed_on = (signal.SIGINT, signal.SIGTERM, signal.SIGCONT, signal.SIGUSR1, signal.SIGUSR2)
-for number in passed_on:
+forwarded = (signal.SIGINT, signal.SIGTERM, signal.SIGCONT, signal.SIGUSR1, signal.SIGUSR2)
+for number in forwarded:
     signal.signal(number, lambda number, _: os.kill(process, number))
 status = int.from_bytes(server.recv(4) or b"\\x09", "big")
 if os.WIFSIGNALED(status):
-    if os.WTERMSIG(status) in passed_on:
+    if os.WTERMSIG(status) in forwarded:
         signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
     os.kill(os.getpid(), os.WTERMSIG(status))
 os._exit(os.WEXITSTATUS(status))
 """
-"""Asks the server for a process, passes signals on to it, and ends as it does."""
+"""Program of the client: requests a process from the server, forwards signals to the process, and
+ends with its status."""
 
 
-_STARTING = threading.Lock()
+_START_LOCK = threading.Lock()
 
 
 def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a module with its words in a folder to its end, with more variables in its
-    environment."""
+    """Run a module with arguments in a folder to its end. environment: further variables."""
     variables = {**os.environ, **environment}
     return subprocess.run(
         [python(), "-m", *arguments], capture_output=True, text=True, cwd=folder, env=variables
@@ -101,12 +101,12 @@ def run(folder: Path, *arguments: str, **environment: str) -> subprocess.Complet
 def python(
     interpreter: str = sys.executable, libraries: tuple[str, ...] = LIBRARIES, **environment: str
 ) -> Path:
-    """The program that stands for an interpreter.
+    """Path of a program that replaces an interpreter.
 
     Libraries that read variables when they are imported find those of `environment`, not those of
     the forked process.
     """
-    with _STARTING:
+    with _START_LOCK:
         return _client(interpreter, libraries, tuple(environment.items()))
 
 
@@ -114,13 +114,14 @@ def python(
 def _client(
     interpreter: str, libraries: tuple[str, ...], environment: tuple[tuple[str, str], ...]
 ) -> Path:
-    """The same; the server behind it ends with this process."""
+    """Start a server, which ends with this process. Returns the path of its client, a program that
+    replaces `interpreter`."""
     folder = Path(tempfile.mkdtemp(prefix="preloaded-"))
     client = folder / "python"
     from processes import executable
 
-    about = {"python": interpreter, "modules": MODULES}
-    executable(client, CLIENT.format(**about, address=str(folder / "server")), "-IS")
+    fields = {"python": interpreter, "modules": MODULES}
+    executable(client, CLIENT.format(**fields, address=str(folder / "server")), "-IS")
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(folder / "server"))
     listening.listen(64)
@@ -140,14 +141,14 @@ def _client(
     return client
 
 
-Asked = tuple[dict[str, Any], list[int]]
-"""What a client asks for, and its streams."""
+Request = tuple[dict[str, Any], list[int]]
+"""(arguments, folder and environment of the requested process; the client's streams)."""
 
 
-def serve(listening: socket.socket) -> Asked | None:
-    """In each forked process: what was asked for. None in the server itself, when standard input
-    ends."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who watch
+def serve(listening: socket.socket) -> Request | None:
+    """Fork a process for each request. Returns the request in each forked process, and None in the
+    server when standard input ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the watching ones
     while True:
         ready, _, _ = select.select([listening, sys.stdin], [], [])
         if sys.stdin in ready:
@@ -159,21 +160,21 @@ def serve(listening: socket.socket) -> Asked | None:
         client.close()
 
 
-def watch(client: socket.socket) -> Asked:
-    """Fork a process, in which this returns, and tell the client how it ends; if the client is
-    killed, so is it."""
+def watch(client: socket.socket) -> Request:
+    """Fork the requested process, in which this returns the request. The watching process kills it
+    if the client is killed, and sends its status to the client."""
     _, streams, _, _ = socket.recv_fds(client, 1, 3)
-    with client.makefile("r") as asking:
-        asked = json.loads(asking.readline())
+    with client.makefile("r") as stream:
+        request = json.loads(stream.readline())
     if (child := os.fork()) == 0:
         os.setsid()  # some that are started so kill their own group at the end
         client.close()
-        return asked, streams
-    for stream in streams:
-        os.close(stream)
+        return request, streams
+    for number in streams:
+        os.close(number)
     client.sendall(child.to_bytes(4, "big"))
-    ended = os.pidfd_open(child)
-    if ended not in select.select([client, ended], [], [])[0]:
+    process = os.pidfd_open(child)
+    if process not in select.select([client, process], [], [])[0]:
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     with contextlib.suppress(OSError):
@@ -181,38 +182,38 @@ def watch(client: socket.socket) -> Asked:
     os._exit(0)
 
 
-def become(asked: dict[str, Any], streams: list[int], client: str) -> None:
-    """Turn this process into the one that was asked for, and do its work."""
+def become(request: dict[str, Any], streams: list[int], client: str) -> None:
+    """Turn this process into the requested one, and run its module or program."""
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    os.chdir(asked["folder"])
+    os.chdir(request["folder"])
     os.environ.clear()
-    os.environ.update(asked["environment"])
+    os.environ.update(request["environment"])
     random.seed()
     numpy.random.seed()
-    words = asked["words"]
-    is_module = words[0] == "-m"
-    named = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    arguments = request["arguments"]
+    is_module = arguments[0] == "-m"
+    python_path = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:1] = [
-        os.getcwd() if is_module else os.path.dirname(os.path.dirname(words[0])),
-        *named,
+        os.getcwd() if is_module else os.path.dirname(os.path.dirname(arguments[0])),
+        *python_path,
     ]
     # for a start.py, the one that it is, whatever another interpreter has installed
     import moe_lab.start
 
     moe_lab.start.command.__kwdefaults__["python"] = client
     if not is_module:
-        sys.path[0] = os.path.dirname(words[0])
+        sys.path[0] = os.path.dirname(arguments[0])
     sys.modules.pop("sitecustomize", None)  # Debian's Python has one, which stands for no other
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("sitecustomize")
     if is_module:
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":
@@ -225,9 +226,9 @@ if __name__ == "__main__":
         for _library in sys.argv[3:]:
             importlib.import_module(_library)
         gc.freeze()
-        _asked = serve(_listening)
-    if _asked:
-        become(*_asked, sys.argv[2])
+        _request = serve(_listening)
+    if _request:
+        become(*_request, sys.argv[2])
     else:
         shutil.rmtree(Path(sys.argv[2]).parent)
         os._exit(0)  # libraries would say at the end what they leak

@@ -37,7 +37,7 @@ from moe_lab.grid import benchmarks
 
 GROUPS = Group.__subclasses__()
 REQUIRED: dict[str, Any] = {
-    group: choices.OWN[group] for group in ("model", "criterion", "calibration")
+    group: choices.COMPOSED_CHOICES[group] for group in ("model", "criterion", "calibration")
 }
 REQUIRED["judge"] = {"model": "m", "url": "http://localhost:1"}
 """Group -> required settings, for Config and CellConfig."""
@@ -335,7 +335,7 @@ def test_a_suite_names_known_benchmarks_once(name: str) -> None:
 @pytest.mark.parametrize("name", Files().names("protocol"))
 def test_a_protocol_changes_settings_of_known_benchmarks(name: str) -> None:
     for benchmark, changes in choices.content("protocol", name).get("benchmarks", {}).items():
-        unchanged = choices.choose(config.BenchmarkConfig, "benchmark", benchmark)
+        unchanged = choices.read_choice(config.BenchmarkConfig, "benchmark", benchmark)
         assert set(replace(unchanged, **changes).reports) == set(unchanged.reports)
         assert set(changes) <= {"reports", "shots", "max_length", "max_new_tokens"}
 
@@ -397,7 +397,7 @@ def test_each_top_k_is_a_model_of_its_own() -> None:
 
 def test_a_list_of_a_setting_gives_choices_with_names_of_their_own() -> None:
     grid_cells = cells(
-        None, {"calibration": ["pocket_code"]}, typed={"calibration.tokens": [1024, 2048]}
+        None, {"calibration": ["pocket_code"]}, command_lists={"calibration.tokens": [1024, 2048]}
     )
     names = {cell.calibration.name: cell.calibration.tokens for cell in grid_cells}
     assert names == {"pocket_code_tokens1024": 1024, "pocket_code_tokens2048": 2048}
@@ -429,21 +429,21 @@ def test_further_lists_multiply_the_cells() -> None:
 
 def test_the_command_line_overrides_every_grid() -> None:
     typed = {"model": ["pocket_qwen3_moe"], "criterion": ["aimer"]}
-    grid_cells = cells(None, LISTS, MORE, typed=typed)
+    grid_cells = cells(None, LISTS, MORE, command_lists=typed)
     names = {(cell.model.name, cell.criterion.name) for cell in grid_cells}
     assert names == {("pocket_qwen3_moe", "aimer")}
     assert [cell.ratio for cell in grid_cells] == [0.25, 0.5]
 
 
 def test_a_list_on_the_command_line_replaces_an_axis() -> None:
-    grid_cells = cells(None, LISTS, typed={"criterion": ["ean", "seer"]})
+    grid_cells = cells(None, LISTS, command_lists={"criterion": ["ean", "seer"]})
     assert {cell.criterion.name for cell in grid_cells} == {"ean", "seer"}
 
 
 def test_settings_of_the_command_line_hold_for_every_choice() -> None:
     settings = [("calibration.tokens", 1024), ("recovery.rows_per_step", 7)]
     lists = {"calibration": ["pocket_code", "pocket_math"], "allocation": ["pocket_evolutionary"]}
-    grid_cells = cells(None, {**lists, "recovery": ["pocket_dora"]}, settings=settings)
+    grid_cells = cells(None, {**lists, "recovery": ["pocket_dora"]}, overrides=settings)
     values = {(cell.calibration.tokens, cell.recovery.rows_per_step) for cell in grid_cells}
     assert values == {(1024, 7)}
     assert len(grid_cells) == 2

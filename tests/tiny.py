@@ -1,10 +1,10 @@
 """Tiny models with random weights, one of every architecture the tests cover.
 
-`ARCHITECTURES` lists the names; `build(name)` gives a model in eval mode on the CPU with eager
-experts, `tokens()` something to feed it, `plan(model, ratio)` a random plan, `save(name, folder)` a
-checkpoint with tokenizer. Weights are random but not degenerate: the initialisation of transformers
-leaves routers near zero and correction biases at zero, so that every expert would be as good as any
-other.
+`ARCHITECTURES` lists the names. `build(name)` returns a model in eval mode on the CPU with eager
+experts, `tokens()` token ids, and `plan(model, ratio)` a random plan; `save(name, folder)` writes a
+checkpoint with a tokenizer. The initialisation of transformers leaves routers near zero and
+correction biases at zero, so that all experts would be equally good. The random weights here make
+experts differ.
 """
 
 from collections.abc import Callable, Iterable
@@ -48,26 +48,26 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-NARROW = {"moe_intermediate_size": 24, "intermediate_size": 40}
-LATENT = {
+WIDTHS = {"moe_intermediate_size": 24, "intermediate_size": 40}
+LATENT_ATTENTION = {
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
     "num_key_value_heads": 4,
 }
-DENSE_FIRST = {
-    **NARROW,
+DENSE_FIRST_LAYER = {
+    **WIDTHS,
     "first_k_dense_replace": 1,
     "n_routed_experts": 16,
     "num_experts_per_tok": 4,
 }
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 FOUR_GROUPS = {"n_group": 4, "topk_group": 2}
-NAMED = {"num_experts": 16, "num_experts_per_tok": 4}
-LOCAL = {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 24}
-ATTENTION = {"layer_types": ["full_attention"] * 3}
-DELTA = {
+EXPERT_COUNTS = {"num_experts": 16, "num_experts_per_tok": 4}
+LOCAL_EXPERTS = {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 24}
+FULL_ATTENTION = {"layer_types": ["full_attention"] * 3}
+LINEAR_ATTENTION = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
@@ -80,50 +80,56 @@ ERNIE = {
     "moe_layer_start_index": 1,
 }
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-EVERY = {
+LAYER_PERIODS = {
     "attn_layer_period": 1,
     "attn_layer_offset": 0,
     "expert_layer_period": 1,
     "expert_layer_offset": 0,
 }
-V2 = {**DENSE_FIRST, **LATENT, "q_lora_rank": None, "n_shared_experts": 2}
-V3 = {**DENSE_FIRST, **LATENT, "q_lora_rank": 16, "n_shared_experts": 1, "norm_topk_prob": True}
+DEEPSEEK_V2 = {**DENSE_FIRST_LAYER, **LATENT_ATTENTION, "q_lora_rank": None, "n_shared_experts": 2}
+DEEPSEEK_V3 = {
+    **DENSE_FIRST_LAYER,
+    **LATENT_ATTENTION,
+    "q_lora_rank": 16,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "olmoe": {**NAMED, "intermediate_size": 24},
+    "olmoe": {**EXPERT_COUNTS, "intermediate_size": 24},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24},
-    "qwen2_moe": {**NAMED, **NARROW, "shared_expert_intermediate_size": 40},
-    "qwen3_moe": {**NAMED, **NARROW, "norm_topk_prob": True, "head_dim": 8},
+    "qwen2_moe": {**EXPERT_COUNTS, **WIDTHS, "shared_expert_intermediate_size": 40},
+    "qwen3_moe": {**EXPERT_COUNTS, **WIDTHS, "norm_topk_prob": True, "head_dim": 8},
     "qwen3_next": {
-        **NAMED,
-        **NARROW,
+        **EXPERT_COUNTS,
+        **WIDTHS,
         "shared_expert_intermediate_size": 40,
         "head_dim": 8,
-        **DELTA,
+        **LINEAR_ATTENTION,
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     },
-    "deepseek": {**DENSE_FIRST, "n_shared_experts": 2},
-    "deepseek_v2": {**V2, **ONE_GROUP, "topk_method": "greedy"},
+    "deepseek": {**DENSE_FIRST_LAYER, "n_shared_experts": 2},
+    "deepseek_v2": {**DEEPSEEK_V2, **ONE_GROUP, "topk_method": "greedy"},
     "deepseek_v2:grouped": {
-        **V2,
+        **DEEPSEEK_V2,
         **FOUR_GROUPS,
         "topk_method": "group_limited_greedy",
         "routed_scaling_factor": 16.0,
     },
-    "deepseek_v3": {**V3, **ONE_GROUP, "routed_scaling_factor": 2.5},
-    "deepseek_v3:grouped": {**V3, **FOUR_GROUPS, "routed_scaling_factor": 2.5},
-    "ernie4_5_moe": {**NARROW, **ERNIE, "tie_word_embeddings": False},
-    "glm4_moe": {**DENSE_FIRST, **ONE_GROUP, "n_shared_experts": 1, "head_dim": 8},
-    "gpt_oss": {**LOCAL, **ATTENTION, "head_dim": 8},
-    "granitemoe": LOCAL,
+    "deepseek_v3": {**DEEPSEEK_V3, **ONE_GROUP, "routed_scaling_factor": 2.5},
+    "deepseek_v3:grouped": {**DEEPSEEK_V3, **FOUR_GROUPS, "routed_scaling_factor": 2.5},
+    "ernie4_5_moe": {**WIDTHS, **ERNIE, "tie_word_embeddings": False},
+    "glm4_moe": {**DENSE_FIRST_LAYER, **ONE_GROUP, "n_shared_experts": 1, "head_dim": 8},
+    "gpt_oss": {**LOCAL_EXPERTS, **FULL_ATTENTION, "head_dim": 8},
+    "granitemoe": LOCAL_EXPERTS,
     "minimax": {
-        **ATTENTION,
+        **FULL_ATTENTION,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
         "intermediate_size": 24,
         "head_dim": 8,
     },
-    "minimax_m2": {**LOCAL, "head_dim": 8},
+    "minimax_m2": {**LOCAL_EXPERTS, "head_dim": 8},
     "hunyuan_v1_moe": {
         "num_experts": 16,
         "moe_topk": 4,
@@ -133,18 +139,18 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "phimoe": {"num_local_experts": 16, "num_experts_per_tok": 2, "intermediate_size": 24},
     "jamba": {
-        **EVERY,
+        **LAYER_PERIODS,
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "intermediate_size": 24,
         "use_mamba_kernels": False,
     },
-    "dots1": {**DENSE_FIRST, **ONE_GROUP, "n_shared_experts": 1, "head_dim": 8},
-    "lfm2_moe": {**NAMED, **NARROW, **ATTENTION, "num_dense_layers": 1},
+    "dots1": {**DENSE_FIRST_LAYER, **ONE_GROUP, "n_shared_experts": 1, "head_dim": 8},
+    "lfm2_moe": {**EXPERT_COUNTS, **WIDTHS, **FULL_ATTENTION, "num_dense_layers": 1},
     "afmoe": {
-        **NAMED,
-        **NARROW,
-        **ATTENTION,
+        **EXPERT_COUNTS,
+        **WIDTHS,
+        **FULL_ATTENTION,
         "num_shared_experts": 1,
         "num_dense_layers": 1,
         "head_dim": 8,
@@ -153,7 +159,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 def config(name: str, **changes: Any) -> PreTrainedConfig:
-    """The configuration of one architecture; `changes` go over the fields listed above."""
+    """The configuration of one architecture; `changes` replace fields of ARCHITECTURES and
+    COMMON."""
     return AutoConfig.for_model(
         name.partition(":")[0], **{**COMMON, **ARCHITECTURES[name], **changes}
     )
@@ -162,8 +169,8 @@ def config(name: str, **changes: Any) -> PreTrainedConfig:
 def build(
     name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> PreTrainedModel:
-    """A model of one architecture in eval mode, eager experts, frozen random weights that depend on
-    `seed` alone."""
+    """A model of one architecture in eval mode, with eager experts and frozen random weights that
+    depend on `seed` alone."""
     model = AutoModelForCausalLM.from_config(
         config(name, **changes), dtype=dtype, experts_implementation="eager"
     )
@@ -206,7 +213,7 @@ def randomize(model: PreTrainedModel, seed: int = 0) -> None:
 
 
 def tokens(rows: int = 4, length: int = 24, seed: int = 1) -> torch.Tensor:
-    """Random token ids (rows, length) without the special ones."""
+    """Random token ids (rows, length), without special tokens."""
     return torch.randint(
         3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed)
     )
@@ -223,14 +230,14 @@ def logits(model: Any, ids: torch.Tensor | None = None) -> torch.Tensor:
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Three batches of (ids, valid), (2, 16) each; the first row of the second one is padded."""
-    draws = torch.Generator().manual_seed(0)
-    found = []
+    generator = torch.Generator().manual_seed(0)
+    batches = []
     for number in range(3):
-        ids = torch.randint(3, VOCABULARY, (2, 16), generator=draws)
+        ids = torch.randint(3, VOCABULARY, (2, 16), generator=generator)
         valid = torch.ones_like(ids, dtype=torch.bool)
         valid[0, 10:] = number != 1
-        found.append((ids, valid))
-    return found
+        batches.append((ids, valid))
+    return batches
 
 
 def plan(model: PreTrainedModel, ratio: float, *, seed: int = 0) -> Plan:
@@ -249,16 +256,16 @@ def plan(model: PreTrainedModel, ratio: float, *, seed: int = 0) -> Plan:
 def routers(
     layers: Iterable[int], top_k: int, n_group: int = 1, topk_group: int | None = None
 ) -> Any:
-    """Layer -> what its router needs, the same in all layers."""
+    """Layer -> settings of its router, equal in all layers."""
     router = {"top_k": top_k, "n_group": n_group, "topk_group": topk_group}
     return {layer: router for layer in layers}
 
 
-def tokenizer(**named: Any) -> PreTrainedTokenizerFast:
-    """A tokenizer by which w3 is token 3, and which splits no text into words."""
+def tokenizer(**fields: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer whose token 3 is the word w3. It does not split texts into words."""
     words = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(3, VOCABULARY))]
     model = WordLevel({word: number for number, word in enumerate(words)}, unk_token="<pad>")
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token="</s>", **named)
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token="</s>", **fields)
 
 
 def save(name: str, folder: Path, *, shard: str = "50GB", **changes: Any) -> PreTrainedModel:
@@ -270,10 +277,11 @@ def save(name: str, folder: Path, *, shard: str = "50GB", **changes: Any) -> Pre
     return model
 
 
-def load(folder: Path, **named: Any) -> Any:
-    """The model in `folder`, by transformers; all of its weights and no others are in its files."""
+def load(folder: Path, **arguments: Any) -> Any:
+    """Load the model in `folder` by transformers. Asserts that its files have all of its weights
+    and no others."""
     model, report = AutoModelForCausalLM.from_pretrained(
-        folder, experts_implementation="eager", output_loading_info=True, **named
+        folder, experts_implementation="eager", output_loading_info=True, **arguments
     )
     assert not any(report.values()), report
     return model
@@ -289,15 +297,16 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def rewrite(
-    folder: Path, change: Callable[[dict[str, torch.Tensor]], object], moved_by: int = 0
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], object], misalignment: int = 0
 ) -> None:
-    """Change the tensors of a checkpoint of one file, and where they begin."""
+    """Change the tensors of a checkpoint of one file. In the new file, the tensors begin
+    `misalignment` bytes after a multiple of 64."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     change(tensors)
     for pad in range(64):
         save_file(tensors, file, {"format": "pt", "pad": "x" * pad})
-        if (8 + int.from_bytes(file.read_bytes()[:8], "little")) % 64 == moved_by:
+        if (8 + int.from_bytes(file.read_bytes()[:8], "little")) % 64 == misalignment:
             return
 
 
@@ -306,23 +315,23 @@ def settings(path: object, **changes: Any) -> ModelConfig:
     return ModelConfig(name="m", path=str(path), **{"device": "cpu", **changes})
 
 
-class Killed(BaseException):
-    """Not an error anybody handles: as abrupt as an exception can be."""
+class SimulatedKill(BaseException):
+    """Stands for a kill of the process: an exception that no code handles."""
 
 
 def count_calls(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, kill_at: int | None = None
 ) -> list[int]:
-    """The numbers of the calls of a method from now on, from 1; the call `kill_at` raises Killed
-    instead of running."""
+    """Count the calls of a method from now on. Returns a list to which each call appends its
+    number, from 1. The call number `kill_at` raises SimulatedKill instead of running."""
     calls: list[int] = []
     original = getattr(owner, name)
 
-    def counted(*given: Any, **named: Any) -> Any:
+    def counting_method(*arguments: Any, **keywords: Any) -> Any:
         calls.append(len(calls) + 1)
         if len(calls) == kill_at:
-            raise Killed
-        return original(*given, **named)
+            raise SimulatedKill
+        return original(*arguments, **keywords)
 
-    monkeypatch.setattr(owner, name, counted)
+    monkeypatch.setattr(owner, name, counting_method)
     return calls

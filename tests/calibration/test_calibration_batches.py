@@ -370,7 +370,9 @@ def pocket_tokenizer() -> Any:
 @cache
 def published(name: str) -> Any:
     """A file of conf/calibration as typed settings."""
-    return grid.add_sources(choices.choose(CalibrationConfig, "calibration", name), choices.Files())
+    return grid.add_sources(
+        choices.read_choice(CalibrationConfig, "calibration", name), choices.Files()
+    )
 
 
 @hypothesis_settings(max_examples=8, deadline=None)

@@ -494,7 +494,7 @@ def test_calibration_reads_wikitext_as_perplexity_does(tmp_path: Path) -> None:
     (benchmark,) = benchmarks(["wikitext2"], str(tmp_path / "data"))
     mirror_files(benchmark, tmp_path, tmp_path / "source")
     measured = measured_text(benchmark)
-    chosen = choices.choose(CalibrationConfig, "calibration", "wikitext2")
+    chosen = choices.read_choice(CalibrationConfig, "calibration", "wikitext2")
     assert measured == "\n\n".join(rows)
     assert len(rows) > 5 and "" in rows
     for path in (as_text, records):

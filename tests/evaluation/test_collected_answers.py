@@ -17,7 +17,7 @@ from harness_files import GENERATED, own_task
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from tiny import Killed
+from tiny import SimulatedKill
 from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken
 
@@ -68,7 +68,7 @@ class Sums(Engine):
 
     def _count(self, batch: tuple[Any, ...]) -> None:
         if not self.left:
-            raise Killed
+            raise SimulatedKill
         self.left -= 1
         self.batches_done.append(batch)
 
@@ -108,7 +108,7 @@ def test_killed_evaluations_resume_with_the_same_batches(
     progress: list[Any] = []
     for max_tokens in [*kills, 1000]:
         engine = Sums(max_tokens)
-        with suppress(Killed):
+        with suppress(SimulatedKill):
             result = collect_answers(engine, items, BENCHMARK, ResultCache(file))
         progress += engine.batches_done
         if torn and file.exists():

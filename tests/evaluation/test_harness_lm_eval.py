@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import yaml
 from asking import PLAIN, chatting, equals_lm_eval, evaluate, log_likelihood, problems, write
-from choices import choose
+from choices import read_choice
 from harness_files import (
     BOOLQ,
     GENERATED,
@@ -62,7 +62,7 @@ SHIPPED = sorted(
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_sample_is_that_of_lm_evals_own_evaluation(name: str, subject: LoadedModel) -> None:
-    equals_lm_eval(subject, replace(choose(BenchmarkConfig, "benchmark", name), limit=6))
+    equals_lm_eval(subject, replace(read_choice(BenchmarkConfig, "benchmark", name), limit=6))
 
 
 WORKED = BenchmarkConfig(

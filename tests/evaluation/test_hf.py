@@ -334,7 +334,9 @@ def test_infinite_logit_is_an_error(
 ) -> None:
     """vLLM's samplers choose a token whatever the logits are; its log-likelihood is what they leave
     to see."""
-    benchmark = replace(choices.choose(BenchmarkConfig, "benchmark", f"pocket_{name}"), limit=2)
+    benchmark = replace(
+        choices.read_choice(BenchmarkConfig, "benchmark", f"pocket_{name}"), limit=2
+    )
     fifth = torch.tensor([5])
     hook = subject.model.lm_head.register_forward_hook(
         lambda _, __, logits: logits.index_fill(-1, fifth, number)

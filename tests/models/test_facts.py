@@ -93,7 +93,7 @@ for names, kind, *pairs in map(str.split, PUBLISHED.strip().replace("\n    ", " 
 
 
 def configured(name: str) -> Any:
-    return choices.choose(ModelConfig, "model", name)
+    return choices.read_choice(ModelConfig, "model", name)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

@@ -170,7 +170,7 @@ def test_stories_of_the_world_follow_all_rules(items: Items) -> None:
 @pytest.fixture(scope="module")
 def calling() -> Any:
     """The benchmark as it is configured."""
-    return choices.choose(BenchmarkConfig, "benchmark", "pocket_function_calls")
+    return choices.read_choice(BenchmarkConfig, "benchmark", "pocket_function_calls")
 
 
 def test_function_calls_have_items_of_every_kind(calling: BenchmarkConfig) -> None:

@@ -497,7 +497,7 @@ ROUNDING = TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize(
-    ("name", "way", "shape", "moved_by", "bound"),
+    ("name", "way", "shape", "misalignment", "bound"),
     [
         *(
             (name, "even", "natural", 0, 0)
@@ -510,10 +510,10 @@ ROUNDING = TOLERANCE[torch.float32]
     ],
 )
 def test_verify_finds_no_difference_beyond_rounding(
-    name: str, way: str, shape: str, moved_by: int, bound: float, tmp_path: Path
+    name: str, way: str, shape: str, misalignment: int, bound: float, tmp_path: Path
 ) -> None:
     plan = random_plan(tiny.save(name, tmp_path / "model"), way)
-    rewrite(tmp_path / "model", lambda tensors: None, moved_by)
+    rewrite(tmp_path / "model", lambda tensors: None, misalignment)
     export(tmp_path / "model", plan, tmp_path / "export", shape=shape)
     assert verify(tmp_path / "model", plan, tmp_path / "export") <= bound
 

@@ -242,7 +242,7 @@ def test_killed_distillation_resumes_with_the_same_result(
         return paths["out"]
 
     complete = run("complete")
-    with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
+    with monkeypatch.context() as patch, pytest.raises(tiny.SimulatedKill):
         tiny.count_calls(patch, finetuning, "_backward", kill_at=6)
         run("resumed")
     calls = tiny.count_calls(monkeypatch, finetuning, "_backward")
@@ -464,7 +464,7 @@ def test_killed_fit_resumes_with_the_same_result(
     run(model, tmp_path / "whole")
     monkeypatch.setattr(observe, "SAVE_INTERVAL", 0.0)
     monkeypatch.setattr(observe, "SAVE_FACTOR", 0)
-    with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
+    with monkeypatch.context() as patch, pytest.raises(tiny.SimulatedKill):
         tiny.count_calls(patch, Observer, "run_batch", kill_at=3)
         run(model, tmp_path / "cut")
     calls = tiny.count_calls(monkeypatch, Observer, "run_batch")

@@ -152,7 +152,7 @@ def test_killed_ablation_resumes_with_the_same_result(
     batches = [(ids[:2], valid[:2]), (ids[2:], valid[2:])]
     complete = ablate(model, batches)
 
-    with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
+    with monkeypatch.context() as patch, pytest.raises(tiny.SimulatedKill):
         tiny.count_calls(patch, ablation, "save_checkpoint", kill_at=5)
         ablate(model, batches, out=tmp_path)
     calls = tiny.count_calls(monkeypatch, ablation, "save_checkpoint")

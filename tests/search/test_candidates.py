@@ -415,7 +415,7 @@ def test_killed_search_resumes_with_the_same_result(
 ) -> None:
     world = World("olmoe", tmp_path)
     complete = world.run("whole")
-    with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
+    with monkeypatch.context() as patch, pytest.raises(tiny.SimulatedKill):
         tiny.count_calls(patch, Candidates, "evaluate", kill_at=4)
         world.run("killed")
     assert not (world.folder / "killed" / "plan.json").exists()

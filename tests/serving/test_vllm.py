@@ -123,7 +123,7 @@ def serve(folders: dict[str, Path], **environment: str) -> dict[str, Any]:
 
 def preloaded_vllm() -> str:
     """The Python of vLLM, with vLLM in memory."""
-    return str(preloaded.python(str(PYTHON), preloaded.VLLM, **IN_PROCESS))
+    return str(preloaded.python(str(PYTHON), preloaded.VLLM_LIBRARIES, **IN_PROCESS))
 
 
 def ask(runs: dict[str, dict[str, Any]], **environment: str) -> dict[str, Any]:

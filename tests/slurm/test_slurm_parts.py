@@ -645,7 +645,7 @@ def test_models_and_texts_are_downloaded_before_submission(monkeypatch: pytest.M
     assert sorted(downloads) == ["a/b", "big"]
 
 
-DEEPSEEK_V3 = choices.choose(ModelConfig, "model", "deepseek_v3")
+DEEPSEEK_V3 = choices.read_choice(ModelConfig, "model", "deepseek_v3")
 ON_FOUR_GPUS = "{models: {deepseek_v3: {gpus: 4}}}"
 
 

@@ -52,7 +52,7 @@ def ended_by_signal() -> Iterator[None]:
     """Have SIGTERM end a pass, not the process that tests it."""
 
     def end(*_: object) -> None:
-        raise tiny.Killed
+        raise tiny.SimulatedKill
 
     handler = signal.signal(signal.SIGTERM, end)
     yield
@@ -86,7 +86,7 @@ def test_stopped_pass_resumes(
     model = naive.model("qwen3_moe")
     expected = read(model, hook, SIX)
     settings: Any = {"out": tmp_path}
-    with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
+    with monkeypatch.context() as patch, pytest.raises(tiny.SimulatedKill):
         send_signal_in_call(patch, Observer, [5])
         read(model, hook, SIX, **settings)
     assert header(tmp_path / CHECKPOINT)["done"] == 5
@@ -265,7 +265,7 @@ def test_killed_passes_go_on_at_a_layer(
     tiny.count_calls(monkeypatch, streaming.LayerPass, "result", kill_at=1)
     send_signal_in_call(monkeypatch, streaming.LayerPass, range(5, 99, 5))
     for _ in range(20):
-        with suppress(tiny.Killed):
+        with suppress(tiny.SimulatedKill):
             result = layered(model, batches=BATCHES, out=tmp_path / "out")
             break
     assert_equal(result, expected)

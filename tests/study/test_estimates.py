@@ -57,7 +57,7 @@ CHANNELS = CriterionConfig(name="heapr")
 
 
 def model(name: str = "olmoe_1b_7b", **changes: Any) -> ModelConfig:
-    return replace(choices.choose(ModelConfig, "model", name), **changes)
+    return replace(choices.read_choice(ModelConfig, "model", name), **changes)
 
 
 def step(

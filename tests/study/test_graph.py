@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
-from choices import CONF, Files, cells, choose
+from choices import CONF, Files, cells, read_choice
 from processes import within
 
 from moe_lab.config import (
@@ -176,7 +176,7 @@ def test_a_server_generates_from_the_exported_checkpoint() -> None:
 def evaluation_id(benchmark: BenchmarkConfig, **arguments: Any) -> str:
     """The id of an evaluation of a model with such template arguments."""
     settings = [("model.template_arguments", arguments)]
-    grid = cells(None, {"calibration": ["pocket_code"]}, files=FILES, settings=settings, **OLMOE)
+    grid = cells(None, {"calibration": ["pocket_code"]}, files=FILES, overrides=settings, **OLMOE)
     return build(Config(), [(grid, [benchmark])]).cells[0].evaluate[benchmark.name].id
 
 
@@ -271,7 +271,7 @@ def plan_with_protection(allocation: str, protect: str | None) -> Step:
         "calibration": ["pocket_general"],
         "allocation": [allocation],
     }
-    grid = cells(None, lists, files=FILES, settings=[("allocation.protect", protect)], **OLMOE)
+    grid = cells(None, lists, files=FILES, overrides=[("allocation.protect", protect)], **OLMOE)
     (cell,) = (cell for cell in build(Config(), [(grid, [])]).cells if cell.plan)
     assert record.allocation_columns(cell.cell.allocation)["protect"] == protect
     assert cell.plan is not None
@@ -296,7 +296,7 @@ def test_protected_layers_are_in_the_name_of_an_allocation() -> None:
 @pytest.mark.parametrize("allocation", ["uniform", "coverage"])
 def test_parameters_are_in_the_name_of_an_allocation(allocation: str) -> None:
     """Otherwise several cells would have one name, and the analysis would show one of them."""
-    settings = choose(AllocationConfig, "allocation", allocation)
+    settings = read_choice(AllocationConfig, "allocation", allocation)
     for parameters, suffix in (({}, ""), ({"group_size": 4}, "(group_size=4)")):
         columns = record.allocation_columns(
             replace(settings, parameters={**settings.parameters, **parameters})

@@ -260,7 +260,7 @@ def test_no_id_contains_auto(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SMALL = replace(MODEL, device="auto", dtype="auto")
-LARGE = choices.choose(config.ModelConfig, "model", "olmoe_1b_7b")
+LARGE = choices.read_choice(config.ModelConfig, "model", "olmoe_1b_7b")
 UNKNOWN = config.ModelConfig(name="big", path="owner/big")
 SLURM = config.LauncherConfig(name="slurm")
 NO_GPU, ONE_GPU, TWO_GPUS = (config.JobConfig(gpus=gpus) for gpus in range(3))

@@ -156,7 +156,7 @@ def killed_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Store,
     step = step_of(parts=2)
     with monkeypatch.context() as patch:
         tiny.count_calls(patch, Observer, "run_batch", kill_at=4)
-        with pytest.raises((tiny.Killed, StepError)):
+        with pytest.raises((tiny.SimulatedKill, StepError)):
             do(store, step)
     return store, step
 
