@@ -37,7 +37,7 @@ def not_run(benchmarks: Iterable[str]) -> str:
     """A clause that says which benchmarks were not run: `PIQA was not run`, `PIQA and BoolQ were
     not run`."""
     display_names = [benchmark(name) for name in benchmarks]
-    return f"{listing(display_names)} {'was' if len(display_names) == 1 else 'were'} not run"
+    return f"{enumeration(display_names)} {'was' if len(display_names) == 1 else 'were'} not run"
 
 
 def capitalised(sentence: str) -> str:
@@ -236,7 +236,7 @@ def split_top_k(model: str) -> tuple[str, int | None]:
     return (match["trained"], int(match["top_k"])) if match else (model, None)
 
 
-def key(criterion_name: str, allocation: str = "", recovery: str = "") -> str:
+def method_key(criterion_name: str, allocation: str = "", recovery: str = "") -> str:
     """The key by which tables identify a method, from its criterion, allocation and recovery.
     `method` gives the display name of a key.
 
@@ -245,7 +245,7 @@ def key(criterion_name: str, allocation: str = "", recovery: str = "") -> str:
     return _SEPARATOR.join((criterion_name, allocation, recovery)).rstrip(_SEPARATOR)
 
 
-def parts(method_key: str) -> tuple[str, str, str]:
+def method_parts(method_key: str) -> tuple[str, str, str]:
     """(criterion, allocation, recovery) of a method's key; "" for a part that the key lacks."""
     # two more separators, so that a key with fewer parts also splits into at least three texts
     criterion_name, allocation, recovery = (method_key + 2 * _SEPARATOR).split(_SEPARATOR)[:3]
@@ -255,7 +255,7 @@ def parts(method_key: str) -> tuple[str, str, str]:
 def method(method_key: str) -> str:
     """Display name of a method: `REAP`; `HEAPr-G`; `REAP, evolutionary`; `Channel activation,
     coverage, NF4`. METHODS has one name for the criterion and the allocation of some methods."""
-    criterion_name, allocation, recovery = parts(method_key)
+    criterion_name, allocation, recovery = method_parts(method_key)
     published_name = METHODS.get((criterion_name, allocation))
     parts_of_name = (
         (published_name,)
@@ -299,7 +299,7 @@ def methods_in_order(keys: Iterable[str]) -> list[str]:
 
     def sort_key(method_key: str) -> list[tuple[int, str]]:
         """For each of the four parts of a method: (position in the part's order, name)."""
-        criterion_name, allocation, recovery = parts(method_key)
+        criterion_name, allocation, recovery = method_parts(method_key)
         kind, replacement = _split_replacement(allocation)
         values = (criterion_name, replacement, kind, recovery)
         return [
@@ -359,7 +359,7 @@ def calibrations_in_order(values: Iterable[str]) -> list[str]:
     return sorted(set(values), key=lambda value: (rank[domain(value)], value))
 
 
-def listing(texts: Iterable[str]) -> str:
+def enumeration(texts: Iterable[str]) -> str:
     """Join texts as an enumeration: `a, b and c`."""
     items = list(texts)
     if len(items) < 2:

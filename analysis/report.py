@@ -148,11 +148,11 @@ def _page(publisher: Publisher, items_by_output: ItemsByOutput) -> Page:
     study = publisher.results.study
     sections = _sections(publisher, items_by_output)
     return Page(
-        title=names.capitalised(names.listing(study.name.replace("_", " ").split("+"))),
+        title=names.capitalised(names.enumeration(study.name.replace("_", " ").split("+"))),
         kicker=_kicker(study),
         lead=what_was_run(study),
         tiles=_tiles(study),
-        chapters=sections,
+        sections=sections,
         footer=(
             f"Made by moe_lab {study.document.get('moe_lab', '')} from {study.name} in "
             f"{study.store.resolve()}."
@@ -188,7 +188,7 @@ def _sentence_on_empty(items_by_output: ItemsByOutput) -> list[str]:
     if not names_without_data:
         return []
     return [
-        f"This study has nothing for {names.listing(names_without_data)} (`python -m analysis "
+        f"This study has nothing for {names.enumeration(names_without_data)} (`python -m analysis "
         "NAME` says what each needs)."
     ]
 
@@ -196,7 +196,9 @@ def _sentence_on_empty(items_by_output: ItemsByOutput) -> list[str]:
 def _kicker(study: Study) -> str:
     """The line above the title, with the study's models and the time when it was created."""
     moment = datetime.fromtimestamp(float(study.document["created"]), UTC)
-    return f"{names.listing(dict.fromkeys(study.cells['model']))} · {moment:%-d %B %Y, %H:%M} UTC"
+    return (
+        f"{names.enumeration(dict.fromkeys(study.cells['model']))} · {moment:%-d %B %Y, %H:%M} UTC"
+    )
 
 
 def _tiles(study: Study) -> list[tuple[int, str]]:
@@ -374,7 +376,7 @@ def what_was_run(study: Study) -> str:
         items = " to ".join(dict.fromkeys(f"{size:g}" for size in (sizes.min(), sizes.max())))
     # at ratio 0 nothing is removed, the model is only recovered, for example quantised
     kind = "pruned model" if (pruned["ratio"] > 0).all() else "model"
-    models = names.listing(dict.fromkeys(study.cells["model"]))
+    models = names.enumeration(dict.fromkeys(study.cells["model"]))
     benchmarks = count(study.results["benchmark"].nunique(), "benchmark")
     return capitalised(
         f"{_choosers_in_words(pruned)} chose which {removed_noun(pruned)} of {models} to remove "
@@ -406,7 +408,7 @@ def _shares_in_words(pruned: pd.DataFrame) -> str:
     """
     ordered = pruned[pruned["ratio"] > 0].sort_values("ratio", kind="stable")
     shares = list(dict.fromkeys(ordered["removed_text"]))
-    text = names.listing(shares) or "none"
+    text = names.enumeration(shares) or "none"
     if len(shares) > MOST_RATIOS:
         text = f"{len(shares)} ratios from {shares[0]} to {shares[-1]}"
     scope = "of each layer" if set(pruned["allocation"]) == {"uniform"} else "in all"
@@ -423,13 +425,13 @@ def _calibration_in_words(pruned: pd.DataFrame) -> str:
     models_by_sets: dict[str, list[str]] = {}  # text with the calibration sets -> models
     for key, cells in groups(pruned[pruned["calibration"] != "none"], ["model"]):
         sets = names.calibrations_in_order(cells["calibration"])
-        sets_text = names.listing(names.calibration(name).lower() for name in sets)
+        sets_text = names.enumeration(names.calibration(name).lower() for name in sets)
         models_by_sets.setdefault(sets_text, []).append(key["model"])
     phrases = []
     for sets_text, models in models_by_sets.items():
-        models_text = f" of {names.listing(models)}" if len(models_by_sets) > 1 else ""
+        models_text = f" of {names.enumeration(models)}" if len(models_by_sets) > 1 else ""
         phrases.append(f"{sets_text} calibration{models_text}")
-    return f", with {names.listing(phrases)}" if phrases else ""
+    return f", with {names.enumeration(phrases)}" if phrases else ""
 
 
 def _recovery_sentence(pruned: pd.DataFrame) -> str:
@@ -443,7 +445,7 @@ def _recovery_sentence(pruned: pd.DataFrame) -> str:
         # + for the comma inside a name, because commas separate the phrases
         name = names.RECOVERIES.get(recovery, recovery).replace(", ", " + ")
         phrases.append(f"with {name}" if name else "as they are")
-    return f" Pruned models were evaluated {names.listing(phrases)}."
+    return f" Pruned models were evaluated {names.enumeration(phrases)}."
 
 
 def completeness(study: Study) -> str:

@@ -154,7 +154,8 @@ def _compare_suites(entries: Entries, labels: Mapping[int, str], reader: Reader)
         ]
         if missing_tasks:
             reader.record_gap(
-                f"not evaluated on {names.listing(missing_tasks)}, unlike other cells of the study",
+                f"not evaluated on {names.enumeration(missing_tasks)}, unlike other cells of the "
+                "study",
                 label,
             )
 

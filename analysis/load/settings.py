@@ -34,7 +34,7 @@ def labels(cells: pd.DataFrame) -> dict[int, str]:
 
 def _label(row: Mapping[str, Any]) -> str:
     """The label of a cell without its gate and seed."""
-    criterion, allocation, recovery = names.parts(row["method"])
+    criterion, allocation, recovery = names.method_parts(row["method"])
     if criterion == "none":
         return f"{row['model']} unpruned"
     parts = (row["model"], criterion, row["calibration"], f"{row['ratio']:g}", allocation, recovery)
@@ -99,7 +99,7 @@ def removed_text(shares: pd.Series, requested: Sequence[float]) -> str:
     requested: all requested ratios of these plans.
     """
     known_shares = shares.dropna()
-    requested_text = names.listing(map(names.ratio, requested))
+    requested_text = names.enumeration(map(names.ratio, requested))
     if len(requested) == 1 and (known_shares.sub(requested[0]).abs() < ROUNDING).all():
         return requested_text
     # the lowest and the highest share; one key if both are printed alike
@@ -120,7 +120,7 @@ def protocols(cells: pd.DataFrame) -> str:
     if cells["protocol"].nunique() < 2:
         return ""
     cells_of_protocols = cells.dropna(subset=["protocol"]).drop_duplicates(["model", "protocol"])
-    return names.listing(
+    return names.enumeration(
         f"{row.model} by {row.protocol}" for row in cells_of_protocols.itertuples()
     )
 

@@ -50,7 +50,7 @@ class Study:
     - AXES: ratio is the requested one
     - removed: share of experts or channels that the plan removes
     - removed_text: text with the removed shares of all cells with the same model and ratio
-    - method: key of the method, see `names.key`
+    - method: key of the method, see `names.method_key`
     - protocol: name of the protocol by which benchmarks are run, None in older records
     - <step>_folder for each of STEPS: folder of the step, None where the cell lacks the step
     """
@@ -167,7 +167,7 @@ def _contamination_remarks(contaminations: passes.Reports) -> list[str]:
     return [
         (
             f"Calibration set {calibration} contains 13 consecutive words of "
-            f"{names.listing(texts)}: these scores may be too good."
+            f"{names.enumeration(texts)}: these scores may be too good."
         )
         for calibration, texts in texts_of_set.items()
     ]
@@ -289,7 +289,7 @@ def _allocation(cell: Mapping[str, Any]) -> str | None:
 
 
 def _method_keys(cells: pd.DataFrame) -> list[str]:
-    """The key of each cell's method, in the order of `cells`; see `names.key`.
+    """The key of each cell's method, in the order of `cells`; see `names.method_key`.
 
     The key has the recovery if the study has several recoveries and the cell is recovered. The key
     has the allocation if the study has several allocations and the cell's allocation is not the
@@ -308,7 +308,7 @@ def _method_keys(cells: pd.DataFrame) -> list[str]:
             allocation = row["allocation"]
         if has_several_recoveries and row["recovery"] != "none":
             recovery = row["recovery"]
-        keys.append(names.key(row["criterion"], allocation, recovery))
+        keys.append(names.method_key(row["criterion"], allocation, recovery))
     return keys
 
 

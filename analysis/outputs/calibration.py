@@ -45,7 +45,7 @@ def token_counts(study: Study, model: str) -> dict[str, int]:
     }
 
 
-def sources(study: Study, model: str) -> dict[str, str]:
+def text_identifiers(study: Study, model: str) -> dict[str, str]:
     """Calibration set -> identifier of its text: the text's hash, else the text's source, else the
     name of the set. If several calibration sets differ only in how many tokens of one text are
     read, their identifiers are equal."""
@@ -55,7 +55,7 @@ def sources(study: Study, model: str) -> dict[str, str]:
     }
 
 
-def text_cells(comparison: Comparison) -> pd.DataFrame:
+def calibrated_cells(comparison: Comparison) -> pd.DataFrame:
     """Pruned cells with a calibration set, sorted by ratio and method."""
     cells = comparison.cells
     cells = cells[(cells["criterion"] != "none") & (cells["calibration"] != "none")]
@@ -81,7 +81,7 @@ def calibration_table(results: Results, comparison: Comparison) -> Iterator[Bloc
     Rows are calibration sets, sorted by number of tokens; a set without a known number comes last.
     Differences are to the last row. Methods with one set are left out."""
     counts = token_counts(results.study, comparison.model)
-    for key, rows in groups(text_cells(comparison), EQUAL_COLUMNS):
+    for key, rows in groups(calibrated_cells(comparison), EQUAL_COLUMNS):
         if rows["calibration"].nunique() > 1:
             labels = {}
             ordered_cells = rows.assign(tokens=rows["calibration"].map(counts)).sort_values(
@@ -103,8 +103,8 @@ def lines_by_tokens(study: Study, comparison: Comparison) -> dict[tuple[str, flo
     numbers of tokens of one text. A line has at least two numbers of tokens. The label names the
     method, the text, and the gate if the model has several gates."""
     counts = token_counts(study, comparison.model)
-    source_of_set = sources(study, comparison.model)
-    cells = text_cells(comparison)
+    source_of_set = text_identifiers(study, comparison.model)
+    cells = calibrated_cells(comparison)
     cells = cells.assign(
         read=cells["calibration"].map(counts), source=cells["calibration"].map(source_of_set)
     )
@@ -148,13 +148,15 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
         shade = style.colour(line["method"].iloc[0])
         marker = style.MARKERS[len(keys) % len(style.MARKERS)]
         # the lines of a label have one legend entry for all panels
-        key = keys.setdefault(label, style.key(label, color=shade, marker=marker, markersize=4))
+        key = keys.setdefault(
+            label, style.legend_entry(label, color=shade, marker=marker, markersize=4)
+        )
         axes.vlines(line["read"], low[line.index], high[line.index], color=shade, alpha=0.5)
         style.draw_line(axes, key, line["read"], score[line.index])
     for axes, ratio in zip(grid, ratios, strict=True):
         axes.set_xscale("log", base=2)
         counts = sorted({int(count) for line in lines.values() for count in line["read"]})
-        style.label_ticks(axes.xaxis, counts, map(style.tokens, counts))
+        style.label_ticks(axes.xaxis, counts, map(style.format_tokens, counts))
         axes.set(xlabel="calibration tokens read", title=f"{comparison.removed_text(ratio)} pruned")
         axes.grid()
     grid[0].set_ylabel("mean of HEAPr's benchmarks")
@@ -197,7 +199,9 @@ def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
         # through str, because pandas' types allow any label in an index
         base_cell, *other_cells = (int(str(cell)) for cell in line.index)
         benchmarks = [
-            str(name) for name in comparison.benchmarks if name not in comparison.lower_is_better
+            str(name)
+            for name in comparison.benchmark_scores
+            if name not in comparison.lower_is_better
         ]
         benchmarks = names.in_order(benchmarks, names.BENCHMARKS)
         for benchmark in mean_target(comparison, [base_cell, *other_cells], benchmarks):
@@ -241,7 +245,9 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
         axes.set_ylabel("change of the score (points)")
     style.legend(drawing, [keys[benchmark] for benchmark in names.in_order(keys, names.BENCHMARKS)])
     tokens_by_panel = points.groupby(["label", "ratio"])["read"]
-    least_tokens = " / ".join(style.tokens(count) for count in tokens_by_panel.min().unique())
+    least_tokens = " / ".join(
+        style.format_tokens(count) for count in tokens_by_panel.min().unique()
+    )
     rows_with_more_tokens = points[points["read"] > tokens_by_panel.transform("min")]
     has_filled_marker = rows_with_more_tokens.groupby(["label", "ratio", "benchmark"])[
         "significant"
@@ -294,11 +300,11 @@ def _draw_changes(axes: Axes, points: pd.DataFrame) -> dict[str, Line2D]:
                 "markeredgewidth": 0.9,
             }
             axes.plot(rows["read"], rows["difference"], marker, **marker_style)
-        keys[benchmark] = style.key(
+        keys[benchmark] = style.legend_entry(
             names.benchmark(benchmark), marker=marker, markersize=3.8, **line_style
         )
     counts = sorted(points["read"].unique())
-    style.label_ticks(axes.xaxis, counts, map(style.tokens, counts))
+    style.label_ticks(axes.xaxis, counts, map(style.format_tokens, counts))
     axes.set_xlabel("calibration tokens read")
     axes.grid(axis="y")
     return keys

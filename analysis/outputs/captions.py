@@ -50,7 +50,7 @@ def score_setup(study: Study) -> str:
     protocol = f" ({protocols(study.cells)})" if protocols(study.cells) else ""
     level = f"{names.share(uncertainty.CONFIDENCE)} intervals"
     text = (
-        f"{items} items per benchmark; {noun} {names.listing(metrics)}{protocol}; {level}; "
+        f"{items} items per benchmark; {noun} {names.enumeration(metrics)}{protocol}; {level}; "
         f"{run_setup(study)}"
     )
     return " ".join([text, *mixed_metrics(study.results, study.cells)])
@@ -120,7 +120,7 @@ def _seeds_in_words(cells: pd.DataFrame) -> str:
     exceptions = []
     for text, methods in methods_by_seeds.items():
         if text != most_common:
-            subject = names.listing(methods)
+            subject = names.enumeration(methods)
             if len(methods) > MOST_METHODS:
                 subject = names.count(len(methods), "method")
             exceptions.append(f"{subject}: {text}")
@@ -134,7 +134,7 @@ def _gates_in_words(cells: pd.DataFrame) -> str:
 
 def _values_in_words(values: pd.Series) -> str:
     """Text that lists each distinct value once, in the order of `values`."""
-    return names.listing(map(str, values.drop_duplicates()))
+    return names.enumeration(map(str, values.drop_duplicates()))
 
 
 def _tokens_and_versions(study: Study) -> list[str]:
@@ -154,7 +154,7 @@ def _tokens_and_versions(study: Study) -> list[str]:
 def machines_sentence(machines: Iterable[str]) -> str:
     """A sentence for captions with the machines of steps; "" when no step recorded its machine."""
     recorded_machines = [machine for machine in dict.fromkeys(machines) if machine]
-    return f"Measured on {names.listing(recorded_machines)}. " if recorded_machines else ""
+    return f"Measured on {names.enumeration(recorded_machines)}. " if recorded_machines else ""
 
 
 PANEL_COLUMNS = ["Model", "Pruned", "Calibration"]

@@ -274,8 +274,8 @@ def bars_figure(
     handles = [
         Patch(facecolor=_piece_colour(0), label="highest tenth of the channels"),
         Patch(facecolor=_piece_colour(PIECES - 1), label="lowest"),
-        style.key("channels kept", color=RETAINED_COLOUR, linewidth=1.4),
-        style.key(
+        style.legend_entry("channels kept", color=RETAINED_COLOUR, linewidth=1.4),
+        style.legend_entry(
             "attribution, of the highest",
             color=ATTRIBUTION_COLOUR,
             marker="D",

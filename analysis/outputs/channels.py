@@ -205,7 +205,7 @@ def draw_ratios(
     lines = ratio_lines(cells_without_recovery(comparison))
     for number, (label, line) in enumerate(lines.items()):
         shade = style.colour(line["method"].iloc[0])
-        key = style.key(
+        key = style.legend_entry(
             label, color=shade, marker=style.MARKERS[number % len(style.MARKERS)], markersize=4
         )
         # the points of one ratio are 0.6 % apart
@@ -271,7 +271,7 @@ def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     """
     benchmarks = [
         str(benchmark)
-        for benchmark in comparison.benchmarks
+        for benchmark in comparison.benchmark_scores
         if benchmark in comparison.lower_is_better
     ]
     if not benchmarks or not ratio_lines(cells_without_recovery(comparison)):
@@ -292,7 +292,7 @@ def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     caption = (
         "Bars: 95 % intervals over seeds and texts. Dashed: the unpruned model. Lower is better."
     )
-    title = f"{names.capitalised(names.listing(dict.fromkeys(scales)))} against the ratio"
+    title = f"{names.capitalised(names.enumeration(dict.fromkeys(scales)))} against the ratio"
     return Figure(name, f"{title}: {comparison.model}", caption, drawing)
 
 

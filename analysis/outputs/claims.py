@@ -173,7 +173,7 @@ def _row(
         parts[name] = part_estimate.value
     count, estimate = pooled_difference(comparison, average, pairs_of_ratios)
     numbers = _estimate_columns(replace(estimate, value=quantity.sign * estimate.value))
-    if not comparison.have_several_seeds(cells):
+    if not comparison.all_have_several_seeds(cells):
         numbers["p"] = np.nan
     return {
         "claim": claim,
@@ -273,7 +273,7 @@ def _sign_of_losses(results: Results) -> str:
     units = dict.fromkeys(quantity.unit for quantity in quantities if quantity.lower_is_better)
     if not units:
         return ""
-    unit_names = f" ({names.listing(filter(None, units))})" if any(units) else ""
+    unit_names = f" ({names.enumeration(filter(None, units))})" if any(units) else ""
     return f"Differences of losses{unit_names}, also those of perplexities, are falls of the loss. "
 
 

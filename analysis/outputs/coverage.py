@@ -105,7 +105,7 @@ def _items_in_words(counts: Mapping[str, Any]) -> str:
         for name, count in counts.items()
         if count["found"]
     ]
-    return f"{total}: {names.listing(parts)}" if parts else total
+    return f"{total}: {names.enumeration(parts)}" if parts else total
 
 
 def _found_of_comparable(counts: Collection[Any]) -> str:
@@ -132,7 +132,7 @@ def _explanation_of_items(study: Study) -> str:
         ],
     }
     sentences = [
-        f"{reason}: {names.listing(map(names.benchmark, tasks))}. "
+        f"{reason}: {names.enumeration(map(names.benchmark, tasks))}. "
         for reason, tasks in tasks_by_reason.items()
         if tasks
     ]

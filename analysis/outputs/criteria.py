@@ -254,7 +254,7 @@ def scoring_table(results: Results, name: str) -> Table:
         rows.append(
             {
                 **cell,
-                "reads": names.listing(passes),
+                "reads": names.enumeration(passes),
                 "Scoring time (s)": steps["seconds"].sum(),
                 "Of these, the scores (s)": steps.loc[steps["kind"] == "scores", "seconds"].sum(),
                 "Peak memory (MiB)": steps["peak"].max() / MEBIBYTE,

@@ -78,7 +78,7 @@ def average_and_costs(study: Study, comparison: Comparison) -> pd.DataFrame:
       of this cost and merit among the pruned cells, see `pareto_front`; False for the unpruned
       model
     """
-    target = comparison.average
+    target = comparison.all_average_columns
     average, low, high = comparison.displayed_scores(target)
     scores = pd.DataFrame({"avg": average, "low": low, "high": high})
     cells = comparison.cells[["criterion", "method", "calibration", "ratio", "recovery"]]
@@ -160,7 +160,7 @@ def pareto_table(results: Results, name: str) -> Table:
     merit."""
     frames = []
     for comparison in results.comparisons:
-        mean_name = comparison.quantity(comparison.average).mean_name
+        mean_name = comparison.quantity(comparison.all_average_columns).mean_name
         model_rows = average_and_costs(results.study, comparison)
         frames.append(model_rows.assign(model=comparison.model, mean=mean_name))
     rows = pd.concat(frames).sort_values(
@@ -247,7 +247,7 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
     pruned = cells[(cells["method"] != "none") & cells["avg"].notna() & cells["kind"].notna()]
     if (pruned[list(COST_SHARES)].round(2).nunique() < 2).all():
         return None
-    quantity = comparison.quantity(comparison.average)
+    quantity = comparison.quantity(comparison.all_average_columns)
     display_name = partial(names.recovery_name, none="not recovered")
     pruned = pruned.assign(recovery=pruned["recovery"].map(display_name))
     recoveries = names.in_order(pruned["recovery"], map(display_name, names.RECOVERIES))
@@ -261,7 +261,7 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
     drawing = style.drawing(style.PAGE, 3.2)
     grid = drawing.subplots(1, len(COST_SHARES), sharey=True, gridspec_kw={"wspace": 0.09})
     for axes, (cost, title) in zip(grid, COST_SHARES.items(), strict=True):
-        unpruned_entry = draw_unpruned(axes, comparison, comparison.average)
+        unpruned_entry = draw_unpruned(axes, comparison, comparison.all_average_columns)
         _draw_marks(axes, pruned, cost, shades)
         front_cells = pruned[pruned[f"front_{cost}"]].sort_values(cost, kind="stable")
         axes.step(front_cells[cost], front_cells["avg"], where="post", zorder=1, **_FRONT_STYLE)
@@ -271,18 +271,23 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
     grid[0].set_ylabel(f"{quantity.mean_name} ({quantity.direction})")
     grid[len(COST_SHARES) // 2].set_xlabel("share of what the unpruned model has")
     kinds = [kind for kind in KINDS if kind in set(pruned["kind"])]
-    legend_entries = [style.key(KINDS[kind], **_mark_style(kind, style.MUTED)) for kind in kinds]
+    legend_entries = [
+        style.legend_entry(KINDS[kind], **_mark_style(kind, style.MUTED)) for kind in kinds
+    ]
     if len(shades) > 1:
         legend_entries += [
-            style.key(recovery, color=shade, linewidth=5) for recovery, shade in shades.items()
+            style.legend_entry(recovery, color=shade, linewidth=5)
+            for recovery, shade in shades.items()
         ]
-    legend_entries += [style.key("front", **_FRONT_STYLE), unpruned_entry]
+    legend_entries += [style.legend_entry("front", **_FRONT_STYLE), unpruned_entry]
     labels = settings.method_labels(comparison.cells)
     for row in records(cells_on_fronts):
         number = number_of_cell[row["cell"]]
         label = f"{labels[row['cell']]}, {row['pruned']}"
         legend_entries.append(
-            style.key(label, linestyle="none", marker=f"${number}$", markersize=5, **_NUMBER_STYLE)
+            style.legend_entry(
+                label, linestyle="none", marker=f"${number}$", markersize=5, **_NUMBER_STYLE
+            )
         )
     style.legend(drawing, legend_entries, most=3)
     colour_sentence = " Its colour says how the model was recovered." if len(shades) > 1 else ""
@@ -337,7 +342,7 @@ def _draw_marks(axes: Axes, pruned: pd.DataFrame, cost: str, shades: Mapping[str
             shade = shades[cells["recovery"].iloc[0]]
             axes.plot(cells[cost], cells["avg"], color=shade, linewidth=0.6, alpha=0.45, zorder=2)
     for key, cells in groups(ordered, ["kind", "recovery"]):
-        mark = style.key("", **_mark_style(key["kind"], shades[key["recovery"]]))
+        mark = style.legend_entry("", **_mark_style(key["kind"], shades[key["recovery"]]))
         style.draw_line(axes, mark, cells[cost], cells["avg"])
 
 

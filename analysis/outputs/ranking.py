@@ -178,7 +178,7 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
     first_ranking = rankings[0]
     grid[-1].set_xlabel(f"{first_ranking.mean_name} ({first_ranking.quantity.direction})")
     legend_entries: list[Artist] = [
-        style.key(f"unpruned {first_ranking.unpruned_score:.3f}", **style.DASHED)
+        style.legend_entry(f"unpruned {first_ranking.unpruned_score:.3f}", **style.DASHED)
     ]
     has_chance = any(ranking.chance for ranking in rankings)
     if any(_is_filled(row) for ranking in rankings for row in records(ranking.scored_rows)):
@@ -189,8 +189,8 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
             "markersize": 4.5,
         }
         label = "above chance" if has_chance else "the best method, or not separated from it"
-        legend_entries.append(style.key(label, **look))
-        legend_entries.append(style.key("others", **look, markerfacecolor=style.SURFACE))
+        legend_entries.append(style.legend_entry(label, **look))
+        legend_entries.append(style.legend_entry("others", **look, markerfacecolor=style.SURFACE))
     sentences = [
         f"{first_ranking.mean_name} of every plan with its 95 % interval, best first.",
         _caption(rankings),

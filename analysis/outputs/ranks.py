@@ -10,7 +10,7 @@ import pandas as pd
 
 from analysis import names
 from analysis.outputs.captions import LOSSES, PANEL_COLUMNS, score_setup
-from analysis.outputs.score_rows import numbers_table, stacked
+from analysis.outputs.score_rows import concatenate_numbers, numbers_table
 from analysis.registry import Results, output
 from analysis.render.table import RANK, Table
 from analysis.stats import ranks
@@ -76,7 +76,7 @@ def _table_of_panels(
         for comparison in comparisons
         for panel in comparison.panels
     ]
-    rows = stacked(blocks)
+    rows = concatenate_numbers(blocks)
     if rows is None:
         return None
     text_columns = [*PANEL_COLUMNS, "Criterion"]
@@ -104,7 +104,7 @@ def _notes_on_partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
         for benchmarks, models in models_by_benchmarks.items():
             if benchmarks:  # not all of the column
                 for_models = (
-                    f" for {names.listing(models)}" if len(models_by_benchmarks) > 1 else ""
+                    f" for {names.enumeration(models)}" if len(models_by_benchmarks) > 1 else ""
                 )
                 clause_on_gaps = names.not_run(
                     name for name in published_benchmarks if name not in benchmarks
@@ -168,7 +168,7 @@ def rank_test_table(results: Results, name: str) -> Table:
         best={"Avg Rank": "min"},
         blocks=("Model", "Pruned", "Calibration", "Over"),
         optional=("p to the best",),
-        footnotes=[f"Left out for a gap: {names.listing(dict.fromkeys(exclusions))}."]
+        footnotes=[f"Left out for a gap: {names.enumeration(dict.fromkeys(exclusions))}."]
         if exclusions
         else [],
     )

@@ -104,7 +104,7 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
 
 def _calibration_names(experts: pd.DataFrame) -> str:
     """Text that lists the display names of the calibration sets of `experts`."""
-    return names.listing(map(names.calibration, experts["calibration"].unique()))
+    return names.enumeration(map(names.calibration, experts["calibration"].unique()))
 
 
 def _draw_loss_bars(axes: Axes, losses: pd.Series) -> None:
@@ -135,7 +135,7 @@ def _bar_and_line_entries(line_label: str) -> list[Artist]:
     return [
         Patch(facecolor=RISE_COLOUR, label="the loss rises without it"),
         Patch(facecolor=FALL_COLOUR, label="the loss falls without it"),
-        style.key(line_label, color=style.INK, marker=".", linewidth=0.9),
+        style.legend_entry(line_label, color=style.INK, marker=".", linewidth=0.9),
     ]
 
 
@@ -193,7 +193,7 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
         below.set_title(f"(b) {label}, layer {middle}", fontsize=7.5)
     for axes in (*upper[1:], *lower[1:]):
         axes.set_ylabel(None)
-    mean_key = style.key(
+    mean_key = style.legend_entry(
         "layer's mean rise of the loss", color=RISE_COLOUR, marker="o", linestyle="", markersize=4
     )
     style.legend(
@@ -204,7 +204,7 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
         for statistic, label in STATISTICS.items()
         if statistic not in available_statistics
     ]
-    sentence_on_gaps = f" Not in this store: {names.listing(gaps)}." if gaps else ""
+    sentence_on_gaps = f" Not in this store: {names.enumeration(gaps)}." if gaps else ""
     caption = (
         "Weights: |w| of an expert. Activations and gradients: the root mean square over its "
         "tokens of each channel, the input of its down projection, and of the gradient of the loss "

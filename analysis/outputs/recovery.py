@@ -65,8 +65,8 @@ def labels(comparison: Comparison) -> pd.Series:
 
 def _method_without_recovery(method: str) -> str:
     """Display name of the method with the key `method`, without a recovery."""
-    criterion, allocation, _ = names.parts(method)
-    return names.method(names.key(criterion, allocation))
+    criterion, allocation, _ = names.method_parts(method)
+    return names.method(names.method_key(criterion, allocation))
 
 
 @output("coverage.table11", chapter="recovery", needs=f"cells with a recovery, and {SLIMMING}")

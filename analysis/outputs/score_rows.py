@@ -30,7 +30,7 @@ from analysis.stats.cell_scores import (
     MEAN,
     Numbers,
     column_targets,
-    cost,
+    costs_of_cells,
     differences,
     mean_target,
     scores,
@@ -93,20 +93,20 @@ class Block:
     """The reference cell of differences; None for a block without differences."""
 
 
-Blocks = Callable[[Results, Comparison], Iterable[Block]]
+BlockMaker = Callable[[Results, Comparison], Iterable[Block]]
 """Function (results, comparison of one model) that returns the blocks of this model."""
 
 
 def score_table(
     title: str, columns: Sequence[str], caption: str, costs: Mapping[str, Cost] = COSTS
-) -> Callable[[Blocks], Callable[[Results, str], Table | None]]:
+) -> Callable[[BlockMaker], Callable[[Results, str], Table | None]]:
     """Decorator for a function that yields the blocks of one model. The decorated function takes
     (results, name) and returns the `block_table` with the blocks of all models in
     `Results.comparisons`; None if `block_table` returns None.
 
     title, columns, caption, costs: arguments of `block_table`."""
 
-    def decorate(blocks_of: Blocks) -> Callable[[Results, str], Table | None]:
+    def decorate(blocks_of: BlockMaker) -> Callable[[Results, str], Table | None]:
         @wraps(blocks_of)
         def make(results: Results, name: str) -> Table | None:
             blocks: list[Block] = []
@@ -149,7 +149,7 @@ def block_table(
     blocks_with_scores = [
         block for block in blocks if column_targets(block.comparison, list(block.labels), columns)
     ]
-    rows = stacked(_rows(study, block, columns, costs) for block in blocks_with_scores)
+    rows = concatenate_numbers(_rows(study, block, columns, costs) for block in blocks_with_scores)
     if rows is None:
         return None
     frame = rows.frame
@@ -176,7 +176,7 @@ def block_table(
     )
 
 
-def stacked(parts: Iterable[Numbers | None]) -> Numbers | None:
+def concatenate_numbers(parts: Iterable[Numbers | None]) -> Numbers | None:
     """Concatenate the rows of all parts, with a new index, and merge `Numbers.best` of all parts.
     Parts that are None are left out; the result is None when all parts are None."""
     present_parts = [part for part in parts if part is not None]
@@ -226,7 +226,9 @@ def _footnotes(blocks: Sequence[Block], columns: Sequence[str]) -> list[str]:
     [] when all benchmarks were run, or when MEAN is not in `columns`."""
     averages = (*GROUPS, *names.COLUMNS, COMMON_SENSE_MEAN, MEAN)
     benchmarks = [name for name in columns if name not in averages]
-    benchmarks_with_scores = {name for block in blocks for name in block.comparison.benchmarks}
+    benchmarks_with_scores = {
+        name for block in blocks for name in block.comparison.benchmark_scores
+    }
     missing_benchmarks = [name for name in benchmarks if name not in benchmarks_with_scores]
     if MEAN not in columns or not missing_benchmarks:
         return []
@@ -280,7 +282,7 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
         # NaN for the unpruned model and for the base
         gains = differences(comparison, last_target, base_of_cell).reindex(cells)
         cells_with_tests = [
-            cell for cell in base_of_cell if comparison.have_several_seeds((cell, block.base))
+            cell for cell in base_of_cell if comparison.all_have_several_seeds((cell, block.base))
         ]
         p_values = gains.loc[cells_with_tests, "p"]
         frame = frame.assign(**{DIFFERENCE: gains["difference"], P: p_values})
@@ -288,7 +290,8 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
         high = high.assign(**{DIFFERENCE: gains["high"]})
     if len(study.costs):
         cost_columns = {
-            name: definition.offset + definition.scale * cost(study, cells, definition.source)
+            name: definition.offset
+            + definition.scale * costs_of_cells(study, cells, definition.source)
             for name, definition in costs.items()
         }
         frame = frame.assign(**cost_columns)
@@ -304,17 +307,17 @@ def method_lines(comparison: Comparison) -> dict[str, Line2D]:
 
     All methods of a criterion have the criterion's colour. The criterion's first method has a solid
     line and filled markers; each further method has its own dashes and hollow markers."""
-    lines = {"none": style.key(names.method("none"), **style.DASHED)}
+    lines = {"none": style.legend_entry(names.method("none"), **style.DASHED)}
     # criterion -> number of its methods that already have an entry
     counts: Counter[str] = Counter()
     criteria = list(names.CRITERIA)
     for method in names.methods_in_order(set(comparison.cells["method"]) - {"none"}):
-        criterion, _, _ = names.parts(method)
+        criterion, _, _ = names.method_parts(method)
         number = counts[criterion]
         counts[criterion] += 1
         criterion_number = criteria.index(criterion) if criterion in criteria else 0
         colour = style.colour(method)
-        lines[method] = style.key(
+        lines[method] = style.legend_entry(
             names.method(method),
             color=colour,
             linewidth=1.3,
@@ -337,7 +340,7 @@ def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
             low[unpruned_cell], high[unpruned_cell], color=style.RULE, alpha=0.5, linewidth=0
         )
         axes.axhline(score[unpruned_cell], **style.DASHED)
-    return style.key(UNPRUNED_LABEL, **style.DASHED)
+    return style.legend_entry(UNPRUNED_LABEL, **style.DASHED)
 
 
 def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patch]:
@@ -473,7 +476,7 @@ def storage_points(
     if not target:
         return points[:0].reindex(columns=[*points, "storage", "score", "low", "high", "merit"])
     score, low, high = (values[cell_numbers] for values in comparison.displayed_scores(target))
-    storage = cost(study, cell_numbers, "storage_bytes") / MEBIBYTE
+    storage = costs_of_cells(study, cell_numbers, "storage_bytes") / MEBIBYTE
     merit = comparison.quantity(target).sign * score
     return points.assign(storage=storage, score=score, low=low, high=high, merit=merit)
 

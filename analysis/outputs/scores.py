@@ -15,7 +15,7 @@ from analysis import names
 from analysis.load.settings import removed_share_texts
 from analysis.load.study import Study
 from analysis.outputs.captions import PANEL_COLUMNS, metrics_in_words, score_setup
-from analysis.outputs.score_rows import method_lines, numbers_table, stacked
+from analysis.outputs.score_rows import concatenate_numbers, method_lines, numbers_table
 from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
@@ -61,11 +61,11 @@ def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     )
     losses = [
         names.benchmark(str(benchmark))
-        for benchmark in comparison.benchmarks
+        for benchmark in comparison.benchmark_scores
         if benchmark in comparison.lower_is_better
     ]
     if losses:
-        caption += f" {names.listing(losses)}: left out, as less is better there."
+        caption += f" {names.enumeration(losses)}: left out, as less is better there."
     return Figure(name, f"Strengths and weaknesses: {comparison.model}", caption, drawing)
 
 
@@ -73,7 +73,7 @@ def radar_benchmarks(comparison: Comparison, panel: Panel) -> Target:
     """Benchmarks in which higher is better and on which at least one cell of the panel was
     evaluated, in the order of `names.BENCHMARKS`."""
     benchmarks = [
-        str(name) for name in comparison.benchmarks if name not in comparison.lower_is_better
+        str(name) for name in comparison.benchmark_scores if name not in comparison.lower_is_better
     ]
     return mean_target(
         comparison, list(panel.cells.values()), names.in_order(benchmarks, names.BENCHMARKS)
@@ -86,7 +86,7 @@ def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
     Avg. Methods without any score are left out."""
     average = comparison.score(panel.average_columns(comparison)).fillna(-1)  # no average: last
     benchmarks = list(radar_benchmarks(comparison, panel))
-    has_scores = comparison.benchmarks[benchmarks].notna().any(axis=1)
+    has_scores = comparison.benchmark_scores[benchmarks].notna().any(axis=1)
     methods = [method for method in panel.cells if has_scores[panel.cells[method]]]
     methods.sort(key=lambda method: -average[panel.cells[method]])
     published_methods = [method for method in RADAR_METHODS if method in methods]
@@ -112,7 +112,7 @@ def _draw_radar(
     for method, cell in cells.items():
         if cell is None:
             continue
-        values = comparison.benchmarks.loc[cell, benchmarks].to_numpy(float)
+        values = comparison.benchmark_scores.loc[cell, benchmarks].to_numpy(float)
         style.draw_line(axes, lines[method], closed_angles, np.append(values, values[0]))
     # the first spoke points up, further spokes follow clockwise
     axes.set_theta_offset(np.pi / 2)
@@ -156,7 +156,7 @@ def task_specific_table(
                     **text, Criterion=list(map(names.method, block.frame.index))
                 )
                 blocks.append(Numbers(frame, block.low, block.high, best))
-    rows = stacked(blocks)
+    rows = concatenate_numbers(blocks)
     if rows is None:
         return None
     return numbers_table(
@@ -194,12 +194,12 @@ def benchmark_table(results: Results, name: str) -> Table | None:
         }
         # each target is a single benchmark, not a mean over several
         targets: dict[str, Target] = {
-            str(benchmark): (str(benchmark),) for benchmark in comparison.benchmarks
+            str(benchmark): (str(benchmark),) for benchmark in comparison.benchmark_scores
         }
         numbers = scores(comparison, list(cells.index), targets)
         frame = pd.concat([display_frame(cells, text_columns), numbers.frame], axis=1)
         blocks.append(replace(numbers, frame=frame))
-    rows = stacked(blocks)
+    rows = concatenate_numbers(blocks)
     if rows is None:
         return None
     benchmarks = names.in_order(map(str, rows.low), names.BENCHMARKS)
@@ -235,7 +235,7 @@ def _metrics(study: Study) -> str:
     for metric, benchmark in zip(metrics_in_words(results), results["benchmark"], strict=True):
         benchmarks_by_metric.setdefault(metric, []).append(names.benchmark(benchmark))
     return " ".join(
-        f"{metric}: {names.listing(benchmarks)}."
+        f"{metric}: {names.enumeration(benchmarks)}."
         for metric, benchmarks in sorted(benchmarks_by_metric.items())
     )
 

@@ -15,14 +15,14 @@ from analysis.load.reader import groups
 from analysis.load.settings import comma_joined, is_searched, removed_share_texts
 from analysis.load.study import Study
 from analysis.outputs.captions import SEARCHES, score_setup
-from analysis.outputs.score_rows import numbers_table, sorted_by_criterion, stacked
+from analysis.outputs.score_rows import concatenate_numbers, numbers_table, sorted_by_criterion
 from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table, display_frame
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import (
-    CODING,
+    CODE_BENCHMARKS,
     GROUPS,
     WRITING_AND_MATH,
     Numbers,
@@ -103,7 +103,7 @@ def allocation_table(
     title_end: last words of the title; pairs: function from the comparison of a model to the
     model's pairs (searched cell -> uniform cell).
     """
-    rows = stacked(
+    rows = concatenate_numbers(
         _rows(comparison, pairs(comparison), columns) for comparison in results.comparisons
     )
     if rows is None:
@@ -171,7 +171,9 @@ def _significant_columns(
 
     pairs: searched cell -> uniform cell; gains: column -> `differences` of this column."""
     cells = [
-        cell for cell, uniform in pairs.items() if comparison.have_several_seeds((cell, uniform))
+        cell
+        for cell, uniform in pairs.items()
+        if comparison.all_have_several_seeds((cell, uniform))
     ]
     # rows: cells, columns: columns of scores
     p_values = pd.DataFrame({column: gain["p"][cells] for column, gain in gains.items()})
@@ -179,7 +181,7 @@ def _significant_columns(
     texts = {}
     for cell, cell_p_values in zip(cells, p_holm, strict=True):
         columns = [column for column, p in zip(gains, cell_p_values, strict=True) if p < LEVEL]
-        texts[cell] = names.listing(columns) or "none"
+        texts[cell] = names.enumeration(columns) or "none"
     return texts
 
 
@@ -198,9 +200,9 @@ def general_text_table(results: Results, name: str) -> Table | None:
 def coding_table(results: Results, name: str) -> Table | None:
     """Searched and uniform allocations: coding benchmarks.
 
-    None without pairs, or without any of CODING.
+    None without pairs, or without any of CODE_BENCHMARKS.
     """
-    return allocation_table(results, name, CODING, "coding")
+    return allocation_table(results, name, CODE_BENCHMARKS, "coding")
 
 
 @output("evoesap.table9", needs=f"{SEARCHES}, and WildBench, gsm8k or math500")
@@ -261,7 +263,7 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
         # the first line, which is `uniform` if that was run, is dashed
         pattern = "-" if number else style.DASHED["linestyle"]
         look: Any = {"color": shade, "marker": "sD^ov"[number % 5], "linestyle": pattern}
-        legend_entries[allocation] = style.key(
+        legend_entries[allocation] = style.legend_entry(
             names.allocation_name(allocation), markersize=3.8, linewidth=1.3, **look
         )
     drawing = _density_drawing(shares, "allocation", legend_entries)
@@ -290,7 +292,7 @@ def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figu
             "color": style.colour(criterion),
             "marker": style.MARKERS[number % len(style.MARKERS)],
         }
-        legend_entries[criterion] = style.key(
+        legend_entries[criterion] = style.legend_entry(
             names.criterion(criterion), markersize=3.8, linewidth=1.3, **look
         )
     drawing = _density_drawing(shares, "criterion", legend_entries)
@@ -313,7 +315,9 @@ def _density_drawing(
     panels = list(groups(shares.sort_values("ratio", kind="stable"), ["ratio", "calibration"]))
     has_several_sets = shares["calibration"].nunique() > 1
     drawing, grid = style.panels(len(panels), 3, 2.0, sharey="row")
-    uniform_entries = [] if "uniform" in legend_entries else [style.key("uniform", **style.DASHED)]
+    uniform_entries = (
+        [] if "uniform" in legend_entries else [style.legend_entry("uniform", **style.DASHED)]
+    )
     for axes, (panel, rows) in zip(grid, panels, strict=True):
         if uniform_entries:
             axes.axhline(rows["share"].mean(), **style.DASHED)

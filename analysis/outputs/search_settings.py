@@ -14,7 +14,7 @@ from analysis.load.reader import groups, time_and_memory
 from analysis.load.settings import is_searched
 from analysis.load.study import Study
 from analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SEARCHES, run_setup, score_setup
-from analysis.outputs.score_rows import numbers_table, stacked
+from analysis.outputs.score_rows import concatenate_numbers, numbers_table
 from analysis.published.numbers import numbers
 from analysis.registry import Results, output
 from analysis.render.table import Table, display_frame, frame_and_formats
@@ -220,7 +220,7 @@ def _table(
     without rows.
 
     select, columns: see `_rows`; title: title of the table."""
-    rows = stacked(
+    rows = concatenate_numbers(
         _rows(results.study, comparison, select, columns) for comparison in results.comparisons
     )
     if rows is None:

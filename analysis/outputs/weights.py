@@ -18,7 +18,7 @@ from analysis.load.reader import groups, records, stacked
 from analysis.load.study import Study
 from analysis.outputs.score_rows import (
     Block,
-    Blocks,
+    BlockMaker,
     cells_by_ratio,
     cells_without_recovery,
     only_cell,
@@ -29,7 +29,7 @@ from analysis.registry import Results, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
-from analysis.stats.cell_scores import CODING, GROUPS, WRITING_AND_MATH
+from analysis.stats.cell_scores import CODE_BENCHMARKS, GROUPS, WRITING_AND_MATH
 from analysis.stats.comparison import Comparison
 
 WEIGHTS = "cells with criterion=aimer"
@@ -40,7 +40,7 @@ SHADES = colormaps["viridis"]
 
 def weights_table(
     title_end: str, columns: Sequence[str]
-) -> Callable[[Blocks], Callable[[Results, str], Table | None]]:
+) -> Callable[[BlockMaker], Callable[[Results, str], Table | None]]:
     """Decorator for a function that yields the blocks of one model: the decorator `score_table`
     with a title and a caption for tables of this module.
 
@@ -82,7 +82,7 @@ def writing_and_mathematics_table(results: Results, comparison: Comparison) -> I
 
 
 @output("aimer.table6", needs=f"{WEIGHTS}, and coding benchmarks")
-@weights_table("coding", CODING)
+@weights_table("coding", CODE_BENCHMARKS)
 def coding_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Criteria that read weights alone, and others: coding benchmarks."""
     return aimer_blocks(comparison)

@@ -149,7 +149,7 @@ def proved_wins_sentence(wins: pd.DataFrame) -> str:
     phrases = [
         f"{counts[outcome]} {phrase}" for outcome, phrase in _PHRASES.items() if outcome in counts
     ]
-    others = f" ({names.listing(phrases)})" if phrases else ""
+    others = f" ({names.enumeration(phrases)})" if phrases else ""
     return f"Proved wins: {counts[PROVED]} of {len(wins)} cells{others}."
 
 

@@ -26,7 +26,7 @@ MEMORY_BEFORE = "loading_memory_before_gb"
 MEMORY_AFTER = "loading_memory_after_gb"
 GROUPS = {"Code": names.CODE_COLUMNS, "Math": names.MATH_COLUMNS}
 """Benchmark of a published average of displayed columns -> these columns. The columns of an AVERAGE
-vary with its table, see `target`."""
+vary with its table, see `averaged_benchmarks`."""
 SCORES = (*names.BENCHMARKS, *names.COLUMNS)
 """Benchmarks and displayed columns whose scores an AVERAGE may include."""
 PERPLEXITIES = ("wikitext2",)
@@ -172,7 +172,7 @@ def counterparts(name: str) -> Mapping[Key, tuple[PublishedNumber, ...]]:
     return numbers_of_key
 
 
-def target(number: PublishedNumber, row: Sequence[PublishedNumber]) -> tuple[str, ...]:
+def averaged_benchmarks(number: PublishedNumber, row: Sequence[PublishedNumber]) -> tuple[str, ...]:
     """The benchmarks and displayed columns over which a published number is averaged; empty when
     the number is not made of scores (a rank, a size or a time).
 
@@ -211,7 +211,7 @@ def split(number: PublishedNumber, benchmark: str) -> Split:
     return Split(items, {key: row[key] for key in EVALUATION_SETTINGS if row.get(key)})
 
 
-def stands_for(axis: str, name: str) -> str:
+def published_name(axis: str, name: str) -> str:
     """Name of the published model or calibration set that the small one called `name` replaces
     here, see stand_ins.csv. A name that stand_ins.csv does not list is returned unchanged.
 
@@ -308,7 +308,7 @@ def reasons(number: PublishedNumber, measured: MeasuredNumber) -> Iterator[str]:
         yield number.note.removeprefix(NOT_COMPARABLE)
     for axis in ("model", "calibration"):
         value = str(measured.cell[axis])
-        if (printed := stands_for(axis, value)) != value:
+        if (printed := published_name(axis, value)) != value:
             yield f"{value} stands in for {printed}"
             if axis == "model":
                 return

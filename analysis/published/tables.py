@@ -29,9 +29,9 @@ from analysis.published.numbers import (
     MeasuredNumber,
     PublishedNumber,
     Split,
+    averaged_benchmarks,
     counterparts,
-    stands_for,
-    target,
+    published_name,
     verdict,
 )
 from analysis.render.page import Section
@@ -155,8 +155,8 @@ def published_key(cell: Mapping[str, Any]) -> Key:
     cell: row of `Study.cells`.
     """
     trained_model, top_k = names.split_top_k(str(cell["model"]))
-    model = stands_for("model", trained_model)
-    calibration = stands_for("calibration", str(cell["calibration"]))
+    model = published_name("model", trained_model)
+    calibration = published_name("calibration", str(cell["calibration"]))
     ratio = round(float(cell["ratio"]), 6)
     allocation = str(cell["allocation"])
     if top_k is not None:
@@ -177,7 +177,7 @@ def _score_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
     for cell in comparison.cells.index.astype(int):
         published_row = counterparts(table).get(published_key(facts.cells[cell]), ())
         for number in published_row:
-            published_target = target(number, published_row)
+            published_target = averaged_benchmarks(number, published_row)
             measured_target = _filter_measured(comparison, published_target)
             if measured_target:
                 score, low, high = comparison.displayed_scores(measured_target)
@@ -195,7 +195,7 @@ def _filter_measured(comparison: Comparison, columns: Iterable[str]) -> tuple[st
     return tuple(
         name
         for name in columns
-        if name in comparison.benchmarks_of or name in comparison.benchmarks
+        if name in comparison.benchmarks_of or name in comparison.benchmark_scores
     )
 
 
@@ -215,7 +215,9 @@ def _caveats_on_missing(comparison: Comparison, columns: Sequence[str]) -> list[
         if measured_benchmarks is not None:  # None: a benchmark, no displayed column
             published_benchmarks = names.COLUMNS.get(column, ())
             missing += [name for name in published_benchmarks if name not in measured_benchmarks]
-    return [f"measured without {names.listing(map(names.benchmark, missing))}"] if missing else []
+    return (
+        [f"measured without {names.enumeration(map(names.benchmark, missing))}"] if missing else []
+    )
 
 
 def _rank_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
@@ -349,7 +351,7 @@ def _memory_pairs(study: Study, table: str) -> Pairs:
         if number.benchmark in (MEMORY_BEFORE, MEMORY_AFTER)
     ]
     for memory in records(study.memory) if published else ():
-        axes = (stands_for("model", memory["model"]), memory["ratio"], memory["allocation"])
+        axes = (published_name("model", memory["model"]), memory["ratio"], memory["allocation"])
         # the memory of a model depends on neither criterion nor calibration set
         cell = {**memory, "criterion": "none", "calibration": "none", "method": "any"}
         for number in published:
@@ -460,7 +462,7 @@ def _tally(verdicts: Sequence[str]) -> str:
         phrase: sum(verdict.startswith(start) for verdict in verdicts)
         for start, phrase in phrases.items()
     }
-    return names.listing(f"{count:,} {phrase}" for phrase, count in counts.items() if count)
+    return names.enumeration(f"{count:,} {phrase}" for phrase, count in counts.items() if count)
 
 
 def _footnotes_on_unmatched(study: Study, table: str) -> Iterator[str]:

@@ -57,7 +57,7 @@ class Page:
     """Introductory paragraph below the title."""
     tiles: Sequence[tuple[int, str]]
     """Pairs of a number and its label, displayed side by side below the introduction."""
-    chapters: Sequence[Section]
+    sections: Sequence[Section]
     footer: str
     figure_format: str = names.FIGURE_FORMATS[0]
     """Format of the files in figures/, to which the page links."""
@@ -77,7 +77,7 @@ def html(page: Page) -> str:
         kicker=page.kicker,
         lead=_bind_percent_signs(page.lead),
         tiles=[{"value": f"{value:,}", "label": label} for value, label in page.tiles],
-        sections=[_section_variables(section) for section in page.chapters if not section.empty],
+        sections=[_section_variables(section) for section in page.sections if not section.empty],
         css=_read_raw("page.css"),
         script=_read_raw("page.js"),
         footer=page.footer,

@@ -117,7 +117,7 @@ class Figure:
 
 def colour(method: str) -> str:
     """The colour of a method in every figure: the colour of the method's criterion."""
-    return CRITERIA.get(names.parts(method)[0], OTHER)
+    return CRITERIA.get(names.method_parts(method)[0], OTHER)
 
 
 @contextmanager
@@ -291,7 +291,7 @@ def legend(figure: Drawing, handles: Iterable[Artist], most: int = 6, title: str
     )
 
 
-def key(label: str, **look: Any) -> Line2D:
+def legend_entry(label: str, **look: Any) -> Line2D:
     """A legend entry: a label, and a line in the style `look` (properties of Line2D)."""
     return Line2D([], [], label=label, **look)
 
@@ -328,7 +328,10 @@ def depth_keys(layers: Sequence[int]) -> list[Line2D]:
     """Legend entries for the first and the last layer in `layers`; one entry if there is only one
     layer."""
     ends = dict.fromkeys((layers[0], layers[-1]))
-    return [key(f"layer {layer}", color=depth_colour(layer, layers), marker="o") for layer in ends]
+    return [
+        legend_entry(f"layer {layer}", color=depth_colour(layer, layers), marker="o")
+        for layer in ends
+    ]
 
 
 def layer_axis(axes: Axes) -> None:
@@ -353,7 +356,7 @@ def format_power(axis: Axis) -> None:
     axis.get_offset_text().set_fontsize(6.5)
 
 
-def tokens(count: float) -> str:
+def format_tokens(count: float) -> str:
     """Format a number of tokens: in thousands such as `65k` below half a million, from there on in
     millions such as `0.5M`."""
     return f"{count / 1e6:.3g}M" if count >= 5e5 else f"{count / 1e3:.3g}k"

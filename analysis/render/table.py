@@ -58,9 +58,9 @@ GAP = "–"
 """Text of a missing number; a footnote explains it."""
 GAP_NOTE = "– marks a result that is missing; it counts as missing, not as zero."
 UNPRUNED = "Unpruned"
-KEY = "Criterion"
+STICKY_COLUMN = "Criterion"
 """The column that stays visible when a table is scrolled sideways."""
-LONG = 60
+WRAP_LENGTH = 60
 """The page may wrap texts with more characters than this."""
 
 
@@ -104,7 +104,7 @@ def frame_and_formats(
     }
 
 
-def minus(number: str) -> str:
+def with_minus_signs(number: str) -> str:
     """`number` with minus signs (−) in place of hyphens, including the hyphen of an exponent."""
     return number.replace("-", "−")
 
@@ -113,7 +113,7 @@ def format_number(value: object, form: str) -> str:
     """A number in the format `form`; GAP for None and NaN."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return GAP
-    return minus(form.format(value)).replace("%", " %")
+    return with_minus_signs(form.format(value)).replace("%", " %")
 
 
 def is_gap(table: Table, row: Mapping[Any, object], column: str) -> bool:
@@ -141,11 +141,11 @@ def _footnotes_on_direction(table: Table) -> list[str]:
         for column, direction in table.best.items()
         if direction == "min" and column in table.frame
     ]
-    return [f"Less is better: {names.listing(lower_is_better)}."] if lower_is_better else []
+    return [f"Less is better: {names.enumeration(lower_is_better)}."] if lower_is_better else []
 
 
 @lru_cache(maxsize=128)
-def best(table: Table) -> pd.DataFrame:
+def best_marks(table: Table) -> pd.DataFrame:
     """Booleans in the shape of the frame: whether a number is the best of its column in its block.
 
     Numbers are compared as they are printed, so several can be the best. The unpruned model is not
@@ -185,7 +185,7 @@ def printed_frame(table: Table) -> pd.DataFrame:
 
 
 @lru_cache(maxsize=128)
-def text(table: Table) -> pd.DataFrame:
+def printed_texts(table: Table) -> pd.DataFrame:
     """`printed_frame` with its numbers as formatted texts."""
     columns = {
         str(column): [
@@ -248,7 +248,9 @@ def _lines(table: Table, bold: str, escape_value: Callable[[object], str]) -> li
     text and escapes special characters.
     """
     lines = []
-    for row, marks in zip(text(table).to_numpy(), best(table).to_numpy(), strict=True):
+    for row, marks in zip(
+        printed_texts(table).to_numpy(), best_marks(table).to_numpy(), strict=True
+    ):
         cells = list(map(escape_value, row))
         lines.append(
             [bold.format(cell) if mark else cell for cell, mark in zip(cells, marks, strict=True)]
@@ -271,8 +273,8 @@ def html(table: Table) -> str:
     """The table as an HTML element that the page can sort. Numbers have their intervals below
     them, and the best number of each block is bold."""
     head = "".join(_head(table, str(column)) for column in table.frame)
-    marks = best(table).to_numpy()
-    texts = text(table).to_numpy()
+    marks = best_marks(table).to_numpy()
+    texts = printed_texts(table).to_numpy()
     is_block_start = _block_starts(table)
     interval_ends = _interval_ends(table)
     rows = []
@@ -318,7 +320,13 @@ def _cell(table: Table, column: str, value: object, printed: str, is_bold: bool)
     """
     content = f"<b>{escape(printed)}</b>" if is_bold else escape(printed)
     if column not in table.formats:
-        css_class = " class=key" if column == KEY else " class=wrap" if len(printed) > LONG else ""
+        css_class = (
+            " class=key"
+            if column == STICKY_COLUMN
+            else " class=wrap"
+            if len(printed) > WRAP_LENGTH
+            else ""
+        )
         block = "" if printed == value else f' data-block="{escape(str(value))}"'
         return f"<td{css_class}{block}>{content}"
     if printed == GAP:
@@ -353,7 +361,8 @@ def _interval(table: Table, column: str, low: float, high: float) -> str:
     if math.isnan(low) or math.isnan(high):
         return ""
     short = "{:.2f}" if table.formats[column] == SCORE else "{:.1f}"
-    return f"<small>{minus(short.format(low))} to {minus(short.format(high))}</small>"
+    interval = with_minus_signs(f"{short.format(low)} to {short.format(high)}")
+    return f"<small>{interval}</small>"
 
 
 def _block_starts(table: Table) -> list[bool]:

@@ -23,7 +23,7 @@ from analysis.stats.comparison import (
 from analysis.stats.quantity import AVG
 from analysis.stats.uncertainty import Estimate
 
-CODING = ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "Eval+", "LiveCode", "Code")
+CODE_BENCHMARKS = ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "Eval+", "LiveCode", "Code")
 WRITING_AND_MATH = ("WildBench", "GSM8K", "MATH-500", "Math")
 
 GROUPS = ("MC Avg", "Code", "Math", "WildBench", AVG)
@@ -63,12 +63,12 @@ def notes_on_average(comparisons: Iterable[Comparison]) -> list[str]:
     is the mean of all displayed columns."""
     columns: set[str] = set()
     for comparison in comparisons:
-        columns |= set(comparison.benchmarks_of) - set(comparison.average)
+        columns |= set(comparison.benchmarks_of) - set(comparison.all_average_columns)
     if not columns:
         return []
     return [
-        f"Avg is without {names.listing(sorted(map(names.benchmark, columns)))}: there, less is "
-        "better."
+        f"Avg is without {names.enumeration(sorted(map(names.benchmark, columns)))}: there, less "
+        "is better."
     ]
 
 
@@ -76,14 +76,14 @@ def mean_target(comparison: Comparison, cells: Sequence[int], benchmarks: Iterab
     """The benchmarks over which a mean is taken for these cells: the entries of `benchmarks` on
     which at least one of the cells was evaluated. Of benchmarks of both directions, only those in
     which more is better are taken, see `Comparison.average_columns`."""
-    was_run = comparison.benchmarks.loc[list(cells)].notna().any()
+    was_run = comparison.benchmark_scores.loc[list(cells)].notna().any()
     return comparison.average_columns(name for name in benchmarks if was_run.get(name, False))
 
 
 def mean_text(target: Target, benchmarks: Sequence[str]) -> str:
     """Text for captions that names the benchmarks of a mean: `Mean of ARC-C and PIQA (2 of the
     paper's 7 benchmarks)`."""
-    text = f"Mean of {names.listing(map(names.benchmark, target))}"
+    text = f"Mean of {names.enumeration(map(names.benchmark, target))}"
     if len(target) < len(benchmarks):
         text += f" ({len(target)} of the paper's {len(benchmarks)} benchmarks)"
     return text
@@ -99,7 +99,7 @@ def column_targets(
     column or of an average in GROUPS. AVG stands for the mean over `overall_columns`, even if this
     mean has another name because it is a mean of losses.
     """
-    was_run = comparison.benchmarks.loc[list(cells)].notna().any()
+    was_run = comparison.benchmark_scores.loc[list(cells)].notna().any()
     targets: dict[str, Target] = {
         COMMON_SENSE_MEAN: mean_target(comparison, cells, names.COMMON_SENSE),
         MEAN: mean_target(comparison, cells, columns),
@@ -185,7 +185,7 @@ def pooled_difference(
     return sum(map(len, scored_groups)), comparison.estimate(target, weights)
 
 
-def cost(study: Study, cells: Sequence[int], column: str) -> pd.Series:
+def costs_of_cells(study: Study, cells: Sequence[int], column: str) -> pd.Series:
     """The number `column` of `Study.costs` for each of `cells`; NaN for a cell whose cost was not
     counted."""
     return study.costs.set_index("cell")[column].astype(float).reindex(list(cells))
@@ -279,7 +279,7 @@ def task_block(
                 frame[column] = values(column).loc[rows].to_numpy()
         return frame
 
-    frame = gather(lambda column: comparison.columns[column])
+    frame = gather(lambda column: comparison.column_scores[column])
     low = gather(lambda column: comparison.interval((column,))[0])
     high = gather(lambda column: comparison.interval((column,))[1])
     scores_of_methods = frame.iloc[len(unpruned_cells) :]

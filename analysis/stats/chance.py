@@ -32,18 +32,18 @@ class Chance:
     """Whether Bartlett's test finds that the spreads of models differ, so that `spread` is not
     pooled."""
 
-    def margin(self, plans: int) -> float:
-        """Distance d such that, of `plans` further random plans, the best is above mean + d with at
-        most 5 % probability, and the worst is below mean - d with at most 5 % probability.
+    def margin(self, further_plans: int) -> float:
+        """Distance d such that, of `further_plans` further random plans, the best is above mean + d
+        with at most 5 % probability, and the worst is below mean - d with at most 5 % probability.
 
-        d = t(1 - .05 / plans) sd sqrt(1 + 1/n), where sd is `spread`, n is `self.plans`, and t is
-        the quantile of Student's distribution. The division by `plans` is Bonferroni's correction.
-        """
-        return _margin(self.spread, self.plans, self.degrees_of_freedom, LEVEL / plans)
+        d = t(1 - .05 / further_plans) sd sqrt(1 + 1/n), where sd is `spread`, n is `self.plans`,
+        and t is the quantile of Student's distribution. The division by `further_plans` is
+        Bonferroni's correction."""
+        return _margin(self.spread, self.plans, self.degrees_of_freedom, LEVEL / further_plans)
 
-    def limits(self, plans: int) -> tuple[float, float]:
-        """The mean minus and plus `margin(plans)`."""
-        return self.mean - self.margin(plans), self.mean + self.margin(plans)
+    def limits(self, further_plans: int) -> tuple[float, float]:
+        """The mean minus and plus `margin(further_plans)`."""
+        return self.mean - self.margin(further_plans), self.mean + self.margin(further_plans)
 
     @property
     def band(self) -> tuple[float, float]:
@@ -51,15 +51,16 @@ class Chance:
         margin = _margin(self.spread, self.plans, self.degrees_of_freedom, LEVEL / 2)
         return self.mean - margin, self.mean + margin
 
-    def plans_needed(self, score: float, plans: int) -> int | None:
-        """How many random plans each model would need for `score` to be outside `limits(plans)`.
+    def plans_needed(self, score: float, further_plans: int) -> int | None:
+        """How many random plans each model would need for `score` to be outside
+        `limits(further_plans)`.
 
         The smallest such number from 2 to MOST_PLANS, if mean and spread stayed the same; None if
-        there is no such number. plans: number of further plans, as in `margin`.
+        there is no such number. further_plans: number of further plans, as in `margin`.
         """
         for random_plans in range(2, MOST_PLANS + 1):
             degrees_of_freedom = self.models * (random_plans - 1)
-            margin = _margin(self.spread, random_plans, degrees_of_freedom, LEVEL / plans)
+            margin = _margin(self.spread, random_plans, degrees_of_freedom, LEVEL / further_plans)
             if margin < abs(score - self.mean):
                 return random_plans
         return None
@@ -81,7 +82,7 @@ def chance_from_scores(scores: np.ndarray) -> Chance:
     )
 
 
-def chances(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
+def chance_by_model(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
     """Model -> its `Chance`. If Bartlett's test finds no difference between the spreads of models,
     all models have the pooled spread. Otherwise `spreads_differ` is set for all models.
 

@@ -58,7 +58,7 @@ class Panel:
         """The displayed columns on which at least one cell of the panel was evaluated; all
         displayed columns of the comparison if no cell of the panel has a score."""
         return comparison.evaluated_columns(self.cells.values()) or tuple(
-            map(str, comparison.columns)
+            map(str, comparison.column_scores)
         )
 
     def average_columns(self, comparison: Comparison) -> Target:
@@ -116,7 +116,7 @@ class Comparison:
             replicates[int(cell)][int(seed)] = int(str(plan))
         return replicates
 
-    def have_several_seeds(self, cells: Iterable[int]) -> bool:
+    def all_have_several_seeds(self, cells: Iterable[int]) -> bool:
         """Whether each of these cells has plans of several seeds, without which differences between
         the cells are not tested."""
         return all(len(self.plans_by_seed[cell]) > 1 for cell in cells)
@@ -127,12 +127,12 @@ class Comparison:
         return frame.groupby(self._representatives, sort=False).mean().reindex(self.cells.index)
 
     @cached_property
-    def benchmarks(self) -> pd.DataFrame:
+    def benchmark_scores(self) -> pd.DataFrame:
         """Scores (cells, benchmarks), each the mean over the seeds with a result; NaN is a gap."""
         return self._seed_means(self.results)
 
     @cached_property
-    def columns(self) -> pd.DataFrame:
+    def column_scores(self) -> pd.DataFrame:
         """Scores (cells, displayed columns), each the mean over the seeds with a result."""
         return self._seed_means(ranks.component_columns(self.results, self.benchmarks_of))
 
@@ -143,7 +143,7 @@ class Comparison:
 
     def evaluated_columns(self, cells: Iterable[int]) -> Target:
         """Displayed columns on which at least one of these cells was evaluated."""
-        was_run = self.columns.loc[list(cells)].notna().any()
+        was_run = self.column_scores.loc[list(cells)].notna().any()
         return tuple(str(name) for name in was_run.index[was_run])
 
     @cached_property
@@ -169,7 +169,7 @@ class Comparison:
         return tuple(score_columns or loss_columns)
 
     @cached_property
-    def average(self) -> Target:
+    def all_average_columns(self) -> Target:
         """`average_columns` of all displayed columns."""
         return self.average_columns(self.benchmarks_of)
 
@@ -549,7 +549,7 @@ def overall_columns(comparison: Comparison, cells: Sequence[int]) -> Target:
 def mean_quantities(comparisons: Iterable[Comparison]) -> dict[str, Quantity]:
     """Name of the mean over a model's displayed columns, such as Avg -> kind of its numbers. There
     are several names if some models were evaluated by scores and others by losses."""
-    quantities = [comparison.quantity(comparison.average) for comparison in comparisons]
+    quantities = [comparison.quantity(comparison.all_average_columns) for comparison in comparisons]
     return {quantity.mean_name: quantity for quantity in quantities}
 
 

@@ -121,7 +121,7 @@ def _block_scores(comparison: Comparison, panel: Panel, block_kind: str) -> pd.D
     if block_kind == COLUMNS:
         targets: dict[str, Target] = {column: (column,) for column in panel.columns(comparison)}
     else:
-        was_run = comparison.benchmarks.reindex(list(panel.cells.values())).notna().any()
+        was_run = comparison.benchmark_scores.reindex(list(panel.cells.values())).notna().any()
         targets = {}
         for name in map(str, was_run.index[was_run]):
             block = names.SAME_ITEMS.get(name, name)

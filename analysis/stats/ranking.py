@@ -20,7 +20,7 @@ from analysis import names
 from analysis.load import settings
 from analysis.load.reader import records
 from analysis.stats import uncertainty
-from analysis.stats.chance import Chance, chances
+from analysis.stats.chance import Chance, chance_by_model
 from analysis.stats.comparison import Comparison, Kind, Target, overall_columns, random_scores
 from analysis.stats.quantity import Quantity
 from analysis.stats.ranks import PRINTED_DECIMALS
@@ -267,7 +267,7 @@ def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
     plans are left out (see `random_scores`).
 
     The spread of random plans can be pooled over all models with a group of the same ratio, gate
-    and average (see `chances`).
+    and average (see `chance_by_model`).
     """
     scores_by_kind: dict[Kind, dict[str, np.ndarray]] = {}
     request_and_average = (group.request, group.target, group.quantity)
@@ -277,7 +277,9 @@ def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
                 scores_by_kind.setdefault(kind, {})[other.comparison.model] = scores
     model = group.comparison.model
     return {
-        kind: chances(scores)[model] for kind, scores in scores_by_kind.items() if model in scores
+        kind: chance_by_model(scores)[model]
+        for kind, scores in scores_by_kind.items()
+        if model in scores
     }
 
 
@@ -326,7 +328,7 @@ def _rankings_over_models(rankings: Sequence[Ranking]) -> Iterator[Ranking]:
             label = ALL_MODELS
             # if some models lack this ratio and gate, the label names the models that have them
             if len(model_rankings) < len(models):
-                label = names.listing(ranking.model for ranking in model_rankings)
+                label = names.enumeration(ranking.model for ranking in model_rankings)
             computed_scores = model_rankings[0].quantity.to_computed(scores)
             yield _ranking_over_models(model_rankings, computed_scores, seeds.min(axis=1), label)
 
@@ -449,7 +451,7 @@ def _plan_names(plans: Sequence[dict[str, object]]) -> str:
     """Text with the names of the first PLANS_IN_SENTENCE plans and the number of further plans."""
     unnamed_count = len(plans) - PLANS_IN_SENTENCE
     remainder = [f"{unnamed_count} more"] if unnamed_count > 0 else []
-    return names.listing([*map(plan_name, plans[:PLANS_IN_SENTENCE]), *remainder])
+    return names.enumeration([*map(plan_name, plans[:PLANS_IN_SENTENCE]), *remainder])
 
 
 def remarks(ranking: Ranking) -> list[str]:
@@ -489,7 +491,8 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
         pooling += ", as spreads differ between models"
     loss_phrase = "of the loss " if quantity.scale == "perplexity" else ""
     sentence = (
-        f"Of {names.count(len(rows), 'plan')}, {names.listing(counts) or f'none {ABOVE_CHANCE}'} "
+        f"Of {names.count(len(rows), 'plan')}, "
+        f"{names.enumeration(counts) or f'none {ABOVE_CHANCE}'} "
         f"({'below' if quantity.lower_is_better else 'above'} {quantity.to_displayed(limit):.3f}; "
         f"{names.count(chance.plans, 'random plan')} with mean "
         f"{quantity.to_displayed(chance.mean):.3f}, standard deviation {loss_phrase}"

@@ -55,7 +55,9 @@ def cells_of(axes: list[dict[str, Any]]) -> pd.DataFrame:
     )
     frame = frame.assign(removed=frame["ratio"], removed_text=frame["ratio"].map(names.ratio))
     keys = zip(frame["criterion"], frame["allocation"].where(names_allocation, ""), strict=True)
-    return frame.assign(method=[names.key(criterion, allocation) for criterion, allocation in keys])
+    return frame.assign(
+        method=[names.method_key(criterion, allocation) for criterion, allocation in keys]
+    )
 
 
 def comparison_of(axes: list[dict[str, Any]], outcomes: dict[str, list[Any]]) -> Comparison:
@@ -95,8 +97,10 @@ class HandmadeStudy(SimpleNamespace):
 def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None) -> Any:
     """A study with the parts that tables read; `costs` has one row per cell."""
     outcomes = comparison.outcomes
-    items = [outcomes[name].shape[1] if name in outcomes else 1 for name in comparison.benchmarks]
-    results = pd.DataFrame({"n": items, "benchmark": comparison.benchmarks.columns, **SCORES})
+    items = [
+        outcomes[name].shape[1] if name in outcomes else 1 for name in comparison.benchmark_scores
+    ]
+    results = pd.DataFrame({"n": items, "benchmark": comparison.benchmark_scores.columns, **SCORES})
     return HandmadeStudy(
         cells=comparison.all_cells,
         results=results.assign(cell=comparison.cells.index[0]),

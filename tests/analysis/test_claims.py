@@ -433,7 +433,7 @@ def test_loss_column_is_a_mean(results: Results) -> None:
     for column, tasks in (("MC Avg", names.COLUMNS["MC Avg"]), ("Eval+", ("humaneval", "mbpp"))):
         files = [results.study.store / folders[task] / "samples.parquet" for task in tasks]
         losses = [pd.read_parquet(file)["answer_loss"].mean() for file in files]
-        assert comparison.columns[column][number] == pytest.approx(np.mean(losses))
+        assert comparison.column_scores[column][number] == pytest.approx(np.mean(losses))
     assert not results.comparisons[0].lower_is_better, "scores beside losses are still scores"
 
 

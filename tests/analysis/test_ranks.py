@@ -52,11 +52,11 @@ def test_methods_are_ordered_by_criterion_then_variant() -> None:
         ("reap",),
         ("heapr",),
     ]
-    ordered = names.methods_in_order(names.key(*parts) for parts in methods)
-    criteria = [names.parts(key)[0] for key in ordered]
+    ordered = names.methods_in_order(names.method_key(*parts) for parts in methods)
+    criteria = [names.method_parts(key)[0] for key in ordered]
     assert criteria == ["reap", "reap", "reap", "heapr", "heapr", "mine"]
     reap = [("reap",), ("reap", "", "nf4"), ("reap", "evolutionary")]
-    assert ordered[:3] == [names.key(*parts) for parts in reap]
+    assert ordered[:3] == [names.method_key(*parts) for parts in reap]
 
 
 UNORDERED_ALLOCATIONS = (
@@ -69,8 +69,8 @@ UNORDERED_ALLOCATIONS = (
 
 
 def test_methods_of_a_criterion_are_ordered_by_allocation() -> None:
-    keys = [names.key("reap", allocation) for allocation in UNORDERED_ALLOCATIONS]
-    ordered = [names.parts(key)[1] for key in names.methods_in_order(keys)]
+    keys = [names.method_key("reap", allocation) for allocation in UNORDERED_ALLOCATIONS]
+    ordered = [names.method_parts(key)[1] for key in names.methods_in_order(keys)]
     assert ordered == [
         "uniform",
         "evolutionary",

@@ -40,7 +40,7 @@ from analysis.render import page, style
 from analysis.render import table as rendering
 from analysis.render.table import Table
 from analysis.stats import uncertainty
-from analysis.stats.cell_scores import CODING, MEAN, column_targets
+from analysis.stats.cell_scores import CODE_BENCHMARKS, MEAN, column_targets
 from analysis.stats.comparison import Comparison
 from analysis.stats.quantity import Quantity
 
@@ -320,7 +320,7 @@ def storage_sizes(*sizes: int) -> list[dict[str, float]]:
 
 def test_first_method_of_a_criterion_has_filled_markers(recovered: Comparison) -> None:
     lines = score_rows.method_lines(recovered)
-    methods = [names.key("reap"), names.key("reap", "evolutionary")]
+    methods = [names.method_key("reap"), names.method_key("reap", "evolutionary")]
     markers = [lines[method].get_markerfacecolor() for method in methods]
     assert markers == [style.colour(methods[0]), style.SURFACE]
 
@@ -393,7 +393,7 @@ def test_fewer_experts_a_token_have_published_numbers() -> None:
 def test_columns_and_mean_are_those_of_the_view() -> None:
     columns = ("humaneval", "livecodebench", "wildbench", "arc_easy")
     comparison = comparison_of([UNPRUNED, cell("reap")], {name: [[1], [0]] for name in columns})
-    assert list(column_targets(comparison, [0, 1], CODING)) == [
+    assert list(column_targets(comparison, [0, 1], CODE_BENCHMARKS)) == [
         "HumanEval",
         "Eval+",
         "LiveCode",
@@ -595,7 +595,7 @@ def test_numbers_that_are_printed_alike_are_all_best(
 ) -> None:
     frame = pd.DataFrame({"Seconds": [12.31, second, 1.0]})
     table = Table("t", "", "", frame, {"Seconds": number_format}, best={"Seconds": "max"})
-    assert list(rendering.best(table)["Seconds"]) == [is_tied, True, False]
+    assert list(rendering.best_marks(table)["Seconds"]) == [is_tied, True, False]
 
 
 def test_latex_escapes_and_marks_the_best(table: Table) -> None:
@@ -636,7 +636,9 @@ def test_lines_of_calibration_tokens_are_told_apart_by_their_gate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(calibration, "token_counts", lambda *_: {"small": 10, "large": 20})
-    monkeypatch.setattr(calibration, "sources", lambda *_: {"small": "text", "large": "text"})
+    monkeypatch.setattr(
+        calibration, "text_identifiers", lambda *_: {"small": "text", "large": "text"}
+    )
     rows = [(gate, name) for gate in ("raw", "renormalized") for name in ("large", "small")]
     cells = pd.DataFrame(rows, columns=["gate", "calibration"])
     cells = cells.assign(model="m", criterion="man", method="man", ratio=0.5)
