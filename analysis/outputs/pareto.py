@@ -284,11 +284,8 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
     for row in records(cells_on_fronts):
         number = number_of_cell[row["cell"]]
         label = f"{labels[row['cell']]}, {row['pruned']}"
-        legend_entries.append(
-            style.legend_entry(
-                label, linestyle="none", marker=f"${number}$", markersize=5, **_NUMBER_STYLE
-            )
-        )
+        look = {"linestyle": "none", "marker": f"${number}$", "markersize": 5, **_NUMBER_STYLE}
+        legend_entries.append(style.legend_entry(label, **look))
     style.legend(drawing, legend_entries, most=3)
     colour_sentence = " Its colour says how the model was recovered." if len(shades) > 1 else ""
     caption = (
