@@ -1,5 +1,4 @@
-"""An OpenAI-compatible endpoint for tests, which behaves as it is told; as a program, a server that
-can be started.
+"""An OpenAI-compatible endpoint with given replies for tests; as a program, a server.
 
 Standard library only, so that it starts at once.
 """
@@ -16,7 +15,7 @@ from typing import Any
 
 @dataclass
 class Reply:
-    """What the endpoint sends."""
+    """A reply of the endpoint."""
 
     body: Any
     status: int = 200
@@ -46,10 +45,10 @@ def completion(text: str, model: str, finish_reason: str = "stop") -> Reply:
 
 @dataclass
 class Endpoint:
-    """A running endpoint and what it was asked."""
+    """A running endpoint with the bodies and headers of its requests."""
 
     url: str
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
 
 
@@ -57,9 +56,9 @@ class Endpoint:
 def endpoint(
     answer: Callable[[dict[str, Any]], Reply], models: Sequence[str] = (), port: int = 0
 ) -> Iterator[Endpoint]:
-    """Listens on a port of this machine, by default on a free one; `answer` gets the body of each
-    request."""
-    found = Endpoint("")
+    """Run an endpoint on a port of this machine, by default on a free one. `answer` is called with
+    the body of each request and returns the reply."""
+    running = Endpoint("")
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -73,8 +72,8 @@ def endpoint(
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            found.asked.append(body)
-            found.headers.append({name.lower(): value for name, value in self.headers.items()})
+            running.requests.append(body)
+            running.headers.append({name.lower(): value for name, value in self.headers.items()})
             self._send(answer(body))
 
         def _send(self, reply: Reply) -> None:
@@ -91,25 +90,25 @@ def endpoint(
             self.wfile.write(content)
 
         def log_message(self, *arguments: Any) -> None:
-            """Says nothing."""
+            """Log nothing."""
 
-    class Quiet(ThreadingHTTPServer):
+    class QuietServer(ThreadingHTTPServer):
         def handle_error(self, *arguments: Any) -> None:
-            """A client that gave up is no error of the endpoint."""
+            """Ignore errors: a client may close its connection early."""
 
-    server = Quiet(("127.0.0.1", port), Handler)
-    found.url = f"http://127.0.0.1:{server.server_port}/v1"
+    server = QuietServer(("127.0.0.1", port), Handler)
+    running.url = f"http://127.0.0.1:{server.server_port}/v1"
     threading.Thread(
         target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
     ).start()
     try:
-        yield found
+        yield running
     finally:
         server.shutdown()
         server.server_close()
 
 
-# endpoint.py PORT MODEL: goes on with a prompt by its length, until it is stopped
+# endpoint.py PORT MODEL: completes a prompt with the length of the prompt, until it is stopped
 if __name__ == "__main__":
     served = sys.argv[2]
     with endpoint(

@@ -1,5 +1,5 @@
-"""Small files in the harnesses' formats, and miniature data sets in those columns of the hub that
-are read."""
+"""Small files in the harnesses' formats, and miniature data sets with those columns of the hub's
+data sets that are read."""
 
 import json
 from collections.abc import Iterable
@@ -50,7 +50,7 @@ MULTIPLE_CHOICE = {
     "doc_to_target": "label",
     "metric_list": [{"metric": "acc"}],
 }
-GENERATED = {
+GENERATION = {
     "output_type": "generate_until",
     "doc_to_text": "{{q}}",
     "doc_to_target": "label",
@@ -58,10 +58,10 @@ GENERATED = {
 }
 
 
-def own_task(
+def custom_task(
     folder: Path, items: list[dict[str, Any]], definition: dict[str, Any], **settings: Any
 ) -> BenchmarkConfig:
-    """A benchmark of lm-eval with a task and items of its own."""
+    """A benchmark of lm-eval with a custom task and items, named `own`."""
     (folder / "own.yaml").write_text(
         yaml.safe_dump({"task": "own", "test_split": "test", **definition})
     )
@@ -144,15 +144,15 @@ def subject_rows(subject: str, count: int) -> Rows:
     ]
 
 
-def mirrored(folder: Path, name: str, rows: Rows, **more: Rows) -> BenchmarkConfig:
-    """The benchmark with a mirror under folder/data of rows for the split that is asked and `more`
-    splits."""
+def write_mirror(folder: Path, name: str, rows: Rows, **further_splits: Rows) -> BenchmarkConfig:
+    """Write a mirror of a benchmark under folder/data: `rows` for the benchmark's split, and
+    `further_splits`. Returns the benchmark."""
     (benchmark,) = benchmarks([name], str(folder / "data"))
     benchmark = replace(benchmark, expected=len(rows))
-    parts: dict[tuple[str, str], Rows] = {}
-    for split, content in {str(benchmark.split): rows, **more}.items():
+    rows_by_subset: dict[tuple[str, str], Rows] = {}
+    for split, content in {str(benchmark.split): rows, **further_splits}.items():
         for row in content:
             subset = benchmark.subset or (row["subject"] if name == "mmlu" else "default")
-            parts.setdefault((subset, split), []).append(row)
-    make(benchmark, write_data_set(folder / f"{name}_source", parts))
+            rows_by_subset.setdefault((subset, split), []).append(row)
+    make(benchmark, write_data_set(folder / f"{name}_source", rows_by_subset))
     return benchmark

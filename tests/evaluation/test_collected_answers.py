@@ -11,9 +11,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from asking import PLAIN, Said, Words, ask, chatting, protocol, samples, vllm_saying, write
 from endpoint import completion, endpoint
-from harness_files import GENERATED, own_task
+from fake_engines import (
+    PLAIN,
+    ScriptedEngine,
+    WordTokenizer,
+    collect_replies,
+    generate,
+    protocol,
+    samples,
+    vllm_with_replies,
+    with_chat_template,
+)
+from harness_files import GENERATION, custom_task
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -49,7 +59,7 @@ class Sums(Engine):
     def __init__(
         self, max_tokens: int = 1000, length: int | None = None, value: float | None = None
     ) -> None:
-        self.tokenizer, self.template_arguments = Words(), {}
+        self.tokenizer, self.template_arguments = WordTokenizer(), {}
         self.left = max_tokens
         self.max_length = length
         self.value = value
@@ -130,12 +140,12 @@ def test_recorded_answers_are_read_for_their_question_only(tmp_path: Path) -> No
         ("b", 1, {}),
         ("a", 1, {}),
     ):
-        write(engine, [prompt], max_tokens, cache=cache, **settings)
+        generate(engine, [prompt], max_tokens, cache=cache, **settings)
     assert len(engine.batches_done) == 4
-    write(engine, ["a"], 1, cache=ResultCache(file := tmp_path / "computed.jsonl"))
+    generate(engine, ["a"], 1, cache=ResultCache(file := tmp_path / "computed.jsonl"))
     assert len(engine.batches_done) == 4
     file.write_text(file.read_text().replace('"end"', '"enD"'))
-    write(engine, ["a"], 1, cache=ResultCache(file))
+    generate(engine, ["a"], 1, cache=ResultCache(file))
     assert len(engine.batches_done) == 5, "its record was changed on the disk"
 
 
@@ -234,8 +244,8 @@ def test_text_is_split_into_thought_and_answer(text: str, end: str, answer: str 
     told of none."""
     stops = ("Question:", "2. Q")
     for template, stop in ((PLAIN, stops), (PLAIN + "{# <think> #}", ())):
-        model = Said(lambda _: text, template)
-        (reply,) = ask(model, [f"Q{end}"], stop=stops, chat=True)
+        model = ScriptedEngine(lambda _: text, template)
+        (reply,) = collect_replies(model, [f"Q{end}"], stop=stops, chat=True)
         written = reply.thought + (answer or "")
         assert reply.text == answer
         assert text.startswith(written)
@@ -245,15 +255,20 @@ def test_text_is_split_into_thought_and_answer(text: str, end: str, answer: str 
 
 def test_marks_within_a_completion_are_no_thought() -> None:
     """A base model continues a text; only what begins with a mark is a thought then."""
-    (reply,) = ask(Said(lambda _: "It drops </think>: 72 END"), ["Q"], stop=("END",))
+    (reply,) = collect_replies(
+        ScriptedEngine(lambda _: "It drops </think>: 72 END"), ["Q"], stop=("END",)
+    )
     assert (reply.thought, reply.text) == ("", "It drops </think>: 72 ")
 
 
 def test_unfinished_thought_is_no_empty_answer(tmp_path: Path) -> None:
     items = [{"q": question, "label": ""} for question in ("Q0", "Q1")]
-    benchmark = own_task(tmp_path, items, GENERATED, chat=True, max_new_tokens=9)
+    benchmark = custom_task(tmp_path, items, GENERATION, chat=True, max_new_tokens=9)
     run.evaluate(
-        Said(["<think>hm", "<think>hm</think>"]), benchmark, tmp_path / "out", policy=Policy()
+        ScriptedEngine(["<think>hm", "<think>hm</think>"]),
+        benchmark,
+        tmp_path / "out",
+        policy=Policy(),
     )
     assert [sample["outcome"] for sample in samples(tmp_path / "out")] == [0.0, 1.0]
     assert protocol(tmp_path / "out")["unfinished_thoughts"] == ["0"]
@@ -261,9 +276,9 @@ def test_unfinished_thought_is_no_empty_answer(tmp_path: Path) -> None:
 
 def test_the_loaded_model_says_why_a_text_ended(subject: LoadedModel) -> None:
     prompt = "The story"
-    (cut,) = ask(subject, [prompt], 3)
-    (reply,) = ask(subject, [prompt], 400)
-    (stopped,) = ask(subject, [prompt], 400, stop=(str(reply.text)[5:8],))
+    (cut,) = collect_replies(subject, [prompt], 3)
+    (reply,) = collect_replies(subject, [prompt], 400)
+    (stopped,) = collect_replies(subject, [prompt], 400, stop=(str(reply.text)[5:8],))
     assert (cut.ended, reply.ended, stopped.ended) == ("limit", "end", "stop")
 
 
@@ -274,34 +289,34 @@ def test_prompts_leave_room_for_their_texts() -> None:
         ({}, "the model's 9 tokens: "),
     ):
         with pytest.raises(UserError, match=sentence):
-            ask(engine, ["a", "a b"], 40 if settings else 8, **settings)
+            collect_replies(engine, ["a", "a b"], 40 if settings else 8, **settings)
     with pytest.raises(UserError, match="expected a model, or a max_length, of more"):
-        ask(engine, ["word " * 9], 4)
+        collect_replies(engine, ["word " * 9], 4)
     assert not engine.batches_done
-    short, long = ask(engine, ["a", "a b c"], 7, skip_long=True)
+    short, long = collect_replies(engine, ["a", "a b c"], 7, skip_long=True)
     assert (short.text, long.text, long.ended) == ("a 1", "", "too_long")
     with pytest.raises(UserError, match="do not fit"):
-        ask(engine, ["a b c"], 7, skip_long=True)
+        collect_replies(engine, ["a b c"], 7, skip_long=True)
 
 
 @pytest.mark.slow
 def test_special_tokens_separate_thoughts_from_answers(
     subject: LoadedModel,
 ) -> None:
-    tokenizer = chatting(subject, PLAIN + "{# [THINK] #}").tokenizer
+    tokenizer = with_chat_template(subject, PLAIN + "{# [THINK] #}").tokenizer
     tokenizer.add_tokens(
         [AddedToken(mark, special=True) for mark in ("[THINK]", "[/THINK]")], special_tokens=True
     )
     text = "[THINK]Is it 24?[/THINK] It is 72."
     written = [[0, tokenizer(text, add_special_tokens=False).input_ids, -1.0]]
-    (reply,) = ask(vllm_saying(tokenizer, written), ["Q"], 40, chat=True)
+    (reply,) = collect_replies(vllm_with_replies(tokenizer, written), ["Q"], 40, chat=True)
     assert reply.thought + str(reply.text) == text
     assert reply.text == "It is 72."
     with endpoint(lambda body: completion("Is it 24? It is 72.", "m")) as server:
         served = ServedModel(server.url, "m", tokenizer, 512, {})
         with pytest.raises(UserError, match=r"\[THINK\].*expected backend=hf"):
-            ask(served, ["Q"], 40, chat=True)
-        assert write(served, ["Q"], 40), "a completion has no thoughts"
+            collect_replies(served, ["Q"], 40, chat=True)
+        assert generate(served, ["Q"], 40), "a completion has no thoughts"
 
 
 @pytest.mark.parametrize("template", [None, PLAIN, PLAIN + "{# <think> #}"])
@@ -323,20 +338,26 @@ def test_answer_ends_at_a_stop_text_with_a_special_token(
     subject: LoadedModel, template: str | None, text: str, thought: str, answer: str
 ) -> None:
     """The engine has gone on after it."""
-    tokenizer = chatting(subject, template).tokenizer
+    tokenizer = with_chat_template(subject, template).tokenizer
     names = ("<|im_end|>", "<|eot|>")
     tokenizer.add_tokens([AddedToken(name, special=True) for name in names], special_tokens=True)
     stop = ("<|im_end|>", "<|eot|>Question:")
     tokens = tokenizer(text, add_special_tokens=False).input_ids
-    (reply,) = ask(
-        vllm_saying(tokenizer, [[0, tokens, -1.0]]), ["Q"], 60, stop=stop, chat=template is not None
+    (reply,) = collect_replies(
+        vllm_with_replies(tokenizer, [[0, tokens, -1.0]]),
+        ["Q"],
+        60,
+        stop=stop,
+        chat=template is not None,
     )
     ended = "end" if text.endswith(answer[-4:]) else "stop"
     assert (reply.thought, reply.text, reply.ended) == (thought, answer, ended)
     with pytest.raises(
         UserError, match=r"backend=server.*<\|im_end\|>.*<\|eot\|>.*expected backend=hf"
     ):
-        ask(ServedModel("http://127.0.0.1:9/v1", "m", tokenizer, 512, {}), ["Q"], 60, stop=stop)
+        collect_replies(
+            ServedModel("http://127.0.0.1:9/v1", "m", tokenizer, 512, {}), ["Q"], 60, stop=stop
+        )
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "abort", "error"])
@@ -379,7 +400,7 @@ def test_a_log_is_quoted_by_its_last_cause_and_line(lines: list[str], quoted: st
 
 
 def test_chat_template_writes_the_special_tokens(subject: LoadedModel) -> None:
-    model = chatting(subject, "{{ eos_token }}" + PLAIN + "{{ extra }}", extra="!")
+    model = with_chat_template(subject, "{{ eos_token }}" + PLAIN + "{{ extra }}", extra="!")
     tokenizer = model.tokenizer
     start = model.tokenizer.eos_token
     special = [(start, tokenizer.eos_token_id)]
@@ -389,17 +410,17 @@ def test_chat_template_writes_the_special_tokens(subject: LoadedModel) -> None:
     prompt = render_prompt(model, [{"role": "user", "content": "The story"}])
     assert prompt == f"{start}The story!"
     length = len(tokenizer(prompt, add_special_tokens=False).input_ids)
-    assert write(model, [prompt], 4, max_length=length + 4, chat=True)
-    assert write(model, [prompt], 4, max_length=length + 4), (
+    assert generate(model, [prompt], 4, max_length=length + 4, chat=True)
+    assert generate(model, [prompt], 4, max_length=length + 4), (
         "nor is the first token added to a text that has it"
     )
     with pytest.raises(UserError, match=rf"a prompt of {re.escape(str(length + 1))} tokens"):
-        write(model, [prompt.removeprefix(start) + " a"], 4, max_length=length + 4)
+        generate(model, [prompt.removeprefix(start) + " a"], 4, max_length=length + 4)
 
 
 def with_template(subject: LoadedModel, single: str) -> LoadedModel:
     """The model with a tokenizer that adds special tokens to each text as a template says."""
-    model = chatting(subject, None)
+    model = with_chat_template(subject, None)
     model.tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     ids = [
         (name, model.tokenizer.convert_tokens_to_ids(name))
@@ -446,14 +467,14 @@ def test_servers_refuse_tokenizers_that_append_tokens(
 
 def test_conversation_may_end_within_the_answer(subject: LoadedModel) -> None:
     turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
-    model = chatting(subject, turns + "{% if add_generation_prompt %}<a>{% endif %}")
+    model = with_chat_template(subject, turns + "{% if add_generation_prompt %}<a>{% endif %}")
     begun = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "It is"}]
     assert render_prompt(model, begun[:1]) == "<user>How many?</><a>"
     assert render_prompt(model, begun) == "<user>How many?</><assistant>It is"
 
 
 def test_prompts_have_the_date_of_the_model(subject: LoadedModel) -> None:
-    model = chatting(subject, "{{ strftime_now('%d.%m.%Y') }} " + PLAIN)
+    model = with_chat_template(subject, "{{ strftime_now('%d.%m.%Y') }} " + PLAIN)
     assert render_prompt(model, [{"role": "user", "content": "Today"}]) == "01.01.2026 Today"
     model.tokenizer.date = "2024-12-31"
     assert render_prompt(model, [{"role": "user", "content": "Today"}]) == "31.12.2024 Today"
@@ -462,9 +483,12 @@ def test_prompts_have_the_date_of_the_model(subject: LoadedModel) -> None:
 def test_unread_chat_template_argument_is_refused(subject: LoadedModel) -> None:
     question = [{"role": "user", "content": "Today"}]
     reads = "{% if thinking is false %}no thoughts {% endif %}" + PLAIN
-    assert render_prompt(chatting(subject, reads, thinking=False), question) == "no thoughts Today"
+    assert (
+        render_prompt(with_chat_template(subject, reads, thinking=False), question)
+        == "no thoughts Today"
+    )
     with pytest.raises(UserError, match=r"\bthoughtful\b.*False"):
-        render_prompt(chatting(subject, reads, thoughtful=False), question)
+        render_prompt(with_chat_template(subject, reads, thoughtful=False), question)
 
 
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('System role not supported') }}"])
@@ -472,4 +496,4 @@ def test_missing_or_failing_chat_template_is_reported(
     template: str | None, subject: LoadedModel
 ) -> None:
     with pytest.raises(UserError, match=r"no chat template|System role not supported"):
-        render_prompt(chatting(subject, template), [{"role": "user", "content": "hi"}])
+        render_prompt(with_chat_template(subject, template), [{"role": "user", "content": "hi"}])

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-from asking import Said, samples
+from fake_engines import ScriptedEngine, samples
 from harness_files import problem, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -132,7 +132,7 @@ class Answered(NamedTuple):
     """Answers to three problems of HumanEval+, as written to a file and read from it."""
 
     benchmark: BenchmarkConfig
-    model: Said
+    model: ScriptedEngine
     answers: list[Answer]
 
 
@@ -140,7 +140,7 @@ class Answered(NamedTuple):
 def answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answered:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     benchmark = small_mirror(tmp_path)
-    model = Said(SAID)
+    model = ScriptedEngine(SAID)
     write_answers(run.answer(model, benchmark), tmp_path / run.ANSWERS)
     return Answered(benchmark, model, read_answers((tmp_path / run.ANSWERS).read_bytes()))
 

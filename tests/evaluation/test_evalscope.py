@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
-from asking import Said, answered, problems, protocol, samples
+from fake_engines import ScriptedEngine, made_up_answers, problems, protocol, samples
 
 from moe_lab import machine
 from moe_lab.child_process import ChildProcess, ErrorReply
@@ -153,7 +153,7 @@ CASES: dict[str, tuple[bool, str, float]] = {
 class JudgedPrograms(NamedTuple):
     """The answers of `CASES` to problems of LiveCodeBench, judged by EvalScope."""
 
-    model: Said
+    model: ScriptedEngine
     result: Any
     samples: dict[str, dict[str, Any]]
     protocol: dict[str, Any]
@@ -175,7 +175,7 @@ def judged_programs(namespaces: None, tmp_path_factory: pytest.TempPathFactory) 
     ]
     earlier, later = problem(97, "2024-12-31T23:59:59"), problem(98, "2025-05-01T00:00:00")
     write_data(benchmark, {"test": [earlier, *inside, later]})
-    model = Said([text for _, text, _ in CASES.values()])
+    model = ScriptedEngine([text for _, text, _ in CASES.values()])
     [result] = run.evaluate(model, benchmark, folder / "out", policy=ALLOWED)
     rows = dict(zip(CASES, samples(folder / "out"), strict=True))
     return JudgedPrograms(model, result, rows, protocol(folder / "out"))
@@ -207,7 +207,7 @@ def test_samples_have_the_verdicts_of_evalscope(judged_programs: JudgedPrograms)
 @pytest.mark.slow
 @needs_evalscope
 def test_evalscope_asks_in_its_own_words(judged_programs: JudgedPrograms) -> None:
-    conversations = list(judged_programs.model.tokenizer.rendered.values())
+    conversations = list(judged_programs.model.tokenizer.conversations.values())
     assert [message["role"] for message in conversations[0]] == ["system", "user"]
     assert "Problem 0" in conversations[0][1]["content"]
 
@@ -237,7 +237,7 @@ class Gsm8kRun(NamedTuple):
     """Four questions, of which the third is the first with another answer, asked and graded."""
 
     benchmark: BenchmarkConfig
-    model: Said
+    model: ScriptedEngine
     result: Any
     samples: list[dict[str, Any]]
 
@@ -253,7 +253,7 @@ def gsm8k_run(tmp_path_factory: pytest.TempPathFactory) -> Gsm8kRun:
     write_data(benchmark, {"test": rows})
     # EvalScope deletes such a file where it finds one
     (mirror.folder(benchmark) / "dataset_infos.json").write_text("{}")
-    model = Said(
+    model = ScriptedEngine(
         ["<think>\\boxed{9}?</think>\n\u2028So \\boxed{2}. \ud83c", "\\boxed{5}", "\\boxed{1006}"]
     )
     [result] = run.evaluate(model, benchmark, folder / "out", policy=Policy())
@@ -274,7 +274,7 @@ def test_every_item_is_graded_with_its_own_answer(gsm8k_run: Gsm8kRun) -> None:
 @pytest.mark.slow
 @needs_evalscope
 def test_equal_questions_are_asked_once(gsm8k_run: Gsm8kRun) -> None:
-    rendered = gsm8k_run.model.tokenizer.rendered.values()
+    rendered = gsm8k_run.model.tokenizer.conversations.values()
     content = [messages[-1]["content"] for messages in rendered]
     assert all(
         text.startswith(question)
@@ -490,5 +490,5 @@ def test_other_tasks_find_right_answers_right(task: str, tmp_path: Path) -> None
         first_answer,
         "ANSWER: " + "ABCD"[letters[1] == "A"] if letters[1] else "\\boxed{71}",
     ]
-    graded = HARNESS.grade(answered(benchmark, answers), benchmark, Policy())
+    graded = HARNESS.grade(made_up_answers(benchmark, answers), benchmark, Policy())
     assert [sample["outcome"] for sample in graded.samples] == [1.0, 0.0]

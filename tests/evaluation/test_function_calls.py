@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import Said, chatting, protocol, samples
+from fake_engines import ScriptedEngine, protocol, samples, with_chat_template
 
 from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError
@@ -481,10 +481,10 @@ RIGHT = [
 """Right answers to the questions of the example."""
 
 
-def answering(texts: Sequence[str]) -> Said:
+def answering(texts: Sequence[str]) -> ScriptedEngine:
     """Answers questions in turn. Each is rendered without its tools, too, to see whether the
     template reads them."""
-    return Said([text for text in texts for _ in ("with tools", "without")], TEMPLATE)
+    return ScriptedEngine([text for text in texts for _ in ("with tools", "without")], TEMPLATE)
 
 
 def test_right_answers_have_full_score(tmp_path: Path) -> None:
@@ -530,12 +530,14 @@ def test_template_without_tools_is_refused_before_loading(tmp_path: Path) -> Non
 def test_template_that_ignores_tools_is_refused(subject: LoadedModel) -> None:
     tools = [tool(function(x=described("integer")))]
     messages = [{"role": "user", "content": "Hi"}]
-    model = chatting(subject, TEMPLATE)
+    model = with_chat_template(subject, TEMPLATE)
     assert render_prompt(model, messages, tools) == "f |Hi"
     assert render_prompt(model, messages) == "|Hi"
     with pytest.raises(UserError, match=r"\btools=.*f"):
         render_prompt(
-            chatting(subject, "{{ messages[0].content }}{% if tools and false %}{% endif %}"),
+            with_chat_template(
+                subject, "{{ messages[0].content }}{% if tools and false %}{% endif %}"
+            ),
             messages,
             tools,
         )

@@ -20,20 +20,28 @@ import lm_eval
 import numpy as np
 import pytest
 import yaml
-from asking import PLAIN, chatting, equals_lm_eval, evaluate, log_likelihood, problems, write
 from choices import read_choice
+from fake_engines import (
+    PLAIN,
+    assert_equals_lm_eval,
+    evaluate,
+    generate,
+    log_likelihood,
+    problems,
+    with_chat_template,
+)
 from harness_files import (
     BOOLQ,
-    GENERATED,
+    GENERATION,
     MINIATURES,
     MULTIPLE_CHOICE,
     RTE,
     Rows,
-    mirrored,
-    own_task,
+    custom_task,
     shipped_items,
     subject_rows,
     write_lines,
+    write_mirror,
 )
 from lm_eval import evaluator
 from lm_eval.models.huggingface import HFLM
@@ -62,7 +70,9 @@ SHIPPED = sorted(
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_sample_is_that_of_lm_evals_own_evaluation(name: str, subject: LoadedModel) -> None:
-    equals_lm_eval(subject, replace(read_choice(BenchmarkConfig, "benchmark", name), limit=6))
+    assert_equals_lm_eval(
+        subject, replace(read_choice(BenchmarkConfig, "benchmark", name), limit=6)
+    )
 
 
 WORKED = BenchmarkConfig(
@@ -85,7 +95,7 @@ def test_loss_of_a_worked_answer_is_that_of_all_its_text(subject: LoadedModel) -
 
 
 def test_chats_have_no_loss_of_answers(subject: LoadedModel) -> None:
-    graded = evaluate(chatting(subject, PLAIN), replace(WORKED, chat=True))
+    graded = evaluate(with_chat_template(subject, PLAIN), replace(WORKED, chat=True))
     assert {sample["answer_loss"] for sample in graded.samples} == {None}
 
 
@@ -103,7 +113,7 @@ class Graded(NamedTuple):
 def generated(subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Graded:
     """Without a pass for the loss on the right answer."""
     prompts = [item["prompt"] for item in shipped_items("gsm8k", 3)]
-    texts = write(subject, prompts, 40)
+    texts = generate(subject, prompts, 40)
     labels = [text.strip() + "0" * (number == 2) for number, text in enumerate(texts)]
     items = [
         {"id": f"a{number}", "q": prompts[number], "label": label}
@@ -111,11 +121,11 @@ def generated(subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
     filters = [{"function": "remove_whitespace"}, {"function": "take_first"}]
     definition = {
-        **GENERATED,
+        **GENERATION,
         "generation_kwargs": {"until": ["<|endoftext|>"], "do_sample": False, "max_gen_toks": 3},
         "filter_list": [{"name": "strip", "filter": filters}],
     }
-    task = own_task(tmp_path, items, definition, max_new_tokens=40, expected=3)
+    task = custom_task(tmp_path, items, definition, max_new_tokens=40, expected=3)
     monkeypatch.setattr(LoadedModel, "score", None)
     return Graded(task, items, prompts, texts, evaluate(subject, task))
 
@@ -172,7 +182,7 @@ def likelihoods(subject: LoadedModel, tmp_path: Path) -> Likelihoods:
         "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
     }
     reports = {"p": "perplexity", "p,none": "perplexity,none", "a": "acc"}
-    grades = evaluate(subject, own_task(tmp_path, CONTINUATIONS, definition, reports=reports))
+    grades = evaluate(subject, custom_task(tmp_path, CONTINUATIONS, definition, reports=reports))
     values = [log_likelihood(subject, item["q"], f" {item['a']}") for item in CONTINUATIONS]
     return Likelihoods(grades, values)
 
@@ -203,7 +213,7 @@ def test_the_task_says_whether_less_is_better(
     metrics = [{"metric": "acc", "aggregation": "mean", "higher_is_better": higher}]
     definition = {**MULTIPLE_CHOICE, "metric_list": metrics}
     [result] = evaluate(
-        subject, own_task(tmp_path, NUMBERED, definition, reports={"a": "acc"})
+        subject, custom_task(tmp_path, NUMBERED, definition, reports={"a": "acc"})
     ).results
     assert result["scale"] == ("score" if higher else "loss")
 
@@ -212,7 +222,7 @@ def test_unknown_metric_or_filter_is_named(subject: LoadedModel, tmp_path: Path)
     for metric, says in (("ac", "did you mean acc"), ("acc,strict", "filter=strict is unknown")):
         with pytest.raises(UserError, match=says):
             evaluate(
-                subject, own_task(tmp_path, NUMBERED, MULTIPLE_CHOICE, reports={"own": metric})
+                subject, custom_task(tmp_path, NUMBERED, MULTIPLE_CHOICE, reports={"own": metric})
             )
 
 
@@ -239,10 +249,10 @@ def test_answer_without_a_token_is_refused(subject: LoadedModel, tmp_path: Path)
     usual = {"q": "A dog sleeps in a", "c": [" kennel", " nest"], "label": 0}
     definition = {**MULTIPLE_CHOICE, "target_delimiter": ""}
     for item, value in ((merged, rest), (empty, ""), (only_space, "a nest")):
-        task = own_task(tmp_path, [usual, item], definition)
+        task = custom_task(tmp_path, [usual, item], definition)
         with pytest.raises(UserError, match=re.escape(f"question={item['q']!r} answer={value!r}")):
             evaluate(Unasked(subject.model, subject.tokenizer), task)
-    assert evaluate(subject, own_task(tmp_path, [usual], definition)).results[0]["n"] == 1
+    assert evaluate(subject, custom_task(tmp_path, [usual], definition)).results[0]["n"] == 1
 
 
 NUMBERS = ["one", "two", "three", "four", "five", "six"]
@@ -269,19 +279,24 @@ METRICS = [
         (NUMBERED, MULTIPLE_CHOICE, {"shots": 6}, r"shots=6\b.*\b5 or fewer"),
         # one is a copy
         ([*NUMBERED[:5], NUMBERED[0]], MULTIPLE_CHOICE, {"shots": 5}, r"shots=5\b.*\b4 or fewer"),
-        (NUMBERED, {**GENERATED, "generation_kwargs": {"do_sample": True}}, {}, "request sampling"),
+        (
+            NUMBERED,
+            {**GENERATION, "generation_kwargs": {"do_sample": True}},
+            {},
+            "request sampling",
+        ),
         # of all items
         (NUMBERED[:3], METRICS[0], {"reports": {"own": "mcc"}}, r"own.*metric=mcc\b.*acc_norm"),
         (NUMBERED[:3], METRICS[1], {}, r"own.*metric=acc\b.*acc_norm"),
         (
             [{**BIRD, "label": 1}, {**BIRD, "label": -1}],
-            {**GENERATED, "doc_to_choice": "c"},
+            {**GENERATION, "doc_to_choice": "c"},
             {},
             "item 1 .*label=-1",
         ),
         (
             [{**BIRD, "label": "nest"}, {**BIRD, "label": None}],
-            GENERATED,
+            GENERATION,
             {},
             "item 1 .*label=None",
         ),
@@ -298,7 +313,7 @@ def test_task_that_cannot_be_asked_is_refused(
     with pytest.raises(UserError, match=says):
         evaluate(
             Unasked(subject.model, subject.tokenizer),
-            own_task(tmp_path, items, definition, **changes),
+            custom_task(tmp_path, items, definition, **changes),
         )
 
 
@@ -315,7 +330,7 @@ def test_task_that_cannot_be_asked_is_refused(
 def test_no_item_shows_itself(
     subject: LoadedModel, tmp_path: Path, shots: int, definition: dict[str, Any]
 ) -> None:
-    benchmark = own_task(tmp_path, NUMBERED, {**MULTIPLE_CHOICE, **definition}, shots=shots)
+    benchmark = custom_task(tmp_path, NUMBERED, {**MULTIPLE_CHOICE, **definition}, shots=shots)
     for answer, item in zip(run.answer(subject, benchmark), NUMBERED, strict=True):
         counts = [answer.prompt.count(str(other["q"])) for other in NUMBERED]
         assert max(counts) == 1
@@ -329,7 +344,7 @@ def test_listed_examples_are_shown_as_they_are(subject: LoadedModel, tmp_path: P
         {"q": "Blood is", "c": ["white", "red"], "label": 1},
     ]
     definition = {**MULTIPLE_CHOICE, "num_fewshot": 2, "fewshot_config": {"samples": listed}}
-    graded = evaluate(subject, own_task(tmp_path, NUMBERED, definition))
+    graded = evaluate(subject, custom_task(tmp_path, NUMBERED, definition))
     assert (
         graded.protocol["prompt"].count("Snow is white")
         == graded.protocol["prompt"].count("Blood is red")
@@ -348,7 +363,7 @@ def test_item_without_a_right_choice_is_refused(
         for who in ("bird", "dog")
     ]
     items[position]["label"] = label
-    benchmark = own_task(tmp_path, items, MULTIPLE_CHOICE)
+    benchmark = custom_task(tmp_path, items, MULTIPLE_CHOICE)
     with pytest.raises(UserError, match=r"own.*label"):
         evaluate(Unasked(subject.model, subject.tokenizer), benchmark)
     if position == 1:
@@ -358,7 +373,7 @@ def test_item_without_a_right_choice_is_refused(
 def test_labels_are_numbers_texts_or_lists_of_choices(subject: LoadedModel, tmp_path: Path) -> None:
     for label, right in ((1, {1}), ("nest", {1}), ([1], {1}), ([0, 1], {0, 1})):
         items = [{"q": "A bird sleeps in a", "c": ["kennel", "nest"], "label": label}]
-        graded = evaluate(subject, own_task(tmp_path, items, MULTIPLE_CHOICE))
+        graded = evaluate(subject, custom_task(tmp_path, items, MULTIPLE_CHOICE))
         assert graded.results[0]["score"] == float(
             int(str(graded.samples[0]["extracted"])) in right
         )
@@ -366,10 +381,12 @@ def test_labels_are_numbers_texts_or_lists_of_choices(subject: LoadedModel, tmp_
 
 @pytest.mark.parametrize("until", ["", [""], ["", "\n\n\n"]])
 def test_empty_stop_text_is_ignored(subject: LoadedModel, tmp_path: Path, until: Any) -> None:
-    definition = {**GENERATED, "generation_kwargs": {"until": until, "do_sample": False}}
+    definition = {**GENERATION, "generation_kwargs": {"until": until, "do_sample": False}}
     items = [{"q": "A bird sleeps in a", "label": "nest"}]
-    (sample,) = evaluate(subject, own_task(tmp_path, items, definition, max_new_tokens=4)).samples
-    assert sample["output"] == write(subject, [str(items[0]["q"])], 4)[0] != ""
+    (sample,) = evaluate(
+        subject, custom_task(tmp_path, items, definition, max_new_tokens=4)
+    ).samples
+    assert sample["output"] == generate(subject, [str(items[0]["q"])], 4)[0] != ""
 
 
 @pytest.mark.parametrize(
@@ -387,10 +404,10 @@ def test_generation_settings_are_followed(subject: LoadedModel, tmp_path: Path, 
     }
     settings = {"max_completion_tokens": 7, name: 3, "until": "<none>", **greedy}
     items = [{"id": "1", "q": "A bird sleeps in a", "label": "nest"}]
-    benchmark = own_task(tmp_path, items, {**GENERATED, "generation_kwargs": settings})
-    equals_lm_eval(subject, benchmark)
+    benchmark = custom_task(tmp_path, items, {**GENERATION, "generation_kwargs": settings})
+    assert_equals_lm_eval(subject, benchmark)
     (sample,) = evaluate(subject, benchmark).samples
-    assert sample["output"] == write(subject, ["A bird sleeps in a"], 3)[0]
+    assert sample["output"] == generate(subject, ["A bird sleeps in a"], 3)[0]
 
 
 @pytest.mark.parametrize(
@@ -412,13 +429,15 @@ def test_generation_settings_are_followed(subject: LoadedModel, tmp_path: Path, 
 def test_generation_settings_that_are_not_followed_are_refused(
     subject: LoadedModel, tmp_path: Path, name: str, value: Any
 ) -> None:
-    definition = {**GENERATED, "generation_kwargs": {name: value}}
+    definition = {**GENERATION, "generation_kwargs": {name: value}}
     items = [{"q": "A bird sleeps in a", "label": "nest"}]
     with pytest.raises(
         UserError,
         match=rf"own.*generation_kwargs.*{re.escape(str(value if name == 'max_tokens' else name))}",
     ):
-        evaluate(Unasked(subject.model, subject.tokenizer), own_task(tmp_path, items, definition))
+        evaluate(
+            Unasked(subject.model, subject.tokenizer), custom_task(tmp_path, items, definition)
+        )
 
 
 REAL = ("arc_challenge", "arc_easy", "openbookqa", "winogrande", "piqa", "mmlu")
@@ -452,7 +471,7 @@ def choices_run(
     every item."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
     if name in MINIATURES:
-        benchmark = mirrored(folder, name, MINIATURES[name])
+        benchmark = write_mirror(folder, name, MINIATURES[name])
     else:
         (benchmark,) = benchmarks([name], str(folder / "data"))
         file = published_data(file_name(benchmark), f"{benchmark.split} of {benchmark.data}")
@@ -494,7 +513,7 @@ def test_choices_equal_those_of_an_independent_script(
 
 
 def test_choices_equal_those_of_lm_eval(reader: LoadedModel, choices_run: ChoicesRun) -> None:
-    equals_lm_eval(reader, choices_run.benchmark)
+    assert_equals_lm_eval(reader, choices_run.benchmark)
 
 
 def test_every_question_of_a_group_counts_the_same(reader: LoadedModel, tmp_path: Path) -> None:
@@ -502,7 +521,7 @@ def test_every_question_of_a_group_counts_the_same(reader: LoadedModel, tmp_path
     folder = Path(lm_eval.__file__).parent / "tasks/mmlu/default"
     subjects = sorted(file.stem.removeprefix("mmlu_") for file in folder.glob("mmlu_*.yaml"))
     rows = [row for name in subjects for row in subject_rows(name, 5 if name == "anatomy" else 1)]
-    benchmark = mirrored(tmp_path, "mmlu", rows)
+    benchmark = write_mirror(tmp_path, "mmlu", rows)
     graded = evaluate(reader, benchmark)
     questions = [choices.CHOICES["mmlu"](row) for row in rows]
     outcomes = [
@@ -674,7 +693,7 @@ def test_outcomes_of_pages_are_in_the_unit_of_the_result(pages_run: PagesRun) ->
 def test_examples_are_shown_and_drawn_the_same_every_time(
     reader: LoadedModel, tmp_path: Path
 ) -> None:
-    benchmark = replace(mirrored(tmp_path, "rte", RTE, train=RTE[::-1] * 2), shots=2)
+    benchmark = replace(write_mirror(tmp_path, "rte", RTE, train=RTE[::-1] * 2), shots=2)
     random.seed(1)
     first = evaluate(reader, benchmark)
     again = evaluate(reader, benchmark)
@@ -685,11 +704,11 @@ def test_examples_are_shown_and_drawn_the_same_every_time(
     assert first.protocol["prompt"].count("True or False?") == 3
     assert first.protocol["num_fewshot"] == 2
     assert first.protocol["prompt"].endswith(f"{RTE[0]['sentence2']} True or False?\nAnswer:")
-    equals_lm_eval(reader, benchmark)
+    assert_equals_lm_eval(reader, benchmark)
     with pytest.raises(UserError, match="split=train, but rte evaluates validation"):
         evaluate(reader, replace(benchmark, split="train"))
     with pytest.raises(UserError, match=r"shots=2, but boolq has 0 examples"):
-        evaluate(reader, replace(mirrored(tmp_path, "boolq", BOOLQ), shots=2))
+        evaluate(reader, replace(write_mirror(tmp_path, "boolq", BOOLQ), shots=2))
 
 
 GSM8K: Rows = [
@@ -703,13 +722,13 @@ GSM8K: Rows = [
 
 def test_generating_tasks_use_the_model(subject: LoadedModel, tmp_path: Path) -> None:
     benchmark = replace(
-        mirrored(tmp_path, "gsm8k_8shot", GSM8K), shots=1, max_new_tokens=12, max_length=None
+        write_mirror(tmp_path, "gsm8k_8shot", GSM8K), shots=1, max_new_tokens=12, max_length=None
     )
     graded = evaluate(subject, benchmark)
     prompt = graded.protocol["prompt"]
     assert prompt.startswith("Q: There are 15 trees")
     assert prompt.endswith("\n\nQ: What is 2 and 2?\nA:")
-    written = write(subject, [prompt], 12, stop=("Q:", "</s>", "<|im_end|>"))
+    written = generate(subject, [prompt], 12, stop=("Q:", "</s>", "<|im_end|>"))
     assert graded.samples[0]["output"] == written[0]
     with pytest.raises(
         UserError, match=r"several filters: add one of strict-match, flexible-extract"
@@ -724,12 +743,12 @@ def test_chat_template_gets_its_arguments(subject: LoadedModel, tmp_path: Path) 
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ mark }}<assistant>"
     )
     benchmark = replace(
-        mirrored(tmp_path, "gsm8k_8shot", GSM8K), shots=1, max_new_tokens=4, chat=True
+        write_mirror(tmp_path, "gsm8k_8shot", GSM8K), shots=1, max_new_tokens=4, chat=True
     )
     assert problems([benchmark], Policy()) == []
-    prompt = evaluate(chatting(subject, template, mark="<no thinking>"), benchmark).protocol[
-        "prompt"
-    ]
+    prompt = evaluate(
+        with_chat_template(subject, template, mark="<no thinking>"), benchmark
+    ).protocol["prompt"]
     assert prompt.count("<user>") == 2
     assert prompt.endswith("<user>Q: What is 2 and 2?\nA:<no thinking><assistant>")
 
@@ -740,7 +759,9 @@ def test_nothing_but_the_mirror_is_read_and_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    benchmark = replace(mirrored(tmp_path, "hellaswag", MINIATURES["hellaswag"]), max_length=None)
+    benchmark = replace(
+        write_mirror(tmp_path, "hellaswag", MINIATURES["hellaswag"]), max_length=None
+    )
     expected = evaluate(reader, benchmark).samples
     folder = tmp_path / "work/Rowan/hellaswag"  # as `datasets` would take a folder of that name
     folder.mkdir(parents=True)
@@ -773,7 +794,7 @@ def test_nothing_but_the_mirror_is_read_and_nothing_is_left(
 def test_mistakes_are_said_before_a_model_is_loaded(
     tmp_path: Path, changes: dict[str, Any], says: str
 ) -> None:
-    benchmark = mirrored(tmp_path, "boolq", BOOLQ)
+    benchmark = write_mirror(tmp_path, "boolq", BOOLQ)
     assert problems([benchmark], Policy()) == []
     messages = problems([replace(benchmark, **changes)], Policy())
     assert len(messages) == 1 and says in messages[0], messages
@@ -789,7 +810,7 @@ def task_of_files(folder: Path, files: dict[str, str]) -> BenchmarkConfig:
     """A task whose prompt is `tools.utils.prompt`, through two included files; `files` are others,
     or other ones."""
     definition = {name: value for name, value in MULTIPLE_CHOICE.items() if name != "doc_to_text"}
-    benchmark: BenchmarkConfig = own_task(
+    benchmark: BenchmarkConfig = custom_task(
         folder, [{**BIRD, "label": 1}], {**definition, "include": "base.yaml"}
     )
     contents = {

@@ -11,7 +11,7 @@ import choices
 import pytest
 import tiny
 import torch
-from asking import ask, log_likelihood, vllm_saying, write
+from fake_engines import collect_replies, generate, log_likelihood, vllm_with_replies
 from harness_files import shipped_items
 from transformers import GenerationConfig
 
@@ -243,7 +243,9 @@ def prompts(name: str, count: int) -> list[str]:
 def losses(
     subject: LoadedModel, prompts: list[str], references: list[Any], **settings: Any
 ) -> list[float | None]:
-    replies = ask(subject, prompts, 1, references=references, skip_long=True, **settings)
+    replies = collect_replies(
+        subject, prompts, 1, references=references, skip_long=True, **settings
+    )
     return [reply.loss for reply in replies]
 
 
@@ -258,7 +260,7 @@ def test_answer_losses_are_those_of_each_text_alone(
     subject: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [*prompts("gsm8k", 3), *prompts("humaneval", 3), *prompts("wildbench", 2)]
-    answers = [*write(subject, texts[:7], 24), " The end \u00e4."]
+    answers = [*generate(subject, texts[:7], 24), " The end \u00e4."]
     expected = [loss(subject, *pair) for pair in zip(texts, answers, strict=True)]
     assert min(expected) < 0.5 < max(expected)
     for size in (1, 3, 64):
@@ -276,14 +278,14 @@ def test_stop_texts_cut_and_are_not_looked_for_in_prompts(subject: LoadedModel) 
     the first prompt."""
     texts = prompts("humaneval", 4)
     texts.append("\n\n".join([*texts, texts[0]]))
-    unstopped = write(subject, texts, 32)
+    unstopped = generate(subject, texts, 32)
     spanning = texts[0][-1] + unstopped[0][:3]
     stop = ("\ndef ", ")", spanning)
     assert stop[0] in texts[-1]
     assert any(")" in text for text in unstopped)
     assert spanning not in unstopped[0]
     ends = [[text.index(end) for end in stop if end in text] for text in unstopped]
-    cut = write(subject, texts, 32, stop=stop)
+    cut = generate(subject, texts, 32, stop=stop)
     assert cut == [
         text[: min(positions, default=None)]
         for text, positions in zip(unstopped, ends, strict=True)
@@ -297,14 +299,14 @@ def test_stop_texts_save_forward_passes(
     texts = prompts("humaneval", 4)
     passes: list[object] = []
     with subject.model.register_forward_hook(lambda *_: passes.append(1)):
-        write(subject, texts, 48, stop=("    r",))
+        generate(subject, texts, 48, stop=("    r",))
         assert len(passes) < 12
-        (written,) = write(subject, texts[:1], 32)
+        (written,) = generate(subject, texts[:1], 32)
         stop = (written.strip()[4:9],)
         begun = [written[:50]]
-        (cut,) = write(subject, texts[:1], 32, stop=stop)
+        (cut,) = generate(subject, texts[:1], 32, stop=stop)
         passes.clear()
-        assert write(subject, texts[:1], 32, stop=stop, references=begun) == [cut] != [written]
+        assert generate(subject, texts[:1], 32, stop=stop, references=begun) == [cut] != [written]
     assert len(passes) == 1
 
 
@@ -312,7 +314,7 @@ def test_sampling_and_penalties_of_models_are_unused(
     subject: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = prompts("wildbench", 3)
-    expected = write(subject, texts, 24)
+    expected = generate(subject, texts, 24)
     settings = subject.model.generation_config
     changes = {
         "do_sample": True,
@@ -323,7 +325,7 @@ def test_sampling_and_penalties_of_models_are_unused(
     }
     for name, value in changes.items():
         monkeypatch.setattr(settings, name, value)
-    assert write(subject, texts, 24) == expected
+    assert generate(subject, texts, 24) == expected
     assert subject.model.generation_config is settings
 
 
@@ -344,7 +346,7 @@ def test_infinite_logit_is_an_error(
     with hook, pytest.raises(FloatingPointError, match=r"is (nan|inf)\b"):
         run.evaluate(subject, benchmark, tmp_path, policy=Policy(True))
     assert not (tmp_path / "result.json").exists()
-    vllm = vllm_saying(subject.tokenizer, [[0, [5, 5], number]])
+    vllm = vllm_with_replies(subject.tokenizer, [[0, [5, 5], number]])
     with pytest.raises(FloatingPointError, match=str(number)):
         vllm.generate([Prompt("A dog", (5, 6))], GenerationSettings(2))
 
@@ -352,7 +354,7 @@ def test_infinite_logit_is_an_error(
 def test_overflow_after_a_complete_text_is_ignored(subject: LoadedModel) -> None:
     """A row whose text is complete stays in a batch of five, and is computed without being used."""
     texts = prompts("gsm8k", 5)
-    unstopped = write(subject, texts, 24)
+    unstopped = generate(subject, texts, 24)
     # the first row
     longest = max(range(5), key=lambda number: len(subject.tokenizer(texts[number]).input_ids))
     ends = [unstopped[longest][start : start + 3] for start in range(9)]
@@ -367,7 +369,7 @@ def test_overflow_after_a_complete_text_is_ignored(subject: LoadedModel) -> None
         tokens.append(int(logits[0, -1].argmax()))
         return logits
 
-    expected = write(subject, texts, stop=(stop,))
+    expected = generate(subject, texts, stop=(stop,))
     with subject.model.lm_head.register_forward_hook(overflow):
-        assert write(subject, texts, stop=(stop,)) == expected
+        assert generate(subject, texts, stop=(stop,)) == expected
         assert overflowed

@@ -78,7 +78,7 @@ def test_judge_is_asked_until_a_reply_has_a_score(
     with endpoint(scripted(p=replies)) as server:
         (verdict,) = verdicts(settings(server), tmp_path, ["p"], 0)
     assert verdict.score == expected
-    assert len(server.asked) == 3
+    assert len(server.requests) == 3
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_the_last_score_after_a_thought_counts(reply: str, expected: int, tmp_pa
     with endpoint(lambda _: message(reply)) as server:
         (verdict,) = verdicts(settings(server), tmp_path, ["p"], 0)
     assert verdict.score == expected
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
 def test_scores_are_stored_in_the_order_of_the_prompts(tmp_path: Path) -> None:
@@ -100,13 +100,13 @@ def test_scores_are_stored_in_the_order_of_the_prompts(tmp_path: Path) -> None:
         for prompts, scores in (("abc", [1, 2, 3]), ("cab", [3, 1, 2])):
             result = verdicts(settings(server), tmp_path, list(prompts), 0)
             assert [verdict.score for verdict in result] == scores
-            assert len(server.asked) == 3
+            assert len(server.requests) == 3
 
 
 def test_requests_have_the_settings_and_the_key_of_the_judge(tmp_path: Path) -> None:
     with endpoint(lambda _: scored(3)) as server:
         verdicts(settings(server), tmp_path, ["p"], 0)
-    (body,), (headers,) = server.asked, server.headers
+    (body,), (headers,) = server.requests, server.headers
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("some/judge", 0.0, 2048)
     assert headers["authorization"] == "Bearer a-secret"
 
@@ -117,7 +117,7 @@ def test_reply_is_reused_for_the_same_judge_and_prompt_only(tmp_path: Path) -> N
         verdicts(first, tmp_path, ["p"], 0)
         same = replace(first, url=moved.url, key_variable="ANOTHER")
         assert verdicts(same, tmp_path, ["p"], 0)[0].score == 3
-        assert not moved.asked
+        assert not moved.requests
         changes: list[dict[str, Any]] = [
             {"model": "other"},
             {"max_tokens": 99},
@@ -125,8 +125,8 @@ def test_reply_is_reused_for_the_same_judge_and_prompt_only(tmp_path: Path) -> N
         ]
         for number, change in enumerate(changes, 1):
             assert verdicts(replace(same, **change), tmp_path, ["p"], 0)[0].score == 9
-            assert len(moved.asked) == number
-        assert moved.asked[-1]["reasoning_effort"] == "low"
+            assert len(moved.requests) == number
+        assert moved.requests[-1]["reasoning_effort"] == "low"
         assert verdicts(same, tmp_path, ["q"], 0)[0].score == 9
     content = "".join(file.read_text() for file in tmp_path.rglob("*.json"))
     assert "a-secret" not in content
@@ -144,7 +144,7 @@ def test_failed_and_damaged_replies_are_requested_again(tmp_path: Path) -> None:
         (file,) = tmp_path.rglob("*.json")
         file.write_text(file.read_text()[:-9])
         assert asking(["p"], 0)[0].score == 2
-        assert len(server.asked) == 5
+        assert len(server.requests) == 5
         assert json.loads(file.read_text())["judge"]["model"] == "some/judge"
 
 
@@ -180,7 +180,7 @@ def test_refused_requests_end_the_judge(
     prompts = ["p"] if requests == 3 else [f"p{n}" for n in range(40)]
     with endpoint(lambda _: reply) as server, pytest.raises(Unavailable) as caught:
         verdicts(settings(server), tmp_path, prompts, len(prompts) - 1)
-    assert len(server.asked) == requests
+    assert len(server.requests) == requests
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
     assert error_document(caught.value)["transient"]
@@ -199,7 +199,7 @@ def test_busy_endpoint_ends_the_judge_after_bounded_attempts(
         verdicts(settings(server), tmp_path, [f"p{n}" for n in range(100)], 1)
     assert "2 of 100 answers, and at most 1 may go without: HTTP 429" in str(caught.value)
     # 4 at a time, and no new ones once it is clear
-    assert 2 * requests_each <= len(server.asked) <= 4 * 4 * requests_each
+    assert 2 * requests_each <= len(server.requests) <= 4 * 4 * requests_each
     assert error_document(caught.value)["transient"]
     assert not error_document(caught.value)["trace"]
 
@@ -214,7 +214,7 @@ def test_slow_endpoints_and_wrong_ports_end_with_one_sentence(
         with pytest.raises(Unavailable, match="no answer within 1 s"):
             verdicts(settings(server), tmp_path, ["p"], 0)
         never.set()
-        assert len(server.asked) == 2
+        assert len(server.requests) == 2
     with pytest.raises(Unavailable, match=r"no connection .*refused"):
         verdicts(settings(server), tmp_path, ["p"], 0)
 

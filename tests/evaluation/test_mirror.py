@@ -14,7 +14,7 @@ import huggingface_hub
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
-from asking import problems
+from fake_engines import problems
 from harness_files import RTE, subject_rows, write_lines
 from huggingface_hub.utils import filter_repo_objects
 

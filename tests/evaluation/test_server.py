@@ -19,9 +19,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from asking import write
 from endpoint import Endpoint, Reply, completion, endpoint
 from example_steps import evaluated
+from fake_engines import generate
 from harness_files import shipped_items
 from processes import is_running, quoted, until
 from tokenizers.processors import TemplateProcessing
@@ -77,7 +77,7 @@ def test_server_ends_after_an_exception(named: bool) -> None:
         served_model(CHECKPOINT, backend(command), POCKET, "a step") as served,
     ):
         assert served.name.startswith("a step-") if named else served.name.endswith("/checkpoint")
-        assert write(served, ["abc", "abcdef", ""], 4, batch_size=2) == [" 3", " 6", " 0"]
+        assert generate(served, ["abc", "abcdef", ""], 4, batch_size=2) == [" 3", " 6", " 0"]
         assert served.max_length == 512
         raise ZeroDivisionError
     assert servers._listed_models(served) is None
@@ -167,7 +167,7 @@ def test_server_that_dies_while_generating_is_unavailable() -> None:
         (process,) = Path(f"/proc/{watcher}/task/{watcher}/children").read_text().split()
         os.kill(int(process), signal.SIGKILL)
         with pytest.raises(Unavailable, match=r"the server of n-\w+ ended: .*SIGKILL"):
-            write(served, ["abc"], 4)
+            generate(served, ["abc"], 4)
 
 
 STUBBORN = """
@@ -299,18 +299,18 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 def test_server_writes_texts_of_the_loaded_model(pair: Pair) -> None:
     stop = ("\ndef ", ")", "\n\n", *(f"{end} " for end in {prompt[-1] for prompt in PROMPTS}))
-    texts = write(pair.loaded, PROMPTS, batch_size=4)
-    assert write(pair.served, PROMPTS, batch_size=4) == texts
-    stopped = write(pair.loaded, PROMPTS, 40, stop=stop)
-    assert write(pair.served, PROMPTS, 40, stop=stop) == stopped
+    texts = generate(pair.loaded, PROMPTS, batch_size=4)
+    assert generate(pair.served, PROMPTS, batch_size=4) == texts
+    stopped = generate(pair.loaded, PROMPTS, 40, stop=stop)
+    assert generate(pair.served, PROMPTS, 40, stop=stop) == stopped
 
 
 def test_server_writes_chats_of_the_loaded_model(pair: Pair) -> None:
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS[:4]]
     rendered = [render_prompt(pair.served, chat) for chat in chats]
     assert rendered == [render_prompt(pair.loaded, chat) for chat in chats]
-    texts = write(pair.served, rendered, 16, chat=True)
-    assert texts == write(pair.loaded, rendered, 16, chat=True)
+    texts = generate(pair.served, rendered, 16, chat=True)
+    assert texts == generate(pair.loaded, rendered, 16, chat=True)
     assert any(texts)
 
 
@@ -342,7 +342,7 @@ def fake(subject: LoadedModel) -> Iterator[Any]:
 def test_requests_are_greedy_on_the_wire(fake: Any) -> None:
     """At most four stop texts are sent; a text is cut at the others here."""
     served, server = fake(lambda body: completion(" yes. No. Maybe", "m@main"))
-    assert write(served, ["Is it"], 17, stop=("1", "2", "3", "4", "No", "Maybe")) == [" yes. "]
+    assert generate(served, ["Is it"], 17, stop=("1", "2", "3", "4", "No", "Maybe")) == [" yes. "]
     greedy = {"temperature": 0, "top_p": 1, "frequency_penalty": 0, "presence_penalty": 0}
     request = {
         "model": "m",
@@ -351,7 +351,7 @@ def test_requests_are_greedy_on_the_wire(fake: Any) -> None:
         "stop": ["1", "2", "3", "4"],
         **greedy,
     }
-    assert server.asked == [request]
+    assert server.requests == [request]
 
 
 def test_stop_text_that_begins_in_the_prompt_is_ignored(fake: Any) -> None:
@@ -368,8 +368,8 @@ def test_stop_text_that_begins_in_the_prompt_is_ignored(fake: Any) -> None:
 
     served, server = fake(answer)
     stops = ("\n\n", "END")
-    assert write(served, ["a\n", "a"], 9, stop=stops) == ["\ntwo words ", "\ntwo words "]
-    assert {body["prompt"]: body["stop"] for body in server.asked} == {
+    assert generate(served, ["a\n", "a"], 9, stop=stops) == ["\ntwo words ", "\ntwo words "]
+    assert {body["prompt"]: body["stop"] for body in server.requests} == {
         "a": ["\n\n", "END"],
         "a\n": ["END"],
     }
@@ -388,11 +388,11 @@ def test_incomplete_completion_is_an_error(choice: dict[str, Any], fake: Any) ->
     reply = completion("", "m")
     reply.body["choices"][0].update(choice)
     served, _ = fake(lambda body: completion("", "m", "length") if body["prompt"] == "b" else reply)
-    assert write(served, ["b"], 4) == [""]
+    assert generate(served, ["b"], 4) == [""]
     with pytest.raises(
         Unavailable, match=f"finish_reason={re.escape(str(choice.get('finish_reason', 'stop')))}"
     ):
-        write(served, ["a"], 4)
+        generate(served, ["a"], 4)
 
 
 def test_requests_are_concurrent_longest_prompt_first(fake: Any) -> None:
@@ -406,9 +406,9 @@ def test_requests_are_concurrent_longest_prompt_first(fake: Any) -> None:
 
     served, server = fake(answer)
     prompts = ["b", "slow slow slow", "a a"]
-    assert write(served, prompts, 4, batch_size=2) == prompts
-    assert {body["prompt"] for body in server.asked[:2]} == {"slow slow slow", "a a"}
-    assert write(served, [], 4) == []
+    assert generate(served, prompts, 4, batch_size=2) == prompts
+    assert {body["prompt"] for body in server.requests[:2]} == {"slow slow slow", "a a"}
+    assert generate(served, [], 4) == []
 
 
 def test_slow_server_may_take_its_time_between_two_texts(
@@ -420,7 +420,7 @@ def test_slow_server_may_take_its_time_between_two_texts(
         servers, "wait", lambda *arguments: waits.append(arguments[1]) or wait(*arguments)
     )
     slow, _ = fake(lambda body: completion("x", "m"), ready_seconds=200)
-    assert write(slow, list("abcdef"), 4, batch_size=1) == ["x"] * 6
+    assert generate(slow, list("abcdef"), 4, batch_size=1) == ["x"] * 6
     assert len(waits) > 1 and set(waits) == {200.4}, (
         "so long may pass between two, whatever all take"
     )
@@ -440,7 +440,7 @@ def test_hanging_server_is_given_up(
     monkeypatch.setattr(servers, "TOKEN_SECONDS", 0.1)
     silent, _ = fake(lambda body: stopped.wait() and completion("x", "m"), ready_seconds=0.2)
     with pytest.raises(Unavailable, match=r"0\.6 s, .*ready_seconds=0\.2"):
-        write(silent, list("abcdef"), 4, batch_size=2)
+        generate(silent, list("abcdef"), 4, batch_size=2)
 
 
 def test_failed_request_ends_the_others(fake: Any, stopped: threading.Event) -> None:
@@ -451,7 +451,7 @@ def test_failed_request_ends_the_others(fake: Any, stopped: threading.Event) -> 
     )
     # while other texts are still written
     with pytest.raises(Unavailable, match="HTTP 500: oops"):
-        write(failing, ["b", "a a"], 4)
+        generate(failing, ["b", "a a"], 4)
 
 
 def test_special_tokens_are_added_once(fake: Any, subject: LoadedModel) -> None:
@@ -463,27 +463,27 @@ def test_special_tokens_are_added_once(fake: Any, subject: LoadedModel) -> None:
         f"{start} $A", special_tokens=special
     )
     served, server = fake(lambda body: completion("x", "m"), tokenizer=tokenizer)
-    write(served, [f"{start}user"], 4, chat=True)
-    write(served, ["user", f"{start}user"], 4)
-    assert [body["prompt"] for body in server.asked] == ["user", "user", "user"]
+    generate(served, [f"{start}user"], 4, chat=True)
+    generate(served, ["user", f"{start}user"], 4)
+    assert [body["prompt"] for body in server.requests] == ["user", "user", "user"]
     with pytest.raises(UserError, match="allows no more tokens: expected backend=hf"):
-        write(served, ["user"], 4, chat=True)
+        generate(served, ["user"], 4, chat=True)
 
 
 def test_refused_and_too_long_requests_are_reported(fake: Any) -> None:
     served, _ = fake(lambda body: Reply({"message": "too long"}, 400))
     with pytest.raises(UserError, match=r"the server of m answered HTTP 400: too long$"):
-        write(served, ["a"], 4)
+        generate(served, ["a"], 4)
     reason = f"at most 4 stop texts, {'and more words ' * 20}as vLLM puts it"
     wordy, _ = fake(lambda body: Reply({"error": {"message": reason, "code": 400}}, 400))
     with pytest.raises(UserError, match=f"HTTP 400: {re.escape(reason)}$"):
-        write(wordy, ["a"], 4)
+        generate(wordy, ["a"], 4)
     web, _ = fake(lambda body: Reply("<html>"))
     with pytest.raises(UserError, match="gives no text completions"):
-        write(web, ["a"], 4)
+        generate(web, ["a"], 4)
     nowhere = replace(served, url="http://127.0.0.1:9/v1")
     with pytest.raises(Unavailable, match=r"does not answer .*refused"):
-        write(nowhere, ["a"], 4)
+        generate(nowhere, ["a"], 4)
 
 
 @pytest.mark.parametrize(

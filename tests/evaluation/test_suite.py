@@ -20,8 +20,8 @@ from typing import Any
 import preloaded
 import pytest
 import torch
-from asking import ask, problems, protocol, samples, write
 from evalplus.provider.utility import EOS
+from fake_engines import collect_replies, generate, problems, protocol, samples
 from harness_files import shipped_items, write_lines
 
 from benchmarks.measure import namespaces_missing
@@ -231,7 +231,7 @@ def completed(subject: LoadedModel, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("programs")
     problems = shipped_items("humaneval", 3)
     prompts = [problem["prompt"].strip() + "\n" for problem in problems]
-    texts = write(subject, prompts, 64, stop=STOP)
+    texts = generate(subject, prompts, 64, stop=STOP)
     for problem, body in zip(problems, [*texts[:2], OTHER_BODY], strict=True):
         problem["canonical_solution"] = body
     data = write_lines(folder / "problems.jsonl", problems)
@@ -256,7 +256,9 @@ def test_programs_have_the_loss_of_the_canonical_solution(
     completed: Any, subject: LoadedModel
 ) -> None:
     right = [*completed.texts[:2], OTHER_BODY]
-    losses = [reply.loss for reply in ask(subject, completed.prompts, 1, references=right)]
+    losses = [
+        reply.loss for reply in collect_replies(subject, completed.prompts, 1, references=right)
+    ]
     rows = samples(completed.folder)
     assert [row["answer_loss"] for row in rows] == pytest.approx(losses, abs=1e-5)
 
@@ -300,7 +302,7 @@ STORY_PROMPT = (
 def graded_stories(subject: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The result of two evaluated stories, the first with itself as its reference; and the text."""
     folder = tmp_path_factory.mktemp("stories")
-    (story,) = write(subject, [STORY_PROMPT], 48)
+    (story,) = generate(subject, [STORY_PROMPT], 48)
     names = (story.split()[0].strip(".,"), "Xylophone")
     rules = [{"rule": "mentions", "text": name} for name in names]
     items = [
@@ -325,7 +327,7 @@ def test_stories_are_scored_by_the_share_of_their_rules(graded_stories: Any) -> 
 
 def test_stories_with_a_reference_have_its_loss(graded_stories: Any, subject: LoadedModel) -> None:
     first, second = samples(graded_stories.folder)
-    (reply,) = ask(subject, [STORY_PROMPT], 1, references=[graded_stories.story])
+    (reply,) = collect_replies(subject, [STORY_PROMPT], 1, references=[graded_stories.story])
     assert first["answer_loss"] == pytest.approx(reply.loss, abs=1e-5)
     assert second["answer_loss"] is None
 

@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
-from asking import Said, answered, protocol, samples
 from endpoint import Endpoint, Reply, endpoint, message
+from fake_engines import ScriptedEngine, made_up_answers, protocol, samples
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import Unavailable, UserError
@@ -163,7 +163,7 @@ SCORES = [1 if number in (5, 7, 9) else number % 10 + 1 for number in range(146)
 def graded(judged: BenchmarkConfig, tmp_path: Path) -> Any:
     """The result of 146 answers, most of which are the score that the judge is to give."""
     texts = [OUTPUTS.get(number, f"{number % 10 + 1} and half a \ud83d") for number in range(146)]
-    (result,) = run.grade(answered(judged, texts), judged, tmp_path, policy=ALLOWED)
+    (result,) = run.grade(made_up_answers(judged, texts), judged, tmp_path, policy=ALLOWED)
     return result
 
 
@@ -177,7 +177,7 @@ def test_the_result_is_the_mean_share_of_the_scale(graded: Any) -> None:
 
 @pytest.mark.slow
 def test_empty_answers_and_thoughts_are_not_sent_to_the_judge(graded: Any, judge: Endpoint) -> None:
-    sent = [str(body["messages"]) for body in judge.asked]
+    sent = [str(body["messages"]) for body in judge.requests]
     assert len(sent) == 142 + 3, "three requests for the answer without a score"
     assert not any("<reply>\n9" in text or "think" in text for text in sent)
 
@@ -215,10 +215,10 @@ def test_samples_have_the_share_the_reply_and_the_thought(graded: Any, tmp_path:
 def test_grading_again_requests_missing_scores_only(
     graded: Any, judged: BenchmarkConfig, judge: Endpoint, tmp_path: Path
 ) -> None:
-    judge.asked.clear()
+    judge.requests.clear()
     texts = [OUTPUTS.get(number, f"{number % 10 + 1} and half a \ud83d") for number in range(146)]
-    run.grade(answered(judged, texts), judged, tmp_path, policy=ALLOWED)
-    assert len(judge.asked) == 3
+    run.grade(made_up_answers(judged, texts), judged, tmp_path, policy=ALLOWED)
+    assert len(judge.requests) == 3
 
 
 @pytest.mark.slow
@@ -228,14 +228,15 @@ def test_too_long_conversations_count_as_empty_answers(
     """Those with a turn before have nine words, the others four."""
     benchmark = replace(judged, max_length=8, max_new_tokens=4)
     answers = run.answer(
-        Said(lambda _: "7", "{% for m in messages %}{{ m.content }} {% endfor %}"), benchmark
+        ScriptedEngine(lambda _: "7", "{% for m in messages %}{{ m.content }} {% endfor %}"),
+        benchmark,
     )
     long = [f"session{number}#0" for number in CREATIVE if number % 2]
     assert len(long) == 73
     assert [answer.item for answer in answers if answer.reply.ended == "too_long"] == long
     (result,) = run.grade(answers, benchmark, tmp_path, policy=ALLOWED)
     assert result["n"] == result["expected"] == 146
-    assert len(judge.asked) == 73
+    assert len(judge.requests) == 73
     assert result["score"] == pytest.approx(73 / 146 * 6 / 9)
     assert protocol(tmp_path)["too_long"] == long
     rows = [row for row in samples(tmp_path) if "do not fit" in row["extracted"]]
@@ -247,10 +248,10 @@ def test_no_permission_and_too_few_scores_are_unavailable(
     judged: BenchmarkConfig, judge: Endpoint, tmp_path: Path
 ) -> None:
     """Both may be different in the next run."""
-    outputs = answered(judged, ["0"] * 2 + ["7"] * 144)
+    outputs = made_up_answers(judged, ["0"] * 2 + ["7"] * 144)
     with pytest.raises(Unavailable, match="allow_judge=false"):
         run.grade(outputs, judged, tmp_path / "out", policy=Policy())
-    assert not judge.asked
+    assert not judge.requests
     assert not (tmp_path / "out").exists()
     with pytest.raises(
         Unavailable, match="2 of 146 answers, and at most 1 may go without: 3 replies in a row"

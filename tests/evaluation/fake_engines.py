@@ -1,5 +1,5 @@
-"""Ask engines in tests: benchmarks without files, texts and losses alone, and an engine that says
-what it is told."""
+"""Requests to engines in tests: evaluation of benchmarks without files, texts and losses alone, and
+engines with given replies."""
 
 import json
 import math
@@ -29,7 +29,7 @@ PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def evaluate(engine: Engine, benchmark: BenchmarkConfig, policy: Policy | None = None) -> Graded:
-    """What the harness of a benchmark says of the engine's answers, without a file and without a
+    """Grade the engine's answers by the harness of a benchmark, without files and without a
     preflight."""
     answers = run.answer(engine, benchmark)
     graded = harness_of(benchmark).grade(answers, benchmark, policy or Policy())
@@ -38,14 +38,14 @@ def evaluate(engine: Engine, benchmark: BenchmarkConfig, policy: Policy | None =
 
 
 def problems(benchmarks: Sequence[BenchmarkConfig], policy: Policy) -> list[str]:
-    """What is wrong with benchmarks, and what this machine lacks for them."""
+    """Errors in the settings of benchmarks, and missing requirements of this machine."""
     missing = [
         harness_of(benchmark).missing_requirements(benchmark, policy) for benchmark in benchmarks
     ]
     return list(dict.fromkeys([*benchmark_errors(benchmarks), *chain.from_iterable(missing)]))
 
 
-def ask(
+def collect_replies(
     engine: Engine,
     prompts: Sequence[str],
     max_tokens: int = 24,
@@ -68,27 +68,28 @@ def ask(
     return [answer.reply for answer in answers]
 
 
-def vllm_saying(tokenizer: Any, replies: Sequence[Any]) -> VllmModel:
-    """An engine of vLLM without its process, whose next request has these replies."""
+def vllm_with_replies(tokenizer: Any, replies: Sequence[Any]) -> VllmModel:
+    """An engine of vLLM without a process, which answers the next request with these replies."""
     engine = VllmModel.__new__(VllmModel)
-    said = {"max_length": 512, "items": lambda *_, **__: iter(replies)}
+    fields = {"max_length": 512, "items": lambda *_, **__: iter(replies)}
     vars(engine).update(
-        said, tokenizer=tokenizer, end_token_ids=[tokenizer.eos_token_id], template_arguments={}
+        fields, tokenizer=tokenizer, end_token_ids=[tokenizer.eos_token_id], template_arguments={}
     )
     return engine
 
 
-def write(
+def generate(
     engine: Engine, prompts: Sequence[str], max_tokens: int = 24, **settings: Any
 ) -> list[str]:
-    """The texts after prompts, with their thoughts."""
+    """The texts that the engine generates after prompts, including thoughts."""
     return [
-        reply.thought + (reply.text or "") for reply in ask(engine, prompts, max_tokens, **settings)
+        reply.thought + (reply.text or "")
+        for reply in collect_replies(engine, prompts, max_tokens, **settings)
     ]
 
 
-def answered(benchmark: BenchmarkConfig, texts: Sequence[str]) -> list[Answer]:
-    """Answers to a benchmark's items that were never asked, parted from their thoughts."""
+def made_up_answers(benchmark: BenchmarkConfig, texts: Sequence[str]) -> list[Answer]:
+    """Answers to a benchmark's items made of `texts`, with thoughts and answers separated."""
     answers = []
     for item, text in zip(harness_of(benchmark).items(benchmark), texts, strict=True):
         answer = answer_after_thought(text)
@@ -106,12 +107,12 @@ def samples(out: Path) -> list[dict[str, Any]]:
 
 
 def protocol(out: Path) -> dict[str, Any]:
-    """How the evaluation in `out` was made."""
-    about: dict[str, Any] = json.loads((out / "result.json").read_text())["protocol"]
-    return about
+    """The protocol of the evaluation in `out`."""
+    fields: dict[str, Any] = json.loads((out / "result.json").read_text())["protocol"]
+    return fields
 
 
-def chatting(subject: LoadedModel, template: str | None, **arguments: Any) -> LoadedModel:
+def with_chat_template(subject: LoadedModel, template: str | None, **arguments: Any) -> LoadedModel:
     """The model with another chat template."""
     tokenizer = deepcopy(subject.tokenizer)
     tokenizer.chat_template = template
@@ -119,52 +120,57 @@ def chatting(subject: LoadedModel, template: str | None, **arguments: Any) -> Lo
 
 
 def log_likelihood(subject: LoadedModel, prompt: str, answer: str) -> float:
-    """Of an answer with the space before it: one unpadded forward pass in fp64."""
-    before, whole = (
+    """Log-likelihood of an answer, with the space before it, after a prompt: one unpadded forward
+    pass in fp64."""
+    prompt_ids, text_ids = (
         subject.tokenizer(text).input_ids for text in (prompt.rstrip(), prompt + answer)
     )
     with torch.inference_mode():
-        scores = subject.model(torch.tensor([whole])).logits[0].double().log_softmax(-1)
-    return sum(float(scores[place - 1, whole[place]]) for place in range(len(before), len(whole)))
+        scores = subject.model(torch.tensor([text_ids])).logits[0].double().log_softmax(-1)
+    return sum(
+        float(scores[position - 1, text_ids[position]])
+        for position in range(len(prompt_ids), len(text_ids))
+    )
 
 
-def equals_lm_eval(engine: LoadedModel, benchmark: BenchmarkConfig) -> None:
-    """Outcomes and likelihoods of every item are those of lm-eval's own evaluation by its own
-    model.
+def assert_equals_lm_eval(engine: LoadedModel, benchmark: BenchmarkConfig) -> None:
+    """Assert that outcomes and likelihoods of every item equal those of lm-eval's own evaluation
+    with its own model class.
 
-    The loss on the right one of several answers is that of its likelihood.
+    With several answers, the loss on the right answer must equal the loss computed from its
+    likelihood.
     """
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
     from moe_lab.evaluation.adapters import lm_eval_tasks
 
-    by_name = lm_eval_tasks.load_tasks(benchmark)
-    numbers = lm_eval_tasks.indices_to_evaluate(by_name, benchmark.limit)
-    for task in by_name.values():
+    tasks = lm_eval_tasks.load_tasks(benchmark)
+    indices = lm_eval_tasks.indices_to_evaluate(tasks, benchmark.limit)
+    for task in tasks.values():
         task.set_fewshot_seed(seed=lm_eval_tasks.SEED)
-    own = evaluator.evaluate(
+    expected = evaluator.evaluate(
         lm=HFLM(
             engine.model,
             tokenizer=engine.tokenizer,
             max_length=benchmark.max_length or engine.max_length,
         ),
-        task_dict={"tasks": {name: by_name[name] for name in numbers}, "groups": {}},
-        samples=numbers,
+        task_dict={"tasks": {name: tasks[name] for name in indices}, "groups": {}},
+        samples=indices,
         bootstrap_iters=0,
         log_samples=True,
     )
     graded = evaluate(engine, benchmark)
     for report, metric in benchmark.reports.items():
-        name, _, wanted = metric.partition(",")
+        name, _, filter_name = metric.partition(",")
         rows = [
             row
-            for task in numbers
-            for row in own["samples"][task]
-            if not wanted or row["filter"] == wanted
+            for task in indices
+            for row in expected["samples"][task]
+            if not filter_name or row["filter"] == filter_name
         ]
         samples = [sample for sample in graded.samples if sample["benchmark"] == report]
-        assert len(samples) == len(rows) == sum(map(len, numbers.values())) > 0
+        assert len(samples) == len(rows) == sum(map(len, indices.values())) > 0
         for sample, row in zip(samples, rows, strict=True):
             value = row[name]
             outcome = -value[0] / value[1] if isinstance(value, tuple) else value
@@ -184,15 +190,15 @@ def equals_lm_eval(engine: LoadedModel, benchmark: BenchmarkConfig) -> None:
                     assert sample["answer_loss"] == pytest.approx(loss, abs=1e-3)
 
 
-class Words:
+class WordTokenizer:
     """A tokenizer whose tokens are words, with a chat template."""
 
     bos_token_id = eos_token_id = bos_token = None
 
     def __init__(self, template: str = PLAIN) -> None:
         self.chat_template = template
-        self.rendered: dict[str, Any] = {}
-        """Prompt -> the conversation that it was made of, in order."""
+        self.conversations: dict[str, Any] = {}
+        """Prompt -> the conversation from which it was rendered, in the order of rendering."""
         self._words: dict[str, int] = {}
 
     def __call__(self, texts: Sequence[str], **_: Any) -> Any:
@@ -210,29 +216,29 @@ class Words:
         prompt = (
             Environment().from_string(self.chat_template).render(messages=messages, tools=tools)
         )
-        self.rendered.setdefault(prompt, messages)
+        self.conversations.setdefault(prompt, messages)
         return prompt
 
 
-class Said(Engine):
-    """Says given texts: by prompt, or one after the other to conversations in the order of the
-    items."""
+class ScriptedEngine(Engine):
+    """Generates given texts: a function of the prompt, or one text for each conversation, in the
+    order of the items."""
 
     scores = False
     max_length = None
 
     def __init__(self, texts: Sequence[str] | Callable[[str], str], template: str = PLAIN) -> None:
-        self.texts, self.tokenizer, self.template_arguments = texts, Words(template), {}
+        self.texts, self.tokenizer, self.template_arguments = texts, WordTokenizer(template), {}
         self.generation = GenerationSettings(0)
-        """That of the last batch."""
+        """Settings of the last batch."""
 
     def generate(
         self, prompts: Sequence[Prompt], generation: GenerationSettings
     ) -> list[GeneratedText]:
         self.generation = generation
-        return [GeneratedText(self._says(prompt.text)) for prompt in prompts]
+        return [GeneratedText(self._text_for(prompt.text)) for prompt in prompts]
 
-    def _says(self, prompt: str) -> str:
+    def _text_for(self, prompt: str) -> str:
         if callable(self.texts):
             return self.texts(prompt)
-        return self.texts[list(self.tokenizer.rendered).index(prompt)]
+        return self.texts[list(self.tokenizer.conversations).index(prompt)]
