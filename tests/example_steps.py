@@ -48,7 +48,7 @@ from moe_lab.study.steps.recovery import (
 )
 from moe_lab.study.store import Store
 
-PACKS: Mapping[str, Any] = {
+STEPS_PER_JOB: Mapping[str, Any] = {
     "model": "short",
     "scores": "short",
     "plan": "short",
@@ -79,7 +79,7 @@ class Example(Step):
     def resources(self) -> Resources:
         job = self.done_in or self.kind
         usual = Resources(
-            model=self.model, pace=[self.id], job=job, steps_per_job=PACKS.get(job, "one")
+            model=self.model, pace=[self.id], job=job, steps_per_job=STEPS_PER_JOB.get(job, "one")
         )
         return usual._replace(**self.machine)
 
@@ -88,18 +88,18 @@ MODELS = Models()
 """Those of this process."""
 
 
-def done(store: Store, step: Step) -> Path:
+def perform_with_inputs(store: Store, step: Step) -> Path:
     """Do a step, and before it those it needs that are missing in the store; the folder of its
     result."""
     for needed in step.needs:
-        done(store, needed)
+        perform_with_inputs(store, needed)
     with store.claim(step) as scratch:
         if scratch is not None:
             perform(step, Files.of(step, store, scratch, MODELS))
     return store.path(step)
 
 
-def exported(
+def export_step_and_files(
     model: Path, folder: Path, export: ExportConfig, recovery: RecoveryConfig | None = None
 ) -> tuple[Export, Files]:
     """The step that exports a model under the plan in `folder`/plan, fine-tuned as in
@@ -164,7 +164,7 @@ def step_of(
     return step.generate if kind == "generate" else step  # type: ignore[no-any-return]
 
 
-def evaluated(
+def evaluation_step(
     model: ModelConfig, benchmark: BenchmarkConfig, plan: Step | None = None, **changes: Any
 ) -> Evaluate:
     """The step that evaluates a model under a plan on a benchmark."""

@@ -118,10 +118,10 @@ def _client(
     replaces `interpreter`."""
     folder = Path(tempfile.mkdtemp(prefix="preloaded-"))
     client = folder / "python"
-    from processes import executable
+    from processes import write_program
 
     fields = {"python": interpreter, "modules": MODULES}
-    executable(client, CLIENT.format(**fields, address=str(folder / "server")), "-IS")
+    write_program(client, CLIENT.format(**fields, address=str(folder / "server")), "-IS")
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(folder / "server"))
     listening.listen(64)

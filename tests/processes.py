@@ -19,26 +19,26 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def quoted(*arguments: object) -> str:
+def python_command(*arguments: object) -> str:
     """A command line of this Python that a shell, or a setting that is read like one, takes apart
     into `words`."""
     return shlex.join([sys.executable, *map(str, arguments)])
 
 
-def executable(file: Path, text: str, *options: str) -> Path:
+def write_program(file: Path, text: str, *options: str) -> Path:
     """Write a program that this Python runs, with `options` before it.
 
     `#!` cannot name a Python whose path has a space or is long, so that a shell starts it: Python
     takes the shell's first command for a text.
     """
-    file.write_text(f"""#!/bin/sh\n'''exec' {quoted(*options)} "$0" "$@"\n' '''\n{text}""")
+    file.write_text(f"""#!/bin/sh\n'''exec' {python_command(*options)} "$0" "$@"\n' '''\n{text}""")
     file.chmod(0o755)
     return file
 
 
-WITHOUT_LOCKS = "errno = ENOSYS; return -1;"
+NO_LOCKS = "errno = ENOSYS; return -1;"
 """What locks of files do where there are none."""
-OWN_LOCKS = "return 0;"
+LOCAL_LOCKS = "return 0;"
 """And where each machine sees its own alone, as on Lustre with localflock or NFS with nolock:
 whoever asks gets one."""
 LOCKS = """
@@ -61,7 +61,7 @@ OTHER(fcntl64)
 """
 
 
-def locks(body: str, folder: Path) -> dict[str, str]:
+def lock_environment(body: str, folder: Path) -> dict[str, str]:
     """An environment in which locks of files do this, by a library in `folder`; none for "" and
     without a compiler."""
     if not (body and shutil.which("cc")):
@@ -73,7 +73,7 @@ def locks(body: str, folder: Path) -> dict[str, str]:
     return {"LD_PRELOAD": str(folder / "locks.so")}
 
 
-def until(condition: Callable[[], object]) -> None:
+def wait_until(condition: Callable[[], object]) -> None:
     """Wait for a condition, however long a busy machine takes."""
     while not condition():
         time.sleep(0.02)
@@ -88,7 +88,7 @@ def is_running(process: int) -> bool:
     return status.rsplit(")", 1)[1].split()[0] != "Z"
 
 
-READS_EXPORTS = """
+EXPORT_READER = """
 import json, sys
 from pathlib import Path
 
@@ -116,7 +116,7 @@ def load(folder, trust=True, **named):
 """How a program begins that reads exports without moe_lab."""
 
 
-def read_alone(script: str, root: Path, *arguments: str, **environment: str) -> str:
+def run_without_moe_lab(script: str, root: Path, *arguments: str, **environment: str) -> str:
     """Run Python code about the exports in `root`, and its `tokens`, in a process of its own; what
     it printed."""
     alone = {
@@ -126,7 +126,7 @@ def read_alone(script: str, root: Path, *arguments: str, **environment: str) -> 
         "OMP_NUM_THREADS": "1",
         **environment,
     }
-    command = [sys.executable, "-c", READS_EXPORTS + script, str(root), *arguments]
+    command = [sys.executable, "-c", EXPORT_READER + script, str(root), *arguments]
     result = subprocess.run(
         command, cwd=root, env=alone, capture_output=True, text=True, timeout=250
     )
@@ -135,9 +135,9 @@ def read_alone(script: str, root: Path, *arguments: str, **environment: str) -> 
 
 
 YARDSTICK_SECONDS = 0.058
-FRESH = 1
+YARDSTICK_VALIDITY = 1
 """Seconds for which a measurement of the machine also holds for what begins next."""
-_last = (-1.0, 0.0)
+_last_measurement = (-1.0, 0.0)
 """When the machine was measured last, and what came out."""
 
 
@@ -157,31 +157,31 @@ def yardstick() -> float:
     return min(once() for _ in range(3))
 
 
-def of_children() -> float:
+def children_seconds() -> float:
     """Processor seconds of the processes that this one has started and that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 @contextmanager
-def within(seconds: float, clock: Callable[[], float] = time.process_time) -> Iterator[None]:
+def time_limit(seconds: float, clock: Callable[[], float] = time.process_time) -> Iterator[None]:
     """Fail when the body takes more than `seconds` of processor time, on a machine as fast as the
     yardstick's.
 
     What earlier tests left in memory is kept out of the collector's sight, for no user has it.
     """
-    global _last
+    global _last_measurement
     gc.collect()
     gc.freeze()
-    measured, first_yardstick = _last
-    if time.monotonic() - measured > FRESH:
+    measured, first_yardstick = _last_measurement
+    if time.monotonic() - measured > YARDSTICK_VALIDITY:
         first_yardstick = yardstick()
     start = clock()
     yield
     duration = clock() - start
     gc.unfreeze()
     second_yardstick = yardstick()
-    _last = (time.monotonic(), second_yardstick)
+    _last_measurement = (time.monotonic(), second_yardstick)
     slowness = max(1.0, (first_yardstick + second_yardstick) / 2 / YARDSTICK_SECONDS)
     assert duration <= seconds * slowness, (
         f"{duration:.2f} s, on a machine {slowness:.2f} times as slow as the one of the bar"

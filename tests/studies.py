@@ -25,17 +25,17 @@ from moe_lab.study.run import run
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
-FEW = ["suite.limit=8", "calibration.tokens=2048", "report=false", "resources.every.memory=1"]
-WHEN_AND_WHERE = {"step.json"}
+FEW_ITEMS = ["suite.limit=8", "calibration.tokens=2048", "report=false", "resources.every.memory=1"]
+UNCOMPARED_FILES = {"step.json"}
 """Files of a step that say when and where it was done, and the checksums of all its files."""
-ANNOUNCED = re.compile(r"\d\d:\d\d:\d\d (\w+/\S+)")
+STEP_LINE = re.compile(r"\d\d:\d\d:\d\d (\w+/\S+)")
 
 
 def command(store: Path, *arguments: str) -> list[str]:
     """The command line of a study; `arguments` are options and settings."""
     options = [argument for argument in arguments if argument.startswith("-")]
     settings = [argument for argument in arguments if not argument.startswith("-")]
-    return [sys.executable, "-m", "moe_lab", *options, *FEW, *settings, f"store={store}"]
+    return [sys.executable, "-m", "moe_lab", *options, *FEW_ITEMS, *settings, f"store={store}"]
 
 
 def moe_lab(
@@ -52,7 +52,7 @@ def moe_lab(
     )
 
 
-def on_boolq(store: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_on_boolq(store: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a study of one benchmark, unless it names others, in a Python that has imported what
     takes long."""
     _, _, *module_and_arguments = command(store, "suite.benchmarks=[pocket_boolq]", *arguments)
@@ -79,14 +79,14 @@ def results(store: Path) -> dict[str, bytes]:
     contents = {
         str(path.relative_to(store)): path.read_bytes()
         for path in files
-        if path.name not in WHEN_AND_WHERE
+        if path.name not in UNCOMPARED_FILES
     }
     packs = Packs(store / "packs")
     packs.refresh()
     for start, name in packs.steps().items():
         contents |= {
             f"{name}/{file}": packs.read(start, file)
-            for file in {*packs.files(start)} - WHEN_AND_WHERE
+            for file in {*packs.files(start)} - UNCOMPARED_FILES
         }
     return contents
 
@@ -96,7 +96,7 @@ def executed_steps(store: Path) -> Counter[str]:
     lines = [
         line for log in (store / "logs").glob("*.log") for line in log.read_text().splitlines()
     ]
-    return Counter(match[1] for line in lines if (match := ANNOUNCED.fullmatch(line)))
+    return Counter(match[1] for line in lines if (match := STEP_LINE.fullmatch(line)))
 
 
 def jobs(printed: str) -> dict[str, str]:
@@ -110,7 +110,7 @@ def jobs(printed: str) -> dict[str, str]:
 
 # ---- of a few steps that take no time, run by the real command
 
-SMALL = [
+SMALL_STUDY = [
     "suite.benchmarks=[pocket_boolq]",
     "calibration=pocket_code",
     "launcher=inline",
@@ -145,7 +145,7 @@ class Worker:
 def study_request(*settings: str) -> StudyRequest:
     """The study that a command line describes."""
     with composition.hydra_context():
-        return composition.compose([*SMALL, *settings])
+        return composition.compose([*SMALL_STUDY, *settings])
 
 
 def start(store: Path | str, study: StudyRequest, **changes: Any) -> int:
@@ -161,7 +161,7 @@ def study_command(store: object, *arguments: str) -> int:
         return study_main.main()
 
 
-BEGINNING = f"""
+SCRIPT_START = f"""
 import os, shutil, signal, sys
 sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
 from example_steps import Example
@@ -173,7 +173,7 @@ from moe_lab.study.store import Store
 def run_until_killed(script: str, **environment: str) -> None:
     """Run a script that kills its own process."""
     result = subprocess.run(
-        [sys.executable, "-c", BEGINNING + textwrap.dedent(script)],
+        [sys.executable, "-c", SCRIPT_START + textwrap.dedent(script)],
         capture_output=True,
         text=True,
         env={**os.environ, **environment},

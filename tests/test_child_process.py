@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import is_running, until
+from processes import is_running, wait_until
 
 from moe_lab.child_process import ChildProcess, ErrorReply, ProcessEnded
 
@@ -100,7 +100,7 @@ def test_output_of_a_process_that_ends_or_hangs_is_in_the_error(
     with pytest.raises(TimeoutError if method == "hang" else ProcessEnded) as ended:
         child.call(method, seconds)
     assert all(part in str(ended.value) for part in messages.split(": "))
-    until(lambda: not is_running(sleeper))
+    wait_until(lambda: not is_running(sleeper))
     with pytest.raises(ProcessEnded):
         child.call("echo", value=1)
 
@@ -123,6 +123,6 @@ def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
     assert all(map(is_running, numbers))
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    until(lambda: not any(map(is_running, numbers)))
+    wait_until(lambda: not any(map(is_running, numbers)))
     parent.stdin.close()
     parent.stdout.close()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from processes import of_children, within
+from processes import children_seconds, time_limit
 
 from moe_lab import __main__ as command_line
 from moe_lab import grid, plugins
@@ -40,7 +40,7 @@ def moe_lab(*arguments: str, store: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_help_lists_every_group_quickly(tmp_path: Path) -> None:
-    with within(LIMIT, of_children):
+    with time_limit(LIMIT, children_seconds):
         result = moe_lab("--help", store=tmp_path / "store")
     groups = ("criterion:", "calibration:", "model:", "suite:", "experiment:")
     assert all(group in result.stdout for group in groups)
@@ -58,7 +58,7 @@ def test_a_command_without_arguments_shows_examples(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mistake", [*MISTAKES][::5])
 def test_a_mistake_is_reported_quickly(mistake: str, tmp_path: Path) -> None:
     arguments, sentence = MISTAKES[mistake]
-    with within(LIMIT, of_children):
+    with time_limit(LIMIT, children_seconds):
         result = moe_lab(*arguments, store=tmp_path / "store")
     assert result.returncode == 2 and sentence in result.stderr, result.stderr
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import preloaded
 import pytest
-from processes import quoted
+from processes import python_command
 
 from moe_lab.config import Config
 from moe_lab.config.base import storage_problems
@@ -30,7 +30,7 @@ calibration.tokens=1024 calibration.length=128 launcher.processes=1"""
 
 def served(program: object, rest: str) -> str:
     """The setting of a command of this Python that serves."""
-    command = f"{quoted(program)} {rest}".replace("'", "\\'")
+    command = f"{python_command(program)} {rest}".replace("'", "\\'")
     return f"backend.command='{command}'"
 
 

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
-from processes import within
+from processes import time_limit
 from synthetic import CRITERIA, edited_document, record_path, write_store
 
 from analysis import names, report
@@ -414,7 +414,7 @@ def test_the_analysis_never_imports_torch(small: Path, tmp_path: Path) -> None:
 def test_full_study_is_reported_within_its_budget(tmp_path: Path) -> None:
     """73 cells x 16 benchmarks x 80 items, every figure of it drawn."""
     store = write_store(tmp_path / "store")
-    with within(20):
+    with time_limit(20):
         report.write(store, "made_up", tmp_path / "out")
 
 

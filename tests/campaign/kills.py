@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from cluster import Cluster, instant_environment, running, why_not
-from processes import OWN_LOCKS, WITHOUT_LOCKS, locks, until
+from cluster import Cluster, instant_environment, missing_requirement, running_cluster
+from processes import LOCAL_LOCKS, NO_LOCKS, lock_environment, wait_until
 from studies import command, executed_steps, results
 
 from moe_lab.results import read_record
@@ -66,10 +66,10 @@ class Scene:
 SCENES = {
     "quick": Scene(0.24, [*QUICK, "launcher.processes=2"], instant=True),
     "own_locks": Scene(
-        0.1, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=OWN_LOCKS
+        0.1, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=LOCAL_LOCKS
     ),
     "no_locks": Scene(
-        0.1, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=WITHOUT_LOCKS
+        0.1, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=NO_LOCKS
     ),
     "model": Scene(0.08, [*MODEL, "launcher.processes=2"]),
     "inline": Scene(0.04, [*MODEL, "launcher=inline"]),
@@ -101,14 +101,16 @@ def killed(kills: int, seed: int) -> Killed:
     draw = random.Random(seed)
     report = Killed()
     shares = {name: scene.share for name, scene in SCENES.items()}
-    if why_not() is not None:
+    if missing_requirement() is not None:
         shares["quick"] += shares.pop("slurm")
     with tempfile.TemporaryDirectory(prefix="moe_lab_campaign-") as name:
         folder = Path(name)
         for scenario, share in shares.items():
             if count := round(share * kills):
                 with (
-                    running(folder / "cluster") if scenario == "slurm" else nullcontext() as cluster
+                    running_cluster(folder / "cluster")
+                    if scenario == "slurm"
+                    else nullcontext() as cluster
                 ):
                     _kill_often(scenario, folder / scenario, cluster, count, draw, report)
     return report
@@ -170,7 +172,10 @@ class Study:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        environment |= {**locks(scene.locks, self.root), "INSTANT_STORE": str(self.store)}
+        environment |= {
+            **lock_environment(scene.locks, self.root),
+            "INSTANT_STORE": str(self.store),
+        }
         if scene.instant:
             environment |= {
                 **instant_environment(self.root / "instant"),
@@ -197,7 +202,7 @@ class Study:
         deadline = time.monotonic() + PATIENCE
         while (
             self.cluster
-            and self.cluster.ask("squeue", "-h").strip()
+            and self.cluster.command_output("squeue", "-h").strip()
             and time.monotonic() < deadline
         ):
             time.sleep(0.2)
@@ -213,7 +218,7 @@ class Study:
             return Counter(line.split()[0] for line in notes.read_text().splitlines())
         return executed_steps(self.store)
 
-    def running(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
         """Python processes that were started for it, the command and its jobs included."""
         processes = []
         mark = str(self.root / "temporary")
@@ -247,7 +252,7 @@ class Study:
         steps = self.draw.randrange(4)
         if victim not in VICTIMS:
             moment = 0
-            until(lambda: run.poll() is not None or (self.begun() - begun).total() > steps)
+            wait_until(lambda: run.poll() is not None or (self.begun() - begun).total() > steps)
         try:
             run.wait(moment)
         except subprocess.TimeoutExpired:
@@ -270,7 +275,7 @@ class Study:
         commands: Set[int],
         reference: "Study",
     ) -> None:
-        workers = [process for process in self.running() if process.pid not in commands]
+        workers = [process for process in self.processes() if process.pid not in commands]
         if victim == "worker" and not workers:
             victim = "parent"
         with suppress(ProcessLookupError, psutil.Error):
@@ -315,7 +320,7 @@ class Study:
         """Nothing that the command started is left; jobs of a cluster may go on, which is what they
         are for."""
         deadline = time.monotonic() + GRACE
-        while self.cluster is None and (orphans := self.running()):
+        while self.cluster is None and (orphans := self.processes()):
             if time.monotonic() > deadline:
                 self.problem(
                     "orphan", f"{victim}: {[' '.join(process.cmdline()) for process in orphans]}"

@@ -23,15 +23,15 @@ def runner(request: pytest.FixtureRequest) -> Any:
     """A runner, with and without namespaces."""
     if request.param == "namespaces":
         request.getfixturevalue("namespaces")
-    with Runner(confined=request.param == "namespaces") as started:
-        yield started
+    with Runner(confined=request.param == "namespaces") as sandbox_runner:
+        yield sandbox_runner
 
 
 @pytest.fixture
-def confined(namespaces: None) -> Any:
+def confined_runner(namespaces: None) -> Any:
     """A runner behind namespaces."""
-    with Runner(confined=True) as started:
-        yield started
+    with Runner(confined=True) as sandbox_runner:
+        yield sandbox_runner
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from fake_engines import ScriptedEngine, samples
 from harness_files import problem, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import is_running, until
+from processes import is_running, wait_until
 
 from benchmarks.grading import canonical, count, raising, wrong_at_last
 from benchmarks.measure import namespaces_missing
@@ -297,7 +297,7 @@ def grading(tmp_path: Path) -> Iterator[psutil.Popen]:
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
     process = psutil.Popen(command, env=environment)
     # the runner, process 1 of its tree, the program
-    until(lambda: len(process.children(recursive=True)) >= 3)
+    wait_until(lambda: len(process.children(recursive=True)) >= 3)
     yield process
     with suppress(psutil.NoSuchProcess):
         process.kill()
@@ -318,5 +318,5 @@ def test_killed_grader_leaves_no_processes_and_files(grading: psutil.Popen, tmp_
     children = [child.pid for child in grading.children(recursive=True)]
     os.kill(grading.pid, signal.SIGKILL)
     grading.wait()
-    until(lambda: not any(map(is_running, children)))
+    wait_until(lambda: not any(map(is_running, children)))
     assert not list((tmp_path / "temporary").iterdir())

@@ -131,7 +131,7 @@ def test_the_environment_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.skipif(
     os.uname().machine != "x86_64", reason="other machines have one set of system calls"
 )
-def test_other_sets_of_system_calls_are_no_way_around(confined: Runner) -> None:
+def test_other_sets_of_system_calls_are_no_way_around(confined_runner: Runner) -> None:
     # the call of 32-bit programs, 117
     shmget = "53 b875000000 bb17000000 b907000000 ba00100000 be80030000 cd80 5b c3"
     body = (
@@ -140,12 +140,12 @@ def test_other_sets_of_system_calls_are_no_way_around(confined: Runner) -> None:
         "at = ctypes.addressof(ctypes.c_char.from_buffer(code))\ndef f(x): return "
         "ctypes.CFUNCTYPE(ctypes.c_int)(at)()"
     )
-    assert run(confined, body).status == "crash"
+    assert run(confined_runner, body).status == "crash"
     body = (
         "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
         "def f(number): return libc.syscall(number, 7, 4096, 0o1600), ctypes.get_errno()"
     )
-    assert run(confined, body, [[(1 << 30) + 29]]).values() == [(-1, errno.EPERM)]
+    assert run(confined_runner, body, [[(1 << 30) + 29]]).values() == [(-1, errno.EPERM)]
 
 
 def test_calls_are_limited_in_processor_time_and_wall_time(
@@ -192,16 +192,16 @@ def starting(monkeypatch: pytest.MonkeyPatch, change: Callable[[list[str]], list
 
 
 def test_mounts_are_read_only_and_some_folders_hidden(
-    confined: Runner, monkeypatch: pytest.MonkeyPatch
+    confined_runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = (
         "import os\ndef f(x): return [os.statvfs(path).f_flag & 1 for path in ('/', '/usr', "
         "'/dev/null')]"
     )
-    assert run(confined, body).values() == [[1, 1, 1]]
+    assert run(confined_runner, body).values() == [[1, 1, 1]]
     stdlib = str(Path(os.__file__).resolve().parent)
     look = f"import os\ndef f(x): return sorted(os.listdir('{stdlib}/xml'))"
-    assert "dom" in run(confined, look).values()[0]
+    assert "dom" in run(confined_runner, look).values()[0]
     starting(monkeypatch, lambda line: [*line, f"{stdlib}/xml"])
     with Runner(confined=True) as second:
         assert run(second, look).values() == [[]]
@@ -219,7 +219,7 @@ def test_the_library_is_readable_whoever_starts_the_runner() -> None:
 
 
 def test_environment_behind_a_link_is_readable(
-    confined: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    confined_runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a folder of environments was moved to another disk, with a link in its place."""
     venv.create(tmp_path / "moved", symlinks=True)
@@ -233,7 +233,7 @@ def test_environment_behind_a_link_is_readable(
 
 
 def test_sandbox_allows_socket_pairs_and_threads_only(
-    confined: Runner,
+    confined_runner: Runner,
 ) -> None:
     """A network namespace alone leaves AF_VSOCK, which reaches other virtual machines and their
     host."""
@@ -245,14 +245,14 @@ def test_sandbox_allows_socket_pairs_and_threads_only(
         "        try: socket.socketpair(family, 1)\n        except OSError: continue\n"
         "        made.append(('pair', family))\n    return made"
     )
-    assert run(confined, body, seconds=3).values() == [[("pair", socket.AF_UNIX)]]
+    assert run(confined_runner, body, seconds=3).values() == [[("pair", socket.AF_UNIX)]]
     loop = "import asyncio\nasync def add(x): return x + 1\ndef f(x): return asyncio.run(add(x))"
-    assert run(confined, loop, seconds=3).values() == [2]
+    assert run(confined_runner, loop, seconds=3).values() == [2]
     body = (
         "import threading\ndef f(x):\n    t = threading.Thread(target=print)\n    t.start(); "
         "t.join()\n    return x"
     )
-    assert run(confined, body).values() == [1]
+    assert run(confined_runner, body).values() == [1]
 
 
 def test_confined_runner_that_ends_twice_is_an_error(

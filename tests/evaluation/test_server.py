@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import pytest
 from endpoint import Endpoint, Reply, completion, endpoint
-from example_steps import evaluated
+from example_steps import evaluation_step
 from fake_engines import generate
 from harness_files import shipped_items
-from processes import is_running, quoted, until
+from processes import is_running, python_command, wait_until
 from tokenizers.processors import TemplateProcessing
 
 from moe_lab import child_process
@@ -47,7 +47,7 @@ pytestmark = [
 ]
 
 ENDPOINT = Path(__file__).with_name("endpoint.py")
-FAKE = quoted(ENDPOINT)
+FAKE = python_command(ENDPOINT)
 POCKET = ModelConfig(name="pocket", path="pocket:olmoe")
 CHECKPOINT = DATA / "olmoe"
 
@@ -65,7 +65,7 @@ def script(tmp_path: Path, text: str) -> str:
     """A command line that runs `text`; argv holds the port and the checkpoint."""
     file = tmp_path / "server.py"
     file.write_text(f"import os, signal, subprocess, sys, time\n{text}\n")
-    return f"{quoted(file)} {{port}} {{checkpoint}}"
+    return f"{python_command(file)} {{port}} {{checkpoint}}"
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -129,7 +129,7 @@ def test_server_that_is_not_ready_in_time_is_stopped(
     clock(monkeypatch, lambda: 2.0 if started.exists() else 0.0)
     match = r"did not answer at http://127.0.0.1:\d+/v1 within .*=1; .* loading \d+"
     process = int(refused(script(tmp_path, text), match, seconds=1).rsplit(" ", 1)[1])
-    until(lambda: not is_running(process))
+    wait_until(lambda: not is_running(process))
 
 
 def test_stale_server_of_a_dead_one_is_noticed(
@@ -187,7 +187,7 @@ def test_server_that_ignores_signals_is_killed_with_its_children(
     with servers.start_process(
         shlex.split(script(tmp_path, STUBBORN).format(port=1, checkpoint="x"))
     ) as process:
-        until(lambda: len(process.log().split()) == 2)
+        wait_until(lambda: len(process.log().split()) == 2)
         processes = [int(number) for number in process.log().split()]
         assert all(map(is_running, processes))
         if watcher == "killed":
@@ -197,8 +197,8 @@ def test_server_that_ignores_signals_is_killed_with_its_children(
         elif watcher == "orphaned":  # its input ends with the process that started it
             assert process.process.stdin
             process.process.stdin.close()
-            until(lambda: not any(map(is_running, processes)))
-    until(lambda: not any(map(is_running, processes)))
+            wait_until(lambda: not any(map(is_running, processes)))
+    wait_until(lambda: not any(map(is_running, processes)))
 
 
 def altered(folder: Path, contents: Mapping[str, str]) -> Path:
@@ -573,7 +573,7 @@ def test_missing_server_program_is_reported_before_loading(
         UserError, match=rf"interpreters\.vllm={re.escape(sys.executable)} has no vllm"
     ):
         engines.check_installed(BackendConfig("vllm", python=sys.executable))
-    step = evaluated(
+    step = evaluation_step(
         POCKET,
         BenchmarkConfig(name="b", harness="perplexity", task="pocket:calibration/general.jsonl"),
         backend=backend("no-such-server {checkpoint} {port}"),

@@ -20,7 +20,7 @@ import pytest
 import tiny
 import torch
 from identities.plans import random_plan
-from processes import within
+from processes import time_limit
 from tiny import logits, settings
 
 from moe_lab.config import ModelConfig
@@ -442,7 +442,7 @@ def test_hub_is_asked_once_without_waiting(
         "timeout": httpx.ConnectTimeout("timed out"),
         "silent": lambda *_, **__: never.wait(60),
     }[reply]
-    with within(2, monotonic):
+    with time_limit(2, monotonic):
         assert files.is_hub_reachable() is (reply == "prompt") is files.is_hub_reachable()
     assert head.call_count == 1
     never.set()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import tiny
 import torch
-from example_steps import exported
+from example_steps import export_step_and_files
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from identities.plans import random_plan
 from safetensors import safe_open
@@ -481,7 +481,7 @@ def test_export_step_loads_no_torch_and_needs_little_memory(
     (tmp_path / "plan").mkdir()
     random_plan(model, way, share=share).save(tmp_path / "plan" / "plan.json")
     file = tmp_path / "work.pkl"
-    file.write_bytes(pickle.dumps(exported(source, tmp_path, ExportConfig(shape))))
+    file.write_bytes(pickle.dumps(export_step_and_files(source, tmp_path, ExportConfig(shape))))
     command = [sys.executable, "-c", EXPORT_STEP, str(Path(__file__).parents[1]), str(file)]
     process = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(process.stdout) < 10_000  # kB

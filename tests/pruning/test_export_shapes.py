@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from identities.plans import random_plan
-from processes import read_alone
+from processes import run_without_moe_lab
 from safetensors.torch import load_file, save_file
 from tiny import load, logits, weights
 
@@ -363,7 +363,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
             folder = export(source, plan, root / f"{name}-{case}")
             expected = tiny.logits(prune(model, plan)).contiguous()
             save_file({"logits": expected}, folder / "expected.safetensors")
-    read_alone(WITHOUT_MOE_LAB, root)
+    run_without_moe_lab(WITHOUT_MOE_LAB, root)
     return root
 
 
@@ -398,7 +398,7 @@ def test_older_versions_load_stock_exports_and_refuse_the_others(
     version: str, folders: Path
 ) -> None:
     names = [f"{name}-{case}" for name, case in FOR_OLDER]
-    printed = read_alone(
+    printed = run_without_moe_lab(
         WITH_OLDER, folders, *names, PYTHONPATH=str(OLDER / version), HOME=str(folders / version)
     )
     report = json.loads(printed.rpartition("RESULT ")[2])

@@ -18,9 +18,9 @@ import preloaded
 import pytest
 import tiny
 import torch
-from example_steps import exported
+from example_steps import export_step_and_files
 from identities.plans import random_plan
-from processes import is_running, until
+from processes import is_running, wait_until
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -75,7 +75,7 @@ def ask(fake: Callable[[str], Path], tmp_path: Path) -> Callable[..., tuple[Expo
         code: str, way: str = "even", recovery: RecoveryConfig | None = None
     ) -> tuple[Export, Files]:
         random_plan(model, way).save(tmp_path / "plan" / "plan.json")
-        return exported(
+        return export_step_and_files(
             tmp_path / "model", tmp_path, ExportConfig("natural", "gguf", str(fake(code))), recovery
         )
 
@@ -129,12 +129,12 @@ def stop_conversion(request: tuple[Export, Files], folder: Path, number: signal.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, "-c", PERFORM, str(file)], env=environment)
     unfinished = folder / "scratch" / ".checkpoint.unfinished" / "model.gguf"
-    until(lambda: unfinished.exists() and unfinished.read_text())
+    wait_until(lambda: unfinished.exists() and unfinished.read_text())
     converter = int(unfinished.read_text())
     assert is_running(converter)
     process.send_signal(number)
     process.wait()
-    until(lambda: not is_running(converter))
+    wait_until(lambda: not is_running(converter))
 
 
 @pytest.mark.parametrize(("number", "mode"), [(signal.SIGKILL, 0o2775), (signal.SIGINT, 0o755)])

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from identities.plans import random_plan
-from processes import read_alone
+from processes import run_without_moe_lab
 from safetensors.torch import load_file, save_file
 
 from moe_lab import errors
@@ -238,7 +238,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if type(module).__name__ == "FourBitLinear":
                 expected[path] = module.weight()
         save_file(expected, case_folder / "expected.safetensors")
-    read_alone(WITHOUT_MOE_LAB, root)
+    run_without_moe_lab(WITHOUT_MOE_LAB, root)
     return root
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import PCG64, Generator
-from processes import within
+from processes import time_limit
 from scipy.stats import chisquare
 
 from moe_lab.allocation.problem import Limits
@@ -341,7 +341,7 @@ def test_search_of_the_paper_has_little_overhead() -> None:
         sizes.append(len(schedules))
         return [float(sum(a * b for a, b in enumerate(schedule))) for schedule in schedules]
 
-    with within(2):
+    with time_limit(2):
         result = evolve(PAPER.space(2), SearchSettings(), evaluate)
     assert len(sizes) == 50 == result.counts["generations"]
     assert sizes[0] <= 32

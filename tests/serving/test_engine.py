@@ -11,9 +11,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from processes import is_running, until
+from processes import is_running, wait_until
 from pyarrow import parquet
-from studies import on_boolq
+from studies import run_on_boolq
 from test_vllm import (
     FAMILIES,
     NEEDS_VLLM,
@@ -112,7 +112,7 @@ def test_masks_that_would_not_be_those_of_the_plan_are_refused(
 
 def study(store: Path, name: str, *overrides: str) -> str:
     """Runs a study of the shipped model; returns what its worker printed."""
-    process = on_boolq(
+    process = run_on_boolq(
         store, "launcher=inline", "allow_code_execution=true", f"study={name}", *overrides
     )
     assert process.returncode == 0, process.stderr[-3000:]
@@ -169,7 +169,7 @@ def test_engine_ends_with_its_process() -> None:
         assert is_running(engine)
         (folder,) = Path(tempfile.gettempdir()).glob(f"moe_lab-vllm-{engine}-*")
         user.kill()
-    until(lambda: not is_running(engine))
+    wait_until(lambda: not is_running(engine))
     assert not folder.exists()
 
 

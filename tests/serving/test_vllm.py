@@ -20,7 +20,7 @@ import pytest
 import tiny
 import torch
 from identities.plans import random_plan
-from processes import until
+from processes import wait_until
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -329,7 +329,7 @@ def served_export(models: Models) -> ServedExport:
             engine.kill()
             with pytest.raises(Unavailable) as error:
                 written(server, TEXT_PROMPTS)
-    until(lambda: not processes(group))  # all are told to end, and none is waited for
+    wait_until(lambda: not processes(group))  # all are told to end, and none is waited for
     return ServedExport(texts, stopped, str(error.value))
 
 

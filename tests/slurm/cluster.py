@@ -1,9 +1,9 @@
-"""A Slurm cluster of one node, made from Debian's packages, in a folder of its own; and studies on
-it whose steps take no time: see instant_work.
+"""A Slurm cluster of one node, made from Debian's packages, in its own folder; and studies on it
+whose steps take no time, see instant_work.
 
-Accounting is off, as on many a cluster: there is no sacct. Ports, sockets and keys are the
-cluster's own, so that it does not meet another one on the machine. Credentials expire soon, since a
-requeued job waits for that; the two GPUs are none.
+Accounting is off, as on many clusters: there is no sacct. The cluster has its own ports, sockets
+and keys, so that it does not interfere with another cluster on the machine. Credentials expire
+soon, because a requeued job waits for their expiry. The two GPUs do not exist.
 """
 
 import json
@@ -21,12 +21,13 @@ from pathlib import Path
 
 from studies import jobs
 
-LONG = 500
-"""Seconds after which a test gives up on a job; on a quiet machine it takes a fraction."""
-TWO = "ratio=0.25,0.5"
-STEPS = {"model": 1, "scores": 1, "plan": 2, "cost": 3}
-"""Kind -> number of steps of TWO without evaluations: the costs are those of the unpruned model and
-of both plans."""
+JOB_SECONDS = 500
+"""Seconds after which a test stops waiting for a job; on an idle machine, jobs take a fraction of
+them."""
+TWO_RATIOS = "ratio=0.25,0.5"
+STEP_COUNTS = {"model": 1, "scores": 1, "plan": 2, "cost": 3}
+"""Kind -> number of steps of a study with TWO_RATIOS and without evaluations. Costs are computed
+for the unpruned model and for both plans."""
 INSTANT_SETTINGS = [
     "criterion=random",
     "suite.benchmarks=[]",
@@ -62,15 +63,15 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def why_not() -> str | None:
-    """The reason why no cluster can be started here; None: one can."""
+def missing_requirement() -> str | None:
+    """The reason why no cluster can be started here; None if one can."""
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
         return f"no {', '.join(missing)}: apt-get install munge slurm-wlm slurm-client"
     return None if os.geteuid() == 0 else "slurmd needs root"
 
 
-def until(condition: Callable[[], object], seconds: float, message: str) -> None:
+def wait_until(condition: Callable[[], object], seconds: float, message: str) -> None:
     """Wait for a condition. AssertionError with a message when it is false for `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -79,7 +80,8 @@ def until(condition: Callable[[], object], seconds: float, message: str) -> None
 
 
 class Cluster:
-    """Daemons and the configuration they share; `start` and `stop`, or each daemon by itself."""
+    """The daemons of a cluster and their configuration. `start` and `stop` apply to all daemons,
+    `launch` and `end` to one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.host = folder, socket.gethostname().split(".")[0]
@@ -108,10 +110,10 @@ class Cluster:
         folder = self.folder
         files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "log", "pid", "seed")]
         self.launch("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files)
-        until((folder / "munge.socket").exists, 10, "munged did not start")
+        wait_until((folder / "munge.socket").exists, 10, "munged did not start")
         self.launch("slurmctld", "-D", "-i")
         self.launch("slurmd", "-D", "-N", self.host)
-        until(self.is_idle, 30, f"the node did not come up: {self.ask('sinfo')}")
+        wait_until(self.is_idle, 30, f"the node did not come up: {self.command_output('sinfo')}")
 
     def launch(self, program: str, *arguments: str) -> None:
         """Start one daemon."""
@@ -131,50 +133,52 @@ class Cluster:
 
     def stop(self) -> None:
         """Cancel what runs and end all daemons."""
-        self.ask("scancel", "--user=root")
-        until(lambda: not self.ask("squeue", "-h"), 20, "jobs do not end")
+        self.command_output("scancel", "--user=root")
+        wait_until(lambda: not self.command_output("squeue", "-h"), 20, "jobs do not end")
         for program in reversed(list(self.daemons)):
             self.end(program)
 
-    def ask(self, *command: str) -> str:
+    def command_output(self, *command: str) -> str:
         """The output of a command of Slurm, errors included."""
         result = subprocess.run(command, capture_output=True, text=True, env=self.environment)
         return result.stdout + result.stderr
 
-    def job(self, job: str) -> Mapping[str, str]:
-        """The fields that scontrol prints of a job, also of an ended one."""
-        entries = self.ask("scontrol", "--oneliner", "show", "job", job).split()
+    def job_fields(self, job: str) -> Mapping[str, str]:
+        """The fields of a job that scontrol prints, even after the job has ended."""
+        entries = self.command_output("scontrol", "--oneliner", "show", "job", job).split()
         return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
-    def minutes(self, job: str) -> int:
-        """How many whole minutes a job, of less than a day, has run since it was started or
-        restarted."""
-        hours, minutes, _ = map(int, self.job(job)["RunTime"].split(":"))
+    def run_minutes(self, job: str) -> int:
+        """Number of whole minutes that a job has run since it was started or restarted, less than a
+        day ago."""
+        hours, minutes, _ = map(int, self.job_fields(job)["RunTime"].split(":"))
         return hours * 60 + minutes
 
     def wait_for_the_end(self, store: Path) -> None:
-        """Until the queue has no jobs of the studies in a store."""
+        """Wait until the queue has no jobs of the studies in a store."""
         arrays = self.arrays(store)
-        until(
-            lambda: not arrays.intersection(self.ask("squeue", "-h", "-o", "%F").split()),
-            LONG,
+        wait_until(
+            lambda: (
+                not arrays.intersection(self.command_output("squeue", "-h", "-o", "%F").split())
+            ),
+            JOB_SECONDS,
             "jobs do not end",
         )
 
     def arrays(self, store: Path) -> set[str]:
-        """All jobs that were ever submitted for the studies in a store; of an array, its own id."""
+        """Ids of all arrays and jobs that were ever submitted for the studies in a store."""
         documents = [json.loads(run.read_text()) for run in store.glob("runs/*/*/jobs.json")]
         return {row["job"]["array"] for document in documents for row in document["jobs"]}
 
     def is_idle(self) -> bool:
-        """Whether the node is there and nothing runs on it."""
-        return self.ask("sinfo", "-h", "-o", "%T").strip() == "idle"
+        """Whether the node is up and no job runs on it."""
+        return self.command_output("sinfo", "-h", "-o", "%T").strip() == "idle"
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[Cluster]:
-    """A cluster in a new folder, whose parent others must be able to enter: munge refuses its
-    socket otherwise."""
+def running_cluster(folder: Path) -> Iterator[Cluster]:
+    """Start a cluster in a new folder and stop it at the end. Other users must be able to enter the
+    parent folder, because munge refuses its socket otherwise."""
     folder.parent.chmod(0o755)
     cluster = Cluster(folder)
     try:
@@ -185,13 +189,13 @@ def running(folder: Path) -> Iterator[Cluster]:
 
 
 def instant_environment(folder: Path) -> dict[str, str]:
-    """Environment in which steps take no time and write what they do into a folder."""
+    """Environment in which steps take no time and record their parts in files of a folder."""
     path = [str(Path(__file__).parent / "instant_work"), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, path)), "INSTANT_WORK": str(folder)}
 
 
 class InstantStudies:
-    """A store with studies in it, and the folder that steers and counts their steps."""
+    """A store with studies, and the folder whose files control and count their steps."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster = cluster
@@ -200,10 +204,10 @@ class InstantStudies:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start a command that submits jobs."""
-        return self.type(*INSTANT_SETTINGS, "launcher=slurm", *arguments)
+        return self.start_command(*INSTANT_SETTINGS, "launcher=slurm", *arguments)
 
-    def type(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start any command, on the store of these studies unless it names one."""
+    def start_command(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start any command, on the store of these studies unless the arguments name one."""
         names_store = any(argument.startswith("store=") for argument in arguments)
         store = [] if names_store else [f"store={self.store}"]
         return subprocess.Popen(
@@ -216,9 +220,9 @@ class InstantStudies:
         )
 
     def submit(self, *arguments: str) -> dict[str, str]:
-        """Run a command that submits jobs to its end; kind -> id of the array."""
+        """Run a command that submits jobs to its end. Returns kind of jobs -> id of their array."""
         run = self.start(*arguments)
-        output, errors = run.communicate(timeout=LONG)
+        output, errors = run.communicate(timeout=JOB_SECONDS)
         assert run.returncode == 0, errors
         return jobs(output)
 
@@ -228,7 +232,7 @@ class InstantStudies:
             (self.folder / f"hold-{kind}").touch()
 
     def release(self) -> None:
-        """Let all steps go on."""
+        """Let all held steps continue."""
         for file in self.folder.glob("hold-*"):
             file.unlink()
 
@@ -236,23 +240,25 @@ class InstantStudies:
         path = self.folder / name
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
-    def begun(self, kind: str) -> list[int]:
-        """The processes that were given steps of a kind, the last one last."""
+    def processes_of(self, kind: str) -> list[int]:
+        """Ids of the processes that started steps of a kind, in the order of the starts."""
         return [
             int(process) for step, process in self.lines("begun") if step.startswith(f"{kind}/")
         ]
 
     def wait_for(self, kind: str, times: int = 1) -> int:
-        """Wait until steps of a kind were begun so many times; the last process that did."""
-        until(
-            lambda: len(self.begun(kind)) >= times,
-            LONG,
-            f"{kind} was begun {len(self.begun(kind))} times",
+        """Wait until steps of a kind were started `times` times. Returns the id of the process of
+        the last start."""
+        wait_until(
+            lambda: len(self.processes_of(kind)) >= times,
+            JOB_SECONDS,
+            f"{kind} was begun {len(self.processes_of(kind))} times",
         )
-        return self.begun(kind)[-1]
+        return self.processes_of(kind)[-1]
 
-    def done_once(self) -> Counter[str]:
-        """Kind -> steps, all of whose parts were done once, by any number of jobs."""
+    def finished_step_counts(self) -> Counter[str]:
+        """Kind -> number of finished steps. Asserts that every part of every step was done exactly
+        once, in any number of jobs."""
         parts = Counter((step, part) for step, part in self.lines("parts"))
         assert set(parts.values()) == {1}, parts
         steps = [step for step, part in parts]
@@ -263,11 +269,11 @@ class InstantStudies:
         return Counter(step.partition("/")[0] for step in set(steps))
 
     def wait_for_the_end(self) -> None:
-        """Until no job of these studies is in the queue."""
+        """Wait until the queue has no jobs of these studies."""
         self.cluster.wait_for_the_end(self.store)
 
     def end(self) -> None:
-        """Take away what the queue still has of these studies, whatever became of a test."""
+        """Release and cancel all jobs of these studies, also after a failed test."""
         self.release()
-        self.cluster.ask("scancel", *self.cluster.arrays(self.store))
+        self.cluster.command_output("scancel", *self.cluster.arrays(self.store))
         self.wait_for_the_end()

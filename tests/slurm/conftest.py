@@ -5,18 +5,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, InstantStudies, running, why_not
+from cluster import Cluster, InstantStudies, missing_requirement, running_cluster
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """A running cluster, to which the commands of Slurm are pointed meanwhile; skips where there
-    cannot be one."""
-    if reason := why_not():
+    """A running cluster, which the commands of Slurm use meanwhile. Skips the tests where no
+    cluster can be started."""
+    if reason := missing_requirement():
         pytest.skip(f"no Slurm cluster here: {reason}")
     with (
         tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder,
-        running(Path(folder) / "cluster") as test_cluster,
+        running_cluster(Path(folder) / "cluster") as test_cluster,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("SLURM_CONF", str(test_cluster.configuration))
@@ -26,8 +26,8 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def instant(cluster: Cluster, tmp_path: Path) -> Iterator[InstantStudies]:
-    """An empty store; afterwards nothing of it is in the queue and the node is idle, whatever
-    became of the test."""
+    """Studies in an empty store. After the test their jobs are cancelled and the node is resumed,
+    even if the test failed."""
     yield (studies := InstantStudies(cluster, tmp_path))
-    cluster.ask("scontrol", "update", f"nodename={cluster.host}", "state=resume")
+    cluster.command_output("scontrol", "update", f"nodename={cluster.host}", "state=resume")
     studies.end()

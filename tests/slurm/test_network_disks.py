@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from cluster import instant_environment
-from processes import until
+from processes import wait_until
 from studies import command, study_output
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.timeout(600)]
@@ -65,7 +65,7 @@ def gluster(folder: Path, mounts: list[Path]) -> Iterator[list[Path]]:
     manager = subprocess.Popen(["glusterd", "--no-daemon", f"--log-file={folder}/log"])
     try:
         command = ["gluster", "--mode=script", "volume"]
-        until(lambda: subprocess.run([*command, "list"], capture_output=True).returncode == 0)
+        wait_until(lambda: subprocess.run([*command, "list"], capture_output=True).returncode == 0)
         run(*command, "create", volume, f"{host}:{folder}/brick", "force")
         run(*command, "start", volume)
         with mounted(
@@ -95,7 +95,7 @@ def sshfs(folder: Path, mounts: list[Path]) -> Iterator[list[Path]]:
     )
     options = f"IdentityFile={folder}/key,StrictHostKeyChecking=no,UserKnownHostsFile=/dev/null"
     try:
-        until(lambda: (folder / "sshd.pid").exists())
+        wait_until(lambda: (folder / "sshd.pid").exists())
         source = f"root@127.0.0.1:{folder}/data"
         with mounted(mounts, lambda mount: run("sshfs", "-p", port, "-o", options, source, mount)):
             yield mounts
@@ -169,7 +169,7 @@ def test_a_node_goes_on_when_another_is_killed(mounts: list[Path], tmp_path: Pat
     begun = tmp_path / "begun"
     killed = start(mounts[0], tmp_path, "node-a")
     surviving = start(mounts[1], tmp_path, "node-b")
-    until(lambda: begun.exists() and len(begun.read_text().splitlines()) >= 3)
+    wait_until(lambda: begun.exists() and len(begun.read_text().splitlines()) >= 3)
     killed.kill()
     exit_code(killed)
     assert exit_code(surviving) == 0

@@ -15,7 +15,7 @@ from typing import Any
 
 import preloaded
 import pytest
-from cluster import LONG, STEPS, TWO, Cluster, InstantStudies, until
+from cluster import JOB_SECONDS, STEP_COUNTS, TWO_RATIOS, Cluster, InstantStudies, wait_until
 from studies import command, executed_steps, jobs, moe_lab, results, study_output
 
 from moe_lab.paths import cache_folder
@@ -105,17 +105,24 @@ def limited(cluster: Cluster, folder: Path) -> None:
     limit leaves one to two minutes, however long the job took to begin.
     """
     instant = InstantStudies(cluster, folder)
-    arguments = [TWO, "study=limited", "launcher.max_requeues=1", "launcher.signal_seconds=59"]
+    arguments = [
+        TWO_RATIOS,
+        "study=limited",
+        "launcher.max_requeues=1",
+        "launcher.signal_seconds=59",
+    ]
     arguments += ["+resources.jobs={cost: {minutes: 10}}"]
     instant.hold("cost")
     job = instant.submit(*arguments)["cost"]
     instant.wait_for("cost")
-    cluster.ask("scontrol", "update", f"jobid={job}", f"timelimit={cluster.minutes(job) + 2}")
+    cluster.command_output(
+        "scontrol", "update", f"jobid={job}", f"timelimit={cluster.run_minutes(job) + 2}"
+    )
     instant.wait_for("cost", 2)
-    assert cluster.job(job)["Restarts"] == "1"
-    cluster.ask("scancel", "--signal=USR2", job)
-    until(lambda: cluster.job(job)["JobState"] == "FAILED", LONG, "it goes on")
-    assert cluster.job(job)["Restarts"] == "1"
+    assert cluster.job_fields(job)["Restarts"] == "1"
+    cluster.command_output("scancel", "--signal=USR2", job)
+    wait_until(lambda: cluster.job_fields(job)["JobState"] == "FAILED", JOB_SECONDS, "it goes on")
+    assert cluster.job_fields(job)["Restarts"] == "1"
     log = "".join(file.read_text() for file in cache_folder("jobs").glob(f"*/{job}*_log.*"))
     assert "this job is timed-out" in log
     assert "Job not requeued" in log
@@ -124,8 +131,8 @@ def limited(cluster: Cluster, folder: Path) -> None:
     instant.wait_for_the_end()
     assert set(instant.submit(*arguments)) == {"cost", "evaluate", "record"}
     instant.wait_for_the_end()
-    assert instant.done_once() == STEPS
-    assert len(instant.begun("cost")) == 5
+    assert instant.finished_step_counts() == STEP_COUNTS
+    assert len(instant.processes_of("cost")) == 5
 
 
 def overlapping(cluster: Cluster, folder: Path) -> None:
@@ -139,14 +146,14 @@ def overlapping(cluster: Cluster, folder: Path) -> None:
     (instant.folder / "apart").touch()
     wide = instant.start("study=wide", "ratio=0.1,0.2,0.3,0.4")
     broken = instant.start("study=broken", "ratio=0.2,0.3,0.4,0.5", "criterion=random,magnitude")
-    outputs = [run.communicate(timeout=LONG) for run in (wide, broken)]
+    outputs = [run.communicate(timeout=JOB_SECONDS) for run in (wide, broken)]
     assert (wide.returncode, broken.returncode) == (0, 0), outputs
     assert sum(printed.count("plan: 3 jobs, 3 steps") for printed, _ in outputs) >= 2, (
         "MaxArraySize is 3"
     )
     instant.release()
     instant.wait_for_the_end()
-    assert instant.done_once() == {"model": 1, "scores": 1, "plan": 5, "cost": 6}
+    assert instant.finished_step_counts() == {"model": 1, "scores": 1, "plan": 5, "cost": 6}
     cells = {name: (read_record(instant.store, name) or {})["cells"] for name in ("wide", "broken")}
     assert len(cells["wide"]) == 5
     assert all(cell["cost"] for cell in cells["wide"])
@@ -187,7 +194,7 @@ def scenario(request: pytest.FixtureRequest, cluster: Cluster, folder: Path) -> 
             for name in SCENARIOS:
                 started(name)
         yield lambda name: started(name).result()
-        cluster.ask("scancel", "--user=root")
+        cluster.command_output("scancel", "--user=root")
 
 
 @pytest.mark.parametrize("name", ["overlapping", "secretive"])
@@ -313,10 +320,16 @@ def test_a_pass_is_saved_when_its_job_is_requeued(cluster: Cluster, tmp_path: Pa
         "calibration.batch_size=1",
         *SLURM,
     )
-    until(lambda: list(store.glob("partial/*/progress.json")), LONG, "the pass does not begin")
-    cluster.ask("scontrol", "requeue", jobs(result.stdout)["statistics"])
-    until(lambda: list(store.glob("partial/*/checkpoint.safetensors")), LONG, "nothing is saved")
-    cluster.ask("scancel", *jobs(result.stdout).values())
+    wait_until(
+        lambda: list(store.glob("partial/*/progress.json")), JOB_SECONDS, "the pass does not begin"
+    )
+    cluster.command_output("scontrol", "requeue", jobs(result.stdout)["statistics"])
+    wait_until(
+        lambda: list(store.glob("partial/*/checkpoint.safetensors")),
+        JOB_SECONDS,
+        "nothing is saved",
+    )
+    cluster.command_output("scancel", *jobs(result.stdout).values())
     cluster.wait_for_the_end(store)
 
 
@@ -374,9 +387,9 @@ def random_plan(store: Path, seed: int) -> Path:
 def drained(cluster: Cluster) -> Iterator[None]:
     """A cluster whose jobs stay in the queue."""
     node = f"nodename={cluster.host}"
-    cluster.ask("scontrol", "update", node, "state=drain", "reason=test")
+    cluster.command_output("scontrol", "update", node, "state=drain", "reason=test")
     yield
-    cluster.ask("scontrol", "update", node, "state=resume")
+    cluster.command_output("scontrol", "update", node, "state=resume")
 
 
 def test_jobs_run_the_code_as_it_was_submitted(

@@ -6,7 +6,14 @@ import random
 import signal
 
 import pytest
-from cluster import INSTANT_SETTINGS, LONG, STEPS, TWO, InstantStudies, until
+from cluster import (
+    INSTANT_SETTINGS,
+    JOB_SECONDS,
+    STEP_COUNTS,
+    TWO_RATIOS,
+    InstantStudies,
+    wait_until,
+)
 from studies import study_output
 
 from moe_lab.results import read_record
@@ -21,18 +28,18 @@ def test_the_same_command_goes_on_after_failures_of_the_cluster(
     once."""
     one_job_or_step_is_cancelled(instant)
     a_worker_is_killed_and_all_is_cancelled(instant)
-    run = instant.start(TWO, "study=instant", "wait=true")
-    begun = len(instant.begun("cost"))
+    run = instant.start(TWO_RATIOS, "study=instant", "wait=true")
+    begun = len(instant.processes_of("cost"))
     instant.hold("cost")
     instant.wait_for("cost", begun + 1)
-    (job,) = instant.cluster.ask(
+    (job,) = instant.cluster.command_output(
         "squeue", "-h", "-t", "R", "-n", "instant.cost", "-o", "%i"
     ).split()
     a_job_is_requeued_and_the_controller_restarted(instant, job, begun + 2, monkeypatch)
     the_node_is_drained_and_lost(instant, job)
-    errors = run.communicate(timeout=LONG)[1]
+    errors = run.communicate(timeout=JOB_SECONDS)[1]
     assert run.returncode == 0, errors
-    assert instant.done_once() == STEPS
+    assert instant.finished_step_counts() == STEP_COUNTS
     assert study_output(instant.store, "why", "instant") == "instant: all 7 steps are done\n", (
         "nor is a record missing"
     )
@@ -41,25 +48,33 @@ def test_the_same_command_goes_on_after_failures_of_the_cluster(
 def one_job_or_step_is_cancelled(instant: InstantStudies) -> None:
     """wait=true ends when all jobs have, and says what is missing."""
     instant.hold("scores", "cost")
-    run = instant.start(TWO, "study=instant", "wait=true")
+    run = instant.start(TWO_RATIOS, "study=instant", "wait=true")
     for kind in ("scores", "cost"):
         instant.wait_for(kind)
-    until(
-        lambda: "instant.record" in instant.cluster.ask("squeue", "-h", "-o", "%j"),
-        LONG,
+    wait_until(
+        lambda: "instant.record" in instant.cluster.command_output("squeue", "-h", "-o", "%j"),
+        JOB_SECONDS,
         "not all is submitted",
     )
-    assert instant.submit(TWO, "study=instant") == {}, "what is in the queue is not submitted again"
+    assert instant.submit(TWO_RATIOS, "study=instant") == {}, (
+        "what is in the queue is not submitted again"
+    )
     first, second = random.sample(["scores", "cost"], 2)
-    (job,) = instant.cluster.ask("squeue", "-h", "-n", f"instant.{first}", "-o", "%i").split()
-    instant.cluster.ask("scancel", job)
-    until(lambda: instant.cluster.job(job)["JobState"] == "CANCELLED", LONG, "it is not cancelled")
+    (job,) = instant.cluster.command_output(
+        "squeue", "-h", "-n", f"instant.{first}", "-o", "%i"
+    ).split()
+    instant.cluster.command_output("scancel", job)
+    wait_until(
+        lambda: instant.cluster.job_fields(job)["JobState"] == "CANCELLED",
+        JOB_SECONDS,
+        "it is not cancelled",
+    )
     assert "cancelled; the same command" in study_output(instant.store, "why", f"{first}/")
-    assert instant.cluster.ask("squeue", "-h", "-t", "R", "-o", "%j").split() == [
+    assert instant.cluster.command_output("squeue", "-h", "-t", "R", "-o", "%j").split() == [
         f"instant.{second}"
     ]
     assert "cancelled 1 jobs" in study_output(instant.store, "cancel", f"{second}/")
-    errors = run.communicate(timeout=LONG)[1]
+    errors = run.communicate(timeout=JOB_SECONDS)[1]
     assert run.returncode == 1 and "the same command goes on from here" in errors, errors
 
 
@@ -67,7 +82,7 @@ def a_worker_is_killed_and_all_is_cancelled(instant: InstantStudies) -> None:
     """The other steps of the job are done, by another worker."""
     instant.release()
     instant.hold("plan", "cost")
-    instant.submit(TWO, "study=instant")
+    instant.submit(TWO_RATIOS, "study=instant")
     os.kill(instant.wait_for("plan"), signal.SIGKILL)
     instant.wait_for("plan", 2)
     assert len({step for step, _ in instant.lines("begun") if step.startswith("plan/")}) == 2
@@ -82,8 +97,10 @@ def a_job_is_requeued_and_the_controller_restarted(
 ) -> None:
     """While the controller is away the store is asked all the same."""
     cluster = instant.cluster
-    cluster.ask("scontrol", "requeue", job)
-    until(lambda: cluster.job(job)["JobState"] == "PENDING", LONG, "it is not requeued")
+    cluster.command_output("scontrol", "requeue", job)
+    wait_until(
+        lambda: cluster.job_fields(job)["JobState"] == "PENDING", JOB_SECONDS, "it is not requeued"
+    )
     cluster.end("slurmctld")
     with monkeypatch.context() as patched:
         impatient = cluster.folder / "impatient.conf"
@@ -99,14 +116,16 @@ def the_node_is_drained_and_lost(instant: InstantStudies, job: str) -> None:
     lost node is requeued."""
     cluster = instant.cluster
     node = f"nodename={instant.cluster.host}"
-    cluster.ask("scontrol", "update", node, "state=drain", "reason=test")
-    assert "drain" in cluster.ask("sinfo", "-h", "-o", "%T")
-    assert cluster.job(job)["JobState"] == "RUNNING"
-    cluster.ask("scontrol", "update", node, "state=down", "reason=test")
-    until(lambda: cluster.job(job)["JobState"] == "PENDING", LONG, "it is not requeued")
+    cluster.command_output("scontrol", "update", node, "state=drain", "reason=test")
+    assert "drain" in cluster.command_output("sinfo", "-h", "-o", "%T")
+    assert cluster.job_fields(job)["JobState"] == "RUNNING"
+    cluster.command_output("scontrol", "update", node, "state=down", "reason=test")
+    wait_until(
+        lambda: cluster.job_fields(job)["JobState"] == "PENDING", JOB_SECONDS, "it is not requeued"
+    )
     assert "is PENDING (" in study_output(instant.store, "why", "instant")
     instant.release()
-    cluster.ask("scontrol", "update", node, "state=resume")
+    cluster.command_output("scontrol", "update", node, "state=resume")
 
 
 def test_jobs_of_hydras_own_launcher_share_steps(instant: InstantStudies) -> None:
@@ -120,14 +139,16 @@ def test_jobs_of_hydras_own_launcher_share_steps(instant: InstantStudies) -> Non
         "hydra.launcher.timeout_min=5",
     ]
     instant.hold("model")
-    run = instant.type(*launcher, *INSTANT_SETTINGS, *settings)
-    until(
-        lambda: len(instant.cluster.ask("squeue", "-h", "-r", "-t", "R").splitlines()) == 2,
-        LONG,
+    run = instant.start_command(*launcher, *INSTANT_SETTINGS, *settings)
+    wait_until(
+        lambda: (
+            len(instant.cluster.command_output("squeue", "-h", "-r", "-t", "R").splitlines()) == 2
+        ),
+        JOB_SECONDS,
         "no two jobs run",
     )
     instant.release()
-    printed, errors = run.communicate(timeout=LONG)
+    printed, errors = run.communicate(timeout=JOB_SECONDS)
     assert run.returncode == 0, printed + errors
-    assert instant.done_once() == STEPS
+    assert instant.finished_step_counts() == STEP_COUNTS
     assert len((read_record(instant.store, "both") or {})["cells"]) == 3

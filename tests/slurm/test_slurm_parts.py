@@ -18,7 +18,7 @@ from unittest.mock import Mock
 
 import choices
 import pytest
-from example_steps import Example, cell_of, evaluated, step_of
+from example_steps import Example, cell_of, evaluation_step, step_of
 from omegaconf import OmegaConf
 
 import moe_lab
@@ -135,7 +135,7 @@ def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> 
     )
     grading = Grading(IdentifiedBenchmark.of(benchmark), Policy(), None)
     for plan in [step for step in steps if step.kind == "plan"]:
-        pruned = evaluated(ModelConfig(name="m", path="owner/m"), benchmark, plan).pruned
+        pruned = evaluation_step(ModelConfig(name="m", path="owner/m"), benchmark, plan).pruned
         generate = Generate(step_about, pruned, None, None)
         steps += [pruned.loaded.facts, generate, Grade(grading, generate)]
     arrays = divide_into_arrays(
@@ -699,7 +699,7 @@ def heads_28(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("heads_28")
 def test_vllm_jobs_ask_for_gpus_that_divide_the_attention_heads() -> None:
     """vLLM uses no other number of GPUs."""
-    step = evaluated(BIG, WRITTEN, backend=BackendConfig("vllm"))
+    step = evaluation_step(BIG, WRITTEN, backend=BackendConfig("vllm"))
     assert request_of([step])["gpus"] == 4
     with pytest.raises(UserError, match=r"at most 4 GPUs of resources\.gpu_memory=24 "):
         request_of([step], "{gpu_memory: 24}")
@@ -713,7 +713,7 @@ def test_transformers_jobs_may_divide_layers_among_eight_gpus() -> None:
 @pytest.mark.usefixtures("heads_28")
 def test_vllm_jobs_ask_for_the_configured_tensor_parallel_size() -> None:
     backend = BackendConfig("vllm", arguments={"tensor_parallel_size": 2})
-    step = evaluated(BIG, WRITTEN, backend=backend)
+    step = evaluation_step(BIG, WRITTEN, backend=backend)
     assert request_of([step], "{gpu_memory: 96}")["gpus"] == 2
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from processes import of_children, within
+from processes import children_seconds, time_limit
 from studies import command, jobs
 from submitit.core.utils import DelayedSubmission
 
@@ -99,7 +99,7 @@ def test_a_thousand_cells_are_submitted_in_few_calls(
 ) -> None:
     ratios = ",".join(f"{number / 250:.3f}" for number in range(1, 201))
     grid = ["criterion=man,reap,frequency,magnitude,random", f"ratio={ratios}"]
-    with within(SECONDS, of_children):
+    with time_limit(SECONDS, children_seconds):
         result = submit(tmp_path, fake_slurm, *grid)
     assert result.returncode == 0, result.stderr
     assert "1001 cells" in result.stderr

@@ -16,8 +16,8 @@ from unittest.mock import Mock
 
 import pytest
 from example_steps import Example
-from processes import quoted, until
-from studies import SMALL, STUDY, StudyRequest, Worker, start, study_command, study_request
+from processes import python_command, wait_until
+from studies import SMALL_STUDY, STUDY, StudyRequest, Worker, start, study_command, study_request
 
 from analysis.load.reader import Reader
 from analysis.load.studies import combined_record
@@ -393,7 +393,7 @@ def mounted(options: str, store: Path, *command: str) -> subprocess.CompletedPro
     return subprocess.run([*unshare, *command], capture_output=True, text=True, cwd=store.parent)
 
 
-AIMER = [*SMALL, "criterion=aimer", "ratio=0.5"]
+AIMER = [*SMALL_STUDY, "criterion=aimer", "ratio=0.5"]
 """Settings of `aimer_study`."""
 
 
@@ -427,7 +427,7 @@ def test_commands_on_a_read_only_store(done_store: Path, arguments: list[str], c
 @pytest.mark.root  # which may mount
 def test_the_analysis_reads_a_read_only_store(done_store: Path, tmp_path: Path) -> None:
     """Nobody reads its output, so that it ends with a broken pipe."""
-    command = quoted("-m", "analysis", "gaps", f"store={done_store}", f"out={tmp_path}")
+    command = python_command("-m", "analysis", "gaps", f"store={done_store}", f"out={tmp_path}")
     script = f"{command} | true"
     result = mounted(f"--bind {done_store}", done_store, "bash", "-o", "pipefail", "-c", script)
     assert result.returncode == 141 and "Traceback" not in result.stderr, result.stderr
@@ -436,11 +436,11 @@ def test_the_analysis_reads_a_read_only_store(done_store: Path, tmp_path: Path) 
 
 @pytest.mark.root  # which may mount
 def test_a_report_on_a_full_disk_is_one_sentence(done_store: Path, tmp_path: Path) -> None:
-    settings = [*SMALL[:-1], "criterion=aimer", "ratio=0.5", f"store={tmp_path}"]
+    settings = [*SMALL_STUDY[:-1], "criterion=aimer", "ratio=0.5", f"store={tmp_path}"]
     commands = [
         f"cp -a {done_store}/. {tmp_path} && dd if=/dev/zero of={tmp_path}/rest bs=1k",
         f"truncate -s -40k {tmp_path}/rest",
-        f"exec {quoted('-m', 'moe_lab')} {' '.join(settings)}",
+        f"exec {python_command('-m', 'moe_lab')} {' '.join(settings)}",
     ]
     result = mounted("-t tmpfs -o size=1m tmpfs", tmp_path, "sh", "-c", "; ".join(commands))
     assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
@@ -546,11 +546,11 @@ def test_a_closed_pipe_gives_no_traceback(done_store: Path, arguments: str) -> N
 
 
 def test_an_interrupted_study_gives_no_traceback(tmp_path: Path) -> None:
-    settings = [*SMALL[:2], "launcher.processes=1", f"store={tmp_path}"]
+    settings = [*SMALL_STUDY[:2], "launcher.processes=1", f"store={tmp_path}"]
     process = subprocess.Popen(
         [sys.executable, "-m", "moe_lab", *settings], stderr=subprocess.PIPE, text=True
     )
-    until(lambda: list(tmp_path.glob("runs/*/*/run.json")) or process.poll() is not None)
+    wait_until(lambda: list(tmp_path.glob("runs/*/*/run.json")) or process.poll() is not None)
     process.send_signal(signal.SIGINT)
     assert process.stderr
     errors = process.stderr.read()

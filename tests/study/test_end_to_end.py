@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy
 import pytest
 import yaml
-from studies import executed_steps, moe_lab, on_boolq, results
+from studies import executed_steps, moe_lab, results, run_on_boolq
 
 from moe_lab.results import read_record
 from moe_lab.statistics import read
@@ -121,7 +121,7 @@ def test_each_cell_has_a_score(finished: Path) -> None:
 def test_a_multirun_has_the_cells_and_steps_of_a_grid(finished: Path, launcher: str) -> None:
     steps_before = executed_steps(finished)
     study = f"swept_{launcher}"
-    result = on_boolq(finished, "-m", *GRID, f"hydra/launcher={launcher}", f"study={study}")
+    result = run_on_boolq(finished, "-m", *GRID, f"hydra/launcher={launcher}", f"study={study}")
     assert result.returncode == 0, result.stderr
     assert executed_steps(finished) == steps_before
     swept, grid = ((read_record(finished, name) or {})["cells"] for name in (study, "study"))
@@ -146,7 +146,7 @@ def test_a_sweeper_finds_the_best_value_of_the_objective(finished: Path, launche
         "objective=Avg",
         f"study=best_{launcher}",
     ]
-    result = on_boolq(finished, *SWEEPER, *settings)
+    result = run_on_boolq(finished, *SWEEPER, *settings)
     assert result.returncode == 0, result.stderr
     best = yaml.safe_load((folder / "optimization_results.yaml").read_text())
     scores = dict(scores_of(finished, f"best_{launcher}"))
@@ -162,7 +162,7 @@ def test_a_sweeper_without_an_objective_is_refused(
 ) -> None:
     steps_before = executed_steps(finished)
     grid = ["criterion=man", "ratio=0.25,0.5", "calibration=pocket_code"]
-    result = on_boolq(finished, *SWEEPER, *grid, *settings)
+    result = run_on_boolq(finished, *SWEEPER, *grid, *settings)
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
@@ -172,7 +172,7 @@ def test_a_sweeper_without_an_objective_is_refused(
 def test_inline_gives_the_same_results(finished: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     settings = ["criterion=man", "ratio=0.5", "calibration=pocket_code", "launcher=inline"]
-    result = on_boolq(store, *settings)
+    result = run_on_boolq(store, *settings)
     assert result.returncode == 0, result.stderr
     assert len(list(store.glob("*/*/step.json"))) == 9
     assert results(store).items() <= results(finished).items()
@@ -190,7 +190,7 @@ TOO_SHORT = [
 
 def test_an_error_in_a_step_stops_dependent_steps_only(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    result = on_boolq(store, *TOO_SHORT)
+    result = run_on_boolq(store, *TOO_SHORT)
     assert result.returncode == 2
     assert "calibration.tokens" in result.stderr
     assert "Traceback" not in result.stderr
@@ -201,7 +201,7 @@ def test_an_error_in_a_step_stops_dependent_steps_only(tmp_path: Path) -> None:
     assert evaluations["random"]
     assert evaluations["none"]
     assert evaluations["man"] is None
-    assert "retry=failed" in on_boolq(store, *TOO_SHORT).stderr
+    assert "retry=failed" in run_on_boolq(store, *TOO_SHORT).stderr
 
 
 CRITERION = """

@@ -12,7 +12,7 @@ from typing import Any
 
 import choices
 import pytest
-from example_steps import cell_of, evaluated, step_of
+from example_steps import cell_of, evaluation_step, step_of
 from rich.filesize import decimal
 from studies import StudyRequest, start, study_request
 
@@ -234,7 +234,7 @@ def reading(
 
 
 def asking(limit: int | None, **changes: Any) -> Step:
-    return evaluated(model(), replace(BENCHMARK, limit=limit, **changes))
+    return evaluation_step(model(), replace(BENCHMARK, limit=limit, **changes))
 
 
 def finish(store: Store, step: Step, seconds: Any, **fields: Any) -> None:
@@ -429,15 +429,15 @@ def test_hidden_states_at_most_double_the_main_memory(
             "cost of model=m loads 20.0 GiB .* 19.0 GiB of main memory: set cal",
         ),
         (
-            lambda m: evaluated(m, BENCHMARK),
+            lambda m: evaluation_step(m, BENCHMARK),
             {"dtype": "float32"},
             "evaluate of model=m loads 40.0 GiB .* leave it out",
         ),
         (lambda m: step("cost", m, text("streamed")), {}, None),
         (lambda m: step("weights", m), {}, None),
-        (lambda m: evaluated(m, BENCHMARK), {"device": "cuda"}, None),
-        (lambda m: evaluated(m, BENCHMARK, backend=SERVER), {}, None),
-        (lambda m: evaluated(m, BENCHMARK), {"expected": None}, None),
+        (lambda m: evaluation_step(m, BENCHMARK), {"device": "cuda"}, None),
+        (lambda m: evaluation_step(m, BENCHMARK, backend=SERVER), {}, None),
+        (lambda m: evaluation_step(m, BENCHMARK), {"expected": None}, None),
     ],
 )
 def test_models_larger_than_main_memory_are_refused(

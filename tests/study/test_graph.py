@@ -9,7 +9,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 from choices import CONF, Files, cells, read_choice
-from processes import within
+from processes import time_limit
 
 from moe_lab.config import (
     AllocationConfig,
@@ -92,7 +92,7 @@ def test_unknown_models_and_texts_of_the_hub_are_unresolved() -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_cells_in_five_seconds() -> None:
-    with within(5):
+    with time_limit(5):
         study_graph = graph(
             suite=sorted(file.stem for file in (CONF / "benchmark").glob("pocket_*.yaml")),
             criterion=[*CRITERIA, "gate_ean", "gate_energy", "mone_freq"],

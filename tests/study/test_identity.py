@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import choices
 import pytest
-from example_steps import Example, cell_of, evaluated, step_of
+from example_steps import Example, cell_of, evaluation_step, step_of
 
 from moe_lab import config
 from moe_lab.allocation import IdentifiedAllocation
@@ -224,7 +224,7 @@ def test_changed_parameters_give_another_step() -> None:
 
 def vllm_id(**arguments: Any) -> str:
     backend = config.BackendConfig(name="vllm", arguments=arguments)
-    return evaluated(MODEL, BENCHMARK, backend=backend).id
+    return evaluation_step(MODEL, BENCHMARK, backend=backend).id
 
 
 def test_vllm_memory_and_parallelism_do_not_change_identity() -> None:

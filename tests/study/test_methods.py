@@ -10,10 +10,10 @@ import pytest
 import torch
 import yaml
 from identities.plans import unaligned
-from processes import read_alone
+from processes import run_without_moe_lab
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
-from studies import on_boolq
+from studies import run_on_boolq
 
 from moe_lab import align
 from moe_lab.config import ModelConfig
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow
 
 def cells(store: Path, *settings: str) -> list[dict[str, Any]]:
     """The pruned cells of a study that must succeed."""
-    result = on_boolq(store, *settings)
+    result = run_on_boolq(store, *settings)
     assert result.returncode == 0, result.stderr
     record = read_record(store, "study") or {}
     return [cell for cell in record["cells"] if cell["plan"]]
@@ -234,7 +234,7 @@ def exported_as_evaluated(
     tokens = torch.arange(64)[None]
     save_file({"tokens": tokens}, folder / "tokens.safetensors")
     (folder / "export").symlink_to(store / cell["export"] / "checkpoint")
-    read_alone(WITHOUT_MOE_LAB, folder)
+    run_without_moe_lab(WITHOUT_MOE_LAB, folder)
     with torch.no_grad():
         assert torch.equal(
             load_file(folder / "logits.safetensors")["logits"], evaluated(tokens).logits

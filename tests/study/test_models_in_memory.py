@@ -6,7 +6,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from studies import SMALL
+from studies import SMALL_STUDY
 
 from moe_lab import __main__ as command
 from moe_lab.config import BackendConfig, ModelConfig
@@ -85,7 +85,7 @@ def test_studies_of_a_sweeper_share_the_models_in_memory(
         "hydra.sweeper.n_trials=2",
         "hydra.sweeper.n_jobs=1",
     ]
-    arguments = ["-m", *sweeper, *SMALL, "criterion=man", "ratio=0.25,0.5", "objective=Avg"]
+    arguments = ["-m", *sweeper, *SMALL_STUDY, "criterion=man", "ratio=0.25,0.5", "objective=Avg"]
     arguments += [f"hydra/launcher={launcher}", f"hydra.sweep.dir={tmp_path}"]
     monkeypatch.setattr("sys.argv", ["moe_lab", *arguments])
     with pytest.raises(SystemExit, match="0"):

@@ -13,8 +13,16 @@ from unittest.mock import Mock
 
 import pytest
 from example_steps import Example
-from processes import OWN_LOCKS, WITHOUT_LOCKS, locks
-from studies import BEGINNING, STUDY, Worker, run_until_killed, start, study_command, study_request
+from processes import LOCAL_LOCKS, NO_LOCKS, lock_environment
+from studies import (
+    SCRIPT_START,
+    STUDY,
+    Worker,
+    run_until_killed,
+    start,
+    study_command,
+    study_request,
+)
 
 from analysis.load.reader import Reader
 from moe_lab import packs
@@ -390,7 +398,7 @@ def test_a_step_that_is_packed_while_it_is_listed_is_listed(
     }
 
 
-PUBLISH_AND_PACK = f"""{BEGINNING}
+PUBLISH_AND_PACK = f"""{SCRIPT_START}
 from moe_lab.study import packing
 from moe_lab.study.schedule import Schedule, work
 packing.MANY, packing.PACK_INTERVAL, packing.MOST_PACKS = 5, 0.0, 3
@@ -405,11 +413,11 @@ assert len(store.finished_ids(steps)) == 300
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("body", ["", OWN_LOCKS, WITHOUT_LOCKS])
+@pytest.mark.parametrize("body", ["", LOCAL_LOCKS, NO_LOCKS])
 def test_processes_that_publish_pack_and_read_lose_nothing(store: Store, body: str) -> None:
     """Two processes compute the same steps and pack them all the time, while this one reads every
     step: also where locks of files do nothing, or are missing."""
-    environment = {**os.environ, **locks(body, store.root.parent)}
+    environment = {**os.environ, **lock_environment(body, store.root.parent)}
     command = [sys.executable, "-c", PUBLISH_AND_PACK, str(store.root)]
     processes = [subprocess.Popen(command, env=environment) for _ in range(2)]
     steps = [Example(number=number) for number in range(300)]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import tiny
-from example_steps import evaluated
+from example_steps import evaluation_step
 from scipy.stats import t
 
 from moe_lab.compose import compose, hydra_context
@@ -505,7 +505,7 @@ def missing_on(device: str, launcher: Any = "inline") -> list[str]:
     benchmark = BenchmarkConfig(
         name="b", harness="perplexity", task="pocket:calibration/general.jsonl"
     )
-    steps = [evaluated(model, benchmark), evaluated(model, benchmark)]
+    steps = [evaluation_step(model, benchmark), evaluation_step(model, benchmark)]
     return missing_requirements(steps, LauncherConfig(name=launcher))
 
 

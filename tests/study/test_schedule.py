@@ -23,7 +23,7 @@ from unittest.mock import Mock
 import pytest
 import studies
 from example_steps import Example
-from processes import until
+from processes import wait_until
 from studies import STUDY, StudyRequest, start, study_command
 
 from moe_lab import machine, progress
@@ -391,7 +391,7 @@ def running_study(
         target=lambda: codes.append(start(tmp_path / "store", aimer_study)), daemon=True
     )
     thread.start()
-    until(at_plan.is_set)
+    wait_until(at_plan.is_set)
     yield end
     end()
 
@@ -614,7 +614,7 @@ class SimulatedRun:
         self.workers = workers
         self.store, self.schedule = Store(store).create(), Schedule(seconds, clock=lambda: self.now)
 
-    def run_until(self, until: float) -> None:
+    def run_until(self, wait_until: float) -> None:
         """Finish the steps that end by `until`; then write the progress of the running steps."""
         while self.schedule.waiting or self.schedule.running:
             while self.schedule.waiting and len(self.schedule.running) < self.workers:
@@ -622,8 +622,8 @@ class SimulatedRun:
             end, step = min(
                 (begun + self.seconds[step], step) for step, begun in self.schedule.running.values()
             )
-            if end > until:
-                self.now = until
+            if end > wait_until:
+                self.now = wait_until
                 break
             self.now = end
             self.schedule.finish(step, computed=True)

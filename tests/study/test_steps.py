@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import tiny
-from example_steps import Example, cell_of, done, evaluated
+from example_steps import Example, cell_of, evaluation_step, perform_with_inputs
 from safetensors.numpy import load_file
 
 from moe_lab import calibration as calibrations
@@ -226,7 +226,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     batches."""
     store = Store(tmp_path_factory.mktemp("steps")).create()
     kinds = ("model", "statistics", "weights", "gradients", "scores")
-    return {kind: done(store, example_steps.step_of(kind, CELL)) for kind in kinds}
+    return {kind: perform_with_inputs(store, example_steps.step_of(kind, CELL)) for kind in kinds}
 
 
 @pytest.fixture(scope="module")
@@ -391,7 +391,9 @@ def text(tmp_path: Path) -> CalibrationConfig:
 
 def cost(store: Store, step: Cost) -> dict[str, Any]:
     """The result of a step that counts costs."""
-    result: dict[str, Any] = json.loads((done(store, step) / "cost.json").read_text())
+    result: dict[str, Any] = json.loads(
+        (perform_with_inputs(store, step) / "cost.json").read_text()
+    )
     return result
 
 
@@ -501,7 +503,7 @@ def evaluation(
     model = ModelConfig(
         name="m", path="pocket:olmoe", template_arguments={"enable_thinking": False}
     )
-    step = evaluated(model, benchmark)
+    step = evaluation_step(model, benchmark)
     assert step.id
     return step, Files(tmp_path, tmp_path, {}, tmp_path / "log", tmp_path), template_arguments
 
@@ -586,7 +588,7 @@ def test_contamination_counts_the_planted_items(
 ) -> None:
     """Case and punctuation do not matter; paragraphs of a document are counted."""
     step = Contamination.of(MODEL, planted, {"s": stories, "w": one_document})
-    folder = done(Store(tmp_path / "store").create(), step)
+    folder = perform_with_inputs(Store(tmp_path / "store").create(), step)
     counts = json.loads((folder / "contamination.json").read_text())
     assert counts["s"] == {"comparable": 21, "found": 3}
     assert counts["w"] == {"comparable": 10, "found": 3}

@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
-from processes import until
+from processes import wait_until
 
 from moe_lab.json_files import read_sealed, sealed
 from moe_lab.study import claims as claiming
@@ -270,7 +270,7 @@ def test_one_of_several_processes_takes_over_a_stale_claim(folder: Path, tmp_pat
 def test_a_heartbeat_renews_a_claim(folder: Path, fast: None) -> None:
     with Claims(folder).take("x") as claim:
         os.utime(claim.path, (1, 1))
-        until(lambda: time.time() - claim.path.stat().st_mtime < HOUR)
+        wait_until(lambda: time.time() - claim.path.stat().st_mtime < HOUR)
 
 
 def test_an_old_claim_is_stale_unless_its_job_is_in_the_queue(folder: Path) -> None:
@@ -313,7 +313,7 @@ class TestAnotherMachine:
             assert not claims.is_stale(path)
             time.sleep(claiming.BEAT / 4)
         last = time.monotonic()
-        until(lambda: claims.is_stale(path))
+        wait_until(lambda: claims.is_stale(path))
         assert age > 0 or time.monotonic() - last > SHORT / 2, "its time says nothing"
 
     def test_a_job_in_the_queue_keeps_its_claim(self, folder: Path) -> None:
