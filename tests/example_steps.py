@@ -55,44 +55,44 @@ STEPS_PER_JOB: Mapping[str, Any] = {
     "grade": "cells",
     "evaluate": "models",
 }
-"""Kind of Slurm jobs -> which of its steps share one."""
+"""Kind of Slurm jobs -> its steps that share a job, see `Resources.steps_per_job`."""
 
 
 class Example(Step):
-    """A step of any kind, identified by that, a number and its inputs."""
+    """A step of any kind, identified by its kind, its number and its inputs."""
 
     kind: str = "plan"
     name: str = "example"
     number: int = 0
-    needed: dict[str, Step] = field(default_factory=dict)
+    input_steps: dict[str, Step] = field(default_factory=dict)
     model: ModelConfig | None = None
-    done_in: str | None = None
-    """The kind of Slurm jobs that do it, if it is another."""
-    machine: dict[str, Any] = field(default_factory=dict)
-    """Fields of its resources that are not as usual."""
-    runtime = frozenset({"name", "model", "done_in", "machine"})
+    job_kind: str | None = None
+    """The kind of the Slurm jobs that perform the step; None for the kind of the step."""
+    resource_fields: dict[str, Any] = field(default_factory=dict)
+    """Fields of its resources that differ from the defaults."""
+    runtime = frozenset({"name", "model", "job_kind", "resource_fields"})
     setup = PlanSetup(IdentifiedAllocation.of(AllocationConfig()), 0.25, {}, "example")
 
     def label(self) -> str:
         return self.name
 
     def resources(self) -> Resources:
-        job = self.done_in or self.kind
-        usual = Resources(
+        job = self.job_kind or self.kind
+        resources = Resources(
             model=self.model, pace=[self.id], job=job, steps_per_job=STEPS_PER_JOB.get(job, "one")
         )
-        return usual._replace(**self.machine)
+        return resources._replace(**self.resource_fields)
 
 
 MODELS = Models()
-"""Those of this process."""
+"""Models in the memory of this process."""
 
 
 def perform_with_inputs(store: Store, step: Step) -> Path:
-    """Do a step, and before it those it needs that are missing in the store; the folder of its
-    result."""
-    for needed in step.needs:
-        perform_with_inputs(store, needed)
+    """Perform a step, after all of its inputs that are missing in the store. Returns the folder of
+    its result."""
+    for input_step in step.needs:
+        perform_with_inputs(store, input_step)
     with store.claim(step) as scratch:
         if scratch is not None:
             perform(step, Files.of(step, store, scratch, MODELS))
@@ -102,8 +102,8 @@ def perform_with_inputs(store: Store, step: Step) -> Path:
 def export_step_and_files(
     model: Path, folder: Path, export: ExportConfig, recovery: RecoveryConfig | None = None
 ) -> tuple[Export, Files]:
-    """The step that exports a model under the plan in `folder`/plan, fine-tuned as in
-    `folder`/finetune if there is a recovery; and its files."""
+    """(step that exports a model under the plan in `folder`/plan, files of the step). With a
+    recovery, the model is fine-tuned as in `folder`/finetune."""
     (folder / "scratch").mkdir(exist_ok=True)
     text = IdentifiedText.of(CalibrationConfig(name="x", path="owner/x", seed=1))
     plan = Example()
@@ -116,9 +116,9 @@ def export_step_and_files(
 
 
 def cell_of(model: ModelConfig, text: CalibrationConfig, **changes: Any) -> Cell:
-    """A cell that reads one text for everything, in its order."""
+    """A cell that reads one text in all roles, in the order of the text."""
     roles = dict.fromkeys(("search", "instructions", "distill", "fit", "flops"), text)
-    given = {
+    fields = {
         "criterion": CriterionConfig(name="reap"),
         "calibration": text,
         "allocation": AllocationConfig(),
@@ -129,13 +129,13 @@ def cell_of(model: ModelConfig, text: CalibrationConfig, **changes: Any) -> Cell
         "texts": roles,
         **changes,
     }
-    return Cell(model, **given)
+    return Cell(model, **fields)
 
 
 def step_of(
     kind: str, cell: Cell, config: Config | None = None, benchmark: BenchmarkConfig | None = None
 ) -> Step:
-    """A step of a kind, about a cell."""
+    """A step of the kind `kind` for a cell."""
     config = config or Config(timed=TimingConfig(device="a GPU"))
     if kind in ("alignment", "activation_alignment"):
         grouping = {"alignment": "m_smoe", "activation_alignment": "ream"}[kind]
@@ -143,7 +143,7 @@ def step_of(
     changes = plan_of(cell), None, storage_of(cell.recovery)
     pruned = Pruned(loaded_field(cell.model), *changes, cell.recovery, drops_whole_experts(cell))
     text = IdentifiedText.of(cell.texts["flops"])
-    made: dict[str, Callable[[], Any]] = {
+    step_functions: dict[str, Callable[[], Any]] = {
         "model": lambda: loaded_field(cell.model).facts,
         "contamination": lambda: Contamination.of(cell.model, cell.calibration, {"b": benchmark}),  # type: ignore[dict-item]
         "finetune": lambda: pruned_of(cell).finetune,
@@ -157,8 +157,8 @@ def step_of(
     }
     step_class: Any = KINDS[kind]
     step: Any = (
-        made[kind]()
-        if kind in made
+        step_functions[kind]()
+        if kind in step_functions
         else step_class.of(cell, *([kind] if hasattr(step_class, "kinds") else []))
     )
     return step.generate if kind == "generate" else step  # type: ignore[no-any-return]
@@ -167,8 +167,8 @@ def step_of(
 def evaluation_step(
     model: ModelConfig, benchmark: BenchmarkConfig, plan: Step | None = None, **changes: Any
 ) -> Evaluate:
-    """The step that evaluates a model under a plan on a benchmark."""
+    """The step that evaluates a model, pruned by a plan, on a benchmark."""
     pruned = Pruned(loaded_field(model), plan, None, None, RecoveryConfig(), True)
     grading = Grading(IdentifiedBenchmark.of(benchmark), Policy(), None)
-    asking = BenchmarkSetup(benchmark, None, changes.pop("backend", BackendConfig()))
-    return Evaluate(asking, pruned, None, None, grading, **changes)
+    setup = BenchmarkSetup(benchmark, None, changes.pop("backend", BackendConfig()))
+    return Evaluate(setup, pruned, None, None, grading, **changes)

@@ -1,10 +1,10 @@
-"""How tests start processes, ask about them and time them, wherever this repository and its Python
-lie.
+"""Functions that start, observe and time processes, for any location of this repository and its
+Python.
 
-A bar is in seconds of one thread's processor time on the machine that the figures in
-docs/performance.md come from, at rest. Neighbours slow even processor time (shared caches, two
-threads of one core), so a fixed piece of work is timed just before and just after: as much longer
-as it takes, so much longer may the thing itself take.
+A time limit is in seconds of one thread's processor time on the idle machine of the figures in
+docs/performance.md. Other processes slow even processor time (shared caches, two threads of one
+core). Therefore a fixed piece of work, the yardstick, is timed just before and just after, and the
+limit is extended by the same factor as the time of the yardstick.
 """
 
 import gc
@@ -20,8 +20,8 @@ from pathlib import Path
 
 
 def python_command(*arguments: object) -> str:
-    """A command line of this Python that a shell, or a setting that is read like one, takes apart
-    into `words`."""
+    """A command line that runs this Python with `arguments`, quoted for a shell or for a setting
+    that is parsed like a shell's."""
     return shlex.join([sys.executable, *map(str, arguments)])
 
 
@@ -37,10 +37,10 @@ def write_program(file: Path, text: str, *options: str) -> Path:
 
 
 NO_LOCKS = "errno = ENOSYS; return -1;"
-"""What locks of files do where there are none."""
+"""Body of the lock functions on a file system without locks."""
 LOCAL_LOCKS = "return 0;"
-"""And where each machine sees its own alone, as on Lustre with localflock or NFS with nolock:
-whoever asks gets one."""
+"""Body of the lock functions where each machine sees only its own locks, as on Lustre with
+localflock or NFS with nolock: every request succeeds."""
 LOCKS = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -62,8 +62,8 @@ OTHER(fcntl64)
 
 
 def lock_environment(body: str, folder: Path) -> dict[str, str]:
-    """An environment in which locks of files do this, by a library in `folder`; none for "" and
-    without a compiler."""
+    """Environment variables with which the lock functions have this body, by a library in `folder`;
+    {} for an empty body, or without a compiler."""
     if not (body and shutil.which("cc")):
         return {}
     (folder / "locks.c").write_text(LOCKS % (body, body))
@@ -74,13 +74,13 @@ def lock_environment(body: str, folder: Path) -> dict[str, str]:
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    """Wait for a condition, however long a busy machine takes."""
+    """Wait for a condition without a time limit."""
     while not condition():
         time.sleep(0.02)
 
 
 def is_running(process: int) -> bool:
-    """Whether a process has not ended; one that nobody waits for has ended too."""
+    """Whether a process is running; a zombie is not."""
     try:
         status = Path(f"/proc/{process}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -113,13 +113,13 @@ def load(folder, trust=True, **named):
     assert not any(report.values()), report
     return model
 """
-"""How a program begins that reads exports without moe_lab."""
+"""First lines of a program that loads exports without moe_lab."""
 
 
 def run_without_moe_lab(script: str, root: Path, *arguments: str, **environment: str) -> str:
-    """Run Python code about the exports in `root`, and its `tokens`, in a process of its own; what
-    it printed."""
-    alone = {
+    """Run Python code on the exports and the `tokens` in `root`, in a process that cannot import
+    moe_lab. Returns its output."""
+    variables = {
         "PATH": "",
         "HOME": str(root),
         "HF_HUB_OFFLINE": "1",
@@ -128,7 +128,7 @@ def run_without_moe_lab(script: str, root: Path, *arguments: str, **environment:
     }
     command = [sys.executable, "-c", EXPORT_READER + script, str(root), *arguments]
     result = subprocess.run(
-        command, cwd=root, env=alone, capture_output=True, text=True, timeout=250
+        command, cwd=root, env=variables, capture_output=True, text=True, timeout=250
     )
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
@@ -136,16 +136,16 @@ def run_without_moe_lab(script: str, root: Path, *arguments: str, **environment:
 
 YARDSTICK_SECONDS = 0.058
 YARDSTICK_VALIDITY = 1
-"""Seconds for which a measurement of the machine also holds for what begins next."""
+"""Seconds for which a time of the yardstick is used again."""
 _last_measurement = (-1.0, 0.0)
-"""When the machine was measured last, and what came out."""
+"""(time of the last measurement of the yardstick, its seconds)."""
 
 
 def yardstick() -> float:
-    """Processor seconds of a fixed piece of plain Python: numbers, texts, a dictionary, a sort;
-    least of three."""
+    """Processor seconds of a fixed piece of plain Python (numbers, texts, a dictionary, a sort);
+    the minimum of three runs."""
 
-    def once() -> float:
+    def seconds() -> float:
         start = time.process_time()
         lengths: dict[str, int] = {}
         for number in range(400_000):
@@ -154,27 +154,27 @@ def yardstick() -> float:
         sorted(lengths.items(), key=lambda pair: (pair[1], pair[0]))
         return time.process_time() - start
 
-    return min(once() for _ in range(3))
+    return min(seconds() for _ in range(3))
 
 
 def children_seconds() -> float:
-    """Processor seconds of the processes that this one has started and that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    """Processor seconds of all ended child processes."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 @contextmanager
 def time_limit(seconds: float, clock: Callable[[], float] = time.process_time) -> Iterator[None]:
-    """Fail when the body takes more than `seconds` of processor time, on a machine as fast as the
+    """Fail when the body takes more than `seconds` of processor time on a machine as fast as the
     yardstick's.
 
-    What earlier tests left in memory is kept out of the collector's sight, for no user has it.
+    Objects of earlier tests are hidden from the garbage collector, because no user has them.
     """
     global _last_measurement
     gc.collect()
     gc.freeze()
-    measured, first_yardstick = _last_measurement
-    if time.monotonic() - measured > YARDSTICK_VALIDITY:
+    measurement_time, first_yardstick = _last_measurement
+    if time.monotonic() - measurement_time > YARDSTICK_VALIDITY:
         first_yardstick = yardstick()
     start = clock()
     yield

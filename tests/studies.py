@@ -1,5 +1,5 @@
 """Small studies: of the shipped model, from the command line; and of a few steps that take no time,
-on real stores."""
+with real stores."""
 
 import os
 import re
@@ -27,7 +27,7 @@ from moe_lab.study.store import Store
 
 FEW_ITEMS = ["suite.limit=8", "calibration.tokens=2048", "report=false", "resources.every.memory=1"]
 UNCOMPARED_FILES = {"step.json"}
-"""Files of a step that say when and where it was done, and the checksums of all its files."""
+"""Files of a step with its time and machine, and with the checksums of all its files."""
 STEP_LINE = re.compile(r"\d\d:\d\d:\d\d (\w+/\S+)")
 
 
@@ -53,8 +53,8 @@ def moe_lab(
 
 
 def run_on_boolq(store: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a study of one benchmark, unless it names others, in a Python that has imported what
-    takes long."""
+    """Run a study of one benchmark, unless the arguments name others, in a Python that has already
+    imported the large libraries."""
     _, _, *module_and_arguments = command(store, "suite.benchmarks=[pocket_boolq]", *arguments)
     return preloaded.run(store.parent, *module_and_arguments)
 
@@ -68,8 +68,7 @@ def study_output(store: Path, *arguments: str) -> str:
 
 
 def results(store: Path) -> dict[str, bytes]:
-    """Path -> content of all files of all steps, except those that say when and where the steps
-    were computed."""
+    """Path -> content of all files of all steps, except UNCOMPARED_FILES."""
     folders = [
         path.parent
         for path in sorted(store.glob("*/[!.]*/step.json"))
@@ -92,18 +91,18 @@ def results(store: Path) -> dict[str, bytes]:
 
 
 def executed_steps(store: Path) -> Counter[str]:
-    """Folder of each step that a worker was given -> how often."""
+    """Folder of each step that workers received -> number of times."""
     lines = [
         line for log in (store / "logs").glob("*.log") for line in log.read_text().splitlines()
     ]
     return Counter(match[1] for line in lines if (match := STEP_LINE.fullmatch(line)))
 
 
-def jobs(printed: str) -> dict[str, str]:
-    """Kind of jobs -> id of their array, as a submission prints them."""
+def jobs(output: str) -> dict[str, str]:
+    """Kind of jobs -> id of their array, from the output of a submission."""
     return {
         line.split()[1].rstrip(":"): line.split()[0]
-        for line in printed.splitlines()
+        for line in output.splitlines()
         if line[:1].isdigit()
     }
 
@@ -122,10 +121,11 @@ StudyRequest = tuple[Config, list[Request]]
 
 
 class Worker:
-    """Does steps in no time: every one leaves two small files. `hook` is called first."""
+    """Performs steps in no time: each step leaves two small files. `hook` is called before the
+    files are written."""
 
     hook: Callable[[Step, Path], None] | None = None
-    executed: ClassVar[list[str]] = []
+    executed_folders: ClassVar[list[str]] = []
 
     def __init__(self, store: Store, models: object = None) -> None:
         self.store = store
@@ -135,7 +135,7 @@ class Worker:
 
     def __exit__(self, *_: object) -> None: ...
     def __call__(self, step: Step, scratch: Path) -> None:
-        self.executed.append(step.folder)
+        self.executed_folders.append(step.folder)
         if Worker.hook:
             Worker.hook(step, scratch)
         (scratch / "result.json").write_text('{"score": 0.5, "of": ["a", 1]}')
@@ -143,19 +143,19 @@ class Worker:
 
 
 def study_request(*settings: str) -> StudyRequest:
-    """The study that a command line describes."""
+    """The settings and cells of the study that a command line describes."""
     with composition.hydra_context():
         return composition.compose([*SMALL_STUDY, *settings])
 
 
 def start(store: Path | str, study: StudyRequest, **changes: Any) -> int:
-    """Start a study in a store; the exit code."""
+    """Run a study in a store. Returns the exit code."""
     config, requests = study
     return run(replace(config, store=str(store), **changes), requests).code
 
 
 def study_command(store: object, *arguments: str) -> int:
-    """Run `python -m moe_lab.study` in this process on a store; the exit code."""
+    """Run `python -m moe_lab.study` in this process on a store. Returns the exit code."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["study", *arguments, f"store={store}"])
         return study_main.main()

@@ -67,7 +67,7 @@ def study(cells: int, models: Sequence[str] = ("m",)) -> list[Step]:
     for name in models:
         model = ModelConfig(name=name, path=name)
         facts = Example("model", name, models.index(name))
-        unpruned = Example("cost", name, needed={"facts": facts}, model=model)
+        unpruned = Example("cost", name, input_steps={"facts": facts}, model=model)
         steps += [facts, unpruned]
         for number in range(cells):
             plan = Example("plan", f"{name}{number}", number, {"facts": facts})
@@ -75,9 +75,9 @@ def study(cells: int, models: Sequence[str] = ("m",)) -> list[Step]:
             cost = Example(
                 "cost",
                 plan.name,
-                needed={**inputs, "unpruned": unpruned},
+                input_steps={**inputs, "unpruned": unpruned},
                 model=model,
-                done_in="evaluate",
+                job_kind="evaluate",
             )
             steps += [plan, cost]
             steps += [Example("evaluate", f"{plan.name}-{n}", n, inputs, model) for n in range(2)]
@@ -452,8 +452,8 @@ def test_inputs_that_cannot_appear_are_missing_at_once(
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
     failed, missing = (Example("plan", name) for name in "ab")
     store.fail(failed, {"message": "no"})
-    plan = Example("plan", "c", needed={"a": failed, "b": missing})
-    schedule = Schedule([Example("cost", needed={"plan": plan})])
+    plan = Example("plan", "c", input_steps={"a": failed, "b": missing})
+    schedule = Schedule([Example("cost", input_steps={"plan": plan})])
     assert [step.label() for step in missing_inputs(schedule, store)] == ["c"]
 
 
@@ -476,7 +476,7 @@ def test_settle_distinguishes_lost_failed_and_skipped_steps(tmp_path: Path) -> N
     finished, failed, lost = (
         Example("k", name, number) for number, name in enumerate(("done", "failed", "lost"))
     )
-    skipped = [Example("after", step.name, needed={"in": step}) for step in (failed, lost)]
+    skipped = [Example("after", step.name, input_steps={"in": step}) for step in (failed, lost)]
     with store.claim(finished):
         pass
     store.fail(failed, {"message": "no", "user": True})
@@ -493,7 +493,7 @@ def test_a_step_is_lost_if_its_inputs_are_finished_and_skipped_otherwise(tmp_pat
     store = Store(tmp_path).create()
     finished = Example("k")
     lost = Example("k", "lost", 1, {"in": finished})
-    skipped = Example("after", needed={"in": lost})
+    skipped = Example("after", input_steps={"in": lost})
     with store.claim(finished):
         pass
     schedule = Schedule([finished, skipped, lost])

@@ -20,7 +20,7 @@ def fake_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     executed steps."""
     monkeypatch.setattr(run, "InProcessExecutor", Worker)
     monkeypatch.setattr(Worker, "hook", None)
-    monkeypatch.setattr(Worker, "executed", [])
+    monkeypatch.setattr(Worker, "executed_folders", [])
 
 
 @pytest.fixture(scope="session")

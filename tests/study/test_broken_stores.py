@@ -137,7 +137,7 @@ def test_a_start_sets_damaged_files_aside_and_reports_them(
     for kind in STEP_FILES:
         folder = damaged[kind].parent.relative_to(store)
         assert f"{folder}: {damaged[kind].name} is " in messages
-        assert str(folder) in Worker.executed
+        assert str(folder) in Worker.executed_folders
     assert len(list((store / "damaged").iterdir())) == messages.count("moved to")
 
 
@@ -229,9 +229,9 @@ def test_a_changed_result_is_computed_again_before_it_is_logged(
     assert start(store, tracked_study) == 0
     changed = next(store.glob("evaluate/*/result.json"))
     change_a_byte(changed)
-    Worker.executed.clear()
+    Worker.executed_folders.clear()
     assert start(store, tracked_study) == 0
-    assert Worker.executed == [str(changed.parent.relative_to(store))]
+    assert Worker.executed_folders == [str(changed.parent.relative_to(store))]
     assert len(logged) == 1
 
 

@@ -42,7 +42,7 @@ def root(tmp_path: Path) -> Path:
 def replaced(root: Path, aimer_study: StudyRequest, reap_study: StudyRequest) -> Path:
     """A store in which `reap_study` has replaced `aimer_study`: both have one name."""
     assert start(root, aimer_study) == start(root, reap_study) == 0
-    Worker.executed.clear()
+    Worker.executed_folders.clear()
     return root
 
 
@@ -109,7 +109,7 @@ def test_gc_frees_garbage_and_nothing_else(
     assert not list(replaced.glob("*/.*"))
     assert study_command(replaced, "verify", STUDY) == 0
     assert start(replaced, reap_study) == 0
-    assert Worker.executed == []
+    assert Worker.executed_folders == []
 
 
 def test_a_study_that_starts_after_gc_replaces_the_later_one(
@@ -118,7 +118,7 @@ def test_a_study_that_starts_after_gc_replaces_the_later_one(
     """The last run and the last record of the study are those of `aimer_study` then."""
     assert study_command(replaced, "gc", "apply=true") == 0
     assert start(replaced, aimer_study) == 0
-    assert set(Worker.executed) == aimer_steps - reap_steps
+    assert set(Worker.executed_folders) == aimer_steps - reap_steps
     assert study_command(replaced, "gc", "apply=true") == 0
     assert finished(replaced) == aimer_steps
 
@@ -150,7 +150,7 @@ def interrupted(root: Path, aimer_study: StudyRequest, reap_study: StudyRequest)
         with pytest.raises(KeyboardInterrupt):
             start(root, study)
     Worker.hook = None
-    Worker.executed.clear()
+    Worker.executed_folders.clear()
     return root
 
 
@@ -171,7 +171,7 @@ def test_an_interrupted_study_goes_on_after_gc(
     steps_before = finished(interrupted)
     gc(Store(interrupted), apply=True)
     assert start(interrupted, aimer_study) == 0
-    assert set(Worker.executed) == aimer_steps - steps_before
+    assert set(Worker.executed_folders) == aimer_steps - steps_before
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_gc_during_a_run_frees_none_of_its_steps(
     monkeypatch.setattr(running, "finish", collect_then_finish)
     Worker.hook = replace_study
     assert start(root, aimer_study) == 0
-    assert len(Worker.executed) == len(set(Worker.executed))
+    assert len(Worker.executed_folders) == len(set(Worker.executed_folders))
     assert finished(root) == {*steps(aimer_study), *steps(reap_study)}
 
 
@@ -284,7 +284,7 @@ def test_a_run_that_starts_during_gc_waits(
     threads[0].join()
     assert codes == [0]
     assert set(steps(aimer_study)) <= finished(replaced)
-    assert Worker.executed
+    assert Worker.executed_folders
 
 
 def test_a_store_works_after_a_killed_gc(
@@ -305,7 +305,7 @@ def test_a_store_works_after_a_killed_gc(
     assert {item.kind for item in find_garbage(Store(replaced))[0]} == {LEFTOVERS}
     capsys.readouterr()
     assert start(replaced, aimer_study) == 0
-    assert set(Worker.executed) == garbage_before
+    assert set(Worker.executed_folders) == garbage_before
     assert "damaged" not in capsys.readouterr().err
     gc(Store(replaced), apply=True)
     assert not list(replaced.glob("*/.*"))

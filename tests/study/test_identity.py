@@ -342,8 +342,8 @@ def test_kind_number_and_inputs_change_the_id() -> None:
         step,
         Example("scores"),
         Example(number=1),
-        Example(needed={"a": step}),
-        Example(needed={"b": step}),
+        Example(input_steps={"a": step}),
+        Example(input_steps={"b": step}),
     ]
     assert len({step.id for step in steps}) == len(steps)
 

@@ -41,7 +41,7 @@ def other_store(tmp_path: Path, aimer_study: StudyRequest, form: str) -> str:
     """A store in which somebody else has finished the study."""
     path = tmp_path / "other"
     assert start(path, aimer_study) == 0
-    Worker.executed.clear()
+    Worker.executed_folders.clear()
     return str(path)
 
 
@@ -56,7 +56,7 @@ def test_finished_steps_are_not_computed_again(
     state_before = state(tmp_path)
     store = tmp_path / "store"
     assert start(store, aimer_study, also=[other_store]) == start(store, aimer_study) == 0
-    assert Worker.executed == []
+    assert Worker.executed_folders == []
     assert study_command(store, "verify", STUDY) == study_command(store, "gc", "apply=true") == 0
     assert len(recorded(store)) > 5
     assert state_before.items() <= state(tmp_path).items()
@@ -80,7 +80,9 @@ def test_only_links_need_the_other_store_later(
     assert start(store, aimer_study, also=[other_store]) == 0
     shutil.rmtree(other_store)
     assert start(store, aimer_study) == 0
-    assert len(Worker.executed) == (len(build(*aimer_study).steps) if form == "links" else 0)
+    assert len(Worker.executed_folders) == (
+        len(build(*aimer_study).steps) if form == "links" else 0
+    )
 
 
 @pytest.mark.parametrize("form", ["folders", "links"], indirect=True)
@@ -93,9 +95,9 @@ def test_damaged_steps_are_computed_here(
     state_before = state(tmp_path / "other")
     assert start(tmp_path / "store", aimer_study, also=[other_store]) == 0
     assert state(tmp_path / "other") == state_before
-    assert sorted(name.partition("/")[0] for name in Worker.executed) == ["plan", "scores"]
+    assert sorted(name.partition("/")[0] for name in Worker.executed_folders) == ["plan", "scores"]
     errors = capsys.readouterr().err
-    assert all(f"{name}: result.json" in errors for name in Worker.executed)
+    assert all(f"{name}: result.json" in errors for name in Worker.executed_folders)
 
 
 @pytest.mark.parametrize("form", ["folders", "links"], indirect=True)
@@ -121,7 +123,7 @@ def test_no_file_is_written_outside_the_step(
     document["files"]["../../outside"] = document["files"]["result.json"]
     write_sealed(marker, document)
     assert start(tmp_path / "store", aimer_study, also=[other_store]) == 0
-    assert len(Worker.executed) == 1
+    assert len(Worker.executed_folders) == 1
     assert not list(Path(tmp_path, "store").rglob("outside"))
 
 
@@ -150,7 +152,7 @@ def test_steps_in_packs_are_copied_together(
     )
     assert start(store, aimer_study, also=[other_store]) == 0
     assert study_command(store, "verify", STUDY) == 0
-    (damaged,) = Worker.executed
+    (damaged,) = Worker.executed_folders
     assert damaged in capsys.readouterr().err
     assert {name.partition("/")[0] for name in received} == {
         damaged.partition("/")[0],
@@ -168,7 +170,7 @@ def test_a_damaged_pack_of_the_other_store_is_reported(
     state_before = state(tmp_path / "other")
     assert start(tmp_path / "store", aimer_study, also=[other_store]) == 0
     assert state(tmp_path / "other") == state_before
-    assert Worker.executed
+    assert Worker.executed_folders
     assert str(pack) in capsys.readouterr().err
 
 

@@ -51,7 +51,7 @@ def publish(store: Store, numbers: range, text: str = "result") -> list[Step]:
     """Steps, each of which needs the one before."""
     steps: list[Step] = []
     for number in numbers:
-        step = Example(number=number, needed={"before": steps[-1]} if steps else {})
+        step = Example(number=number, input_steps={"before": steps[-1]} if steps else {})
         with store.claim(step) as scratch:
             assert scratch is not None
             (scratch / "result.json").write_text(json.dumps({"text": f"{text} {number}"}))
@@ -119,9 +119,9 @@ def test_files_in_packs_are_those_of_folders(stores: Stores) -> None:
 
 def test_a_second_start_of_a_packed_study_does_nothing(stores: Stores) -> None:
     root = stores.packs.root
-    Worker.executed.clear()
+    Worker.executed_folders.clear()
     assert start(root, CELLS) == 0
-    assert Worker.executed == []
+    assert Worker.executed_folders == []
     assert len([*root.glob("runs/*/*")]) == 1, "a run that changes nothing leaves nothing"
     assert study_command(root, "status", STUDY) == study_command(root, "verify", STUDY) == 0
 
@@ -165,7 +165,8 @@ def test_a_step_reads_inputs_from_packs(store: Store, tmp_path: Path) -> None:
 
     (input_step,) = publish(store, range(1))
     schedule = Schedule(
-        [Reads(number=number, needed={"before": input_step}) for number in (1, 2)], {input_step.id}
+        [Reads(number=number, input_steps={"before": input_step}) for number in (1, 2)],
+        {input_step.id},
     )
     work(schedule, store, lambda step, scratch: step.work(Files.of(step, store, scratch)))
     assert len(schedule.finished) == 3

@@ -58,11 +58,11 @@ TESTS = f"{Path(__file__).parents[1]}{os.pathsep}{Path(__file__).parents[2]}"
 def chain(merged: bool = False) -> tuple[Step, Step, Step, Step]:
     """Four steps; the last one has the two before it as inputs, or merges them."""
     first = Example("first")
-    left, right = (Example(kind, needed={"in": first}) for kind in ("left", "right"))
+    left, right = (Example(kind, input_steps={"in": first}) for kind in ("left", "right"))
     last = (
         Example("last", merged_steps=(left, right))
         if merged
-        else Example("last", needed={"l": left, "r": right})
+        else Example("last", input_steps={"l": left, "r": right})
     )
     return first, left, right, last
 
@@ -317,7 +317,7 @@ def test_local_workers_get_the_visible_gpus(
     resources = {"memory": None, "on_gpu": True}
     if memory is not None:
         resources = {"memory": abs(memory) * GIB, "on_gpu": memory > 0}
-    schedule = Schedule([Example(machine=resources)], set())
+    schedule = Schedule([Example(resource_fields=resources)], set())
     environments, _ = run_locally(schedule, tmp_path, monkeypatch, processes)
     assert {environment[WORKERS] for environment in environments} == {str(len(devices))}
     visible_devices = [environment.get("CUDA_VISIBLE_DEVICES") for environment in environments]
@@ -329,12 +329,14 @@ def test_steps_on_few_gpus_run_before_those_on_many(
 ) -> None:
     """Passes on a GPU each, then evaluations on four, and with these the steps that need them."""
     one_gpu, four_gpus = ({"memory": gib * GIB, "on_gpu": True} for gib in (30, 200))
-    passes = [Example("statistics", str(number), number, machine=one_gpu) for number in range(3)]
+    passes = [
+        Example("statistics", str(number), number, resource_fields=one_gpu) for number in range(3)
+    ]
     evaluations = [
-        Example("evaluate", step.name, step.number, {"statistics": step}, machine=four_gpus)
+        Example("evaluate", step.name, step.number, {"statistics": step}, resource_fields=four_gpus)
         for step in passes
     ]
-    grade = Example("grade", "0", needed={"evaluate": evaluations[0]})
+    grade = Example("grade", "0", input_steps={"evaluate": evaluations[0]})
     monkeypatch.setattr(running, "visible_gpus", lambda: list("0123"))
     schedule = Schedule([*passes, *evaluations, grade], set())
     _, executed = run_locally(schedule, tmp_path, monkeypatch)

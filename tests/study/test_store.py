@@ -335,7 +335,7 @@ def test_a_start_opens_one_file_of_a_step(store: Store, monkeypatch: pytest.Monk
 def test_a_damaged_input_is_not_read(store: Store, file: str) -> None:
     """Nor executed, as the code of an export is."""
     plan = Example()
-    scores = Example("scores", "after", needed={"plan": plan})
+    scores = Example("scores", "after", input_steps={"plan": plan})
     publish(store, plan, file=file)
     rot(store.path(plan) / file)
     reopened = Store(store.root).create()
@@ -352,7 +352,7 @@ def test_an_input_that_was_just_published_is_not_hashed_again(
     store: Store, hashed: list[str]
 ) -> None:
     plan = Example()
-    scores = Example("scores", "after", needed={"plan": plan})
+    scores = Example("scores", "after", input_steps={"plan": plan})
     publish(store, plan)
     hashed.clear()
     schedule = Schedule([scores], finished={plan.id})
