@@ -43,9 +43,10 @@ class ErrorReply(RuntimeError):
 
 
 class ChildProcess(AbstractContextManager["ChildProcess"]):
-    """A child process that runs `serve`, which calls methods of an object, the worker. The child
-    has a session of its own, and writes its standard error to a temporary file, the log.
-    `environment`, `folder` (the current folder of the child) and `umask`: as in Popen."""
+    """A child process that calls methods of one object, the worker, for requests of this process.
+    It does so by `serve`. Its standard error goes to a temporary file, the log. `command` starts
+    the child process; `environment`, `folder` and `umask` are its environment variables, its
+    current folder and its umask."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class ChildProcess(AbstractContextManager["ChildProcess"]):
             stderr=self._log,
             text=True,
             encoding="utf-8",
-            start_new_session=True,
+            start_new_session=True,  # with a process group of its own, which `close` kills
             umask=umask,
         )
         self._log_content = b""
@@ -77,8 +78,10 @@ class ChildProcess(AbstractContextManager["ChildProcess"]):
         self.close()
 
     def call(self, method: str, seconds: float | None = None, **arguments: Any) -> Any:
-        """Call the worker's method `method`, which must not be a generator, and return the result.
-        The arguments and errors are those of `replies`."""
+        """Call the worker's method `method` with `arguments`, and return its result. The method
+        must not be a generator. `seconds`: time limit for the reply; None: no limit. Raises
+        ErrorReply, ProcessEnded and TimeoutError as `replies` does."""
+        # without a generator, the first reply is the only one
         return next(self.replies(method, seconds, **arguments))["done"]
 
     def replies(
@@ -107,7 +110,7 @@ class ChildProcess(AbstractContextManager["ChildProcess"]):
                     raise TimeoutError(
                         f"no reply within {seconds:g} s: {_last_line(self.log())}"
                     ) from None
-                if not line:
+                if not line:  # the child process has closed its output
                     self._replies.put("")  # the next request must raise ProcessEnded, too
                     code = self.process.wait()
                     reason = (
@@ -129,9 +132,8 @@ class ChildProcess(AbstractContextManager["ChildProcess"]):
         """Text that the child has printed so far, without its replies."""
         # pread, because seek would move the position at which the child writes
         if not self._log.closed:
-            self._log_content = os.pread(
-                self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0
-            )
+            file = self._log.fileno()
+            self._log_content = os.pread(file, os.fstat(file).st_size, 0)
         return self._log_content.decode(errors="replace")
 
     def close(self) -> None:
@@ -142,11 +144,12 @@ class ChildProcess(AbstractContextManager["ChildProcess"]):
             self.process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE)
-        # one of these errors is raised if no process of the group is left
+        # One of these errors is raised if no process of the group is left. Which one depends on the
+        # system.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self.log()
+        self.log()  # keeps a copy of the log in `_log_content`
         self._log.close()
 
     def _listen(self) -> None:
@@ -166,13 +169,14 @@ def _last_line(log: str) -> str:
 
 
 def serve(worker: object, at_end: Callable[[], object] = lambda: None) -> None:
-    """Answer requests on standard input, which are JSON lines [method of `worker`, arguments], by
-    JSON lines on standard output. At the end of standard input, call `at_end`, and then kill this
-    process and its process group.
+    """Read requests from standard input, and write replies to standard output. Requests and replies
+    are lines of JSON. At the end of standard input, call `at_end`, and then kill this process and
+    its process group.
 
-    The reply is {"done": result of the method}, or {"error": message, "kind": class of the error}.
-    If the method is a generator, replies {"item": value} come before {"done": null}. Everything
-    that a method prints goes to standard error.
+    A request is [name of a method of `worker`, arguments]. The reply is {"done": result of the
+    method}, or {"error": message, "kind": class of the error}. If the method is a generator,
+    replies {"item": value} come before {"done": null}. Everything that a method prints goes to
+    standard error.
     """
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     # only replies may be written to the original standard output: prints go to standard error
@@ -213,7 +217,7 @@ def _receive(requests: queue.SimpleQueue[Any], at_end: Callable[[], object]) -> 
 
 def _sentence(error: Exception) -> str:
     """The message of an error, on one line. For a ValidationError of pydantic, the line has the
-    messages of all mistakes. For an error without a message, it is the name of the class."""
+    messages of all mistakes. For an error without a message, the line is the name of its class."""
     messages = [str(error)]
     if hasattr(error, "errors"):
         messages = [mistake["msg"] for mistake in error.errors()]

@@ -40,8 +40,8 @@ CONFIG = "config"
 
 @contextmanager
 def hydra_context(folder: Path | None = None) -> Iterator[None]:
-    """A context in which Hydra composes files of conf/. `folder`: the value of --config-dir; files
-    in this folder come before files of conf/."""
+    """A context in which Hydra composes files of conf/. `folder`: the value of --config-dir. If a
+    file is in this folder and in conf/, Hydra takes the one in this folder."""
     search_path = create_config_search_path(str(conf()))
     if folder is not None:
         if not folder.is_dir():
@@ -58,15 +58,15 @@ def hydra_context(folder: Path | None = None) -> Iterator[None]:
 
 @contextmanager
 def multirun_context(texts: Sequence[str]) -> Iterator[None]:
-    """A context in which hydra.main can compose conf/config.yaml. `texts`: the arguments of a
-    command line, overrides and options. Raises SettingsError for overrides whose values may not be
+    """A context in which hydra.main can compose conf/config.yaml. `texts`: the overrides and the
+    options of a command line. Raises SettingsError for overrides with values that must not be
     stored, such as secrets, because Hydra writes the overrides into the store."""
     from moe_lab.config.table import basic_lines
 
     parsed = overrides.parse(text for text in texts if "=" in text and not text.startswith("-"))
     with Mistakes() as mistakes:
         for _, override in parsed:
-            # glob(...) has a pattern of file names in place of values
+            # glob(PATTERN) has no values to check: Hydra puts names of files in its place
             if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
                 continue
             for value in overrides.values_of(override):
@@ -88,8 +88,8 @@ _temporary_folder = cache(lambda: tempfile.TemporaryDirectory(prefix="moe_lab_")
 
 
 def _sweeps_folder(store: str, dry_run: bool) -> str:
-    """Folder in which Hydra records a multirun: hydra/ in the store, or a temporary folder for a
-    dry run or without a store."""
+    """Folder in which Hydra records a multirun: hydra/ in the store `store`. For a dry run, and if
+    `store` is "", it is a temporary folder."""
     if dry_run or not store:
         return _temporary_folder().name
     return f"{store_folder(store)}/hydra"
@@ -132,7 +132,7 @@ def register_choices(modules: Sequence[str]) -> None:
 
 class Groups:
     """The configuration groups and their choices, composed by Hydra and cached. `searchpath`: value
-    of hydra.searchpath, folders with files of groups besides conf/."""
+    of hydra.searchpath, folders in which Hydra looks for files of groups in addition to conf/."""
 
     def __init__(self, searchpath: Sequence[str] = ()) -> None:
         # the search path as an override for Hydra
@@ -161,10 +161,10 @@ class Groups:
         return self._names[group]
 
     def load(self, choices: Iterable[Choice]) -> dict[Choice, dict[str, Any]]:
-        """(group, name of a choice) -> settings, for `choices`. All new choices are composed in one
-        call of Hydra, because a call takes 50 ms for one choice as well as for fifty. Raises
-        SettingsError with a sentence for each choice that cannot be composed, or that sets a key
-        outside its group."""
+        """The settings of `choices`: (group, name of a choice) -> settings. All new choices are
+        composed in one call of Hydra, because a call takes 50 ms for one choice as well as for
+        fifty. Raises SettingsError with a sentence for each choice that cannot be composed, or that
+        sets a key outside its group."""
         choices = list(dict.fromkeys(choices))
         new_choices = [choice for choice in choices if choice not in self._contents]
         try:
@@ -216,9 +216,9 @@ def _plain_content(config: DictConfig) -> dict[str, Any]:
 
 
 def compose(texts: Sequence[str], config_name: str = CONFIG) -> tuple[Config, list[grid.Request]]:
-    """The study that a command line describes: (settings, cells with their benchmarks). `texts`:
-    overrides. `config_name`: name of the file in conf/ to which the overrides are applied. Must be
-    called within a `hydra_context`.
+    """The study that a command line describes. Returns (settings of the study, requests); each
+    request has cells and the benchmarks of these cells. `texts`: overrides. `config_name`: name of
+    the file in conf/ to which the overrides are applied. Must be called within a `hydra_context`.
 
     SettingsError with all mistakes in overrides and settings. Cells are checked only if there are
     no such mistakes, and then SettingsError has all mistakes in cells.
@@ -227,8 +227,8 @@ def compose(texts: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
         parsed = overrides.parse(texts)
         with mistakes.caught():
             register_choices(overrides.list_of_texts("plugins", parsed))
-        # `add_to_draft` comes before the composition, so only the search path of the command line
-        # is known
+        # The files are composed later, and can add folders to the search path only then. So
+        # `add_to_draft` finds only choices in conf/ and in folders that the command line names.
         groups = Groups(overrides.list_of_texts("hydra.searchpath", parsed))
         draft = grid.Draft()
         hydra_texts: list[str] = []
@@ -236,8 +236,9 @@ def compose(texts: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
             with mistakes.caught():
                 hydra_texts += overrides.add_to_draft(text, override, groups, draft)
         settings, draft.file_names, searchpath = _compose_study(hydra_texts, config_name)
-        # the composed files may have added folders to the search path
+        # `searchpath` also has the folders that the composed files added
         groups = Groups(searchpath)
+        # pop moves the settings of cells to the draft; the settings of the study are left
         draft.lists = [settings.pop("grid", None) or {}, *(settings.pop("more", None) or [])]
         draft.composed = {axis: settings.pop(axis, None) for axis in grid.AXES}
         with mistakes.caught():
@@ -277,9 +278,9 @@ def hydra_error_sentence(error: BaseException) -> str:
 
 
 def check_sweeper(choices: Mapping[str, str], config: Config) -> None:
-    """Raise UserError for a sweeper of Hydra that needs a number from each job if `objective`, the
-    setting that names this number, is not set. All sweepers except `basic` need one. `choices`:
-    group of Hydra -> name of the chosen file."""
+    """All sweepers of Hydra except `basic` need a number from each job, which the setting
+    `objective` names. Raise UserError if there is such a sweeper and `objective` is not set.
+    `choices`: group of Hydra -> name of the chosen file."""
     sweeper = choices.get("hydra/sweeper", "basic")
     if sweeper != "basic" and not config.objective:
         raise UserError(

@@ -588,9 +588,9 @@ def _check_words(messages: Sequence[Mapping[str, Any]], text: str, error_start: 
 
 
 def _missing_words(contents: Sequence[str], text: str) -> Counter[str]:
-    """Word -> how many more occurrences the word has in `contents` than in `text`. Words that have
-    no more occurrences in `contents` are left out."""
-    end = 0
+    """The words of `contents` that `text` lacks. Word -> number of occurrences in `contents`, minus
+    the number in `text`. Words for which this difference is not above 0 are left out."""
+    end = 0  # end of the last content that was found in `text`
     for content in contents:
         start = text.find(content.strip(), end)
         if start < 0:
@@ -599,8 +599,9 @@ def _missing_words(contents: Sequence[str], text: str) -> Counter[str]:
     else:
         return Counter()  # `text` has all contents, one after another
     # A template may move a message, or write a message as JSON. Then `text` has the words of the
-    # message, but not the message as it stands. In JSON, an escape such as \n would count as a part
-    # of the word after the escape, so words are counted with and without escapes.
+    # message, but not the message as it stands. In JSON, an escape such as \n stands right before
+    # the next word: \nwhy would be read as the word nwhy. So words are counted once with and once
+    # without the escapes, and | takes the larger of the two numbers of each word.
     return _words(" ".join(contents)) - (_words(text) | _words(re.sub(r'\\[ntr"\\/]', " ", text)))
 
 

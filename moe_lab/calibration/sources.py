@@ -45,15 +45,15 @@ path, one file of C4 with 0.3 GB is read in place of its split of 300 GB."""
 
 def read(settings: CalibrationConfig) -> list[Document]:
     """All documents of the source that are not empty, in the order of the source. With
-    calibration.joined, the only document is the text of all documents. UserError when all documents
-    are empty."""
+    calibration.joined, they are joined into a single document. UserError when all documents are
+    empty."""
     file = local_file(settings.path)
-    if file is None and not is_hub_file(settings.path):
-        hub_records = (  # pairs (location, record) of a data set on the hub
+    if file is None and not is_hub_file(settings.path):  # the source is a data set on the hub
+        hub_records = (  # pairs (location, record)
             (f"{settings.path} row {number}", record) for number, record in hub_rows(settings)
         )
         documents = _documents(hub_records, settings)
-    else:
+    else:  # a local file, or one file on the hub, for which `file` is None
         documents = _read_file(file or download_file(settings.path), settings)
     if settings.joined:
         documents = [_join(documents, settings)]
@@ -68,14 +68,13 @@ def read(settings: CalibrationConfig) -> list[Document]:
 def _join(documents: list[Document], settings: CalibrationConfig) -> Document:
     """One plain text: all documents, also empty documents, with blank lines between them. UserError
     if a document is not a plain text."""
-    if not all(isinstance(document, Text) for document in documents):
+    texts = [document.text for document in documents if isinstance(document, Text)]
+    if len(texts) < len(documents):
         raise UserError(
             f"calibration.joined=true: {settings.path} holds more than plain texts: expected a "
             "field of text"
         )
-    return Text(
-        BLANK_LINE.join(document.text for document in documents if isinstance(document, Text))
-    )
+    return Text(BLANK_LINE.join(texts))
 
 
 def read_answered(settings: CalibrationConfig) -> list[Document]:
@@ -90,17 +89,18 @@ def read_answered(settings: CalibrationConfig) -> list[Document]:
 
 
 def check_answers(settings: CalibrationConfig) -> None:
-    """Raise UserError when the source is a local file and none of its documents has an answer."""
+    """Raise UserError when the source is a local file and none of its documents has an answer. A
+    source on the hub is not checked, because it would have to be downloaded."""
     if local_file(settings.path) is not None:
         read_answered(settings)
 
 
 def local_file(path: str) -> Path | None:
     """The local file that `path` names. None if `path` names a data set on the hub, or a file of a
-    data set on the hub. UserError for a folder, an empty file, a format that is not read, and a
-    missing file. For a missing file, the message suggests the most similar name in the folder."""
+    data set on the hub. UserError if there is no such file, or if it is a folder, is empty, or has
+    an unsupported format."""
     if is_hub_file(path):
-        file_format(path, Path(path))  # raises UserError for a format that is not read
+        file_format(path, Path(path))  # raises UserError for an unsupported format
         return None
     file = local_path(path)
     if file.is_dir():
@@ -118,17 +118,18 @@ def local_file(path: str) -> Path | None:
 
 
 def _may_be_hub_id(path: str) -> bool:
-    """Whether `path`, at which there is no local file, may be the id of a data set on the hub: NAME
-    or OWNER/NAME. False for a path that looks like the mistyped path of a local file."""
+    """Whether `path` may be the id of a data set on the hub: NAME or OWNER/NAME. The caller has
+    checked that no local file has this path. False if `path` seems to be a mistyped path of a local
+    file: its suffix is that of a file, or its folder exists."""
     parent = Path(path).parent
-    is_in_folder = parent != Path(".") and parent.is_dir()
+    folder_exists = parent != Path(".") and parent.is_dir()
     looks_like_file = Path(path).suffix in TEXT_SUFFIXES + JSON_SUFFIXES + UNREADABLE_SUFFIXES
-    return HUB_ID.fullmatch(path) is not None and not looks_like_file and not is_in_folder
+    return HUB_ID.fullmatch(path) is not None and not looks_like_file and not folder_exists
 
 
 def _missing_error(path: str, file: Path) -> UserError:
-    """The error for a file that does not exist. The message suggests the most similar file name in
-    the folder."""
+    """The error for a `file` that does not exist. The message suggests the name in the same folder
+    that is most similar, if there is one. `path`: the file as the user typed it."""
     if not file.parent.is_dir():
         return UserError(
             f"calibration.path={path} does not exist: there is no folder {file.parent}"
@@ -144,8 +145,8 @@ def _missing_error(path: str, file: Path) -> UserError:
 
 def file_format(path: str, file: Path, setting: str = "calibration.path") -> str:
     """Format of `file` by its suffix, ignoring .gz: "document" (the whole file is one document) or
-    "json" (each record is one document). UserError for any other suffix. setting, path: name and
-    value of the setting that names the file, for the error message."""
+    "json" (each record is one document). UserError for any other suffix. The error message has the
+    setting that names the file: `setting` is its name, and `path` its value."""
     suffix = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
     if suffix in TEXT_SUFFIXES:
         return "document"
@@ -207,22 +208,27 @@ def read_as_one_text(file: Path, setting: str) -> str:
     turn into text, and for a file that cannot be read."""
     if file_format(str(file), file, setting) == "document":
         return read_text_file(file, setting).replace("\r\n", "\n")
+    # With None, `document` chooses the field of the record. Its `plain` is a Text, or None for a
+    # conversation that only a chat template can turn into text.
     texts = [
         document(record, None, location).plain for location, record in read_records(file, setting)
     ]
-    if None in texts:  # `plain` is None for a conversation that only a chat template can format
+    if None in texts:
         raise UserError(
             f"{setting}={file} holds conversations: expected texts, which are read as they stand"
         )
+    # `if text` is only for mypy, as None is not in `texts`
     return BLANK_LINE.join(text.text for text in texts if text)
 
 
 def read_text_file(file: Path, setting: str) -> str:
     """The content of a UTF-8 text file, which may be gzipped. `setting`: name of the setting that
-    names the file, for error messages. UserError for a file that cannot be read or is not UTF-8;
-    the message has the line and the byte where this was noticed."""
+    names the file, for error messages. UserError for a file that cannot be read or is not UTF-8. In
+    the second case, the message has the line and the position of the first wrong byte."""
     try:
-        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        raw = file.read_bytes()
+        if file.suffix == ".gz":
+            raw = gzip.decompress(raw)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{setting}={file} is a damaged gz file: {error}") from error
     except OSError as error:
@@ -245,8 +251,8 @@ def read_text_file(file: Path, setting: str) -> str:
 def read_records(file: Path, setting: str) -> Iterator[tuple[str, Any]]:
     """Yield (location, record) for each record of a file with a JSON list or JSON lines. The
     location, for error messages, is "FILE record NUMBER" in a list and "FILE line NUMBER"
-    otherwise. `setting`: see `read_text_file`. UserError, with the number of the line, for damaged
-    JSON."""
+    otherwise. `setting`: name of the setting that names the file, for error messages. UserError for
+    damaged JSON; the message has the number of the line."""
     text = read_text_file(file, setting)
     start_line = 1
     try:
@@ -262,7 +268,7 @@ def read_records(file: Path, setting: str) -> Iterator[tuple[str, Any]]:
             if line.strip():
                 yield f"{file} line {start_line}", json.loads(line)
     except (ValueError, RecursionError) as error:
-        # The JSON is damaged, or has a number of too many digits or too many nested brackets.
+        # The JSON is damaged, or has too long a number or too deeply nested brackets.
         # json.loads was called with the text from `start_line` on, and counts lineno from 1 there.
         line_of_error = start_line + getattr(error, "lineno", 1) - 1
         raise UserError(
@@ -310,8 +316,8 @@ def download(settings: CalibrationConfig) -> None:
 
 
 def hub_rows(settings: CalibrationConfig) -> Iterator[tuple[int, Any]]:
-    """Yield (row number, counted from 1; record) for each row of the split `settings.split` of a
-    data set on the hub. UserError when the split cannot be downloaded."""
+    """Yield (row number, record) for each row of a split of a data set on the hub. Rows are counted
+    from 1. UserError when the split cannot be downloaded."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 

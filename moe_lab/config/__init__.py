@@ -91,6 +91,7 @@ def _further_options(options: dict[str, Any]) -> dict[str, Any]:
     # sbatch accepts abbreviations, but gpus is an option itself and no abbreviation of
     # gpus-per-node
     for name in options.keys() - {"gpus"}:
+        # the option that `name` stands for, if moe_lab sets it
         owned = next((option for option in SET_BY_MOE_LAB if option.startswith(name)), None)
         if owned is not None:
             subject = name if name == owned else f"{name}, short for {owned},"
@@ -177,7 +178,7 @@ class ResourcesConfig(Group):
 
     def of_model(self, model: ModelConfig) -> JobConfig | None:
         """The entry of `models` for `model.name`. If there is none, the entry for this name without
-        the ending _topN. None if there is neither."""
+        the ending _topN, which a name has if `model.top_k` is set. None if there is neither."""
         return self.models.get(
             model.name, self.models.get(model.name.removesuffix(f"_top{model.top_k}"))
         )

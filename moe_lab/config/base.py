@@ -44,8 +44,8 @@ LARGEST = 2**63 - 1
 
 
 def matching(pattern: str, expected: str) -> AfterValidator:
-    """A validator for a setting: it raises ValueError(expected) unless the regular expression
-    `pattern` matches the whole text."""
+    """A validator for a setting that is a text: it raises ValueError unless the regular expression
+    `pattern` matches the whole text. `expected`: the message, which says what is expected."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text, re.DOTALL):
@@ -93,9 +93,10 @@ class Group:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The settings that change a result, JSON-ready: all fields except those in `runtime`.
-        TypeError for a class that has `references` and does not override this property, because the
-        content of the references would be missing."""
+        """The settings that change a result, JSON-ready: all fields except those in `runtime`. A
+        field in `references` refers to something outside of the settings, such as a file. A class
+        with such fields must override this property, to put the content in place of the reference.
+        Raises TypeError if it does not."""
         if self.references:
             raise TypeError(
                 f"{type(self).__name__} does not know what its {', '.join(self.references)} "
@@ -106,7 +107,8 @@ class Group:
     @model_validator(mode="before")
     @classmethod
     def _check_internal(cls, content: Any) -> Any:
-        """Raise ValueError for values of `internal` fields in a file or a command."""
+        """Raise ValueError if a file or a command sets a field in `internal`. Other settings decide
+        these fields, and users must not set them."""
         # only files and commands give a dict; Python code may set these fields
         if isinstance(content, dict):
             for name in cls.internal & content.keys():
@@ -207,15 +209,18 @@ def error_sentences(error: ValidationError, kind: Any, group: str) -> Iterator[s
     expected, and the nearest valid choice. `kind`, `group`: type and dotted name of the settings
     that were checked."""
     for mistake in error.errors(include_url=False):
-        # pydantic's location has the keys to the setting, and between them types of unions
+        # The location that pydantic gives has the keys that lead to the setting. It also has names
+        # of types and parts in brackets, which are no keys.
         path = [
             str(part)
             for part in mistake["loc"]
             if part not in _UNION_TYPES and not str(part).endswith("]")
         ]
         key = ".".join(filter(None, [group, *path]))
-        if mistake["loc"][-1:] == ("[key]",):  # a key that is no value of the mapping's Literal
-            yield _unknown_setting(key, literal_values(get_args(setting_type(kind, path[:-1]))[0]))
+        # a wrong key of a mapping dict[Literal[...], ...]: the values of the Literal are the keys
+        if mistake["loc"][-1:] == ("[key]",):
+            key_type = get_args(setting_type(kind, path[:-1]))[0]
+            yield _unknown_setting(key, literal_values(key_type))
         else:
             yield _sentence(dict(mistake), kind, key, path)
 
@@ -291,9 +296,10 @@ def fields_of(kind: Any) -> dict[str, Any]:
 
 
 def setting_type(kind: Any, path: Iterable[str]) -> Any:
-    """The type of the setting that `path`, a list of keys, leads to from the group `kind`. Instead
-    of X | None, the type is X. In a mapping or list, any key or index leads to the type of the
-    entries. Any path inside Any leads to Any. None if there is no such setting."""
+    """The type of the setting to which the keys in `path` lead from the group `kind`. The type X |
+    None is returned as X. In a mapping or list, every key or index leads to the type of the
+    entries. A setting inside a value of type Any has the type Any. None if there is no such
+    setting."""
     for part in path:
         plain = without_none(kind)
         if get_origin(plain) is Annotated:
@@ -329,18 +335,18 @@ def is_text(kind: Any) -> bool:
     read some values of these settings, such as 2026_11_25 or 7e3, as numbers."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
-    return kind is str or any(
-        isinstance(value, str) for value in get_args(kind) if get_origin(kind) is Literal
-    )
+    if get_origin(kind) is Literal:
+        return any(isinstance(value, str) for value in get_args(kind))
+    return kind is str
 
 
 def identity(value: Any) -> Any:
     """The part of `value` that changes a result, JSON-ready. For an object with an attribute
     `identity`, the part is this attribute; for any other dataclass, `identity_fields`; for a
     mapping or a list, the identities of the entries. Other values are returned unchanged."""
-    document = getattr(value, "identity", None)
-    if document is not None:
-        return document
+    own_identity = getattr(value, "identity", None)
+    if own_identity is not None:
+        return own_identity
     if is_dataclass(value):
         return identity_fields(value)
     if isinstance(value, Mapping):

@@ -76,7 +76,7 @@ class JudgeConfig(Group):
 
     @model_validator(mode="after")
     def _check_extra(self) -> Self:
-        """Raise ValueError for fields of a request that moe_lab sets."""
+        """Raise ValueError if `extra` has a field of the request that moe_lab sets itself."""
         for name in self.extra:
             if name in ("model", "messages", "max_tokens", "stream"):
                 raise ValueError(

@@ -250,8 +250,8 @@ class CalibrationConfig(Group):
 
     @model_validator(mode="after")
     def _check_rows(self) -> Self:
-        """Raise ValueError if `tokens` is less than one row (`length`), or if a pass has more
-        `parts` than batches."""
+        """Raise ValueError if `tokens` is less than one row (`length`), or if there are more
+        `parts` than batches, as each part needs a batch."""
         if self.tokens < self.length:
             raise ValueError(
                 f"tokens={self.tokens} is less than one row of length={self.length}: expected at "
@@ -268,9 +268,9 @@ class CalibrationConfig(Group):
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
         """Raise ValueError if there is neither a path nor a mixture (`sources`), and if both a
-        field and a template are set. Raise ValueError for a mixture whose shares do not add up to
-        1, and for one with a setting of DOCUMENT_SETTINGS, because its sets have their own
-        values."""
+        field and a template are set. Raise ValueError for a mixture if its shares do not add up to
+        1, or if a setting in DOCUMENT_SETTINGS is set: each set of the mixture has these settings
+        in its own file."""
         if self.sources:
             for name in DOCUMENT_SETTINGS:
                 value = getattr(self, name)
@@ -412,21 +412,22 @@ class RecoveryConfig(Group):
 
     @property
     def text_setting(self) -> str | None:
-        """Name of the setting that names the text of the recovery: instructions, distill or fit.
-        None if weights are neither trained nor fitted."""
+        """Which setting names the text of the recovery: "instructions", "distill" or "fit". None if
+        weights are neither trained nor fitted."""
         return next((role for role in TEXTS if getattr(self, role) is not None), None)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The settings that change the trained or fitted weights, and `text_setting`. `bits` and
-        `modules` are left out, because weights are quantised afterwards; the name of the text is
-        left out, because the text has an identity of its own."""
+        """The settings that change the trained or fitted weights, and `text_setting`. Settings in
+        `runtime` are left out. They include `bits` and `modules`, because weights are quantised
+        afterwards, and the name of the text, because the text has an identity of its own."""
         return {**super().identity, "text": self.text_setting}
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
-        """Raise ValueError for several texts, for train=routers without a text, and for settings
-        that the recovery does not read and that differ from their defaults."""
+        """Raise ValueError for several texts, and for train=routers without a text. Raise
+        ValueError also for settings that differ from their defaults although the recovery does not
+        read them."""
         texts = [
             f"{role}={getattr(self, role)}" for role in TEXTS if getattr(self, role) is not None
         ]
@@ -435,6 +436,7 @@ class RecoveryConfig(Group):
                 f"{texts[0]} and {texts[1]} are both set: expected one of {', '.join(TEXTS)}"
             )
         if self.fit is not None:
+            # OF_FIT has the settings that a fit reads
             self._check_unread(OF_FIT, f"is about training, and fit={self.fit} trains nothing")
         if self.distill is None and self.temperature != type(self).temperature:
             raise ValueError(
@@ -443,6 +445,7 @@ class RecoveryConfig(Group):
         if self.train == "routers":
             if not texts:
                 raise ValueError("train=routers has no text to train on: expected distill=NAME")
+            # OF_ADAPTERS has the settings that only the training of adapters reads
             relevant_names = tuple(
                 field.name for field in fields(type(self)) if field.name not in OF_ADAPTERS
             )
@@ -483,7 +486,8 @@ class ExportConfig(Group):
 
     @model_validator(mode="after")
     def _check_format(self) -> Self:
-        """Raise ValueError for format=gguf without a shape, which writes no checkpoint."""
+        """Raise ValueError for format=gguf without a shape: without a shape, no checkpoint is
+        written."""
         if self.shape is None and self.format != "safetensors":
             raise ValueError(
                 f"format={self.format} without a shape writes nothing: add export=natural"

@@ -17,8 +17,9 @@ from moe_lab.config.base import fields_of, without_none
 
 
 class Setting(NamedTuple):
-    """One setting. `default`: the default as it is typed. `meaning`: the text under the setting in
-    its class. `basic`: whether --help shows the setting."""
+    """One setting. `group`: dotted name of the group that has the setting. `default`: the default
+    value, as a user would type it. `meaning`: the text under the setting in its class. `basic`:
+    whether --help shows the setting."""
 
     group: str
     name: str
@@ -33,8 +34,7 @@ class Setting(NamedTuple):
 
 
 def settings() -> list[Setting]:
-    """All settings. The settings of a Slurm job are listed once, under resources.every;
-    resources.jobs and resources.models have the same settings."""
+    """All settings that users can type, group by group."""
     return [
         *_settings_of(CellConfig, ""),
         *_settings_of(Config, ""),
@@ -52,7 +52,8 @@ def _settings_of(kind: Any, group: str) -> Iterator[Setting]:
         entry_type = setting_type
         if get_origin(setting_type) is list:
             (entry_type,) = get_args(setting_type)
-        # a list of groups is listed as a setting, and its entries' settings as those of a subgroup
+        # a list of groups counts twice: as one setting, and as a subgroup with the settings that
+        # each entry of the list has
         if fields_of(entry_type):
             subgroups.append((entry_type, f"{group}.{name}".lstrip(".")))
         if not fields_of(setting_type):
