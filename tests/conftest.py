@@ -1,4 +1,4 @@
-"""What every test gets: one thread, no network, no hub.
+"""Settings of all tests: one thread, no network, no hub.
 
 pyproject.toml makes this folder importable: `import tiny` gives the tiny models.
 """
@@ -40,12 +40,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
-TOGETHER = {
+GROUP_OF_FILE = {
     **dict.fromkeys(("test_slurm_cluster.py", "test_slurm_life.py"), "cluster"),
     **dict.fromkeys(("test_engine.py", "test_vllm.py"), "vllm"),
 }
-"""Files that share what takes long to start."""
-FIRST = (
+"""Test file -> its group. The files of a group share a server or an engine that starts slowly."""
+EARLY_GROUPS = (
     "cluster",
     "vllm",
     "test_experiments.py",
@@ -53,11 +53,11 @@ FIRST = (
     "test_end_to_end.py",
     "test_methods.py",
 )
-"""What takes longest begins first, and Slurm's jobs, which are waited for, run beside the
-others."""
-SLOW = ("slow", "root", "cuda")
-"""Marks of tests that are not run with `-m quick`, which is for before each commit: three minutes,
-no network."""
+"""Groups that begin first: the slowest ones, and those that wait for Slurm's jobs while other tests
+run."""
+SLOW_MARKS = ("slow", "root", "cuda")
+"""Marks of tests that are not run with `-m quick`. Quick tests are run before each commit: they
+take three minutes and use no network."""
 QUICK_FAMILIES = (
     "olmoe",
     "gpt_oss",
@@ -66,15 +66,15 @@ QUICK_FAMILIES = (
     "ernie4_5_moe",
     "granitemoe",
 )
-"""Architectures whose experts are stored, routed and computed in six different ways; quick runs are
-of no others."""
+"""Architectures of quick runs: their experts are stored, routed and computed in six different
+ways."""
 
 
 def group(test: str) -> str:
-    """What one worker does together, by the id of a test: a file, for its tests share what is
-    costly."""
+    """The group of a test, by its id: all tests of a group run in one worker. A group is a file,
+    whose tests share costly fixtures, or the group in GROUP_OF_FILE."""
     file = test.partition("::")[0].rpartition("/")[2]
-    return TOGETHER.get(file, file)
+    return GROUP_OF_FILE.get(file, file)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,33 +82,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what was imported stays, and is not looked through again and again
+    gc.freeze()  # imported objects stay in memory, so the collector need not examine them
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    order = {name: position for position, name in enumerate(FIRST)}
-    items.sort(key=lambda item: order.get(group(item.nodeid), len(FIRST)))
+    order = {name: position for position, name in enumerate(EARLY_GROUPS)}
+    items.sort(key=lambda item: order.get(group(item.nodeid), len(EARLY_GROUPS)))
     if (seed := config.getoption("shuffle")) is not None:
-        draw = random.Random(seed)  # every worker has to find the same order
-        places = {name: draw.random() for name in sorted({group(item.nodeid) for item in items})}
-        draw.shuffle(items)
-        items.sort(key=lambda item: places[group(item.nodeid)])
+        generator = random.Random(seed)  # every worker has to find the same order
+        keys = {name: generator.random() for name in sorted({group(item.nodeid) for item in items})}
+        generator.shuffle(items)
+        items.sort(key=lambda item: keys[group(item.nodeid)])
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.root)
         if item.get_closest_marker("root") and os.geteuid() != 0:
             item.add_marker(pytest.mark.skip(reason="needs root"))
-        if not any(map(item.get_closest_marker, SLOW)) and _family(item) in (None, *QUICK_FAMILIES):
+        if not any(map(item.get_closest_marker, SLOW_MARKS)) and _family(item) in (
+            None,
+            *QUICK_FAMILIES,
+        ):
             item.add_marker(pytest.mark.quick)
-    marked = [item for item in items if item.get_closest_marker("cuda")]
-    if marked and not importlib.import_module("torch").cuda.is_available():
-        for item in marked:
+    cuda_items = [item for item in items if item.get_closest_marker("cuda")]
+    if cuda_items and not importlib.import_module("torch").cuda.is_available():
+        for item in cuda_items:
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
 
 
 def _family(item: pytest.Item) -> str | None:
-    """The architecture that a test in tests/identities is about."""
+    """The architecture of a test in tests/identities; None for other tests."""
     if item.path.parent.name != "identities" or not hasattr(item, "callspec"):
         return None
     return item.callspec.params.get("name")

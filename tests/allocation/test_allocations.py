@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import tiny
-from facts_of import layer, settings
+from example_facts import layer, settings
 from hypothesis import example, given
 from hypothesis import settings as how
 from hypothesis import strategies as st

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy
 import pytest
-from facts_of import layer, settings
+from example_facts import layer, settings
 from hypothesis import assume, given
 from hypothesis import settings as how
 from hypothesis import strategies as st

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import tiny
 import torch
-from facts_of import layer, settings
+from example_facts import layer, settings
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray

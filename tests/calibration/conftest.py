@@ -1,5 +1,5 @@
-"""A tokenizer of a hundred words, made here: w0 ... w99, each one token, with the special tokens
-<s> and </s>."""
+"""A tokenizer with a hundred words, w0 ... w99, each of which is one token, and with the special
+tokens <s> and </s>."""
 
 import json
 from collections.abc import Callable
@@ -15,14 +15,15 @@ TEMPLATE = (
 )
 
 
-def make_tokenizer(chat_template: str | None = None, longest: int = 100_000) -> Any:
-    """`w3 w5` -> <s> w3 w5: special tokens add <s> in front, as many published tokenizers do."""
+def make_tokenizer(chat_template: str | None = None, max_length: int = 100_000) -> Any:
+    """A tokenizer that puts <s> in front when special tokens are added, as many published
+    tokenizers do: `w3 w5` -> <s> w3 w5."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     words = ["<unk>", "<s>", "</s>", "user", "assistant", *(f"w{number}" for number in range(100))]
     tokenizer = Tokenizer(
-        models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>")
+        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -34,7 +35,7 @@ def make_tokenizer(chat_template: str | None = None, longest: int = 100_000) -> 
         eos_token="</s>",
         unk_token="<unk>",
         chat_template=chat_template,
-        model_max_length=longest,
+        model_max_length=max_length,
     )
 
 
@@ -55,17 +56,17 @@ def chat_tokenizer() -> Any:
 
 @pytest.fixture
 def settings() -> Callable[..., CalibrationConfig]:
-    """Small settings around a path; keywords change them."""
+    """Function (path, changed settings) that returns settings of a small set."""
 
     def make(path: object, **changes: Any) -> CalibrationConfig:
-        small: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "name": "words",
             "length": 8,
             "tokens": 16,
             "order": "first",
             "special_tokens": False,
         }
-        return CalibrationConfig(path=str(path), **{**small, **changes})
+        return CalibrationConfig(path=str(path), **{**defaults, **changes})
 
     return make
 
@@ -74,8 +75,8 @@ def settings() -> Callable[..., CalibrationConfig]:
 def source(
     tmp_path: Path, settings: Callable[..., CalibrationConfig]
 ) -> Callable[..., CalibrationConfig]:
-    """Settings of a set of JSON lines with these records, in the file `stem`.jsonl; keywords change
-    them."""
+    """Function (records, stem, changed settings) that writes the records to the file `stem`.jsonl
+    and returns settings of this set."""
 
     def make(*records: Any, stem: str = "set", **changes: Any) -> CalibrationConfig:
         file = tmp_path / f"{stem}.jsonl"

@@ -149,7 +149,7 @@ def test_missing_special_tokens_and_templates_are_refused(
         with pytest.raises(UserError, match=says):
             batches(chosen, reader)
     with pytest.raises(UserError, match=r"calibration.length=8 .* at most 4"):
-        batches(word_settings(), tokenizer_with(longest=4))
+        batches(word_settings(), tokenizer_with(max_length=4))
     tokenizer.eos_token = None
     with pytest.raises(UserError, match=r"calibration.gap=eos: .* no end-of-text token"):
         batches(word_settings(gap="eos"), tokenizer)

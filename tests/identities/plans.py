@@ -1,4 +1,4 @@
-"""Random plans of every kind, for any model."""
+"""Random plans of every kind for any model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ KINDS = {
     "channels": ("ragged", "one width"),
     "replaced": ("merged", "merged rows", "constants"),
 }
-"""Kind of a plan -> its ways."""
+"""Kind of a plan -> the ways to make it, see `random_plan`."""
 
 
 def random_plan(
@@ -35,14 +35,16 @@ def random_plan(
     random = numpy.random.default_rng(seed)
     layers = moe_layers(model)
     share = share or (0.5 if way == "even" else None)
-    dropping = {
+    whole_plans = {
         layer.index: LayerPlan(layer.n_experts, _retained(layer, random, share)) for layer in layers
     }
     if way == "constants":
-        plans = {layer.index: _constants(layer, dropping[layer.index], random) for layer in layers}
+        plans = {
+            layer.index: _constants(layer, whole_plans[layer.index], random) for layer in layers
+        }
     elif way.startswith("merged"):
         rows: Any = "all" if way == "merged" else "retained"
-        groups = {layer.index: _groups(dropping[layer.index], random) for layer in layers}
+        groups = {layer.index: _groups(whole_plans[layer.index], random) for layer in layers}
         plans = {
             layer.index: merge_experts(groups[layer.index], layer.width, rows=rows)
             for layer in layers
@@ -53,17 +55,20 @@ def random_plan(
     elif way in ("ragged", "one width"):
         plans = {}
         for position, layer in enumerate(layers):
-            fixed = width if isinstance(width, int) else width[position]
-            narrow = _narrow(
-                dropping[layer.index], layer.width, None if way == "ragged" else fixed, random
+            n_retained = width if isinstance(width, int) else width[position]
+            narrow_plan = _narrow_plan(
+                whole_plans[layer.index],
+                layer.width,
+                None if way == "ragged" else n_retained,
+                random,
             )
-            plans[layer.index] = narrow
+            plans[layer.index] = narrow_plan
     else:
-        plans = dropping
+        plans = whole_plans
     return Plan(plans, {} if way.startswith("merged") else {"way": way, "seed": seed})
 
 
-def of_whole_experts(plan: Plan) -> Plan:
+def whole_expert_plan(plan: Plan) -> Plan:
     """The plan that retains the same experts with all their channels, and replaces none."""
     return Plan(
         {
@@ -73,8 +78,8 @@ def of_whole_experts(plan: Plan) -> Plan:
     )
 
 
-def unaligned(plan: Plan) -> Plan:
-    """The plan that merges the same experts, with channels in their order."""
+def plan_without_alignment(plan: Plan) -> Plan:
+    """The plan that merges the same experts, without an order of channels."""
     return Plan(
         {number: replace(layer, alignment=None) for number, layer in plan.layers.items()},
         plan.provenance,
@@ -93,41 +98,46 @@ def _alignment(plan: LayerPlan, random: numpy.random.Generator) -> Any:
     )
 
 
-def _narrow(
+def _narrow_plan(
     plan: LayerPlan, width: int, retained: int | None, random: numpy.random.Generator
 ) -> LayerPlan:
-    """The plan with `retained` channels of each expert; None: any number, none and all included."""
+    """The plan with `retained` random channels of each expert; None for any number, which includes
+    none and all."""
     mask = numpy.zeros((plan.n_experts, width), dtype=bool)
     edges = [0, width]
     for expert in plan.retained:
         if retained is not None:
-            number = retained
+            n_retained = retained
         elif edges:
-            number = edges.pop()
+            n_retained = edges.pop()
         else:
-            number = int(random.integers(width + 1))
-        mask[expert, random.permutation(width)[:number]] = True
+            n_retained = int(random.integers(width + 1))
+        mask[expert, random.permutation(width)[:n_retained]] = True
     return replace(plan, channels=mask)
 
 
 def _retained(
     layer: MoELayer, random: numpy.random.Generator, share: float | None
 ) -> tuple[int, ...]:
-    """Experts of a layer, equally many of each group of its router: a `share` of them, or any
-    number."""
-    size = layer.n_experts // layer.n_group
+    """Random experts of a layer, with equal numbers from each group of its router: a `share` of
+    them, or any number if `share` is None."""
+    group_size = layer.n_experts // layer.n_group
     fewest = fewest_experts(vars(layer)) // layer.n_group
-    keep = (
-        max(fewest, round(size * share))
+    n_retained = (
+        max(fewest, round(group_size * share))
         if share
-        else int(random.integers(fewest, max(size, fewest + 1)))
+        else int(random.integers(fewest, max(group_size, fewest + 1)))
     )
-    groups = (group * size + random.permutation(size)[:keep] for group in range(layer.n_group))
+    groups = (
+        group * group_size + random.permutation(group_size)[:n_retained]
+        for group in range(layer.n_group)
+    )
     return tuple(sorted(int(expert) for group in groups for expert in group))
 
 
 def _groups(plan: LayerPlan, random: numpy.random.Generator) -> dict[int, dict[int, float]]:
-    """Retained expert -> weight of each member of its group: itself and any of the dropped ones."""
+    """Retained expert -> weight of each member of its group. A group has the retained expert and
+    any number of dropped ones."""
     members: dict[int, list[int]] = {owner: [owner] for owner in plan.retained}
     for expert in plan.dropped:
         members[int(random.choice(plan.retained[:3]))].append(expert)

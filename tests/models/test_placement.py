@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from accelerate import cpu_offload
-from identities.plans import random_plan, unaligned
+from identities.plans import plan_without_alignment, random_plan
 from tiny import logits
 from transformers import AutoModelForCausalLM
 
@@ -91,7 +91,7 @@ def test_plans_do_not_change_experts_that_are_offloaded() -> None:
     even, narrow, merged = (random_plan(plain, way) for way in ("even", "ragged", "merged"))
     attempts = [lambda plan=plan: prune(spread, plan) for plan in (even, narrow, merged)]
     attempts += [lambda plan=plan: mask(spread, plan).__enter__() for plan in (even, merged)]
-    for attempt in (*attempts, lambda: moe_lab.align(spread, unaligned(merged))):
+    for attempt in (*attempts, lambda: moe_lab.align(spread, plan_without_alignment(merged))):
         with pytest.raises(UserError, match=r"layers\.0\.mlp\.experts.*offloaded"):
             attempt()
 

@@ -18,7 +18,7 @@ import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from identities.plans import of_whole_experts, random_plan, unaligned
+from identities.plans import plan_without_alignment, random_plan, whole_expert_plan
 from scipy.optimize import linear_sum_assignment
 from tiny import logits
 
@@ -398,7 +398,7 @@ class Replaced(NamedTuple):
 @pytest.fixture(params=["merged", "constants"])
 def replaced(request: pytest.FixtureRequest) -> Replaced:
     model = tiny.build("qwen3_moe", dtype=torch.float64)
-    plan = unaligned(random_plan(model, request.param, share=0.5))
+    plan = plan_without_alignment(random_plan(model, request.param, share=0.5))
     layer = moe_layers(model)[1]
     calls: list[ExpertsCall] = []
     hook = layer.experts.register_forward_hook(
@@ -452,7 +452,7 @@ def test_merged_experts_without_a_router_row_lend_their_weights() -> None:
     assert merging.shares_experts
     assert not plan.shares_experts
     pruned = prune(model, plan)
-    unmerged = prune(model, of_whole_experts(plan))
+    unmerged = prune(model, whole_expert_plan(plan))
     for merged, dropped in zip(moe_layers(pruned), moe_layers(unmerged), strict=True):
         assert torch.equal(merged.router.weight, dropped.router.weight)
         layer_plan = plan.layers[merged.index]
@@ -587,7 +587,7 @@ def permute_members(model: Any, plan: Plan) -> None:
 @pytest.mark.parametrize("by_activations", [False, True])
 def test_alignment_merges_permuted_experts_without_loss(by_activations: bool) -> None:
     model = tiny.build("qwen3_moe")
-    plan = unaligned(random_plan(model, "merged", share=0.8))
+    plan = plan_without_alignment(random_plan(model, "merged", share=0.8))
     permute_members(model, plan)
     if by_activations:
         sums = collect_statistics(model, alignment_hook(plan), tiny.batches()).layers
@@ -637,7 +637,7 @@ def principal_components(layer: Any) -> Any:
 def test_ream_adds_distances_of_activations_and_of_principal_components() -> None:
     model = tiny.build("olmoe", dtype=torch.float64, hidden_size=16)
     ids, valid = naive.batch()
-    plan = unaligned(random_plan(model, "merged", share=0.5))
+    plan = plan_without_alignment(random_plan(model, "merged", share=0.5))
     states = record_inputs(model, ids, valid)
     sums = collect_statistics(
         model, alignment_hook(plan), [(ids[:2], valid[:2]), (ids[2:], valid[2:])]
@@ -662,7 +662,7 @@ def test_ream_adds_distances_of_activations_and_of_principal_components() -> Non
 
 def test_engines_align_alike(tmp_path: Path) -> None:
     model = tiny.save("olmoe", tmp_path / "model")
-    plan = unaligned(random_plan(model, "merged", share=0.5))
+    plan = plan_without_alignment(random_plan(model, "merged", share=0.5))
     streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
     by_weights = align_by_weights(plan, streamed.loaded_moe_layers())
     assert by_weights != plan

@@ -13,7 +13,7 @@ import tiny
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from identities.plans import of_whole_experts, random_plan
+from identities.plans import random_plan, whole_expert_plan
 from tiny import logits
 from torch import nn
 
@@ -66,7 +66,7 @@ def test_channels_with_columns_of_0_are_as_good_as_gone(
             :, None, :
         ]
     masked = under(model, plan)
-    assert (masked - under(reference, of_whole_experts(plan))).abs().max() <= 1e-12
+    assert (masked - under(reference, whole_expert_plan(plan))).abs().max() <= 1e-12
     assert (logits(prune(model, plan)) - masked).abs().max() <= 1e-12
     assert torch.equal(logits(model), original)
 
@@ -75,7 +75,7 @@ def test_channels_with_columns_of_0_are_as_good_as_gone(
 def test_mask_of_all_channels_is_the_plan_of_whole_experts(name: str) -> None:
     model = MODELS[name]
     plan = full(random_plan(model, "ragged"))
-    dropping = of_whole_experts(plan)
+    dropping = whole_expert_plan(plan)
     pruned = prune(model, plan)
     assert torch.equal(under(model, plan), under(model, dropping))
     assert torch.equal(logits(pruned), under(model, dropping))
@@ -96,7 +96,7 @@ def test_grouped_matrix_products_stay(way: str) -> None:
     assert (grouped - expected).abs().max() <= 1e-5
     assert not torch.equal(grouped, expected)
     if way == "ragged":
-        assert torch.equal(under(model, full(plan)), under(model, of_whole_experts(plan)))
+        assert torch.equal(under(model, full(plan)), under(model, whole_expert_plan(plan)))
     assert torch.equal(logits(model), original)
     assert model.config._experts_implementation == "grouped_mm"
     assert "_apply_gate" not in vars(moe_layers(model)[0].experts)

@@ -13,9 +13,9 @@ import numpy
 import pytest
 import tiny
 import torch
-from identities.plans import random_plan, unaligned
-from learning import rows, text
+from identities.plans import plan_without_alignment, random_plan
 from safetensors.torch import load_file
+from training_data import rows, text
 
 from moe_lab.calibration.batches import batches
 from moe_lab.config import RecoveryConfig
@@ -408,7 +408,7 @@ def fitted(
     average."""
     tokens, way, align = request.param
     original = {name: value.clone() for name, value in model.state_dict().items()}
-    plan = plan_of(model, way) if align else unaligned(plan_of(model, way))
+    plan = plan_of(model, way) if align else plan_without_alignment(plan_of(model, way))
     report = run(model, tmp_path, plan, tokens)
     assert all(torch.equal(value, original[name]) for name, value in model.state_dict().items())
     rows = batches(text(folder, tokens=tokens), tokenizer).batches

@@ -13,9 +13,9 @@ import pytest
 import tiny
 import torch
 from identities.plans import random_plan
-from learning import rows, text
 from safetensors.torch import load_file
 from torch import nn
+from training_data import rows, text
 
 from moe_lab.config import AllocationConfig, RecoveryConfig
 from moe_lab.errors import UserError
@@ -56,7 +56,7 @@ def trained(
     layers = attach(model, settings, seed=0)
     run = {"loss": answer_loss, "rows_at_once": 2, "seed": 0, **changes}
     parameters = trainable(layers)
-    losses = train(model, parameters, rows(first=8), settings, partial=partial, **run)
+    losses = train(model, parameters, rows(first_learnt=8), settings, partial=partial, **run)
     return losses, layers
 
 

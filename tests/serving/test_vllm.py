@@ -127,9 +127,9 @@ def preloaded_vllm() -> str:
 
 
 def ask(runs: dict[str, dict[str, Any]], **environment: str) -> dict[str, Any]:
-    """Name -> what in_vllm.py answers for a run in the environment of vLLM."""
+    """Name -> what vllm_program.py answers for a run in the environment of vLLM."""
     process = subprocess.run(
-        [preloaded_vllm(), "-m", "in_vllm"],
+        [preloaded_vllm(), "-m", "vllm_program"],
         input=json.dumps({"prompts": PROMPTS, "runs": list(runs.values())}),
         capture_output=True,
         text=True,

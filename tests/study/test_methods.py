@@ -9,7 +9,7 @@ import preloaded
 import pytest
 import torch
 import yaml
-from identities.plans import unaligned
+from identities.plans import plan_without_alignment
 from processes import run_without_moe_lab
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
@@ -181,7 +181,7 @@ def test_channels_of_merged_experts_are_matched(store: Path) -> None:
         inputs = content(store, cell["plan"], "step.json")["inputs"]
         unmatched = Plan.load(store / inputs["plan"] / "plan.json")
         assert plan.merged_layers
-        assert unaligned(plan) == unmatched != plan
+        assert plan_without_alignment(plan) == unmatched != plan
         for number in plan.merged_layers:
             assert (plan.layers[number].alignment != numpy.arange(64)).any(1).all()
         method = (cell["cell"]["allocation"], cell["cell"]["replacement"])

@@ -1,14 +1,20 @@
-"""With this folder on its path, Python does steps that only count and wait: for tests of what the
-scheduler does.
+"""With this folder on its path, Python performs steps that only count and wait, for tests of the
+scheduler.
 
-Every step has PARTS parts, and saves after each. In the folder that INSTANT_WORK names, a file
-`hold-KIND` stops steps of that kind in their last part until it is removed, and `break-KIND` makes
-them fail; `parts` gets a line for every part that was done, `begun` one for every start of a step,
-with the process that does it. With `apart`, every step is a job. Each part takes INSTANT_PAUSE
-seconds, 0 by default. From INSTANT_MANY steps on they are packed, each second. INSTANT_BEAT is the
-number of seconds between two heartbeats of a claim.
-The clock is INSTANT_CLOCK seconds fast, and files get times that are as slow. While there is a file
-`fault`, with the number of an error, Python's calls that write to INSTANT_STORE fail with that.
+Every step has PARTS parts, and saves its progress after each part. The folder INSTANT_WORK has
+these files:
+
+- hold-KIND: stops steps of this kind in their last part until the file is removed
+- break-KIND: makes steps of this kind fail
+- parts: a line for every finished part
+- begun: a line for every start of a step, with the id of its process
+- apart: with this file, every step is a job
+- fault: the number of an error, with which Python's calls that write to INSTANT_STORE fail
+
+Environment variables: INSTANT_PAUSE is the number of seconds of a part, 0 by default. From
+INSTANT_MANY steps on, steps are packed every second. INSTANT_BEAT is the number of seconds between
+two heartbeats of a claim. The clock is INSTANT_CLOCK seconds fast, and the times of files are slow
+by the same number.
 """
 
 import os
@@ -27,7 +33,7 @@ PARTS = 2
 
 
 def instant(step: Step, files: Files) -> None:
-    """Do the parts that are not saved yet, then leave a result that depends on the settings
+    """Perform the parts that are not saved yet, then write a result that depends on the settings
     alone."""
     folder = Path(os.environ["INSTANT_WORK"])
     partial = files.partial
@@ -52,23 +58,23 @@ def _note(file: Path, line: str) -> None:
 
 
 def _fail(event: str, arguments: tuple[Any, ...]) -> None:
-    writes = event in ("os.mkdir", "os.rename") or (
+    is_write = event in ("os.mkdir", "os.rename") or (
         event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
     )
-    if writes and str(arguments[0]).startswith(os.environ["INSTANT_STORE"]) and FAULT.exists():
+    if is_write and str(arguments[0]).startswith(os.environ["INSTANT_STORE"]) and FAULT.exists():
         raise OSError(number := int(FAULT.read_text()), os.strerror(number), arguments[0])
 
 
-def _stamp(path: Any, times: Any = None, **more: Any) -> None:
-    utime(path, **more) if more else utime(path, times or (clock() - LATE,) * 2)
+def _stamp(path: Any, times: Any = None, **keywords: Any) -> None:
+    utime(path, **keywords) if keywords else utime(path, times or (clock() - CLOCK_LEAD,) * 2)
 
 
 FAULT = Path(os.environ["INSTANT_WORK"], "fault")
-LATE = float(os.environ.get("INSTANT_CLOCK", "0"))
+CLOCK_LEAD = float(os.environ.get("INSTANT_CLOCK", "0"))
 clock = time.time
 utime = os.utime
-if LATE:
-    time.time = lambda: clock() + LATE
+if CLOCK_LEAD:
+    time.time = lambda: clock() + CLOCK_LEAD
     os.utime = _stamp
 if "INSTANT_STORE" in os.environ:
     sys.addaudithook(_fail)

@@ -1,4 +1,4 @@
-"""Facts about layers, as facts.json has them, and settings, as a cell has them."""
+"""Facts of layers as in facts.json, and settings of allocations as in a cell."""
 
 from typing import Any
 

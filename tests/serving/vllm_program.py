@@ -1,10 +1,11 @@
-"""Run in the environment of vLLM: what engines say, as JSON on standard output.
+"""Program for the environment of vLLM: prints the answers of engines as JSON on standard output.
 
-Standard input: {"prompts": [[token ids]], "runs": [RUN, ...]}. Out: the answers of each run, or a
-sentence if it was refused. {"folder", "trusted": whether its code may run} is vLLM's own engine; it
-answers a list per prompt, the log-probability of each token but the first. With "plans": [kept
-experts by layer, ...] it is that of moe_lab, which answers for each plan; "arguments" are vLLM's,
-and where "unmasked" is set, in the first run only, routers do not use their masks.
+Standard input: {"prompts": [[token ids]], "runs": [RUN, ...]}. The output has the answers of each
+run, or a sentence if the engine raised an error. A run {"folder", "trusted": whether its code may
+run} uses vLLM's own engine; its answer is a list for each prompt, with the log-probability of each
+token but the first. A run with "plans": [retained experts by layer, ...] uses the engine of
+moe_lab; it has an answer for each plan. "arguments" are those of vLLM. If "unmasked" is set, which
+only the first run may do, routers do not use their masks.
 """
 
 import gc
@@ -45,35 +46,35 @@ def logprobs(request: dict[str, Any], prompts: list[list[int]]) -> list[list[flo
     ]
 
 
-def under_plans(request: dict[str, Any], prompts: list[list[int]]) -> list[dict[str, Any]]:
+def plan_answers(request: dict[str, Any], prompts: list[list[int]]) -> list[dict[str, Any]]:
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
-    unmasked = BaseRouter._select_experts
+    select_unmasked = BaseRouter._select_experts
     from moe_lab.serving import vllm_engine, vllm_masks  # noqa: F401 - the second masks it, once
 
-    masked = BaseRouter._select_experts
+    select_masked = BaseRouter._select_experts
     engine = vllm_engine.Engine()
     with patch.object(
-        BaseRouter, "_select_experts", unmasked if request.get("unmasked") else masked
+        BaseRouter, "_select_experts", select_unmasked if request.get("unmasked") else select_masked
     ):
         engine.open(request["folder"], {**ARGUMENTS, **request.get("arguments", {})})
-        said = []
+        results = []
         for plan in request["plans"]:
             engine.set_plan(plan)
-            said.append(answers(engine, prompts))
-        return said
+            results.append(answers(engine, prompts))
+        return results
 
 
 def answers(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
     rows = [ids[:length] for ids in prompts for length in range(2, len(ids) + 1)]
-    single = sorted(engine.log_likelihoods(rows, [len(row) - 1 for row in rows]))
-    whole = sorted(engine.log_likelihoods(prompts, [1] * len(prompts)))
-    return {"losses": [value for _, value, _ in single], "sums": [value for _, value, _ in whole]}
+    losses = sorted(engine.log_likelihoods(rows, [len(row) - 1 for row in rows]))
+    sums = sorted(engine.log_likelihoods(prompts, [1] * len(prompts)))
+    return {"losses": [value for _, value, _ in losses], "sums": [value for _, value, _ in sums]}
 
 
 def run(request: dict[str, Any], prompts: list[list[int]]) -> Any:
     try:
-        return under_plans(request, prompts) if "plans" in request else logprobs(request, prompts)
+        return plan_answers(request, prompts) if "plans" in request else logprobs(request, prompts)
     except Exception as error:  # noqa: BLE001 - whatever an engine raises is its refusal
         return f"{type(error).__name__}: {error}"
 
@@ -83,5 +84,5 @@ if __name__ == "__main__":
     gc.freeze()
     # vLLM collects garbage seven times for an engine, in all that it has imported
     gc.unfreeze = lambda: None
-    results = [run(asked, request["prompts"]) for asked in request["runs"]]
+    results = [run(run_request, request["prompts"]) for run_request in request["runs"]]
     sys.__stdout__.write("\nRESULT " + json.dumps(results) + "\n")
