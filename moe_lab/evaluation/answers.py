@@ -90,24 +90,24 @@ def collect_answers(
     encoder = _Encoder(engine, benchmark)
     queries = [encoder.query(request) for item in items for request in item.requests]
     encoder.check_pairs(queries)
-    # keys of `prompts` and of `texts`: indices of queries
+    # keys of `prompts` and of `texts`: indices in `queries`
     prompts = encoder.prompts(queries)
     texts = _generate(engine, prompts, queries, benchmark, cache)
     likelihoods: dict[Row, Likelihood] = {}
     # an engine may score the right answer to a prompt while it generates a text
-    for number, prompt in prompts.items():
-        likelihood = texts[number].likelihood
+    for index, prompt in prompts.items():
+        likelihood = texts[index].likelihood
         if prompt.answer and likelihood:
             likelihoods[prompt.answer] = likelihood
     rows = {row for query in queries for row in query.rows if row not in likelihoods}
     likelihoods |= _score(engine, rows, benchmark.batch_size, cache)
     answers = []
-    start = 0
+    start = 0  # index of the item's first query
     for item in items:
         replies = []
-        for number in range(start, start + len(item.requests)):
-            text = texts.get(number)
-            replies.append(_reply(queries[number], text, likelihoods, chat=benchmark.chat))
+        for index in range(start, start + len(item.requests)):
+            text = texts.get(index)
+            replies.append(_reply(queries[index], text, likelihoods, chat=benchmark.chat))
         answers.append(Answer(item.name, queries[start].prompt, tuple(replies)))
         start += len(item.requests)
     return answers
@@ -119,9 +119,9 @@ def collect_answers(
 def render_prompt(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
     """Render a conversation as a prompt for the model's next message. The model may call `tools`.
 
-    If the last message is the assistant's, the model continues this message. UserError without a
-    chat template, and for a template that refuses the conversation, ignores the tools or omits
-    words of the messages.
+    If the last message is the assistant's, the model continues this message. UserError if the
+    tokenizer has no chat template, or if the template refuses the conversation, ignores the tools
+    or omits words of the messages.
     """
     if not engine.tokenizer.chat_template:
         raise UserError(
@@ -137,12 +137,17 @@ def render_prompt(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
     arguments: dict[str, Any] = {TEMPLATE_ARGUMENTS: engine.template_arguments}
     if tools:
         arguments["tools"] = list(tools)
-    error_start = "the questions come with"
-    return render_whole(messages, arguments, engine.tokenizer, error_start, **options)
+    return render_whole(
+        messages, arguments, engine.tokenizer, error_start="the questions come with", **options
+    )
 
 
 class _Encoder:
-    """Turns the requests of a benchmark into queries and prompts for an engine."""
+    """Turns the requests of a benchmark into queries and prompts for an engine.
+
+    A query is a request with its prompt, the tokens of the prompt and the rows to score. A row is
+    tokens of which all from index `start` on are scored: their likelihood is computed.
+    """
 
     def __init__(self, engine: Engine, benchmark: BenchmarkConfig) -> None:
         self.engine = engine
@@ -198,22 +203,27 @@ class _Encoder:
         return tokens[: len(tokens) - len(self._appended)]
 
     def _add_reference(self, query: _Query, reference: str) -> None:
-        """Add the row of the prompt and the reference to `query`. Nothing is added if the prompt or
-        the reference has no token, or if the row is longer than `max_length`. As in lm-eval, white
-        space at the end of the prompt counts as part of the reference."""
-        prompt = query.prompt.rstrip()
+        """Set the row of `query` to its prompt followed by the reference. There is no row if the
+        prompt or the reference has no token, or if the row is longer than `max_length`. As in
+        lm-eval, white space at the end of the prompt counts as part of the reference."""
+        stripped_prompt = query.prompt.rstrip()
         text = query.prompt + reference
-        start = len(self._tokens(prompt))
+        start = len(self._tokens(stripped_prompt))
         tokens = self._tokens(text)
+        # both parts have tokens, and the row is not longer than `max_length`, if there is one
         if 0 < start < len(tokens) <= (self.max_length or len(tokens)):
             query.rows = [Row(tokens, start)]
-            query.reference_bytes = len(text[len(prompt) :].encode("utf-8", "surrogatepass"))
+            query.reference_bytes = len(
+                text[len(stripped_prompt) :].encode("utf-8", "surrogatepass")
+            )
 
     def _pair_row(self, context: str, continuation: str) -> Row:
         """The row of a context and its continuation. As in lm-eval, white space at the end of the
-        context counts as part of the continuation. An empty context is replaced by `first_token`,
-        or by the first token of the continuation if `first_token` is None. UserError if the context
-        or the continuation has no token: no tokens would have the likelihood 1, the largest."""
+        context counts as part of the continuation. UserError if the context or the continuation
+        has no token: a continuation without tokens would have the largest likelihood, 1.
+
+        An empty context is replaced by `first_token`. If this is None, or the continuation begins
+        with it, the first token of the continuation serves as the context and is not scored."""
         if context:
             tokens = self._tokens(context + continuation)
             start = len(self._tokens(context.rstrip()))
@@ -232,7 +242,7 @@ class _Encoder:
 
     def check_pairs(self, queries: Sequence[_Query]) -> None:
         """Raise UserError if the row of a context and its continuation has more than `max_length` +
-        1 tokens. The last token of a row is predicted, and need not be read."""
+        1 tokens. One more is possible because the model does not read the last token of a row."""
         rows = [query.rows[0] for query in queries if isinstance(query.request, Pair)]
         longest = max((len(row.tokens) for row in rows), default=0)
         if self.max_length is not None and longest > self.max_length + 1:
@@ -244,10 +254,10 @@ class _Encoder:
             )
 
     def _windows(self, document: Document, tokens: Sequence[int]) -> list[Row]:
-        """The rows of a document, one for each window. A document that is predicted `from_nothing`
-        has `_rolling_windows`. Other documents have windows without overlap. For these documents,
-        UserError if `document.length` is less than two tokens or more than the model reads, and if
-        the text has fewer than two tokens."""
+        """The rows of a document, one for each window. With `document.from_nothing`, the windows
+        are those of `_rolling_windows`. Otherwise the windows do not overlap, and UserError is
+        raised if `document.length` is less than two tokens or more than the model reads, or if the
+        text has fewer than two tokens."""
         limit = self.max_length
         if document.from_nothing:
             return _rolling_windows(
@@ -269,21 +279,21 @@ class _Encoder:
         return rows
 
     def prompts(self, queries: Sequence[_Query]) -> dict[int, Prompt]:
-        """Index of a query -> its prompt, for each `Text` whose prompt and answer together fit into
-        `max_length`.
+        """Index of a query -> its prompt, for the queries whose request is a `Text`. A prompt must
+        fit into `max_length` together with its answer.
 
-        UserError for a prompt that does not fit, unless its request has `skip_long` and another
-        prompt fits.
+        UserError for a prompt that does not fit. If its request has `skip_long`, and another prompt
+        fits, the prompt is left out instead.
         """
         prompts: dict[int, Prompt] = {}
         # (tokens of the prompt, request) of prompts that do not fit
         long_prompts: list[tuple[int, Text]] = []
-        for number, query in enumerate(queries):
+        for index, query in enumerate(queries):
             if isinstance(query.request, Text):
                 length = len(query.tokens)
                 if self.max_length is None or length + query.request.max_tokens <= self.max_length:
                     answer = query.rows[0] if query.rows else None
-                    prompts[number] = Prompt(query.prompt, query.tokens, answer)
+                    prompts[index] = Prompt(query.prompt, query.tokens, answer)
                 else:
                     long_prompts.append((length, query.request))
         refused_prompts = [
@@ -322,7 +332,8 @@ def _rolling_windows(tokens: Sequence[int], length: int) -> list[Row]:
     rows = []
     for previous_end, end in pairwise([0, *ends]):
         window = tuple(tokens[max(0, end - length) : end + 1])
-        rows.append(Row(window, len(window) - (end - previous_end)))
+        predicted = end - previous_end  # number of tokens
+        rows.append(Row(window, len(window) - predicted))
     return rows
 
 
@@ -346,7 +357,7 @@ def _generate(
     groups: dict[GenerationSettings, dict[Prompt, list[int]]] = {}
     for index, prompt in prompts.items():
         request = queries[index].request
-        marks = queries[index].marks
+        marks = queries[index].marks  # special tokens that stay in the text
         assert isinstance(request, Text)
         stop = () if is_thinker else request.stop
         settings = GenerationSettings(
@@ -354,15 +365,15 @@ def _generate(
         )
         groups.setdefault(settings, {}).setdefault(prompt, []).append(index)
     texts: dict[int, GeneratedText] = {}
-    for settings, indices_of in groups.items():
+    for settings, indices_by_prompt in groups.items():
         ordered_prompts = sorted(
-            indices_of, key=lambda prompt: (-len(prompt.tokens), prompt.tokens, prompt.text)
+            indices_by_prompt, key=lambda prompt: (-len(prompt.tokens), prompt.tokens, prompt.text)
         )
         for batch in _slices(ordered_prompts, settings.batch_size * engine.batches):
             progress.update(len(texts), len(prompts), "requests")
             batch_texts = _generate_batch(engine, batch, settings, cache)
             for prompt, text in zip(batch, batch_texts, strict=True):
-                texts |= dict.fromkeys(indices_of[prompt], text)
+                texts |= dict.fromkeys(indices_by_prompt[prompt], text)
     return texts
 
 
@@ -379,7 +390,8 @@ def _generate_batch(
                 check_finite(nats, "log-likelihood")
         return [[text.text, text.ended, text.likelihood] for text in texts]
 
-    prompt_keys = [  # identify the prompts in the key of the cache
+    # the part of the cache's key that identifies the prompts and the answers to score after them
+    prompt_keys = [
         [prompt.tokens, prompt.answer and [prompt.answer.start, prompt.answer.tokens]]
         for prompt in batch
     ]
@@ -460,12 +472,11 @@ def _reply(
         return Reply(ended="too_long", loss=loss)
     thought_and_answer = cut_at_stop_text(text.text, query.request.stop, query.prompt, chat=chat)
     ended = "stop" if thought_and_answer != text.text else text.ended
-    # Generated texts contain the special tokens that are in stop texts, so that `cut_at_stop_text`
-    # can find the stop texts. Special tokens that `cut_at_stop_text` has left are removed, except
-    # for marks of thoughts.
-    for _, mark in query.marks:
-        if mark not in MARKS:
-            thought_and_answer = thought_and_answer.replace(mark, "")
+    # `text` contains marks of thoughts, and special tokens by which `cut_at_stop_text` has found
+    # stop texts. Of these special tokens, only the marks of thoughts are kept in the reply.
+    for _, special_token in query.marks:
+        if special_token not in MARKS:
+            thought_and_answer = thought_and_answer.replace(special_token, "")
     answer = answer_after_thought(thought_and_answer, query.prompt, chat=chat)
     thought = thought_and_answer[: len(thought_and_answer) - len(answer or "")]
     return Reply(answer, thought, ended, loss)
@@ -473,7 +484,8 @@ def _reply(
 
 def cut_at_stop_text(text: str, stop: Sequence[str], prompt: str = "", *, chat: bool = True) -> str:
     """The generated `text`, cut at the first stop text in its answer. Stop texts in the thought are
-    ignored. `stop`: stop texts; `prompt`, `chat`: arguments of `answer_after_thought`."""
+    ignored. `stop`: stop texts. `prompt`: the prompt, which may begin the thought. `chat`: whether
+    the prompt is a conversation."""
     answer = answer_after_thought(text, prompt, chat=chat) or ""
     end = min(
         (answer.index(stop_text) for stop_text in stop if stop_text in answer), default=len(answer)

@@ -35,10 +35,11 @@ def questions(**task: Any) -> list[dict[str, Any]]:
 
 
 def grade(texts: dict[str, str], **task: Any) -> dict[str, Any]:
-    """{"samples": verdicts, "versions": package -> version}. There is one verdict per answer:
-    {"item": name; "outcome": score, or None if EvalScope could not compare the answer; "extracted":
-    the extracted answer; "why": the reason of a failure}. If answers are programs, they are run.
+    """Grade answers. If the answers are programs, they are run. Returns {"samples": one verdict per
+    answer, "versions": package -> version}.
 
+    A verdict is {"item": name; "outcome": score, or None if EvalScope could not compare the answer;
+    "extracted": the extracted answer; "why": the reason of a failure}.
     `texts`: name of an item -> answer; `task`: keyword arguments of `load`, without hides_tests.
     AssertionError unless `texts` has exactly the items of the task.
     """
@@ -55,9 +56,9 @@ def grade(texts: dict[str, str], **task: Any) -> dict[str, Any]:
     )
     states = [_state(sample, texts[name]) for name, sample in samples.items()]
     with ThreadPoolExecutor(threads) as pool:
-        outcomes = pool.map(grade_answer, repeat(adapter), states)
+        graded = pool.map(grade_answer, repeat(adapter), states)
         verdicts = [
-            {"item": name, **outcome} for name, outcome in zip(samples, outcomes, strict=True)
+            {"item": name, **verdict} for name, verdict in zip(samples, graded, strict=True)
         ]
     return {"samples": verdicts, "versions": {name: version(name) for name in _VERSIONS}}
 
@@ -99,8 +100,8 @@ def load(
 
 def _names_and_samples(subsets: Any, limit: int | None) -> Iterator[tuple[str, Any]]:
     """Yield (name, sample) for at most `limit` samples. `subsets`: name of a subset -> samples. The
-    name of a sample consists of the subset, the sample's number and a digest of the prompt. With
-    the digest, an answer to an outdated prompt matches no sample."""
+    name of a sample consists of the subset, the sample's number and a digest of the prompt. The
+    digest changes with the prompt, so that an answer to an earlier prompt matches no sample."""
     # sorted by number first, so that the limit takes items evenly from the subsets
     order = sorted((sample.id, subset) for subset, samples in subsets.items() for sample in samples)
     selected_items = set(order[:limit])

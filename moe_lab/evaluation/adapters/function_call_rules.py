@@ -92,7 +92,8 @@ def _call_in_block(block: str, descriptions: Mapping[str, Mapping[str, Any]]) ->
     function followed by <arg_key> and <arg_value> tags. None for a block in neither form.
     `descriptions`: name -> description of a function."""
     name = block.partition("<arg_key>")[0].strip()
-    # without tags, the name of a described function is a call without arguments, not JSON
+    # A block without tags is JSON, unless it is just the name of a described function: then it is a
+    # call without arguments.
     if "<arg_key>" not in block and name not in descriptions:
         document = _json(block)
         return None if document is None else _call(document)
@@ -118,14 +119,16 @@ def _value(text: str, description: Mapping[str, Any]) -> Any:
 
 
 def _calls_in_messages(answer: str, descriptions: Mapping[str, Any]) -> list[Call]:
-    """The calls in an answer in the harmony format. A call is a message to a function
-    (`to=functions.NAME`), followed by a JSON object of arguments. `descriptions`: name ->
-    description of a function.
+    """The calls in an answer in the harmony format. `descriptions`: name -> description of a
+    function. Raises Undecodable if no JSON object follows a recipient.
 
-    The recipient of a message may come before or after the channel. Calls that are only mentioned
-    in the text of a message are ignored. In an answer without special tokens nothing separates a
-    function's name from a following `json` or `commentary`, so the names in `descriptions` are
-    tried before other names. Raises Undecodable if no JSON object follows a recipient.
+    A call is a message with the recipient `to=functions.NAME`, whose text is a JSON object of
+    arguments. The recipient may come before or after the message's channel, which is `commentary`
+    or `analysis`. Calls that are only mentioned in the text of a message are ignored.
+
+    The answer may lack the special tokens of the format, such as `<|channel|>`. Then nothing
+    separates NAME from a following `json` or `commentary`. So the pattern tries the names in
+    `descriptions` before it accepts any other name.
     """
     # longest first, because a name may begin with another name
     names = "|".join([*map(re.escape, sorted(descriptions, key=len, reverse=True)), r"[^\s<{]+?"])
@@ -242,12 +245,14 @@ def _call_mistake(
 
 def _is_allowed(value: Any, description: Mapping[str, Any], allowed_values: Sequence[Any]) -> bool:
     """Whether BFCL accepts the `value` of an argument: it has the type that the argument's
-    `description` declares, and is one of the allowed values.
+    `description` declares, and is one of the allowed values. Texts are compared after `_normalize`.
 
     An int counts as a float where a float is declared. An empty list is accepted if "" is allowed.
-    A right answer may have the name of a variable, a text, in place of a value of the declared
-    type. So a value of another type is accepted if it is an allowed value and has the type of the
-    first allowed value other than ""."""
+
+    For some arguments, a right answer passes a variable. Then the allowed values are names of
+    variables, which are texts, whatever the declared type. So a value of another type than the
+    declared one is accepted if it equals an allowed value and has the type of the first allowed
+    value other than ""."""
     declared_type = TYPES[description["type"]]
     allowed_type = _type_of_first(allowed_values)
     if description["type"] == "float" and type(value) is int:
@@ -257,7 +262,7 @@ def _is_allowed(value: Any, description: Mapping[str, Any], allowed_values: Sequ
         return value_type is allowed_type and value in allowed_values
     if not _has_element_types(value, description, allowed_values):
         return False
-    # the allowed values are names of variables, not values of the declared type
+    # the allowed values are names of variables: only an equal value is right
     if allowed_type not in (None, declared_type):
         return value in allowed_values
     typed_values: list[Any] = [
@@ -284,9 +289,9 @@ def _has_element_types(
 ) -> bool:
     """Whether BFCL accepts the types of the elements of a list; True for a value that is no list.
 
-    Each element must have the declared type, or the type of the first element of an allowed list.
-    The same allowed list must serve for all elements. As in BFCL, an int element is not accepted
-    as a float, and all types are accepted if an allowed value is no list, such as "".
+    One of the allowed values must accept all elements. An allowed list accepts elements of the
+    declared type and elements of the type of its own first element other than "". An allowed value
+    that is no list, such as "", accepts all elements. An int element is not accepted as a float.
     """
     if not isinstance(value, list):
         return True
@@ -299,8 +304,8 @@ def _has_element_types(
 
 
 def _normalize(value: Any) -> Any:
-    """A text in lower case, without spaces and without the characters `,./-_*^`, and with " in
-    place of '. Any other value is returned unchanged."""
+    """A text in lower case, without spaces and without the characters `,./-_*^`, and with double
+    quotes in place of single quotes. Any other value is returned unchanged."""
     return _IGNORED.sub("", value).lower().replace("'", '"') if isinstance(value, str) else value
 
 
@@ -329,8 +334,8 @@ def _is_list_allowed(value: Sequence[Any], option: Sequence[Any]) -> bool:
 
 
 def tool(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The description of a function as a tool for chat templates. Types are named as in JSON
-    schema, and BFCL's note that the function is in Python 3 is appended to the text."""
+    """Convert BFCL's `function` to a tool for chat templates. Types are named as in JSON schema.
+    BFCL's note that the function is in Python 3 is appended to the entry `description`."""
     description = f"{function.get('description', '')}{PYTHON_NOTE}"
     parameters = _schema(function["parameters"])
     return {

@@ -58,8 +58,8 @@ class _Row:
 def items(benchmark: BenchmarkConfig) -> list[Item]:
     """The items of a task, or of a group of tasks, with their requests.
 
-    Raises UserError for a metric that has no outcome for each item, and for a task that needs
-    sampling, runs programs or shows images.
+    Raises UserError for a metric that cannot be computed for a single item, such as BLEU, and for a
+    task that needs sampling, runs programs or shows images.
     """
     tasks_by_name = load_tasks(benchmark)
     for metric in benchmark.reports.values():
@@ -75,7 +75,7 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
 
 
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
-    """The results and samples of a benchmark: the replies are filtered and graded as by lm-eval. An
+    """The results and samples of a benchmark. Replies are filtered and graded as by lm-eval. An
     answer whose thought does not end counts as wrong."""
     tasks_by_name = load_tasks(benchmark)
     questions_by_task = _questions_by_task(tasks_by_name, benchmark)
@@ -92,7 +92,8 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
         samples += result_samples
     evaluated_tasks = [questions[0].task for questions in questions_by_task]
     protocol = {
-        # for a task with items from a file, benchmark.task is a path
+        # Without `data`, the items are in a local file and benchmark.task is a path. So the name
+        # of the loaded task is given.
         "task": benchmark.task if benchmark.data is not None else next(iter(tasks_by_name)),
         "task_version": ", ".join(sorted({str(task.VERSION) for task in evaluated_tasks})),
         "num_fewshot": evaluated_tasks[0].config.num_fewshot,
@@ -108,10 +109,10 @@ def _questions_by_task(
 ) -> list[list[_Question]]:
     """The questions of each task, one list per task. `tasks_by_name`: name -> task.
 
-    A question is named by the id of its item. If the ids of a task are not unique, all questions of
-    the task are named by the numbers of the items. With several tasks, "TASK/" precedes the
-    name."""
-    questions: list[list[_Question]] = []
+    A question is named by the `id` of its item or, if the item has no `id`, by the item's number.
+    If two of these names are equal, all questions of the task are named by the items' numbers. With
+    several tasks, "TASK/" precedes the name."""
+    questions_by_task: list[list[_Question]] = []
     for task_name in indices_to_evaluate(tasks_by_name, benchmark.limit):
         task = tasks_by_name[task_name]
         requests_by_doc: dict[int, list[Instance]] = {}
@@ -121,15 +122,15 @@ def _questions_by_task(
             number: str(requests[0].doc.get("id", number))
             for number, requests in requests_by_doc.items()
         }
-        ids_differ = len(set(names.values())) == len(names)
-        questions.append([])
+        names_differ = len(set(names.values())) == len(names)
+        questions_by_task.append([])
         for number, requests in requests_by_doc.items():
-            name = names[number] if ids_differ else str(number)
+            name = names[number] if names_differ else str(number)
             if len(tasks_by_name) > 1:
                 name = f"{task_name}/{name}"
             requests = sorted(requests, key=lambda request: request.idx)
-            questions[-1].append(_Question(name, task, requests[0].doc, requests))
-    return questions
+            questions_by_task[-1].append(_Question(name, task, requests[0].doc, requests))
+    return questions_by_task
 
 
 def _request(
@@ -139,17 +140,18 @@ def _request(
     Pair for a continuation to score after its context, a Text for a text to generate."""
     if request.request_type == "loglikelihood_rolling":
         return Document(request.args[0], from_nothing=True)
-    # (context, continuation) or (context, settings of generation)
-    context, argument = request.args[:2]
+    context, continuation_or_settings = request.args[:2]
     if benchmark.chat:  # the context is a conversation in JSON
         context = json.loads(context)
     if request.request_type != "generate_until":
-        return Pair(context, argument)
-    max_tokens, stop = _limit_and_stop(argument, question.task.config.task, benchmark)
+        return Pair(context, continuation_or_settings)
+    max_tokens, stop = _limit_and_stop(
+        continuation_or_settings, question.task.config.task, benchmark
+    )
     target = question.task.doc_to_target(question.doc)
     reference = None
     if isinstance(target, str) and not benchmark.chat:
-        # the right answer with the delimiter between it and the prompt
+        # the text that a right answer adds to the prompt: a delimiter, then the target
         reference = f"{question.task.config.target_delimiter}{target}"
     return Text(context, max_tokens, stop, reference)
 
@@ -208,8 +210,8 @@ def _limit_and_stop(
 def _graded_rows(
     questions_by_task: Sequence[Sequence[_Question]], answers: Mapping[str, Answer]
 ) -> list[_Row]:
-    """A row with lm-eval's metrics for each filter of a task and each question. Rows are sorted by
-    task, then by filter, then by question. An answer with an unfinished thought gets 0.0 in each
+    """One row for each filter of a task and each question, with lm-eval's metrics. Rows are sorted
+    by task, then by filter, then by question. An answer with an unfinished thought gets 0.0 in each
     metric in which higher is better. `answers`: name of a question -> answer to the question."""
     rows = []
     for questions in questions_by_task:
@@ -221,18 +223,19 @@ def _graded_rows(
                     response = reply.text or ""
                 elif request.request_type == "loglikelihood":
                     response = (reply.nats, reply.windows[0].likeliest)
+                # generation is greedy, so all repeats of a request have the same response
                 request.resps = [response] * (request.repeats or 1)
                 request.filtered_resps = {}
         first_question = questions[0]
         first_question.task.apply_filters()
-        # filtered_resps: name of a filter -> the response after the filter
-        filter_names = first_question.requests[0].filtered_resps
-        for filter_name, question in product(filter_names, questions):
+        # name of a filter -> the response after the filter; the names are the same for each request
+        response_by_filter = first_question.requests[0].filtered_resps
+        for filter_name, question in product(response_by_filter, questions):
             answer = answers[question.name]
             extracted = [request.filtered_resps[filter_name] for request in question.requests]
             values = question.task.process_results(question.doc, extracted)
-            # The thought is unfinished, so there is no answer, and lm-eval graded "". Some metrics
-            # count "" as right.
+            # The thought is unfinished, so there is no answer, and lm-eval has graded "" in its
+            # place. Some metrics count "" as right.
             if answer.reply.text is None:
                 higher_is_better = question.task.higher_is_better()
                 for metric, value in values.items():
@@ -243,8 +246,8 @@ def _graded_rows(
 
 
 def _rows_of_metric(metric: str, rows: Sequence[_Row], benchmark: BenchmarkConfig) -> list[_Row]:
-    """The rows of one filter. `metric` is METRIC,FILTER or, if the task has only one filter,
-    METRIC. UserError for an unknown metric or filter."""
+    """The rows of the filter of `metric`. `metric` is METRIC,FILTER or, if the task has only one
+    filter, METRIC. UserError for an unknown metric or filter."""
     metric_name, _, requested_filter = metric.partition(",")
     filters = list(dict.fromkeys(row.filter for row in rows))
     filter_name = requested_filter or filters[0]
@@ -263,8 +266,8 @@ _LOSS_AGGREGATIONS: Mapping[Aggregation, tuple[Scale, str, float]] = {
     metrics.weighted_perplexity: ("perplexity", "", 1.0),
     metrics.bits_per_byte: ("loss", "bits per byte", 1 / math.log(2)),
 }
-"""lm-eval's aggregation of log-likelihoods -> (scale, unit, units in a nat). The unit of a weighted
-perplexity is in the name of its metric, such as word_perplexity."""
+"""lm-eval's aggregation of log-likelihoods -> (scale, unit of the loss, factor from nats to this
+unit). The unit of a weighted perplexity is in the name of its metric, such as word_perplexity."""
 _ITEM_AGGREGATIONS = (metrics.mean, metrics.nanmean, *_LOSS_AGGREGATIONS)
 """Aggregations that give each item an outcome."""
 
@@ -273,11 +276,12 @@ def _aggregation(
     metric: str, tasks_by_name: Mapping[str, Any], benchmark: BenchmarkConfig
 ) -> Aggregation:
     """lm-eval's function that computes the score of a metric from the values of all items.
-    `tasks_by_name`: name of a task -> task.
+    `tasks_by_name`: name of a task -> task. All tasks are checked, and the last task's function is
+    returned.
 
-    Standard errors and comparisons of models need an outcome of each item. So UserError for
-    functions that are neither a mean nor a perplexity, such as f1 and BLEU, and for the perplexity
-    of several tasks.
+    Standard errors and comparisons of models need an outcome of each item. Means and perplexities
+    give one. UserError for other functions, such as f1 and BLEU, and for a perplexity of several
+    tasks.
     """
     aggregation: Aggregation = metrics.mean
     for name, task in tasks_by_name.items():
@@ -311,9 +315,9 @@ def _result(
     rows: Sequence[_Row],
     benchmark: BenchmarkConfig,
 ) -> tuple[Result, list[Sample]]:
-    """The result named `result_name` and the samples of this result. If all tasks have the same
-    weight, the score is the mean of the tasks' scores. `aggregation`: lm-eval's function for the
-    score of `metric`. `rows`: see `_rows_of_metric`."""
+    """The result named `result_name` and the samples of this result. For a group in which all tasks
+    have the same weight, the score is the mean of the tasks' scores. `aggregation`: lm-eval's
+    function for the score of `metric`. `rows`: the rows of the metric's filter."""
     metric_name = metric.partition(",")[0]  # without the filter
     if aggregation not in _LOSS_AGGREGATIONS:
         samples = [
@@ -330,7 +334,7 @@ def _result(
             for task_samples in samples_by_task
         ]
         return _mean_of_tasks(task_results), list(chain.from_iterable(samples_by_task))
-    scale, unit, units_per_nat = _LOSS_AGGREGATIONS[aggregation]
+    scale, unit, factor_from_nats = _LOSS_AGGREGATIONS[aggregation]
     samples = []
     losses = []
     weights = []
@@ -338,11 +342,11 @@ def _result(
         # A log-likelihood or, for a weighted perplexity, (log-likelihood, weight). The weight is
         # the number of units of text, such as words.
         value = row.metrics[metric_name]
-        nats, units = value if isinstance(value, tuple) else (value, 1.0)
-        loss = -nats / units * units_per_nat
-        samples.append({**_sample(result_name, metric_name, row, loss), "units": units})
+        nats, weight = value if isinstance(value, tuple) else (value, 1.0)
+        loss = -nats / weight * factor_from_nats
+        samples.append({**_sample(result_name, metric_name, row, loss), "units": weight})
         losses.append(loss)
-        weights.append(units)
+        weights.append(weight)
     # such as "nats per word" for word_perplexity
     unit = unit or f"nats per {metric_name.partition('_')[0]}"
     return loss_result(result_name, metric, scale, unit, losses, weights, benchmark), samples
@@ -380,20 +384,23 @@ def _mean_of_tasks(results: Sequence[Result]) -> Result:
 
 def _sample(result_name: str, metric: str, row: _Row, outcome: float) -> Sample:
     """The sample of a row. If the row has no generated text, the sample's output is the
-    log-likelihoods as JSON, and the extracted answer is the index of the likeliest continuation.
-    For acc_norm, the likeliest has the largest log-likelihood per character. `answer_loss`: see
-    `_loss_of_right_choice`."""
+    log-likelihoods as JSON.
+
+    For a question with continuations to score, the extracted answer is the index of the likeliest
+    continuation. This is the one with the largest log-likelihood or, for the metric acc_norm, with
+    the largest log-likelihood per character. `answer_loss` is the loss on the right one."""
     request_type = row.question.requests[0].request_type
     nats = [reply.nats for reply in row.answer.replies]
     if request_type == "generate_until":
         return row.answer.sample(result_name, outcome, str(row.extracted[0]))
     if request_type == "loglikelihood_rolling":
         return row.answer.sample(result_name, outcome, "", json.dumps(round(nats[0], 4)))
-    # minus 1: a continuation begins with a space, which lm-eval does not count
-    lengths = [
+    # characters of a continuation, or 1, which leaves its log-likelihood as it is; a continuation
+    # begins with a space, which lm-eval does not count
+    divisors = [
         len(request.args[1]) - 1 if metric == "acc_norm" else 1 for request in row.question.requests
     ]
-    chosen_index = int(np.argmax(np.array(nats) / lengths))
+    chosen_index = int(np.argmax(np.array(nats) / divisors))
     sample = row.answer.sample(
         result_name, outcome, str(chosen_index), json.dumps([round(value, 4) for value in nats])
     )
@@ -405,7 +412,7 @@ def _loss_of_right_choice(question: _Question, nats: Sequence[float]) -> float |
     log-likelihood of each choice."""
     task = question.task
     doc = question.doc
-    right_index: Any = 0  # a request without choices has one continuation
+    right_index: Any = 0  # a question without choices has one continuation
     if task.OUTPUT_TYPE == "multiple_choice":
         right_index = label_of(task, doc)
         if isinstance(right_index, str):

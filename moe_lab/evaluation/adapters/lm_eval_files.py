@@ -40,8 +40,9 @@ def task_folder(benchmark: BenchmarkConfig) -> Path:
     root = Path(package.origin).parent / "tasks"
     name = str(benchmark.parameters.get("folder", benchmark.task))
     folder = root / name
+    # `root`, the folder of all tasks, would take too long to index
     if not folder.is_dir() or folder == root:
-        # for the suggestions of the error: the existing folders beside the missing folder
+        # the error suggests the folders beside the missing folder or, if there are none, in `root`
         parent = folder.parent if folder.parent.is_dir() and folder != root else root
         folder_names = [str(path.relative_to(root)) for path in parent.iterdir() if path.is_dir()]
         raise unknown_name_error(
@@ -115,8 +116,8 @@ def _references(file: Path) -> tuple[list[str], list[str]]:
 
 
 def _data_files(module_file: Path) -> Iterator[Path]:
-    """Yield the existing files that a module names: a string in the code is the path of the file,
-    relative to the folder of the module. UserError for a module that is not Python."""
+    """Yield the files that a module names: each string in the code that is the path of an existing
+    file, relative to the folder of the module. UserError for a module that is not Python."""
     try:
         tree = ast.parse(module_file.read_bytes())
     except (SyntaxError, ValueError) as error:
@@ -158,14 +159,15 @@ class _Observer:
     def __init__(self, reader: str) -> None:
         self.reader = reader
         self.files: set[str] = set()
-        # the error of `notice`, as the code that started a program may have caught the error
+        # The last error that `notice` raised. The code that started a program may have caught it,
+        # so `restrict_reads_to` raises it again.
         self.refusal: UserError | None = None
         running_threads = {thread.native_id for thread in threading.enumerate()}
         self.ignored_threads = running_threads - {threading.get_native_id()}
 
     def notice(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Record the file that an audit event opens. For an event of _PROGRAM_EVENTS, UserError,
-        which prevents the start of the program or connection."""
+        """Record the file that an audit event opens. UserError for an event of _PROGRAM_EVENTS: the
+        error prevents the start of the program or connection."""
         if threading.get_native_id() in self.ignored_threads:
             return
         if event == "open":
@@ -218,7 +220,8 @@ def restrict_reads_to(files: Collection[Path], reader: str) -> Iterator[None]:
     finally:
         _observers.remove(observer)
         modules = _module_files()
-        # a package that was imported earlier is not the task's, even outside of _LIBRARIES
+        # Packages that were imported before are not the task's. Their folder need not be one of
+        # _LIBRARIES.
         package_files = {
             file for name, file in modules.items() if name.partition(".")[0] in modules_before
         }

@@ -80,9 +80,9 @@ def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
 
 
 def _load_with_requests(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """Load the dictionaries of `tasks_and_groups`, and build the requests of the tasks. The code of
-    a task with items from a local file may read only the files that identify the items."""
-    if benchmark.data is not None:
+    """The tasks and groups of a benchmark, as returned by `tasks_and_groups`. The code of a task
+    with items from a local file may read only the files that identify the items."""
+    if benchmark.data is not None:  # a task of lm-eval, with items from a published data set
         return _add_requests(_load_published(benchmark), benchmark)
     identifying_files, _ = harness_of(benchmark).hashed_files(benchmark)
     with restrict_reads_to(identifying_files, f"benchmark {benchmark.name}"):
@@ -91,7 +91,7 @@ def _load_with_requests(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 
 def _add_requests(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     """Configure the tasks in `loaded`, build the requests of the items to evaluate, and return
-    `loaded`. For its keys and values, see `tasks_and_groups`."""
+    `loaded`. Its keys are "tasks" and "groups", as in `tasks_and_groups`."""
     tasks_by_name = loaded["tasks"]
     for name, task in tasks_by_name.items():
         _configure(task, name, benchmark)
@@ -111,10 +111,11 @@ def _add_requests(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapp
 
 
 def _load_published(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """Load a task or group of lm-eval with data from the benchmark's mirror."""
+    """Load a task or group of lm-eval with data from the benchmark's mirror. Returns what `_load`
+    returns."""
     # lm-eval would need ten seconds to index all its tasks
     manager = TaskManager(include_path=str(task_folder(benchmark)), include_defaults=False)
-    subsets = mirror.subsets(benchmark)
+    subsets = mirror.subsets(benchmark)  # subset -> split -> files
 
     # replaces datasets.load_dataset, which takes the subset as `name`
     def load_from_mirror(path: str, name: str | None = None, **_: Any) -> _Splits:
@@ -130,7 +131,8 @@ def _load_published(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 
 
 def _load_defined(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """Load a task with items from a local file. All items are in each split of the task.
+    """Load a task with items from a local file. Every split of the task has all items, whatever its
+    name. Returns what `_load` returns.
 
     If parameters.definition is set, it defines the task, and the items are in the file
     benchmark.task. Otherwise, the file benchmark.task defines the task, in lm-eval's format, and
@@ -147,8 +149,8 @@ def _load_defined(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     loaded = _load(manager, definition, lambda *_, **__: _Splits(defaultdict(lambda: [items_file])))
     for task in loaded["tasks"].values():
         if _fewshot_split(task) is not None:
-            # Otherwise lm-eval could show an item as its own example: it excludes the item only if
-            # test_split and fewshot_config.split name the same split.
+            # Examples are taken from the items too. lm-eval excludes an item from its own examples
+            # only if test_split and fewshot_config.split name the same split.
             task.config.test_split = task.config.fewshot_config.split = _evaluated_split(task)
     return loaded
 
@@ -158,8 +160,8 @@ def _load(
 ) -> Mapping[str, Any]:
     """{"tasks": name -> task, "groups": name -> group of tasks}; a requested group comes first.
     `task`: name of a task or group, path of a definition, or the definition itself. `load_dataset`
-    replaces `datasets.load_dataset`, from which lm-eval gets the data. UserError for a first item
-    that cannot be read."""
+    replaces `datasets.load_dataset`, from which lm-eval gets the data. UserError if lm-eval cannot
+    read the first item."""
     with patch.object(datasets, "load_dataset", load_dataset):
         try:
             loaded: Mapping[str, Any] = manager.load([task])
@@ -201,7 +203,8 @@ def _configure(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
         raise UserError(
             f"benchmark {benchmark.name}: split={benchmark.split}, but {name} evaluates {split}"
         )
-    # only a local task may keep its own num_fewshot, if the benchmark has shots=0
+    # The benchmark's shots replace the task's num_fewshot. Only a task with items from a local file
+    # (no benchmark.data) keeps its own num_fewshot if the benchmark has shots=0.
     if benchmark.shots or benchmark.data is not None or task.config.num_fewshot is None:
         task.set_config(key="num_fewshot", value=benchmark.shots)
     if task.config.num_fewshot:
@@ -234,8 +237,8 @@ def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
     fewshot_split = _fewshot_split(task)
     config = task.config
     shots = config.num_fewshot
-    # lm-eval excludes the item from its examples only if the task sets fewshot_config.split, and
-    # this is the test split
+    # lm-eval excludes the item from its own examples only if the task sets fewshot_config.split,
+    # and sets it to test_split
     excludes_item = fewshot_split is not None and config.fewshot_config.split == config.test_split
     if fewshot_split == evaluated_split and not excludes_item:
         raise UserError(
@@ -245,7 +248,8 @@ def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
         )
     examples = Counter(json.dumps(doc, sort_keys=True, default=str) for doc in task.fewshot_docs())
     count = examples.total()
-    # lm-eval excludes all copies of the item; the item with the most copies has fewest examples
+    # lm-eval excludes the item with all its copies, so the item with the most copies is left with
+    # the fewest examples
     if excludes_item:
         count -= max(examples.values(), default=0)
     if count < shots:

@@ -136,7 +136,8 @@ def generated_text(
     end_token_ids: Collection[int],
 ) -> GeneratedText:
     """The text of the `new_tokens`, which follow the `prompt_tokens`, up to the first end token.
-    `end_token_ids`: ids of the end tokens."""
+    Special tokens are left out, except for `generation.marks`. `end_token_ids`: ids of the end
+    tokens."""
     # number of tokens before the end token
     length = next(
         (index for index, token in enumerate(new_tokens) if token in end_token_ids), len(new_tokens)
@@ -146,8 +147,9 @@ def generated_text(
     tokens = [*end_of_prompt, *new_tokens[:length]]
     text = ""
     start = len(end_of_prompt)
-    # The tokens between two marks are decoded together, after a few earlier tokens as context,
-    # because the text of a token may depend on the tokens before it. `_decode` omits marks.
+    # The tokens between two marks are decoded together. A few earlier tokens are decoded with them,
+    # because the text of a token may depend on the tokens before it. `_decode` omits marks, so they
+    # are added here.
     mark_indices = [index for index in range(start, len(tokens)) if tokens[index] in marks]
     for end in (*mark_indices, len(tokens)):
         context_start = max(0, start - _CONTEXT_TOKENS)
@@ -155,12 +157,13 @@ def generated_text(
         text += _decode(tokenizer, tokens[context_start:end])[len(context_text) :]
         if end < len(tokens):
             text += marks[tokens[end]]
-        start = end + 1
+        start = end + 1  # after the mark
     reached_limit = len(new_tokens) >= generation.max_tokens and length == len(new_tokens)
     return GeneratedText(text, "limit" if reached_limit else "end")
 
 
 def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The text of the tokens without special tokens."""
     text: str = tokenizer.decode(
         tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
