@@ -237,8 +237,8 @@ def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
     fewshot_split = _fewshot_split(task)
     config = task.config
     shots = config.num_fewshot
-    # lm-eval excludes the item from its own examples only if the task sets fewshot_config.split,
-    # and sets it to test_split
+    # lm-eval excludes the item from its own examples if fewshot_config.split equals test_split,
+    # also if both are None
     excludes_item = fewshot_split is not None and config.fewshot_config.split == config.test_split
     if fewshot_split == evaluated_split and not excludes_item:
         raise UserError(
