@@ -28,7 +28,8 @@ class UserError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(mask(message))
-        self.sentences = [str(self)]  # a SettingsError has several sentences
+        # one sentence for each mistake; only a SettingsError can have more than one
+        self.sentences = [str(self)]
 
 
 class Unavailable(UserError):
@@ -83,9 +84,9 @@ def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[st
 
 def run_and_exit(main: Callable[[], int | None]) -> NoReturn:
     """Run the command `main` and end the process with the exit code that `main` returns (0 for
-    None). Two exceptions end the process without a stack trace: Ctrl-C with the exit code 130, and
-    a closed output (`| head` closes it early) with 141. If the current folder was removed, `main`
-    is not called."""
+    None). Two exceptions end the process without a stack trace. Ctrl-C gives the exit code 130. A
+    closed output, such as a pipe to `head`, gives 141. If the current folder was removed, `main` is
+    not called, and the exit code is UserError.code."""
     try:
         try:
             os.getcwd()

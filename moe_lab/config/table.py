@@ -69,36 +69,38 @@ def _settings_of(kind: Any, group: str) -> Iterator[Setting]:
 
 
 def _meanings(kind: Any) -> dict[str, str]:
-    """The texts under the fields in the source code of the class `kind`: name of a field -> text on
-    one line."""
+    """Name of a field of the class `kind` -> the docstring below the field, joined into one line.
+    Read from the source code, because Python does not keep docstrings of fields."""
     (class_definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(class_definition, ast.ClassDef)
     meanings = {}
-    for field, text in pairwise(class_definition.body):
+    for field, docstring in pairwise(class_definition.body):
+        # other pairs of statements are not a field and its docstring
         if (
             isinstance(field, ast.AnnAssign)
             and isinstance(field.target, ast.Name)
-            and isinstance(text, ast.Expr)
+            and isinstance(docstring, ast.Expr)
         ):
-            meanings[field.target.id] = " ".join(ast.literal_eval(text.value).split())
+            meanings[field.target.id] = " ".join(ast.literal_eval(docstring.value).split())
     return meanings
 
 
 def _default(field: Field[Any]) -> str:
-    """The default of a field, as users type it; "" for a field without a default."""
+    """The default of a field, as users type it. Nothing ("") for a field without a default."""
     if field.default is MISSING and field.default_factory is MISSING:
         return ""
     value = field.default_factory() if field.default_factory is not MISSING else field.default
+    # an empty text is typed as two quotation marks, which json.dumps makes
     return value if isinstance(value, str) and value else json.dumps(value)
 
 
 def basic_lines() -> str:
-    """A text for --help with a line for each basic setting: SETTING=DEFAULT and the first sentence
-    of the meaning."""
-    meanings = {
+    """A text for --help. It has one line for each basic setting, with SETTING=DEFAULT and the first
+    sentence of the setting's meaning."""
+    sentences = {
         f"{setting.key}={setting.default}": setting.meaning.split(". ")[0].rstrip(".")
         for setting in settings()
         if setting.basic
     }
-    width = max(map(len, meanings))
-    return "\n".join(f"{setting:{width}}  {meaning}" for setting, meaning in meanings.items())
+    width = max(map(len, sentences))
+    return "\n".join(f"{start:{width}}  {sentence}" for start, sentence in sentences.items())

@@ -68,14 +68,14 @@ class Layer:
 
     @property
     def random(self) -> numpy.random.Generator:
-        """Random generator, which all layers in one call of `score` share and use in the order of
-        layers. UserError unless the criterion declares uses_seed."""
+        """Random generator. In one call of `score`, all layers draw from the same generator, one
+        after the other by index. UserError unless the criterion declares uses_seed."""
         self._check_declared("uses_seed", "layer.random")
         return self._random
 
     def _check_declared(self, declaration: str, value: str) -> None:
         """Raise UserError unless the criterion declares the flag `declaration`: uses_gate or
-        uses_seed. `value`: what the criterion reads without the flag, for the message."""
+        uses_seed. `value`: what the criterion reads, in the words of the message."""
         if not getattr(self.criterion, declaration):
             name = self.criterion.name
             raise UserError(
@@ -104,11 +104,12 @@ class Layer:
         such statistic."""
         if name not in self._arrays:
             available = ", ".join(sorted(self._arrays)) or "nothing"
+            # MISSING_REASONS has ends of the sentence, which begin with a semicolon
             raise UserError(
                 f"layer {self.index} has no {name} for criterion={self.criterion.name}: it has "
                 f"{available}{MISSING_REASONS.get(name, '')}"
             )
-        # a copy: torch writes into read-only arrays, too
+        # a copy, because a criterion that uses torch can write even into a read-only array
         array = numpy.array(self._arrays[name], dtype=numpy.float64)
         array.flags.writeable = False
         return array
@@ -138,9 +139,8 @@ class Criterion:
 
     @property
     def needs_plain_weights(self) -> bool:
-        """Whether the criterion cannot score a quantised checkpoint, because the criterion reads
-        weights as plain numbers. True for criteria that read weights, and for all criteria of
-        channels."""
+        """Whether the criterion is refused for a quantised checkpoint. True for criteria that read
+        weights, and for all criteria of channels, even those that read no weights."""
         return self.granularity == "channel" or "weights" in self.needs
 
 
@@ -156,8 +156,9 @@ def criterion(
     uses_gate: bool = False,
     uses_seed: bool = False,
 ) -> Callable[[Function], Function]:
-    """Decorator that registers a function as the criterion `name`. The other arguments are fields
-    of `Criterion`. UserError for a name that is not valid or is registered already."""
+    """Decorator that registers a function as the criterion `name` and leaves the function as it is.
+    The other arguments are fields of `Criterion`. UserError for a name that is not valid or is
+    registered already."""
 
     def register(function: Function) -> Function:
         check_name(f"criterion of {function.__module__}", name)
@@ -167,9 +168,9 @@ def criterion(
                 f"criterion {name} of {function.__module__} is registered already, by {owner}: "
                 "expected a new name"
             )
-        source = function_digest(function)
+        digest = function_digest(function)
         CRITERIA[name] = Criterion(
-            name, granularity, needs, reference, uses_gate, uses_seed, function, source
+            name, granularity, needs, reference, uses_gate, uses_seed, function, digest
         )
         return function
 
@@ -177,13 +178,12 @@ def criterion(
 
 
 class IdentifiedCriterion(CriterionConfig):
-    """Settings of a criterion, identified by its name, its parameters and the source of a plugin's
-    criterion."""
+    """Settings of a criterion. `identity` tells apart criteria that may give different scores."""
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Name, parameters and source: the digest of the code if a plugin defines the criterion,
-        "" for a criterion of moe_lab."""
+        """`name`, `parameters` and `source` of the criterion. `source` is a digest of the code if a
+        plugin defines the criterion, and "" for a criterion of moe_lab."""
         return {
             "name": self.name,
             "parameters": dict(self.parameters),
@@ -205,7 +205,7 @@ def reads_text(name: str) -> bool:
 def check(name: str, parameters: Mapping[str, Any]) -> None:
     """Raise UserError unless the criterion `name` exists, accepts all `parameters`, gets all
     parameters that it requires, and can score a trial layer of random numbers."""
-    # without the first argument, which is the layer
+    # all arguments of the function except the first, which is the layer
     accepted = dict(list(inspect.signature(get(name).function).parameters.items())[1:])
     for key in parameters:
         check_known(f"criterion.parameters of {name}", key, accepted)
@@ -214,13 +214,14 @@ def check(name: str, parameters: Mapping[str, Any]) -> None:
             raise UserError(
                 f"criterion={name} needs the parameter {key}: set criterion.parameters.{key}"
             )
+    # layer 0, with the gate "model" and the seed 0
     layer = Layer(
         get(name), 0, EXPERTS, WIDTH, _TrialArrays(), "model", numpy.random.default_rng(0)
     )
     # The trial layer has only statistics of known shape. A criterion that reads another statistic
     # is accepted without a trial.
     with contextlib.suppress(_UnknownStatistic), numpy.errstate(all="ignore"):
-        _repeatable_scores(layer, parameters, "on a trial layer", "return one number for each")
+        _repeatable_scores(layer, parameters, "on a trial layer", hint="return one number for each")
 
 
 def score(
@@ -236,12 +237,12 @@ def score(
     """Scores by the criterion `name`, fp64, higher meaning keep: layer -> array of shape (E,), or
     (E, I) from a criterion of channels.
 
-    `inputs`: layer -> name of a statistic -> numpy array or CPU tensor, with the results of the
-    steps in `get(name).needs`. `experts`: layer -> E. `widths`: layer -> I; only criteria of
-    channels need widths. `gate`: name of the gate that weighs expert outputs; None means "model".
-    `seed`: only for criteria that use a seed. UserError for an unknown name, gate or parameter, a
-    missing seed or width, statistics that are missing or have a wrong shape, and scores that are
-    NaN or infinite.
+    `inputs`: layer -> name of a statistic -> the statistic, a numpy array or CPU tensor. The steps
+    in `get(name).needs` compute these statistics. `experts`: layer -> number of experts, E.
+    `widths`: layer -> width of its experts, I; only criteria of channels need widths. `gate`: name
+    of the gate that weighs expert outputs; None means "model". `seed`: only for criteria that use a
+    seed. UserError for an unknown name, gate or parameter, a missing seed or width, statistics that
+    are missing or have a wrong shape, and scores that are NaN or infinite.
     """
     definition = get(name)
     parameters = dict(parameters or {})
@@ -263,25 +264,30 @@ def score(
         layer = Layer(definition, index, experts[index], width, arrays, gate, random)
         location = f"in layer {index}"
         scores[index] = _repeatable_scores(
-            layer, parameters, location, "the statistics are of another model"
+            layer, parameters, location, hint="the statistics are of another model"
         )
-        # one row for each score that is not finite: (expert,) or (expert, channel)
+        # one row for each score that is not finite: [expert] or [expert, channel]
         indices = numpy.argwhere(~numpy.isfinite(scores[index]))
         if len(indices):
+            # such as "3" for an expert or "3, channel 7" for a channel
             position = ", channel ".join(map(str, indices[0]))
             raise UserError(f"criterion={name} gives NaN or Inf {location}, expert {position}")
     return scores
 
 
 def _repeatable_scores(
-    layer: Layer, parameters: Mapping[str, Any], location: str, remedy: str
+    layer: Layer, parameters: Mapping[str, Any], location: str, hint: str
 ) -> Array:
     """The scores of a layer, shape (E,) or (E, I). The criterion is called twice, both times with
-    layer.random in the same state; UserError if the scores differ. Arguments and other errors are
-    those of `_call_criterion`."""
+    layer.random in the same state. UserError if the scores differ, or if `_call_criterion` raises
+    it.
+
+    `location`: where the criterion is called, for messages, such as "in layer 3". `hint`: the end
+    of the message about a wrong shape.
+    """
     layer_copy = replace(layer, _random=deepcopy(layer._random))
-    scores = _call_criterion(layer, parameters, location, remedy)
-    second_scores = _call_criterion(layer_copy, parameters, location, remedy)
+    scores = _call_criterion(layer, parameters, location, hint)
+    second_scores = _call_criterion(layer_copy, parameters, location, hint)
     if not numpy.array_equal(scores, second_scores, equal_nan=True):
         raise UserError(
             f"criterion={layer.criterion.name} gives other scores when it is called again "
@@ -291,13 +297,11 @@ def _repeatable_scores(
     return scores
 
 
-def _call_criterion(
-    layer: Layer, parameters: Mapping[str, Any], location: str, remedy: str
-) -> Array:
+def _call_criterion(layer: Layer, parameters: Mapping[str, Any], location: str, hint: str) -> Array:
     """The scores of a layer, shape (E,) or (E, I), from one call of the criterion. UserError if the
     call fails, or if the result is not one real number for each expert or channel.
 
-    `location`: where the criterion is called, for messages, such as "in layer 3". `remedy`: the end
+    `location`: where the criterion is called, for messages, such as "in layer 3". `hint`: the end
     of the message about a wrong shape.
     """
     name = layer.criterion.name
@@ -327,7 +331,7 @@ def _call_criterion(
     if scores.shape != shape:
         raise UserError(
             f"criterion={name} gives {scores.shape} scores {location}, expected one for each of "
-            f"its {layer.n_experts} {units}: {remedy}"
+            f"its {layer.n_experts} {units}: {hint}"
         )
     return scores
 

@@ -27,11 +27,14 @@ def heapr(layer: Layer) -> Array:
     """1/2 mean_t(phi^2) * mean_t((dL/dphi)^2), the expected rise of the loss when the channel is
     removed.
 
-    The paper's score is mean_t 1/2 e_c^T G e_c. Here phi is the channel's input to down_proj, w_c
-    the channel's column of down_proj, and e_c = phi w_c what the channel adds to the expert's
-    output f. G (H, H) is mean_t g g^T with g = dL/df. Both scores are equal, because w_c^T g =
-    dL/dphi. dL/dphi contains the gate as a factor, so the score contains the square of the gate. If
-    an expert saw no token, its channels score UNSEEN (-1), below all other scores."""
+    L is the loss, and t runs over the tokens routed to the expert. phi is the channel's input to
+    down_proj, and w_c is the channel's column of down_proj. The channel adds e_c = phi w_c to the
+    expert's output f.
+
+    The paper's score is mean_t 1/2 e_c^T G e_c with G = mean_t d d^T and d = dL/df. Both scores are
+    equal: w_c^T d = dL/dphi, so w_c^T G w_c = mean_t (dL/dphi)^2. dL/dphi contains the gate as a
+    factor, so the score contains the square of the gate. If an expert saw no token, its channels
+    score UNSEEN (-1), below all other scores."""
     tokens = layer.tokens[:, None]
     divisor = numpy.maximum(tokens, 1)
     product = (layer["channel_square"] / divisor) * (layer["channel_gradient_square"] / divisor)
@@ -49,10 +52,13 @@ def camera(layer: Layer, alpha: float = 0.9) -> Array:
     """||w_c||^2 * ((1 - alpha) sum_t (g phi)^2 + alpha max_t (g phi)^2), as the released code
     computes it.
 
-    The released code renormalises the gates g over the top k for DeepSeekMoE, Qwen3 and Mixtral
-    (here gate=renormalized). It takes the model's gates for Qwen1.5 and Qwen2 (here gate=model).
-    The default of the released code is alpha = 1; the published runs have alpha = 0.9. UserError
-    for another gate, and for an alpha outside [0, 1]."""
+    phi is the channel's input to down_proj, w_c the channel's column of down_proj, g the gate of
+    the token. t runs over the tokens routed to the expert.
+
+    The released code renormalises the gates over the top k for DeepSeekMoE, Qwen3 and Mixtral (here
+    gate=renormalized). For Qwen1.5 and Qwen2 the released code takes the model's gates (here
+    gate=model). UserError for other values of `gate`. The default of the released code is alpha =
+    1; the published runs have alpha = 0.9. UserError for an alpha outside [0, 1]."""
     check_known("gate of camera", layer.gate, CAMERA_GATES)
     if not (isinstance(alpha, (int, float)) and 0 <= alpha <= 1):
         raise UserError(
@@ -67,7 +73,9 @@ def camera(layer: Layer, alpha: float = 0.9) -> Array:
 
 @criterion("channel_activation", granularity="channel", needs=("statistics",), reference=SLIMMING)
 def channel_activation(layer: Layer) -> Array:
-    """sqrt(sum_t phi^2)."""
+    """sqrt(sum_t phi^2).
+
+    phi is the channel's input to down_proj; t runs over the tokens routed to the expert."""
     return numpy.sqrt(layer["channel_square"])
 
 
@@ -79,8 +87,7 @@ def channel_weight(layer: Layer, projection: str = "down") -> Array:
     UserError unless `projection` is down, gate, up or mean. UserError also if the experts have no
     such projection: some models have experts without a gate projection."""
     names = _projections("channel_weight", projection)
-    norms: Array = numpy.sqrt([layer[f"channel_{name}_square"] for name in names])
-    mean: Array = norms.mean(axis=0)
+    mean: Array = numpy.sqrt([layer[f"channel_{name}_square"] for name in names]).mean(axis=0)
     return mean
 
 
@@ -91,13 +98,19 @@ def channel_weight(layer: Layer, projection: str = "down") -> Array:
     reference="Wanda",
 )
 def channel_weight_activation(layer: Layer) -> Array:
-    """sum_o |w_oc| * sqrt(sum_t phi^2): Wanda's score, summed over the outputs o of down_proj."""
+    """sum_o |w_oc| * sqrt(sum_t phi^2): Wanda's score, summed over the outputs o of down_proj.
+
+    w_oc is the weight of down_proj from the channel c to the output o. phi is the channel's input
+    to down_proj; t runs over the tokens routed to the expert."""
     return layer["channel_down_abs"] * numpy.sqrt(layer["channel_square"])
 
 
 @criterion("channel_gradient", granularity="channel", needs=("gradients",), reference=SLIMMING)
 def channel_gradient(layer: Layer) -> Array:
-    """sqrt(sum_t (dL/dphi)^2)."""
+    """sqrt(sum_t (dL/dphi)^2).
+
+    L is the loss, and phi the channel's input to down_proj; t runs over the tokens routed to the
+    expert."""
     return numpy.sqrt(layer["channel_gradient_square"])
 
 
@@ -105,7 +118,10 @@ def channel_gradient(layer: Layer) -> Array:
     "channel_activation_gradient", granularity="channel", needs=("gradients",), reference=SLIMMING
 )
 def channel_activation_gradient(layer: Layer) -> Array:
-    """mean_t |phi dL/dphi|; 0 for an expert that saw no token."""
+    """mean_t |phi dL/dphi|; 0 for an expert that saw no token.
+
+    L is the loss, and phi the channel's input to down_proj; t runs over the tokens routed to the
+    expert."""
     return layer["channel_product_abs"] / numpy.maximum(layer.tokens, 1)[:, None]
 
 
@@ -114,10 +130,11 @@ def snip(layer: Layer, projection: str = "down") -> Array:
     """sum_o |w_oc dL/dw_oc| over the channel's weights in one projection, or (`projection=mean`)
     the mean of the sums.
 
-    In MoE-Slimming's equation, c is an input of the projection. The channels of an expert are
-    inputs of the down projection only, so `down` is the default. The paper's code takes the mean of
-    the three projections. UserError for an unknown projection, and for a projection that the
-    experts do not have."""
+    L is the loss. In MoE-Slimming's equation, w_oc leads from the input c to the output o of the
+    projection. A channel is an input of the down projection only, so `down` is the default. In the
+    gate and up projections, the channel is an output, and the sum is over its inputs. The paper's
+    code takes the mean of the three projections. UserError for an unknown projection, and for a
+    projection that the experts do not have."""
     names = _projections("snip", projection)
     sums: Array = numpy.mean([layer[f"snip_{name}"] for name in names], axis=0)
     return sums

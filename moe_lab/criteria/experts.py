@@ -33,7 +33,10 @@ def frequency(layer: Layer) -> Array:
 
 @criterion("seer", needs=("statistics",), reference="SEER-MoE", uses_gate=True)
 def seer(layer: Layer) -> Array:
-    """S(0,1,0) = sum_t g: the soft count."""
+    """S(0,1,0) = sum_t g: the soft count.
+
+    g is the gate of the token; t runs over the tokens routed to the expert. `s_family` defines
+    S."""
     return layer.sum(1, 0)
 
 
@@ -41,37 +44,55 @@ def seer(layer: Layer) -> Array:
     "ean", needs=("statistics",), reference="Finding Fantastic Experts in MoEs, arXiv 2504.05586"
 )
 def ean(layer: Layer) -> Array:
-    """S(0,0,1) = sum_t ||f||."""
+    """S(0,0,1) = sum_t ||f||.
+
+    f is the expert's output for the token, before the gate; t runs over the tokens routed to the
+    expert. `s_family` defines S."""
     return layer.sum(0, 1)
 
 
 @criterion("reap", needs=("statistics",), reference="REAP", uses_gate=True)
 def reap(layer: Layer) -> Array:
-    """S(1,1,1) = 1/N sum_t g ||f||."""
+    """S(1,1,1) = 1/N sum_t g ||f||.
+
+    N is the number of tokens routed to the expert, and t runs over them. g is the gate of the
+    token, f the expert's output before the gate. `s_family` defines S."""
     return layer.mean(1, 1)
 
 
 @criterion("man", needs=("statistics",), reference=UNIFIED)
 def man(layer: Layer) -> Array:
-    """S(1,0,1) = 1/N sum_t ||f||: the mean activation norm."""
+    """S(1,0,1) = 1/N sum_t ||f||: the mean activation norm.
+
+    N is the number of tokens routed to the expert, and t runs over them. f is the expert's
+    output before the gate. `s_family` defines S."""
     return layer.mean(0, 1)
 
 
 @criterion("msan", needs=("statistics",), reference=UNIFIED)
 def msan(layer: Layer) -> Array:
-    """S(1,0,2) = 1/N sum_t ||f||^2: the mean squared activation norm."""
+    """S(1,0,2) = 1/N sum_t ||f||^2: the mean squared activation norm.
+
+    N is the number of tokens routed to the expert, and t runs over them. f is the expert's
+    output before the gate. `s_family` defines S."""
     return layer.mean(0, 2)
 
 
 @criterion("gate_ean", needs=("statistics",), reference=UNIFIED, uses_gate=True)
 def gate_ean(layer: Layer) -> Array:
-    """S(0,1,1) = sum_t g ||f||: the proxy of the damage done by removing one expert."""
+    """S(0,1,1) = sum_t g ||f||: the proxy of the damage done by removing one expert.
+
+    g is the gate of the token, f the expert's output before the gate; t runs over the tokens
+    routed to the expert. `s_family` defines S. `exact_damage` computes the damage itself."""
     return layer.sum(1, 1)
 
 
 @criterion("gate_energy", needs=("statistics",), reference=UNIFIED, uses_gate=True)
 def gate_energy(layer: Layer) -> Array:
-    """S(0,2,2) = sum_t g^2 ||f||^2."""
+    """S(0,2,2) = sum_t g^2 ||f||^2.
+
+    g is the gate of the token, f the expert's output before the gate; t runs over the tokens
+    routed to the expert. `s_family` defines S."""
     return layer.sum(2, 2)
 
 
@@ -80,13 +101,20 @@ def easy_ep(layer: Layer) -> Array:
     """sum_t s g ||f|| with s = max(0, 1 - cos(x, x + m)), x the residual stream before the MoE
     block, m the routed output: s weights a token by how much the routed experts turn the stream.
     g is the gate that the model multiplies with.
+
+    f is the expert's output before the gate; t runs over the tokens routed to the expert. The
+    statistic `shift_weighted` is this sum.
     """
     return layer["shift_weighted"]
 
 
 @criterion("mone", needs=("statistics",), reference="MoNE", uses_gate=True)
 def mone(layer: Layer) -> Array:
-    """(1/N sum_t g) * V with V = || sqrt(1/(N-1) sum_t (f - mean f)^2) ||; 0 for N <= 1."""
+    """(1/N sum_t g) * V with V = || sqrt(1/(N-1) sum_t (f - mean f)^2) ||; 0 for N <= 1.
+
+    N is the number of tokens routed to the expert, and t runs over them. g is the gate of the
+    token, f the expert's output before the gate. Square and root are taken in each of the H
+    components of f, the norm over all of them."""
     return layer.mean(1, 0) * _spread(layer)
 
 
@@ -98,7 +126,9 @@ def mone(layer: Layer) -> Array:
 )
 def mone_freq(layer: Layer) -> Array:
     """(sum_t g) * V: MoNE without the division by N, as in the paper's prose; the paper's Table 6
-    divides."""
+    divides.
+
+    g is the gate of the token; t runs over the tokens routed to the expert. `mone` defines V."""
     return layer.sum(1, 0) * _spread(layer)
 
 
@@ -106,8 +136,9 @@ def mone_freq(layer: Layer) -> Array:
 def s_family(layer: Layer, b: float, alpha: int, beta: int) -> Array:
     """S(b, alpha, beta) = N^-b sum_t g^alpha ||f||^beta, alpha and beta in {0, 1, 2}; 0 for N = 0.
 
-    b is any number >= 0; the paper has 0 and 1. UserError for S(1,0,0), which is 1 for every
-    expert that saw a token."""
+    N is the number of tokens routed to the expert, and t runs over them. g is the gate of the
+    token, f the expert's output before the gate. b is any number >= 0; the paper uses 0 and 1.
+    UserError for S(1,0,0), which is 1 for every expert that saw a token."""
     for name, value in (("alpha", alpha), ("beta", beta)):
         if value not in EXPONENTS:
             raise UserError(f"criterion.parameters.{name}={value} of s_family: expected 0, 1 or 2")
@@ -125,7 +156,9 @@ def s_family(layer: Layer, b: float, alpha: int, beta: int) -> Array:
 
 @criterion("exact_damage", needs=("damage",), reference=UNIFIED)
 def exact_damage(layer: Layer) -> Array:
-    """sum_t ||y - y without j||: change of the layer's output when expert j alone is removed."""
+    """sum_t ||y - y without j||: change of the layer's output when expert j alone is removed.
+
+    y is the layer's output for the token t. The result has one number for each expert j."""
     return layer["damage"]
 
 
@@ -140,12 +173,15 @@ def aimer(layer: Layer) -> Array:
     absolute = layer["abs_sum"]
     square = layer["square_sum"]
     count = layer["count"]
+    # (||w||_1 / P) / sqrt(||w||_2^2 / P) = ||w||_1 / sqrt(P ||w||_2^2); the 1 avoids 0 / 0
     return -absolute / numpy.where(square > 0, numpy.sqrt(count * square), 1)
 
 
 @criterion("magnitude", needs=("weights",), reference=AIMER)
 def magnitude(layer: Layer) -> Array:
-    """||w||_1 / P: the mean absolute weight."""
+    """||w||_1 / P: the mean absolute weight.
+
+    w are the P weights of the expert."""
     return layer["abs_sum"] / layer["count"]
 
 
@@ -177,8 +213,8 @@ def s_family_scores(
 
 
 def _spread(layer: Layer) -> Array:
-    """V (E,) of MoNE: how far the outputs f of an expert spread around their mean, as defined in
-    `mone`; 0 for N <= 1. Computed from sums over tokens as
+    """How far the outputs f of each expert spread around their mean, shape (E,). This is the V that
+    `mone` defines; 0 for an expert with N <= 1 tokens. Computed from sums over the tokens as
     sqrt((sum ||f||^2 - ||sum f||^2 / N) / (N - 1))."""
     tokens = layer.tokens
     scatter = layer.sum(0, 2) - numpy.square(layer["output_sum"]).sum(-1) / numpy.maximum(tokens, 1)

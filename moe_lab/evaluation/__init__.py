@@ -30,16 +30,17 @@ class Policy:
     """Data may be read in formats that can run code when they are read."""
 
     def program_sandbox(self, *, closed_world: bool = False) -> str:
-        """The sandbox for programs that a model wrote: NAMESPACES, LIMITED (a subprocess with
-        limits, for checked programs only) or UNCONFINED (a subprocess with limits).
+        """How programs that a model wrote must be run. NAMESPACES: in Linux namespaces. LIMITED: in
+        a subprocess with limits, but only if `sandbox/closed_world.py` accepts the program.
+        UNCONFINED: in a subprocess with limits.
 
         `closed_world`: whether right answers need no import and no private attribute, as in the
-        shipped benchmarks. On a machine without namespaces, sandbox=auto gives LIMITED to a
-        closed-world benchmark; `closed_world.py` then checks each program before the program runs.
+        shipped benchmarks. LIMITED is returned only for such a benchmark, when sandbox=auto and the
+        machine has no namespaces.
 
         Raises UserError when allow_code_execution=false, and when this machine has none of the
         sandboxes that the settings allow. Raises Unavailable when the machine has namespaces, but
-        no process in namespaces starts now; a weaker sandbox is not used in its place.
+        no process in namespaces can be started now.
         """
         from moe_lab.evaluation.sandbox.client import NoNamespaces, RunnerError, check_namespaces
 

@@ -63,7 +63,7 @@ class Verdict:
     """Statuses of a program: `base` on the base tests, `plus` on the base and plus tests together.
 
     A status is pass, fail, timeout, crash (the program died), output (an output is too large or not
-    a value) or refused (not run, because it leaves the closed world of a limited sandbox).
+    a value) or refused (not run, because `sandbox/closed_world.py` does not accept the program).
     """
 
     program: str
@@ -94,8 +94,8 @@ class _DataFile:
 
 
 class Grader:
-    """Grades programs. Verdicts are cached for later requests, because several plans of a model
-    often give the same program. Processes are reused by later requests."""
+    """Grades programs. Verdicts are cached for later requests, because copies of a model that are
+    pruned differently often write the same program. Processes are reused by later requests."""
 
     def __init__(self) -> None:
         # the process that calls evalplus_rules gets only these variables and the three below
@@ -136,7 +136,8 @@ atexit.register(GRADER.close)
 
 @dataclass(frozen=True)
 class _Grading:
-    """Grading of one request: `file` has the problems of the request, `grader` the processes."""
+    """Grades the programs of one request. `file`: the problems of the request, and cached results.
+    `grader`: has the processes that run programs and compare outputs."""
 
     request: GradeRequest
     file: _DataFile
@@ -177,8 +178,8 @@ class _Grading:
         self, task: str, part: str, program: str, seconds: list[float], memory: int
     ) -> Outcome:
         """Run a program on all tests of a `part`, base or plus. `seconds`: CPU limit of each test.
-        The CPU limit of the program is the sum of `seconds`, but at most _MOST_SECONDS, plus one
-        second for loading. `memory`: limit on the address space in bytes."""
+        The CPU limit of the program is the sum of `seconds`, cut to _MOST_SECONDS. One second is
+        then added for loading the program. `memory`: limit on the address space in bytes."""
         request = Request(
             program=program,
             entry_point=self.file.problems[task]["entry_point"],
@@ -241,6 +242,7 @@ class _Grading:
             "inputs": self._inputs(task, part),
         }
         arguments = [self.request.dataset, problem_fields, outcome.encoded, canonical["encoded"]]
+        # _STATUSES has a (status, reason) for each result of `compare`
         return _STATUSES[self.grader.rules("compare", arguments, *_COMPARISON_LIMITS)]
 
 

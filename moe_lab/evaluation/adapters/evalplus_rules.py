@@ -40,8 +40,8 @@ def sanitize(text: str, entry_point: str) -> str:
 
 def longest_program(text: str) -> str:
     """The longest block of two or more consecutive lines of `text` that is valid Python. The length
-    of a block is its number of non-blank lines. The first of equally long blocks is returned; the
-    first line of `text` if there is no block.
+    of a block is its number of non-blank lines. Of equally long blocks, the first is returned. If
+    there is no block, the first line of `text` is returned.
 
     EvalPlus's `code_extract` searches all lines of a text. Here only the first MOST_LINES lines are
     searched, unless the whole text is valid Python.
@@ -75,8 +75,9 @@ def _is_python(text: str) -> bool:
 
 def has_return_or_yield(function: Any) -> bool:
     """Whether the tree-sitter node `function` contains a return or a yield. EvalPlus's own check
-    accepts only a return, and EvalPlus drops a function that fails the check as unfinished. The
-    canonical solution of Mbpp/630 needs a generator, which has only a yield."""
+    accepts only a return. EvalPlus drops functions that its check does not accept, because they
+    look unfinished. The canonical solution of Mbpp/630 needs a generator, which has only a
+    yield."""
     return any(
         node.type in ("return_statement", "yield")
         for node in evalplus_sanitize.traverse_tree(function)
@@ -107,8 +108,8 @@ def next_recorded_output(*arguments: Any) -> Any:
 
 
 def read_problems(dataset: str, data: str) -> dict[str, dict[str, Any]]:
-    """Task id -> problem, for the file at the path `data` as EvalPlus reads it. EvalPlus restores
-    the types of inputs that JSON cannot represent. `dataset`: humaneval or mbpp."""
+    """The problems in the file at the path `data`: task id -> problem. EvalPlus reads the file and
+    restores the types of inputs that JSON cannot represent. `dataset`: humaneval or mbpp."""
     get_problems = humaneval.get_human_eval_plus if dataset == "humaneval" else mbpp.get_mbpp_plus
     with (
         patch.object(humaneval, "HUMANEVAL_OVERRIDE_PATH", data),
@@ -132,7 +133,7 @@ def compare(
     except ValueError:
         return "no value"
     expected = [decode_text(text) for text in canonical]
-    # in MBPP_OUTPUT_NOT_NONE_TASKS EvalPlus expects only whether an output is not None
+    # for these tasks EvalPlus reads a bool as the expected value: whether the output is not None
     if dataset == "mbpp" and problem["entry_point"] in MBPP_OUTPUT_NOT_NONE_TASKS:
         expected = [value is not None for value in expected]
     return "right" if _agrees(dataset, problem, outputs, expected) else "wrong"
@@ -143,14 +144,15 @@ def _agrees(
 ) -> bool:
     """Whether there are as many `outputs` as inputs, and EvalPlus accepts all outputs.
 
-    The result is EvalPlus's status alone. EvalPlus 0.3.1 also requires a mark for each passed test.
-    EvalPlus sets no marks in HumanEval/32, and so reports every program for it as failed."""
+    EvalPlus gives a status for the program and, in `details`, True for each passed test. Only the
+    status is read here. EvalPlus 0.3.1 reads both, and sets no True for HumanEval/32. So EvalPlus
+    itself reports every program for HumanEval/32 as failed."""
     global _recorded_outputs
     inputs = [decode(arguments) for arguments in problem["inputs"]]
     if len(outputs) != len(inputs):
         return False
     _recorded_outputs = iter(outputs)
-    # stand-ins for the shared memory of EvalPlus
+    # EvalPlus sets these values; its own are in shared memory
     verdict = SimpleNamespace(value=-1)
     progress = SimpleNamespace(value=0)
     program = f"from {__name__} import next_recorded_output as {problem['entry_point']}"

@@ -29,7 +29,7 @@ _FIRST_TESTS = 4
 others, which may take hours, are not run then."""
 _OUTPUT = 256 << 20
 """Bytes of encoded outputs that a program may send."""
-_PROCESSES = 4
+_MOST_PROCESSES = 4
 """Most threads and processes of a program. Solutions often recurse in a thread, and a thread that
 has ended still counts for a moment."""
 _COMPARISON_LIMITS = (60.0, 4 << 30)  # CPU seconds and bytes of memory
@@ -131,6 +131,7 @@ class Programs:
         self.memory = memory_mib << 20
         self.processes = processes
         self._runners = Runners(confined=confined)
+        # calls `compare` of this module in processes with limits
         self._comparison = LimitedCalls(__name__, os.environ)
 
     def close(self) -> None:
@@ -150,6 +151,7 @@ class Programs:
             raise DataError("it has a problem without tests")
         first_tests = {**tests, **{name: tests[name][:_FIRST_TESTS] for name in _COLUMNS}}
         results, notes = self.run_tests(solution, first_tests)
+        # run all tests, if there are more than the first ones and these have passed
         if first_tests != tests and all(result is True for result in results):
             results, notes = self.run_tests(solution, tests)
         why = " ".join(notes.get(name) or "" for name in ("error_message", "program_error")).strip()
@@ -162,7 +164,8 @@ class Programs:
     def run_tests(self, solution: str, tests: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Run a program on `tests` and compare the outputs. Returns EvalScope's (results, notes). A
         result is True for a passed test; the list ends with the first failed test. The notes say
-        why the test failed.
+        why the test failed. Two notes are added: `program`, the status of the run, and
+        `program_error`, the reason of that status.
 
         `tests`: {"fn_name": function to call, or None for a program that prints; "inputs" and
         "outputs": one entry per test}. The CPU limit of the program is self.seconds + 1 per
@@ -177,7 +180,7 @@ class Programs:
             memory=self.memory,
             output=_OUTPUT,
             parts=_PARTS,
-            processes=_PROCESSES,
+            processes=_MOST_PROCESSES,  # of this program alone
         )
         outcome = self._runners.run(request)
         # number of tests with an output, plus the test at which the program failed
@@ -198,7 +201,7 @@ def compare(function: str | None, tests: dict[str, Any], outcome: dict[str, Any]
     the run's `Outcome`."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
-    # "" and 0: the program and its time limit, which are not used in a replay
+    # "" and 0 stand for the program and its time limit: the program is not run again here
     with replayed_outcome(Outcome(**outcome), function):
         if function is None:
             results_and_notes = testing_util.grade_stdio("", tests["inputs"], tests["outputs"], 0)
@@ -241,9 +244,10 @@ def replayed_outcome(outcome: Outcome, function: str | None) -> Iterator[None]:
 
     outputs = _outputs(outcome)
     printed_texts = list[str]()  # EvalScope reads the printed text from this list
-    # EvalScope calls a function by this name in the compiled solution
+    # stands for the compiled solution, in which EvalScope calls the function of this name
     solution = SimpleNamespace(**{function or "wrapped_function": lambda *_: next(outputs)})
 
+    # replaces EvalScope's function, which would run a solution that prints
     def call_method(method: Any, _: str) -> None:
         printed_texts[:] = [method()]
 
@@ -259,7 +263,7 @@ def replayed_outcome(outcome: Outcome, function: str | None) -> Iterator[None]:
 def _outputs(outcome: Outcome) -> Iterator[Any]:
     """Yield the program's output for each call that returned, then raise RuntimeError with the
     reason why the program ended. If an output cannot be decoded, raise RuntimeError before the
-    first output. EvalScope counts the test for which it gets the error as failed."""
+    first output. The test for which EvalScope gets this error counts as failed."""
     try:
         yield from outcome.values()
     except ValueError as error:
