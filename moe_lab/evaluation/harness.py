@@ -206,7 +206,8 @@ class Harness(ABC):
     def setting_errors(self, benchmark: BenchmarkConfig) -> Iterator[str]:
         """Yield a sentence for each setting or file of the benchmark that is wrong on every
         machine."""
-        # for a harness that reads only mirrors, `_wrong_settings` reports that there is no mirror
+        # A harness that reads only mirrors (True) has no files to check; `_wrong_settings` reports
+        # that there is no mirror.
         if benchmark.data is None and self.mirrored is not True:
             yield from user_errors(self.check_data, benchmark)
         name = f"benchmark {benchmark.name}"
@@ -227,6 +228,7 @@ class Harness(ABC):
         not support."""
         if not benchmark.reports:
             yield "reports is empty: expected result name -> metric"
+        # `mirrored` and `chat` are None if the harness supports both cases
         if self.mirrored is True and benchmark.data is None:
             yield f"data is null, and {benchmark.harness} reads a mirror: expected a hub repository"
         if self.mirrored is False and benchmark.data is not None:
@@ -279,7 +281,8 @@ class Harness(ABC):
     def program_sandbox(self, benchmark: BenchmarkConfig, policy: Policy) -> str:
         """The sandbox in which the model's programs run, see `Policy.program_sandbox`. UserError or
         Unavailable if there is no sandbox."""
-        # shipped benchmarks can be solved by programs without imports and private attributes
+        # A shipped benchmark has a task that begins with PREFIX. It is a closed world: programs can
+        # solve it without imports and private attributes.
         return policy.program_sandbox(closed_world=benchmark.task.startswith(PREFIX))
 
     def uses_limited_sandbox(self, benchmark: BenchmarkConfig, policy: Policy) -> bool:
@@ -347,8 +350,8 @@ def graded_by_mean(
     max_unscored: int = 0,
 ) -> Graded:
     """Grade answers so that each result is a mean outcome. `verdict`: (answer, metric) -> (outcome
-    of the answer, text that explains the outcome). `protocol`, `max_unscored`: fields of
-    `Graded`."""
+    of the answer, text that explains the outcome). `protocol`: settings of the harness, as JSON.
+    `max_unscored`: number of items that may have no outcome."""
     samples = []
     results = []
     for name, metric in benchmark.reports.items():

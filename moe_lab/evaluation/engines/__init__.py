@@ -182,10 +182,12 @@ def end_token_ids(checkpoint: Path, tokenizer: Any) -> list[int]:
 def appended_tokens(tokenizer: Any) -> list[int]:
     """Ids of the tokens, such as an end token, that a tokenizer appends to every text. Tokens that
     the tokenizer puts before a text are not included."""
+    # the tokens of any text, here "a", without and with those that the tokenizer adds
     plain_tokens, all_tokens = (
         tokenizer(["a"], add_special_tokens=adds_special, verbose=False).input_ids[0]
         for adds_special in (False, True)
     )
+    # the tokens after those of the text
     return list(all_tokens[all_tokens.index(plain_tokens[0]) + len(plain_tokens) :])
 
 
@@ -213,6 +215,7 @@ def setting_errors(
         # check the command with any checkpoint, port and name
         yield from user_errors(command_line, backend, Path("checkpoint"), 0, "name")
         for benchmark in benchmarks:
+            # a harness without two phases calls the loaded model itself
             if benchmark.max_new_tokens and not harness_of(benchmark).two_phases:
                 yield (
                     f"backend={backend.name}: benchmark {benchmark.name} generates with the loaded "
@@ -220,6 +223,7 @@ def setting_errors(
                 )
     for model in models:
         yield from user_errors(check_trained_top_k, model, f"backend={backend.name}")
+        # PORTS are the families of models whose code is in moe_lab, and not in transformers
         if backend.name == "vllm" and (kind := config_of(model).get("model_type")) in PORTS:
             yield (
                 f"backend=vllm: the transformers of vLLM has no model_type={kind} ({model.name}): "
@@ -274,8 +278,11 @@ def search_path() -> str:
 
 def error_summary(log: str) -> str:
     """The last error in a log and the last line of the log, joined by "; ". For a log without an
-    error, the last two lines. Errors with CAUSE_MARK are consequences of other errors, and count
-    only if there are no others. Also prints the last `_LOG_LINES` lines to standard error."""
+    error, the last two lines. Also prints the last `_LOG_LINES` lines to standard error.
+
+    An error whose text contains CAUSE_MARK only points to the error that caused it. Such errors
+    count only if there are no others.
+    """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     print(mask("\n".join(lines[-_LOG_LINES:])), file=sys.stderr, flush=True)
     errors = [match[1][:_MOST_CHARACTERS] for line in lines if (match := _ERROR.match(line))]

@@ -63,17 +63,17 @@ class LoadedModel(Engine):
             if self.tokenizer.pad_token_id is not None
             else self.end_token_ids[0]
         )
-        tokens = [prompt.tokens for prompt in prompts]
+        prompt_ids = [prompt.tokens for prompt in prompts]
         answers = [_readable_answer(prompt) for prompt in prompts]
         batch = Batch(
-            tokens, answers, generation, frozenset(self.end_token_ids), padding, self.tokenizer
+            prompt_ids, answers, generation, frozenset(self.end_token_ids), padding, self.tokenizer
         )
         return [
             replace(
-                generated_text(self.tokenizer, prompt, text.tokens, generation, self.end_token_ids),
+                generated_text(self.tokenizer, tokens, text.tokens, generation, self.end_token_ids),
                 likelihood=text.likelihood,
             )
-            for prompt, text in zip(tokens, greedy_tokens(self.model, batch), strict=True)
+            for tokens, text in zip(prompt_ids, greedy_tokens(self.model, batch), strict=True)
         ]
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
@@ -82,14 +82,15 @@ class LoadedModel(Engine):
 
 
 def _readable_answer(prompt: Prompt) -> Row | None:
-    """The row of the prompt's answer, if the model can read this row in place of the prompt. None
-    for a prompt without an answer.
+    """The row of the prompt's right answer, if the model can read this row instead of the prompt.
+    None if it cannot, and for a prompt without an answer.
 
-    The row must begin with the tokens of the prompt: in some rows, one token is the end of the
-    prompt and the beginning of the answer. All tokens after the prompt must be scored.
+    The row must begin with the tokens of the prompt. Some rows do not, because one of their tokens
+    contains both the end of the prompt and the beginning of the answer.
     """
     row = prompt.answer
     length = len(prompt.tokens)
+    # with `row.start > length`, there would be unscored tokens between the prompt and the answer
     return row if row and row.start <= length and row.tokens[:length] == prompt.tokens else None
 
 
@@ -125,10 +126,13 @@ class Batch:
     def incomplete_rows(
         self, rows: Sequence[int], texts: Sequence[NewTokens], new_token_count: int
     ) -> list[int]:
-        """The `rows` with incomplete texts: shorter than the limit, and without an end token or a
-        stop text. A row is the index of a prompt and of its text in `texts`. `new_token_count`:
-        number of tokens at the end of each text that are new since the last call. Only new tokens
-        are searched for end tokens and stop texts."""
+        """Those of the `rows` whose text is incomplete. A text is incomplete if it has fewer tokens
+        than the limit, no end token and no stop text.
+
+        `rows`: indices of texts in `texts`. Of each text, the last `new_token_count` tokens are
+        searched for an end token and for the end of a stop text. Earlier calls have searched the
+        tokens before them.
+        """
         unended_rows = [
             row
             for row in rows
@@ -152,7 +156,8 @@ class Batch:
 @torch.inference_mode()
 def greedy_tokens(model: Any, batch: Batch) -> list[NewTokens]:
     """The likeliest new tokens after each prompt, up to and including the first end token. If
-    `_can_remove_answers`, right answers are read with their prompts, and get a likelihood."""
+    `_read` reads the right answers with the prompts, the likelihoods of these answers are also
+    returned."""
     # replaces the checkpoint's settings, such as a penalty
     settings = GenerationConfig(
         max_new_tokens=batch.generation.max_tokens,
@@ -170,7 +175,7 @@ def greedy_tokens(model: Any, batch: Batch) -> list[NewTokens]:
             custom_generate=partial(_generate, batch=batch, texts=texts),
         )
     for text in texts:
-        # length of the text up to an end token, for each end token
+        # for each end token in the text: number of tokens up to and including this end token
         lengths = (
             length for length, token in enumerate(text.tokens, 1) if token in batch.end_token_ids
         )
@@ -179,11 +184,12 @@ def greedy_tokens(model: Any, batch: Batch) -> list[NewTokens]:
 
 
 def _padded_inputs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and attention mask, both (B, L + A), of prompts with their right answers. All
-    prompts end at position L, and are padded on the left. Answers are padded on the right. The row
-    of an answer contains the prompt."""
+    """Token ids and attention mask, both (B, S), of the prompts with their right answers. Padding
+    on the left makes all prompts end at the same position. Rows are also padded on the right, to
+    the end of the longest answer."""
     longest = max(map(len, batch.prompts))
     starts = [longest - len(prompt) for prompt in batch.prompts]
+    # the tokens of an answer's row begin with the prompt
     rows = [
         answer.tokens if answer else prompt
         for prompt, answer in zip(batch.prompts, batch.answers, strict=True)
@@ -206,20 +212,22 @@ def _generate(
     texts: list[NewTokens],
     **arguments: Any,
 ) -> torch.Tensor:
-    """Generate token by token, and append a text to `texts` for each prompt. transformers'
-    `generate` calls this function with `input_ids`, `generation_config` and `arguments`. Returns
-    the token ids of the rows that are still in the batch at the end."""
-    # `arguments` without the settings of sampling are arguments of the model's forward pass
+    """Generate token by token, and append a text to `texts` for each prompt of `batch`.
+    transformers' `generate` calls this function with `input_ids`, `generation_config` and
+    `arguments`. It expects token ids in return: those of the rows that are still in the batch at
+    the end."""
+    # without the objects for sampling, `arguments` are arguments of the model's forward pass
     inputs = {
         name: value
         for name, value in arguments.items()
         if name not in ("logits_processor", "stopping_criteria")
     }
     output, input_ids, inputs = _read(model, input_ids, inputs, batch, texts)
-    # indices in `texts`: of the rows in the batch, and of the rows with incomplete texts
+    # Both lists have indices in `texts`. `rows` are the rows that are still in the batch,
+    # `incomplete_rows` are those of them whose text is incomplete.
     rows = incomplete_rows = list(range(len(texts)))
     new_tokens = torch.tensor([text.tokens[-1] for text in texts], device=input_ids.device)
-    new_token_count = max(len(text.tokens) for text in texts)  # see `Batch.incomplete_rows`
+    new_token_count = max(len(text.tokens) for text in texts)  # at first, all tokens are new
     while True:
         inputs = next_inputs(model, output, inputs)
         input_ids = torch.cat([input_ids, new_tokens[:, None]], dim=1)
@@ -228,11 +236,13 @@ def _generate(
             return input_ids
         # once most texts are complete, their rows are removed from the batch
         if len(incomplete_rows) <= SHRINK * len(rows):
+            # indices in the batch
             indices = torch.tensor(
                 [rows.index(row) for row in incomplete_rows], device=input_ids.device
             )
             inputs["past_key_values"].reorder_cache(indices)
-            # select the rows of tensors; `reorder_cache` has changed the cache in place
+            # Select the same rows of each tensor that has a row for each text. The cache is no
+            # tensor: `reorder_cache` has changed it in place.
             inputs = {
                 name: value[indices]
                 if torch.is_tensor(value) and value.dim() > 1 and len(value) == len(rows)
@@ -258,10 +268,10 @@ def _read(
     model: Any, ids: torch.Tensor, inputs: dict[str, Any], batch: Batch, texts: list[NewTokens]
 ) -> tuple[Any, torch.Tensor, dict[str, Any]]:
     """Read the prompts, and append the beginning of each text to `texts`. Right answers are read
-    with the prompts if `_can_remove_answers` and if their logits do not take too much memory.
-    `ids`, `inputs`: token ids and arguments of the forward pass, for prompts with right answers.
+    with the prompts if `_can_remove_answers` and if the logits fit in memory. `ids`: token ids of
+    the prompts with right answers. `inputs`: the other arguments of the forward pass.
 
-    Returns the model's output, the token ids in the cache, and the arguments for these token ids.
+    Returns the model's output, and `ids` and `inputs` cut to the positions that are in the cache.
     The cache then has the prompts, and each text without its last token.
     """
     token_inputs = [
@@ -294,6 +304,7 @@ def _read(
         inputs["logits_to_keep"] = width - first_position
     model_inputs = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)
     output = model(**model_inputs, return_dict=True)
+    # row 0 of `logits` is at `first_position`, whether or not the model computes earlier logits
     for prompt, answer, logits in zip(
         batch.prompts, answers, output.logits[:, first_position - width :], strict=True
     ):
@@ -312,32 +323,36 @@ def _read(
 
 
 def _can_remove_answers(model: Any, inputs: dict[str, Any], token_inputs: Collection[str]) -> bool:
-    """Whether `_remove_answers` can remove the last tokens of a row from the cache. For this, the
-    cache must hold nothing but keys and values of single tokens, the model must take position ids,
-    and every layer must have full attention. `inputs`: arguments of the forward pass.
-    `token_inputs`: names of the `inputs` with one value per token."""
+    """Whether right answers can be read with the prompts, and then be removed from the cache by
+    `_remove_answers`. For this, the cache must hold nothing but keys and values of single tokens,
+    the model must take `position_ids` and `logits_to_keep`, and every layer must have full
+    attention. `inputs`: arguments of the forward pass. `token_inputs`: names of the `inputs` with
+    one value per token."""
     cache = inputs.get("past_key_values")
     has_plain_cache = (
         type(cache) is DynamicCache
         and bool(cache.layers)
         and {type(layer) for layer in cache.layers} == {DynamicLayer}
     )
-    takes_positions = (
+    # `_remove_answers` replaces the attention mask and the position ids. No other argument may have
+    # one value per token.
+    takes_arguments = (
         set(token_inputs) - {"attention_mask"} == {"position_ids"} and "logits_to_keep" in inputs
     )
-    return has_plain_cache and takes_positions and has_full_attention(model)
+    return has_plain_cache and takes_arguments and has_full_attention(model)
 
 
 def _beginning(
     prompt: Sequence[int], answer: Row | None, logits: torch.Tensor, max_tokens: int
 ) -> NewTokens:
     """The beginning of a generated text: the tokens of the right answer up to the first token that
-    the model would not choose, and then the model's choice. At most `max_tokens` tokens. `logits`
-    (n, V): row 0 after the prompt, the next rows after each token of the answer."""
+    the model would not choose, and then the model's choice. At most `max_tokens` tokens. Row i of
+    `logits` (n, V) predicts the token after the prompt and the first i tokens of the answer."""
     tokens = answer.tokens[len(prompt) :] if answer else ()
     likeliest_tokens, largest_logits = _likeliest_tokens(logits[: len(tokens) + 1])
     choices = likeliest_tokens.tolist()
     count = 0  # tokens that the text has in common with the answer
+    # minus 1, because the model's choice is one more token
     while count < min(len(tokens), max_tokens - 1) and choices[count] == tokens[count]:
         count += 1
     for logit in largest_logits[: count + 1]:
@@ -352,19 +367,21 @@ def _remove_answers(
     batch: Batch,
     texts: Sequence[NewTokens],
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Remove the answer tokens that differ from the generated `texts`. Positions that no text uses
-    are dropped from the end of the cache. At other positions, the attention mask hides the tokens.
-    Returns the token ids at the remaining positions, and `inputs` for these token ids."""
+    """Remove the answer tokens that differ from the generated `texts`. Positions after the longest
+    text are removed from the cache. In the rows of shorter texts, the attention mask hides the
+    answer tokens after the text. Returns `ids` without the removed positions, and `inputs` with the
+    attention mask and the position ids for these `ids`."""
     longest = max(map(len, batch.prompts))
     # minus 1, as the model has chosen the last token of a text, but has not read it
     ends = [longest + len(text.tokens) - 1 for text in texts]
     width = max(ends)
     if width < ids.shape[1]:
+        # the argument is negative: this many positions are removed from the end
         cache.crop(width - ids.shape[1])
     indices = torch.arange(width, device=ids.device)
     starts = [longest - len(prompt) for prompt in batch.prompts]
-    first, end = (torch.tensor(bounds, device=ids.device)[:, None] for bounds in (starts, ends))
-    attention = ((indices >= first) & (indices < end)).long()
+    start, end = (torch.tensor(bounds, device=ids.device)[:, None] for bounds in (starts, ends))
+    attention = ((indices >= start) & (indices < end)).long()
     positions = (attention.cumsum(1) - 1).clamp(min=0)
     return ids[:, :width], inputs | {"attention_mask": attention, "position_ids": positions}
 

@@ -31,7 +31,8 @@ HALF_TOLERANCE = 0.05
 
 @dataclass
 class _Question:
-    """A question, which is the tokens before `Row.start` of one or more rows, and its answers."""
+    """A question and one or more answers to it. In a row, the tokens before index `Row.start` are
+    the question, and the other tokens are an answer."""
 
     tokens: tuple[int, ...]
     answers: dict[tuple[int, ...], list[Row]] = field(default_factory=dict)
@@ -47,8 +48,9 @@ class _Question:
 def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
     """(log-likelihood in nats, whether all scored tokens are the likeliest) for each row.
 
-    A forward pass reads one question or more: at most `batch_size` questions, at most the number of
-    tokens in `batch_size` rows of the largest length, and at most `max_logit_tokens` tokens.
+    A forward pass reads a batch of questions with their answers. The batch has at most `batch_size`
+    questions. With padding, it has at most as many tokens as `batch_size` copies of the longest
+    row, and at most `max_logit_tokens`.
     """
     questions = _questions(rows, can_share=bool(rows) and _can_share(model))
     most_tokens = min(
@@ -61,7 +63,8 @@ def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Li
         batch = questions[:size]
         questions = questions[size:]
         for question, logits in zip(batch, _logits(model, batch), strict=True):
-            # logits[0] predict the first token of every answer, logits[1:] the later tokens
+            # logits[0] predict the first token of every answer; logits[1:] predict the later tokens
+            # of the first answer, then of the second, and so on
             end = 1
             for answer, answer_rows in question.answers.items():
                 predictions = torch.cat([logits[:1], logits[end : end + len(answer)]])
@@ -76,10 +79,10 @@ def _questions(rows: Sequence[Row], *, can_share: bool) -> list[_Question]:
     """The rows, grouped by question and answer. The result is sorted by `len`, the longest first.
 
     If `can_share` is false, each `_Question` has one answer. If `can_share` is true, a `_Question`
-    has several answers as long as they have together no more tokens than the question. Further
+    can have several answers, which together have at most as many tokens as the question. Further
     answers get another `_Question` with the same tokens. This limit bounds the memory of the
-    attention mask. Windows of a long document have only their first token in common, so each window
-    is read alone.
+    attention mask. It also separates the windows of a long document, because they share a question
+    of at most one token.
     """
     # tokens of a question -> tokens of an answer without the last token -> rows
     answers_by_question: dict[tuple[int, ...], dict[tuple[int, ...], list[Row]]] = {}
@@ -90,6 +93,8 @@ def _questions(rows: Sequence[Row], *, can_share: bool) -> list[_Question]:
     for tokens, answers in answers_by_question.items():
         question = _Question(tokens)
         for answer, answer_rows in answers.items():
+            # `len(question)` counts the tokens of the question, `len(tokens)`, and of its answers
+            # so far. So all answers together have at most `len(tokens)` tokens.
             fits = can_share and len(question) + len(answer) <= 2 * len(tokens)
             if question.answers and not fits:
                 questions.append(question)
@@ -100,13 +105,13 @@ def _questions(rows: Sequence[Row], *, can_share: bool) -> list[_Question]:
 
 
 def _logits(model: Any, questions: Sequence[_Question]) -> list[torch.Tensor]:
-    """Logits (n, V) for each question: row 0 after the last token of the question, the next rows
-    after each token that is read of the answers."""
+    """Logits (n, V) for each question. Row 0 predicts the token after the question. For each
+    token of `question.answers`, in their order, a further row predicts the token after it."""
     longest = max(map(len, questions))
     ids = torch.zeros(len(questions), longest, dtype=torch.int64)
     for row, question in enumerate(questions):
         tokens = [*question.tokens, *(token for answer in question.answers for token in answer)]
-        # padded with the last token
+        # pad on the right with the last token; earlier tokens do not see the padding
         ids[row] = torch.tensor(tokens + tokens[-1:] * (longest - len(tokens)))
     inputs: dict[str, torch.Tensor] = {"input_ids": ids}
     if all(len(question.answers) == 1 for question in questions):
@@ -121,6 +126,7 @@ def _logits(model: Any, questions: Sequence[_Question]) -> list[torch.Tensor]:
         options["logits_to_keep"] = longest - shortest_question + 1
     logits: torch.Tensor = model(**inputs, **options, use_cache=False).logits
     first_position = longest - logits.shape[1]  # 0 if the model computes all logits
+    # from the last token of each question to the last token of its answers
     return [
         row_logits[len(question.tokens) - 1 - first_position : len(question) - first_position]
         for question, row_logits in zip(questions, logits, strict=True)
@@ -134,7 +140,7 @@ def _separate_answers(
     (B, S), and an attention mask (B, 1, S, S) that is added to the attention scores. The mask hides
     the answers to a question from each other. `longest`: S, the width of the batch."""
     positions = torch.zeros(len(questions), longest, dtype=torch.int64)
-    # number of the answer that contains the token: from 1; 0 in the question, -1 in padding
+    # for each token: 1 in the first answer, 2 in the second, ...; 0 in the question, -1 in padding
     answer_of = torch.full((len(questions), longest), -1)
     for row, question in enumerate(questions):
         end = len(question.tokens)
@@ -146,6 +152,7 @@ def _separate_answers(
             positions[row, end : end + len(answer)] = len(question.tokens) + offsets
             answer_of[row, end : end + len(answer)] = number
             end += len(answer)
+    # (B, S, S): a token sees the earlier tokens of its own answer and of the question
     visible = (answer_of[:, None, :] == answer_of[:, :, None]) | (answer_of[:, None, :] == 0)
     visible &= torch.ones(longest, longest, dtype=torch.bool).tril()
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
@@ -193,9 +200,10 @@ def _arguments(model: Any) -> Collection[str]:
 
 
 def _trial_agrees(model: Any) -> bool:
-    """Whether the two answers of `TRIAL` get the same logits, up to rounding, in one pass for both
-    answers as in one pass for each answer."""
+    """Whether the two answers of `TRIAL` get the same logits, up to rounding, whether one pass reads
+    both answers or two passes read one answer each."""
     tokens, answers = TRIAL
+    # the answers have no rows ([]), because only logits are compared
     question = _Question(tokens, {answer: [] for answer in answers})
     logits = _logits(model, [question])[0].float()
     start = 1  # logits[0] come after the question
@@ -204,6 +212,7 @@ def _trial_agrees(model: Any) -> bool:
         answer_logits = logits[start : start + len(answer)]
         start += len(answer)
         tolerance = TOLERANCE if model.dtype.itemsize >= 4 else HALF_TOLERANCE
+        # `not <=` instead of `>`: NaN is also a difference
         if not float((answer_logits - reference).abs().max()) <= tolerance * float(
             reference.abs().max()
         ):

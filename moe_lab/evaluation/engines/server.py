@@ -99,12 +99,15 @@ class ServedModel(Engine):
     ) -> list[GeneratedText]:
         """Implement `Engine.generate`, with `generation.batch_size` requests at the same time.
 
-        Unavailable if the server finishes no text within `seconds`. A text may take longer as long
-        as the server finishes other texts. UserError if special tokens matter, because a server
-        omits them from texts: special tokens that mark thoughts or that are in stop texts.
+        Unavailable if the server finishes no text within backend.ready_seconds plus TOKEN_SECONDS
+        for each token of a text. A text may take longer while the server finishes other texts.
+
+        A server omits special tokens from texts. UserError if such a token is needed: as the mark
+        of a thought in a chat, or in a stop text.
         """
         end_token_ids = eos_tokens(self.end_token_ids, self.tokenizer)
-        # An end token ends a text even if it is omitted. Marks of thoughts matter only in a chat.
+        # An end token ends a text even if it is omitted. `generation.marks` are marks of thoughts
+        # (MARKS), which matter only in a chat, and special tokens in stop texts.
         marks = [mark for token, mark in generation.marks if token not in end_token_ids]
         if omitted_marks := [mark for mark in marks if generation.chat or mark not in MARKS]:
             raise UserError(
@@ -203,12 +206,11 @@ class ServedModel(Engine):
         return GeneratedText(text, "limit" if finish_reason == "length" else "end")
 
     def _request_text(self, prompt: Prompt) -> str:
-        """The text to send to the server, which the server tokenizes to the prompt's tokens.
-        UserError if there is no such text."""
-        # A server adds the tokenizer's special tokens to every text. So the text of a prompt that
-        # begins with the special token is sent without this token.
-        candidates = (prompt.text, prompt.text.removeprefix(self.tokenizer.bos_token or ""))
-        for text in candidates:
+        """The text to send for `prompt`: the server tokenizes it to the prompt's tokens. UserError
+        if there is no such text."""
+        # A server puts the tokenizer's BOS token, if there is one, before every text. So a prompt
+        # whose text already begins with this token is sent without it.
+        for text in (prompt.text, prompt.text.removeprefix(self.tokenizer.bos_token or "")):
             if tuple(self.tokenizer(text).input_ids) == prompt.tokens:
                 return text
         raise UserError(
@@ -225,9 +227,9 @@ def served_model(
     gets the model as an engine. The model's name at the server begins with `name`.
 
     The server reads a view of the checkpoint (`make_view`), because a server may take sampling
-    settings of the checkpoint's author as defaults. Raises UserError for a folder that is no
-    checkpoint. Raises Unavailable for a server that ends, serves another model or does not answer
-    within backend.ready_seconds.
+    settings of the checkpoint's author as defaults. The functions called here raise UserError for a
+    folder that is no checkpoint, and Unavailable for a server that ends, serves another model or
+    does not answer within backend.ready_seconds.
     """
     from moe_lab.models.load import load_tokenizer
 
@@ -281,15 +283,16 @@ def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
 
 
 def start_process(argv: Sequence[str]) -> ChildProcess:
-    """Start a server by the command `argv`, the program and its arguments. The server ends when the
-    returned `ChildProcess` is closed or when this process dies."""
+    """Start a server. `argv`: its program and arguments. The server ends when the returned
+    `ChildProcess` is closed or when this process dies."""
     environment = {
         "HF_HUB_OFFLINE": "1",
         **os.environ,
         "PATH": search_path(),
         "XDG_CACHE_HOME": str(user_cache()),
     }
-    # server_process runs `argv`, and ends the server when this process is gone
+    # server_process runs `argv`. When this process is gone, it tells the server to stop, and kills
+    # the server after GRACE seconds.
     return ChildProcess(
         command("moe_lab.evaluation.server_process", str(GRACE), *argv), environment
     )
@@ -315,10 +318,10 @@ def _free_port() -> int:
 
 
 def _wait_until_ready(engine: ServedModel, server: ChildProcess, path: str) -> ServedModel:
-    """Wait until the server answers, and return `engine` with the name of the model that the server
-    accepts. This is engine.name or, if the server does not list engine.name, the `path` of the
-    checkpoint's view. Raises Unavailable if the server ends, does not answer in time or does not
-    serve the checkpoint."""
+    """Wait until the server answers, and return `engine` with the model name that the server
+    accepts. The name stays as it is if the server lists it; otherwise it becomes `path`, the folder
+    that the server has loaded. Raises Unavailable if the server ends, does not answer in time or
+    does not serve the checkpoint."""
     deadline = time.monotonic() + engine.ready_seconds
     while (listed_names := _listed_models(engine)) is None:
         if (reason := _exit_reason(server)) is not None:
@@ -335,7 +338,7 @@ def _wait_until_ready(engine: ServedModel, server: ChildProcess, path: str) -> S
     if engine.name not in listed_names:
         engine = replace(engine, name=path)
     try:
-        # only an answer to a request shows that the server accepts the name
+        # Only a generated text, here of one token, shows that the server accepts the name.
         with engine.client(max(_ANSWER_SECONDS, deadline - time.monotonic())) as client:
             engine.complete(client, "Hello", 1, ())
     except UserError as error:

@@ -77,7 +77,7 @@ class VllmModel(Engine):
         )
         self.process = self._child.process
         try:
-            with self._reply_limit(0.0) as limit:
+            with self._reply_limit() as limit:
                 arguments = {
                     "dtype": _dtype(checkpoint, model),
                     "trust_remote_code": model.trust_remote_code,
@@ -103,7 +103,7 @@ class VllmModel(Engine):
             raise UserError("a plan of channels is no mask of routers: expected an export of it")
         # without a plan there is only an earlier mask to remove
         if plan is not None or self.has_mask:
-            with self._reply_limit(0.0) as limit:
+            with self._reply_limit() as limit:
                 self._child.call(
                     "set_plan",
                     limit,
@@ -128,7 +128,7 @@ class VllmModel(Engine):
             raise
 
     @contextmanager
-    def _reply_limit(self, seconds: float) -> Iterator[float]:
+    def _reply_limit(self, seconds: float = 0.0) -> Iterator[float]:
         """A context for one request to vLLM's process. Its `as` variable is the number of seconds
         that a reply may take: `seconds` plus backend.ready_seconds. Errors of the process become
         Unavailable."""
@@ -148,15 +148,16 @@ class VllmModel(Engine):
             ) from None
         except ErrorReply as error:
             log = error_summary(self._child.log())
+            # with CAUSE_MARK, the error only points to another error, which is in the log
             reason = log if CAUSE_MARK in str(error) else f"{error.kind}: {error}"
             raise Unavailable(f"vLLM refuses: {reason}") from None
 
     def generate(
         self, prompts: Sequence[Prompt], generation: GenerationSettings
     ) -> list[GeneratedText]:
-        """Do as `Engine.generate`, but vLLM makes the batches itself. Each reply has the index of a
-        prompt, the new tokens after the prompt and the sum of their log-likelihoods. Texts that are
-        complete first come first."""
+        """Do as `Engine.generate`, but vLLM makes the batches itself. Each of vLLM's replies is
+        (index of a prompt, new tokens after the prompt, sum of their log-likelihoods). The replies
+        come in the order in which vLLM finishes the texts."""
         replies = self.items(
             "generate",
             TOKEN_SECONDS * generation.max_tokens,
@@ -174,8 +175,8 @@ class VllmModel(Engine):
         return [texts[index] for index in range(len(prompts))]
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
-        """Do as `Engine.score`, but vLLM makes the batches itself: `batch_size` is not used. Each
-        reply is (index of a row, log-likelihood, whether each token was the likeliest)."""
+        """Do as `Engine.score`, but vLLM makes the batches itself: `batch_size` is not used. A
+        reply of vLLM is (index of a row, log-likelihood, whether each token was the likeliest)."""
         replies = self.items(
             "log_likelihoods",
             TOKEN_SECONDS * max(len(row.tokens) for row in rows),
@@ -200,7 +201,8 @@ class OpenEngine:
         self, checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Plan | None
     ) -> VllmModel:
         """An engine with the model in `checkpoint`, masked by `plan`. The open engine is returned
-        if its settings are the same. Otherwise the open engine is closed and a new one starts.
+        if it was started with the same checkpoint and settings, and if its process still runs.
+        Otherwise the open engine is closed and a new one starts.
 
         Raises Unavailable if the new engine does not start. Later calls with the same settings then
         raise the same error without a new attempt.

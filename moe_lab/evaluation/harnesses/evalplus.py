@@ -69,14 +69,15 @@ class EvalPlus(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """Grade programs. A program passes the metric base if it passes EvalPlus's base tests, and
-        the metric plus if it passes all tests, the base tests included.
+        """Grade programs. For the metric `base`, a program must pass EvalPlus's base tests. For the
+        metric `plus`, it must pass all tests, the base tests included.
 
-        EvalPlus's sanitizer extracts the programs from answers to published problems. Shipped
-        problems need no sanitizer, because the shipped models write nothing but code. An answer
-        with an unfinished thought counts as an empty program. In a `LIMITED` sandbox, a program
-        with imports or other forbidden parts (`closed_world_violation`) gets the status refused
-        instead of being run. UserError if programs may not be run, RuntimeError for a canonical
+        For a benchmark with a mirror, EvalPlus's sanitizer extracts the programs from the answers.
+        For problems in a file there is no sanitizer: the shipped models answer the shipped problems
+        with nothing but code. An answer with an unfinished thought counts as an empty program.
+
+        In a `LIMITED` sandbox, a program with imports or other forbidden parts is not run, and its
+        status is "refused". UserError if programs may not be run, RuntimeError for a canonical
         solution that does not run.
         """
         from moe_lab.evaluation.adapters import evalplus
@@ -89,8 +90,9 @@ class EvalPlus(Harness):
             program = _program(answer, problems[answer.item], chat=benchmark.chat)
             violation = closed_world_violation(program) if sandbox == LIMITED else None
             if violation:
-                reason = f"not run: it uses {violation}"
-                refusals[answer.item] = evalplus.Verdict(program, "refused", "refused", reason)
+                refusals[answer.item] = evalplus.Verdict(
+                    program, base="refused", plus="refused", reason=f"not run: it uses {violation}"
+                )
             else:
                 programs[answer.item] = program
         request = evalplus.GradeRequest(

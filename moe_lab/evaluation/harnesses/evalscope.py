@@ -64,6 +64,7 @@ class EvalScope(Harness):
         There are no stop texts, because EvalScope reads complete answers.
         """
         items = []
+        # no policy, because the questions are listed without running programs
         for question in _call_worker(benchmark, None, "questions"):
             messages = question["messages"]
             text = "\n\n".join(message["content"] for message in messages) + "\n"
