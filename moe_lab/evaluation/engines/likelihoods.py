@@ -200,8 +200,8 @@ def _arguments(model: Any) -> Collection[str]:
 
 
 def _trial_agrees(model: Any) -> bool:
-    """Whether the two answers of `TRIAL` get the same logits, up to rounding, whether one pass reads
-    both answers or two passes read one answer each."""
+    """Whether the two answers of `TRIAL` get the same logits, up to rounding, whether one pass
+    reads both answers or two passes read one answer each."""
     tokens, answers = TRIAL
     # the answers have no rows ([]), because only logits are compared
     question = _Question(tokens, {answer: [] for answer in answers})
