@@ -106,7 +106,7 @@ class Reply:
 
     @property
     def nats(self) -> float:
-        """Summed log-likelihood of all windows."""
+        """Summed log-likelihood of all windows, in nats."""
         return sum(window.nats for window in self.windows)
 
 
@@ -130,10 +130,11 @@ class Answer:
     def sample(
         self, result_name: str, outcome: float, extracted: str, output: str | None = None
     ) -> Sample:
-        """The row of samples.parquet for this answer and the result `result_name`.
+        """The row of samples.parquet for this answer. The row belongs to the result `result_name`,
+        whose name is in the column `benchmark`.
 
-        `outcome`, `extracted`, `output`: fields of Sample. If `output` is None, the field has the
-        generated text.
+        `outcome`, `extracted`, `output`: values of these columns. If `output` is None, the column
+        has the generated text.
         """
         digest = hashlib.sha256(self.prompt.encode("utf-8", "surrogatepass")).hexdigest()
         return Sample(
@@ -156,8 +157,8 @@ def text_items(requests: Iterable[tuple[str, Text]]) -> list[Item]:
 
 
 def replace_surrogates(text: str) -> str:
-    """Replace characters that UTF-8 cannot encode, such as half of a surrogate pair from a
-    model."""
+    """Replace each character that UTF-8 cannot encode by "?". Such a character is half of a
+    surrogate pair, which a model may generate."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -211,17 +212,20 @@ def answer_after_thought(text: str, prompt: str = "", *, chat: bool = True) -> s
     """The answer in a text that a model wrote after `prompt`: the part after the thought, or the
     whole text if there is no thought. None if a thought does not end.
 
-    A thought is enclosed by an opening mark and a closing mark. In a chat the opening mark may be
-    missing, because it may have been in the prompt. Closing marks in quotes are ignored.
+    A thought is enclosed by an opening mark and a closing mark. Closing marks in quotes are
+    ignored. `chat`: whether a chat template made the prompt. The opening mark may then be missing,
+    because the template may have put it before the text.
     """
-    if _is_harmony(text, prompt):
+    if _is_harmony(text, prompt):  # the format of gpt-oss, which has other marks
         answer = _HARMONY_ANSWER.search(text)
         return None if answer is None else text[answer.end() :].lstrip()
+    # an opening mark right before the text or at its start
     for opening, closing in CLOSING_MARKS.items():
         if prompt.rstrip().endswith(opening) or text.lstrip().startswith(opening):
             return _after_thoughts(text, opening, closing)
     if not chat:
         return text
+    # no such opening mark: a closing mark without an opening mark before it still ends a thought
     for opening, closing in CLOSING_MARKS.items():
         end = _end_of_mark(closing, text)
         if end is not None and opening not in text[:end]:
@@ -231,6 +235,7 @@ def answer_after_thought(text: str, prompt: str = "", *, chat: bool = True) -> s
 
 def may_think(tokenizer: Any) -> bool:
     """Whether a tokenizer's chat templates contain an opening or closing mark of a thought."""
+    # `str`, because a tokenizer may have one template, several as a dict, or None
     templates = str(getattr(tokenizer, "chat_template", None))
     return _HARMONY_THOUGHT in templates or any(mark in templates for mark in MARKS)
 
@@ -251,35 +256,37 @@ def special_marks(tokenizer: Any, stop: Sequence[str]) -> tuple[tuple[int, str],
 
 def _after_thoughts(text: str, opening: str, closing: str) -> str | None:
     """The part of `text` after its last thought; None if a thought does not end. The first thought
-    begins in the prompt or in `text`. Each later thought begins at the start of a line."""
-    answer = text
+    may have begun before `text`. Each later thought begins at the start of a line."""
+    rest = text  # the part that is not searched yet
     later_opening = re.compile(rf"^[ \t]*{re.escape(opening)}", re.MULTILINE)
     while True:
-        end = _end_of_mark(closing, answer)
+        end = _end_of_mark(closing, rest)
         if end is None:
             return None
-        answer = answer[end:]
-        if not (mark := later_opening.search(answer)):
-            return answer.lstrip()
-        answer = answer[mark.end() :]
+        rest = rest[end:]
+        if not (mark := later_opening.search(rest)):
+            return rest.lstrip()
+        rest = rest[mark.end() :]
 
 
 def _end_of_mark(closing: str, text: str) -> int | None:
-    """The index in `text` at which the first mark `closing` ends; None if there is no mark. A mark
-    between two equal quote characters is ignored, because it is quoted and ends no thought."""
+    """The index in `text` at which the first mark `closing` ends; None if there is no such mark. A
+    mark in quotes is ignored, because it ends no thought."""
     for mark in re.finditer(re.escape(closing), text):
-        # each is "" where the text begins or ends at the mark
+        # "" if the text has no character there
         character_before = text[mark.start() - 1 : mark.start()]
         character_after = text[mark.end() : mark.end() + 1]
+        # the mark is in quotes if the same quote character is on both sides
         if character_before != character_after or character_before not in ("'", '"', "`"):
             return mark.end()
     return None
 
 
 def _is_harmony(text: str, prompt: str) -> bool:
-    """Whether `text`, which was generated after `prompt`, has the harmony format: the prompt ends
-    with an open thought, or the text begins with a channel. After a prompt in another format, a
-    text that begins with "analysis" may be ordinary, so it must have an answer's header, too."""
+    """Whether `text`, which was generated after `prompt`, has the harmony format of gpt-oss: the
+    prompt ends with the opening of a thought in this format, or the text begins with a channel,
+    such as "analysis". After a prompt in another format, an ordinary text may begin with the word
+    "analysis". Such a text has the harmony format only if it contains the header of an answer."""
     if prompt.endswith(_HARMONY_THOUGHT) or text.lstrip().startswith("<|channel|>"):
         return True
     if prompt.rstrip().endswith(_HARMONY):

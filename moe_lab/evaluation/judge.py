@@ -92,14 +92,14 @@ def verdicts(
     """The judge's verdict on each prompt, in order. Replies with a score are stored in `cache`;
     failures are not.
 
-    Raises Unavailable as soon as more than `max_unscored` prompts have no score. The message has
-    the reason for the first missing score. Raises Unavailable, too, as soon as the endpoint refuses
-    a request. The step can then be run again with another address or key, because the step's
-    identity has neither the address nor the key.
+    Raises Unavailable as soon as more than `max_unscored` prompts have no score; the message has
+    the reason for the first missing score. Also raises Unavailable as soon as the endpoint refuses
+    a request. The grading can then be run again with another address or key, because neither is
+    part of its identity.
     """
     unscored_verdicts: list[Verdict] = []
     stop = threading.Event()
-    # when the client is closed, its threads stop repeating failed requests
+    # the end of this block closes the client, so that its threads stop repeating failed requests
     with _client(judge) as client:
         pool = ThreadPoolExecutor(PARALLEL)
         try:
@@ -110,7 +110,8 @@ def verdicts(
                 verdict = future.result()
                 if verdict.score is None:
                     unscored_verdicts.append(verdict)
-                # a refused request sets `stop`, and raises an error that is clearer than this one
+                # If `stop` is set, the endpoint has refused a request. The future of this request
+                # raises an error that is clearer than this one.
                 if len(unscored_verdicts) > max_unscored and not stop.is_set():
                     raise Unavailable(
                         f"judge {judge.model} at {judge.url} gave no score to "
@@ -141,19 +142,19 @@ def _client(judge: JudgeConfig) -> openai.OpenAI:
 def _verdict(
     judge: JudgeConfig, cache: Path, client: openai.OpenAI, prompt: str, stop: threading.Event
 ) -> Verdict:
-    """The verdict on one prompt, from the cache or else from the endpoint. After a reply without a
-    usable score the request is sent again, UNPARSABLE_ATTEMPTS times in total. When the endpoint
-    refuses the request, sets `stop` and raises Unavailable. If another thread has set `stop`, no
-    request is sent, and the verdict has no score."""
+    """The verdict on one prompt, from the cache or else from the endpoint. While replies have no
+    usable score, the request is sent again, at most UNPARSABLE_ATTEMPTS times in total. If the
+    endpoint refuses the request, sets `stop` and raises Unavailable. If another thread has set
+    `stop`, no request is sent, and the verdict has no score."""
     import openai
 
     settings = judge.identity  # without judge.url, so that a cached reply holds for every URL
     key = hashlib.sha256(json.dumps([settings, prompt], sort_keys=True).encode()).hexdigest()
     file = cache / key[:2] / f"{key}.json"
-    with suppress(OSError, ValueError):  # if the cached reply is missing or damaged, request it
+    with suppress(OSError, ValueError):  # if the cached reply is missing or unusable, request it
         reply = read_sealed(file, {"reply": str})["reply"]
         return Verdict(score(reply), reply)
-    reason = "canceled"
+    reason = "canceled"  # if `stop` is set, the loop does not run
     for _ in range(0 if stop.is_set() else UNPARSABLE_ATTEMPTS):
         try:
             response = client.chat.completions.with_raw_response.create(
@@ -187,8 +188,8 @@ def _verdict(
 
 
 def _message(body: bytes) -> str:
-    """The judge's message in the `body` of a response. Raises Unparsable if the response is no chat
-    completion, such as a page from a proxy, or if the message is incomplete."""
+    """The judge's message in the `body` of a response. Raises Unparsable if the message is
+    incomplete, or if the body is something else, such as the error page of a proxy."""
     try:
         choice = json.loads(body)["choices"][0]
         content = choice["message"]["content"] or ""
@@ -206,8 +207,8 @@ def _message(body: bytes) -> str:
 
 
 def score(reply: str) -> float:
-    """The number from 1 to 10 after the last "score" of the reply. The last "score" counts, because
-    a reply may first quote the requested form, which has "score" too.
+    """The score in a judge's reply: the number from 1 to 10 after the last "score". Earlier ones do
+    not count, because a reply may first quote the form in which the judge was asked to reply.
 
     Thoughts are not read. Raises Unparsable for a reply without such a number.
     """

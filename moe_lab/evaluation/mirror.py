@@ -58,8 +58,8 @@ def folder(benchmark: BenchmarkConfig) -> Path:
 
 
 def digest(benchmark: BenchmarkConfig) -> str:
-    """sha256 of the subset, split and content of each file that a benchmark reads. Hashes of the
-    contents are taken from the manifest. The names of the files do not count."""
+    """One sha256 over the subset, split and content of all files that a benchmark reads. Hashes of
+    the contents are taken from the manifest. The names of the files do not count."""
     entries = sorted(
         _entries_read(benchmark).values(), key=lambda entry: (entry["subset"], entry["split"])
     )
@@ -110,8 +110,8 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         return table
     if file.suffix == ".csv":
         # line ends are kept because a quoted field may have several lines
-        return list(csv.DictReader(read_text_file(file, "data").splitlines(keepends=True)))
-    rows_of_file = [row for _, row in read_records(file, "data")]
+        return list(csv.DictReader(read_text_file(file, setting="data").splitlines(keepends=True)))
+    rows_of_file = [row for _, row in read_records(file, setting="data")]
     if not all(isinstance(row, dict) for row in rows_of_file):
         raise UserError(f"{file} cannot be read: expected objects with named fields")
     return rows_of_file
@@ -133,14 +133,15 @@ def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _entries_read(benchmark: BenchmarkConfig) -> Entries:
-    """The manifest's entries for the files that a benchmark reads: the files of benchmark.split. If
-    benchmark.shots is not 0, the files of all splits, because any split may have the examples."""
+    """The manifest's entries for the files that a benchmark reads. These are the files of
+    benchmark.split or, if benchmark.shots is not 0, of all splits: any split may have the solved
+    examples."""
     return _entries(benchmark, None if benchmark.shots else benchmark.split)
 
 
 def _entries(benchmark: BenchmarkConfig, split: str | None) -> Entries:
-    """The manifest's entries for the benchmark's subset and for `split` (None: for every split).
-    UserError if there are none."""
+    """The manifest's entries for the files of benchmark.subset (None: all subsets) and `split`
+    (None: all splits). UserError if there are none."""
     entries = read_manifest(folder(benchmark))
     selected_entries = {
         name: entry
@@ -171,8 +172,8 @@ def _command(benchmark: BenchmarkConfig) -> str:
 
 
 def _check_row_count(benchmark: BenchmarkConfig, entries: Entries) -> int:
-    """The number of rows of `entries`. UserError for fewer rows than benchmark.expected; more rows
-    are allowed, as a harness may use only some of them."""
+    """Check and return the number of rows of `entries`. UserError for fewer rows than
+    benchmark.expected; more rows are allowed, as a harness may use only some of them."""
     count: int = sum(entry["rows"] for entry in entries.values())
     if count < (benchmark.expected or 0):
         raise UserError(
@@ -214,8 +215,8 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
         name: entry for name, entry in entries.items() if entry["split"] == benchmark.split
     }
     count = _check_row_count(benchmark, evaluated_entries)
-    # Keep the old manifest's entries, except those of a subset and split that was copied now: the
-    # old files of this split may have had other names.
+    # Of the old manifest, keep the entries for subsets and splits that were not copied now. The old
+    # files of a subset and split that was copied now may have had other names.
     for name, entry in read_manifest(path).items():
         if (entry["subset"], entry["split"]) not in files.values():
             entries.setdefault(name, entry)
@@ -224,12 +225,12 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
 
 
 Layout = dict[str, tuple[str, str]]
-"""File, relative to the folder of a data set -> its subset and split."""
+"""File, relative to the folder of a data set -> (subset, split)."""
 
 
 def _download(benchmark: BenchmarkConfig, path: Path) -> tuple[str, Layout]:
-    """Download the files of the benchmark's subset from the hub to the mirror `path`. Returns
-    NAME@COMMIT of the data set, and the layout of the files."""
+    """Download the files of the benchmark's subset from the hub to `path`, the mirror's folder.
+    Returns NAME@COMMIT of the data set, and the downloaded files: file -> (subset, split)."""
     from httpx import HTTPError
     from huggingface_hub import HfApi, snapshot_download
 
@@ -240,7 +241,7 @@ def _download(benchmark: BenchmarkConfig, path: Path) -> tuple[str, Layout]:
         download = partial(
             snapshot_download, name, repo_type="dataset", revision=info.sha, local_dir=path
         )
-        download(allow_patterns=[_CARD])
+        download(allow_patterns=[_CARD])  # `_layout` reads the card
         files = _layout(
             benchmark, origin, [file.rfilename for file in info.siblings or ()], path / _CARD
         )
@@ -256,9 +257,9 @@ def _download(benchmark: BenchmarkConfig, path: Path) -> tuple[str, Layout]:
 
 
 def _copy_file(benchmark: BenchmarkConfig, source: Path | None, path: Path) -> tuple[str, Layout]:
-    """Copy the file `source` to the mirror `path`; if `source` is None, download the file at
-    benchmark.url. Returns the address of the file, and a layout of this file alone. UserError for a
-    format that is not in ENDINGS, and for a file that cannot be read."""
+    """Copy the file `source` to `path`, the folder of the mirror. If `source` is None, download the
+    file at benchmark.url. Returns the address of the original file, and {copied file: (subset,
+    split)}. UserError for a format that is not in ENDINGS, and for a file that cannot be read."""
     address = str(benchmark.url) if source is None else source.as_uri()
     ending = next((ending for ending in ENDINGS if address.endswith(ending)), None)
     if ending is None:
@@ -282,9 +283,10 @@ def _copy_file(benchmark: BenchmarkConfig, source: Path | None, path: Path) -> t
 
 
 def _copy_folder(benchmark: BenchmarkConfig, source: Path, path: Path) -> tuple[str, Layout]:
-    """Copy the files of the benchmark's subset to the mirror `path`. The files are read from the
-    folder SOURCE/OWNER/NAME if it exists, else from `source`. The folder must be laid out as on the
-    hub. Returns the folder that was read, and the layout of the files."""
+    """Copy the files of the benchmark's subset to `path`, the folder of the mirror. The files are
+    read from the folder SOURCE/OWNER/NAME if it exists, else from `source`. The folder must be laid
+    out as on the hub. Returns the folder that was read, and the copied files: file -> (subset,
+    split)."""
     origin = source / str(benchmark.data)
     if not origin.is_dir():
         origin = source
@@ -323,8 +325,8 @@ def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card:
 def _patterns(card: Path, subset: str | None) -> Iterator[tuple[str, str, str]]:
     """Yield (subset, split, regular expression for the paths of the split's files), as listed in
     the dataset `card`. If `subset` is None, all subsets are yielded except the subset `all`, which
-    repeats the files of the other subsets. If the card lists no files, the expressions find files
-    that are named after their split."""
+    repeats the files of the other subsets. Without a card, or if the card has no `configs`, the
+    expressions find files that are named after their split."""
     from huggingface_hub import metadata_load
 
     # None without a card, and for a card without metadata
@@ -335,9 +337,11 @@ def _patterns(card: Path, subset: str | None) -> Iterator[tuple[str, str, str]]:
             yield subset or "default", split, rf"(?:^|[-_./])(?:{patterns})[-_./]"
     for config in configs:
         name = config["config_name"]
-        if name != subset and (subset is not None or name == "all"):
+        is_left_out = name == "all" if subset is None else name != subset
+        if is_left_out:
             continue
         for part in _as_list(config.get("data_files", [])):
+            # a part without a split belongs to the split train
             split, paths = (
                 (part["split"], part["path"]) if isinstance(part, dict) else ("train", part)
             )
@@ -354,10 +358,12 @@ def _as_list(value: Any) -> list[Any]:
 
 def benchmarks(names: Iterable[str], root: str) -> list[BenchmarkConfig]:
     """The benchmarks with these `names`, and the benchmarks of suites with these `names`. Each is
-    listed once, with `root` as its data_root; benchmarks that need no mirror are left out.
-    UserError for an unknown name, and if no benchmark needs a mirror."""
+    listed once; benchmarks that need no mirror are left out. `root`: the folder of all mirrors,
+    which each benchmark gets as its root. UserError for an unknown name, and if no benchmark needs
+    a mirror."""
     from omegaconf import OmegaConf
 
+    # "benchmark" or "suite" -> name -> file of the settings
     files = {
         group: {file.stem: file for file in (conf() / group).glob("*.yaml")}
         for group in ("benchmark", "suite")

@@ -31,9 +31,10 @@ def evaluate(
     cache: ResultCache | None = None,
 ) -> list[Result]:
     """Run the benchmark on a model, write out/result.json and out/samples.parquet, and return the
-    results. `cache`: see `collect_answers`.
+    results. Results of the engine that are in `cache` are not computed again.
 
-    Raises the UserError and Unavailable of `Harness.check`. If an item fails, the benchmark fails.
+    Raises UserError for wrong settings or files, and Unavailable for requirements that are missing
+    on this machine. If an item fails, the benchmark fails.
     """
     harness = harness_of(benchmark)
     harness.check(benchmark, policy)
@@ -43,8 +44,12 @@ def evaluate(
 def answer(
     engine: Engine, benchmark: BenchmarkConfig, cache: ResultCache | None = None
 ) -> list[Answer]:
-    """The model's answers to all items of the benchmark. UserError if the number of items is not
-    benchmark.expected, unless a limit is set, and if two items have the same name."""
+    """The model's answers to all items of the benchmark. Results of the engine that are in `cache`
+    are not computed again.
+
+    UserError if two items have the same name. Without a benchmark.limit, also UserError if the
+    number of items is not benchmark.expected.
+    """
     harness = harness_of(benchmark)
     items = harness.items(benchmark)
     if benchmark.limit is None and harness.counts_items:

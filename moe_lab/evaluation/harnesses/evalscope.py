@@ -75,17 +75,18 @@ class EvalScope(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """Grade the answers by EvalScope, without the thoughts before them. A thought that does not
-        end counts as an empty answer.
+        """Let EvalScope grade the answers, without the thoughts before them. If a thought does not
+        end, the answer counts as empty.
 
-        An answer that EvalScope could not compare with the right answer has the outcome 0. Raises
-        RuntimeError if EvalScope could not compare more than 1 % of the answers.
+        If EvalScope could not compare an answer with the right one, the outcome is 0. RuntimeError
+        if it could not compare more than 1 % of the answers.
         """
         is_code = self.runs_programs(benchmark)
         texts = {answer.item: replace_surrogates(answer.reply.text or "") for answer in answers}
-        reply = _call_worker(benchmark, policy, "grade", texts=texts)
-        # item -> the item's name and what `evalscope_worker._verdict` returns for the answer
-        samples = {sample["item"]: sample for sample in reply["samples"]}
+        graded = _call_worker(benchmark, policy, "grade", texts=texts)
+        # for each item: the `outcome` (None: not compared), the `extracted` answer, and `why` the
+        # answer failed
+        samples = {sample["item"]: sample for sample in graded["samples"]}
         unscored_items = [item for item, sample in samples.items() if sample["outcome"] is None]
         if len(unscored_items) > UNSCORED_AT_MOST * len(samples):
             raise RuntimeError(
@@ -102,26 +103,28 @@ class EvalScope(Harness):
                 return outcome, "pass" if outcome else sample["why"]
             return outcome, sample["extracted"]
 
-        protocol = {"evalscope": reply["versions"], "unscored": unscored_items}
+        protocol = {"evalscope": graded["versions"], "unscored": unscored_items}
         if is_code:
             protocol["sandbox"] = self.program_sandbox(benchmark, policy)
         return graded_by_mean(answers, benchmark, verdict, protocol)
 
     def version(self, benchmark: BenchmarkConfig) -> str | None:
-        """EvalScope's version in the benchmark's interpreter; None without EvalScope."""
+        """EvalScope's version in the benchmark's interpreter; None if the interpreter or EvalScope
+        is missing."""
         try:
             return package_version_in(_python(benchmark), "evalscope")
         except UserError:
             return None
 
     def setting_errors(self, benchmark: BenchmarkConfig) -> Iterator[str]:
-        """Do as `Harness.setting_errors`, and check the task, its number of examples, and the two
-        contest dates between which problems are selected."""
+        """Do as `Harness.setting_errors`. Also check the task, the number of examples, and the
+        first and last contest day of the problems to select."""
         yield from super().setting_errors(benchmark)
         name = f"benchmark {benchmark.name}"
         if benchmark.task not in SHOTS:
             yield str(unknown_name_error(f"{name}: task", benchmark.task, SHOTS))
             return
+        # the numbers of examples that the task can show; None: any number
         shots = SHOTS[benchmark.task]
         if shots is not None and benchmark.shots not in shots:
             numbers = " or ".join(map(str, shots))
@@ -129,18 +132,19 @@ class EvalScope(Harness):
                 f"{name}: shots={benchmark.shots}, but EvalScope's {benchmark.task} shows "
                 f"{numbers} examples"
             )
-        # start_date and end_date, which only one task has
-        for key in self.question_parameters if benchmark.task == CODE else ():
-            value = str(benchmark.parameters.get(key))
-            try:
-                date.fromisoformat(value)
-            except ValueError:
-                yield f"{name}: parameters.{key}={value}: expected a day, such as 2025-01-31"
+        if benchmark.task == CODE:
+            for key in self.question_parameters:  # first and last contest day
+                value = str(benchmark.parameters.get(key))
+                try:
+                    date.fromisoformat(value)
+                except ValueError:
+                    yield f"{name}: parameters.{key}={value}: expected a day, such as 2025-01-31"
 
     def missing_requirements(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-        """Do as `Harness.missing_requirements`, and check that the interpreter has EvalScope and
-        that pickled tests may be read."""
+        """Do as `Harness.missing_requirements`. Also check that the interpreter has EvalScope and,
+        if the answers are programs, that pickled tests are allowed."""
         yield from super().missing_requirements(benchmark, policy)
+        # a lambda, so that a UserError of `_python` is yielded, too
         yield from user_errors(lambda: check_has("evalscope", _python(benchmark)))
         if benchmark.task == CODE and not policy.allow_pickled_data:
             yield (
@@ -164,14 +168,18 @@ def _python(benchmark: BenchmarkConfig) -> str:
 def _call_worker(
     benchmark: BenchmarkConfig, policy: Policy | None, method: str, **arguments: Any
 ) -> Any:
-    """Call a function of `evalscope_worker` in a new process with EvalScope, and return its result.
-    `method` is the name of the function, `policy` as in `_code_settings`. UserError for data that
-    EvalScope cannot use, RuntimeError if the process fails."""
+    """Call the function `method` of `evalscope_worker` in a new process with EvalScope. Returns the
+    result of the function: the questions or the grades, as JSON.
+
+    `arguments`: arguments of the function besides those that describe the task. `policy`: None if
+    the function only lists questions. UserError for data that EvalScope cannot use, RuntimeError if
+    the process fails.
+    """
     dataset_args: dict[str, Any] = {
         "few_shot_num": benchmark.shots,
         "eval_split": benchmark.split,
     }
-    # for OWN_SUBSETS, EvalScope's own list of subsets stays
+    # for the task OWN_SUBSETS, EvalScope uses its own list of subsets
     if benchmark.task != OWN_SUBSETS:
         dataset_args["subset_list"] = [benchmark.subset or "default"]
     with tempfile.TemporaryDirectory(prefix="moe_lab-evalscope-") as scratch:
@@ -214,9 +222,10 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _link_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
-    """Make a data set of links to the benchmark's files in `folder`, and return `folder`. EvalScope
-    may delete files in the folder that it reads, and then deletes only links."""
-    # lines of the data set's card, which names the files of each subset and split
+    """Fill `folder` with a data set: a card, and links to the files of the benchmark's mirror.
+    Returns `folder`. EvalScope may delete files in the folder that it reads; these are then only
+    links."""
+    # lines of the card, which names the files of each subset and split
     card = ["---", "configs:"]
     for subset, by_split in mirror.subsets(benchmark).items():
         card += [f"- config_name: {subset}", "  data_files:"]
@@ -235,6 +244,7 @@ def _code_settings(benchmark: BenchmarkConfig, policy: Policy | None) -> dict[st
     parameters = benchmark.parameters
     # A limit of 0 or null is left out. `evalscope_code.Programs` then uses its default.
     limits = {key: parameters[key] for key in HARNESS.numeric_parameters if parameters.get(key)}
+    # without a policy no program runs, and the value is not used
     is_confined = policy is None or policy.program_sandbox() == NAMESPACES
     return {
         "days": [str(parameters[key]) for key in HARNESS.question_parameters],

@@ -50,7 +50,8 @@ class Question:
 
 
 class FunctionCalls(Harness):
-    """Questions with functions as tools. Only an end token ends an answer."""
+    """Questions for which the model may call functions as tools. No stop texts are used: an answer
+    ends with an end token, or after max_new_tokens."""
 
     metrics = ("acc",)
     other_parameters = ("answers",)
@@ -90,18 +91,20 @@ class FunctionCalls(Harness):
     def paths(self, benchmark: BenchmarkConfig) -> list[Path]:
         """The file of right answers and the file of questions, which are in the same folder.
         Without parameters.answers, only the file of questions."""
-        (questions,) = super().paths(benchmark)
+        (question_file,) = super().paths(benchmark)
         answers = benchmark.parameters.get("answers")
-        return [questions.parent / str(answers), questions] if answers else [questions]
+        return [question_file.parent / str(answers), question_file] if answers else [question_file]
 
     def check_data(self, benchmark: BenchmarkConfig) -> None:
-        """Do as `Harness.check_data`, and check the format of all questions and right answers.
-        UserError if parameters.answers is not set."""
+        """Check the files of questions and right answers. UserError if a file is missing or in
+        another format, if the number of questions is not benchmark.expected, or if
+        parameters.answers is not set."""
         if "answers" not in benchmark.parameters:
             raise UserError(
                 f"benchmark {benchmark.name}: parameters.answers is not set: expected the file of "
                 "right answers in the folder of the questions, or null if no question needs a call"
             )
+        # `questions` raises UserError for files that are missing or in another format
         check_count(benchmark, len(self.questions(benchmark)))
 
     def questions(self, benchmark: BenchmarkConfig) -> list[Question]:
@@ -113,8 +116,8 @@ class FunctionCalls(Harness):
         for file in answer_files:  # at most one
             answers = _rows(file, "answer", _ANSWER)
             right_calls = {name: row["ground_truth"] for name, row in answers.items()}
-            _check_ids(file, right_calls, rows, question_file)
-            _check_ids(question_file, rows, right_calls, file)
+            _check_ids(file, right_calls, question_file, rows)
+            _check_ids(question_file, rows, file, right_calls)
         return [
             _question(row, right_calls.get(name, []), f"{question_file}: question {name}")
             for name, row in rows.items()
@@ -125,10 +128,10 @@ HARNESS = FunctionCalls()
 
 
 def _check_ids(
-    file: Path, ids: Collection[str], other_ids: Collection[str], other_file: Path
+    file: Path, ids: Collection[str], other_file: Path, other_ids: Collection[str]
 ) -> None:
-    """Raise UserError for an id in `other_ids`, the ids of `other_file`, that is not in `ids`, the
-    ids of `file`."""
+    """Raise UserError unless `file` has all ids of `other_file`. `ids`: the ids of `file`;
+    `other_ids`: the ids of `other_file`."""
     for name in other_ids:
         if name not in ids:
             raise UserError(
@@ -138,9 +141,10 @@ def _check_ids(
 
 
 def _question(row: Mapping[str, Any], right_calls: Sequence[Any], source: str) -> Question:
-    """The question of a `row`, a line of the file of questions. `right_calls`: the calls of its
-    right answer. UserError for several turns, for unknown types and for calls that fit no function.
-    `source`: the beginning of the error's message."""
+    """The question in `row`, which is a line of the file of questions. `right_calls`: the calls of
+    its right answer. `source`: where the line is, for error messages. UserError if the question has
+    several turns, if a parameter of a function has an unknown type, or if a right call fits no
+    function."""
     if len(row["question"]) != 1:
         raise UserError(
             f"{source} has {len(row['question'])} turns: expected one, as others need calls to be "
@@ -154,11 +158,12 @@ def _question(row: Mapping[str, Any], right_calls: Sequence[Any], source: str) -
 
 
 def _rows(file: Path, kind: str, shape: Any) -> dict[str, Any]:
-    """Id -> JSON object, for each line of a file of JSON lines. `kind`: question or answer;
-    `shape`: the form of a line, as for `fits`. UserError for a line of another form, for an id that
-    occurs twice and for a file without lines."""
+    """Id -> JSON object, for each line of a file of JSON lines. `kind`: what each line is,
+    "question" or "answer". `shape`: the form of every line, written as for `json_files.fits`.
+    UserError for a line of another form, for an id that occurs twice and for a file without
+    lines."""
     rows: dict[str, Any] = {}
-    for source, row in read_records(file, "task"):
+    for source, row in read_records(file, setting="task"):
         if not fits(row, shape):
             raise UserError(
                 f"{source} is no {kind}: expected the fields {_FIELDS[kind]} as in BFCL"
@@ -172,10 +177,11 @@ def _rows(file: Path, kind: str, shape: Any) -> dict[str, Any]:
 
 
 def _check_types(properties: Mapping[str, Any], source: str) -> None:
-    """Raise UserError for a parameter whose type is not in `TYPES`, and for inner parameters and
-    items of lists with such a type. `properties`: name of a parameter -> its JSON schema. `source`:
-    the beginning of the error's message."""
+    """Raise UserError if the type of a parameter is not in `TYPES`. The items of lists and the
+    parameters inside objects are checked, too. `properties`: name of a parameter -> its JSON
+    schema. `source`: where the parameters are, for error messages."""
     for name, schema in properties.items():
+        # "missing" is not in TYPES, so that `check_known` refuses it
         declared_type = str(schema.get("type")) if isinstance(schema, Mapping) else "missing"
         check_known(f"{source}: type of {name}", declared_type, TYPES)
         if TYPES[declared_type] is list:
@@ -185,7 +191,7 @@ def _check_types(properties: Mapping[str, Any], source: str) -> None:
 
 def _check_answer(question: Question, source: str) -> None:
     """Raise UserError unless each call of the right answer calls one function of the question, with
-    allowed values in BFCL's form."""
+    allowed values in BFCL's form. `source`: where the answer is, for error messages."""
     names = [function["name"] for function in question.functions]
     for call in question.right_calls:
         if len(call) != 1:
@@ -193,8 +199,9 @@ def _check_answer(question: Question, source: str) -> None:
         ((name, allowed_values),) = call.items()
         check_known(f"{source}: function", name, names)
         for argument, values in allowed_values.items():
-            # An object gives a list of allowed values for each of its keys. It may be an allowed
-            # value or an element of an allowed list.
+            # An allowed value may be an object, or a list with objects. Every such object must have
+            # a list of allowed values under each key. `entries`: the allowed values, with the
+            # elements of a list in place of the list.
             entries: list[Any] = []
             for value in values:
                 entries += value if isinstance(value, list) else [value]

@@ -38,16 +38,18 @@ class LmEval(Harness):
         return lm_eval.grade(answers, benchmark)
 
     def paths(self, benchmark: BenchmarkConfig) -> list[Path]:
-        """The file that defines the task, and the file of the task's items: the same name with the
-        suffix .jsonl. If parameters.definition defines the task, only the file of the items."""
+        """The file that defines the task, and the file of the task's items, which has the same name
+        with the suffix .jsonl. If parameters.definition defines the task, there is only the file of
+        the items."""
         (path,) = super().paths(benchmark)
         if "definition" in benchmark.parameters:
-            return [path]
+            return [path]  # benchmark.task is then the file of the items
         return [path, path.with_suffix(".jsonl")]
 
     def hashed_files(self, benchmark: BenchmarkConfig) -> tuple[list[Path], dict[str, str]]:
-        """Do as `Harness.hashed_files`. The files are the file that defines the task, all files
-        that it uses (`definition_files`), and the file of the items."""
+        """(files, versions), as `Harness.hashed_files`. `files` define the task: the file of its
+        definition, all files that the definition uses, and last the file of the items. `versions`
+        maps each installed package that the task's code imports to its version."""
         *task_files, items_file = self.data_files(benchmark)
         if not task_files:
             return [items_file], {}
@@ -66,10 +68,11 @@ class LmEval(Harness):
             )
 
     def setting_errors(self, benchmark: BenchmarkConfig) -> Iterator[str]:
-        """Do as `Harness.setting_errors`, and refuse a chat template for a task that computes
-        likelihoods."""
+        """Do as `Harness.setting_errors`. Also refuse a chat template for a task of lm-eval itself
+        that only computes likelihoods."""
         yield from super().setting_errors(benchmark)
-        # data: a task of lm-eval itself; max_new_tokens=0: a task that only computes likelihoods
+        # Tasks of lm-eval itself have `data`. With max_new_tokens=0 a task only computes
+        # likelihoods.
         if benchmark.chat and benchmark.data is not None and not benchmark.max_new_tokens:
             yield (
                 f"benchmark {benchmark.name}: chat=true with max_new_tokens=0: expected "
@@ -81,7 +84,8 @@ class LmEval(Harness):
         """Do as `Harness.missing_requirements`, and check that the installed lm-eval has the
         task."""
         yield from super().missing_requirements(benchmark, policy)
-        # `task_folder` raises UserError if lm-eval, which must be installed, does not have the task
+        # Tasks of lm-eval itself have `data`. `task_folder` raises UserError if lm-eval does not
+        # have the task; it can only be called if lm-eval is installed.
         if benchmark.data is not None and self.version(benchmark) is not None:
             yield from user_errors(task_folder, benchmark)
 

@@ -34,7 +34,7 @@ class Perplexity(Harness):
         """One item: the whole text. Rows of a mirror are joined by blank lines, as papers do with
         WikiText. benchmark.limit is the largest number of windows."""
         if benchmark.data is None:
-            text = _text(self.data_files(benchmark)[-1])
+            text = _text(self.data_files(benchmark)[0])  # the only file
         else:
             text = BLANK_LINE.join(row["text"] for row in mirror.rows(benchmark))
         length = benchmark.parameters.get("length")
@@ -48,15 +48,14 @@ class Perplexity(Harness):
         predicted.
 
         The loss is the mean over all predicted tokens, in nats per token. The perplexity is
-        exp(loss). The bits per byte are loss * tokens / bytes / ln 2, with the numbers of tokens
-        and bytes of the text.
+        exp(loss). The bits per byte are loss / ln 2 * (tokens of the text) / (bytes of the text).
         """
         (answer,) = answers
         text = answer.prompt
         # predicted tokens of each window
         counts = [window.tokens for window in answer.reply.windows]
         nats_per_token = [-window.nats / window.tokens for window in answer.reply.windows]
-        # factor from nats per token to bits per byte
+        # factor from nats per token to bits per byte; reply.tokens are the tokens of the whole text
         factor = answer.reply.tokens / len(text.encode("utf-8")) / math.log(2)
         samples: list[Sample] = []
         results = []
@@ -67,8 +66,9 @@ class Perplexity(Harness):
                 losses = [loss * factor for loss in nats_per_token]
                 unit = "bits per byte"
             for number, (loss, count) in enumerate(zip(losses, counts, strict=True)):
-                sample = answer.sample(name, loss, "", output="")
+                sample = answer.sample(name, loss, extracted="", output="")
                 samples.append({**sample, "item": str(number), "units": count})
+            # for the scale "perplexity", the result is exp of the mean loss
             scale: Scale = "perplexity" if metric == "perplexity" else "loss"
             results.append(loss_result(name, metric, scale, unit, losses, counts, benchmark))
         protocol = {
@@ -80,7 +80,7 @@ class Perplexity(Harness):
 
     def check_data(self, benchmark: BenchmarkConfig) -> None:
         """Raise UserError if the file is missing or cannot be read as a text."""
-        _text(self.data_files(benchmark)[-1])
+        _text(self.data_files(benchmark)[0])  # the only file
 
 
 def _text(file: Path) -> str:

@@ -16,10 +16,11 @@ from moe_lab.evaluation.items import Answer, Item, Text, text_items
 
 
 class Stories(Harness):
-    """Stories that a model without a chat template writes, each with a checklist.
+    """Beginnings of stories, which the model continues without a chat template. Each story is
+    graded by the rules of a checklist.
 
-    The data file has lines {"id", "prompt", "checklist"}, some with a "reference": a story that
-    follows the prompt, on which the model's loss is measured.
+    Each line of the data file is {"id", "prompt", "checklist"}. Some lines also have a "reference":
+    a good continuation of the prompt. The model's loss on the reference is measured.
     """
 
     metrics = ("score",)
@@ -27,7 +28,7 @@ class Stories(Harness):
     chat = False
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """An item for each row: a story to continue, with a reference if the row has one."""
+        """An item for each row: the prompt, and the reference if the row has one."""
         max_tokens = benchmark.max_new_tokens
         return text_items(
             (str(row["id"]), Text(row["prompt"], max_tokens, reference=row.get("reference")))
@@ -37,8 +38,8 @@ class Stories(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """Grade the stories. A story's checklist has rules, and the story's outcome is the share of
-        these rules that the story follows."""
+        """Grade the stories. A story's outcome is the share of the rules on its checklist that the
+        story follows."""
         rows = {str(row["id"]): row for row in self._rows(benchmark)}
 
         def verdict(answer: Answer, metric: str) -> tuple[float, str]:
@@ -50,7 +51,7 @@ class Stories(Harness):
     def _rows(self, benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
         """The first benchmark.limit rows of the data file. UserError for a row without an id,
         without a prompt or without a rule."""
-        file = self.data_files(benchmark)[-1]
+        (file,) = self.data_files(benchmark)
         rows = mirror.read_rows(file)[: benchmark.limit]
         for row in rows:
             if not {"id", "prompt", "checklist"} <= set(row) or not row["checklist"]:
@@ -96,15 +97,15 @@ def rules_followed(story: str, checklist: Sequence[Mapping[str, Any]]) -> list[b
     mentions(text)    the text occurs as whole words;
     opens_with(text)  the text occurs as whole words in the first sentence;
     ends_with(text)   the story ends with exactly this text;
-    sentences(least)  there are at least so many complete sentences;
+    sentences(least)  there are at least `least` complete sentences;
     no_repeats()      there is a sentence, and no sentence occurs twice.
 
     Raises UserError for a rule that does not exist or whose arguments do not fit.
     """
     results = []
     for entry in checklist:
-        arguments = {name: value for name, value in entry.items() if name != "rule"}
-        name = str(entry.get("rule"))
+        arguments = dict(entry)
+        name = str(arguments.pop("rule", None))
         check_known("checklist.rule", name, RULES)
         try:
             results.append(RULES[name](story, **arguments))

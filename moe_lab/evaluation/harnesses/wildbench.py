@@ -30,7 +30,8 @@ _PLACEHOLDER = re.compile(r"\{\$\w+\}")
 
 
 class WildBench(Harness):
-    """Conversations up to the user's last message. Only an end token ends an answer."""
+    """Conversations up to the user's last message, which the model answers. No stop texts are used:
+    an answer ends with an end token, or after max_new_tokens."""
 
     metrics = ("score",)
     question_parameters = ("tag",)
@@ -52,12 +53,12 @@ class WildBench(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """Grade the answers by a judge. An outcome is the judge's score, 1 to 10, rescaled to
-        [0, 1]. An empty answer gets the score 1 without a request to the judge.
+        """Let a judge score each answer from 1 to 10. The outcome is the score, rescaled to [0, 1].
+        An empty answer gets the score 1 without a request to the judge.
 
-        The judge does not see the thought before an answer. Items to which the judge gave no score
-        are left out of the results and listed in the protocol. Raises Unavailable if these are more
-        than 1 % of the items.
+        The judge does not see the thought before an answer. If the judge gave an item no score, the
+        item is left out of the results and listed in the protocol. Raises Unavailable if more than
+        1 % of the items have no score.
         """
         assert benchmark.judge is not None
         rows = {row["session_id"]: row for row in _rows(benchmark)}
@@ -99,7 +100,9 @@ class WildBench(Harness):
             "judge_prompt": next(iter(judge_prompts.values()), None),
         }
         scored_answers = [answer for answer in answers if answer.item in scores]
-        return graded_by_mean(scored_answers, benchmark, outcome_and_reply, protocol, max_unscored)
+        return graded_by_mean(
+            scored_answers, benchmark, outcome_and_reply, protocol, max_unscored=max_unscored
+        )
 
     def identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
         """Do as `Harness.identity`, and add the hash of the judge's template."""
@@ -109,7 +112,7 @@ class WildBench(Harness):
     def missing_requirements(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
         """Do as `Harness.missing_requirements`, and check the judge's template."""
         yield from super().missing_requirements(benchmark, policy)
-        yield from user_errors(lambda: template(benchmark))
+        yield from user_errors(template, benchmark)
 
 
 HARNESS = WildBench()
