@@ -237,6 +237,7 @@ def may_think(tokenizer: Any) -> bool:
     """Whether a tokenizer's chat templates contain an opening or closing mark of a thought."""
     # `str`, because a tokenizer may have one template, several as a dict, or None
     templates = str(getattr(tokenizer, "chat_template", None))
+    # the opening mark of gpt-oss is not among MARKS
     return _HARMONY_THOUGHT in templates or any(mark in templates for mark in MARKS)
 
 

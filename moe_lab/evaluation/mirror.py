@@ -219,7 +219,7 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
     # files of a subset and split that was copied now may have had other names.
     for name, entry in read_manifest(path).items():
         if (entry["subset"], entry["split"]) not in files.values():
-            entries.setdefault(name, entry)
+            entries.setdefault(name, entry)  # a new entry of the same name stays
     write_json(path / MANIFEST, {"files": entries})
     return f"{benchmark.name}: {benchmark.data}: {count} rows of {benchmark.split}, from {origin}"
 
