@@ -240,8 +240,8 @@ def _link_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
 
 def _code_settings(benchmark: BenchmarkConfig, policy: Policy | None) -> dict[str, Any]:
     """The argument `code` of `evalscope_worker.load`: the contest days, whether pickled tests are
-    allowed, and the limits of programs. `policy` is None if only questions are
-    listed: then no program runs and no pickle is read."""
+    allowed, and the limits of programs. `policy` is None if only questions are listed: then no
+    program runs and no pickle is read."""
     parameters = benchmark.parameters
     # A limit of 0 or null is left out. `evalscope_code.Programs` then uses its default.
     limits = {key: parameters[key] for key in HARNESS.numeric_parameters if parameters.get(key)}
