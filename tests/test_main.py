@@ -24,7 +24,7 @@ from moe_lab.errors import UserError, run_and_exit
 from moe_lab.overrides import quote_letters
 from moe_lab.study import run
 from moe_lab.study.graph import build
-from tests.campaign.commands import NEAREST as MISTAKES
+from tests.campaign.commands import MISTAKES
 
 LIMIT = 1.5
 """Seconds of processor time, as tests/processes.py counts them, for --help and for any mistake in

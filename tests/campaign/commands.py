@@ -29,8 +29,7 @@ from moe_lab.study.store import Store
 
 @dataclass(frozen=True)
 class Command:
-    """One command line, and words of which its message must have one: the field that is wrong, or
-    its value."""
+    """One command line. Its message must contain one of `names`: the wrong field, or its value."""
 
     module: str
     arguments: tuple[str, ...]
@@ -41,8 +40,8 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a command line ended."""
+class Outcome:
+    """The exit code and the output of a command line."""
 
     code: int
     output: str
@@ -53,18 +52,19 @@ class Ended:
 
     @property
     def has_trace(self) -> bool:
-        """Python's, or what Hydra puts in front of one."""
+        """Whether the output has a trace of Python, or the line that Hydra prints before one."""
         return any(
             mark in self.output
             for mark in ("Traceback (most recent call last)", "Error executing job")
         )
 
-    def refuses(self, names: Sequence[str]) -> bool:
-        """Whether it ended as a mistake does, with a message that has one of `names`."""
+    def is_refusal(self, names: Sequence[str]) -> bool:
+        """Whether the command was refused: exit code 2, no trace, and one of `names` in the
+        output."""
         return self.code == 2 and not self.has_trace and any(name in self.output for name in names)
 
 
-NEAREST = {
+MISTAKES = {
     "a criterion nobody knows": (["criterion=reep"], "did you mean reap?"),
     "a model nobody knows": (["model=pocket_olmo"], "did you mean pocket_olmoe?"),
     "an experiment nobody knows": (["+experiment=task_agnostik"], "did you mean task_agnostic?"),
@@ -104,8 +104,8 @@ NEAREST = {
         "resources.jobs.scores.gpu is not a setting",
     ),
 }
-"""Mistakes in one line, and what the message says of them; tests/test_main.py also limits their
-time."""
+"""Description of a mistake -> (arguments, part of the message). tests/test_main.py also limits the
+time of these commands."""
 
 FIELDS = """
 store | README.md
@@ -136,8 +136,8 @@ judge.extra | word
 backend.command SERVER | '' '/no/such/program {checkpoint} {port}'
 timed.batch_sizes timing=true launcher=inline | [0] [word]
 """  # noqa: E501
-"""FIELD [what is set besides] | further values that it cannot have, each to be named in a message.
-SERVER is longer."""
+"""Lines `FIELD [further settings] | invalid values of the field`; a message must name the field or
+the value. The further setting SERVER stands for the list SERVER."""
 SERVER = ["backend=server", "suite.benchmarks=[pocket_humaneval]", "allow_code_execution=true"]
 
 GROUPS = (
@@ -183,9 +183,9 @@ timing=true | timing
 timing=true launcher=slurm | timed.device
 backend=server suite=pocket16 allow_code_execution=true | pocket_wildbench
 """
-"""Words | what the message must name."""
+"""Lines `arguments of moe_lab | part of the message`."""
 
-OTHERS = """
+OTHER_COMMANDS = """
 moe_lab.study | usage
 moe_lab.study statos | statos
 moe_lab.study status | name
@@ -215,22 +215,22 @@ analysis report study=sweep,nobody store=STORE | nobody
 analysis report format=pfd store=STORE | did you mean pdf?
 tools.pocket.train nobody | nobody
 """
-"""Module and words, in which STORE stands for a store with the study `sweep` | what the message
-must name."""
-ALWAYS = len(NEAREST) + len(OTHERS.strip().splitlines())
-"""How many of the commands run each time: the first."""
+"""Lines `module and arguments | part of the message`. STORE stands for a store with the study
+`sweep`."""
+FIXED_COUNT = len(MISTAKES) + len(OTHER_COMMANDS.strip().splitlines())
+"""Number of commands that run in every campaign: the first ones of `all_commands`."""
 
 
-def every_command() -> list[Command]:
-    """All of them, those that run each time first."""
-    return [*_listed(), *_fields(), *_groups()]
+def all_commands() -> list[Command]:
+    """All commands; the first FIXED_COUNT run in every campaign."""
+    return [*_listed_commands(), *_field_commands(), *_group_commands()]
 
 
-def _listed() -> Iterator[Command]:
-    for arguments, message in NEAREST.values():
+def _listed_commands() -> Iterator[Command]:
+    for arguments, message in MISTAKES.values():
         yield Command("moe_lab", tuple(arguments), (message,))
     for line in [
-        *OTHERS.strip().splitlines(),
+        *OTHER_COMMANDS.strip().splitlines(),
         *(f"moe_lab {line}" for line in LINES.strip().splitlines()),
     ]:
         command, name = line.split(" | ")
@@ -238,26 +238,28 @@ def _listed() -> Iterator[Command]:
         yield Command(module, tuple(arguments), (name,))
 
 
-def _fields() -> Iterator[Command]:
+def _field_commands() -> Iterator[Command]:
     for line in FIELDS.strip().splitlines():
         field, values = line.split(" | ")
-        field, *besides = field.split()
-        besides = SERVER if besides == ["SERVER"] else besides
+        field, *further_settings = field.split()
+        further_settings = SERVER if further_settings == ["SERVER"] else further_settings
         for value in shlex.split(values, posix=False):  # quotes are for Hydra
-            yield Command("moe_lab", (*besides, f"{field}={value}"), _named(field, value))
+            yield Command(
+                "moe_lab", (*further_settings, f"{field}={value}"), _possible_names(field, value)
+            )
 
 
-def _named(field: str, value: str) -> tuple[str, ...]:
-    """How a message may name a field: in full, or by its last word; what chooses from a group, by
-    the group; or by its value, where that is a word of its own."""
+def _possible_names(field: str, value: str) -> tuple[str, ...]:
+    """Texts of which a message about a field must have one: the full name of the field, its last
+    part, its group if the field is the name of a group's file, or the value if it is
+    distinctive."""
     group, _, last = field.rpartition(".")
     values = re.findall(r"[\w/.-]{4,}|ratio", value) or (["= is unknown"] if "''" in value else [])
     return (field, f"{last}=", *((f"{group}=",) if last == "name" else ()), *values)
 
 
-def _groups() -> Iterator[Command]:
-    """Every group with a name of none of its files, a misspelt one, none at all, and a field that
-    is none."""
+def _group_commands() -> Iterator[Command]:
+    """Commands for every group: with two names of no file, with null, and with an unknown field."""
     for group in GROUPS.split():
         first = sorted(file.stem for file in (conf() / group).glob("*.yaml"))[0]
         for name in (f"{first}s", "nobody", "null"):
@@ -265,8 +267,8 @@ def _groups() -> Iterator[Command]:
         yield Command("moe_lab", (f"{group}.nam=word",), (f"{group}.nam",))
 
 
-def typed_arguments(command: Command, folder: Path) -> list[str]:
-    """The words that are typed, in a folder with a store."""
+def arguments_in(command: Command, folder: Path) -> list[str]:
+    """The arguments of a command in a folder with a store."""
     arguments = [argument.replace("STORE", str(folder / "store")) for argument in command.arguments]
     if command.module != "moe_lab":
         return arguments
@@ -275,13 +277,13 @@ def typed_arguments(command: Command, folder: Path) -> list[str]:
     return [*arguments, "dry_run=true"]
 
 
-def ended(command: Command, folder: Path) -> Ended:
-    """How the command ends: what `python -m MODULE` calls is called in this process."""
-    arguments = typed_arguments(command, folder)
+def outcome_of(command: Command, folder: Path) -> Outcome:
+    """Run the main function of the command's module in this process. Returns its outcome."""
+    arguments = arguments_in(command, folder)
     with (
         contextlib.chdir(folder),
-        contextlib.redirect_stdout(io.StringIO()) as printed,
-        contextlib.redirect_stderr(printed),
+        contextlib.redirect_stdout(io.StringIO()) as output,
+        contextlib.redirect_stderr(output),
         mock.patch.object(sys, "argv", [command.module, *arguments]),
     ):
         try:
@@ -290,19 +292,18 @@ def ended(command: Command, folder: Path) -> Ended:
                 f"{command.module}.__main__" if is_package else command.module
             ).main
             code = main(arguments) if inspect.signature(main).parameters else main()
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
+        except SystemExit as system_exit:
+            code = system_exit.code if isinstance(system_exit.code, int) else 1
         except Exception:  # noqa: BLE001 - a trace that a user would see
             traceback.print_exc()
             code = 1
-    return Ended(code or 0, printed.getvalue())
+    return Outcome(code or 0, output.getvalue())
 
 
-def wrong(rows: Sequence[Command]) -> list[str]:
-    """A sentence for each of `rows` that does not end as it must.
+def failures(rows: Sequence[Command]) -> list[str]:
+    """A sentence for each of `rows` that is not refused as it should be.
 
-    They are typed in a folder with a store in which there is the study `sweep`, a text, and a
-    folder.
+    The commands run in a folder that has a store with the study `sweep`, a text and a folder.
     """
     with tempfile.TemporaryDirectory(prefix="moe_lab_campaign-") as name:
         folder = Path(name)
@@ -321,5 +322,7 @@ def wrong(rows: Sequence[Command]) -> list[str]:
         Store(folder / "store").create()
         (folder / "README.md").write_text("words\n")
         (folder / "moe_lab").mkdir()
-        ends = [(row, ended(row, folder)) for row in rows]
-        return [f"{row}: {end}" for row, end in ends if not end.refuses(row.names)]
+        outcomes = [(row, outcome_of(row, folder)) for row in rows]
+        return [
+            f"{row}: {outcome}" for row, outcome in outcomes if not outcome.is_refusal(row.names)
+        ]

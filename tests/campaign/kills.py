@@ -1,5 +1,5 @@
-"""Studies that are killed at random moments, and then run to their end: nothing is lost, done twice
-or left behind."""
+"""Studies that are killed at random moments, and then run to their end: no result may be lost or
+computed twice, and no file or process left behind."""
 
 import errno
 import os
@@ -26,19 +26,20 @@ from moe_lab.study.store import Store
 
 from .programs import adopt_orphans
 
-PATIENCE = 300
-"""Seconds after which a command hangs; on a quiet machine the longest takes twenty."""
-GRACE = 30
-"""Seconds in which the workers of a parent that was killed must end; on a quiet machine they take a
-tenth."""
-SERIES = 6
-"""Kills of one study before it is run to its end, at most."""
+COMMAND_SECONDS = 300
+"""Seconds after which a command counts as hanging; on an idle machine, the longest takes twenty."""
+WORKER_END_SECONDS = 30
+"""Seconds in which the workers of a killed parent must end; on an idle machine they take a tenth of
+them."""
+MOST_KILLS_OF_STUDY = 6
+"""Largest number of kills of one study before it is run to its end."""
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 VICTIMS = ("parent", "worker", "group")
 FAULTS = ("EDQUOT", "EROFS")
-"""Errors of a disk, which victims may be as well: writing fails until the command has ended. And a
-copy: the store is copied and the study is finished there while the original has paused."""
-PACKED = 0
+"""Errors of a disk. As a victim, an error makes writing fail until the command has ended. The
+victim `copy` stands for a copy of the store, in which the study is finished while the original
+pauses."""
+PACKED_INODE = 0
 QUICK = [
     "criterion=random,magnitude,man",
     "ratio=0.1,0.2,0.3,0.4",
@@ -50,15 +51,18 @@ MODEL = ["criterion=man,random", "ratio=0.25,0.5", "suite.benchmarks=[pocket_boo
 
 @dataclass(frozen=True)
 class Scene:
-    """A command that is killed, and its share of the kills. `instant`: its steps take no time;
-    those of others are real ones on the shipped model. `at_once`: how many such commands are
-    started at the same time; the clock of the last of several is an hour fast, and that of the
-    times that it gives files an hour slow. `locks`: what locks of files do."""
+    """A command that is killed, and its share of the kills.
+
+    - instant: whether its steps take no time; otherwise they are real steps of the shipped model
+    - n_commands: number of equal commands that are started at the same time. The clock of each
+      further command is another hour fast, and the times of its files are slow by the same time
+    - locks: body of the lock functions, see `processes.lock_environment`; "" for real locks
+    """
 
     share: float
     settings: Sequence[str]
     instant: bool = False
-    at_once: int = 1
+    n_commands: int = 1
     locks: str = ""
     victims: Sequence[str] = VICTIMS
 
@@ -66,10 +70,10 @@ class Scene:
 SCENES = {
     "quick": Scene(0.24, [*QUICK, "launcher.processes=2"], instant=True),
     "own_locks": Scene(
-        0.1, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=LOCAL_LOCKS
+        0.1, [*QUICK, "launcher.processes=2"], instant=True, n_commands=2, locks=LOCAL_LOCKS
     ),
     "no_locks": Scene(
-        0.1, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=NO_LOCKS
+        0.1, [*QUICK, "launcher.processes=2"], instant=True, n_commands=2, locks=NO_LOCKS
     ),
     "model": Scene(0.08, [*MODEL, "launcher.processes=2"]),
     "inline": Scene(0.04, [*MODEL, "launcher=inline"]),
@@ -80,26 +84,28 @@ SCENES = {
 
 
 @dataclass
-class Killed:
-    """What came of the kills."""
+class KillReport:
+    """Numbers of kills, and problems that they caused."""
 
     kills: Counter[str] = field(default_factory=Counter)
-    """Scenario, victim and signal -> how many processes, or groups, were sent it while they ran."""
+    """Scenario, victim and signal -> number of running processes, or groups, that were sent the
+    signal."""
     problems: list[str] = field(default_factory=list)
-    """What is not as it must be."""
+    """Sentences on violated expectations."""
 
-    def of(self, scenario: str) -> int:
-        """How many kills of a scenario there were."""
+    def kills_of(self, scenario: str) -> int:
+        """Number of kills of a scenario."""
         return sum(count for name, count in self.kills.items() if name.startswith(f"{scenario} "))
 
 
-def killed(kills: int, seed: int) -> Killed:
-    """Kill so often, split over SCENES by their shares. Without Slurm, `quick` has its share."""
+def run_kills(kills: int, seed: int) -> KillReport:
+    """Kill studies `kills` times, divided among SCENES by their shares. Without Slurm, `quick` gets
+    its share."""
     adopt_orphans()
-    # a shell's background commands, and theirs, ignore it
+    # background commands of a shell, and their children, ignore SIGINT
     signal.signal(signal.SIGINT, signal.default_int_handler)
     draw = random.Random(seed)
-    report = Killed()
+    report = KillReport()
     shares = {name: scene.share for name, scene in SCENES.items()}
     if missing_requirement() is not None:
         shares["quick"] += shares.pop("slurm")
@@ -112,50 +118,50 @@ def killed(kills: int, seed: int) -> Killed:
                     if scenario == "slurm"
                     else nullcontext() as cluster
                 ):
-                    _kill_often(scenario, folder / scenario, cluster, count, draw, report)
+                    _kill_studies(scenario, folder / scenario, cluster, count, draw, report)
     return report
 
 
-def _kill_often(
+def _kill_studies(
     scenario: str,
     folder: Path,
     cluster: Cluster | None,
     count: int,
     draw: random.Random,
-    report: Killed,
+    report: KillReport,
 ) -> None:
-    """Studies that are killed up to SERIES times each, until there were so many kills."""
+    """Kill studies up to MOST_KILLS_OF_STUDY times each, until there are `count` kills."""
     reference = Study(scenario, folder / "undisturbed", cluster, draw, report)
     start = time.monotonic()
-    codes = [run.wait(2 * PATIENCE) for run in reference.start()]
+    codes = [run.wait(2 * COMMAND_SECONDS) for run in reference.start()]
     if any(codes):
         raise RuntimeError(f"{scenario}: undisturbed it ends with {codes}: {reference.printed()}")
     reference.settle()
-    usual = time.monotonic() - start
+    usual_seconds = time.monotonic() - start
     reference.check_once(Counter())
     number = 0
-    while (remaining := count - report.of(scenario)) > 0:
+    while (remaining := count - report.kills_of(scenario)) > 0:
         study = Study(scenario, folder / f"study{number}", cluster, draw, report)
         number += 1
-        for _ in range(min(SERIES, remaining)):
-            if study.kill(usual, reference):
+        for _ in range(min(MOST_KILLS_OF_STUDY, remaining)):
+            if study.kill(usual_seconds, reference):
                 break
         study.end(reference)
 
 
 @dataclass
 class Study:
-    """One command, or several equal ones at the same time, which are killed again and again in a
+    """One command, or several equal ones at the same time, which are killed repeatedly in a
     folder."""
 
     scenario: str
     root: Path
     cluster: Cluster | None
     draw: random.Random
-    report: Killed
+    report: KillReport
     history: list[str] = field(default_factory=list)
     published: dict[str, int] = field(default_factory=dict)
-    """Steps that were finished at some time: folder -> its inode, or PACKED."""
+    """Folder of each step that was finished at some time -> its inode, or PACKED_INODE."""
 
     def __post_init__(self) -> None:
         for folder in ("temporary", "instant"):
@@ -163,8 +169,8 @@ class Study:
         self.store = self.root / "store"
 
     def start(self) -> list[subprocess.Popen[str]]:
-        """Type the commands. Temporary files go where they are counted; instant steps note there
-        what they do."""
+        """Start the commands, with folders for temporary files and for the records of instant
+        steps."""
         scene = SCENES[self.scenario]
         environment = dict(self.cluster.environment if self.cluster else os.environ)
         environment |= {
@@ -194,12 +200,12 @@ class Study:
                     env={**environment, "INSTANT_CLOCK": str(3600 * number)},
                     start_new_session=True,
                 )
-                for number in range(scene.at_once)
+                for number in range(scene.n_commands)
             ]
 
     def settle(self) -> None:
         """Wait until no job is in the queue."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + COMMAND_SECONDS
         while (
             self.cluster
             and self.cluster.command_output("squeue", "-h").strip()
@@ -208,18 +214,18 @@ class Study:
             time.sleep(0.2)
 
     def printed(self) -> str:
-        """The end of what was printed."""
+        """The end of the output."""
         return (self.root / "printed").read_text()[-1500:]
 
-    def begun(self) -> Counter[str]:
-        """Steps that were given to a process, and how often."""
+    def start_counts(self) -> Counter[str]:
+        """Step -> number of times that it was given to a process."""
         notes = self.root / "instant" / "begun"
         if notes.exists():
             return Counter(line.split()[0] for line in notes.read_text().splitlines())
         return executed_steps(self.store)
 
     def processes(self) -> list[psutil.Process]:
-        """Python processes that were started for it, the command and its jobs included."""
+        """Python processes of the study, including the command and its jobs."""
         processes = []
         mark = str(self.root / "temporary")
         for process in psutil.process_iter():
@@ -236,23 +242,24 @@ class Study:
             f"{kind}: {self.scenario} [{'; '.join(self.history)}]: {sentence}"
         )
 
-    def kill(self, usual: float, reference: "Study") -> bool:
-        """Start the command and kill something of it within its usual time; whether it ended before
-        that.
-
-        Of several commands one is killed.
-        """
-        begun = self.begun()
-        finished = set(self.published)
+    def kill(self, usual_seconds: float, reference: "Study") -> bool:
+        """Start the commands and kill a victim of one of them within `usual_seconds`. Returns
+        whether all commands ended successfully."""
+        starts_before = self.start_counts()
+        finished_before = set(self.published)
         runs = self.start()
         run = self.draw.choice(runs)
         victim = self.draw.choice(SCENES[self.scenario].victims)
         number = self.draw.choice(SIGNALS)
-        moment = self.draw.uniform(0, usual)
+        moment = self.draw.uniform(0, usual_seconds)
         steps = self.draw.randrange(4)
         if victim not in VICTIMS:
             moment = 0
-            wait_until(lambda: run.poll() is not None or (self.begun() - begun).total() > steps)
+            wait_until(
+                lambda: (
+                    run.poll() is not None or (self.start_counts() - starts_before).total() > steps
+                )
+            )
         try:
             run.wait(moment)
         except subprocess.TimeoutExpired:
@@ -264,7 +271,7 @@ class Study:
         ]
         (self.root / "instant" / "fault").unlink(missing_ok=True)
         self.check_orphans(victim)
-        self.check_finished(begun, finished)
+        self.check_finished(starts_before, finished_before)
         return not any(codes)
 
     def send(
@@ -307,19 +314,20 @@ class Study:
             self.report.kills[f"{self.scenario} {victim} {number.name}"] += 1
 
     def wait(self, run: subprocess.Popen[str], *, stopped: bool) -> int:
-        """Its exit code. One that was stopped must end soon; one whose worker was, goes on with the
-        others."""
+        """Wait for the exit code of a command. A killed command must end soon; a command with a
+        killed worker continues with other workers."""
         try:
-            return run.wait(GRACE + PATIENCE * (not stopped or self.cluster is not None))
+            return run.wait(
+                WORKER_END_SECONDS + COMMAND_SECONDS * (not stopped or self.cluster is not None)
+            )
         except subprocess.TimeoutExpired:
             self.problem("hang", f"it goes on: {self.printed()}")
             os.killpg(run.pid, signal.SIGKILL)
             return run.wait()
 
     def check_orphans(self, victim: str) -> None:
-        """Nothing that the command started is left; jobs of a cluster may go on, which is what they
-        are for."""
-        deadline = time.monotonic() + GRACE
+        """Check that no process of the command is left. Jobs of a cluster may continue after it."""
+        deadline = time.monotonic() + WORKER_END_SECONDS
         while self.cluster is None and (orphans := self.processes()):
             if time.monotonic() > deadline:
                 self.problem(
@@ -331,44 +339,49 @@ class Study:
             time.sleep(0.05)
         _reap()
 
-    def check_finished(self, begun: Counter[str], finished: set[str]) -> None:
-        """What was finished before the run was neither given to a process again nor replaced, and
-        is still there."""
-        repeated = {step for step in finished if self.begun()[step] > begun[step]}
+    def check_finished(self, starts_before: Counter[str], finished_before: set[str]) -> None:
+        """Check that steps that were finished before the run were not given to a process again,
+        were not replaced, and still exist."""
+        repeated = {
+            step for step in finished_before if self.start_counts()[step] > starts_before[step]
+        }
         folders = [file.parent for file in self.store.glob("[!.]*/[!.]*/step.json")]
-        now = {str(folder.relative_to(self.store)): folder.stat().st_ino for folder in folders}
+        inodes = {str(folder.relative_to(self.store)): folder.stat().st_ino for folder in folders}
         packs = Store(self.store).packs
         packs.refresh()
-        now = dict.fromkeys(packs.steps().values(), PACKED) | now
+        inodes = dict.fromkeys(packs.steps().values(), PACKED_INODE) | inodes
         repeated |= {
             step
             for step, inode in self.published.items()
-            if now.get(step) not in (None, PACKED, inode)
+            if inodes.get(step) not in (None, PACKED_INODE, inode)
         }
         if repeated:
             self.problem("computed twice", ", ".join(sorted(repeated)))
-        if lost := set(self.published) - set(now):
+        if lost := set(self.published) - set(inodes):
             self.problem("lost", ", ".join(sorted(lost)))
-        self.published |= now
+        self.published |= inodes
 
-    def check_once(self, begun: Counter[str]) -> None:
-        """Since steps were `begun` so often, each was given to a process once at most, as when
-        nothing is killed."""
-        if twice := [step for step, number in (self.begun() - begun).items() if number > 1]:
-            self.problem("computed twice", ", ".join(sorted(twice)))
+    def check_once(self, starts_before: Counter[str]) -> None:
+        """Check that each step was given to a process at most once since the counts
+        `starts_before`."""
+        if repeated := [
+            step for step, number in (self.start_counts() - starts_before).items() if number > 1
+        ]:
+            self.problem("computed twice", ", ".join(sorted(repeated)))
 
     def end(self, reference: "Study") -> None:
-        """Run the command to its end and compare with a study that nobody killed."""
+        """Run the commands to their end, and compare the store with that of an undisturbed
+        study."""
         self.settle()
-        begun = self.begun()
-        finished = set(self.published)
+        starts_before = self.start_counts()
+        finished_before = set(self.published)
         codes = [self.wait(run, stopped=False) for run in self.start()]
         if any(codes):
             self.problem("exit code", f"in the end it is {codes}: {self.printed()}")
         self.settle()
         self.check_orphans("end")
-        self.check_finished(begun, finished)
-        self.check_once(begun)
+        self.check_finished(starts_before, finished_before)
+        self.check_once(starts_before)
         expected = results(reference.store)
         contents = results(self.store)
         if lost := set(expected) - set(contents):
@@ -393,9 +406,9 @@ class Study:
             if "\nKeyboardInterrupt" not in trace or "run_and_exit" in trace:
                 self.problem("trace", trace[:1500])
 
-    def check_folders(self, usual: Set[str]) -> None:
-        """No temporary file but the usual ones is left, nor what only unfinished or failed steps
-        leave, or packing."""
+    def check_folders(self, usual_names: Set[str]) -> None:
+        """Check that no temporary files but `usual_names` are left, and no files of unfinished or
+        failed steps, or of packing."""
         (packs := Store(self.store).packs).clear()
         files = [path for path in self.store.rglob(".*") if path.name[1:13] not in packs]
         files = [
@@ -406,7 +419,9 @@ class Study:
             for name in ("partial", "failed", "damaged", "claims")
             for path in (self.store / name).glob("*")
         ]
-        files += [path for path in (self.root / "temporary").iterdir() if path.name not in usual]
+        files += [
+            path for path in (self.root / "temporary").iterdir() if path.name not in usual_names
+        ]
         if files:
             self.problem(
                 "left behind", ", ".join(str(path.relative_to(self.root)) for path in files)
@@ -414,7 +429,7 @@ class Study:
 
 
 def _record(store: Path) -> Any:
-    """What the study says of its cells, but for when and where."""
+    """The record of the study, without its times and places."""
     document = read_record(store, "study") or {}
     return {
         key: value

@@ -1,5 +1,5 @@
-"""Broken model folders: each is refused in one sentence that names the file or the field, and by no
-trace."""
+"""Damaged model folders: each must be refused with one sentence that names the file or the field,
+without a trace."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ from moe_lab.models.facts import facts
 from moe_lab.models.files import check_model_path
 from moe_lab.models.load import load_model
 
-from .commands import Ended
+from .commands import Outcome
 
 SHARD = "model-00002-of-00007.safetensors"
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
@@ -31,13 +31,13 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 99\
 
 
 @dataclass(frozen=True)
-class Broken:
-    """One damage to a tiny OLMoE in seven files, with a tokenizer. The message must have one of
-    `names`."""
+class Damage:
+    """A damage to a tiny OLMoE in seven files, with a tokenizer. `apply` damages the folder. The
+    message must contain one of `message_parts`."""
 
     name: str
-    damage: Callable[[Path], object]
-    names: tuple[str, ...]
+    apply: Callable[[Path], object]
+    message_parts: tuple[str, ...]
 
 
 def reconfigure(folder: Path, **changes: object) -> None:
@@ -47,32 +47,33 @@ def reconfigure(folder: Path, **changes: object) -> None:
 
 
 def reindex(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
-    """Change which file the index says each tensor is in."""
+    """Change the index: tensor -> file."""
     content = json.loads((folder / INDEX).read_text())
     change(content["weight_map"])
     (folder / INDEX).write_text(json.dumps(content))
 
 
-def pickled(folder: Path) -> None:
-    """Pickled weights in place of all others."""
+def pickle_weights(folder: Path) -> None:
+    """Replace all weights by a file of pickled weights."""
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     torch.save({}, folder / "pytorch_model.bin")
 
 
 def rewrite(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Change one tensor; None takes it out of its file and out of the index."""
+    """Change one tensor. If `change` returns None, the tensor is removed from its file and from the
+    index."""
     shard = json.loads((folder / INDEX).read_text())["weight_map"][name]
     tensors = load_file(folder / shard)
-    changed = change(tensors.pop(name))
-    if changed is None:
+    new_tensor = change(tensors.pop(name))
+    if new_tensor is None:
         reindex(folder, lambda index: index.pop(name))
     else:
-        tensors[name] = changed.contiguous()
+        tensors[name] = new_tensor.contiguous()
     save_file(tensors, folder / shard, {"format": "pt"})
 
 
-def _with_one(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+def _replace_maximum(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.masked_fill(tensor == tensor.max(), value)
 
 
@@ -86,75 +87,76 @@ def _replace(file: Path, put: Callable[[Path], object]) -> None:
     put(file)
 
 
-def _of_config(field: str, *values: object) -> list[Broken]:
-    """A field of config.json that cannot be."""
-    names = (field, "config.json", "is not supported")
+def _config_damages(field: str, *values: object) -> list[Damage]:
+    """A damage for each invalid value of a field of config.json."""
+    message_parts = (field, "config.json", "is not supported")
     return [
-        Broken(
+        Damage(
             f"{field}={json.dumps(value)}",
             lambda f, value=value: reconfigure(f, **{field: value}),
-            names,
+            message_parts,
         )
         for value in values
     ]
 
 
-def _of_file(file: str, contents: dict[str, str | bytes], *names: str) -> list[Broken]:
-    """A file that holds something else."""
+def _file_damages(file: str, contents: dict[str, str | bytes], *message_parts: str) -> list[Damage]:
+    """A damage for each of `contents` (description -> content) that replaces the content of a
+    file."""
     return [
-        Broken(f"{file} {what}", _write(file, content), (file, *names))
-        for what, content in contents.items()
+        Damage(f"{file} {description}", _write(file, content), (file, *message_parts))
+        for description, content in contents.items()
     ]
 
 
 def _header(**tensor: object) -> bytes:
-    """A file of weights with one tensor in three bytes."""
+    """Content of a file of weights with one tensor in three bytes."""
     header = json.dumps({"a": tensor}).encode()
     return struct.pack("<Q", len(header)) + header + bytes(3)
 
 
-NO_JSON: dict[str, str | bytes] = {
+INVALID_JSON: dict[str, str | bytes] = {
     "cut": "{",
     "a list": "[]",
     "null": "null",
     "empty": "",
     "no text": bytes([200, 201, 10]),
 }
-BROKEN = [
-    Broken("an empty folder", lambda f: [file.unlink() for file in f.iterdir()], ("config.json",)),
-    Broken("no folder", shutil.rmtree, ("model.path",)),
-    Broken("config.json missing", lambda f: (f / "config.json").unlink(), ("config.json",)),
-    Broken(
+DAMAGES = [
+    Damage("an empty folder", lambda f: [file.unlink() for file in f.iterdir()], ("config.json",)),
+    Damage("no folder", shutil.rmtree, ("model.path",)),
+    Damage("config.json missing", lambda f: (f / "config.json").unlink(), ("config.json",)),
+    Damage(
         "config.json a folder", lambda f: _replace(f / "config.json", Path.mkdir), ("config.json",)
     ),
-    *_of_file("config.json", {**NO_JSON, "without fields": "{}"}),
-    *_of_config("model_type", 7, None, "llama4_text", "jetmoe", "llama", "bert", "novel"),
-    *_of_config("num_hidden_layers", "three", -1, 0, 2.5, 4),
-    *_of_config("hidden_size", "wide", -128, 0, 33, 64),
-    *_of_config("num_experts", "many", -1, 0, 12),
-    *_of_config("num_experts_per_tok", "many", -1, 0, 99),
-    *_of_config("intermediate_size", "wide", -1, 0, 48),
-    *_of_config("vocab_size", "all", -1, 10, float("inf")),
-    *_of_config("num_attention_heads", "some", 0, -4, 5),
-    *_of_config("hidden_act", "nobody", 7),
-    Broken(
+    *_file_damages("config.json", {**INVALID_JSON, "without fields": "{}"}),
+    *_config_damages("model_type", 7, None, "llama4_text", "jetmoe", "llama", "bert", "novel"),
+    *_config_damages("num_hidden_layers", "three", -1, 0, 2.5, 4),
+    *_config_damages("hidden_size", "wide", -128, 0, 33, 64),
+    *_config_damages("num_experts", "many", -1, 0, 12),
+    *_config_damages("num_experts_per_tok", "many", -1, 0, 99),
+    *_config_damages("intermediate_size", "wide", -1, 0, 48),
+    *_config_damages("vocab_size", "all", -1, 10, float("inf")),
+    *_config_damages("num_attention_heads", "some", 0, -4, 5),
+    *_config_damages("hidden_act", "nobody", 7),
+    Damage(
         "quantised",
         lambda f: reconfigure(f, quantization_config={"quant_method": "gptq"}),
         ("gptq",),
     ),
-    Broken(
+    Damage(
         "code of its own that is not there",
         lambda f: reconfigure(f, model_type="novel", auto_map={"AutoConfig": "x.Y"}),
         ("model.trust_remote_code",),
     ),
-    Broken(
+    Damage(
         "no weights",
         lambda f: [file.unlink() for file in f.glob("*.safetensors*")],
         ("safetensors",),
     ),
-    Broken("pickled weights", pickled, ("safetensors",)),
+    Damage("pickled weights", pickle_weights, ("safetensors",)),
     *(
-        Broken(f"a file of weights {what}", lambda f, change=change: change(f / SHARD), (SHARD,))
+        Damage(f"a file of weights {what}", lambda f, change=change: change(f / SHARD), (SHARD,))
         for what, change in {
             "missing": Path.unlink,
             "that leads nowhere": lambda file: _replace(
@@ -166,7 +168,7 @@ BROKEN = [
             "and 5 bytes": lambda file: file.write_bytes(file.read_bytes() + b"12345"),
         }.items()
     ),
-    *_of_file(
+    *_file_damages(
         SHARD,
         {
             "a pointer": POINTER,
@@ -178,87 +180,87 @@ BROKEN = [
             "with a gap": _header(dtype="U8", shape=[2], data_offsets=[1, 3]),
         },
     ),
-    *_of_file(
+    *_file_damages(
         INDEX,
-        {**NO_JSON, "without tensors": "{}", "of nothing": '{"weight_map": {}}'},
+        {**INVALID_JSON, "without tensors": "{}", "of nothing": '{"weight_map": {}}'},
         "index",
         SHARD,
     ),
-    Broken(
+    Damage(
         "the index lacks a tensor", lambda f: reindex(f, lambda index: index.pop(EXPERT)), (EXPERT,)
     ),
-    Broken(
+    Damage(
         "the index has one more",
         lambda f: reindex(f, lambda index: index.update(a=SHARD)),
         ("tensor a",),
     ),
-    Broken(
+    Damage(
         "the index leads outside",
         lambda f: reindex(f, lambda index: index.update({EXPERT: "../x.safetensors"})),
         ("x.safetensors",),
     ),
-    Broken(
+    Damage(
         "a tensor in two files",
         lambda f: save_file(
             {**load_file(f / SHARD), "model.norm.weight": torch.ones(32)}, f / SHARD
         ),
         ("model.norm.weight",),
     ),
-    Broken(
+    Damage(
         "a tensor of no file",
         lambda f: rewrite(f, "model.norm.weight", lambda t: None),
         ("model.norm.weight",),
     ),
-    Broken("an expert of no file", lambda f: rewrite(f, EXPERT, lambda t: None), ("experts",)),
-    Broken(
+    Damage("an expert of no file", lambda f: rewrite(f, EXPERT, lambda t: None), ("experts",)),
+    Damage(
         "an expert of another shape", lambda f: rewrite(f, EXPERT, lambda t: t[:-8]), ("experts",)
     ),
-    Broken("a router of another shape", lambda f: rewrite(f, ROUTER, lambda t: t[:-1]), (ROUTER,)),
-    Broken(
+    Damage("a router of another shape", lambda f: rewrite(f, ROUTER, lambda t: t[:-1]), (ROUTER,)),
+    Damage(
         "an expert of NaN",
-        lambda f: rewrite(f, EXPERT, _with_one(float("nan"))),
+        lambda f: rewrite(f, EXPERT, _replace_maximum(float("nan"))),
         ("layers.1.mlp.experts",),
     ),
-    Broken(
+    Damage(
         "a router that is infinite",
-        lambda f: rewrite(f, ROUTER, _with_one(float("-inf"))),
+        lambda f: rewrite(f, ROUTER, _replace_maximum(float("-inf"))),
         (ROUTER,),
     ),
-    Broken("tokenizer.json missing", lambda f: (f / "tokenizer.json").unlink(), ("tokenizer",)),
-    Broken(
+    Damage("tokenizer.json missing", lambda f: (f / "tokenizer.json").unlink(), ("tokenizer",)),
+    Damage(
         "no tokenizer", lambda f: [file.unlink() for file in f.glob("tokenizer*")], ("tokenizer",)
     ),
-    *_of_file("tokenizer.json", {**NO_JSON, "without fields": "{}"}, "tokenizer"),
-    *_of_file("tokenizer_config.json", NO_JSON, "tokenizer"),
-    *_of_file("generation_config.json", NO_JSON),
+    *_file_damages("tokenizer.json", {**INVALID_JSON, "without fields": "{}"}, "tokenizer"),
+    *_file_damages("tokenizer_config.json", INVALID_JSON, "tokenizer"),
+    *_file_damages("generation_config.json", INVALID_JSON),
 ]
 
 
-def _ended(row: Broken, original: Path, folder: Path) -> Ended:
-    """What the checks before a study, its first step, and loading say of the model, in this
-    process."""
-    row.damage(shutil.copytree(original, folder))
+def _outcome(row: Damage, original: Path, folder: Path) -> Outcome:
+    """Outcome of the checks before a study, of its first step, and of loading, with the damaged
+    model in this process."""
+    row.apply(shutil.copytree(original, folder))
     settings = ModelConfig(name="m", path=str(folder), device="cpu")
     try:
         check_model_path(settings)
         limits(facts(settings)["layers"])
         load_model(settings)
     except UserError as error:
-        return Ended(2, str(error))
+        return Outcome(2, str(error))
     except Exception:  # noqa: BLE001 - whatever else is raised is a trace that a user would see
-        return Ended(1, traceback.format_exc())
-    return Ended(0, "it was loaded")
+        return Outcome(1, traceback.format_exc())
+    return Outcome(0, "it was loaded")
 
 
-def wrong() -> list[str]:
-    """A sentence for each of BROKEN that is not refused as it must be."""
+def failures() -> list[str]:
+    """A sentence for each of DAMAGES that is not refused as it should be."""
     sentences = []
     with tempfile.TemporaryDirectory(prefix="moe_lab_campaign-") as name:
         tiny.save("olmoe", original := Path(name) / "original", shard="100KB")
-        for number, row in enumerate(BROKEN):
+        for number, row in enumerate(DAMAGES):
             (folder_of_case := Path(name) / str(number)).mkdir()
-            ended = _ended(row, original, folder_of_case / "model")
-            if not ended.refuses(row.names):
-                sentences.append(f"{row.name}: {ended}")
+            outcome = _outcome(row, original, folder_of_case / "model")
+            if not outcome.is_refusal(row.message_parts):
+                sentences.append(f"{row.name}: {outcome}")
             shutil.rmtree(folder_of_case)
     return sentences

@@ -1,10 +1,10 @@
-"""Hostile programs, graded by the real grader: none may pass, harm another program's verdict, or
-leave anything behind.
+"""Hostile programs, graded by the real grader: none may pass, change the verdict of another
+program, or leave traces.
 
-Every program defines f(x), which should be x + 1. One that attempts something gives that only where
-the attempt succeeds, so that `pass` is an escape. MARK, PORT, SECRET and FOLDER in a program stand
-for a word that is found afterwards wherever it was written, a port that somebody listens on, a
-private file, and the folder it is in.
+Every program defines f(x), which should return x + 1. A program that attempts something forbidden
+returns x + 1 only if the attempt succeeds, so that the verdict `pass` means an escape. In a
+program, MARK stands for a word for which the machine is searched afterwards, PORT for a port of a
+listening server, SECRET for a private file, and FOLDER for the folder of this file.
 """
 
 import ctypes
@@ -30,15 +30,15 @@ from moe_lab.evaluation.adapters.evalplus import Grader, GradeRequest
 
 @dataclass(frozen=True)
 class Program:
-    """One program. `verdict` is what the grader must say of it, or several such words."""
+    """One program. `verdict` has the allowed verdicts of the grader, separated by spaces."""
 
     name: str
     text: str
     verdict: str = "fail"
     error: str = ""
-    """How the runner's sentence on it begins."""
+    """Start of the runner's message on the program."""
     calls: int = 3
-    """How often it is called."""
+    """Number of calls."""
 
 
 MODULES = {
@@ -56,21 +56,21 @@ MODULES = {
 }
 
 
-def _runs(name: str, *lines: str, verdict: str = "fail", **more: Any) -> Program:
-    """A program whose f(x) consists of `lines`. It imports those of MODULES that they name."""
+def _function_program(name: str, *lines: str, verdict: str = "fail", **more: Any) -> Program:
+    """A program whose f(x) has these lines. It imports those of MODULES that occur in the lines."""
     body = "".join(f"    {line}\n" for line in lines)
     modules = ", ".join(sorted(MODULES & set(re.findall(r"\w+", body)))) or "sys"
     return Program(name, f"import {modules}\ndef f(x):\n{body}", verdict, **more)
 
 
 def _attempt(name: str, *lines: str, verdict: str = "fail") -> Program:
-    """A program that gives what is right if `lines`, of which the last may say `return`, raise
-    nothing."""
-    tried = (f"    {line}" for line in lines)
-    return _runs(
+    """A program that returns the right value if the lines, of which the last may be a `return`,
+    raise no exception."""
+    attempts = (f"    {line}" for line in lines)
+    return _function_program(
         name,
         "try:",
-        *tried,
+        *attempts,
         "except BaseException:",
         "    return 0",
         "return x + 1",
@@ -79,12 +79,12 @@ def _attempt(name: str, *lines: str, verdict: str = "fail") -> Program:
 
 
 def _call(name: str, *calls: str) -> Program:
-    """A program that gives what is right if one of the C library's functions succeeds."""
-    tried = ", ".join(f"lambda: libc.{call}" for call in calls)
+    """A program that returns the right value if one of these calls of the C library succeeds."""
+    attempts = ", ".join(f"lambda: libc.{call}" for call in calls)
     text = (
         "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nroom = "
         "ctypes.create_string_buffer(4096)\n"
-        f"def f(x): return x + 1 if any(call() >= 0 for call in [{tried}]) else 0"
+        f"def f(x): return x + 1 if any(call() >= 0 for call in [{attempts}]) else 0"
     )
     return Program(name, text)
 
@@ -101,16 +101,18 @@ BROKEN = [
     Program("exits while it is loaded", "raise SystemExit", error="SystemExit"),
     Program("recurses without end", "def f(x): return f(x)", error="RecursionError"),
     Program("takes 1.2 GiB", "def f(x): return len(bytearray(1200 << 20))", error="MemoryError"),
-    _runs("ends well", "os._exit(0)", verdict="crash"),
+    _function_program("ends well", "os._exit(0)", verdict="crash"),
     Program("reads at address 0", "import ctypes\ndef f(x): ctypes.string_at(0)", "crash"),
-    _runs("floods the results", "while True: os.write(3, b'x' * 99999)", verdict="output"),
-    _runs(
+    _function_program(
+        "floods the results", "while True: os.write(3, b'x' * 99999)", verdict="output"
+    ),
+    _function_program(
         "sends no text",
         "os.write(3, bytes([200, 10]))",
         verdict="output",
         error="it returned something that is not a value",
     ),
-    _runs(
+    _function_program(
         "sends three results for a call",
         "os.write(3, b'1\\n2\\n3\\n')",
         "return 1",
@@ -123,8 +125,8 @@ BROKEN = [
     ),
 ]
 ENDLESS = [
-    _runs("loops", "while True: pass", verdict="timeout"),
-    _runs(
+    _function_program("loops", "while True: pass", verdict="timeout"),
+    _function_program(
         "loops and catches everything",
         *("while True:", "    try:", "        while True: pass", "    except BaseException: pass"),
         verdict="timeout",
@@ -132,13 +134,13 @@ ENDLESS = [
     Program("adds up 10 ** 12 numbers", "def f(x): return sum(range(10 ** 12))", "timeout"),
     Program("loops while it is loaded", "while True: pass", "timeout"),
     Program("sleeps", "import time\ndef f(x): time.sleep(1000)", "timeout"),
-    _runs(
+    _function_program(
         "ignores SIGTERM",
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
         "while True: pass",
         verdict="timeout",
     ),
-    _runs(
+    _function_program(
         "gives an endless iterator",
         "def ones():",
         "    while True: yield 1",
@@ -156,14 +158,14 @@ ENDLESS = [
         "import os, signal\ndef f(x): os.kill(os.getpid(), signal.SIGSTOP)",
         "timeout fail",
     ),
-    _runs(
+    _function_program(
         "forks without end",
         "while True:",
         "    try: os.fork()",
         "    except OSError: pass",
         verdict="timeout",
     ),
-    _runs(
+    _function_program(
         "sends its line in pieces, for ever",
         "while True: os.write(3, b'1')",
         verdict="output timeout",
@@ -186,9 +188,10 @@ SENT = {
     "a set of lists": """b'{"kind":"set","value":[[1]]}'""",
     "nothing": "b''",
 }
-"""What a program writes on the channel for its results, as a Python expression."""
+"""Description -> Python expression of the bytes that a program writes to the channel of its
+results."""
 SENDING = [
-    _runs(
+    _function_program(
         f"sends {name}",
         *(f"rest = {sent} + b'\\n'", "while rest: rest = rest[os.write(3, rest):]", "os._exit(0)"),
         verdict="output fail timeout",  # which a busy machine takes to write the longest
@@ -214,7 +217,7 @@ CHEATS = [
         )
         for kind in ("object", "int", "str", "list")
     ),
-    _runs(
+    _function_program(
         "looks through frames",
         "frame = sys._getframe()",
         "while frame:",
@@ -222,13 +225,13 @@ CHEATS = [
         "        if 'expected' in name or 'canonical' in name: return value[x - 1]",
         "    frame = frame.f_back",
     ),
-    _runs(
+    _function_program(
         "looks through memory",
         "for thing in gc.get_objects():",
         "    if isinstance(thing, dict) and 'canonical_solution' in thing: return x + 1",
     ),
-    _runs("forges lines", "os.write(3, b'2\\n3\\n')", "os._exit(0)", verdict="crash"),
-    _runs(
+    _function_program("forges lines", "os.write(3, b'2\\n3\\n')", "os._exit(0)", verdict="crash"),
+    _function_program(
         "forges a file",
         "import glob",
         (
@@ -255,7 +258,7 @@ CHEATS = [
     Program("gives a list in itself", "def f(x):\n    a = []\n    a.append(a)\n    return a"),
     Program("gives not a number", "def f(x): return float('nan')"),
     Program("hides what it raises", "class E(BaseException): pass\ndef f(x): raise E"),
-    _runs("closes the channel", "os.close(3)", "return x + 1", verdict="fail crash"),
+    _function_program("closes the channel", "os.close(3)", "return x + 1", verdict="fail crash"),
     Program(
         "answers in the runner's place",
         'import os\nSAYS = b\'{"done": {"status": "ok", "error": "", "encoded": ["2"], "seconds": '
@@ -264,12 +267,12 @@ CHEATS = [
         "        except OSError: pass\n    return 0",
     ),
 ]
-PLACES = ("/", "/tmp", "/var/tmp", "/dev", "/dev/shm", "/usr", "/root", "/home", "/sys")
+FOLDERS = ("/", "/tmp", "/var/tmp", "/dev", "/dev/shm", "/usr", "/root", "/home", "/sys")
 
 
 def _anywhere(name: str, action: str) -> Program:
-    """A program that gives what is right if `action` can be done in some folder."""
-    folders = f"for folder in [*{PLACES}, 'FOLDER', os.path.dirname(os.__file__)]:"
+    """A program that returns the right value if `action` succeeds in some folder."""
+    folders = f"for folder in [*{FOLDERS}, 'FOLDER', os.path.dirname(os.__file__)]:"
     lines = (folders, f"    try: done += {action}", "    except OSError: pass")
     return _attempt(name, "done = 0", *lines, "if not done: return 0")
 
@@ -329,28 +332,28 @@ NETWORK = [
     ),
 ]
 PROCESSES = [
-    _runs(
+    _function_program(
         "leaves a daemon",
         "if os.fork() == 0:",
         "    os.setsid()",
         "    os.execv('/bin/sh', ['sh', '-c', ': MARK; while true; do sleep 1; done'])",
     ),
-    _runs(
+    _function_program(
         "ignores hanging up",
         "signal.signal(signal.SIGHUP, signal.SIG_IGN)",
         "if os.fork() == 0:",
         "    while True: pass",
     ),
-    _runs("kills its parent", "os.kill(os.getppid(), 9)", verdict="fail crash"),
-    _runs("kills everybody", "os.kill(-1, 9)", verdict="fail crash"),
-    _runs("kills its group", "os.killpg(0, 9)", verdict="crash fail"),
-    _runs(
+    _function_program("kills its parent", "os.kill(os.getppid(), 9)", verdict="fail crash"),
+    _function_program("kills everybody", "os.kill(-1, 9)", verdict="fail crash"),
+    _function_program("kills its group", "os.killpg(0, 9)", verdict="crash fail"),
+    _function_program(
         "kills by number",
         "for p in range(2, 9999):",
         "    try: os.kill(p, 9)",
         "    except OSError: pass",
     ),
-    _runs("stops its parent", "os.kill(os.getppid(), 19)", verdict="fail crash"),
+    _function_program("stops its parent", "os.kill(os.getppid(), 19)", verdict="fail crash"),
     _attempt(
         "takes three processes",
         "for _ in range(3):",
@@ -380,14 +383,16 @@ MEMORY = [
         "SharedMemory(create=True, size=9)",
     ),
     _attempt("makes a file in memory", "os.memfd_create('m')"),
-    _runs(
+    _function_program(
         "overflows the stack",
         "sys.setrecursionlimit(10 ** 9)",
         "return f(x)",
         verdict="crash fail timeout",
     ),
     Program("repeats a text 2 ** 40 times", "def f(x): return 'x' * (1 << 40)"),
-    _runs("prints 2 GiB", "for _ in range(2000): print('x' * (1 << 20))", verdict="fail timeout"),
+    _function_program(
+        "prints 2 GiB", "for _ in range(2000): print('x' * (1 << 20))", verdict="fail timeout"
+    ),
     _call("leaves shared memory", "shmget(7, 4096, 0o1600)"),
     _call("leaves a semaphore", "semget(7, 1, 0o1600)"),
     _call("leaves a queue", "msgget(7, 0o1600)"),
@@ -415,31 +420,31 @@ RIGHT = "def f(x): return x + 1"
 WRONG = "def f(x): return x"
 SECONDS = 0.5
 MEMORY_MIB = 512
-LONGEST = 4 * (3 * SECONDS + 1) + 1
-"""Seconds by the clock that the calls of one program may take: tests of the runner name the
+MOST_PROGRAM_SECONDS = 4 * (3 * SECONDS + 1) + 1
+"""Largest number of wall-clock seconds for the calls of one program; tests of the runner state the
 rule."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """From now on every process that this one has started, directly or not, is its child when its
-    parent ends."""
+    """From now on, every descendant of this process becomes its child when the descendant's parent
+    ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def wrong(programs: Sequence[Program]) -> list[str]:
-    """Grade `programs`, a right and a wrong one after each; a sentence for each verdict that may
-    not be, and for everything that they left."""
+def failures(programs: Sequence[Program]) -> list[str]:
+    """Grade `programs`, each followed by a right and a wrong program. Returns a sentence for each
+    forbidden verdict and for each trace."""
     adopt_orphans()
     mark = f"moe_lab_escape_{os.getpid()}"
     with (
         tempfile.TemporaryDirectory(prefix="moe_lab_campaign-") as name,
-        listening(mark) as (port, heard),
+        listeners(mark) as (port, connections),
     ):
         folder = Path(name)
         (folder / "secret").write_text("secret")
         (folder / "temporary").mkdir()
-        traces_before = _left(mark, folder)
+        traces_before = _traces(mark, folder)
         texts = {}
         rows = []
         for row in programs:
@@ -468,26 +473,26 @@ def wrong(programs: Sequence[Program]) -> list[str]:
             verdicts = [verdict.plus for verdict in grader.grade(request).values()]
         grader.close()
         seconds = time.monotonic() - start
-        problems = [*(_left(mark, folder) - traces_before), *heard()]
-    if seconds > (limit := 30 + len(programs) * LONGEST / 2):
-        problems.append(f"grading took {seconds:.0f} s, and its limits allow {limit:.0f}")
+        sentences = [*(_traces(mark, folder) - traces_before), *connections()]
+    if seconds > (limit := 30 + len(programs) * MOST_PROGRAM_SECONDS / 2):
+        sentences.append(f"grading took {seconds:.0f} s, and its limits allow {limit:.0f}")
     for row, verdict, right, wrong_verdict in zip(
         programs, verdicts[::3], verdicts[1::3], verdicts[2::3], strict=True
     ):
         if verdict not in row.verdict.split():
-            problems.append(f"{row.name}: its verdict is {verdict}")
+            sentences.append(f"{row.name}: its verdict is {verdict}")
         if (right, wrong_verdict) != ("pass", "fail"):
-            problems.append(
+            sentences.append(
                 f"{row.name}: the right and the wrong program after it are said to {right} and "
                 f"{wrong_verdict}"
             )
-    return problems
+    return sentences
 
 
 @contextmanager
-def listening(mark: str) -> Iterator[tuple[int, Callable[[], list[str]]]]:
-    """A port that listens by TCP and UDP, beside a local socket of the name of the mark; and what
-    asks who came."""
+def listeners(mark: str) -> Iterator[tuple[int, Callable[[], list[str]]]]:
+    """Listen on a port by TCP and UDP, and on a local socket named by the mark. Yields (port,
+    function that lists the connections)."""
     with (
         socket.create_server(("127.0.0.1", 0)) as tcp,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
@@ -501,32 +506,32 @@ def listening(mark: str) -> Iterator[tuple[int, Callable[[], list[str]]]]:
         yield (
             port,
             lambda: [
-                f"something came in by {names[one]}"
-                for one in select.select(list(names), [], [], 0)[0]
+                f"something came in by {names[listener]}"
+                for listener in select.select(list(names), [], [], 0)[0]
             ],
         )
 
 
-def _left(mark: str, folder: Path) -> set[str]:
-    """What a program can leave: files called `mark`, processes that are still there, what no
-    process holds."""
-    places = [Path(os.__file__).parent, folder, *map(Path, PLACES)]
-    found = {
+def _traces(mark: str, folder: Path) -> set[str]:
+    """Traces of programs: files called `mark`, running processes, and shared memory, semaphores and
+    queues."""
+    folders = [Path(os.__file__).parent, folder, *map(Path, FOLDERS)]
+    traces = {
         f"there is {place / mark}"
-        for place in places
+        for place in folders
         if os.access(place, os.X_OK) and os.path.lexists(place / mark)
     }
-    found |= {f"there is {file}" for file in folder.glob("temporary/*")}
+    traces |= {f"there is {file}" for file in folder.glob("temporary/*")}
     for process in psutil.process_iter(["cmdline"]):
         if mark in " ".join(process.info["cmdline"] or []):
-            found.add(f"process {process.pid} goes on")
+            traces.add(f"process {process.pid} goes on")
     for child in psutil.Process().children():
         if child.status() == psutil.STATUS_ZOMBIE:
             os.waitpid(child.pid, os.WNOHANG)
         elif "moe_lab.evaluation" in " ".join(child.cmdline()):
-            found.add(f"process {child.pid} of the grader goes on")
+            traces.add(f"process {child.pid} of the grader goes on")
     for kind in ("shm", "sem", "msg"):
         table = Path("/proc/sysvipc") / kind
         lines = table.read_text().splitlines()[1:] if table.exists() else []
-        found |= {f"{kind} {line.split()[1]}" for line in lines}
-    return found
+        traces |= {f"{kind} {line.split()[1]}" for line in lines}
+    return traces

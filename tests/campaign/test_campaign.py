@@ -32,22 +32,24 @@ def sample(rows: Sequence[Any], count: int) -> list[Any]:
 
 @pytest.mark.timeout(300 * LENGTH)
 def test_a_wrong_command_line_is_one_sentence() -> None:
-    rows = commands.every_command()
-    assert not commands.wrong([*rows[: commands.ALWAYS], *sample(rows[commands.ALWAYS :], 42)])
+    rows = commands.all_commands()
+    assert not commands.failures(
+        [*rows[: commands.FIXED_COUNT], *sample(rows[commands.FIXED_COUNT :], 42)]
+    )
 
 
 @pytest.mark.timeout(300)
 def test_a_broken_model_is_one_sentence() -> None:
-    assert not models.wrong()
+    assert not models.failures()
 
 
 @pytest.mark.timeout(900 * LENGTH)
 def test_kills_lose_nothing() -> None:
     """On the cluster too, where there is one, and of two commands at the same time; if long, of
     real steps too."""
-    wanted = 10 * LENGTH if LENGTH > 1 else 6
-    report = kills.killed(wanted, SEED)
+    n_kills = 10 * LENGTH if LENGTH > 1 else 6
+    report = kills.run_kills(n_kills, SEED)
     print(*(f"{count:4} {name}" for name, count in sorted(report.kills.items())), sep="\n")
     print(*report.problems, sep="\n")  # in full
     assert not report.problems
-    assert report.kills.total() >= wanted - 1
+    assert report.kills.total() >= n_kills - 1

@@ -35,7 +35,7 @@ from tests.campaign.programs import (
     PROCESSES,
     SENDING,
     Program,
-    wrong,
+    failures,
 )
 
 pytestmark = pytest.mark.sandbox
@@ -414,7 +414,7 @@ ATTEMPTS = {
 def test_attacks_of_programs_cost_only_their_own_verdict(
     what: str,
 ) -> None:
-    assert not wrong(ATTEMPTS[what])
+    assert not failures(ATTEMPTS[what])
 
 
 @pytest.mark.slow
