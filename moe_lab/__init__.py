@@ -97,8 +97,8 @@ def load(path: str, **settings: Any) -> tuple[Any, Any]:
     name = valid_name(last_part.rpartition(":")[2])
     # the shipped models are so small that one thread is fastest
     threads = 1 if path.startswith(PREFIX) else None
-    defaults = {"name": name, "path": path, "threads": threads}
-    return load_model(validated(ModelConfig, {**defaults, **settings}, "", "load"))
+    fields = {"name": name, "path": path, "threads": threads, **settings}
+    return load_model(validated(ModelConfig, fields, group="", origin="load"))
 
 
 def calibrate(
@@ -135,15 +135,15 @@ def calibrate(
     from moe_lab.models.identity import check_tokenizer, model_digests
     from moe_lab.statistics import merge_passes
 
-    # names of passes, each name once; a dictionary keeps their order
-    needs = dict.fromkeys(need for criterion in criteria for need in registry.get(criterion).needs)
-    needs |= dict.fromkeys(grouping.required_passes(replacement))
+    # each pass once; a dictionary keeps their order
+    passes = dict.fromkeys(name for criterion in criteria for name in registry.get(criterion).needs)
+    passes |= dict.fromkeys(grouping.required_passes(replacement))
     facts = model_facts(model)
     if not any_tokenizer:
         check_tokenizer(model, tokenizer)
     calibration = _calibration(tokenizer, text, seed, settings, "calibrate")
     with _eval_mode(model):
-        sums = {str(need): _run_pass(need, model, calibration.batches) for need in needs}
+        sums = {name: _run_pass(name, model, calibration.batches) for name in passes}
     # every layer needs an entry in the result, also for criteria that need no pass
     empty_layers: Mapping[int, Mapping[str, Any]] = {layer: {} for layer in facts["layers"]}
     layers = merge_passes([empty_layers, *sums.values()])
@@ -154,9 +154,13 @@ def calibrate(
 def _calibration(
     tokenizer: Any, text: Any, seed: int, settings: Mapping[str, Any], caller: str
 ) -> Any:
-    """The object `Calibration` of a text: the batches of token ids in `rows`, and a report in
-    `report`. `settings`: fields of CalibrationConfig; fields that are not set get the defaults of
-    `calibrate`. `caller`: name of the public function that error messages mention."""
+    """Read a text and pack its tokens into batches. Returns an object with two attributes.
+    `batches` is a list of pairs (token ids, valid) of tensors (B, S); `report` is a dictionary of
+    facts about the text.
+
+    `text`: as in `calibrate`. `settings`: fields of CalibrationConfig; fields that are not set get
+    the defaults of `calibrate`. `caller`: name of the public function that error messages mention.
+    """
     from moe_lab.calibration.batches import batches
     from moe_lab.config import CalibrationConfig
     from moe_lab.config.base import validated
@@ -168,12 +172,11 @@ def _calibration(
             "path": path,
             "packing": "chunk",
             "tokens": 32_768,
+            "length": min(512, tokenizer.model_max_length),
             "seed": seed,
         }
-        defaults["length"] = min(512, tokenizer.model_max_length)
-        return batches(
-            validated(CalibrationConfig, {**defaults, **settings}, "", caller), tokenizer
-        )
+        checked = validated(CalibrationConfig, {**defaults, **settings}, group="", origin=caller)
+        return batches(checked, tokenizer)
 
 
 @contextmanager
@@ -195,8 +198,8 @@ def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
     if isinstance(text, (str, os.PathLike)):
         yield os.fspath(text)
         return
-    # imported here so that `import moe_lab` is fast; each program that a model wrote is run in a
-    # new process, which imports moe_lab
+    # imported here so that `import moe_lab` is fast: evaluation runs code written by models in many
+    # new processes, and each of them imports moe_lab
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -208,9 +211,9 @@ def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
 
 
 def _run_pass(name: str, model: Any, batches: Any) -> dict[int, dict[str, Any]]:
-    """Run the pass `name` over a model, and return the sums that the pass computes: layer -> name
-    of a sum -> numpy array. The last three passes of the table read only weights; the others run
-    the model on `batches`, pairs of token ids and validity masks (B, S)."""
+    """Run the pass `name`. Returns the sums that the pass computes: layer -> name of a sum -> numpy
+    array. `batches`: pairs (token ids, valid) of tensors (B, S). Some passes read only the weights
+    of the model, and no batches."""
     from moe_lab.statistics.damage import DamageHook, SimilarityHook
     from moe_lab.statistics.forward import ForwardHook
     from moe_lab.statistics.gradients import (
@@ -265,8 +268,7 @@ def score(
     from moe_lab.errors import UserError
 
     layers = statistics.facts["layers"]
-    missing = [need for need in criteria.get(criterion).needs if need not in statistics.sums]
-    if missing:
+    if missing := [need for need in criteria.get(criterion).needs if need not in statistics.sums]:
         raise UserError(
             f"criterion={criterion} reads {', '.join(missing)}, which these statistics do not "
             f"have: calibrate with criteria=[..., {criterion!r}]"
@@ -282,7 +284,7 @@ def score(
     )
     frames = []
     for layer, values in table.items():  # values: (E,), or (E, I) for channels
-        # row 0: expert of each score; row 1, only for channels: channel of each score
+        # one row of ids for each dimension of `values`; for (E,), zip leaves out "channel"
         ids = np.indices(values.shape).reshape(values.ndim, -1)
         columns = dict(zip(("expert", "channel"), ids, strict=False))
         frames.append(pd.DataFrame({"layer": layer, **columns, "score": values.ravel()}))
@@ -292,10 +294,13 @@ def score(
 
 
 def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
-    """Layer -> scores (E,), or (E, I) for channels, from a data frame with the columns layer,
-    expert, (channel,) score. The rows may be in any order. The values may be numbers as text,
-    such as keys of a JSON object. `layers`: layer -> facts, of which n_experts and width are read.
-    UserError unless the data frame has exactly one row for each expert, or each channel."""
+    """Layer -> scores of experts (E,), or of channels (E, I).
+
+    `scores`: a data frame with the columns `layer`, `expert`, `score`, and for scores of channels
+    also `channel`. The rows may be in any order. A number may be given as text. `layers`: layer ->
+    facts, of which n_experts and width are read. UserError unless the data frame has exactly one
+    row for each expert, or for each channel.
+    """
     import numpy as np
     import pandas as pd
 
@@ -303,24 +308,25 @@ def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]])
 
     id_columns = ["expert", "channel"] if "channel" in scores else ["expert"]
     columns = ["layer", *id_columns, "score"]
-    missing = [name for name in columns if name not in scores]
-    if missing:
+    if missing := [name for name in columns if name not in scores]:
         raise UserError(
             f"plan: the scores have columns {', '.join(map(str, scores))}, without {missing[0]}: "
             f"expected {', '.join(columns)}"
         )
+    # text that is no number becomes nan, which differs from every layer and every id
     numbers = scores[columns].astype(object).apply(pd.to_numeric, errors="coerce").astype(float)
     if set(numbers["layer"]) != set(layers):
-        names = sorted(scores["layer"].astype(str).unique())
+        found = sorted(scores["layer"].astype(str).unique())
         raise UserError(
-            f"plan: the scores are of another model: layers {', '.join(names)}, expected "
+            f"plan: the scores are of another model: layers {', '.join(found)}, expected "
             f"{[*layers]}"
         )
     table = {}
     for layer, facts in layers.items():
+        # [n_experts] for scores of experts, [n_experts, width] for scores of channels
         shape = [int(facts[size]) for size in ("n_experts", "width")[: len(id_columns)]]
         rows = numbers[numbers["layer"] == layer].sort_values(id_columns)
-        # the sorted ids of the rows must be all ids of this shape, each once
+        # the sorted ids must be those of all experts or channels, each once
         if not np.array_equal(
             rows[id_columns].to_numpy().T, np.indices(shape).reshape(len(shape), -1)
         ):
@@ -349,15 +355,16 @@ def plan(
 ) -> Plan:
     """The plan that removes the share `ratio` of the routed experts, or of their channels.
 
-    `scores`: a data frame of `score`, or your own data frame with the columns layer, expert,
-    (channel,) score, and one row per expert or channel. Ids start at 0. Low scores are removed
-    first. `allocation`: name of the rule that divides the budget among layers and experts; rules
-    that run the model work only in a study. `statistics`: needed if `scores` is not from `score`.
-    Other arguments: parameters of the allocation, and fields of `moe_lab.config.AllocationConfig`.
+    `scores`: the result of `score`, or your own data frame with the columns `layer`, `expert`, for
+    channels `channel`, and `score`, and exactly one row per expert or channel. Ids start at 0. Low
+    scores are removed first. `statistics`: needed if `scores` is not from `score`. `allocation`:
+    name of the rule that decides how much of each layer is removed; rules that run the model work
+    only in a study. `parameters`: those of the allocation and of the replacement. Other arguments:
+    fields of `moe_lab.config.AllocationConfig`.
 
     A plan with replacement m_smoe or ream must be aligned by `align` before it is used. Warns when
-    rounding changes the removed share, and when a removed and a retained score are equal. UserError
-    for an infeasible ratio, and unless `scores` has exactly one row per expert or channel.
+    rounding changes the removed share, and when a removed and a retained score are equal. Raises
+    UserError for an infeasible ratio, and for missing or duplicate rows.
     """
     from moe_lab.allocation import check_evidence, protection
     from moe_lab.errors import UserError
@@ -372,20 +379,14 @@ def plan(
     values = _scores_table(scores, statistics.facts["layers"])
     fields = {"multiple_of": multiple_of, "replacement": replacement, "protect": protect}
     fields |= {"name": allocation, "parameters": parameters}
-    if "channel" in scores:
-        identity = _allocation_identity(fields, "channel")
-    else:
-        identity = _allocation_identity(fields, "expert")
+    identity = _allocation_identity(fields, "channel" if "channel" in scores else "expert")
     settings = {**identity, "ratio": ratio}
     check_evidence(settings, statistics.sums)
     facts = protection.add_super_experts(
         settings, statistics.facts, statistics.sums.get("statistics", {})
     )
-    provenance = {
-        "allocation": settings,
-        **statistics.identity,
-        **protection.protected_entry(facts),
-    }
+    protected = protection.protected_entry(facts)
+    provenance = {"allocation": settings, **statistics.identity, **protected}
     plan = plan_from_scores(
         settings, values, facts["layers"], statistics.sums, provenance=provenance
     )
@@ -406,8 +407,9 @@ def _allocation_identity(
     fields: Mapping[str, Any], granularity: Literal["expert", "channel"]
 ) -> dict[str, Any]:
     """All settings of an allocation that affect the plan: name of the setting -> value. `fields`:
-    field of AllocationConfig -> value; missing fields get their defaults. `granularity`: what the
-    scores are for. UserError for fields that are invalid or do not apply to this granularity."""
+    field of AllocationConfig -> value; missing fields get their defaults. `granularity`: whether
+    experts or channels have scores. UserError for fields that are invalid or do not apply to this
+    granularity."""
     from moe_lab import allocation
     from moe_lab.config import AllocationConfig
     from moe_lab.config.base import validated
@@ -479,11 +481,11 @@ def mask(model: Any, plan: Plan, *, any_model: bool = False) -> Iterator[None]:
     the model are not changed.
 
     Raises UserError for a plan that was made for another model, or before the weights of this model
-    were changed. The plan's digest of the weights decides, or its fingerprint (a hash of the files)
-    of the checkpoint. With `any_model=True`, digests are not compared: the plan only needs the
-    model's layers, with as many experts and channels. For a plan without digests, the same holds,
-    with a warning. `moe_lab.pruning.mask.mask` says how exactly results agree, and lists further
-    errors.
+    were changed. To find out, a digest of the weights or of the checkpoint is compared with the
+    digest in the plan. With `any_model=True`, no digests are compared: the plan only has to fit the
+    model's layers and their numbers of experts and channels. For a plan without digests, the same
+    holds, with a warning. `moe_lab.pruning.mask.mask` says how exactly results agree, and lists
+    further errors.
     """
     from moe_lab.pruning.mask import mask as mask_model
 

@@ -47,9 +47,9 @@ def give_up(sentence: str, code: int = UserError.code) -> NoReturn:
 
 @contextmanager
 def _errors_as_sentences() -> Iterator[None]:
-    """A context that ends the process with one sentence and an exit code, without a stack trace,
-    for UserError, errors of Hydra and OmegaConf, and Ctrl-C. The same for an OSError, if the
-    command line has settings of Hydra. Other errors are raised as usual."""
+    """A context that turns some errors into one sentence and an exit code, without a stack trace:
+    UserError, errors of Hydra and OmegaConf, and Ctrl-C. The same holds for an OSError if the
+    command line has a setting of Hydra, such as hydra.run.dir=DIR. Other errors are raised."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -62,7 +62,7 @@ def _errors_as_sentences() -> Iterator[None]:
     except (HydraException, OmegaConfBaseException) as error:
         give_up(hydra_error_sentence(error))
     except OSError as error:
-        # without settings of Hydra, such as hydra.run.dir=DIR, the cause is not a mistyped folder
+        # with a setting of Hydra, the cause is probably a folder that this setting names
         if isinstance(error, BrokenPipeError) or not any(
             word.startswith("hydra.") for word in sys.argv
         ):
@@ -99,7 +99,7 @@ def _run_study(words: Sequence[str]) -> int:
     parser.add_argument("--config-name", "-cn", default=CONFIG)
     flags, settings = parser.parse_known_args(list(words))
     with hydra_context(flags.config_dir):
-        # requests: the cells of the study, with their benchmarks
+        # requests: the models to evaluate, pruned or not, with their benchmarks
         config, requests = compose(settings, flags.config_name)
     # imported only after settings were checked, so that a typo is reported at once
     from moe_lab.study.run import check_and_run
@@ -108,9 +108,9 @@ def _run_study(words: Sequence[str]) -> int:
 
 
 def _run_hydra(words: Sequence[str]) -> int:
-    """Run hydra.main on the arguments `words` of a command line, and return the highest exit code
-    of the jobs. There is one job, or several in a multirun (-m). For each job, hydra.main only
-    selects the overrides; `compose` makes the settings of the study from these overrides."""
+    """Run hydra.main on the arguments `words` of a command line. It starts one job, or several in a
+    multirun (-m). Returns the highest exit code of the jobs. Hydra only selects the overrides of
+    each job; `compose` makes the settings of the study from them."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -136,23 +136,24 @@ def _run_hydra(words: Sequence[str]) -> int:
             # hydra.job.chdir=true changes the folder, but paths in settings are relative to the
             # folder of the command
             os.chdir(hydra_config.runtime.cwd)
-            # overrides of this job; of those for Hydra itself only hydra.searchpath, the folders
-            # with further configuration files
+            # the overrides of this job; `compose` needs one setting of Hydra itself, too:
+            # hydra.searchpath, the folders with further configuration files
             settings = [
                 *(word for word in hydra_config.overrides.hydra if "searchpath" in word),
                 *hydra_config.overrides.task,
             ]
             is_multirun = hydra_config.mode == RunMode.MULTIRUN
-            # requests: the cells of the study, with their benchmarks
+            # requests: the models to evaluate, pruned or not, with their benchmarks
             config, requests = compose(settings, hydra_config.job.config_name or CONFIG)
             if is_multirun:
                 check_sweeper(hydra_config.runtime.choices, config)
-            # the jobs of a multirun add their cells to one study
+            # the jobs of a multirun add their requests to one study
             result = check_and_run(config, requests, add=is_multirun, models=models)
             code = max(code, result.code)
             return objective_value(result, requests)
 
     with multirun_context(words):
+        # hydra.main reads sys.argv
         sys.argv[1:] = map(for_hydra, words)
         hydra.main(version_base="1.3", config_path=str(conf()), config_name="config")(job)()
     return code

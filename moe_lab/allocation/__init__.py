@@ -74,6 +74,7 @@ class Allocation:
         """Digests of the source code of `functions`, separated by spaces, if a plugin defines the
         functions; "" for an allocation of moe_lab. Digests are part of the identity of a plan, so
         that a plan is made again when a plugin's source changes."""
+        # function_digest returns "" for a function of moe_lab
         return " ".join(
             sorted({function_digest(function) for function in self.functions.values() if function})
         )
@@ -188,7 +189,7 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
     if settings.name == "list":
         # raises UserError if the file lists channels for experts, or experts for channels
         list_file.read_for_granularity(settings.path, granularity)
-    if settings.by is not None:
+    if settings.by is not None:  # a second criterion, which gets no parameters
         criteria.check(settings.by, {})
         if criteria.get(settings.by).granularity != "expert":
             raise UserError(
@@ -198,10 +199,9 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
 
 
 def required_evidence(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the evidence that an allocation with `settings` (fields of AllocationConfig) needs
-    besides the scores, each name once. A name is that of the step that measures the evidence. The
-    name "by" comes first: it stands for the scores of the second criterion that allocation.by
-    names, if any."""
+    """What an allocation with `settings` (fields of AllocationConfig) needs besides the scores: the
+    names of the steps that measure it, each name once. If settings["by"] names a second criterion,
+    the first item is "by" instead of a step, for the scores of that criterion."""
     other_scores = ("by",) if settings.get("by") else ()
     steps = [
         *grouping.required_passes(settings.get("replacement", "none")),
@@ -213,9 +213,9 @@ def required_evidence(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_evidence(settings: Mapping[str, Any], sums: Collection[str]) -> None:
-    """Raise UserError unless all evidence that an allocation with `settings` needs is available.
-    `sums`: names of the passes whose sums are available, such as "statistics"."""
-    if missing := [kind for kind in required_evidence(settings) if kind not in sums]:
+    """Raise UserError when `sums` lacks a name in `required_evidence(settings)`. `sums`: names of
+    the passes that were run over the model, such as "statistics"."""
+    if missing := [name for name in required_evidence(settings) if name not in sums]:
         raise UserError(
             f"plan: allocation={settings['name']}, replacement={settings['replacement']} and "
             f"protect={settings['protect']} read {', '.join(missing)}, which these statistics "
@@ -272,10 +272,11 @@ def _check_replacement(settings: AllocationConfig, allocation: Allocation) -> No
 def _parameters(
     settings: AllocationConfig, allocation: Allocation, granularity: Granularity
 ) -> Any:
-    """A new dataclass class, by which pydantic validates allocation.parameters. It has one field
-    for each parameter that is allowed with the other `settings` at `granularity`. The default of
-    every field is None."""
+    """A new dataclass, by which pydantic validates allocation.parameters. It has a field for each
+    parameter of the allocation at `granularity`, and of the replacement in `settings`. All defaults
+    are None."""
     function = allocation.functions[granularity]
+    # parameters of a step that makes the plan, or of the function that decides
     types = {**(allocation.parameters or {}), **(keyword_types(function) if function else {})}
     types |= grouping.parameters(settings.replacement)
     if granularity == "channel":
@@ -303,9 +304,11 @@ def allocate(
     """For scores of experts: layer -> number of experts to remove. For scores of channels:
     layer -> number of channels that each expert retains, (E,) int64.
 
-    `settings`: fields of AllocationConfig and the ratio. `layers`: layer -> facts. `scores`:
-    layer -> scores of experts (E,), or of channels (E, I). `evidence`: each name in
-    `required_evidence(settings)` -> layer -> arrays by name; the name "by" -> layer -> scores (E,).
+    `settings`: fields of AllocationConfig and the ratio. `layers`: layer -> facts, such as
+    n_experts. `scores`: layer -> scores of experts (E,), or of channels (E, I). `evidence` has the
+    keys `required_evidence(settings)`. evidence[step][layer] is a dictionary of arrays by name, but
+    evidence["by"][layer] is an array of scores (E,).
+
     Numbers of channels are rounded to whole blocks if parameters.align is set. UserError for
     infeasible settings, with the nearest feasible ratio.
     """
@@ -365,6 +368,7 @@ def _budgets(
         )
     budgets: Budgets = function(problem)
     alignment = coverage.alignment_of(settings)
+    # `align` adds up scores, so it gets the finite ones
     return budgets if alignment is None else coverage.align(budgets, inputs["scores"], alignment)
 
 
@@ -384,24 +388,25 @@ def check_fits(settings: Mapping[str, Any], layers: Layers, granularity: Granula
 
 
 def _check_channels(ratio: float, settings: Mapping[str, Any], layers: Layers) -> None:
-    """Raise UserError when channels cannot be allocated at `ratio` with any scores: for a ratio
-    outside [0, 1), and for a block size or min_channels that does not fit the widths in `layers`
-    (layer -> facts)."""
+    """Raise UserError when channels cannot be allocated at `ratio`, whatever their scores are. That
+    is so for a ratio outside [0, 1), and for a block size or min_channels that does not fit the
+    widths in `layers` (layer -> facts)."""
     check_ratio(ratio)
     if (alignment := coverage.alignment_of(settings)) is not None:
         coverage.check_fits(alignment, layers, ratio)
 
 
 def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) -> None:
-    """Raise UserError when experts cannot be allocated at `ratio` with any scores. The reason is
-    a ratio outside [0, 1), the limits on the number of experts that a layer retains, or groups of
-    merged experts that are too small for all experts. `layers`: layer -> facts."""
+    """Raise UserError when experts cannot be allocated at `ratio`, whatever their scores are: for a
+    ratio outside [0, 1), for a ratio that the router or another limit of a layer forbids, and when
+    group_size is too small to merge all dropped experts. `layers`: layer -> facts."""
     layer_limits = limits(layers, settings["multiple_of"])
+    # same_share and budget are called only for their errors
     if settings["name"] in ("uniform", "reconstruction", "sequential"):
-        # these allocations remove the same share of every layer; all other allocations divide a
-        # total number of removed experts among the layers
+        # these allocations remove the same share of every layer
         shapes.same_share(layer_limits, ratio)
     else:
+        # all other allocations divide a total number of removed experts among the layers
         budget(layer_limits, ratio)
     for layer, limit in layer_limits.items():
         grouping.check_groups(

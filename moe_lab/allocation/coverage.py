@@ -66,22 +66,22 @@ def coverage(
 ) -> Budgets:
     """Layer -> number of channels that each expert retains (E,).
 
-    `inter` is the rule that divides the channels to retain among layers:
+    First, the channels to retain are divided among the layers, by the rule `inter`:
 
-    coverage    CBA (`cover`); a layer is one group; targets: layer losses after `layer_smoothing`
+    coverage    `cover` decides, from the scores of each layer and the losses of the layers
     uniform     the same share of every layer
-    u_shaped    a U-shaped curve over the depth, with `beta` and `floor`
-    loss_based  in proportion to the layer losses after `layer_smoothing`
+    u_shaped    in proportion to the curve `u_shape` over the depth, with `beta` and `floor`
+    loss_based  in proportion to the losses of the layers
 
-    `layer_prior` names the layer loss; "none" stands for equal losses. `intra` is the rule that
-    divides the budget of a layer among the experts of the layer:
+    Then the channels of each layer are divided among its experts, by the rule `intra`:
 
-    coverage      CBA; an expert is one group; targets: `prior` after `expert_smoothing`
-    proportional  in proportion to `prior` after `expert_smoothing`
+    coverage      `cover` decides, from the scores of each expert and the priors of the experts
+    proportional  in proportion to the priors of the experts
     uniform       equal numbers
     ranking       the channels of highest score in the layer
 
-    MoE-Slimming's Tables 7 and 15 vary `layer_smoothing`.
+    `layer_prior`: the loss in `layer_losses`; "none": equal losses. `prior`: as in `expert_prior`.
+    `layer_smoothing`, `expert_smoothing`: how `smooth` changes losses and priors before their use.
     """
     scores = problem.scores
     # (L,): relative share of each layer; all equal for inter=uniform and layer_prior=none
@@ -113,8 +113,8 @@ def coverage(
 
 def _divide_layer(intra: str, scores: Array, targets: Array | None, budget: int) -> Budget:
     """Number of channels that each expert of one layer retains (E,), by the rule `intra` of
-    `coverage`. The numbers sum to `budget`. `scores`: (E, I). `targets`: smoothed priors of the
-    experts (E,), or None if the rule uses no priors."""
+    `coverage`. The numbers sum to `budget`. `scores`: scores of the channels (E, I). `targets`: the
+    smoothed prior of each expert (E,); None if the rule uses no priors."""
     if intra == "ranking":
         return count_highest(scores, budget)
     if targets is None:
@@ -122,24 +122,24 @@ def _divide_layer(intra: str, scores: Array, targets: Array | None, budget: int)
     if intra == "coverage":
         return cover(list(scores), targets, budget)
     # intra=proportional; also intra=uniform, for which all targets are 1
-    return apportion(targets, budget, 0, scores.shape[1])
+    return apportion(targets, budget, low=0, high=scores.shape[1])
 
 
-def _cover_layers(problem: Channels, shares: Array) -> dict[int, int]:
+def _cover_layers(problem: Channels, targets: Array) -> dict[int, int]:
     """Layer -> number of channels that the layer retains. Protected experts retain all channels.
-    CBA divides the rest of the budget among layers: the group of a layer has the channels of all
-    its unprotected experts. `shares` (L,): targets of the layers."""
+    `cover` divides the rest of the budget among the layers: the channels of all unprotected experts
+    of a layer are one group. `targets`: the target of each layer (L,)."""
     budgets = problem.protected_channels  # a new array at each access, so that it may be changed
     # whether a layer has unprotected experts
     has_room = problem.layer_channels > problem.protected_channels
     if has_room.any():
-        pools = []
+        groups = []
         for layer, values in problem.scores.items():
-            pool = values[problem.unprotected(layer)].ravel()
-            if len(pool):
-                pools.append(pool)
+            group = values[problem.unprotected(layer)].ravel()
+            if len(group):
+                groups.append(group)
         budgets[has_room] += cover(
-            pools, shares[has_room], problem.total_retained - int(budgets.sum())
+            groups, targets[has_room], problem.total_retained - int(budgets.sum())
         )
     return dict(zip(problem.scores, budgets.tolist(), strict=True))
 
@@ -163,17 +163,16 @@ BEYOND = 1e300
 
 
 def cover(groups: Sequence[Array], targets: Array, budget: int) -> Budget:
-    """Number of channels that each of G groups retains (G,), when CBA (Coverage-Maximized Budget
-    Allocation) divides `budget` channels among the groups. `groups`: for each group, the scores of
-    its channels (n_g,). `targets`: the target phi_g >= 0 of each group (G,).
+    """Divide `budget` channels among groups by CBA (Coverage-Maximized Budget Allocation). Returns
+    the number of channels that each of the G groups retains (G,). `groups`: for each group, the
+    scores of its channels (n_g,). `targets`: the target phi_g >= 0 of each group (G,).
 
-    S_g is the sum of all scores of group g. S_g(n) is the sum of the n highest scores of group g.
-    CBA raises a level alpha from 0: group g, which has n channels so far, gets the next one as soon
-    as alpha phi_g S_g > S_g(n). The same channels result if all channels are sorted by their
-    threshold S_g(n) / (S_g phi_g), and the first `budget` channels are retained. Of channels with
-    equal thresholds, the channel of the group with the larger phi_g comes first; for equal phi_g,
-    the channel of the earlier group. Channels of groups with phi_g = 0 come after channels of all
-    other groups. Channels with scores <= 0 come last.
+    A group retains its channels with the highest scores, until these scores sum to the share
+    alpha * phi_g of the sum of all its scores. The level alpha is the same for all groups, and
+    rises from 0 until `budget` channels are retained. So each channel has a threshold, the alpha
+    above which it is retained (see `_thresholds`), and the channels with the lowest thresholds are
+    retained. Of channels with equal thresholds, the one in the group with the larger target comes
+    first; if targets are equal, too, the one in the earlier group.
     """
     # groups with larger targets first: the stable sort below then prefers them in ties
     order = numpy.argsort(-targets, kind="stable")
@@ -185,27 +184,28 @@ def cover(groups: Sequence[Array], targets: Array, budget: int) -> Budget:
 
 
 def _thresholds(scores: Array, target: float) -> Array:
-    """Thresholds (n,) of the channels of one group, in descending order of score. A channel is
-    retained when the level alpha of `cover` is above its threshold. The threshold is infinite for
-    scores <= 0. `target`: the target phi_g of the group."""
+    """Thresholds (n,) of the channels of one group, from the channel with the highest score to that
+    with the lowest. A channel is retained when alpha in `cover` is above its threshold. The
+    threshold is infinite for scores <= 0. `target`: the target of the group, >= 0."""
     descending = numpy.sort(numpy.maximum(scores, 0))[::-1]
     sums = numpy.cumsum(descending)
     if sums[-1] <= 0:
         return numpy.full(len(scores), numpy.inf)
-    share = (sums - descending) / sums[-1]  # S_g(n) / S_g before channel n+1
-    # for phi_g = 0, finite but above the thresholds of all groups with phi_g > 0
+    # share of the group's scores that the channels before this one cover
+    share = (sums - descending) / sums[-1]
+    # with target 0: above the thresholds of all groups with a target > 0, but below infinity
     threshold = share / target if target > 0 else BEYOND * (1 + share)
     thresholds: Array = numpy.where(descending > 0, threshold, numpy.inf)
     return thresholds
 
 
 def expert_prior(prior: Prior, evidence: Evidence, layer: int, n_experts: int) -> Array:
-    """The prior of each expert of `layer` (E,), >= 0. Only the ratios between experts have a
-    meaning.
+    """How much each expert of `layer` matters (E,), >= 0, by the measure `prior`. Only the ratios
+    between experts have a meaning.
 
-    docs/allocations.md has the formulas. An expert with a negative attribution, whose output
-    opposes the outputs of the other experts, has the prior 0. UserError when the evidence lacks the
-    measurement.
+    docs/allocations.md has the formulas. A negative measurement, of an expert whose output opposes
+    the outputs of the other experts, counts as 0. UserError when `evidence` does not have the
+    measurement of `prior` that `PRIORS` names.
     """
     if prior == "none":
         return numpy.ones(n_experts)
@@ -229,7 +229,8 @@ function that turns this array into the prior."""
 
 @dataclass(config=SETTINGS, frozen=True)
 class Alignment:
-    """Rounding of widths: allocation.parameters.align."""
+    """The setting allocation.parameters.align: the number of channels that an expert retains is
+    rounded to whole blocks."""
 
     block: Positive
     """The number of retained channels of an expert is a multiple of this number."""
@@ -254,10 +255,10 @@ def alignment_of(settings: Mapping[str, Any]) -> Alignment | None:
 
 def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ratio: float) -> None:
     """Raise UserError when experts have fewer channels than one block, or fewer than min_channels.
-    Raise RatioTooSmall when `ratio` retains more channels than the whole blocks of all experts
-    have: a width that is not a multiple of the block size leaves a rest outside the blocks.
-    `layers`: layer -> facts, of which n_experts and width are read."""
+    Raise RatioTooSmall when more channels are to be retained than the whole blocks of all experts
+    have. `layers`: layer -> facts, of which n_experts and width are read."""
     block = alignment.block
+    # the smallest width; `block` if there are no layers
     width = min((facts["width"] for facts in layers.values()), default=block)
     for name, minimum in (("block", block), ("min_channels", alignment.minimum_channels)):
         if minimum > width:
@@ -266,6 +267,7 @@ def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ra
                 "most it can be"
             )
     channels = sum(facts["n_experts"] * facts["width"] for facts in layers.values())
+    # number of channels in whole blocks
     capacity = sum(
         facts["n_experts"] * (facts["width"] // block * block) for facts in layers.values()
     )
@@ -280,14 +282,13 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
     """The `budgets`, rounded to whole blocks: layer -> number of channels of each expert (E,).
     `scores`: layer -> scores of channels (E, I).
 
-    Every budget is rounded down; a budget below `min_channels` becomes 0. The channels that a layer
-    loses by rounding make leftover blocks. The leftover blocks are dealt in rounds to the experts
-    of the layer whose budget is not 0. Each of these experts gets one block per round, until no
-    block is left or every expert is full. The paper deals only one round. `alignment.order` says
-    which experts come first in a round:
+    A budget below `min_channels` becomes 0, and every other budget is rounded down. The channels
+    that a layer loses by this make new blocks, which are given out in rounds. In each round, every
+    expert that had at least `min_channels` gets one block if it has room, until no block is left.
+    MoE-Slimming has only one round. `alignment.order` says which experts come first in a round:
 
-    remainder (l-r-c)  the experts that lost most channels by rounding
-    scores (l-r-s)     the experts that lost the largest sum of scores by rounding
+    remainder  the experts that lost most channels by rounding
+    scores     the experts that lost the largest sum of scores by rounding
 
     RatioTooLarge when a layer whose budgets are not all 0 would retain no channel.
     """
@@ -304,27 +305,29 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
 
 
 def _align_layer(budgets: Budget, scores: Array, alignment: Alignment) -> Budget:
-    """The budgets (E,) of one layer, rounded to whole blocks as in `align`. `scores`: scores of the
-    channels (E, I)."""
+    """The `budgets` (E,) of the experts of one layer, rounded to whole blocks as in `align`.
+    `scores`: scores of the channels (E, I)."""
     block = alignment.block
     is_retained = (budgets >= alignment.minimum_channels) & (budgets > 0)
     rounded = numpy.where(is_retained, budgets // block * block, 0)
-    # (E,): what each expert loses by rounding, first as a number of channels
+    # (E,): number of channels that each expert loses by rounding
     losses: NDArray[Any] = budgets - rounded
     leftover_blocks = int(losses.sum()) // block
     if alignment.order == "scores":
-        # then as the sum of the scores of the lost channels
+        # (E,): sum of the scores of these channels. An expert loses its channels of the ranks
+        # `rounded` to `budgets` - 1, where the channel of rank 0 has the highest score.
         descending = -numpy.sort(-scores, axis=1)
         rank = numpy.arange(scores.shape[1])
         is_lost = (rank >= rounded[:, None]) & (rank < budgets[:, None])
         losses = (descending * is_lost).sum(axis=1)
-    # (E,): number of leftover blocks that each expert can get
+    # (E,): number of blocks that each expert can get
     room = numpy.where(is_retained, (scores.shape[1] - rounded) // block, 0)
-    order = numpy.argsort(-losses, kind="stable")
+    order = numpy.argsort(-losses, kind="stable")  # experts, those with the largest losses first
     added = numpy.zeros_like(room)
     while leftover_blocks > 0:
-        # the experts of this round: in order, with room, no more than there are blocks
-        experts = order[(added < room)[order]][:leftover_blocks]
+        # the experts that get a block in this round: the first in `order` that still have room
+        has_room = added < room
+        experts = order[has_room[order]][:leftover_blocks]
         if not experts.size:
             break
         added[experts] += 1

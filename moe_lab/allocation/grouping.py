@@ -58,7 +58,7 @@ def logit_distances(sums: Sums) -> Array:
 
 def output_distances(sums: Sums) -> Array:
     """Distances (E, E) of experts: Euclidean, between the sums of the experts' outputs over all
-    tokens. Those are the distances between mean outputs, times the number of tokens."""
+    tokens, routed to the expert or not. Means instead of sums would give the same groups."""
     return _euclidean(numpy.asarray(sums["dense_output_sum"], dtype=float))
 
 
@@ -71,13 +71,15 @@ def routed_output_distances(sums: Sums) -> Array:
 
 
 def output_and_logit_distances(sums: Sums) -> Array:
-    """Distances (E, E) of experts: 1 - (s + r) / 2, as in REAM's code. s and r are similarities of
-    two experts, in [0, 1].
+    """Distances (E, E) of experts: 1 - (s + r) / 2, as in REAM's code. s and r are two similarities
+    of experts i and j, both in [0, 1]:
 
-    s = (cos(u_i, u_j) + 1) / 2   u_i = sum_t p_ti f_i(x_t) is the sum of the gated outputs of
-                                  expert i over all tokens, with p_t = softmax(router logits)
-    r = 1 - d_ij / max d          d_ij = sqrt(2 - 2 cos(z_i, z_j)) is the Euclidean distance of
-                                  z_i / |z_i| and z_j / |z_j|, with z_i as in `logit_distances`
+    s = (cos(u_i, u_j) + 1) / 2
+    r = 1 - d_ij / max(d)
+
+    u_i is the sum of the outputs of expert i over all tokens, each weighted by the softmax of the
+    router's logits. d_ij is the Euclidean distance of z_i / |z_i| and z_j / |z_j|, with z_i as in
+    `logit_distances`. It is equal to sqrt(2 - 2 cos(z_i, z_j)).
     """
     distances = numpy.sqrt(numpy.maximum(2 * logit_distances(sums), 0))
     logit_similarity = 1 - distances / max(float(distances.max()), numpy.finfo(float).tiny)
@@ -197,8 +199,8 @@ def check_groups(settings: Mapping[str, Any], count: int, retained: int, protect
     experts: `count` in the layer, `retained` (one group each), and `protected`, which are retained
     but never merged with another expert. `settings`: fields of AllocationConfig."""
     grouping = GROUPINGS.get(settings.get("replacement", "none"))
-    # Only salience_groups limits the size of groups. Without dropped experts, there is nothing to
-    # merge. For a layer that retains only protected experts, `groups` raises another error.
+    # Only salience_groups limits the size of groups. If no expert is dropped, there is nothing to
+    # merge. If only protected experts are retained, `groups` raises the error.
     if (
         grouping is not None
         and grouping.cluster is salience_groups
@@ -221,9 +223,9 @@ def groups(
     """Groups of the experts of one layer, by the method settings["replacement"]: one group per
     retained expert. The ids in each group are sorted, and the groups are sorted by their first ids.
 
-    Each protected expert is alone in its group. `settings`: fields of AllocationConfig. `sums`: the
-    sums of the layer. `scores`: the criterion's scores (E,). `retained`, `protected`: ids of
-    experts. UserError when all retained experts are protected but other experts are dropped.
+    Each protected expert is alone in its group. `settings`: fields of AllocationConfig. `sums`:
+    sums of the layer by name. `scores`: the criterion's scores (E,). `retained`, `protected`: ids
+    of experts. UserError when all retained experts are protected but other experts are dropped.
     UserError when the method compares router logits but the router computes none.
     """
     name = settings["replacement"]
@@ -232,7 +234,7 @@ def groups(
     all_groups = [[expert] for expert in protected]
     if not unprotected:
         return all_groups
-    # unprotected retained experts, in the order that `Grouping.cluster` expects
+    # unprotected retained experts by descending score
     owners = sorted(
         (expert for expert in retained if expert not in protected),
         key=lambda expert: -scores[expert],
@@ -256,8 +258,7 @@ def groups(
     clusters = grouping.cluster(
         distances, positions, **accepted_parameters(grouping.cluster, settings["parameters"])
     )
-    for cluster in clusters:
-        all_groups.append(sorted(unprotected[position] for position in cluster))
+    all_groups += [sorted(unprotected[position] for position in cluster) for cluster in clusters]
     return sorted(all_groups)
 
 
@@ -265,12 +266,13 @@ def member_weights(
     name: str, groups: Groups, sums: Sums, scores: Array, retained: Sequence[int]
 ) -> dict[int, dict[int, float]]:
     """Id of the owner -> {id of the member: weight}, for each group of experts of one layer. The
-    weights of a group sum to 1. `name`: the replacement, which determines weights and owner.
+    members are merged into the owner, which is a member itself. `sums`: sums of the layer by name.
+    `scores`: the criterion's scores (E,). `retained`: ids of the retained experts, one per group.
 
-    Weights are in proportion to the members' numbers of routed tokens (in `sums`), or to `scores`
-    (E,) with negative scores as 0. If these numbers are all 0, the weights are equal. The owner is
-    the only member in `retained` if router rows of other members are removed. Otherwise the owner
-    is the member with the largest weight; of equal weights, the member with the lowest id.
+    GROUPINGS[name] decides between two weights and two owners. The weights are in proportion to the
+    members' numbers of routed tokens, or to their scores, negative scores as 0. They sum to 1; if
+    all these numbers are 0, they are equal. The owner is the member in `retained`, or the member
+    with the largest weight; of equal weights, the member with the lowest id.
     """
     grouping = GROUPINGS[name]
     values = numpy.asarray(
@@ -284,9 +286,7 @@ def member_weights(
         # argmax selects the owner; `group` is sorted, so the lowest id wins ties
         priority = numpy.isin(group, retained) if grouping.rows == "retained" else group_values
         owner = group[int(priority.argmax())]
-        merged[owner] = {
-            expert: float(weight) for expert, weight in zip(group, weights, strict=True)
-        }
+        merged[owner] = dict(zip(group, weights.tolist(), strict=True))
     return dict(sorted(merged.items()))
 
 

@@ -47,9 +47,9 @@ def is_plan(content: Mapping[str, Any]) -> bool:
 
 
 def read_for_granularity(path: str | None, granularity: str) -> dict[str, Any]:
-    """The content of the file at `path`: a schedule or a plan. UserError when `path` is None, and
-    when the file lists channels for granularity="expert", or experts for granularity="channel".
-    Other errors are those of `read`."""
+    """The content of the JSON file at `path`: a plan, or a schedule, that is, layer -> number of
+    experts to remove. `granularity`: what the file must list, "expert" or "channel". UserError when
+    it lists the other, and when `path` is None. Other errors are those of `read`."""
     if path is None:
         raise UserError("allocation=list needs allocation.path: a schedule or a plan.json")
     content = read(path)
@@ -67,13 +67,13 @@ def read_for_granularity(path: str | None, granularity: str) -> dict[str, Any]:
 
 def removals(problem: Experts) -> dict[int, int]:
     """Layer -> number of experts to remove, from the schedule or plan in the file problem.path.
-    UserError when the numbers do not fit the model's layers, the limits of a layer, or the ratio
-    problem.ratio."""
+    A schedule has these numbers; a plan has the ids of the retained experts. UserError when the
+    numbers do not fit the model's layers, the limits of a layer, or the ratio problem.ratio."""
     content = read_for_granularity(problem.path, "expert")
     if is_plan(content):  # reduce the plan to a schedule
         content = {
-            layer: plan["experts"] - len(plan["retained"])
-            for layer, plan in content["layers"].items()
+            layer: entry["experts"] - len(entry["retained"])
+            for layer, entry in content["layers"].items()
         }
     removed_counts = _layer_values(content, problem.limits)
     for layer, limit in problem.limits.items():
@@ -106,9 +106,9 @@ def budgets(problem: Channels) -> Budgets:
                 f"allocation.path: layer {number} has {layer['experts']} experts of width "
                 f"{layer.get('width')}, expected {count} of {width}: the plan is for another model"
             )
-        retained[number] = numpy.zeros(count, dtype=numpy.int64)
+        budget = retained[number] = numpy.zeros(count, dtype=numpy.int64)
         # "retained" has ids of experts; "channels" has a mask for each of these experts
-        retained[number][layer["retained"]] = [
+        budget[layer["retained"]] = [
             int(mask, 16).bit_count()  # hex digits, one bit per channel, 1 if it is retained
             for mask in layer["channels"]
         ]

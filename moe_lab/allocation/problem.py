@@ -59,8 +59,8 @@ class RatioTooSmall(UserError):
 def call_or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Result:
     """The result of `decide(ratio)`. If `decide` raises RatioTooLarge, raise a UserError that
     suggests the largest feasible ratio below `ratio`. If `decide` raises RatioTooSmall, the error
-    suggests the smallest feasible ratio above `ratio`. Only ratios with at most three decimals are
-    tried. If none of them is feasible, the error says so."""
+    suggests the smallest feasible ratio above `ratio`. Only multiples of 0.001 are tried. If there
+    is no such ratio, the error says so."""
 
     def error_at(thousandths: int) -> UserError | None:
         """The error of `decide` at the ratio thousandths / 1000; None if this ratio is feasible."""
@@ -76,17 +76,19 @@ def call_or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Re
     except RatioTooLarge as error:
         reason = error
         extreme = "largest"
-        # ratios above `ratio` are not tried, although rounding to blocks may make one feasible
+        # all thousandths below `ratio`; larger ratios are not tried, although rounding to blocks
+        # may make one feasible
         smaller = range(ceil(1000 * ratio) if ratio < 1 else 1000)
-        # the ratio before the first one that is too large
+        # the number before the first one in `smaller` that is too large
         nearest = (
             bisect_left(smaller, True, key=lambda n: isinstance(error_at(n), RatioTooLarge)) - 1
         )
     except RatioTooSmall as error:
         reason = error
         extreme = "smallest"
+        # all thousandths above `ratio`
         larger = range(floor(1000 * ratio) + 1 if ratio > 0 else 0, 1000)
-        # the first ratio that is not too small
+        # the first number in `larger` that is not too small
         nearest = larger.start + bisect_left(
             larger, True, key=lambda n: not isinstance(error_at(n), RatioTooSmall)
         )
@@ -120,17 +122,17 @@ class Experts(Problem):
     limits: dict[int, Limits]
 
     def proportional_allocation(self, shares: Array) -> dict[int, int]:
-        """Layer -> number of experts to remove. `shares` (L,): a weight w of each layer. A layer of
-        n experts retains a number of experts that is proportional to w * n, as far as the limits of
-        the layer allow."""
+        """Layer -> number of experts to remove. `shares` (L,): the relative share of its experts
+        that each layer retains. A layer of n experts with the share s retains a number of experts
+        that is proportional to s * n, as far as the limits of the layer allow."""
         limits = self.limits.values()
         count = numpy.array([limit.n_experts for limit in limits])
         retained = apportion(
             shares * count,
             int(count.sum()) - budget(self.limits, self.ratio),
-            [limit.smallest for limit in limits],
-            [limit.largest for limit in limits],
-            [limit.step for limit in limits],
+            low=[limit.smallest for limit in limits],
+            high=[limit.largest for limit in limits],
+            step=[limit.step for limit in limits],
         )
         return dict(zip(self.limits, (count - retained).tolist(), strict=True))
 
@@ -146,7 +148,7 @@ class Channels(Problem):
 
     @property
     def protected_channels(self) -> NDArray[numpy.int64]:
-        """Number of channels of all protected experts of each layer (L,)."""
+        """For each layer, the number of channels of all its protected experts together (L,)."""
         counts = [
             len(self.protected.get(layer, ())) * scores.shape[1]
             for layer, scores in self.scores.items()
@@ -165,20 +167,21 @@ class Channels(Problem):
 
     def layer_budgets(self, shares: Array) -> dict[int, int]:
         """Layer -> number of channels that the layer retains. The numbers sum to `total_retained`.
-        `shares` (L,): a weight w of each layer. The number for a layer of n channels is
-        proportional to w * n, but at least the number of channels of its protected experts."""
+        `shares` (L,): the relative share of its channels that each layer retains. The number for a
+        layer of n channels with the share s is proportional to s * n, but at least the number of
+        channels of its protected experts."""
         retained = apportion(
             shares * self.layer_channels,
             self.total_retained,
-            self.protected_channels,
-            self.layer_channels,
+            low=self.protected_channels,
+            high=self.layer_channels,
         )
         return dict(zip(self.scores, retained.tolist(), strict=True))
 
     def proportional_allocation(self, shares: Array) -> Budgets:
         """Layer -> number of channels that each expert retains (E,). A layer retains
         layer_budgets(shares)[layer] channels: those with the highest scores among all experts of
-        the layer. `shares` (L,): a weight of each layer."""
+        the layer. `shares` (L,): as in `layer_budgets`."""
         budgets = self.layer_budgets(shares)
         return {
             layer: count_highest(scores, budgets[layer]) for layer, scores in self.scores.items()
@@ -186,9 +189,9 @@ class Channels(Problem):
 
 
 def count_highest(scores: Array, n_retained: int) -> Budget:
-    """For each expert (E,), the number of its channels that are among the `n_retained` channels
-    with the highest of all `scores` (E, I). Of equal scores, the score with the higher index counts
-    as higher."""
+    """Number of channels that each expert retains (E,), if the `n_retained` channels with the
+    highest scores among all experts are retained. `scores`: scores of the channels (E, I). Of equal
+    scores, the score with the higher index counts as higher."""
     counts: Budget = flag_highest(scores.ravel(), n_retained).reshape(scores.shape).sum(axis=1)
     return counts
 
@@ -222,14 +225,18 @@ def measurement(evidence: Evidence, step: str, layer: int, name: str) -> Array:
 def apportion(
     weights: ArrayLike, total: int, low: ArrayLike, high: ArrayLike, step: ArrayLike = 1
 ) -> NDArray[numpy.int64]:
-    """Divide `total` into n whole numbers, which are about proportional to `weights` (n,) > 0.
+    """Divide `total` into n whole numbers (n,), which are about proportional to `weights` (n,) > 0.
 
     Number i is low[i] plus a multiple of step[i], and at most high[i]. `low`, `high` and `step` are
-    scalars or (n,), with sum(low) <= total <= sum(high). First, `level` is chosen such that the
-    shares level * weights, clipped to [low, high], sum to `total`. Each share is rounded down to
-    low plus a multiple of step. Then the shares with the largest remainders get one more step; of
-    equal remainders, the share of lower index comes first. When steps differ, the numbers may sum
-    to less than `total`, by less than the largest step.
+    scalars or (n,), with sum(low) <= total <= sum(high). The numbers are found in three steps:
+
+    1. The exact shares are level * weights, clipped to [low, high]. `level` is the number with
+       which they sum to `total`.
+    2. Each share is rounded down to low plus a multiple of step.
+    3. What is left of `total` is given to the shares with the largest remainders, one `step` each.
+       Of equal remainders, the lower index comes first.
+
+    When steps differ, the result may sum to less than `total`, by less than the largest step.
     """
     weight = numpy.asarray(weights, dtype=numpy.float64)
     least, most, steps = (
