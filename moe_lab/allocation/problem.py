@@ -262,8 +262,8 @@ def apportion(
 
 @dataclass(frozen=True)
 class Limits:
-    """The numbers of experts that a layer can retain, given its router and `multiple_of`:
-    `smallest` to `largest`, in steps of `step`."""
+    """Limits on the number of experts that a layer retains. The number must be a multiple of
+    `step`, at least `minimum_experts`, and at most `n_experts`."""
 
     n_experts: int
     """Routed experts of the layer."""
@@ -279,60 +279,60 @@ class Limits:
 
     @property
     def smallest(self) -> int:
-        """The smallest feasible number of retained experts. It is above `n_experts` if no number is
-        feasible."""
+        """The smallest multiple of `step` that is at least `minimum_experts`. If it is above
+        `n_experts`, no number of experts is within the limits."""
         return self.step * ceil(self.minimum_experts / self.step)
 
     @property
     def largest(self) -> int:
-        """The largest feasible number of retained experts: the largest multiple of `step` up to
-        `n_experts`."""
+        """The largest multiple of `step` that is at most `n_experts`."""
         return self.step * (self.n_experts // self.step)
 
     def retained_at(self, ratio: float) -> int:
-        """Number of experts that the layer retains at `ratio`: n_experts - int(n_experts * ratio),
-        which is the papers' rule, rounded up to a multiple of `step`. The result may be above
-        `n_experts`."""
+        """Number of experts that the layer retains if `ratio` is the share of experts to remove. It
+        is n_experts - int(n_experts * ratio), rounded up to a multiple of `step`. So it may be
+        above `n_experts`."""
         return self.step * ceil((self.n_experts - int(self.n_experts * ratio)) / self.step)
 
 
 def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dict[int, Limits]:
-    """Layer -> limits on the number of experts that the layer retains. `layers`: layer -> facts, of
-    which n_experts, top_k, n_group, topk_group and, if present, protected are read. UserError when
-    a layer has fewer experts than its router needs, or when no number of retained experts is a
-    multiple of `multiple_of`."""
+    """Layer -> limits on the number of experts that the layer retains. The number must be a
+    multiple of `multiple_of`. `layers`: layer -> facts, of which n_experts, top_k, n_group,
+    topk_group and, if present, protected are read. UserError when a router needs more experts than
+    its layer has, or when no number of experts is within the limits."""
     layer_limits = {}
     for layer, facts in layers.items():
         n_experts = int(facts["n_experts"])
         top_k = int(facts["top_k"])
         n_group = int(facts["n_group"])
-        protected_counts = Counter(  # group -> number of protected experts in the group
-            expert * n_group // n_experts for expert in facts.get("protected", ())
-        )
-        # all groups retain equally many experts, so the group with most protected experts decides
-        minimum = max(fewest_experts(facts), n_group * max(protected_counts.values(), default=0))
-        if fewest_experts(facts) > n_experts:
+        router_minimum = fewest_experts(facts)
+        if router_minimum > n_experts:
             raise UserError(
                 f"model.top_k={top_k}: layer {layer} has {n_experts} experts in the model's "
                 "config.json"
             )
-        # with a multiple of n_group, every group retains equally many experts
-        limit = layer_limits[layer] = Limits(
-            n_experts, top_k, n_group, lcm(multiple_of, n_group), minimum
+        protected_counts = Counter(  # group -> number of protected experts in the group
+            expert * n_group // n_experts for expert in facts.get("protected", ())
         )
+        # all groups retain equally many experts, so the group with most protected experts decides
+        minimum = max(router_minimum, n_group * max(protected_counts.values(), default=0))
+        # every group retains equally many experts only if the total is a multiple of n_group
+        step = lcm(multiple_of, n_group)
+        limit = Limits(n_experts, top_k, n_group, step, minimum)
         if limit.smallest > n_experts:
             raise UserError(
                 f"allocation.multiple_of: layer {layer} has {n_experts} experts and cannot keep "
                 f"a multiple of {limit.step} that is at least {limit.minimum_experts}: choose a "
                 "smaller multiple"
             )
+        layer_limits[layer] = limit
     return layer_limits
 
 
 def budget(layers: Mapping[int, Limits], ratio: float) -> int:
-    """Number of experts to remove at `ratio` in all layers together. It is equal to the number that
-    allocation=uniform removes. `layers`: layer -> limits. RatioTooLarge or RatioTooSmall when the
-    limits do not allow to remove that many experts."""
+    """Number of experts to remove in all layers together: as many as allocation=uniform removes.
+    `layers`: layer -> limits. `ratio`: share of the experts to remove. RatioTooLarge when the
+    limits allow only a smaller number, RatioTooSmall when they require a larger number."""
     check_ratio(ratio)
     removed = sum(limit.n_experts - limit.retained_at(ratio) for limit in layers.values())
     least = sum(limit.n_experts - limit.largest for limit in layers.values())

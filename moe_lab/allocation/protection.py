@@ -31,7 +31,7 @@ def super_experts(largest: Mapping[int, ArrayLike], end: int) -> dict[int, list[
     """
     peaks = {layer: numpy.asarray(row, dtype=numpy.float64) for layer, row in largest.items()}
     pooled = numpy.concatenate(list(peaks.values()))
-    threshold = max(float(numpy.percentile(pooled, PERCENTILE)), float(pooled.max()) / DIVISOR)
+    threshold = max(float(numpy.percentile(pooled, PERCENTILE)), pooled.max() / DIVISOR)
     super_ids = {
         layer: numpy.flatnonzero(row > threshold).tolist()
         for layer, row in peaks.items()
@@ -45,19 +45,19 @@ def add_super_experts(
     model: Mapping[str, Any],
     statistics: Mapping[int, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """A copy of the facts of a model in which the facts of each MoE layer have the key `protected`:
-    ids of the super experts of the layer, which may be []. An unchanged copy if
-    settings["protect"] is None.
+    """A copy of `model` with a key `protected` in the facts of each MoE layer: the ids of the
+    layer's super experts, perhaps []. An unchanged copy if settings["protect"] is None.
 
-    `settings`: fields of AllocationConfig. `model`: facts (see moe_lab/models/facts.py).
-    `statistics`: layer -> name of a statistic -> array. UserError when a layer lacks the
-    statistic output_abs_max (E,).
+    `settings`: fields of AllocationConfig. `model`: facts of a model (see
+    moe_lab/models/facts.py). `statistics`: layer -> name of a statistic -> array. UserError when a
+    layer lacks the statistic output_abs_max (E,).
     """
     if settings.get("protect") is None:
         return dict(model)
+    # in the form that `measurement` reads: name of a step -> layer -> name -> array
     evidence = {"statistics": statistics}
-    # protect_layers is the share of all decoder layers, from the first on, in which an expert can
-    # be a super expert
+    # Only the first layers can have super experts. protect_layers is the share of these layers
+    # among all decoder layers.
     end = round(settings["protect_layers"] * model["decoder_layers"])
     protected = super_experts(
         {layer: measurement(evidence, "statistics", layer, STATISTIC) for layer in model["layers"]},
@@ -72,9 +72,9 @@ def add_super_experts(
 
 def protected_entry(model: Mapping[str, Any]) -> dict[str, Any]:
     """The entry of a plan's provenance that names the protected experts: {"protected": {layer: ids
-    of the protected experts}}. Layers without protected experts are left out. {} if the plan
-    protects no experts, that is, if no layer in `model` has the key `protected`. `model`: facts of
-    the model, see `add_super_experts`."""
+    of the protected experts}}. Layers without protected experts are left out. `model`: facts, as
+    `add_super_experts` returns them. The result is {} if the facts of no layer have the key
+    `protected`, which means that allocation.protect is not set."""
     protected = {
         str(layer): facts["protected"]
         for layer, facts in model["layers"].items()

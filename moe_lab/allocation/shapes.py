@@ -53,12 +53,12 @@ def uniform_experts(problem: Experts) -> dict[int, int]:
 
 
 def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
-    """Layer -> number of experts to remove. A layer of n experts loses int(n * ratio) experts, as
-    in the papers. If the layer must retain a multiple of some step, it loses the largest number up
-    to int(n * ratio) that leaves such a multiple.
+    """Layer -> number of experts to remove. A layer of n experts loses int(n * ratio) experts. It
+    loses fewer if the number of retained experts must be rounded up to a multiple of the `step` of
+    its limits.
 
     `layers`: layer -> limits. RatioTooLarge when a layer would retain too few experts.
-    RatioTooSmall when a layer would retain more experts than it has.
+    RatioTooSmall when the rounded number is above the number of experts of the layer.
     """
     check_ratio(ratio)
     removed = {}
@@ -81,27 +81,28 @@ def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
 
 
 def uniform_channels(problem: Channels) -> Budgets:
-    """Layer -> number of channels that each expert retains (E,). Every expert retains int(I * (1 -
-    ratio)) of its I channels. RatioTooLarge when this number is 0."""
+    """Layer -> number of channels that each expert retains (E,). Every expert retains the same
+    number: I * (1 - ratio) of its I channels, rounded down. RatioTooLarge when this number is 0."""
     budgets = {}
     for layer, scores in problem.scores.items():
-        count, width = scores.shape
+        n_experts, width = scores.shape
         retained = round_down(width * (1 - problem.ratio))
         if not retained:
             raise RatioTooLarge(
                 f"retains no channel of {width} in the experts of layer {layer} with "
                 "allocation=uniform"
             )
-        budgets[layer] = numpy.full(count, retained, dtype=numpy.int64)
+        budgets[layer] = numpy.full(n_experts, retained, dtype=numpy.int64)
     return budgets
 
 
 def u_shaped(
     problem: Experts | Channels, *, beta: float = 0.02, floor: Floor = 0.1
 ) -> dict[int, Any]:
-    """Layer -> number of experts to remove, or number of channels that each expert retains (E,).
-    The share that a layer retains is proportional to the layer's value of `u_shape`. If `beta` is
-    above 0, the first and the last layer retain the largest shares. beta, floor: see `u_shape`."""
+    """For `Experts`: layer -> number of experts to remove. For `Channels`: layer -> number of
+    channels that each expert retains (E,). The share that a layer retains is proportional to the
+    layer's value of `u_shape`. If `beta` is above 0, the first and the last layer retain the
+    largest shares. beta, floor: see `u_shape`."""
     return problem.proportional_allocation(
         u_shape(len(problem.scores), 1 - problem.ratio, beta, floor)
     )
@@ -110,18 +111,18 @@ def u_shaped(
 def loss_based(
     problem: Experts | Channels, *, layer_prior: LayerLoss = "loss", smoothing: Smoothing = "sqrt"
 ) -> dict[int, Any]:
-    """Layer -> number of experts to remove, or number of channels that each expert retains (E,).
-    The share that a layer retains is proportional to the smoothed loss of the layer. layer_prior:
-    name of the loss, see `layer_losses`. smoothing: name of the smoothing function, see
-    `smooth`."""
+    """For `Experts`: layer -> number of experts to remove. For `Channels`: layer -> number of
+    channels that each expert retains (E,). The share that a layer retains is proportional to the
+    smoothed loss of the layer. layer_prior: name of the loss, see `layer_losses`. smoothing: name
+    of the smoothing function, see `smooth`."""
     losses = layer_losses(problem.evidence, problem.scores.keys(), layer_prior)
     return problem.proportional_allocation(smooth(losses, smoothing))
 
 
 def layerwise(problem: Channels) -> Budgets:
     """Layer -> number of channels that each expert retains (E,), by HEAPr-L. Every layer loses the
-    same share of its channels. The channels of all experts of a layer are ranked together, and the
-    channels with the lowest scores are removed."""
+    same share of its channels. `proportional_allocation` ranks the channels of all experts of a
+    layer together, and removes those with the lowest scores."""
     return problem.proportional_allocation(numpy.ones(len(problem.scores)))
 
 
@@ -143,22 +144,20 @@ def global_experts(problem: Experts) -> dict[int, int]:
     """Layer -> number of experts to remove. The experts of all layers are ranked together, and the
     experts with the lowest scores are removed (EvoESAP, Fig. 1).
 
-    The scores are evidence["by"], from another criterion. If there are none, they are the scores
-    of the problem. With `multiple_of` or a group-limited router, a layer can only lose several
-    experts at once, called a step. Then steps are ranked by the mean score of their experts. When
-    steps of different layers differ in size, the total may be below the budget, by less than the
-    largest step.
+    The experts are ranked by the scores of another criterion, evidence["by"], or, if there are
+    none, by problem.scores. With `multiple_of` or a group-limited router, a layer must lose
+    `limit.step` experts at once. Then such sets of experts are ranked, by their mean scores (see
+    `_removal_steps`). If `limit.step` differs between layers, the total may be below the budget, by
+    less than the largest `limit.step`.
     """
     ranking_scores = problem.evidence.get("by", problem.scores)
-    # A layer must first lose enough experts to retain a multiple of its step.
+    # First, every layer loses as many experts as it must lose to retain a multiple of `limit.step`.
     removed = {layer: limit.n_experts - limit.largest for layer, limit in problem.limits.items()}
     remaining = budget(problem.limits, problem.ratio) - sum(removed.values())
     for _mean, layer, _number in sorted(_removal_steps(problem, ranking_scores)):
         limit = problem.limits[layer]
-        if (
-            limit.step <= remaining
-            and limit.n_experts - removed[layer] - limit.step >= limit.smallest
-        ):
+        removable = limit.n_experts - limit.smallest - removed[layer]  # in this layer
+        if limit.step <= min(remaining, removable):
             removed[layer] += limit.step
             remaining -= limit.step
     return removed
@@ -167,16 +166,17 @@ def global_experts(problem: Experts) -> dict[int, int]:
 def _removal_steps(
     problem: Experts, ranking_scores: Mapping[int, Array]
 ) -> list[tuple[float, int, int]]:
-    """(mean score, layer, number of the step in the layer) of every removal step of every layer.
+    """(mean score, layer, number of the step in the layer) for every removal step of every layer.
 
     A removal step is a set of `limit.step` experts that a layer can only lose together. It has
     equally many experts of each group of the router. The steps of a layer are numbered from 0, by
-    ascending score. Experts that the layer loses in any case, to retain a multiple of
-    `limit.step`, belong to no step.
+    ascending score. A layer loses some experts in any case, so that a multiple of `limit.step` is
+    left. These experts belong to no step.
     """
     steps = []
     for layer, limit in problem.limits.items():
         scores = numpy.array(ranking_scores[layer], dtype=numpy.float64)
+        # Steps with protected experts come last, and the limits of the layer forbid these steps.
         scores[list(problem.protected.get(layer, ()))] = numpy.inf
         # number of experts that each group loses in any case
         forced = (limit.n_experts - limit.largest) // limit.n_group
@@ -189,25 +189,29 @@ def _removal_steps(
 
 
 def u_shape(n_layers: int, retained_share: float, beta: float, floor: float) -> Array:
-    """Relative share that each of L MoE layers retains (L,): max(floor, retained_share (1 + beta
-    z)). Layer i = 0 ... L - 1 has the depth x = i / (L - 1), and z is (x - 1/2)^2, standardised
-    over the layers to mean 0 and standard deviation 1. For L < 3 all (x - 1/2)^2 are equal, and z
-    is 0. `n_layers`: L."""
+    """For each of L = `n_layers` MoE layers (L,), the share that it retains, before the shares are
+    scaled to the budget: max(floor, retained_share * (1 + beta * z)).
+
+    Layer i = 0 ... L - 1 has the depth x = i / (L - 1). The curve (x - 1/2)^2, standardised over
+    the layers to mean 0 and standard deviation 1, is z. For L < 3 the curve is constant, and z is
+    0.
+    """
     curve = (numpy.linspace(0, 1, n_layers) - 0.5) ** 2
     deviation = curve.std()
-    standardised = (
-        (curve - curve.mean()) / deviation if deviation > 1e-12 else numpy.zeros(n_layers)
-    )
-    shares: Array = numpy.maximum(floor, retained_share * (1 + beta * standardised))
+    z = (curve - curve.mean()) / deviation if deviation > 1e-12 else numpy.zeros(n_layers)
+    shares: Array = numpy.maximum(floor, retained_share * (1 + beta * z))
     return shares
 
 
 def layer_losses(evidence: Evidence, layers: Iterable[int], prior: LayerLoss) -> Array:
-    """The loss of each of `layers` (L,), >= 0. UserError when a loss is missing or negative, or all
-    losses are 0. `prior` names the loss. With m the sum of the routed experts' outputs of the
-    layer for token t, and y the residual stream after the layer:
+    """The losses (L,) of the L `layers`, all >= 0. UserError when a loss is missing or negative, or
+    all losses are 0.
 
-    loss  sum over t of ||m||^2 / (||y||^2 + eps), up to a factor as in MoE-Slimming's released code
+    `prior` names the loss. For each token t, m is the sum of the gated outputs of the layer's
+    routed experts, and y is the residual stream after the layer:
+
+    loss  sum over t of ||m||^2 / (||y||^2 + eps), proportional to the relative error of y
+          when m is scaled (MoE-Slimming's released code)
     nll   rise of the language model's loss when m is multiplied by 0.9 in this layer alone
           (MoE-Slimming, Appendix A.1); 0 if the loss falls
     """
@@ -225,17 +229,17 @@ def layer_losses(evidence: Evidence, layers: Iterable[int], prior: LayerLoss) ->
 
 
 def layer_loss_steps(parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Tuple of one name: the step that measures the layer losses. `parameters`: parameters of the
-    allocation, of which layer_prior names the loss."""
+    """Names of the steps that measure the losses of layers. There is always one such step.
+    `parameters`: parameters of the allocation, of which layer_prior names the loss."""
     step, _name = LAYER_LOSSES[parameters.get("layer_prior", "loss")]
     return (step,)
 
 
 def smooth(values: Array, name: Smoothing) -> Array:
-    """Smoothed `values` (n,), > 0: g(x), where x = values / mean(values). `values` (n,) are >= 0.
-    If all values are 0, all results are 1. Results below 1e-6 times the sum of g(x) are raised to
-    this bound, so that no result is 0. `name` chooses g, in which mean and std (of the population)
-    are those of x:
+    """The smoothed `values` (n,): g(x), where x = values / mean(values). The values are >= 0. If
+    all of them are 0, all results are 1. Results below 1e-6 times the sum of g(x) are raised to
+    this bound, so that no result is 0. `name` chooses g. Here mean is the mean of x, and std is
+    the standard deviation of x (of the population):
 
     sqrt   x^(1/2), as in MoE-Slimming's paper; the paper's code takes the root four times and clips
     log    ln(1 + 5x)
@@ -253,8 +257,9 @@ def smooth(values: Array, name: Smoothing) -> Array:
 
 def _huber(x: Array) -> Array:
     """x (n,) where x <= d, otherwise d + sqrt(d (x - d)), where d = mean(x) + std(x) / 2."""
-    delta = x.mean() + 0.5 * x.std()
-    return numpy.where(x <= delta, x, delta + numpy.sqrt(delta * numpy.maximum(x - delta, 0)))
+    d = x.mean() + 0.5 * x.std()
+    # `where` also evaluates the root for x <= d: `maximum` avoids roots of negative numbers there
+    return numpy.where(x <= d, x, d + numpy.sqrt(d * numpy.maximum(x - d, 0)))
 
 
 SMOOTHING_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
@@ -273,10 +278,13 @@ def removals_within_limit(
     limit: int = MAX_SUBSETS,
     multiple_of: int = 1,
 ) -> dict[int, int]:
-    """Layer -> number of experts to remove, the same share of each layer. `layers`: layer -> facts.
-    `limit`: the largest allowed number of ways to choose the removed experts of a layer.
+    """Layer -> number of experts to remove, by `same_share`.
+
+    `layers`: layer -> facts. `ratio`: share of the experts to remove. `limit`: the largest allowed
+    number of choices per layer, where a choice is one possible set of removed experts.
     `multiple_of`: each layer retains a multiple of this number. If `ratio` is infeasible, or a
-    layer has more choices than `limit`: UserError with the nearest feasible ratio."""
+    layer has more choices than `limit`: UserError with the nearest feasible ratio.
+    """
     layer_limits = limits(layers, multiple_of)
 
     def decide(ratio: float) -> dict[int, int]:
@@ -320,8 +328,9 @@ def _removable_by_group(
 def retained_subsets(
     n_experts: int, removed: int, n_group: int = 1, protected: Collection[int] = ()
 ) -> list[tuple[int, ...]]:
-    """Ids of the retained experts, ascending, for each way to remove experts that `count_subsets`
-    counts. In the first entry, each group loses the experts with the lowest ids."""
+    """For each possible choice of the removed experts: ids of the retained experts, ascending. See
+    `count_subsets` for the choices. In the first entry, each group loses its experts with the
+    lowest ids, apart from protected experts."""
     groups = _removable_by_group(n_experts, n_group, protected)
     subsets = []
     for choice in product(*(combinations(group, removed // n_group) for group in groups)):

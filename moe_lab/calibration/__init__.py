@@ -43,16 +43,16 @@ def shares_and_sets(settings: CalibrationConfig) -> list[tuple[float, Calibratio
 def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None:
     """Raise UserError when the first record of a set is a conversation that only a chat template
     can turn into text, and the model has no chat template, or a chat template that leaves out
-    content of the conversation. Only models in local folders are checked."""
-    alternatives = ", or a set of plain texts, or of instructions and outputs"
+    content of the conversation. Only sets in local JSON files, and models in local folders, are
+    checked."""
     for _, part in shares_and_sets(settings):
-        for document in first_record(part):
+        for document in first_record(part):  # one document, or none
             if isinstance(document, Chat) and document.plain is None:
                 config_json.check_chat_template(
                     model,
                     f"calibration={settings.name}",
-                    bool(document.arguments.get("tools")),
-                    alternatives,
+                    tools=bool(document.arguments.get("tools")),
+                    alternative=", or a set of plain texts, or of instructions and outputs",
                 )
                 if (tokenizer := _local_tokenizer(model)) is not None:
                     # raises UserError for content that the template leaves out
@@ -63,6 +63,7 @@ def unread_keys(settings: CalibrationConfig, model: ModelConfig) -> list[str]:
     """Keys in the first record of each set whose values are texts that the model would not read
     (see `unread_texts`), sorted. [] for a model that is not in a local folder."""
     sets = shares_and_sets(settings)
+    # `first_record` has one document, or none
     documents = [document for _, part in sets for document in first_record(part)]
     # If all texts are read even without a chat template, no tokenizer has to be loaded.
     if not any(unread_texts(document, None) for document in documents):
@@ -74,7 +75,8 @@ def unread_keys(settings: CalibrationConfig, model: ModelConfig) -> list[str]:
 
 
 def _local_tokenizer(model: ModelConfig) -> Any:
-    """The tokenizer of a model in a local folder; None for other models."""
+    """The tokenizer of a model in a local folder. None for a model on the hub, and for a folder
+    without tokenizer.json."""
     folder = local_path(model.path)
     if not (folder / "tokenizer.json").is_file():
         return None
@@ -89,23 +91,24 @@ def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:
 
     Documents are tokenised with the model's tokenizer.json, until the rows are full. Nothing is
     checked if the model has no local tokenizer.json, if `settings` are a mixture, if the source is
-    not a local file of plain texts, or if the file has more than 6 bytes per required token.
+    not a local file of plain texts, or if the file has more than 6 * calibration.tokens bytes.
     """
     file = None if settings.sources else local_file(settings.path)
     tokenizer_file = local_path(model.path) / "tokenizer.json"
-    # Few tokens have more than 6 bytes, so a file with more bytes per token is long enough.
+    # Few tokens have more than 6 bytes, so a file of more than 6 * settings.tokens bytes is long
+    # enough.
     if file is None or not tokenizer_file.is_file() or file.stat().st_size > 6 * settings.tokens:
         return
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokenizer.no_truncation()
-    rows = 0.0
+    rows = 0.0  # number of rows that the documents fill; a fraction counts for an unfinished row
     for document in read(settings):
         if rows >= settings.rows or not isinstance(document, Text):
             return
         ids = tokenizer.encode(document.text, add_special_tokens=settings.special_tokens).ids
-        tokens = len(ids) + (settings.gap != "none")  # with the gap after the document
+        tokens = len(ids) + (settings.gap != "none")  # a gap after the document is one token
         rows += 1 if settings.packing == "none" else tokens / settings.length
     filled_rows = int(rows + 1e-9)  # the sum may be rounded to a little less than a whole number
     if filled_rows < settings.rows:
@@ -120,15 +123,17 @@ def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:
 
 
 def part_bounds(settings: CalibrationConfig) -> list[tuple[int, int]]:
-    """(start row, end row) of each of the calibration.parts parts of the rows. The end row is not
-    in the part. [] if calibration.parts is None or 1. Every part consists of whole batches. So the
-    batches, and what is computed from a batch, are the same as in a single pass over all rows."""
+    """(start row, end row) of each of the parts into which calibration.parts divides the rows. The
+    end row is not in the part. [] if calibration.parts is None or 1. Every part consists of
+    whole batches. So the batches, and what is computed from a batch, are the same as in a single
+    pass over all rows."""
     if settings.parts in (None, 1):
         return []
+    # the index of the first batch of each part and, at the end, the number of all batches
     bounds = [settings.batches * part // settings.parts for part in range(settings.parts + 1)]
     return [
-        (first * settings.batch_size, min(end * settings.batch_size, settings.rows))
-        for first, end in pairwise(bounds)
+        (start_batch * settings.batch_size, min(end_batch * settings.batch_size, settings.rows))
+        for start_batch, end_batch in pairwise(bounds)
     ]
 
 
@@ -145,8 +150,8 @@ def order_seed(settings: CalibrationConfig) -> int | None:
 
 
 class IdentifiedText(CalibrationConfig):
-    """A calibration set or mixture whose identity has everything that determines its documents and
-    batches: all settings that have an influence, with these changes.
+    """A calibration set or mixture with an `identity`: the settings that determine its documents
+    and batches, with these changes.
 
     A hash of the file at `path` replaces `path`, and the number of rows replaces the number of
     tokens. The seed is None if documents are not shuffled. A mixture has the shares and identities
@@ -155,9 +160,9 @@ class IdentifiedText(CalibrationConfig):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """JSON-ready fields that identify the documents and batches: name of a setting, or "rows"
-        -> value."""
-        # all settings with an influence, without sources and tokens
+        """JSON-ready fields that identify the documents and batches: the settings, by name, and
+        "rows", the number of rows."""
+        # all settings that change a result, except `sources` and `tokens`
         fields = {**identity_fields(self, "sources", "tokens"), "rows": self.rows}
         if not self.sources:
             return {**fields, **_documents_identity(self)}
@@ -169,9 +174,10 @@ class IdentifiedText(CalibrationConfig):
 
 
 def _documents_identity(settings: CalibrationConfig) -> dict[str, Any]:
-    """Fields that identify the documents of one set, their order, and how each is read: name of a
-    setting in DOCUMENT_SETTINGS, or "seed" -> value. The value of "path" identifies the content
-    of the file or data set. "seed" is None if documents are not shuffled."""
+    """Fields that identify the documents of one set, their order, and how each becomes text: the
+    settings in DOCUMENT_SETTINGS, by name, and "seed". In place of the path, "path" has fields
+    that identify the content of the file or data set. "seed" is None if documents are not
+    shuffled."""
     fields = {name: getattr(settings, name) for name in DOCUMENT_SETTINGS}
     return {**fields, "path": _content_identity(settings.path), "seed": order_seed(settings)}
 

@@ -79,6 +79,7 @@ def one_per_row(documents: Iterable[list[int]], length: int, padding: int) -> It
     """Pack one document into each row. Documents that are longer than `length` are cut; shorter
     documents are padded on the right with the token `padding`."""
     for document in documents:
+        # a list times a negative number is empty, so a longer document gets no padding
         yield document[:length] + [padding] * (length - len(document))
 
 
@@ -125,13 +126,15 @@ class Source:
 
 
 class PackedRows:
-    """Rows of a calibration set, or of a mixture of sets. A row is a list of positions: indices in
-    `ids`, which has the token ids of all documents one after another, or GAP.
+    """Rows of a calibration set, or of a mixture of sets. The token ids of all documents are in
+    `ids`, one after another. A row is a list of positions. A position is the index of a token in
+    `ids`, or GAP (-1) where the row has a gap or padding.
 
-    Rows have positions and not ids, because a position also leads to the token's set and mark. The
-    next document comes from the set with the fewest assigned tokens in proportion to its share. If
-    several sets have equally few, it comes from the set that is listed first. So the order of
-    documents depends only on the settings and the tokenizer.
+    A position, unlike an id, also gives the set that the token is from, and the mark of the token:
+    a bool, for example whether the token belongs to an answer. The next document always comes from
+    the set that, in proportion to its share, has the fewest tokens so far. If several sets have
+    equally few, it comes from the set that is listed first. So the order of documents depends only
+    on the settings and the tokenizer.
     """
 
     def __init__(
@@ -144,10 +147,9 @@ class PackedRows:
         """Read the documents, and pack them into rows.
 
         read: function settings of a set -> its documents. encode: function (document, whether to
-        add special tokens) -> (token ids, a mark for each id). A mark is any bool, such as whether
-        the token belongs to an answer; `batches` yields it with the id. UserError for rows longer
-        than the model reads, for a source that cannot be read or is too short, and for a mixture
-        whose shares of tokens differ from the settings by more than TOLERANCE.
+        add special tokens) -> (token ids, a mark for each id). UserError for rows longer than the
+        model reads, for a source that cannot be read or is too short, and for a mixture whose
+        shares of tokens differ from the settings by more than TOLERANCE.
         """
         # The model was not trained on positions beyond this length.
         if settings.length > tokenizer.model_max_length:
@@ -174,21 +176,26 @@ class PackedRows:
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield the batches as (token ids (B, S) int64, valid (B, S) bool, marks (B, S) bool).
-        valid is False at gaps and padding, which have the filler id and the mark False. For the
-        meaning of marks, see `__init__`."""
+        valid is False at gaps and padding, where the id is `filler_id` and the mark is False."""
         ids = torch.tensor(self.ids)
         marks = torch.tensor(self.marks)
         for start in range(0, len(self.rows), self.settings.batch_size):
             positions = torch.tensor(self.rows[start : start + self.settings.batch_size])
             valid = positions != GAP
-            # If filler_id is None, all positions are valid, and the 0 fills nothing.
+            # GAP is -1, so ids[GAP] is the last id, which the filler id replaces. If filler_id is
+            # None, all positions are valid, and the 0 replaces nothing.
             batch = ids[positions].masked_fill(~valid, self.filler_id or 0)
             yield batch, valid, marks[positions] & valid
 
     def _pack(self) -> list[list[int]]:
         """Pack documents into rows of positions. There are as many rows as the settings require, or
-        fewer if the next document must come from a set that has no more documents."""
+        fewer if the next document must come from a set that has no more documents.
+
+        A row is only packed when the loop below takes it. `_documents` chooses the set of the next
+        document by the counts that the loop has updated so far.
+        """
         packing = PACKINGS[self.settings.packing]
+        # what `packing` writes into gaps and padding; None if rows have neither
         filler = None if self.filler_id is None else GAP
         all_rows = packing(self._documents(), self.settings.length, filler)
         rows = []
@@ -223,8 +230,8 @@ class PackedRows:
         are left out. With packing=chunk, a document of a mixture is yielded in pieces of at most
         `length` positions. So a long document does not take its set far beyond the set's share.
 
-        Tokenising a document, just before it is yielded, extends `ids`, `marks` and
-        `_sources_of_positions`, and updates the counts of `source`.
+        Each document is tokenised just before it is yielded. Then its tokens are added to `ids`,
+        `marks` and `_sources_of_positions`, and the fields of `source` are updated.
         """
         yields_pieces = len(self.sources) > 1 and self.settings.packing == "chunk"
         for document in source.documents:
@@ -251,14 +258,16 @@ class PackedRows:
         hint = "expected a longer text"
         if filled_rows:
             hint = f"calibration.tokens={filled_rows * settings.length} would fit"
-        name = source.settings.path
+        set_label = source.settings.path
         if settings.sources:
-            share = f"its share of {source.share:g} of calibration={settings.name}"
-            name = f"{source.settings.name}, for {share},"
+            set_label = (
+                f"{source.settings.name}, for its share of {source.share:g} of "
+                f"calibration={settings.name},"
+            )
         return UserError(
-            f"calibration.path={name} is too short: its {source.tokens_used} tokens are read when "
-            f"{filled_rows} of the {settings.rows} rows of calibration.length={settings.length} in "
-            f"calibration.tokens={settings.tokens} are filled; {hint}"
+            f"calibration.path={set_label} is too short: its {source.tokens_used} tokens are read "
+            f"when {filled_rows} of the {settings.rows} rows of calibration.length="
+            f"{settings.length} in calibration.tokens={settings.tokens} are filled; {hint}"
         )
 
     def _check_shares(self) -> None:
@@ -316,8 +325,9 @@ def _filler_id(settings: CalibrationConfig, tokenizer: Any) -> int | None:
 def _report(packed: PackedRows) -> dict[str, Any]:
     """JSON-ready report on packed rows. It has the name and sha256 of each source, the numbers of
     documents and tokens, the ways in which documents became text ("rendered"), the keys of texts
-    that the model does not read ("unread"), and the first row as text. "documents_used" were
-    tokenised; "tokens_cut" is the number of their tokens that are in no row."""
+    that the model does not read ("unread"), and the first row as text. "documents_used" is the
+    number of documents that were tokenised. "tokens_cut" is the number of their tokens that are in
+    no row."""
     settings = packed.settings
     sources = packed.sources
     digests = [_digest(source) for source in sources]
@@ -330,9 +340,8 @@ def _report(packed: PackedRows) -> dict[str, Any]:
     while first_row[-1] == GAP:  # padding, or a gap at the end
         first_row = first_row[:-1]
     # If filler_id is None, no position is GAP, and the 0 is not used.
-    ids = [
-        packed.filler_id or 0 if position == GAP else packed.ids[position] for position in first_row
-    ]
+    filler_id = packed.filler_id or 0
+    ids = [filler_id if position == GAP else packed.ids[position] for position in first_row]
     source_entries = [
         {
             "name": source.settings.name,
@@ -344,7 +353,7 @@ def _report(packed: PackedRows) -> dict[str, Any]:
     ]
     return {
         "name": settings.name,
-        "source": settings.path or composition,
+        "source": settings.path or composition,  # a mixture has no path
         "sha256": hashlib.sha256(repr(source_entries).encode()).hexdigest()
         if settings.sources
         else digests[0],
@@ -382,20 +391,21 @@ batch; answers is True at the tokens of answers."""
 def answer_batches(
     settings: CalibrationConfig, tokenizer: Any, *, header: bool = False
 ) -> list[AnswerBatch]:
-    """The batches of `batches(settings, tokenizer)` as (ids, valid, marks), where marks (B, S) bool
-    is True at the tokens of answers.
+    """The batches of `batches(settings, tokenizer)` as (ids, valid, answers), where answers (B, S)
+    bool is True at the tokens of answers.
 
     An answer is the output, answer or completion of a record, or a turn of the assistant. A token
     belongs to an answer if it contains a character of the answer. The tokens themselves are marked,
     not the positions that predict them.
 
-    header: whether to mark also the text that the chat template writes around an answer (the name
-    of the speaker and the end of the turn), as in the released code of EvoESAP. For a pair that is
-    read without a chat template, the blank line before the answer is marked.
+    header: whether `answers` is True also at the text that the chat template writes around an
+    answer (the name of the speaker and the end of the turn), as in the released code of EvoESAP. If
+    an instruction and its answer are read without a chat template, this text is the blank line
+    between them.
 
-    Raises the errors of `batches`. UserError also for a set without answers, for rows that contain
-    no token of an answer, and for a tokenizer that does not say which characters a token stands
-    for.
+    Raises the errors of `batches`. UserError also for a set without answers (from `read_answered`),
+    for rows that contain no token of an answer, and for a tokenizer that does not say which
+    characters a token stands for.
     """
     if not tokenizer.is_fast:
         raise UserError(
@@ -433,15 +443,17 @@ def encode_with_answers(
 def _answer_spans(
     document: Document, text: str, tokenizer: Any, header: bool
 ) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each answer of a document, such that the answer is text[start:end].
+    """Yield (start, end) of each answer of a document: the answer is text[start:end]. With
+    `header`, this span also has the text around the answer, see `answer_batches`.
 
-    text: the document as the model reads it. header: see `answer_batches`.
+    text: the document as the model reads it.
     """
     if isinstance(document, Chat) and tokenizer.chat_template:
         yield from _turn_spans(document, text, tokenizer, header)
     elif (plain := document.plain) and plain.answer_start is not None:
         # `plain.answer_start` is the index in `text` at which the answer begins. The answer extends
-        # to the end of the text.
+        # to the end of the text. A Chat without a chat template is an instruction and its answer,
+        # with a blank line between them.
         separator = BLANK_LINE if header and isinstance(document, Chat) else ""
         yield plain.answer_start - len(separator), len(text)
 
@@ -452,22 +464,24 @@ def _turn_spans(
     """Yield the spans of `_answer_spans`, for a conversation that a chat template rendered to
     `text`.
 
-    A turn begins where `text` first differs from the rendering of only the messages before the
-    turn. So it does not matter what the template writes at the end of a conversation. With
-    `header`, a span is a whole turn of the assistant. Without `header`, a span is the content of a
-    turn of the assistant, if the content is not empty. Then UserError for a content that the
-    template rewrites, and for a turn that has more than a content, such as tool calls.
+    With `header`, a span is a whole turn of the assistant. A turn begins where `text` first differs
+    from the rendering of only the messages before the turn. This is true also if the template
+    writes something at the end of every conversation.
+
+    Without `header`, a span is the content of a turn of the assistant. A turn with empty content
+    has no span. UserError for a content that the template rewrites, and for a turn with more than a
+    content, such as tool calls.
     """
     turns = document.messages
     for number, message in enumerate(turns):
         if message["role"] != "assistant":
             continue
-        start = _common_prefix_length(document, number, text, tokenizer)
+        turn_start = _common_prefix_length(document, number, text, tokenizer)
         other_keys = [key for key in message if key != "content" and is_content(message[key])]
         if header and number + 1 == len(turns):
-            yield start, len(text)
+            yield turn_start, len(text)
         elif header:
-            yield start, _common_prefix_length(document, number + 1, text, tokenizer)
+            yield turn_start, _common_prefix_length(document, number + 1, text, tokenizer)
         elif other_keys:
             raise UserError(
                 f"calibration.path: the chat template writes {other_keys[0]} of the assistant, so "
@@ -475,14 +489,14 @@ def _turn_spans(
                 "header=true to take the whole turn"
             )
         elif content := message["content"].strip():
-            begin = text.find(content, start)
-            if begin < 0:
+            content_start = text.find(content, turn_start)
+            if content_start < 0:
                 raise UserError(
                     f"calibration.path: the chat template rewrites the answer {content[:40]!r}, "
                     "so its tokens cannot be told: expected a set of plain answers, or "
                     "header=true to take the whole turn"
                 )
-            yield begin, begin + len(content)
+            yield content_start, content_start + len(content)
 
 
 def _common_prefix_length(document: Chat, count: int, text: str, tokenizer: Any) -> int:

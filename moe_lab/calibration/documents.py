@@ -95,10 +95,10 @@ def document(
 
     field: name of the field to read. None reads the first of these that the record has: `text`;
     `messages`; `instruction` and `output`, with the optional `input`; `question` and `answer`;
-    `prompt` and `completion`; or `query`, `answers` and `tools`, a request and the calls that
-    answer it. Further fields of a conversation's record become arguments of the chat template.
-    UserError if further fields of a record with an instruction, question or prompt have content
-    that the document lacks, because nothing would read this content.
+    `prompt` and `completion`; or `query` (a request), `answers` (the calls that answer it) and
+    `tools`. If the document is a Chat, the other fields become arguments of the chat template. In a
+    record with an instruction, question or prompt, the other fields must have no content that the
+    document lacks, because nothing would read this content: UserError if they do.
 
     template: None, or a text with names of fields in braces. Then the document is this text, with
     the values of the fields in place of their names, and `field` is not used. ignored: keys of the
@@ -110,11 +110,10 @@ def document(
         )
     record = _without_keys(_without_null(record), ignored)
     if template is not None:
-        setting = "calibration.template"
         return Text(
             re.sub(
                 r"\{(\w+)\}",
-                lambda match: _string_field(record, match[1], location, setting),
+                lambda match: _string_field(record, match[1], location, "calibration.template"),
                 template,
             )
         )
@@ -140,8 +139,8 @@ def _from_standard_fields(
     record: Mapping[str, Any], location: str, ignored: Collection[str]
 ) -> Document:
     """The document that `document` returns for field=None. location, ignored: see `document`.
-    UserError if the record has none of the standard fields, and if further fields of a record with
-    an instruction, question or prompt have content that the document lacks."""
+    UserError if the record has none of the standard fields. UserError also if the record has an
+    instruction, question or prompt, and other fields have content that the document lacks."""
     if "text" in record:
         return _from_field(record, "text", location, ignored)
     if "messages" in record:
@@ -153,7 +152,7 @@ def _from_standard_fields(
             instruction = BLANK_LINE.join(_string_field(record, key, location) for key in task_keys)
             answer = _string_field(record, answer_key, location)
             arguments = _arguments(record, [task_key, "input", answer_key], location)
-            # TEMPLATE_ARGUMENTS are no content of the instruction; `render_whole` checks them
+            # the field TEMPLATE_ARGUMENTS is checked by `render_whole`
             other_fields = _without_keys(arguments, [TEMPLATE_ARGUMENTS])
             _check_unread(other_fields, f"{instruction} {answer}", f"{location} holds")
             return instruction_document(instruction, answer, arguments, location)
@@ -162,6 +161,7 @@ def _from_standard_fields(
         text = prompt + _string_field(record, "completion", location)
         other_fields = _without_keys(record, ["prompt", "completion"])
         _check_unread(other_fields, text, f"{location} holds")
+        # the completion begins at the index len(prompt)
         return Text(text, len(prompt), _keys_of_other_texts(other_fields, text))
     if all(name in record for name in ("query", "answers", "tools")):
         request = {"role": "user", "content": _string_field(record, "query", location)}
@@ -218,12 +218,12 @@ def _from_field(
 ) -> Document:
     """The document in one field, which holds a string, a list of chat messages, or a list of chat
     messages as JSON text. For messages, the record's `tools` and TEMPLATE_ARGUMENTS become
-    arguments of the chat template."""
+    arguments of the chat template. location, ignored: see `document`."""
     value = record.get(field)
-    is_json = isinstance(value, str) and _MESSAGES.match(value)
+    is_messages_json = isinstance(value, str) and _MESSAGES.match(value)
     # The field `messages` always counts as messages, so that the error for another value says that
     # a list is expected.
-    if is_json or isinstance(value, list) or (field == "messages" and field in record):
+    if is_messages_json or isinstance(value, list) or (field == "messages" and field in record):
         messages = _messages(value, f"{location}, field {field}", ignored)
         fields = {key: record[key] for key in ("tools", TEMPLATE_ARGUMENTS) if key in record}
         return Chat(messages, _arguments(fields, [], location), location=location)
@@ -232,14 +232,15 @@ def _from_field(
 
 def _messages(value: Any, location: str, ignored: Collection[str]) -> tuple[Mapping[str, Any], ...]:
     """The chat messages in `value`, a list or the JSON text of a list. `_message` checks each
-    message and removes `ignored` keys."""
+    message and removes `ignored` keys. Error messages begin with `location`."""
     return tuple(_message(entry, location, ignored) for entry in _decode(value, location, list))
 
 
-def _arguments(record: Mapping[str, Any], keys: Collection[str], location: str) -> dict[str, Any]:
-    """Arguments of a chat template, name -> value: the fields of a record, except the `keys`. If
-    `tools` or TEMPLATE_ARGUMENTS hold JSON text, the text is decoded."""
-    arguments = _without_keys(record, [*keys, "tools"])
+def _arguments(record: Mapping[str, Any], used: Collection[str], location: str) -> dict[str, Any]:
+    """Arguments of a chat template, name -> value: the fields of a record, without the `used`
+    fields, which are already in the messages. If `tools` or TEMPLATE_ARGUMENTS hold JSON text, the
+    text is decoded. Error messages begin with `location`."""
+    arguments = _without_keys(record, [*used, "tools"])
     # An empty list of tools is left out, because some templates would write a heading for it.
     if tools := _tools(record.get("tools"), location):
         arguments["tools"] = tools
@@ -250,8 +251,8 @@ def _arguments(record: Mapping[str, Any], keys: Collection[str], location: str) 
 
 def _string_field(record: Mapping[str, Any], field: str, location: str, setting: str = "") -> str:
     """The string in a field of a record. UserError when the field is missing or holds no string.
-    location, setting: for the error message, where the record is, and which setting names the
-    field."""
+    The error message begins with `location`. setting: for the error message, the setting whose
+    value has the name of the field; "" if the field is certainly in the record."""
     if field not in record:
         nearest_name = nearest(field, record)
         hint = f"did you mean {nearest_name}? " if nearest_name else ""
@@ -289,9 +290,10 @@ def _message(entry: Any, location: str, ignored: Collection[str]) -> Mapping[str
 
 
 def _tool_call(call: Any, location: str) -> dict[str, Any]:
-    """A call of a function in the form of chat templates: {"type": "function", "function": {"name",
-    "arguments"}}, where arguments are an object. `call` has this form, or is the inner object,
-    perhaps with type and id. Arguments may be JSON text. UserError for a call without a name."""
+    """A call of a function in the form that chat templates read: {"type": "function", "function":
+    {"name": text, "arguments": object}}. `call` may have this form. Or it is only the object of
+    "function", perhaps with the keys "type" and "id". Its arguments may be JSON text. UserError for
+    a call without a name. The error message begins with `location`."""
     function: Any = call.get("function", call) if isinstance(call, Mapping) else None
     if not fits(function, {"name": str}):
         raise UserError(
@@ -302,16 +304,17 @@ def _tool_call(call: Any, location: str) -> dict[str, Any]:
     )
     if "function" in call:
         return {"type": "function", **call, "function": {**function, "arguments": arguments}}
-    # type and id belong to the outer object
+    # "type" and "id" belong beside "function", not into it
     call_fields = {key: call[key] for key in ("type", "id") if key in call}
     function = {**_without_keys(call, call_fields), "arguments": arguments}
     return {"type": "function", **call_fields, "function": function}
 
 
 def _tools(value: Any, location: str) -> Tools:
-    """Functions that a model may call, in the form of chat templates (see `Tools`). `value`: a list
-    of functions in this form or without its outer object, or the JSON text of such a list.
-    UserError for a function without a name."""
+    """Functions that a model may call, each in the form that chat templates read: {"type":
+    "function", "function": {"name", ...}}. `value`: a list of functions, or the JSON text of such a
+    list. A function may have this form, or be only the object of "function". UserError for a
+    function without a name. The error message begins with `location`."""
     tools = []
     for tool in _decode(value or [], f"{location}: tools", list):
         entry = (
@@ -348,9 +351,8 @@ def _field_names(record: Mapping[str, Any]) -> str:
 
 def is_empty(document: Document) -> bool:
     """Whether a document has no content."""
-    text = document.plain
-    if text:
-        return not text.text.strip()
+    if plain := document.plain:
+        return not plain.text.strip()
     return isinstance(document, Chat) and not document.messages
 
 
@@ -371,15 +373,16 @@ def rendering(document: Document, tokenizer: Any) -> str:
     if not tokenizer.chat_template:
         return "pair parted by a blank line"
     template = "chat template with tools" if document.arguments.get("tools") else "chat template"
+    # templates get today's date from the function strftime_now
     if "strftime_now" in _template(document.arguments, tokenizer):
         return f"{template}, dated {_date(tokenizer)}"
     return template
 
 
 def unread_texts(document: Document, tokenizer: Any) -> tuple[str, ...]:
-    """Keys of the record whose values are texts that the model does not read: the text has a word
-    that the document lacks, and the chat template does not read the key. All these texts are
-    single words, because longer texts that are not read raise UserError elsewhere.
+    """Keys of the record whose values are texts that the model does not read. Such a text has a
+    word that the document lacks, and the chat template does not read its key. It is a single word,
+    because other functions raise UserError for a longer text that is not read.
 
     tokenizer: the tokenizer with the chat template. None means that there is no chat template.
     """
@@ -464,9 +467,8 @@ def _date(tokenizer: Any) -> str:
 
 
 def _flat_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Name of a variable of chat templates -> value. The names are the `arguments`, without the
-    argument TEMPLATE_ARGUMENTS, and the keys of this argument, which replace arguments of the same
-    name."""
+    """The `arguments`, name -> value. The object under the name TEMPLATE_ARGUMENTS is replaced by
+    its own items. If an item has the name of another argument, the value of the item counts."""
     return {
         **_without_keys(arguments, [TEMPLATE_ARGUMENTS]),
         **arguments.get(TEMPLATE_ARGUMENTS, {}),
@@ -494,9 +496,10 @@ def render_whole(
     arguments, options: see `render`.
 
     Templates ignore fields that they do not know, such as tools or documents. Some templates omit
-    the thoughts in earlier answers. Three things are errors: a text with words that the rendered
-    text lacks; an argument in TEMPLATE_ARGUMENTS that is no variable of the template; a list or
-    object without which the template renders the same text.
+    the reasoning in earlier answers. UserError for each of these:
+    - a text has a word that the rendered text lacks
+    - an argument in TEMPLATE_ARGUMENTS is no variable of the template
+    - the template renders the same text without a certain list or object
     """
     from moe_lab.models.transformers_private import template_variables
 
@@ -529,9 +532,9 @@ def render_whole(
 def _omissions(
     messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]]:
-    """For each non-empty list or object among the values of `arguments` and of messages, yield (its
-    key, the list or object, all messages without this key, all arguments without this key). The
-    key is removed where the list or object is, and nowhere else."""
+    """For each non-empty list or object among the values of `arguments` and of the messages, yield
+    (its key, the list or object, the messages without it, the arguments without it). The key is
+    only removed from the one message, or from the arguments, where the list or object is."""
     for key, value in arguments.items():
         if is_content(value) and not isinstance(value, str):
             yield key, value, messages, _without_keys(arguments, [key])
@@ -566,8 +569,8 @@ class _Content(NamedTuple):
 
 def _check_words(messages: Sequence[Mapping[str, Any]], text: str, error_start: str) -> None:
     """Raise UserError if `text`, into which a chat template rendered the messages, lacks a word of
-    a message: of its content, of its name, or of another text for which `is_content` is true. The
-    error message begins with `error_start`."""
+    a message. The words are those of its content, of its name, and of its other texts for which
+    `is_content` is true. The error message begins with `error_start`."""
     contents = [
         _Content(message["role"], key, value)
         for message in messages
@@ -577,13 +580,14 @@ def _check_words(messages: Sequence[Mapping[str, Any]], text: str, error_start: 
     missing_words = _missing_words([content.text for content in contents], text)
     # The error names the first content that has a missing word. Contents that are in `text` as they
     # stand come last, because most likely the missing word is from another content.
-    for role, key, value in sorted(contents, key=lambda content: content.text.strip() in text):
-        for word in _words(value):
+    contents.sort(key=lambda content: content.text.strip() in text)
+    for role, key, content_text in contents:
+        for word in _words(content_text):
             if word in missing_words:
                 raise UserError(
-                    f"{error_start} role={role} {key}={value!r:.60}, of which the model's chat "
-                    f"template leaves out {word!r}: expected a set without it, or a model whose "
-                    "template reads it"
+                    f"{error_start} role={role} {key}={content_text!r:.60}, of which the model's "
+                    f"chat template leaves out {word!r}: expected a set without it, or a model "
+                    "whose template reads it"
                 )
 
 
