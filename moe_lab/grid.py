@@ -54,7 +54,7 @@ class Cell:
     """Changes to the settings of the benchmarks."""
 
     def __hash__(self) -> int:
-        # the generated hash would fail, since some fields, such as `texts`, cannot be hashed
+        # the generated hash would fail: `texts`, for example, is a dict
         groups = (
             self.model,
             self.criterion,
@@ -130,7 +130,7 @@ def points(draft: Draft, files: Files) -> list[Point]:
     point_of_key: dict[Point, Point] = {}
     with Mistakes() as mistakes:
         axes = _Axes(draft, files)
-        # the first lists are in the setting `grid`, the lists of further grids in `more`
+        # the lists of the first grid are in the setting `grid`, those of further grids in `more`
         first, *further = [
             _valid_lists(lists, "more" if number else "grid", mistakes)
             for number, lists in enumerate(draft.lists)
@@ -138,16 +138,16 @@ def points(draft: Draft, files: Files) -> list[Point]:
         grids = [axes.grid_lists(first)]
         for lists in further:
             grids += axes.further_grid_lists(first, lists)
-        # compose all files in one call, because each call takes time; `files` keeps the contents
+        # Load all files in one call, because each call takes time. `files` keeps their contents, so
+        # that `axes.values` need not wait for them.
         with mistakes.caught():
             files.load(axes.named_files(grids))
         for lists in grids:
-            # for an axis with mistakes nothing is appended, and then the grid has no points
-            values = []
+            values = []  # one list per axis without mistakes
             for axis in AXES:
                 with mistakes.caught():
                     values.append(axes.values(axis, lists))
-            if len(values) == len(AXES):
+            if len(values) == len(AXES):  # no axis has mistakes
                 for point in itertools.product(*values):
                     point_of_key.setdefault(_key(point), point)
     return list(point_of_key.values())
@@ -166,7 +166,8 @@ Lists = Mapping[str, Sequence[Any]]
 
 def _valid_lists(lists: Any, field: str, mistakes: list[str]) -> Lists:
     """`lists`, the lists of a grid, without invalid and empty lists. For each invalid list, a
-    sentence is added to `mistakes`. `field`: the setting that has the lists, grid or more."""
+    sentence is added to `mistakes`. `field`: name of the setting that has the lists: `grid` or
+    `more`."""
     if not isinstance(lists, Mapping):
         mistakes.append(f"{field}={lists}: expected lists by axis, such as {{ratio: [0.25, 0.5]}}")
         return {}
@@ -184,7 +185,8 @@ def _valid_lists(lists: Any, field: str, mistakes: list[str]) -> Lists:
 
 
 def _pattern(name: Any) -> str:
-    """The pattern in a list of names: PATTERN if `name` is glob(PATTERN), else `name` itself."""
+    """`name`, which stands in a list of names, as a pattern for fnmatch. The name glob(PATTERN)
+    gives PATTERN; another name stays as it is."""
     return re.sub(r"^glob\((.*)\)$", r"\1", str(name))
 
 
@@ -198,9 +200,9 @@ class _Axes:
         """(axis, name, JSON of settings) -> the choice that `_choice` returned for them."""
 
     def grid_lists(self, lists: Lists) -> Lists:
-        """The lists of a grid, changed by the command line. `lists`: lists of the grid in a file. A
-        list of the command line replaces the list with the same key. The list of a setting is
-        removed if the command line sets the setting to one value."""
+        """The lists of a grid: `lists`, which come from a file, changed by the command line. A list
+        of the command line replaces the list with the same key. The list of a setting is removed if
+        the command line sets the setting to one value."""
         override_keys = [key for key, _ in self.draft.overrides]
         file_lists = {key: values for key, values in lists.items() if key not in override_keys}
         return {**file_lists, **self.draft.command_lists}

@@ -79,12 +79,12 @@ def _grade(
 ) -> list[Result]:
     """Grade answers, write results and samples to the folder `out`, and return the results.
 
-    Unless a limit is set, RuntimeError if more items are graded than expected, or if more items are
-    missing than the harness tolerates.
+    If the benchmark has no `limit`, raises RuntimeError when more items are graded than expected,
+    or when more than `grades.max_unscored` of the expected items are not graded.
     """
     grades = harness.grade(answers, benchmark, policy)
     for result in grades.results:
-        # if the expected number of items is unknown, no item counts as missing
+        # `n`: graded items. If `expected` is None, `n` takes its place, and no item is missing.
         missing_items = (result["expected"] or result["n"]) - result["n"]
         if benchmark.limit is None and not 0 <= missing_items <= grades.max_unscored:
             raise RuntimeError(
@@ -93,7 +93,7 @@ def _grade(
     out.mkdir(parents=True, exist_ok=True)
     _write_samples(grades.samples, out / "samples.parquet")
     protocol = {
-        "prompt": answers[0].prompt,
+        "prompt": answers[0].prompt,  # an example
         **harness.identity(benchmark),
         **grades.protocol,
     }
@@ -103,7 +103,7 @@ def _grade(
         protocol["too_long"] = long_items
     if unfinished_items:
         protocol["unfinished_thoughts"] = unfinished_items
-    packages = ("torch", "transformers", harness.package)
+    packages = ("torch", "transformers", harness.package)  # some harnesses have no package
     content = ResultFile(
         schema=SCHEMA,
         results=grades.results,

@@ -21,16 +21,17 @@ from contextlib import suppress
 
 def main(grace: float, command: Sequence[str]) -> None:
     """Run the server by the command line `command`. When the server has ended, print its exit code
-    or signal, and kill the whole process group, including this process. SystemExit if the server
-    cannot be started. `_stop_at_end_of_input` ends the server when standard input ends; it also
-    describes `grace`."""
+    or signal, and kill the whole process group, including this process. When standard input ends,
+    the server gets SIGTERM, and is killed if it has not ended after `grace` seconds. SystemExit if
+    the server cannot be started."""
     # `_stop_at_end_of_input` sends SIGTERM to the whole process group, and this process must not
     # end by it. A handler is set instead of SIG_IGN, because the server would inherit SIG_IGN.
     signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
     except OSError as error:
-        # If no folder of PATH has the program, the error may be about a folder that is unreadable.
+        # if no folder of PATH has the program, the error may only say that one of the folders is
+        # unreadable
         reason = error.strerror if shutil.which(command[0]) else "there is no such program"
         raise SystemExit(f"{command[0]} cannot be started: {reason}") from None
     threading.Thread(target=_stop_at_end_of_input, args=(server, grace), daemon=True).start()

@@ -30,12 +30,12 @@ _RESET_PEAK = "5"
 @torch.inference_mode()
 def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tuple[Any, ...]]:
     """Time `REPEATS` requests, after a warm-up, for each batch size and each prompt length. Returns
-    one row of `results.TIMINGS` for each timed request.
+    a row for each timed request; `results.TIMINGS` has the names of its columns.
 
     Prompts are cut from `tokens` (N,), repeated as often as needed. Generation is greedy, with a
-    cache of keys and values. A request always makes `settings.new_tokens` tokens after the first
-    new token; end tokens are ignored. Raises UserError if the longest prompt and its new tokens are
-    more tokens than the model can read.
+    cache of keys and values. Each prompt gets a first new token and `settings.new_tokens` further
+    tokens, even after an end token. Raises UserError if the model cannot read as many tokens as the
+    longest prompt and its new tokens have.
     """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max(settings.prompt_lengths) + settings.new_tokens + 1  # 1: the first new token

@@ -51,8 +51,9 @@ class DeepseekConfig(LlamaConfig):
 
 
 class DeepseekGate(nn.Module):
-    """Router: softmax over all routed experts, in the dtype of the model. The gates of the `top_k`
-    best experts are their probabilities, which are normalised to the sum 1 if norm_topk_prob."""
+    """Router: softmax over all routed experts, in the dtype of the model. For each token, the
+    `top_k` experts with the highest probabilities are chosen. Their gates are these probabilities,
+    normalised to the sum 1 if the setting `norm_topk_prob` is true."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -65,8 +66,8 @@ class DeepseekGate(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(logits (T, E), gates (T, K), ids of the best experts (T, K)) for the T tokens in
-        `hidden_states` (..., H). The best experts of a token are in no particular order."""
+        """(logits (T, E), gates (T, K), numbers of the chosen experts (T, K)) for the T tokens in
+        `hidden_states` (..., H). The chosen experts of a token are in no particular order."""
         logits = linear(hidden_states.view(-1, self.hidden_dim), self.weight)
         gates, experts = torch.topk(logits.softmax(dim=-1), self.top_k, dim=-1, sorted=False)
         if self.normalised and self.top_k > 1:

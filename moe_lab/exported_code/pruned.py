@@ -34,7 +34,7 @@ class PrunedConfig(Config):
 
 
 class PrunedForCausalLM(Model):
-    """The family's model, in which MoE layers have the shapes in `config.pruned`."""
+    """`Model`, the model class of the family, with MoE layers of the shapes in `config.pruned`."""
 
     config_class = PrunedConfig
 
@@ -42,8 +42,7 @@ class PrunedForCausalLM(Model):
         super().__init__(config)
         for path, module in list(self.named_modules()):
             layer = next((part for part in path.split(".") if part.isdigit()), None)
-            # transformers sets `is_transposed` on every experts module with several
-            # implementations, and on no other module
+            # only experts modules have `is_transposed`, which @use_experts_implementation sets
             if layer in config.pruned["layers"] and hasattr(
                 getattr(module, "experts", None), "is_transposed"
             ):
@@ -52,7 +51,7 @@ class PrunedForCausalLM(Model):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        # transformers decides by the name of the class, so it must be that of the family's class
+        # transformers decides by the name of the class, so `Model`, the family's class, is asked
         answer: bool = Model._supports_default_dynamic_cache()
         return answer
 
@@ -70,8 +69,10 @@ def resize(
 
     `experts`: new number of experts, E'. `width`: new number of channels of each expert; None: not
     changed. `widths` (E',): number of channels of each expert, if the numbers differ. In this case
-    the block gets `RaggedExperts`; for `owners` and `constants`, see there.
+    the experts become `RaggedExperts`. `owners` and `constants` are arguments of `RaggedExperts`,
+    and are used only with `widths`.
     """
+    # each parameter of this module has the weights of all experts: (E, ...)
     stacks: Any = block.experts
     count_before = len(next(stacks.parameters()))
     if widths is not None:
@@ -94,7 +95,8 @@ def resize(
             *module.named_buffers(recurse=False),
         ]:
             shape = list(tensor.shape)
-            # an expert has a row of the router's weight, and an entry of each other tensor
+            # an expert is a row in the router's weight, and an entry of the last dimension in all
+            # other tensors, such as a bias
             shape[0 if name == "weight" else -1] = experts
             replace_tensor(module, name, tensor.new_empty(shape))
     resized: Any = block.experts

@@ -26,14 +26,15 @@ COUNT_ATTRIBUTES = (
 
 
 class RaggedExperts(nn.Module):
-    """Gated experts without biases, each with its own width I_e. Replaces the experts module of a
-    family.
+    """Gated experts without biases. Replaces a module whose experts all have the same width: here
+    each expert has its own width I_e.
 
     `gate_up_packed` (sum of 2 I_e, H): for each expert, I_e rows of the gate projection, then I_e
-    rows of the up projection. `down_packed` (sum of I_e, H): the transposed down projections. An
-    expert of width 0 may have another expert as its owner: then its output is computed with the
-    weights of the owner. The output of the other N experts of width 0 is their row of `constants`
-    (N, H), or 0 if `constants` is None.
+    rows of the up projection. `down_packed` (sum of I_e, H): the transposed down projections.
+
+    An expert of width 0 has no weights. It may have another expert as its owner: then its output
+    is computed with the weights of the owner. Otherwise it is a null expert. `constants` (N, H) has
+    the outputs of the N null experts; if `constants` is None, these outputs are 0.
     """
 
     # marks experts; a search for stacked ones refuses it
@@ -48,18 +49,20 @@ class RaggedExperts(nn.Module):
         constants: bool = False,
         owners: Sequence[int] | None = None,
     ) -> None:
-        """Create uninitialised experts of the `widths` (E',), with the activation, dtype and device
-        of `experts`, the family's module. `constants`: whether to create constant outputs. `owners`
-        (E',): for each expert, the number of its owner; None: each expert is its own owner."""
+        """Create uninitialised experts. `experts`: the module to replace, which gives activation,
+        dtype and device. `widths` (E',): width of each new expert. `constants`: whether null
+        experts have outputs other than 0. `owners` (E',): for each new expert, the number of its
+        owner; None: each expert is its own owner."""
         super().__init__()
         self.widths = tuple(widths)
         self.num_experts = len(self.widths)
         ends = accumulate(self.widths)
         # the rows of each expert in down_packed
         self.spans = [slice(end - width, end) for end, width in zip(ends, self.widths, strict=True)]
-        family: Any = copy.copy(experts)
-        family._parameters = {}  # `_apply_gate` needs only the settings of the module
-        self._apply_gate = family._apply_gate
+        # `_apply_gate` needs the settings of the replaced module, but not its weights
+        without_weights: Any = copy.copy(experts)
+        without_weights._parameters = {}
+        self._apply_gate = without_weights._apply_gate
         down: Any = experts.down_proj  # (E, H, I)
         self.gate_up_packed = nn.Parameter(
             down.new_empty(2 * sum(self.widths), down.shape[1]), down.requires_grad
@@ -68,7 +71,7 @@ class RaggedExperts(nn.Module):
             down.new_empty(sum(self.widths), down.shape[1]), down.requires_grad
         )
         self.owners = tuple(range(self.num_experts)) if owners is None else tuple(owners)
-        # experts without weights and without another owner
+        # numbers of the experts without weights and without another owner
         self.null_experts = [
             e for e, owner in enumerate(self.owners) if owner == e and not self.widths[e]
         ]
@@ -87,10 +90,11 @@ class RaggedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Sum (T, H) of the outputs of the experts `top_k_index` (T, K), times their gates
-        `top_k_weights` (T, K). The outputs are added in the same order as in the eager forward of
-        transformers."""
-        # the K T pairs of a token and one of its experts, sorted by expert
+        """The output (T, H): for each token, the sum of gate times output over its K experts.
+        `top_k_index` (T, K) has the numbers of the experts, `top_k_weights` (T, K) their gates. The
+        summands are added in the same order as in the eager forward of transformers."""
+        # All pairs of a token and one of its experts, sorted by expert. Before sorting, the T first
+        # experts come first, then the T second experts, ...: pair i belongs to token i modulo T.
         experts, order = torch.sort(top_k_index.t().reshape(-1), stable=True)
         tokens = order % len(hidden_states)
         gates = top_k_weights.t().reshape(-1)[order, None]
@@ -120,10 +124,10 @@ def constant_output(
     experts: Sequence[int],
     constants: torch.Tensor,
 ) -> torch.Tensor:
-    """The part (T, H) of the output of a layer that comes from the `experts` (N) with constant
-    outputs `constants` (N, H): the sum of gate times constant. `index` and `gates` (T, K): the
-    experts to which each token is routed, and their gates. `n_experts`: number of experts in the
-    layer, E."""
+    """The sum (T, H), for each token, of gate times output over those of its K experts that have a
+    constant output. `index` (T, K): numbers of the experts of each token. `gates` (T, K): gates of
+    these experts. `n_experts`: number of experts in the layer, E. `experts`: numbers of the N
+    experts with a constant output. `constants` (N, H): these outputs."""
     gate_of_expert = gates.new_zeros(len(index), n_experts).scatter_add_(1, index, gates)  # (T, E)
     return (gate_of_expert[:, experts] @ constants.to(gates.dtype)).to(constants.dtype)
 

@@ -39,8 +39,8 @@ class Outcome:
     """CPU seconds of each call."""
 
     def values(self) -> list[Any]:
-        """The value that each call returned, decoded from `encoded`. Raises ValueError if a text in
-        `encoded` is not an encoded value."""
+        """The values that the calls returned, decoded from the texts in `encoded`. Raises
+        ValueError if a text cannot be decoded."""
         return [decode_text(text) for text in self.encoded]
 
 
@@ -62,12 +62,13 @@ PAUSE = 0.5
 
 
 class Runner(ChildProcess):
-    """A runner process, confined by namespaces or only by limits. It runs one program at a time."""
+    """A process that runs programs, one at a time. If it is confined, Linux namespaces hide files,
+    processes and the network from the programs. Otherwise the programs only have limits."""
 
     def __init__(self, *, confined: bool) -> None:
-        """Start the process. If the process ends before it can run programs, raises NoNamespaces on
-        a machine that does not allow namespaces, and else RunnerError."""
-        # command line, environment and current folder of the process
+        """Start the process, and wait until it can run programs. If the process ends before, raises
+        NoNamespaces if the machine does not allow namespaces, and otherwise RunnerError."""
+        # `runner_command` gives the command line and the environment; / is the current folder
         super().__init__(*runner_command(confined=confined), Path("/"))
         try:
             self.call("start")
@@ -77,8 +78,8 @@ class Runner(ChildProcess):
             raise error_type(str(error)) from None
 
     def run(self, request: Request) -> Outcome:
-        """Run one program. Whatever the program does affects only its own outcome. Raises
-        ProcessEnded if the runner dies."""
+        """Run one program. The outcome tells whether the program failed; such a failure raises
+        nothing. Raises ProcessEnded if the runner itself ends."""
         return Outcome(**self.call("run", request=vars(request)))
 
 
@@ -87,10 +88,10 @@ def start(*, confined: bool) -> Runner:
     `STARTS` tries failed."""
     last_error: Exception | None = None
     for number in range(STARTS):
-        time.sleep(PAUSE if number else 0)
+        time.sleep(PAUSE if number else 0)  # no pause before the first try
         try:
             return Runner(confined=confined)
-        except NoNamespaces:
+        except NoNamespaces:  # another try would fail, too
             raise
         except (RunnerError, OSError) as error:
             last_error = error
@@ -101,8 +102,9 @@ Process = TypeVar("Process", bound=ChildProcess)
 
 
 class Pool(Generic[Process]):
-    """Processes for several threads. Each request has a process to itself until the request ends.
-    Idle processes are used again. If no process is idle, `start` starts a new process."""
+    """Processes for several threads. A thread uses a process in a `with` block of `process`; until
+    the block ends, no other thread gets this process. Then the process is idle and can be used
+    again. If no process is idle, a new process is made by `start`, an argument of the pool."""
 
     def __init__(self, start: Callable[[], Process]) -> None:
         self._start = start
@@ -111,7 +113,8 @@ class Pool(Generic[Process]):
 
     @contextmanager
     def process(self) -> Iterator[Process]:
-        """A context that has a process to itself. The process is ended if the context raises."""
+        """A context manager that gives its `with` block a process which no other block uses. If the
+        block raises an error, the process is ended."""
         try:
             process = self._idle.get_nowait()
         except Empty:
@@ -121,21 +124,20 @@ class Pool(Generic[Process]):
             yield process
         except BaseException:
             process.close()
-            with suppress(ValueError):  # `close` may have removed the process
+            with suppress(ValueError):  # `Pool.close` may have removed the process
                 self._all.remove(process)
             raise
         self._idle.put(process)
 
     def close(self) -> None:
-        """End all processes, including those that have a request. Later requests start new
-        processes."""
+        """End all processes, including those in use. After this, `process` makes new processes."""
         self._idle = SimpleQueue()
         while self._all:
             self._all.pop().close()
 
 
 class Runners(Pool[Runner]):
-    """A pool of runners, one per program running at the same time."""
+    """A pool of runners. Programs that run at the same time have different runners."""
 
     def __init__(self, *, confined: bool) -> None:
         super().__init__(partial(start, confined=confined))
@@ -170,27 +172,30 @@ def check_namespaces() -> None:
 
 
 class LimitedCalls(Pool[ChildProcess]):
-    """Calls trusted functions of one module on texts of a model, from several threads.
+    """Calls functions of one module on texts that a model wrote, from several threads.
 
-    A text may make a function take hours or gigabytes, or may make the function crash its process.
-    So each call runs in a separate process. Arguments and results are JSON.
+    The functions are trusted. But a text may make a function take hours or gigabytes, or crash the
+    process. So the functions are called in child processes, one call at a time in each. Arguments
+    and results are JSON.
     """
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
+        """`module`: name of the module. `environment`: environment variables of the processes."""
         super().__init__(self._child)
         self._module = module
         self._environment = environment
 
     def __call__(self, function: str, arguments: list[Any], seconds: float, memory: int) -> Any:
-        """The result of a function; None if the function took too much time or memory, or failed.
+        """Call the function of the module that has the name `function`, and return its result; None
+        if the function took too much time or memory, or failed.
 
-        `seconds`: CPU limit; `memory`: limit on bytes beyond those that the process has mapped
-        before the call (Linux). Raises RunnerError when no process can be started.
+        `seconds`: limit on the CPU time of the call. `memory`: limit on the bytes by which the call
+        enlarges its process (only on Linux). Raises RunnerError when no process can be started.
         """
         try:
             with self.process() as child:
                 return child.call(
-                    "call",
+                    "call",  # the function `call` of this file
                     module=self._module,
                     function=function,
                     arguments=arguments,
@@ -201,6 +206,7 @@ class LimitedCalls(Pool[ChildProcess]):
 
     def _child(self) -> ChildProcess:
         """A new process that has imported the module."""
+        # the process serves the functions `load` and `call` of this file; its current folder is /
         child = ChildProcess(
             command("moe_lab.child_process", __name__), self._environment, Path("/")
         )
@@ -224,12 +230,13 @@ def load(module: str) -> None:
 
 
 def call(module: str, function: str, arguments: list[Any], limits: tuple[float, int]) -> Any:
-    """Call a function of an imported module and return its result. `limits`: CPU seconds, and bytes
-    of memory beyond those that this process has mapped now (only on Linux). If the process has a
-    lower hard limit on memory, the hard limit holds."""
+    """Call a function of an imported module and return its result. `limits`: (CPU seconds, bytes by
+    which the call may enlarge this process). The limit on bytes is only set on Linux, and never
+    above a hard limit of the process."""
     seconds, memory = limits
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if _STATM.exists():
+        # bytes that the process has mapped already, plus `memory`
         limit = int(_STATM.read_text().split()[0]) * resource.getpagesize() + memory
         if hard != resource.RLIM_INFINITY:
             limit = min(limit, hard)

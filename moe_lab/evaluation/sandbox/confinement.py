@@ -127,8 +127,8 @@ def _mounts() -> dict[str, str]:
 
 
 def _replace_root(hidden_folders: Iterable[str]) -> None:
-    """Replace the root by a read-only file system that has only the paths of `_visible_paths`. The
-    `hidden_folders` in this file system are empty."""
+    """Replace the root by a read-only file system that has only the paths of `_visible_paths`. In
+    this file system, the `hidden_folders` are empty folders."""
     # private, so that mounts made here do not appear in other namespaces
     _mount("none", "/", None, _RECURSIVE | _PRIVATE)
     mounts_before = _mounts()
@@ -139,7 +139,9 @@ def _replace_root(hidden_folders: Iterable[str]) -> None:
         if os.path.isdir(_ROOT + path):
             _mount("tmpfs", _ROOT + path, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=4k,mode=755")
     for mount_id, mount_point in _mounts().items():
-        if mount_id not in mounts_before:  # made above, or part of a recursive bind
+        # Mounts that were made above, or that came with a recursive bind, become read-only. The
+        # remount must repeat their flags that may not be cleared.
+        if mount_id not in mounts_before:
             flags = os.statvfs(mount_point).f_flag & _PRESERVED_FLAGS
             _mount("none", mount_point, None, _REMOUNT | _BIND | _READ_ONLY | flags)
     os.chdir(_ROOT)
@@ -158,10 +160,10 @@ def _drop_capabilities() -> None:
 
 
 def _install_seccomp_filter() -> None:
-    """Refuse system calls of this process and of all processes that it starts.
+    """Make some system calls fail, in this process and in all processes that it starts.
 
-    The calls in `_REFUSED_CALLS` fail with EPERM. The call socket fails with EAFNOSUPPORT, as
-    does socketpair unless the sockets are local. Calls that make IPC objects are refused because an
+    The calls in `_REFUSED_CALLS` fail with EPERM. `socket` fails with EAFNOSUPPORT, as does
+    `socketpair` unless the sockets are local. Calls that make IPC objects are refused because an
     unprivileged user cannot limit the number of IPC objects in a namespace.
     """
     machine = os.uname().machine
@@ -169,12 +171,14 @@ def _install_seccomp_filter() -> None:
         raise OSError(errno.ENOSYS, f"the numbers of system calls on {machine} are not known")
     abi, refused_calls = _REFUSED_CALLS[machine]
     socket_call, socketpair_call = _SOCKET_CALLS[machine]
-    # Operations and results of BPF. Each of the `steps` below is
+    # Operations of BPF: load a field of the call, compare what was loaded, or end the filter with
+    # one of the results below. Each of the `steps` is
     # (operation, number of steps to skip if true, number of steps to skip if false, operand).
     load = 0x20
     equal = 0x15
     at_least = 0x35
-    result = 0x06
+    end = 0x06
+    # results of the filter
     kill = 0x80000000
     refuse = 0x00050000 | errno.EPERM
     allow = 0x7FFF0000
@@ -184,16 +188,17 @@ def _install_seccomp_filter() -> None:
     abi_of_call = 4
     first_argument = 16
     # end the process at a call of another ABI, because that ABI numbers its calls differently
-    steps = [(load, 0, 0, abi_of_call), (equal, 1, 0, abi), (result, 0, 0, kill)]
+    steps = [(load, 0, 0, abi_of_call), (equal, 1, 0, abi), (end, 0, 0, kill)]
     steps += [(load, 0, 0, call_number)]
     # refuse the calls of x32, a second ABI of x86_64 whose numbers begin at 1 << 30
-    steps += [(at_least, 0, 1, 1 << 30), (result, 0, 0, refuse)]
+    steps += [(at_least, 0, 1, 1 << 30), (end, 0, 0, refuse)]
     for number in refused_calls:
-        steps += [(equal, 0, 1, number), (result, 0, 0, refuse)]
-    steps += [(equal, 0, 1, socket_call), (result, 0, 0, no_family)]
+        steps += [(equal, 0, 1, number), (end, 0, 0, refuse)]
+    steps += [(equal, 0, 1, socket_call), (end, 0, 0, no_family)]
+    # socketpair is allowed for local sockets; skipping 3 steps leads to the last step
     steps += [(equal, 0, 3, socketpair_call), (load, 0, 0, first_argument)]
-    steps += [(equal, 1, 0, _LOCAL_SOCKETS), (result, 0, 0, no_family)]
-    steps.append((result, 0, 0, allow))
+    steps += [(equal, 1, 0, _LOCAL_SOCKETS), (end, 0, 0, no_family)]
+    steps.append((end, 0, 0, allow))
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
     program = ctypes.create_string_buffer(struct.pack("@HP", len(steps), ctypes.addressof(code)))
     _call("prctl", _FILTER_CALLS, 2, program, 0, 0)  # 2: SECCOMP_MODE_FILTER
@@ -270,10 +275,11 @@ def fork_process_tree() -> int:
     other processes, and the tree dies with the child. Returns 0 in the child, and the id of the
     child in the parent. Raises OSError when the kernel refuses the clone.
 
-    One clone takes half the time of a fork whose child changes its namespaces and forks again. The
-    clone bypasses the C library, so that in the child the library's cached thread id is still the
-    parent's thread id. So call this function only in a process 1 with a single thread, as after
-    `enter`: both thread ids are then 1.
+    The C library caches the id of the thread, and does not notice this clone: in the child, the
+    cached id is the id in the parent. It is right only if both ids are 1. So call this function
+    only in a process that is process 1 and has a single thread, as after `enter`.
+
+    The usual way takes twice as long: a fork, whose child changes its namespaces and forks again.
     """
     flags = ctypes.c_long(_NEW_USER | _NEW_PIDS | signal.SIGCHLD)
     # no new stack: the child continues on a copy of this stack, as after a fork

@@ -89,8 +89,8 @@ _SUBCLASSES = {base: type(f"Subclass_{base.__name__}", (base,), {}) for base in 
 
 
 def encode_result(value: Any, parts: int = HUGE) -> Any:
-    """Encode `value` by `encode`. A value with more than `parts` parts, counted as by
-    `_remaining_budget`, is encoded as a hash."""
+    """`value` in a form that json.dumps accepts. If the value has more than `parts` parts, only a
+    hash of the value is encoded. `_remaining_budget` says what a part is."""
     if _remaining_budget(value, parts) < 0:
         return {"kind": "huge", "value": _fingerprint(value)}
     return encode(value)
@@ -134,6 +134,7 @@ def _fingerprint(value: Any) -> int:
             frozenset((_fingerprint(key), _fingerprint(item)) for key, item in value.items())
         )
     if isinstance(value, (list, tuple)):
+        # a list never equals a tuple, so the hash of a list has another first item
         try:
             # faster than `_fingerprint` of each item, with the same result if all have a hash
             return hash((isinstance(value, list), *map(hash, value)))
@@ -143,8 +144,8 @@ def _fingerprint(value: Any) -> int:
 
 
 def encode(value: Any) -> Any:
-    """`value` in a form that json.dumps accepts. RecursionError for a value that is nested too
-    deeply; comparing such a value would raise RecursionError, too."""
+    """`value` in a form that json.dumps accepts: a plain value, a list, or a dict with the keys
+    `kind` and `value`. Raises RecursionError for a value that is nested too deeply."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -161,16 +162,18 @@ def encode(value: Any) -> Any:
 
 
 def _encode_subclass(base: type, value: Any) -> Any:
-    """Encode a value of another type than `base` that equals a value of the type `base`, such as an
+    """Encode `value`, which equals a value of the type `base` but has another type: for example, an
     instance of a subclass."""
     return {"kind": "like", "value": [base.__name__, _FORMS[base].to_json(value)]}
 
 
 def _encode_other(value: Any) -> Any:
-    """Encode a value whose type is not derived from a type in `_FORMS`. A numpy scalar,
-    rational number, finite decimal, bytearray or set is encoded as the plain value that it equals.
-    Of any other iterable except a mapping, the first HUGE items are encoded. All other values are
-    opaque."""
+    """Encode a value whose type is not derived from a type in `_FORMS`.
+
+    For a numpy scalar, rational number, finite decimal, bytearray or set, a plain value that it
+    equals is encoded. For other iterables, except mappings, the first HUGE items are encoded. All
+    other values become an `Opaque`.
+    """
     # Importing numpy and decimal would slow every start. So their types are recognized by the name
     # of the module.
     if (
@@ -199,9 +202,12 @@ def _encode_other(value: Any) -> Any:
 
 
 def decode(encoded: Any) -> Any:
-    """The value that was encoded. A value that cannot be rebuilt is replaced by an Opaque, Huge,
-    Stream, Fraction or instance of a class in `_SUBCLASSES`. If `encoded` was not made by `encode`,
-    raises an error that `decode_text` catches, or returns an arbitrary value."""
+    """The value that `encode` or `encode_result` has encoded. A value that cannot be rebuilt is
+    replaced by an Opaque, Huge, Stream, Fraction or instance of a class in `_SUBCLASSES`.
+
+    If `encoded` is something else, this raises an error that `decode_text` catches, or returns an
+    arbitrary value.
+    """
     if isinstance(encoded, list):
         return _decode_items(encoded)
     if not isinstance(encoded, dict):

@@ -125,11 +125,12 @@ def _run(request: Request, fork: Callable[[], int]) -> dict[str, Any]:
     except OSError as error:
         raise SystemExit(f"no process can be started for a program ({error})") from error
     if child == 0:
-        _run_and_exit(request, write_end)
+        _run_and_exit(request, write_end)  # does not return
     os.close(write_end)
     watch = _Watch(child, request)
     poll = select.poll()
-    poll.register(read_end, 0)  # wakes only when the last writer has closed the pipe
+    # 0: `poll` does not wake for new results, but only when the last writer has closed the pipe
+    poll.register(read_end, 0)
     poll.register(0, select.POLLIN)  # standard input, which the grader closes when it ends
     reply = None
     try:
@@ -229,7 +230,8 @@ class _Watch:
         now = _cpu_seconds(self.child)
         for line in complete_lines:
             if line.startswith(b"error "):
-                # without "error ", and cut, because the program may send a line of any length
+                # Without "error ", and cut to 294 characters, because the program may send a line
+                # of any length. For the same reason, only the first bytes are decoded.
                 return self.reply("failed", line[6:900].decode("utf-8", "replace")[:294])
             # JSON of results is ASCII, so the program itself has written to the pipe
             if not line.isascii():
@@ -302,9 +304,9 @@ def _send(line: str) -> None:
 
 
 def runner_command(*, confined: bool) -> tuple[list[str], dict[str, str]]:
-    """(command line, environment) of a runner, which inherits no other environment variables. If
-    `confined`, the runner is in namespaces; otherwise it only sets limits."""
-    package = Path(__file__).resolve().parents[2]  # an empty folder for programs in namespaces
+    """(command line, environment variables) of a runner, which inherits no other variables. If
+    `confined`, the runner enters namespaces; otherwise its programs only have limits."""
+    package = Path(__file__).resolve().parents[2]  # moe_lab: an empty folder in the namespaces
     mode = "confined" if confined else "limited"
     # some interpreters find their shared libraries only by LD_LIBRARY_PATH
     inherited = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
