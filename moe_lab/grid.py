@@ -191,7 +191,9 @@ def _pattern(name: Any) -> str:
 
 
 class _Axes:
-    """The values of the axes of a study's grids. Each choice of a group is composed once."""
+    """The values of each axis of a study's grids. A value of a group is an object, such as a
+    ModelConfig, that is made from a file of the group; it is called a choice. Equal choices are the
+    same object."""
 
     def __init__(self, draft: Draft, files: Files) -> None:
         self.draft = draft
@@ -208,33 +210,35 @@ class _Axes:
         return {**file_lists, **self.draft.command_lists}
 
     def further_grid_lists(self, first: Lists, lists: Lists) -> list[Lists]:
-        """[lists of a further grid, changed by the command line]. If the command line has a list of
-        a group, the further grid only keeps names that match a name in that list; the result is []
-        if no name of a group matches. `lists`: the lists of the further grid in a file. `first`:
-        the lists of the first grid, which are used for axes without a list in `lists`."""
-        matches = {}
+        """The lists of a further grid, changed by the command line, as the only item of the result.
+        If the command line has a list of a group, the further grid keeps only its own names that
+        match a name in that list. The result is [] if it keeps no name of such a group.
+
+        `lists`: the lists that a file has for the further grid. `first`: the lists of the first
+        grid in that file, which also apply to the further grid unless `lists` replaces them."""
+        kept = {}
         for axis, command_names in self.draft.command_lists.items():
             if axis not in GROUPS or axis not in lists:
                 continue
             patterns = [_pattern(name) for name in command_names]
-            matches[axis] = [
+            kept[axis] = [
                 name
                 for name in lists[axis]
                 if any(fnmatchcase(str(name), pattern) for pattern in patterns)
             ]
-        if not all(matches.values()):
+        if not all(kept.values()):
             return []
-        return [{**self.grid_lists({**first, **lists}), **matches}]
+        return [{**self.grid_lists({**first, **lists}), **kept}]
 
-    def _field(self, axis: str) -> str:
-        """Name of the setting that has the list of values of an axis; for messages."""
+    def _list_setting(self, axis: str) -> str:
+        """The setting that lists the values of an axis, for messages: `axis` if the list comes from
+        the command line, grid.AXIS if it comes from a file."""
         return axis if axis in self.draft.command_lists else f"grid.{axis}"
 
     def values(self, axis: str, lists: Lists) -> list[Any]:
         """The values of an axis, checked. Raises SettingsError with all mistakes in the values."""
-        return (
-            self._plain_values(axis, lists) if axis in PLAIN_AXES else self._choices_of(axis, lists)
-        )
+        method = self._plain_values if axis in PLAIN_AXES else self._choices_of
+        return method(axis, lists)
 
     def _plain_values(self, axis: str, lists: Lists) -> list[Any]:
         """The checked values of an axis in PLAIN_AXES, without repetitions. An axis without a list
@@ -248,14 +252,14 @@ class _Axes:
                 values.append(validated(AXIS_TYPES[axis], only_value, axis))
             for value in lists.get(axis, ()):
                 with mistakes.caught():
-                    values.append(validated(AXIS_TYPES[axis], value, self._field(axis)))
+                    values.append(validated(AXIS_TYPES[axis], value, self._list_setting(axis)))
         return list(dict.fromkeys(values))
 
     def _names(self, axis: str, lists: Lists) -> list[str | None]:
-        """Names of the files of a group that match its list of names, without repetitions. None
-        means the content in the composed configuration, and replaces the name of the file from
-        which that content comes. [None] if the group has no list. SettingsError for a name in the
-        list that no file matches."""
+        """Names of the files of a group that match its list of names, without repetitions. The file
+        from which the composed configuration has its content is given as None, because that content
+        is used as it is. The result is [None] if the group has no list. SettingsError with all
+        names in the list that no file matches."""
         available = self.files.names(axis)
         names: list[str | None] = []
         with Mistakes() as mistakes:
@@ -263,22 +267,25 @@ class _Axes:
                 pattern = _pattern(entry)
                 matches = [name for name in available if fnmatchcase(name, pattern)]
                 if not matches:
-                    mistakes.append(str(unknown_name_error(self._field(axis), pattern, available)))
+                    mistakes.append(
+                        str(unknown_name_error(self._list_setting(axis), pattern, available))
+                    )
                 for name in matches:
                     names.append(None if name == self.draft.file_names.get(axis) else name)
         return list(dict.fromkeys(names)) or [None]
 
     def named_files(self, grids: Iterable[Lists]) -> Iterator[Choice]:
-        """The files that the lists of `grids` name, without those in the composed configuration.
-        Files of an axis after a mistake are left out here, because `values` reports the mistake."""
+        """(group, name) of the files that the lists of `grids` name, without the files that are in
+        the composed configuration already."""
         for axis, lists in itertools.product(GROUPS, grids):
+            # skips a list with mistakes, which `values` reports
             with Mistakes().caught():
                 for name in self._names(axis, lists):
                     if name is not None:
                         yield axis, name
 
     def _choices_of(self, axis: str, lists: Lists) -> list[Any]:
-        """The checked choices of a group, without repetitions: each listed file, with each
+        """The checked choices of a group, without repetitions: one for each listed file and each
         combination of the listed values of settings in the group."""
         prefix = f"{axis}."
         setting_lists = {
@@ -286,7 +293,8 @@ class _Axes:
             for key, values in lists.items()
             if key.startswith(prefix)
         }
-        choices: dict[int, Any] = {}
+        # `_choice` returns the same object for equal arguments
+        choices: dict[int, Any] = {}  # id of a choice -> the choice
         with Mistakes() as mistakes:
             names = self._names(axis, lists)
             for name, *values in itertools.product(names, *setting_lists.values()):
@@ -296,10 +304,9 @@ class _Axes:
         return list(choices.values())
 
     def _choice(self, axis: str, name: str | None, settings: Mapping[str, Any]) -> Any:
-        """A choice of a group, with all overrides. It comes from the file `name`, or from the
-        composed configuration if `name` is None. `settings`: setting in the group -> one value of
-        its list. The values are set in the choice, and are appended to its name. Equal arguments
-        return the same object."""
+        """The choice of a group that is made from the file `name`, or from the composed
+        configuration if `name` is None. `settings`: setting in the group -> its value in this
+        choice. Equal arguments return the same object."""
         key = (axis, name, json.dumps(settings, sort_keys=True, default=str))
         if key not in self._choices:
             choice = self._compose(axis, name, settings)
@@ -309,8 +316,9 @@ class _Axes:
         return self._choices[key]
 
     def _compose(self, axis: str, name: str | None, settings: Mapping[str, Any]) -> Any:
-        """The choice for the arguments of `_choice`, as a new object, checked. If the choice is a
-        mixture of calibration sets, its sources do not have their settings yet."""
+        """Make a new choice, and check it. The arguments are those of `_choice`. The overrides of
+        the command line are set first, then `settings`, whose values are also appended to the name
+        of the choice. `_choice` adds the settings of a mixture's sources."""
         content = deepcopy(self._content(axis, name))
         for setting, value in self.draft.overrides:
             if setting.startswith(f"{axis}."):
@@ -328,10 +336,10 @@ class _Axes:
         return replace(choice, name=valid_name("".join([choice.name, *endings])))
 
     def _checked_text(self, text: CalibrationConfig, name: str | None) -> CalibrationConfig:
-        """The calibration set `text` with the right value of `is_default`: whether the set is
-        shipped and no setting names a set. `name`: name of the set's file; None if the set comes
-        from the composed configuration. UserError if the set has the name none, which means that
-        there is no calibration set."""
+        """`text`, a calibration set, with the field `is_default`, which is True for a shipped set
+        if no setting names a set. `name`: name of the file of the set; None if the set comes from
+        the composed configuration. UserError if the set itself is named "none", because that name
+        means no calibration."""
         if text.name == "none":
             raise UserError(
                 "calibration.name=none means no calibration: expected another name, such as none_1"
@@ -342,11 +350,15 @@ class _Axes:
         return text
 
     def _content(self, axis: str, name: str | None) -> dict[str, Any]:
-        """The settings of a choice, not yet checked. If `name` is None, this is the content of the
-        group in the composed configuration. Otherwise it is the content of the file `name`, with
-        the changes that the composed configuration makes to its own file of the group: for example,
-        an experiment may change one setting. If no setting names a calibration set, the file is
-        SHIPPED_TEXT, and all composed settings are changes."""
+        """The settings of a choice, not yet checked.
+
+        If `name` is None, they are the settings of the group in the composed configuration.
+        Otherwise they are the content of the file `name`, with changes. The composed configuration
+        comes from another file of the group, and may have changed some of its settings, for example
+        in an experiment. The same changes are made here.
+
+        If no setting names a calibration set, the result is the content of the file SHIPPED_TEXT,
+        with all composed settings as changes."""
         composed = self.draft.composed.get(axis) or {}
         if not isinstance(composed, dict):
             raise UserError(
@@ -355,7 +367,7 @@ class _Axes:
         if name is None and (axis != "calibration" or "name" in composed):
             return composed
         composed_name = self.draft.file_names.get(axis, "")
-        # the composed content before the changes
+        # `composed` before the changes; `composed` itself if it comes from no file of the group
         base = composed
         if name is None:
             name = SHIPPED_TEXT
@@ -414,9 +426,10 @@ def suite_of(config: Config, model: ModelConfig, files: Files) -> SuiteConfig:
 
 
 def requests(config: Config, points: Iterable[Point], files: Files) -> list[Request]:
-    """The cells of a study with their benchmarks. The benchmarks of a cell depend on its protocol
-    and on whether its model is shipped. Cells for which both are equal are in one request.
-    SettingsError for texts and benchmarks that are unknown or invalid."""
+    """The cells at `points`, with their benchmarks. Shipped models may have other benchmarks, so
+    each protocol has at most two requests: one with the cells of shipped models, and one with all
+    other cells. SettingsError with all mistakes in benchmarks and in texts, which are calibration
+    sets that are used for other purposes than calibration (see `Cell.texts`)."""
     # (id of a model, id of an allocation that searches) -> the allocation with the model's
     # search parameters
     allocations: dict[tuple[int, int], AllocationConfig] = {}
@@ -426,14 +439,14 @@ def requests(config: Config, points: Iterable[Point], files: Files) -> list[Requ
         """The text `name`. Equal arguments return the same object. Overrides such as
         calibration.X=... do not apply to the text. `setting`: the setting that names the text, for
         messages. `engine`: engine that replaces the engine of the text; None: no replacement."""
-        text = add_sources(_text(setting, name, files), files)
+        text = add_sources(_text(setting, name, files, changes={}), files)
         return replace(text, engine=engine) if engine else text
 
     def cell_at(point: Point) -> Cell:
-        """The cell at `point`, with its texts. If its allocation is a search, the search parameters
-        of the model are added to the allocation."""
+        """The cell at `point`, with its texts. If its allocation searches on a text, the search
+        parameters of the model are added to the allocation."""
         cell = Cell(**dict(zip(AXES, point, strict=True)))
-        # the model reads flops_text with the engine by which it reads the calibration set
+        # flops_text is read with the engine that reads the cell's calibration set
         texts = {"flops": text_of("flops_text", config.flops_text, cell.calibration.engine)}
         if cell.allocation.search is not None:
             texts["search"] = text_of("allocation.search", cell.allocation.search)
@@ -464,27 +477,30 @@ def requests(config: Config, points: Iterable[Point], files: Files) -> list[Requ
     return study_requests
 
 
-def _text(
-    setting: str, name: str, files: Files, changes: Mapping[str, Any] | None = None
-) -> CalibrationConfig:
-    """The text `name` of conf/calibration, checked. `setting`: the setting that names the text, for
-    messages. `changes`: setting of the text -> value that replaces the value in the file."""
+def _text(setting: str, name: str, files: Files, changes: Mapping[str, Any]) -> CalibrationConfig:
+    """The calibration set in the file `name` of conf/calibration, checked. `setting`: the setting
+    that names the set, for messages. `changes`: setting of the set -> value that replaces the value
+    in the file."""
     check_known(setting, name, files.names("calibration"))
-    content = {**files.load([("calibration", name)])["calibration", name], **(changes or {})}
-    text: CalibrationConfig = validated(CalibrationConfig, content, "", f"calibration={name}")
+    content = {**files.load([("calibration", name)])["calibration", name], **changes}
+    text: CalibrationConfig = validated(
+        CalibrationConfig, content, group="", origin=f"calibration={name}"
+    )
     return text
 
 
 def add_sources(text: CalibrationConfig, files: Files) -> CalibrationConfig:
-    """The calibration set `text`. If the set is a mixture, each of its sources gets its settings
-    from its file. Overrides such as calibration.X=... do not apply to sources. UserError for an
-    unknown source, for two sources with the same name, and for a source that is a mixture."""
+    """The calibration set `text`. If the set is a mixture, its sources get their `settings`: each
+    source names a file of conf/calibration, and may replace the path in that file by its own path.
+    Overrides such as calibration.X=... do not apply to sources. UserError for an unknown source,
+    for two sources with the same name, and for a source that is a mixture."""
     if not text.sources:
         return text
     sources: list[SourceConfig] = []
     for source in text.sources:
         changes = {}
         if source.path is not None:
+            # the name is that of the user's file, so that one set can be used with several paths
             changes = {"name": valid_name(Path(source.path).stem), "path": source.path}
         settings = _text(f"calibration={text.name}: source", source.calibration, files, changes)
         if settings.sources:
@@ -501,13 +517,15 @@ def add_sources(text: CalibrationConfig, files: Files) -> CalibrationConfig:
 
 
 EVERY = "every"
-"""Key of a protocol under which changes to all benchmarks with `data` are."""
+"""Key in `protocol.benchmarks`, in place of a benchmark: its fields apply to all benchmarks with
+`data`."""
 
 
 def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[BenchmarkConfig]:
     """The benchmarks of `config.suite`, with the changes of the protocol and with the settings of
-    `config` that apply to benchmarks. Raises SettingsError for unknown benchmarks, and for unknown
-    or invalid fields in the protocol."""
+    `config` that apply to benchmarks. SettingsError with all unknown benchmarks in the suite and in
+    the protocol, where EVERY stands for all benchmarks with `data`; otherwise with all unknown or
+    invalid fields in the protocol."""
     names = config.suite.benchmarks or []
     known = files.names("benchmark")
     with Mistakes() as mistakes:
@@ -530,16 +548,18 @@ def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[B
 def _benchmark_config(
     name: str, content: Mapping[str, Any], config: Config, protocol: ProtocolConfig
 ) -> BenchmarkConfig:
-    """The config of the benchmark `name`: the `content` of its file, changed by the protocol, and
-    then by the settings of `config` that apply to the benchmark. The protocol's changes under EVERY
-    apply only to a benchmark with `data`. UserError if suite.path is set and the benchmark does not
-    read it. SettingsError for invalid fields."""
+    """The config of the benchmark `name`. `content`: the content of its file. The fields of the
+    protocol replace those of the file: first the fields under EVERY, if the benchmark has `data`,
+    then the fields under `name`. The field `parameters` is merged, not replaced. After that,
+    settings of `config` such as suite.limit are added. UserError if suite.path is set, but the
+    harness of the benchmark reads no path. SettingsError for invalid fields."""
     changes: dict[str, Any] = {}
     if content.get("data"):
         changes |= protocol.benchmarks.get(EVERY, {})
     changes |= protocol.benchmarks.get(name, {})
     if "parameters" in changes:
         changes["parameters"] = {**content.get("parameters", {}), **changes["parameters"]}
+    # where the settings come from, for messages
     origin = f"protocol={protocol.name}: benchmark {name}" if changes else f"benchmark={name}"
     benchmark: BenchmarkConfig = validated(BenchmarkConfig, {**content, **changes}, "", origin)
     harness = harness_of(benchmark)

@@ -139,11 +139,12 @@ def _use_rows(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[TableRow
     from moe_lab.pruning.export.settings import check_quantised
 
     method = quantization(model)
-    # the reason why criteria that need plain weights do not apply
+    # why criteria that need plain weights do not apply; None if they do
     storage = f"its weights are stored as {method}" if method else None
-    # the reason why channels cannot be removed, which is the same for all layers; or None
-    reason = facts["moe_layers"][0].family.channel_obstacle
-    channel_obstacle = f"its experts {reason}" if reason else None
+    # such as "have biases", for all layers; None if their channels can be removed
+    experts_obstacle = facts["moe_layers"][0].family.channel_obstacle
+    channel_obstacle = f"its experts {experts_obstacle}" if experts_obstacle else None
+    # obstacle: why no criterion of the granularity applies; None if some may apply
     for granularity, obstacle in (("expert", None), ("channel", channel_obstacle)):
         names = [
             name
@@ -156,7 +157,7 @@ def _use_rows(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[TableRow
     shapes = [
         shape
         for shape in SHAPES
-        # in a masked checkpoint, a bias in the router keeps tokens away from dropped experts
+        # a masked checkpoint needs a router with biases, which keep tokens from dropped experts
         if (shape != "masked" or can_bar(facts["routing"]))
         and not [*user_errors(check_quantised, method, shape)]
     ]

@@ -90,6 +90,7 @@ by a closing brace."""
 def sealed(text: str) -> str:
     """`text`, the JSON text of an object that is not empty, with one more key: the last key of the
     object is `digest`, and its value is the sha256 of `text`."""
+    # the closing brace of `text` moves behind the digest
     return f'{text[:-1]}{DIGEST}{sha256(text.encode()).hexdigest()}"}}'
 
 

@@ -45,14 +45,13 @@ def cores() -> int:
     limits = [os.cpu_count() or 1]
     if hasattr(os, "sched_getaffinity"):
         limits = [len(os.sched_getaffinity(0))]
-    # A limit is (quota, period) in microseconds: processor time per period of wall-clock time.
-    # Control groups of version 2 have both in one file, groups of version 1 have two files. The
-    # file name "" means that groups of this version are left out.
+    # A group may use `quota` microseconds of processor time in each `period`, which is wall-clock
+    # time. Control groups of version 2 have both in one file, groups of version 1 have two files.
     quota_pairs: list[Sequence[str]] = [
-        text.split() for text in _group_limits("cpu", "cpu.max", "")
+        text.split() for text in _group_limits("cpu", file_v2="cpu.max")
     ]
-    quotas = _group_limits("cpu", "", "cpu.cfs_quota_us")
-    periods = _group_limits("cpu", "", "cpu.cfs_period_us")
+    quotas = _group_limits("cpu", file_v1="cpu.cfs_quota_us")
+    periods = _group_limits("cpu", file_v1="cpu.cfs_period_us")
     quota_pairs += zip(quotas, periods, strict=True)
     for quota, period in quota_pairs:
         if quota not in ("max", "-1"):  # these mean no limit, in version 2 and in version 1
@@ -64,9 +63,10 @@ def cores() -> int:
 
 
 def main_memory() -> float:
-    """Bytes of main memory that this process may use. This is the least of several numbers, divided
-    by the number of worker processes (WORKERS): the memory of the machine, the limits of the
-    process's control groups, and the memory that its Slurm job has requested."""
+    """Bytes of main memory that this process may use. This is the least of several numbers: the
+    memory of the machine, the limits of the process's control groups, and the memory that its Slurm
+    job has requested. It is divided by the number of worker processes, which share the memory (see
+    WORKERS)."""
     limits = [float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))]
     for text in _group_limits("memory", "memory.max", "memory.limit_in_bytes"):
         if text.isdigit():
@@ -111,13 +111,14 @@ def gpu_count() -> int:
     return int(completed.stdout or 0)
 
 
-def _group_limits(controller: str, file_v2: str, file_v1: str) -> Iterator[str]:
-    """The text of the file with a limit, for each control group of this process that has such a
-    file, and for each group that contains a control group of this process. `controller`: cpu or
-    memory. `file_v2`: name of the file in control groups of version 2. `file_v1`: name of the file
-    in version 1, where each controller has its own groups."""
+def _group_limits(controller: str, file_v2: str = "", file_v1: str = "") -> Iterator[str]:
+    """The texts of the files with a limit, one file per control group. The groups are those of this
+    process, and all groups around them; groups without the file are left out. `controller`: cpu or
+    memory. `file_v2`, `file_v1`: name of the file in control groups of version 2 and version 1; ""
+    leaves out all groups of that version."""
     for line in CONTROL_GROUPS.read_text().splitlines() if CONTROL_GROUPS.is_file() else []:
-        # version 1: "4:cpu,cpuacct:/path"; version 2, in which no controllers are named: "0::/path"
+        # a line of version 1 names the controllers of the group, such as "4:cpu,cpuacct:/path"; a
+        # line of version 2 names none, such as "0::/path"
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue

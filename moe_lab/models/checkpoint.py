@@ -101,6 +101,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file; UserError when the file is missing or holds no JSON
     object."""
     try:
+        # any JSON object has the shape {}
         content: dict[str, Any] = json_files.read_json(path, {})
     except FileNotFoundError:
         raise UserError(

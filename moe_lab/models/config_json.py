@@ -48,14 +48,16 @@ def config_of(settings: ModelConfig) -> dict[str, Any]:
 
 def tensor_parallel_sizes(config: Mapping[str, Any]) -> list[int]:
     """The numbers of GPUs, out of GPU_COUNTS, among which vLLM can divide each layer of a model:
-    the numbers that divide the number of attention heads. Whole layers are not distributed over
-    GPUs, because masks need all layers in each process."""
+    the numbers that divide the number of attention heads; all of GPU_COUNTS if config.json does not
+    state the heads. Whole layers are not distributed over GPUs, because masks need all layers in
+    each process."""
     heads = config.get("text_config", config).get("num_attention_heads") or 0
     return [count for count in GPU_COUNTS if heads % count == 0]
 
 
 def stated_numbers(config: Mapping[str, Any]) -> dict[str, int]:
-    """Name in model.expected -> number, for the names in FIELDS whose number config.json states."""
+    """The numbers of a model that config.json states: name in FIELDS -> number. A name is left out
+    if config.json does not state its number."""
     text_config = config.get("text_config", config)
     numbers = {}
     for name, fields in FIELDS.items():
@@ -66,10 +68,10 @@ def stated_numbers(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
-    """{"n_experts": number, "top_k": number, "width": channels per expert} of a MoE layer, without
-    "width" if it is not known. None when n_experts or top_k is not known. The numbers are read from
-    config.json, or from `model.expected` if config.json states no numbers. `model.top_k` overrides
-    top_k."""
+    """{"n_experts": experts per MoE layer, "top_k": experts per token, "width": channels per
+    expert}. The key width is left out if its number is not known; the result is None if another
+    number is not known. The numbers are read from config.json, or from `model.expected` if
+    config.json states no numbers. `model.top_k`, if set, overrides top_k."""
     numbers = stated_numbers(config_of(settings)) or _expected_numbers(settings)
     if settings.top_k:
         numbers["top_k"] = settings.top_k
@@ -96,9 +98,9 @@ def fewest_experts(router: Mapping[str, Any]) -> int:
     """The smallest number of experts that a layer can retain. `router`: top_k, n_group and
     topk_group of the layer's router. Without groups (`n_group` = 1), the number is `top_k`.
 
-    With groups, each group retains equally many experts: at least two, because groups are ranked by
-    their two best experts. A token reaches `topk_group` groups (None: all groups), which must have
-    `top_k` experts together."""
+    With groups, each group retains equally many experts. They are at least two, because groups are
+    ranked by their two best experts. They are also so many that a token finds `top_k` experts in
+    the `topk_group` groups that it reaches (None: all groups)."""
     top_k = int(router["top_k"])
     n_group = int(router["n_group"])
     if n_group == 1:
@@ -191,8 +193,8 @@ def check_trained_top_k(model: ModelConfig, setting: str) -> None:
 
 def check_expected(numbers: Mapping[str, int], settings: ModelConfig) -> None:
     """Raise UserError for the first number that differs from `model.expected`. `numbers`: name in
-    model.expected -> actual number; names that are not in `numbers` are not compared. The number of
-    parameters is compared last, because it says least about the cause."""
+    model.expected -> actual number; names that are not in `numbers` are not compared."""
+    # the number of parameters comes last (False sorts before True): it says least about the cause
     for name, expected in sorted(
         _expected_numbers(settings).items(), key=lambda item: item[0] == "parameters"
     ):
@@ -215,8 +217,8 @@ if heads share keys and values."""
 
 @dataclass(frozen=True)
 class Size:
-    """The numbers of a model from which memory and time are estimated: fields of ExpectedConfig,
-    and the bytes of a loaded weight."""
+    """The numbers of a model from which memory and time are estimated. They are fields of
+    ExpectedConfig, except `bytes_per_parameter`, the bytes of a loaded weight."""
 
     parameters: int
     moe_layers: int
@@ -238,19 +240,19 @@ class Size:
 
     @property
     def logit_bytes(self) -> float:
-        """Upper bound of the bytes of one token's logits in fp32: LOGITS, or less for a small
-        model. Each logit takes `hidden` parameters of the vocabulary head, so a model has at most
-        parameters / hidden logits."""
+        """Upper bound of the bytes of one token's logits in fp32. LOGITS suffices for all models. A
+        small model has fewer logits: each takes `hidden` parameters of the vocabulary head, so
+        there are at most parameters / hidden."""
         return min(LOGITS, 4 * self.parameters / self.hidden)
 
     def layer_weights(self, layers: int = 1) -> float:
         """Estimated bytes of the weights of `layers` decoder layers, of the embeddings and of the
-        vocabulary head, times WEIGHT_OVERHEAD."""
-        # all variables count parameters
+        vocabulary head, with an overhead for buffers (WEIGHT_OVERHEAD)."""
+        # the values of the variables are numbers of parameters
         routed = self.experts * self.expert
         unrouted = self.parameters - self.moe_layers * routed
-        # embeddings and head: two matrices with a row for each logit, at most LOGITS / 4 rows each,
-        # because a logit takes 4 bytes
+        # Embeddings and head are two matrices, with a row of `hidden` parameters for each logit. A
+        # token has at most LOGITS / 4 logits, because LOGITS is in bytes and a logit takes 4 bytes.
         vocabulary = min(unrouted, 2 * LOGITS // 4 * self.hidden)
         layer = routed + (unrouted - vocabulary) / self.moe_layers
         return WEIGHT_OVERHEAD * self.bytes_per_parameter * (layers * layer + vocabulary)
@@ -262,16 +264,17 @@ class Size:
         return self.bytes_per_parameter * layers * (20 * self.hidden + 6 * self.top_k * self.width)
 
     def kv_cache_bytes(self, tokens: int) -> float:
-        """Bytes of the KV cache: keys and values of `tokens` tokens in all MoE layers."""
+        """Estimated bytes of the KV cache: keys and values of `tokens` tokens in all MoE layers,
+        each with CACHE * `hidden` bytes per token."""
         return float(tokens * CACHE * self.hidden * self.moe_layers)
 
     def hidden_states(self, tokens: int, *, backward: bool) -> float:
         """Upper bound of the bytes of the hidden states that a layer by layer pass over `tokens`
-        tokens stores. A forward pass stores the states before and after the current layer, and
-        those from which a killed pass resumes. With `backward`, it also stores the states of all
-        layers."""
-        layers = self.moe_layers + 3 if backward else 3
-        return float(tokens) * self.hidden * self.bytes_per_parameter * layers
+        tokens stores. `backward`: whether a backward pass follows the forward pass."""
+        # Three states of each token: before and after the current layer, and a copy from which the
+        # next process resumes a killed pass. A backward pass also needs the states of all layers.
+        states = self.moe_layers + 3 if backward else 3
+        return float(tokens) * self.hidden * self.bytes_per_parameter * states
 
 
 def size_of(settings: ModelConfig) -> Size | None:
@@ -294,12 +297,13 @@ def size_of(settings: ModelConfig) -> Size | None:
 
 @lru_cache(maxsize=64)
 def _numbers_from_files(path: str, revision: str | None) -> dict[str, int]:
-    """Name in model.expected -> number, for the numbers that config.json and the headers of the
-    weight files state; also "bytes" -> bytes of a weight.
+    """The numbers of a model that config.json and the headers of the weight files state: name in
+    model.expected -> number. The result also has the key "bytes": bytes of a weight in the
+    precision that config.json states.
 
-    The headers are not known for a model that is not downloaded. Its number of parameters is the
-    size of the weight files in the hub's list, divided by the bytes of a weight, and all layers
-    count as MoE layers."""
+    The headers are not known for a model that is not downloaded. Its number of parameters is
+    estimated: the size of the weight files in the hub's list, divided by the bytes of a weight. All
+    its decoder layers count as MoE layers."""
     folder = local_path(path) if local_path(path).is_dir() else cached_folder(path, revision)
     config = read_json(folder / "config.json") if folder else hub_config(path, revision)
     numbers = stated_numbers(config)
@@ -317,6 +321,7 @@ def _numbers_from_files(path: str, revision: str | None) -> dict[str, int]:
             for name, (file_size, _) in files.items()
             if is_weights(name) and "consolidated" not in name
         )
+        # about one byte for each quantised weight
         weight_bytes = 1 if quantization_method(config) else numbers["bytes"]
         if size:
             numbers |= {"parameters": size // weight_bytes, "moe_layers": numbers["layers"]}

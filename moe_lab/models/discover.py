@@ -99,8 +99,8 @@ class MoELayer:
         return max(self.widths)
 
     def tensors(self, expert: int) -> dict[str, torch.Tensor]:
-        """Name of a stack in the experts module -> view of one expert's tensor in the stack. Not
-        for ragged experts."""
+        """Name of a tensor with the weights of all experts, such as gate_up_proj -> view of the
+        part that belongs to one expert. Not for ragged experts, which have no such tensors."""
         return {name: getattr(self.experts, name)[expert] for name in self.family.stacks}
 
     def projections(self, expert: int) -> dict[str, torch.Tensor]:
