@@ -121,33 +121,7 @@ def add_statistics(root: Path, study: str, ablation_allocation: str) -> None:
         )
         inputs["scores"] = scores_folder
         if entry["cell"]["allocation"] == ablation_allocation:
-            further_inputs = {
-                name: f"{name}/made-up-0123456789ab"
-                for name in ("ablation", "weights", "gradients")
-            }
-            table = results.ABLATIONS, tables.ablations(ablations())
-            _step(root, further_inputs["ablation"], model, 40.0, 100, "ablation", *table)
-            _step(
-                root,
-                further_inputs["weights"],
-                model,
-                1.0,
-                100,
-                "weights",
-                results.WEIGHTS,
-                tables.weights(weights()),
-            )
-            _step(
-                root,
-                further_inputs["gradients"],
-                model,
-                1.0,
-                100,
-                "gradients",
-                results.GRADIENTS,
-                tables.gradients(sums()),
-            )
-            inputs |= further_inputs
+            inputs |= _add_ablation_steps(root, model)
         retained = dict(enumerate(best_channels(entry["cell"])))
         _step(
             root,
@@ -159,6 +133,37 @@ def add_statistics(root: Path, study: str, ablation_allocation: str) -> None:
             results.BUDGETS,
             tables.budgets(layers, retained),
         )
+
+
+def _add_ablation_steps(root: Path, model: dict[str, str]) -> dict[str, str]:
+    """Write an ablation, sums of weights, and sums of gradients. Returns their folders, as inputs
+    of a plan."""
+    folders = {
+        name: f"{name}/made-up-0123456789ab" for name in ("ablation", "weights", "gradients")
+    }
+    table = results.ABLATIONS, tables.ablations(ablations())
+    _step(root, folders["ablation"], model, 40.0, 100, "ablation", *table)
+    _step(
+        root,
+        folders["weights"],
+        model,
+        1.0,
+        100,
+        "weights",
+        results.WEIGHTS,
+        tables.weights(weights()),
+    )
+    _step(
+        root,
+        folders["gradients"],
+        model,
+        1.0,
+        100,
+        "gradients",
+        results.GRADIENTS,
+        tables.gradients(sums()),
+    )
+    return folders
 
 
 def _step(
