@@ -104,29 +104,35 @@ class MoELayer:
         return {name: getattr(self.experts, name)[expert] for name in self.family.stacks}
 
     def projections(self, expert: int) -> dict[str, torch.Tensor]:
-        """Role, such as gate -> view of one expert's projection or bias, with channels as rows."""
+        """The projections and biases of one expert, as views of its tensors. The keys are roles:
+        gate, up, down, gate_bias, up_bias, down_bias. Every projection is (I, H), also that of
+        down."""
         if is_ragged(self.experts):
+            # ragged experts already store `down` as (I, H)
             gate_up, down = self.experts.weights(expert)  # type: ignore[operator]
             return {**split(gate_up, GATE_UP), "down": down}
         return self.family.split(self.tensors(expert))
 
     def weights(self, expert: int, tensors: Mapping[str, torch.Tensor] | None = None) -> Weights:
-        """The weights of one expert, in the layout of `Weights`. `tensors`: the expert's tensors,
-        in the form that the method `tensors` returns; None: its current tensors. Ragged experts
-        always have their current tensors."""
+        """The weights of one expert, in the layout of `Weights`. `tensors`: the expert's tensors by
+        name, as from `self.tensors(expert)`; None for those that the expert has now. Ignored for
+        ragged experts."""
         if is_ragged(self.experts):
             inward, down = self.experts.weights(expert)  # type: ignore[operator]
             return Weights(inward, down.t())
         if tensors is None:
             tensors = self.tensors(expert)
-        name = next(iter(self.family.stacks))  # the stack of the projections before the activation
-        inward = tensors[name]
+        # the first stack holds the projections before the activation
+        inward_name = next(iter(self.family.stacks))
+        inward = tensors[inward_name]
         down = tensors["down_proj"]
-        # Only transposed experts have channels along the last axis of this stack.
-        if self.family.stacks[name].channels == -1:
+        # only transposed experts have channels along the last axis of the first stack
+        if self.family.stacks[inward_name].channels == -1:
             inward = inward.t()
             down = down.t()
-        return Weights(inward, down, tensors.get(f"{name}_bias"), tensors.get("down_proj_bias"))
+        return Weights(
+            inward, down, tensors.get(f"{inward_name}_bias"), tensors.get("down_proj_bias")
+        )
 
     def phi(self, states: torch.Tensor, weights: Weights) -> torch.Tensor:
         """phi (n, I), the input of an expert's down projection. `states` (n, H): the hidden states
@@ -159,8 +165,8 @@ def post_expert_norm(module: Any) -> nn.Module | None:
 
 
 def check_in_memory(layer: MoELayer) -> None:
-    """Raise UserError when weights of the layer are offloaded, because accelerate loads such
-    weights only while their module runs."""
+    """Raise UserError when weights of the layer are offloaded. Such weights cannot be read:
+    accelerate loads them only while their module runs."""
     if any(weight.is_meta for weight in layer.block.parameters()):
         raise UserError(
             f"{layer.name}: weights are offloaded, so they cannot be read: load the model without "
@@ -192,7 +198,8 @@ def routed_layers(model: nn.Module) -> list[MoELayer]:
     if not names:
         config: Any = getattr(model, "config", None)
         counts = [getattr(config, field, None) for field in COUNT_FIELDS]
-        # the configuration tells apart a model without experts and experts that were not found
+        # if the configuration counts several experts, they are in modules that `is_experts` does
+        # not recognise
         has_experts = any(isinstance(count, int) and count > 1 for count in counts)
         reason = UNREGISTERED_EXPERTS if has_experts else "has no routed experts"
         raise UserError(f"model_type={kind} is not supported: it {reason}")
@@ -207,8 +214,9 @@ def routed_layers(model: nn.Module) -> list[MoELayer]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether the module holds experts that an experts implementation of transformers computes."""
-    # @use_experts_implementation of transformers sets these attributes
+    """Whether the module holds the routed experts of a layer."""
+    # the decorator @use_experts_implementation of transformers sets these attributes; ragged
+    # experts set them themselves
     attributes = ("is_concatenated", "is_transposed", "has_gate")
     return all(hasattr(module, name) for name in attributes)
 
@@ -238,8 +246,9 @@ def _moe_layer(model: nn.Module, name: str, kind: str) -> MoELayer:
     numbers = [part for part in name.split(".") if part.isdigit()]
     if len(numbers) != 1:
         raise refusal("is not in a numbered decoder layer")
-    text_config = getattr(getattr(model, "config", None), "get_text_config", None)
-    family = family_of(text_config().model_type if callable(text_config) else kind)
+    # the text part of a model that also reads images has a model_type of its own
+    get_text_config = getattr(getattr(model, "config", None), "get_text_config", None)
+    family = family_of(get_text_config().model_type if callable(get_text_config) else kind)
     widths, hidden = _widths_and_hidden(experts, family, refusal)
     n_experts = len(widths)
     routers = [
@@ -274,16 +283,18 @@ def _moe_layer(model: nn.Module, name: str, kind: str) -> MoELayer:
 
 
 def _widths_and_hidden(experts: Any, family: Family, refusal: Any) -> tuple[tuple[int, ...], int]:
-    """(number of channels of each expert, hidden size). Raises `refusal(reason)` when `experts`, an
-    experts module, is neither ragged nor stored as `family` describes."""
+    """(number of channels of each expert, hidden size). `experts`: an experts module. `refusal`: a
+    function from a reason to an error. The error is raised if the experts are not ragged and not
+    stored as `family` describes."""
     if is_ragged(experts):
         return tuple(experts.widths), experts.down_packed.shape[1]
-    first = next(iter(family.stacks.values()))
-    # both tuples: whether experts are transposed, concatenated, have a gate, have biases
+    # the first stack holds the projections before the activation
+    inward_axes = next(iter(family.stacks.values()))
+    # whether the experts are transposed, are concatenated, have a gate projection, have biases
     expected = (
-        first.channels == -1,
-        not first.interleaved,
-        "gate" in first.roles,
+        inward_axes.channels == -1,
+        not inward_axes.interleaved,
+        "gate" in inward_axes.roles,
         "down_bias" in family.roles,
     )
     actual = (
@@ -305,6 +316,7 @@ def _widths_and_hidden(experts: Any, family: Family, refusal: Any) -> tuple[tupl
             raise refusal(
                 f"holds {name} {tuple(tensor.shape)}, which has no first axis of {count} experts"
             )
+    # `down` is (E, I, H) if experts are transposed, otherwise (E, H, I)
     width, hidden = down.shape[1:] if experts.is_transposed else (down.shape[2], down.shape[1])
     return (width,) * count, hidden
 
@@ -322,11 +334,13 @@ def _group_counts(router: nn.Module) -> tuple[int, int]:
 def _routing_tensors(
     router: nn.Module, block: nn.Module, n_experts: int, refusal: Any
 ) -> tuple[RoutingTensor, ...]:
-    """All tensors of the router, and the tensors that the block owns itself. `refusal(reason)` is
-    raised if a tensor has no axis of experts, or if there is not exactly one weight of a router.
+    """All tensors of the router, and those of the block outside its submodules. Each must be the
+    weight (E, H) of the router, or a vector (E,) or (1, E) with a name in ROUTING_VECTORS. There
+    must be exactly one weight. `refusal`: a function from a reason to an error, which is raised if
+    this does not hold.
 
-    The axis of experts is known from the tensor's name, not from a size, because the number of
-    experts may equal the hidden size."""
+    The name of a tensor decides which axis is that of experts. Its shape does not suffice, because
+    the number of experts may equal the hidden size."""
     routing: list[RoutingTensor] = []
     for owner in (*router.modules(), block):
         for name, tensor in [
@@ -354,10 +368,12 @@ def part_of(name: str) -> str:
     """The part of the model to which a module or tensor belongs: experts, shared_experts, attention
     or rest. `name`: path of the module or tensor in the model."""
     path = name.split(".")
+    # outside the numbered decoder layers, such as embeddings
     if not any(name_part.isdigit() for name_part in path):
         return "rest"
     if "experts" in path:
         return "experts"
+    # the names in DISK_SHARED end in a dot
     if any(f"{name_part}." in DISK_SHARED for name_part in path):
         return "shared_experts"
     is_attention = any(mark in name_part for name_part in path for mark in ATTENTION)

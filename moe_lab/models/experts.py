@@ -55,8 +55,8 @@ class Rows:
 
 
 def expert_slices(ends: list[int]) -> Iterator[tuple[int, slice]]:
-    """(expert id, slice of the expert's rows) for every expert that has rows. `ends`: the end of
-    each expert's rows, as in `Rows`."""
+    """(expert id, slice of the expert's rows in a `Rows`) for every expert that has rows. `ends`:
+    for each expert, the index after its last row."""
     start = 0
     for expert, end in enumerate(ends):
         if end > start:
@@ -67,8 +67,8 @@ def expert_slices(ends: list[int]) -> Iterator[tuple[int, slice]]:
 def sort_by_expert(index: torch.Tensor, n_experts: int) -> Rows:
     """The routed (token, expert) pairs, sorted by expert. `index` (T, K): the expert ids of each
     token."""
-    # The transpose lists the pairs by k, then by token; the stable sort keeps this order within an
-    # expert.
+    # The flat transpose lists column 0 of all T tokens, then column 1, and so on: position p holds
+    # token p % T in column p // T. The stable sort keeps this order within an expert.
     expert, order = torch.sort(index.t().reshape(-1), stable=True)
     return Rows(
         token=order % index.shape[0],
@@ -106,16 +106,17 @@ def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> t
     `hidden`: (T, H). `gates`: (T, R, E). Experts with only zero gates for a token are not run for
     this token."""
     n_experts = gates.shape[2]
-    has_gate = (gates != 0).any(1)  # (T, E)
+    has_gate = (gates != 0).any(1)  # (T, E): whether the token uses the expert
     n = max(int(has_gate.sum(1).max()), 1)  # the largest number of used experts of a token
-    # `chosen` (T, n): ids of the used experts of each token, then of unused ones up to n
+    # The sort puts the used experts of each token first. `chosen` (T, n) has the first n expert
+    # ids; those of a token with fewer used experts end with unused ones.
     order = has_gate.int().sort(dim=1, descending=True, stable=True)
     is_used = order.values[:, :n].bool()
     chosen = order.indices[:, :n]
     outputs = torch.zeros(
         *chosen.shape, hidden.shape[1], dtype=at_least_fp32(hidden).dtype, device=hidden.device
     )
-    # unused experts get the id n_experts, whose rows are skipped
+    # unused experts get the id n_experts; its rows are skipped, so their outputs stay 0
     rows = sort_by_expert(torch.where(is_used, chosen, n_experts), n_experts + 1)
     for expert, part in expert_slices(rows.ends):
         if expert < n_experts:
@@ -175,8 +176,8 @@ def cpu_experts(
     followed by a norm."""
     down: Any = module.down_proj
     rows = sort_by_expert(index, len(down))
-    # `_batched_output` multiplies slices that begin at any row. So that this gives the same bits as
-    # new tensors, each row must begin at a multiple of ALIGNMENT.
+    # `_batched_output` multiplies slices of a tensor, `_sequential_output` new tensors. The results
+    # have the same bits if all rows, of H or I numbers, begin at a multiple of ALIGNMENT bytes.
     is_aligned = all(size * hidden.element_size() % ALIGNMENT == 0 for size in down.shape[1:])
     compute = _batched_output if len(hidden) <= SMALL_BATCH and is_aligned else _sequential_output
     return compute(module, hidden, rows, weights)

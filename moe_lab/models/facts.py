@@ -18,15 +18,19 @@ from moe_lab.models.transformers_private import NameMapping
 
 
 def facts(settings: ModelConfig) -> dict[str, Any]:
-    """Name -> value, for the numbers of layers, experts and parameters of a model. No weight is
-    read.
+    """The sizes of a model. No weight is read.
 
-    `layers`: number of a decoder layer -> n_experts, top_k, n_group, topk_group, hidden, width, and
-    numbers of parameters. If experts of a layer have unequal widths, `width` and
-    `expert_parameters` are rounded means, and `widths` lists all widths. `decoder_layers`: number
-    of layers, including layers without experts. `shared_width`: channels of all shared experts of a
-    layer together. UserError for a model that is not supported, that differs from `model.expected`,
-    or whose weight files do not fit its config.json.
+    model           name of the model
+    model_type      model_type of its configuration
+    parameters      number of all parameters
+    decoder_layers  number of layers, including layers without experts
+    shared_width    number of channels of all shared experts of a layer together
+    layers          for each layer with routed experts, its index -> sizes of this layer. If its
+                    experts have unequal widths, `width` and `expert_parameters` are rounded means,
+                    and `widths` lists all widths.
+
+    UserError for a model that is not supported, that differs from `model.expected`, or whose weight
+    files do not fit its config.json.
     """
     return {"model": settings.name, **model_facts(_build(local_folder(settings), settings))}
 
@@ -44,7 +48,7 @@ def _build(folder: Path, settings: ModelConfig) -> Any:
 
 
 def model_facts(model: Any) -> dict[str, Any]:
-    """The facts that `facts` returns, except for the name, of a model object. The model may be on
+    """What `facts` returns, without the name of the model. `model`: a model object, which may be on
     the meta device."""
     sizes = architecture(model)
     return {
@@ -73,11 +77,12 @@ def architecture(model: Any) -> ExpectedConfig:
         # a channel has `hidden` weights in each of gate, up and down
         "shared_width": shared // (3 * hidden * len(layers)),
     }
-    return validated(ExpectedConfig, sizes, "", "config.json of the model")
+    return validated(ExpectedConfig, sizes, group="", origin="config.json of the model")
 
 
 def _layer_facts(layer: MoELayer) -> dict[str, Any]:
-    """The facts of one layer: a value of `layers` in `facts`."""
+    """The sizes of one layer, by name. For ragged experts, `width` and `expert_parameters` are
+    rounded means, and `widths` lists all widths."""
     parameters = sum(weight.numel() for weight in layer.experts.parameters())
     router_parameters = sum(part.tensor.numel() for part in layer.routing)
     facts_of_layer: dict[str, Any] = {
@@ -96,12 +101,13 @@ def _layer_facts(layer: MoELayer) -> dict[str, Any]:
 
 
 def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
-    """A description of a model, which is built on the meta device from its configuration:
+    """A description of the model in `folder`. The model is built on the meta device from its
+    configuration.
 
     model_type  model_type of its configuration
     layers      number of decoder layers
-    moe         layer -> a description of its experts and router
-    parameters  part -> number of parameters, each counted once
+    moe         index of a layer -> text about its experts and router
+    parameters  part of the model -> number of its parameters
     moe_layers  MoELayer objects, without weights
     routing     names of all routing tensors
     """

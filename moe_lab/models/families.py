@@ -109,8 +109,8 @@ PORTS = {"deepseek": Port("deepseek_moe", "Deepseek")}
 
 
 def port_files(kind: str) -> dict[str, str]:
-    """File name -> source code of the port (see `Port`) that loads models of the model_type `kind`;
-    {} if there is no port, because transformers loads such models."""
+    """File name -> source code of the port (see `Port`) that loads models of the model_type `kind`.
+    {} for a model_type without a port: transformers has the code for it, or it is not supported."""
     if kind not in PORTS:
         return {}
     file = Path(__file__).parents[1] / "exported_code" / f"{PORTS[kind].file}.py"
@@ -136,10 +136,10 @@ class Axes(NamedTuple):
 
 
 def split(tensor: Any, axes: Axes) -> dict[str, Any]:
-    """Role -> view of the part of `tensor` that holds the role's projection (..., I, H) or bias:
-    (..., I), and (..., H) for the bias of down. `tensor` is a tensor of torch or an array of
-    numpy."""
-    # without channels, there is nothing to divide: the tensor holds the bias of down only
+    """For each role in `axes`, the view of `tensor` that belongs to it. The view of a projection
+    has the shape (..., I, H). The view of a bias is (..., I), but (..., H) for the bias of down.
+    `tensor`: a tensor of torch or an array of numpy."""
+    # without channels, there is nothing to divide: the tensor holds only the bias of down
     if axes.channels is None:
         return {role: tensor for role in axes.roles}
     if not axes.is_bias and axes.channels == -1:
@@ -149,17 +149,17 @@ def split(tensor: Any, axes: Axes) -> dict[str, Any]:
     width = tensor.shape[-1 if axes.is_bias else -2] // n_roles
     views = {}
     for position, role in enumerate(axes.roles):
-        channels = (
+        role_channels = (
             slice(position, None, n_roles)
             if axes.interleaved
             else slice(position * width, (position + 1) * width)
         )
-        views[role] = tensor[(..., channels, *hidden_axis)]
+        views[role] = tensor[(..., role_channels, *hidden_axis)]
     return views
 
 
 class BlockTensor(NamedTuple):
-    """The role of a checkpoint's tensor in its MoE block."""
+    """What a tensor of a checkpoint is in its MoE block."""
 
     block: str
     """Prefix of the names of all tensors of the block, ending in a dot."""
@@ -212,17 +212,18 @@ class Family:
         return tuple(role for axes in self.stacks.values() for role in axes.roles)
 
     def split(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Role -> view of the role's projection or bias, with channels first, as from `split`.
-        `tensors`: name in the experts module -> stack of all experts, or tensor of one expert."""
+        """For each role, the view of its projection or bias. The function `split` of this module
+        makes the views and says which shape they have. `tensors`: name of a stack, a key of
+        `self.stacks` -> the whole stack, or the tensor of one expert in it."""
         views: dict[str, Any] = {}
         for name, tensor in tensors.items():
             views |= split(tensor, self.stacks[name])
         return views
 
     def block_tensors(self, names: Iterable[str]) -> dict[str, BlockTensor]:
-        """Name of a tensor -> its role, for each tensor that belongs to a MoE block. `names`: names
-        of all tensors of a checkpoint. Tensors of extra prediction layers are left out. UserError
-        for a decoder layer with several MoE blocks."""
+        """For each tensor of a MoE block, its name -> what it is in the block. `names`: names of
+        all tensors of a checkpoint. Tensors of extra prediction layers (see `prediction_prefixes`)
+        are left out. UserError for a decoder layer with several MoE blocks."""
         names = list(names)
         extra_prefixes = prediction_prefixes(names)
         blocks: dict[str, int] = {}  # prefix of the block's tensors -> decoder layer
@@ -238,15 +239,17 @@ class Family:
         block_tensors = {}
         for name in names:
             block = next((prefix for prefix in blocks if name.startswith(prefix)), None)
-            if block is not None and not name.startswith(extra_prefixes):
+            if block and not name.startswith(extra_prefixes):
                 block_tensors[name] = self._block_tensor(
                     block, blocks[block], name.removeprefix(block)
                 )
         return block_tensors
 
     def _block_tensor(self, block: str, layer: int, name: str) -> BlockTensor:
-        """The role of a tensor in its MoE block. `block`: prefix of the block. `layer`: number of
-        the decoder layer. `name`: name of the tensor without the prefix."""
+        """What a tensor is in its MoE block. `block`: prefix of the names of all tensors of the
+        block. `layer`: number of the decoder layer. `name`: name of the tensor without the
+        prefix."""
+        # the last argument: axes, None if the name is not in EXPERT_TENSORS
         if match := re.fullmatch(r"experts\.(\d+)\.(.+)", name):
             return BlockTensor(block, layer, "expert", int(match[1]), EXPERT_TENSORS.get(match[2]))
         if re.fullmatch(_STACKS, name):
@@ -263,9 +266,9 @@ class Family:
 
 
 def _transposed_stacks(*, interleaved: bool = False) -> dict[str, Axes]:
-    """Name of a stack -> its axes, for transposed experts with biases: hidden states h are
-    multiplied as h @ W, not as h @ W.T. `interleaved`: as in `Axes`."""
-    return {
+    """Name of a stack -> its axes, for transposed experts with biases. Transposed: hidden states h
+    are multiplied as h @ W, not as h @ W.T. `interleaved`: as in `Axes`."""
+    return {  # the second argument of `Axes` is the axis of channels
         "gate_up_proj": Axes(("gate", "up"), -1, interleaved),
         "gate_up_proj_bias": Axes(("gate_bias", "up_bias"), -1, interleaved),
         "down_proj": Axes(("down",), -2),
@@ -308,13 +311,16 @@ _EXPERT_TENSOR = re.compile(rf"{_BLOCK}(?:experts\.\d+\..+|{_STACKS})")
 
 
 def prediction_prefixes(names: Iterable[str]) -> tuple[str, ...]:
-    """Prefixes of the tensors of extra prediction layers, sorted. `names`: names of all tensors of
-    a checkpoint. The layers are in a block of their own (EXTRA_PREDICTION_BLOCKS), or are numbered
-    after the decoder layers. A numbered layer is an extra prediction layer if the name of one of
-    its tensors contains PREDICTION_PROJECTION."""
+    """Prefixes of the names of the tensors of extra prediction layers, sorted. These layers predict
+    several tokens. `names`: names of all tensors of a checkpoint.
+
+    In some checkpoints, these layers have a prefix in EXTRA_PREDICTION_BLOCKS. In others, they are
+    numbered after the decoder layers. A numbered layer is an extra prediction layer if it has a
+    tensor whose name contains PREDICTION_PROJECTION."""
     prefixes = set()
     for name in names:
-        # `projection` is "" if the name does not contain PREDICTION_PROJECTION
+        # for model.layers.9.eh_proj.weight, `layer` is model.layers.9; for a name without
+        # PREDICTION_PROJECTION, `projection` is ""
         layer, projection, _ = name.partition(PREDICTION_PROJECTION)
         block = next((block for block in EXTRA_PREDICTION_BLOCKS if name.startswith(block)), None)
         if block or projection:
@@ -336,7 +342,8 @@ def prediction_prefixes_with_experts(names: Iterable[str]) -> tuple[str, ...]:
 def has_causal_model(kind: str) -> bool:
     """Whether the installed transformers, or a port in PORTS, has a causal language model for the
     model_type `kind`. The source of transformers is read as text, because importing transformers
-    takes seconds and much memory, and an export does not need the import otherwise."""
+    takes seconds and much memory."""
+    # the folder `models` beside __init__.py of transformers
     models = Path(str(getattr(find_spec("transformers"), "origin", ""))).with_name("models")
     text = (models / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
     # the table ends before the next line that begins neither with a space nor with a parenthesis

@@ -95,9 +95,10 @@ def _is_reachable(address: str) -> bool:
 
 @lru_cache(maxsize=256)
 def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[int, str]] | None:
-    """Path of a file -> (bytes, digest), for all files of the repository `name` on the hub. None
-    when the hub cannot be reached or has no such repository. The digest is the sha256 of files that
-    are stored in git LFS, and git's blob id of all other files. `kind`: model or dataset."""
+    """Path of a file -> (size in bytes, digest), for all files of the repository `name` on the hub.
+    The digest of a file that is stored in git LFS is its sha256; that of any other file is git's
+    blob id. None when the hub cannot be reached or has no such repository. `kind`: model or
+    dataset."""
     if not is_hub_reachable():
         return None
     from httpx import HTTPError
@@ -105,15 +106,12 @@ def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[
 
     repository_info = HfApi().model_info if kind == "model" else HfApi().dataset_info
     try:
-        siblings = (
-            repository_info(name, revision=revision, files_metadata=True, timeout=SECONDS).siblings
-            or []
-        )
+        info = repository_info(name, revision=revision, files_metadata=True, timeout=SECONDS)
     except (OSError, ValueError, HTTPError):
         return None
     return {
         file.rfilename: (file.size or 0, file.lfs.sha256 if file.lfs else file.blob_id or "")
-        for file in siblings
+        for file in info.siblings or []
     }
 
 
@@ -152,7 +150,7 @@ def data_file_sha256(name: str, file: str) -> str | None:
         return sha256_of(Path(cached))
     _, digest = (stated_files(name, None, "dataset") or {}).get(file, (0, ""))
     # of small files, the hub states git's blob id instead of the sha256
-    return digest if SHA256.fullmatch(digest or "") else None
+    return digest if SHA256.fullmatch(digest) else None
 
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -253,7 +251,8 @@ def configuration_folder(settings: ModelConfig) -> Path | None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """All files of a model's folder and its SUBFOLDERS that transformers may read, sorted."""
+    """All files in a model's folder, and in those of its subfolders that are named in SUBFOLDERS.
+    Sorted by path."""
     folders = [folder, *(folder / name for name in SUBFOLDERS)]
     return sorted(
         file
@@ -273,7 +272,9 @@ def fingerprint(path: str | Path) -> str:
             f"model.path={path} is no folder: expected a folder to take the fingerprint of"
         )
     return _fingerprint(
-        folder, [file for file in files_of(folder) if file.suffix == ".safetensors"], {}
+        folder,
+        [file for file in files_of(folder) if file.suffix == ".safetensors"],
+        remote_weights={},
     )
 
 
@@ -304,16 +305,17 @@ def model_fingerprint(settings: ModelConfig) -> str | None:
 
 @lru_cache(maxsize=256)
 def _hub_fingerprint(path: str, revision: str | None) -> str | None:
-    """The fingerprint of the hub model `path`. If the weights are not in the cache, they are
-    represented by the digests that the hub states. None if these are not known either."""
+    """The fingerprint of the hub model `path`. If the weights are not in the cache, the digests
+    that the hub states are used. None when these are not known either: the hub cannot be reached or
+    has no such model."""
     if (cached := cached_folder(path, revision)) is not None:
         return fingerprint(cached)
     folder = configuration_folder(ModelConfig(name="any", path=path, revision=revision))
     # the folder's name is the commit of its files; the digests must be of the same commit
     if folder is None or (files := stated_files(path, folder.resolve().name, "model")) is None:
         return None
-    weights = {name: entry for name, entry in files.items() if is_weights(name)}
-    return _fingerprint(folder, [], weights)
+    remote_weights = {name: entry for name, entry in files.items() if is_weights(name)}
+    return _fingerprint(folder, [], remote_weights)
 
 
 def _fingerprint(
@@ -347,11 +349,12 @@ class IdentifiedModel(ModelConfig):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Name -> identity, for the fields that change what the model computes. The identity of the
-        field `path` is the sha256 of the model's files. If the sha256 is not known, it is the path
-        and the revision."""
+        """For the fields that change what the model computes, name -> `identity` of the value. The
+        value of `path` is replaced by {"sha256": the fingerprint of the model}. If the fingerprint
+        is not known, it is replaced by {UNRESOLVED: path, "revision": revision}."""
         sha256 = model_fingerprint(self)
         files = {"sha256": sha256} if sha256 else {UNRESOLVED: self.path, "revision": self.revision}
+        # the call gives all such fields except `path`
         return {**identity_fields(self, "path"), "path": files}
 
 
@@ -365,8 +368,8 @@ def _check_folder(folder: Path, settings: ModelConfig) -> None:
     if kind in UNSUPPORTED:
         raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
     check_code(folder, settings.trust_remote_code)
-    # Both calls raise UserError for damaged files. Of these, transformers would ignore a damaged
-    # generation config.
+    # Both calls raise UserError for a damaged file. The generation config is read only for this:
+    # transformers would ignore the damage.
     read_json_if_there(folder / GENERATION)
     open_checkpoint(folder)
 
@@ -384,7 +387,8 @@ def _download(settings: ModelConfig, weights: list[str]) -> Path:
     except (OSError, HFValidationError) as error:
         # all errors of the hub and of the network are OSErrors
         revision = f" at revision {settings.revision}" if settings.revision else ""
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        message = str(error).strip()
+        reason = message.splitlines()[0] if message else type(error).__name__
         error_type = UserError if is_hub_reachable() else Unavailable
         raise error_type(
             f"model.path={settings.path} is no folder, and the hub gave no such model{revision} "

@@ -28,14 +28,14 @@ sample that takes a tenth of a second of a large model."""
 
 
 def model_digests(model: Any) -> Iterator[tuple[str, Callable[[], str]]]:
-    """(name of a digest, function that computes the digest), for up to two digests by which a plan
-    recognises `model`. Only the first digest that is also in the plan is compared. The model_sha256
-    of a large checkpoint takes minutes to compute for the first time.
+    """Up to two digests of `model`, each as (name, function that computes the digest). A plan may
+    store both; to check a plan, the first that it stores is compared.
 
-    weights_DTYPES  sha256 of a sample of the current weights in their current dtypes. Left out if
-                    some weights are offloaded.
+    weights_DTYPES  sha256 of a sample of the current weights. DTYPES: their dtypes, such as
+                    bfloat16. Left out if some weights are offloaded.
     model_sha256    `fingerprint` of the checkpoint that the model was loaded from. Left out if
-                    there is no checkpoint, or the current weights differ from the checkpoint.
+                    there is no checkpoint, or the current weights differ from it. The first
+                    computation takes minutes for a large checkpoint.
     """
     weights = list(model.state_dict().values())
     if not any(tensor.is_meta for tensor in weights):
@@ -48,8 +48,8 @@ def model_digests(model: Any) -> Iterator[tuple[str, Callable[[], str]]]:
 
 def checkpoint_folder(model: Any) -> Path | None:
     """The folder of the checkpoint that `model` was loaded from; None if there is no such folder. A
-    model that was loaded by its hub id does not record the revision, so the folder in the cache of
-    the default revision is assumed."""
+    model that was loaded by its hub id does not record the revision. The default revision is
+    assumed, and its folder in the hub's cache is returned."""
     path = getattr(model, "name_or_path", None)
     if not path:
         return None
@@ -57,7 +57,8 @@ def checkpoint_folder(model: Any) -> Path | None:
 
 
 def _digest(tensors: list[torch.Tensor]) -> str:
-    """sha256 (hex) of the shapes of `tensors` and of the bytes of about SAMPLE of their numbers."""
+    """sha256 (hex) of the shapes of `tensors` and of a sample of their numbers. The sample is every
+    `step`-th number of each tensor: about SAMPLE numbers in all, or all if there are fewer."""
     step = 1 + sum(tensor.numel() for tensor in tensors) // SAMPLE
     content = hashlib.sha256()
     for tensor in tensors:
@@ -82,12 +83,12 @@ def _has_weights_of(model: Any, folder: Path) -> bool:
         for name, weights in _stored_layout(model, checkpoint):
             if weights is None:  # `model` lacks an expert of the checkpoint
                 return False
+            # offloaded weights and single numbers are not compared
             if weights.is_meta or not weights.dim():
                 continue
             if checkpoint.tensors[name].shape != tuple(weights.shape):
                 return False
-            # index of the first row of each matrix in (..., rows, columns), or of the first number
-            # of a vector
+            # the index [..., :1, :] for matrices and stacks of matrices, [:1] for vectors
             first_row = (*[slice(None)] * (weights.dim() - 2), slice(1))
             if not torch.equal(slices[name][first_row].to(weights.dtype), weights[first_row].cpu()):
                 return False
@@ -96,9 +97,9 @@ def _has_weights_of(model: Any, folder: Path) -> bool:
 
 def _stored_layout(model: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor | None]]:
     """(name in the checkpoint, tensor of `model` in the checkpoint's layout) for each tensor of the
-    checkpoint that has a counterpart in `model`. For a tensor of an expert that `model` lacks, the
-    pair is (name, None)."""
+    checkpoint that `model` has too. (name, None) for a tensor of an expert that `model` lacks."""
     state = model.state_dict()
+    # tensors that have the same layout in the checkpoint and in the model
     for name, stored_name in NameMapping(model, checkpoint.tensors).copied.items():
         if name in state:
             yield stored_name, state[name]
@@ -125,7 +126,9 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
         return
     try:
         with quiet_transformers():
-            expected = _vocabulary(load_tokenizer(folder, ModelConfig("model", str(folder))))
+            expected = _vocabulary(
+                load_tokenizer(folder, ModelConfig(name="model", path=str(folder)))
+            )
     except UserError:
         return
     actual = _vocabulary(tokenizer)
