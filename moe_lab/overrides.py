@@ -26,11 +26,12 @@ _UNQUOTED = r"""(?:[^,\[\]{}()'":]|:(?! ))+"""
 def for_hydra(text: str) -> str:
     """An override in the form that Hydra accepts. An override of a setting gets ++ in front, so
     that the setting need not be in a file. The value of a setting that is a text gets quotes:
-    study=2026_11_25 becomes ++study='2026_11_25'. Overrides of groups and experiments are only
-    changed by `quote_letters`."""
+    study=2026_11_25 becomes ++study='2026_11_25'. In other overrides, such as those of groups,
+    experiments and Hydra's own settings, only `quote_letters` changes something."""
     match = _OVERRIDE.fullmatch(text)
     key = match["key"] if match else ""
-    # without a dot, the key of a group has a type with fields, and an experiment has no type
+    # A key without a dot can be a setting, too. It is not if its type has fields (a group), or if
+    # it has no type (an experiment).
     is_setting = "." in key or (_type(key) and not fields_of(_type(key)))
     if match is None or key.startswith("hydra.") or not is_setting:
         return quote_letters(text)
@@ -61,8 +62,9 @@ def quote_letters(text: str) -> str:
 
 
 def _type(key: str) -> Any:
-    """The type of the setting or group `key`, such as model.top_k; None if there is none. Settings
-    of cells are in `CellConfig`, all other settings in `Config`."""
+    """The type of the setting or group `key`, such as model.top_k or model; None if there is no
+    such setting or group. Axes of the grid, and settings in them, are in `CellConfig`, all others
+    in `Config`."""
     group, _, _ = key.partition(".")
     return setting_type(CellConfig if group in grid.AXES else Config, key.split("."))
 
@@ -86,9 +88,9 @@ def parse(texts: Iterable[str]) -> list[tuple[str, Override]]:
 
 
 def list_of_texts(key: str, parsed: Iterable[tuple[str, Override]]) -> list[str]:
-    """All entries of the lists of texts to which overrides set `key`. `parsed`: result of `parse`.
-    Values that are not lists and entries that are not texts are skipped. They raise no error here,
-    because overrides are checked later."""
+    """All texts in the lists that overrides give the setting `key`. `parsed`: result of `parse`.
+    Values that are not lists, and entries that are not texts, are skipped without an error, because
+    overrides are checked later."""
     texts: list[str] = []
     for _, override in parsed:
         value = override.value() if override.key_or_group == key else None
@@ -106,11 +108,13 @@ def _quote_override(text: str) -> str:
 
 
 def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.Draft) -> list[str]:
-    """Add an override to `draft` if it is an override of cells. Returns the overrides that Hydra
-    must apply: a list of one override as text, or [].
+    """Add an override to `draft` if it is about an axis of the grid, such as ratio, or about a
+    setting in an axis, such as model.top_k. Returns the overrides that Hydra must apply: a list of
+    one override as text, or []. The choice of one file, as in model=NAME, is added and returned.
 
-    UserError for an unknown setting or choice, for an override without values, and for several
-    values of a setting that has a single value in a study.
+    `text`: the override as typed. `override`: the same override, parsed. `files`: the files of
+    groups. UserError for an unknown setting or file, for an override without values, and for
+    several values of a setting that can have only one in a study.
     """
     key = override.key_or_group
     group = key.partition(".")[0]
@@ -121,7 +125,7 @@ def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.D
         return [text] if override.is_delete() else _add_choices(text, override, files, draft)
     if _type(group) is None:
         raise unknown_name_error("setting", group, [*fields_of(Config), *grid.AXES])
-    if override.is_delete():
+    if override.is_delete():  # ~KEY
         if group not in grid.GROUPS:
             return [text]
         draft.overrides.append((key, grid.REMOVED))
@@ -130,7 +134,7 @@ def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.D
     has_several = len(override_values) > 1 or override.is_sweep_override()
     if not override_values or (override.is_sweep_override() and not override.is_discrete_sweep()):
         raise UserError(f"{text} names no values: expected some, separated by commas")
-    # a list of values for the grid: of an axis, or of a setting in a group
+    # for the grid: values of an axis such as ratio, or several values of a setting in a group
     if key in grid.PLAIN_AXES or (has_several and group in grid.GROUPS):
         draft.command_lists[key] = override_values
         return []
@@ -164,7 +168,7 @@ def _add_choices(text: str, override: Override, files: grid.Files, draft: grid.D
         )
     elif names[0] not in available:
         raise unknown_name_error(group, names[0], available)
-    # the grid resolves patterns, and several names
+    # Hydra takes one name of a file; `grid` resolves several names, and patterns such as glob(a*)
     return [text] if len(names) == 1 and names[0] in available else []
 
 

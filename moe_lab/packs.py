@@ -60,21 +60,24 @@ class PackedStep(NamedTuple):
 
 
 class Packs:
-    """The packs in one folder, and an index of the steps in the packs. The folder need not exist.
-    Threads can share an object of this class. In all methods, `id_start` is the first digits of a
-    step's id."""
+    """The packs in one folder, and an index of their steps. A pack is a file with the results of
+    many steps. The folder need not exist. Threads can share an object of this class.
+
+    In all methods, `id_start` is the first digits of a step's id, and `pack` is the name of a pack.
+    The name of a step is KIND/LABEL-START, where START stands for its `id_start`.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.damaged_packs: list[Path] = []
         """Packs that cannot be read."""
         self.damaged_steps: set[str] = set()
-        """First digits of the ids of damaged steps. A damaged step counts as missing until it is
-        removed from its pack."""
+        """`id_start` of each damaged step. A damaged step counts as missing until it is removed
+        from its pack."""
         self._connections: dict[str, sqlite3.Connection] = {}
         """Name of a pack -> open connection."""
         self._steps: dict[str, dict[str, str]] = {}
-        """Name of a pack -> first digits of a step's id -> KIND/LABEL of the step."""
+        """Name of a pack -> `id_start` of a step -> KIND/LABEL of the step."""
         self._replaces: dict[str, list[str]] = {}
         """Name of a pack -> names of the older packs that it replaces."""
         self._current_packs: list[str] = []
@@ -111,8 +114,8 @@ class Packs:
             # no process writes to a finished pack, so no locks are needed
             address = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
             connection = sqlite3.connect(address, uri=True, check_same_thread=False)
-            self._steps[name] = _summary(connection, "names")
-            self._replaces[name] = _summary(connection, "replaces")
+            self._steps[name] = _document(connection, "names")
+            self._replaces[name] = _document(connection, "replaces")
             self._connections[name] = connection
         except (sqlite3.Error, Damaged):
             if path.exists():  # otherwise the pack was removed after it was listed
@@ -173,7 +176,7 @@ class Packs:
         the step, or the step is damaged. New packs are opened if no pack in the index has the step.
         `values`: parameters of the query. Raises Damaged when the pack cannot be read."""
         with self._lock:
-            # a second time if another process has replaced and removed the pack
+            # try again if another process has replaced and removed the pack meanwhile
             for _ in range(2):
                 if self._pack_of(id_start) is None:
                     self.refresh()
@@ -188,7 +191,7 @@ class Packs:
         raise Damaged(f"the pack with {id_start} in {self.folder} is damaged")
 
     def id_starts(self) -> set[str]:
-        """Starts of the ids of all steps in packs, as of the last `refresh`. Steps in
+        """The `id_start` of every step in packs, as of the last `refresh`. Steps in
         `damaged_steps` are left out."""
         with self._lock:
             return (
@@ -197,23 +200,24 @@ class Packs:
             )
 
     def steps(self) -> dict[str, str]:
-        """Start of an id -> name of the step, KIND/LABEL-START, for all steps in packs, as of the
-        last `refresh`. Steps in `damaged_steps` are left out."""
+        """`id_start` -> name, for all steps in packs, as of the last `refresh`. Steps in
+        `damaged_steps` are left out."""
         names = {}
         with self._lock:
             for pack in self._current_packs:
-                for id_start, label in self._steps[pack].items():
+                for id_start, kind_and_label in self._steps[pack].items():
                     if id_start not in self.damaged_steps:
-                        names[id_start] = f"{label}-{id_start}"
+                        names[id_start] = f"{kind_and_label}-{id_start}"
         return names
 
     def inputs(self) -> dict[str, str]:
-        """Start of a step's id -> those of its inputs, separated by spaces. All steps in packs are
-        included, as of the last `refresh`. Raises Damaged when a pack cannot be read."""
+        """`id_start` of a step -> the `id_start` of each of its inputs, in one text with spaces
+        between them. All steps in packs are included, as of the last `refresh`. Raises Damaged when
+        a pack cannot be read."""
         inputs: dict[str, str] = {}
         with self._lock:
             for pack in self._current_packs:
-                inputs.update(_summary(self._connections[pack], "inputs"))
+                inputs.update(_document(self._connections[pack], "inputs"))
         return inputs
 
     # Methods that write, for the one process that holds the claim of packs.
@@ -224,29 +228,29 @@ class Packs:
         return self._write(map(_compress, steps))
 
     def rewrite(self, packs: Collection[str], dropped: Collection[str] = ()) -> Path:
-        """Write the steps of the packs `packs` (names) to one new pack, and return the path of the
-        new pack. When `publish` renames the new pack, it replaces the packs `packs`. `dropped`:
-        starts of the ids of steps that are left out. Raises Damaged, with the name of the pack,
-        when a pack cannot be read."""
+        """Write the steps of some packs to one new pack, and return its path. The new pack replaces
+        them once `publish` is called. `packs`: names of these packs. `dropped`: `id_start` of each
+        step that is left out. Raises Damaged, with the name of the pack, when one cannot be
+        read."""
         return self._write(self._remaining_steps(packs, dropped), packs)
 
     def _remaining_steps(
         self, packs: Iterable[str], dropped: Collection[str]
     ) -> Iterator[PackedStep]:
-        """The steps of the packs `packs` (names), with compressed files. `dropped`: starts of the
-        ids of steps that are left out. A step in several packs is yielded once. Raises Damaged,
-        with the name of the pack, when a pack cannot be read."""
+        """The steps of some packs, with compressed files. `packs`: names of these packs. `dropped`:
+        `id_start` of each step that is left out. A step in several packs is yielded once. Raises
+        Damaged, with the name of the pack, when one cannot be read."""
         for pack in packs:
             try:
-                inputs = _summary(self._connections[pack], "inputs")
-                for id_start, label in self._steps[pack].items():
+                inputs = _document(self._connections[pack], "inputs")
+                for id_start, kind_and_label in self._steps[pack].items():
                     # of several packs with the same step, only the first in the index yields it
                     if id_start in dropped or self._pack_of(id_start) != pack:
                         continue
                     select = "select name, content from file where start = ?"
                     files = dict(self._connections[pack].execute(select, (id_start,)))
                     yield PackedStep(
-                        id_start, f"{label}-{id_start}", inputs[id_start].split(), files
+                        id_start, f"{kind_and_label}-{id_start}", inputs[id_start].split(), files
                     )
             except (sqlite3.Error, Damaged):
                 raise Damaged(pack) from None
@@ -263,12 +267,13 @@ class Packs:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?nolock=1", uri=True)) as database:
             database.executescript(f"pragma journal_mode = off; pragma synchronous = off; {TABLES}")
             for step in steps:
+                # KIND/LABEL
                 names[step.id_start] = step.name.removesuffix(f"-{step.id_start}")
                 inputs[step.id_start] = " ".join(step.inputs)
                 rows = [(step.id_start, *file) for file in step.files.items()]
                 database.executemany("insert into file values (?, ?, ?)", rows)
-            summaries = {"names": names, "inputs": inputs, "replaces": list(replaces)}
-            for name, document in summaries.items():
+            documents = {"names": names, "inputs": inputs, "replaces": list(replaces)}
+            for name, document in documents.items():
                 compressed = zlib.compress(json.dumps(document).encode())
                 database.execute("insert into about values (?, ?)", (name, compressed))
             database.commit()
@@ -279,6 +284,7 @@ class Packs:
         readers see it. `path`: result of `add` or `rewrite`."""
         with path.open("rb") as file:
             os.fsync(file.fileno())
+        # the name without the dot that hides unfinished packs
         path.rename(self.path(path.stem.lstrip(".")))
         self.refresh()
 
@@ -289,15 +295,15 @@ class Packs:
             path.unlink(missing_ok=True)
         self.refresh()
         for name, replaced_names in list(self._replaces.items()):
-            # a pack is published, and replaces other packs, soon after the last write to its file
+            # the last write to the file of a pack is shortly before the pack replaces others
             if replaced_names and time.time() - self.path(name).stat().st_mtime > GRACE:
                 for old_name in replaced_names:
                     self.path(old_name).unlink(missing_ok=True)
         self.refresh()
 
     def packs_with(self, id_starts: Iterable[str]) -> set[str]:
-        """Names of the packs that have at least one of the steps whose ids begin with
-        `id_starts`."""
+        """Names of the packs that have at least one of some steps. `id_starts`: `id_start` of each
+        of these steps."""
         return {pack for id_start in id_starts if (pack := self._pack_of(id_start))}
 
     def sizes(self) -> dict[str, int]:
@@ -311,10 +317,10 @@ def _compress(step: PackedStep) -> PackedStep:
     return step._replace(files=files)
 
 
-def _summary(database: sqlite3.Connection, name: str) -> Any:
-    """A document about all steps of a pack, from the table "about" of its `database`. `name`: which
-    document, "names", "inputs" or "replaces" (see TABLES). Raises Damaged if the document cannot be
-    read."""
+def _document(database: sqlite3.Connection, name: str) -> Any:
+    """The content of the JSON document `name` in the table "about" of a pack: a dictionary for
+    "names" and "inputs", a list for "replaces". TABLES describes them. `database`: the pack. Raises
+    Damaged if the document cannot be read."""
     try:
         # one row, with one column
         ((content,),) = database.execute("select content from about where what = ?", (name,))

@@ -41,7 +41,7 @@ def resolve(path: str) -> str:
     name = path.removeprefix(PREFIX)
     if name not in shipped:
         folder = name.split("/")[0]
-        # names in the same folder; if `name` has no slash, also the names of all models
+        # names in the same folder; if `name` has no slash, also all names without one: the models
         similar = [
             other for other in shipped if other.split("/")[0] == folder or "/" not in name + other
         ]
@@ -84,8 +84,8 @@ def private_cache(name: str) -> Path:
     made if it is missing. Its permissions let no other user enter or replace it. Raises UserError
     when the folder or its parent belongs to another user, and when the home folder cannot be
     written."""
-    # this is the name of the temporary folder that `user_cache` returns if the home folder cannot
-    # be written; other nodes do not see it
+    # `user_cache` returns a temporary folder of this name if the home folder cannot be written;
+    # other nodes do not see that folder
     if user_cache().name == f"moe_lab-{os.getuid()}":
         raise UserError(
             "the home folder cannot be written: expected XDG_CACHE_HOME=FOLDER that all nodes see"

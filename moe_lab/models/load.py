@@ -47,13 +47,13 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     """(model, tokenizer) for `settings`. The model is in eval mode with frozen weights, and the
     tokenizer has a pad token. If model.threads is given, torch's number of CPU threads is set.
 
-    model.dtype=auto is float32 on the CPU and the stored dtype on CUDA. The experts implementation
-    is grouped_mm on CUDA and eager on the CPU. In fp32 on the CPU, `cpu_experts` replaces eager if
-    it gives the same bits. Checks that need no weights are made before the weights are read.
+    model.dtype=auto is float32 on the CPU and the dtype of the checkpoint on CUDA. Experts are
+    computed by the grouped_mm of transformers on CUDA, and by its eager implementation on the CPU.
+    In fp32 on the CPU, `use_cpu_experts` replaces eager if outputs stay the same bit for bit.
 
-    UserError for a folder that is incomplete or damaged, for an unsupported architecture, for
-    weights that are missing, of the wrong shape, NaN or infinite, and for a device that this
-    machine does not have.
+    Settings and sizes are checked before the weights are read. UserError for a folder that is
+    incomplete or damaged, for an unsupported architecture, for weights that are missing, of the
+    wrong shape, NaN or infinite, and for a GPU that this machine does not have.
     """
     dtype = precision(settings)
     device = resolve_device(settings)
@@ -76,6 +76,7 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     check_finite(model)
     set_top_k(model, settings.top_k)
     if device == "cpu":
+        # ragged experts are computed by a forward of their own
         experts.use_cpu_experts(
             model, [layer for layer in routed_layers(model) if not is_ragged(layer.experts)]
         )
@@ -107,13 +108,13 @@ def set_top_k(model: Any, top_k: int | None) -> None:
     """Change `model` in place, so that every router selects `top_k` experts per token; None changes
     nothing. Routers that normalise gates normalise them over the `top_k` selected experts.
 
-    UserError when a token can be routed to fewer than `top_k` experts, and for families whose
-    routers use a formula that is only valid for the top_k of the configuration.
+    UserError unless every router can select `top_k` experts for a token. UserError also for
+    families whose routers use a formula that is only valid for the top_k of the configuration.
     """
     if top_k is None:
         return
     for layer in routed_layers(model):
-        # a token is routed within topk_group of the n_group groups of experts
+        # a token goes to experts in topk_group groups, which have n_experts / n_group experts each
         max_top_k = layer.n_experts // layer.n_group * layer.topk_group
         if not 1 <= top_k <= max_top_k:
             raise UserError(
@@ -124,6 +125,7 @@ def set_top_k(model: Any, top_k: int | None) -> None:
                 f"model.top_k={top_k}: routers of this family are made for {layer.top_k}, "
                 "expected null"
             )
+        # families store top_k in different modules, under different names
         for module in (layer.block, *layer.router.modules()):
             for name in ("top_k", *TOP_K_FIELDS):
                 if vars(module).get(name) == layer.top_k:
@@ -137,15 +139,14 @@ def set_top_k(model: Any, top_k: int | None) -> None:
 
 def check_finite(model: nn.Module, prefix: str = "") -> None:
     """Raise UserError if a parameter or buffer of `model` contains NaN or Inf. The message names
-    the tensor and the indices of the first such number; in a stack of experts, the first index is
-    the expert. Only tensors whose names begin with `prefix` are checked, and none on the meta
-    device."""
+    the tensor and the indices of the first such number. Only tensors whose names begin with
+    `prefix` are checked. Tensors on the meta device are skipped."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not name.startswith(prefix) or not tensor.is_floating_point() or tensor.is_meta:
             continue
-        # The sum of a tensor with NaN or Inf is never finite, so a finite sum needs no closer look.
-        # sum() accumulates in fp32 without being told; sum(dtype=float32) takes thirty times as
-        # long. Eight-bit numbers are converted, because torch cannot add them.
+        # If the sum is finite, all numbers are. If it is not, it may only have overflowed, so each
+        # number is looked at. sum() accumulates in fp32 by default; sum(dtype=float32) would take
+        # thirty times as long. Eight-bit numbers are converted, because torch cannot add them.
         numbers = tensor.float() if tensor.element_size() == 1 else tensor
         if bool(numbers.sum().isfinite()):
             continue
@@ -158,15 +159,15 @@ def check_finite(model: nn.Module, prefix: str = "") -> None:
 
 
 def _configuration(folder: Path, trust_remote_code: bool) -> Any:
-    """The configuration object of the model in `folder`. If the folder has its own code for the
-    model and `trust_remote_code` is true, that code is used. Otherwise, UserError when the
-    installed transformers has no causal language model of this model_type. UserError also for a
-    damaged config.json, and as from `check_code`."""
+    """The configuration of the model in `folder`, as an object of transformers. If the folder has
+    its own code for the model and `trust_remote_code` is true, that code is used. In all other
+    cases, UserError for a damaged config.json, and for a model_type of which neither transformers
+    nor exported_code has a causal language model. `check_code` may raise UserError, too."""
     check_code(folder, trust_remote_code)
     content = read_json(folder / "config.json")
     kind = content["model_type"]
     has_code = "auto_map" in content
-    # if moe_lab registers a class for the type (exported_code), transformers still prefers it
+    # for a type that exported_code registers, transformers ignores the code in the folder
     if has_code and trust_remote_code:
         return AutoConfig.from_pretrained(folder, trust_remote_code=True)
     if not has_causal_model(kind):
@@ -188,18 +189,19 @@ def _configuration(folder: Path, trust_remote_code: bool) -> Any:
 def _load_weights(
     folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str
 ) -> Any:
-    """The model in `folder`, with its weights on `device`, which may be a device map. `dtype`: the
-    dtype of the weights; "auto": that of the checkpoint. UserError when weights are missing, unused
-    or of the wrong shape, or do not fit on the GPUs."""
+    """The model in `folder`, with its weights. `dtype`: dtype of the weights; "auto": the dtype of
+    the checkpoint. `device`: a device, or a device map for several GPUs. UserError when weights are
+    missing, unused, of the wrong shape or too large for the GPUs, and when transformers cannot load
+    a quantised checkpoint."""
     method = quantization_method(read_json(folder / "config.json"))
     source = f"{folder}, stored as {method}" if method else str(folder)
     arguments: dict[str, Any] = {}
-    if method in UNPACKED:
+    if method in UNPACKED:  # formats that are dequantised on loading
         arguments["quantization_config"] = dequantisation_config(method)
     try:
         with warnings.catch_warnings(), dequantised_by_stated_blocks():
-            # transformers warns that config.json has a quantization_config, too. But the argument
-            # only makes transformers dequantise.
+            # The argument only asks for dequantised weights. transformers warns that config.json
+            # has a quantization_config as well.
             warnings.filterwarnings("ignore", "You passed `quantization_config`")
             result: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -213,7 +215,7 @@ def _load_weights(
                 output_loading_info=True,
             )
     except (AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # such errors are expected for quantised checkpoints only, if a package is missing, say
+        # only quantised checkpoints are expected to fail: for example, a package may be missing
         if method is None or isinstance(error, torch.OutOfMemoryError):
             raise
         reason = " ".join(str(error).split())[:200]
@@ -236,35 +238,35 @@ def _load_weights(
         )
     if method in UNPACKED and isinstance(dtype, torch.dtype):
         for layer in routed_layers(model):
-            # compressed-tensors leaves experts in the precision of their scales
+            # with compressed-tensors, dequantised experts have the dtype of their scales
             layer.experts.to(dtype)
     return model
 
 
 def check_unused(source: Path | str, unused: Iterable[str]) -> None:
-    """Raise UserError if the model does not use tensors that it should use. `unused`: names of all
-    tensors of the checkpoint `source` that the model does not use. Two sorts of tensors may be
-    unused: those whose name NOT_LOADED matches, and those of multi-token prediction layers."""
+    """Raise UserError if a checkpoint has tensors that its model lacks, unless they are tensors of
+    multi-token prediction layers or have names that NOT_LOADED matches. `unused`: names of all
+    tensors in the checkpoint that the model lacks. `source`: the checkpoint, for the message."""
     names = list(unused)
-    prediction = prediction_prefixes(names)
+    prefixes = prediction_prefixes(names)
     if disallowed := sorted(
-        name for name in names if not name.startswith(prediction) and not NOT_LOADED.search(name)
+        name for name in names if not name.startswith(prefixes) and not NOT_LOADED.search(name)
     ):
         raise UserError(
             f"{source}: the model that config.json describes does not use {len(disallowed)} of the "
-            "weights in the files, "
-            f"the first is {disallowed[0]}: expected the config.json that was stored with them"
+            f"weights in the files, the first is {disallowed[0]}: expected the config.json that "
+            "was stored with them"
         )
 
 
 def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
-    """Raise UserError unless a checkpoint has all tensors that config.json asks for, with the right
-    numbers of elements, and all experts of each layer. UserError also as from `check_unused`.
-    `names`: the mapping from the checkpoint to the model that config.json describes; this model may
+    """Raise UserError if a checkpoint lacks tensors that config.json asks for, or experts of a
+    layer, and if a tensor has the wrong number of elements. UserError also as from `check_unused`.
+    `names`: the mapping from the checkpoint to the model that config.json describes. That model may
     be on the meta device.
 
-    Shapes are not compared, because some experts are stored transposed. Quantised checkpoints are
-    not checked.
+    Only numbers of elements are compared, not shapes, because some experts are stored transposed.
+    Quantised checkpoints are not checked.
     """
     folder = checkpoint.folder
     stored = checkpoint.tensors
@@ -284,14 +286,15 @@ def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
             f"{folder}: {len(missing)} weights that config.json asks for are missing, first "
             f"{missing[0]}"
         )
-    # layer -> number of weights in tensors that each belong to one expert
+    # layer -> number of weights of its experts, if each tensor belongs to one expert
     counts: Counter[int] = Counter()
+    # `Family()` has no model_type: the layer and kind of a tensor are the same in all families
     for name, part in Family().block_tensors(stored).items():
         if part.kind == "expert":
             counts[part.layer] += prod(stored[name].shape)
     for layer in routed_layers(names.model):
         expected = sum(weight.numel() for weight in layer.experts.parameters())
-        # 0: the experts are stored as stacks, which are compared above
+        # 0: the experts are stored as stacks, whose sizes were compared above
         if counts[layer.index] not in (0, expected):
             raise UserError(
                 f"{folder}: experts of layer {layer.index} have {counts[layer.index]} weights, but "
@@ -301,20 +304,19 @@ def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
 
 def check_shapes(source: Path | str, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
     """Raise UserError if `mismatched` has an item. Items are (name of a tensor, stored shape, shape
-    that config.json asks for). The message is about the first item, sorted by name."""
-    for name, shape, expected in sorted(mismatched):
+    that config.json asks for). The message is about the item whose name sorts first. `source`: the
+    checkpoint, for the message."""
+    for name, shape, expected in sorted(mismatched):  # raises for the first item
         raise UserError(
             f"{source}: {name} has shape {tuple(shape)}, but config.json asks for "
-            f"{tuple(expected)}: they are of two "
-            "models"
+            f"{tuple(expected)}: they are of two models"
         )
 
 
 def load_tokenizer(folder: Path, settings: ModelConfig) -> Any:
-    """The tokenizer in `folder`. If it has no pad token, the end token becomes the pad token. The
-    attribute `date` is set to model.date, the date that chat templates write as today's date.
-    UserError when the folder has no tokenizer, or a tokenizer with neither a pad nor an end
-    token."""
+    """The tokenizer in `folder`. If it has no pad token, its end-of-text token becomes the pad
+    token. A new attribute `date` holds model.date, which chat templates write as today's date.
+    UserError when the folder has no tokenizer, or one with neither of the two tokens."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=settings.trust_remote_code
@@ -362,18 +364,20 @@ LOGITS = 1 << 30
 
 
 def max_logit_tokens(model: Any) -> int:
-    """Largest number of tokens whose logits in fp32 take at most LOGITS bytes. One forward pass of
-    `model` should compute logits for no more tokens."""
+    """The number of tokens whose logits together take LOGITS bytes in fp32, rounded down. One
+    forward pass should compute the logits of at most so many tokens."""
+    # 4 bytes for each entry of the vocabulary
     return LOGITS // (4 * int(model.get_output_embeddings().weight.shape[0]))
 
 
 def resolve_device(settings: ModelConfig) -> str:
-    """The device, or the device map, on which the model is loaded: model.device, but cuda or cpu
-    for "auto". UserError for a GPU that this machine does not have."""
+    """The device, or the device map, on which the model is loaded. It is model.device, unless this
+    is "auto": then it is cuda, or cpu on a machine without a GPU. UserError for a GPU that this
+    machine does not have."""
     device = settings.device
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    # index of the GPU, after the colon; "cuda" and device maps need GPU 0 at least
+    # cuda:N needs GPU N; "cuda" and device maps, which have no colon, need GPU 0
     if device != "cpu" and int(device.partition(":")[2] or 0) >= torch.cuda.device_count():
         raise UserError(
             f"model.device={device}: this machine has {torch.cuda.device_count()} CUDA devices, "

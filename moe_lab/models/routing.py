@@ -29,29 +29,32 @@ class StoredRouting:
         self.checkpoint = checkpoint
         self.names = names
         self.paths = {module: path for path, module in model.named_modules()}
+        """Module of the model -> its path in the model."""
         self.usual_bits = _usual_bits(checkpoint)
-        """Bits of a number in most weights of the checkpoint."""
+        """Bits per number in most weights of the checkpoint."""
 
     def restore(self, layer: MoELayer) -> None:
-        """Replace the routing tensors of a loaded layer, in place, by those in the files.
+        """Replace the routing tensors of `layer`, whose weights are loaded, by those in the files.
 
         In some families, transformers rounds routing tensors to the precision of the model. Biases
-        that differ by little then become equal, and tokens are routed to other experts. So vectors
-        that are added to scores get at least their precision in the files. The linear map of a
-        router gets at least its precision in the files only if most weights in the files have a
-        lower precision. Otherwise, the linear map keeps the precision of the loaded model.
+        that differ by little then become equal, and tokens are routed to other experts.
+
+        So a tensor with a name outside LINEAR gets the higher of two precisions: that of the loaded
+        model, and that of the files, at most fp32. The weight and the bias of the router, whose
+        names are in LINEAR, keep the precision of the loaded model, unless they are stored in a
+        higher precision than most weights in the files.
         """
         stored = self._stored_tensors(layer)
+        # tensors that `stored` lacks are taken from the model
         linear = {
             part: stored.get(part, part.tensor) for part in layer.routing if part.name in LINEAR
         }
         router, loaded_dtype = next((part.module, part.tensor.dtype) for part in linear)
-        # the weight and the bias must have the same type
+        # torch's `linear` requires one dtype for the weight and the bias
         linear_dtype = loaded_dtype
         for tensor in linear.values():
             if 8 * tensor.element_size() > self.usual_bits:
                 linear_dtype = torch.promote_types(linear_dtype, tensor.dtype)
-        # `linear` also has tensors of the linear map that are not in `stored`
         for part, tensor in (linear | stored).items():
             dtype = (
                 linear_dtype
@@ -64,26 +67,26 @@ class StoredRouting:
             router.register_forward_pre_hook(_in_precision_of_weight)
 
     def _stored_tensors(self, layer: MoELayer) -> dict[RoutingTensor, torch.Tensor]:
-        """Routing tensor of a layer -> its numbers in the files. Tensors that are stored quantised
+        """Routing tensor of `layer` -> its numbers in the files. Tensors that are stored quantised
         or in another layout than the model's are left out. Numbers in fp64 are converted to fp32,
-        because scores in fp64 would need experts and statistics in fp64."""
-        names = {}
+        because scores in fp64 would only work with experts and statistics in fp64."""
+        stored_names = {}
         for part in layer.routing:
             name = self.names.copied.get(f"{self.paths[part.module]}.{part.name}")
             if name is not None and self.checkpoint.tensors[name].dtype in UNQUANTISED:
-                names[part] = name
+                stored_names[part] = name
         tensors = {}
         with ExitStack() as files:
-            slices = self.checkpoint.slices(names.values(), files)
-            for part, name in names.items():
+            slices = self.checkpoint.slices(stored_names.values(), files)
+            for part, name in stored_names.items():
                 tensor = slices[name][:]
                 tensors[part] = tensor.float() if tensor.dtype == torch.float64 else tensor
         return tensors
 
 
 def _usual_bits(checkpoint: Checkpoint) -> int:
-    """Bits per number of the most common floating-point type in a checkpoint, by the bytes of all
-    tensors of the type. Packed quantised weights are stored as integers and do not count."""
+    """Bits per number in the floating-point dtype that takes the most bytes of a checkpoint. Packed
+    quantised weights are stored as integers, so they do not count."""
     sizes: Counter[str] = Counter()
     for entry in checkpoint.tensors.values():
         if entry.dtype.startswith(("F", "BF")):

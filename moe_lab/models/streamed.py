@@ -79,11 +79,12 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 
 class StreamedModel:
-    """A causal language model whose decoder `layers` are on the meta device; all other modules have
-    their weights.
+    """A causal language model whose decoder layers have weights only while they are needed, and
+    otherwise are on the meta device. All other modules always have their weights. Methods load
+    these modules as if they were one more layer, whose number is the constant OUTSIDE.
 
     with streamed.layer(3):
-        ...   # layer 3 of streamed.model has its weights; other layers cannot be run
+        ...   # decoder layer 3 of streamed.model has its weights; the others cannot be run
     """
 
     def __init__(
@@ -122,24 +123,24 @@ class StreamedModel:
         self._pending: dict[int, Future[None]] = {}
         """Layer number -> future of the read that `_read_ahead` has started."""
         self.model.set_experts_implementation(experts_implementation(device))
-        compute_buffers(self.model, self.model, device)
+        compute_buffers(self.model, root=self.model, device=device)
         self._read_ahead(OUTSIDE)
-        self._read_ahead(0)
+        self._read_ahead(0)  # probably the first layer to be used
         self._fill(OUTSIDE, self.model)
 
     def _tensor_layers(self) -> Iterator[tuple[str, int]]:
-        """(name of a tensor in the checkpoint, number of its decoder layer, or OUTSIDE). Tensors of
-        multi-token prediction layers are left out, and so are tensors of layers that the model does
-        not have."""
-        prediction = prediction_prefixes(self.checkpoint.tensors)
+        """(name, layer) for each tensor in the checkpoint: `layer` is the number of its decoder
+        layer, or OUTSIDE. Tensors of multi-token prediction layers are left out, and so are tensors
+        of layers that the model does not have."""
+        prefixes = prediction_prefixes(self.checkpoint.tensors)
         for name in self.checkpoint.tensors:
-            match = _NUMBER.search(name)
+            match = _NUMBER.search(name)  # the first number in the name is that of the layer
             number = int(match[1]) if match else OUTSIDE
-            if not name.startswith(prediction) and number < len(self.layers):
+            if not name.startswith(prefixes) and number < len(self.layers):
                 yield name, number
 
     def _tensor_names(self, number: int) -> list[str]:
-        """Names in the checkpoint of the tensors of layer `number`, or OUTSIDE."""
+        """Names of the tensors in the checkpoint that belong to `number`: a layer or OUTSIDE."""
         return [name for name, layer in self.layer_of.items() if layer == number]
 
     @contextmanager
@@ -169,21 +170,22 @@ class StreamedModel:
     def run_layer(
         self, number: int, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor | None
     ) -> torch.Tensor:
-        """The output (B, S, H) of layer `number`, which must have its weights. `ids` and `valid`
-        (B, S): token ids and attention mask of a batch. `state` (B, S, H): input of the layer, the
-        output of the layer before it; None for layer 0, whose input are the embeddings of `ids`."""
+        """The output (B, S, H) of layer `number`. The layer must have its weights. `ids` and
+        `valid` (B, S): token ids and attention mask of a batch. `state` (B, S, H): the output of
+        the layer before; None for layer 0, which gets the embeddings of `ids`."""
         with ExitStack() as undo:
-            # the model is run to compute attention masks and positions; lower layers return `state`
+            # The layer needs attention masks and positions, so the model is run up to this layer.
+            # The layers before return `state` and compute nothing.
             if state is not None:
                 for lower_layer in self.layers[:number]:
                     replace_output(lower_layer, state, undo)
             return output_of(self.layers[number], partial(run, self.model, ids, valid))
 
     def logits(self, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """The logits (B, S, V) for `state` (B, S, H), the output of the last decoder layer. `ids`
-        and `valid` (B, S): token ids and attention mask of the batch."""
+        """The logits (B, S, V) that follow from `state` (B, S, H), the output of the last decoder
+        layer. `ids` and `valid` (B, S): token ids and attention mask of the batch."""
         with ExitStack() as undo:
-            # every layer returns `state`, and only the last norm and the vocabulary head compute
+            # all layers return `state`, so only the last norm and the vocabulary head are computed
             for layer in self.layers:
                 replace_output(layer, state, undo)
             mask = valid.to(state.device, torch.int64)
@@ -193,11 +195,10 @@ class StreamedModel:
             return logits
 
     def _fill(self, number: int, module: nn.Module) -> None:
-        """Load the weights of layer `number`, or OUTSIDE, into `module`, in the model's layout.
-        UserError for weights that are missing, of the wrong shape, NaN or infinite."""
-        # After this wait, `load_tensors` reads from the system's cache, and the disk is free for
-        # the next layer. An error of the pending read is ignored: `load_tensors` would raise it
-        # again.
+        """Load the weights of `number`, a layer or OUTSIDE. `module`: the layer, or for OUTSIDE the
+        whole model. UserError for weights that are missing, of the wrong shape, NaN or infinite."""
+        # wait until `_read_ahead` has read the weights into the system's cache; if that failed,
+        # `load_tensors` fails in the same way
         wait([self._pending.pop(number)])
         with ExitStack() as files, quiet_transformers():
             slices = self.checkpoint.slices(self._tensor_names(number), files)
@@ -205,30 +206,30 @@ class StreamedModel:
         check_shapes(self.checkpoint.folder, mismatched)
         is_outside = number == OUTSIDE
         if is_outside:
-            # As in from_pretrained, two different weights in the files are not tied, even if the
-            # configuration asks for tying.
+            # like from_pretrained: if both of two tied weights are in the files and they differ,
+            # they are not tied
             missing = {name for name, tensor in self.model.state_dict().items() if tensor.is_meta}
             self.model.tie_weights(missing_keys=missing, recompute_mapping=False)
         if number in self.moe_layers:
             self.routing.restore(self.moe_layers[number])
         module.requires_grad_(False)
-        tensors = self.model.state_dict()
-        # A layer has the names that begin with its path. OUTSIDE has the names that do not begin
-        # with the path of the decoder layers.
+        # The names of a layer's tensors begin with the prefix of the layer. The names of OUTSIDE do
+        # not begin with the prefix of all decoder layers.
         prefix = f"{self.layers_path}." if is_outside else f"{self.layers_path}.{number}."
-        for name, tensor in tensors.items():
+        for name, tensor in self.model.state_dict().items():
             is_in_module = name.startswith(prefix) != is_outside
             if is_in_module and tensor.is_meta:
                 raise UserError(
                     f"{self.checkpoint.folder}: weights are missing that config.json asks for: "
                     f"{name}"
                 )
+        # for OUTSIDE, all tensors; those of decoder layers are on the meta device, and skipped
         check_finite(self.model, prefix="" if is_outside else prefix)
 
     def _read_ahead(self, number: int) -> None:
-        """Start to read the bytes of layer `number`, or OUTSIDE, into the system's cache, unless a
-        read of this layer is pending already."""
-        # posix_fadvise would read only the first few MB of each range, the disk's read-ahead
+        """Start to read the bytes of `number`, a layer or OUTSIDE, into the system's cache, unless
+        such a read is pending already."""
+        # posix_fadvise would not do: it reads only the first few MB of each range
         if number not in self._pending:
             folder = self.checkpoint.folder
             entries = [self.checkpoint.tensors[name] for name in self._tensor_names(number)]
@@ -237,10 +238,12 @@ class StreamedModel:
 
 
 def _read_ranges(ranges: Sequence[tuple[Path, int, int]]) -> None:
-    """Read parts of files and discard the bytes. `ranges`: (file, first byte, number of bytes)."""
+    """Read parts of files and discard the bytes, which are then in the system's cache. `ranges`:
+    (file, first byte, number of bytes)."""
     buffer = memoryview(bytearray(BLOCK))
     for path, start, size in ranges:
         with path.open("rb", buffering=0) as file:
             file.seek(start)
+            # in blocks, until all of `size` bytes or the end of the file is read
             while size and (count := file.readinto(buffer[:size])):
                 size -= count

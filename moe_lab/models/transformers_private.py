@@ -43,8 +43,8 @@ down_proj (n, I)."""
 
 
 def dequantisation_config(method: str) -> Any:
-    """The configuration of transformers for checkpoints in the quantisation `method`. It makes
-    transformers dequantise weights while they are read."""
+    """The quantization_config with which from_pretrained dequantises weights while it reads them.
+    `method`: quantisation of the checkpoint, such as fp8."""
     return AutoQuantizationConfig.from_dict({"quant_method": method, "dequantize": True})
 
 
@@ -76,8 +76,8 @@ def experts_implementation(experts: Any) -> str | None:
 
 
 def next_inputs(model: Any, output: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of the forward pass for the next token, from the arguments `inputs` and the
-    `output` of the last pass."""
+    """Keyword arguments of the next forward pass when text is generated token by token. `inputs`:
+    keyword arguments of the last pass. `output`: output of the last pass."""
     extended: dict[str, Any] = model._update_model_kwargs_for_generation(output, inputs)
     return extended
 
@@ -91,24 +91,24 @@ def template_variables(template: str) -> frozenset[str]:
 
 def with_date(day: datetime, template: str) -> AbstractContextManager[Any]:
     """A context in which `template`, a chat template, writes `day` as today's date."""
-    # transformers reduces the arguments of a template to plain data, so strftime_now cannot be
-    # passed as an argument
+    # the function strftime_now cannot be passed to the template as an argument, because
+    # transformers only passes plain data on
     return patch.dict(
         _compile_jinja_template(template).environment.globals, strftime_now=day.strftime
     )
 
 
 def compute_buffers(model: PreTrainedModel, root: nn.Module, device: str) -> None:
-    """Compute, on `device`, the non-persistent buffers of the modules below `root`, such as rotary
-    frequencies. Checkpoints do not contain these buffers, and from_pretrained computes them in the
-    same way. Modules whose buffers are computed already are left alone."""
+    """Compute the non-persistent buffers, such as rotary frequencies, of `root` and of all modules
+    in it, on `device`. Checkpoints do not contain these buffers. from_pretrained computes them in
+    the same way. Modules without such a buffer on the meta device are left alone."""
     for module in root.modules():
         buffers = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
         tensors = {name: buffer for name, buffer in buffers.items() if buffer is not None}
         if any(buffer.is_meta for buffer in tensors.values()):
             for name, buffer in tensors.items():
                 module._buffers[name] = torch.empty_like(buffer, device=device)
-            model._init_weights(module)
+            model._init_weights(module)  # fills the buffers
 
 
 def load_tensors(
@@ -138,28 +138,29 @@ def dequantised_by_stated_blocks() -> AbstractContextManager[Any]:
 
 
 class _DequantizeStatedBlocks(Fp8Dequantize):
-    """Dequantises in blocks of the stated size. The base class divides a matrix evenly by the grid
-    of scales: it would read 192 rows with 2 scales, stored as blocks of 128 and 64 rows, as two
-    blocks of 96."""
+    """Dequantises FP8 weights in blocks of the size that config.json states, `weight_block_size`.
+    The base class instead makes all blocks equal. For example, if 192 rows have 2 scales and the
+    stated size is 128, the blocks have 128 and 64 rows, but the base class makes two of 96."""
 
     def _dequantize_one(
         self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Dequantise FP8 weights (..., rows, columns) that have one scale per block of the stated
-        size. Blocks at the edges may be smaller, so the weights are padded to whole blocks first.
-        Other weights are dequantised as in transformers. ValueError unless each block has one
-        scale."""
-        block = self.hf_quantizer.quantization_config.weight_block_size
+        """Dequantise the weights `quantized` (..., rows, columns), with one entry of `scales` per
+        block. Blocks at the edges may be smaller, so the weights are padded to whole blocks first.
+        The base class dequantises weights with a single scale, and weights that are not FP8.
+        ValueError unless there are as many scales as blocks."""
+        # (rows, columns) of a block, or None if config.json states no size
+        size = self.hf_quantizer.quantization_config.weight_block_size
         # four-bit experts of an FP8 checkpoint have blocks of another size, and always whole blocks
-        if block is None or scales.numel() == 1 or quantized.dtype not in EIGHT_BIT_FLOATS:
+        if size is None or scales.numel() == 1 or quantized.dtype not in EIGHT_BIT_FLOATS:
             return super()._dequantize_one(quantized, scales, output_dtype)
         rows, columns = quantized.shape[-2:]
         grid = scales.shape[-2:]
-        if tuple(grid) != (ceil(rows / block[0]), ceil(columns / block[1])):
+        if tuple(grid) != (ceil(rows / size[0]), ceil(columns / size[1])):
             raise ValueError(
-                f"{tuple(grid)} scales for ({rows}, {columns}) weights in blocks of {block}"
+                f"{tuple(grid)} scales for ({rows}, {columns}) weights in blocks of {size}"
             )
-        padded = quantized.new_zeros(*quantized.shape[:-2], grid[0] * block[0], grid[1] * block[1])
+        padded = quantized.new_zeros(*quantized.shape[:-2], grid[0] * size[0], grid[1] * size[1])
         padded[..., :rows, :columns] = quantized
         dequantised = super()._dequantize_one(padded, scales, output_dtype)
         return dequantised[..., :rows, :columns].contiguous()
@@ -176,15 +177,16 @@ class NameMapping:
     @cached_property
     def renamed(self) -> list[tuple[str, str, str | None]]:
         """(name in the checkpoint, name in the model, converter) for each tensor of the checkpoint.
-        The converter changes the layout of the tensor, for example into a stack, and is given by
-        its pattern of names; None for a tensor that keeps its layout."""
+        A converter changes the layout of tensors; for example, it stacks experts. It is given as
+        the pattern that the names of its tensors match; None for a tensor that keeps its layout."""
         mapping = get_model_conversion_mapping(self.model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         expected = self.model.state_dict()
         prefix = self.model.base_model_prefix
-        # some renamings depend on the names before, so the order is that of from_pretrained
+        # some renamings only start after a certain name, so the order is that of from_pretrained
         ordered = sorted(self.names, key=dot_natural_key)
+        # rename_source_key returns (name in the model, converter)
         return [
             (name, *rename_source_key(name, renamings, converters, prefix, expected))
             for name in ordered
@@ -192,8 +194,8 @@ class NameMapping:
 
     @cached_property
     def copied(self) -> dict[str, str]:
-        """Name in the model -> name in the checkpoint, for tensors without converter. Reading can
-        change only their precision."""
+        """Name in the model -> name in the checkpoint, for tensors that keep their layout. Only
+        their dtype can differ between the checkpoint and the model."""
         return {renamed: name for name, renamed, converter in self.renamed if converter is None}
 
     def unmatched(self) -> tuple[list[str], list[str]]:
@@ -204,10 +206,11 @@ class NameMapping:
         expected = self.model.state_dict()
         unused = {}  # name after renaming -> name in the checkpoint
         for name, renamed, _ in self.renamed:
+            # if the model lacks the new name, transformers looks for the name in the checkpoint
             if renamed not in expected and name not in expected:
                 unused[renamed] = name
         missing = expected.keys() - set(self.names) - {renamed for _, renamed, _ in self.renamed}
-        # transformers removes the names that the model's class ignores from `report`
+        # from `report`, transformers removes the names that the model's class ignores
         report: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=set(unused))
         self.model._adjust_missing_and_unexpected_keys(report)
         missing = report.missing_keys - self.model.all_tied_weights_keys.keys()
