@@ -112,10 +112,11 @@ def user_cache() -> Path:
     be written, the result is a temporary folder of the user. Raises UserError when the temporary
     folder belongs to another user."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    # not Path.exists, which raises an error below a folder that may not be entered
-    existing_parent = next(filter(os.path.exists, (default, *default.parents)))
+    # `default`, or the nearest folder above it that exists. Not by Path.exists, which raises an
+    # error below a folder that may not be entered.
+    nearest_existing = next(filter(os.path.exists, (default, *default.parents)))
     # without a home folder, expanduser does not replace "~"
-    if default.parts[0] != "~" and os.access(existing_parent, os.W_OK | os.X_OK):
+    if default.parts[0] != "~" and os.access(nearest_existing, os.W_OK | os.X_OK):
         return default
     return _make_private(Path(tempfile.gettempdir(), f"moe_lab-{os.getuid()}"), 0o700)
 
@@ -126,7 +127,7 @@ def store_folder(store: str, field: str = "store") -> Path:
     if not store:
         raise UserError(f"{field}= names no folder: write {field}=FOLDER")
     if "://" in store:
-        for problem in secrets_in(field, store):  # a sentence that does not show the URL
+        for problem in secrets_in(field, store):  # at most one, whose text does not show the URL
             raise UserError(problem)
         raise UserError(
             f"{field}={store} is a URL: expected a folder, which `rclone copy FOLDER REMOTE:PATH` "
@@ -143,12 +144,13 @@ NAME = re.compile(r"\w[\w.+-]*")
 
 
 def validate_name(text: str) -> str:
-    """Return `text` unchanged, as pydantic requires of a validator. Raises ValueError, with what is
-    expected, unless `text` can be part of a folder's name."""
+    """Return `text` unchanged, as pydantic requires of a validator. Raises ValueError unless `text`
+    can be part of a folder's name. The error's message says what is expected."""
+    # "replace": a surrogate, which cannot be encoded, counts as one byte
     if len(text.encode("utf-8", "replace")) > LONGEST_NAME:
         raise ValueError(f"expected at most {LONGEST_NAME} bytes, since folders are named by it")
     if not NAME.fullmatch(text):
-        suggestion = valid_name(text, "")
+        suggestion = valid_name(text, "")  # "" if `text` has no letter and no digit
         hint = f", such as {suggestion}" if suggestion else ""
         raise ValueError(
             f"expected a valid folder name: letters, digits and _, after the first also . + -{hint}"
@@ -157,15 +159,18 @@ def validate_name(text: str) -> str:
 
 
 def valid_name(text: str, default: str = "unnamed") -> str:
-    """A valid part of a folder's name, made from `text`. Characters that are not valid become _,
-    and a long text is cut. The result is `default` if nothing is left of `text`."""
+    """A valid part of a folder's name, made from `text`. Each run of characters that are not valid
+    becomes one _, punctuation at both ends is removed, and a long text is cut. The result is
+    `default` if nothing is left of `text`."""
     name = re.sub(r"[^\w.+-]+", "_", text).strip("_.+-")
+    # "ignore" removes the bytes of a last character that the cut has split
     return name.encode()[:LONGEST_NAME].decode(errors="ignore") or default
 
 
 def check_name(field: str, name: str) -> None:
-    """Raise UserError when `name` cannot be part of a folder's name, and when it is "none", which
-    stands for no choice in settings. `field`: the setting, for the message."""
+    """Raise UserError when `name` cannot be part of a folder's name. Raise it also for the name
+    "none": a setting with this value chooses nothing. `field`: the setting that has the value
+    `name`, for the message."""
     if name == "none":
         raise UserError(f"{field}={name} is reserved: expected another name, such as {name}_1")
     try:

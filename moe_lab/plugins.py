@@ -28,7 +28,7 @@ def load(modules: Iterable[str] = ()) -> list[str]:
     for module in names:
         try:
             import_module(module)
-        except UserError:
+        except UserError:  # the module registers a name that exists already
             raise
         except Exception as error:  # noqa: BLE001 - a foreign module may raise anything
             reason = f"{type(error).__name__}: {error}"
@@ -43,7 +43,7 @@ def load(modules: Iterable[str] = ()) -> list[str]:
             function
             for allocation in ALLOCATIONS.values()
             for function in allocation.functions.values()
-            if function
+            if function  # None where no function of the allocation decides, but a step
         ]
         # the functions may be in a module that `module` imports, so only top packages are compared
         if not any(
@@ -57,21 +57,23 @@ def load(modules: Iterable[str] = ()) -> list[str]:
 
 
 def plugin_files(modules: Iterable[str]) -> dict[Path, Path]:
-    """Path relative to a folder of sys.path -> full path, for all files and folders of the plugins
-    that `load` imports. These are the contents of the top package of each plugin. If the top module
-    of a plugin is not a package, only the file of the module is included."""
+    """Path relative to a folder of sys.path -> full path, for all files and folders of plugins.
+    `modules`: as for `load`, which also adds the modules of entry points. The result has the whole
+    top package of each of these modules: a for the module a.b.c. If a is not a package, the result
+    has only its file."""
     files: dict[Path, Path] = {}
     for module in load(modules):
         top = sys.modules[module.partition(".")[0]]
         for path in map(Path, getattr(top, "__path__", None) or [str(top.__file__)]):
+            # if `path` is a file, rglob finds nothing
             files |= {file.relative_to(path.parent): file for file in (path, *path.rglob("*"))}
     return files
 
 
 def module_location(function: Callable[..., object]) -> dict[str, str]:
-    """Where the module of a function is, in the form that `import_modules_at` needs: `module`
-    (name), `folder` (the folder of sys.path from which the module is imported), and `source`
-    (digest of the module's code)."""
+    """Where the module of a plugin's function is, in the form that `import_modules_at` needs:
+    `module` (name), `folder` (the folder of sys.path from which the module is imported), and
+    `source` (`function_digest`, which is the digest of the whole module)."""
     name = function.__module__
     folder = folder_of(name, Path(sys.modules[name].__file__ or ""))
     return {"module": name, "folder": str(folder), "source": function_digest(function)}
@@ -80,13 +82,13 @@ def module_location(function: Callable[..., object]) -> dict[str, str]:
 def import_modules_at(locations: Iterable[Mapping[str, str]]) -> None:
     """Import the modules at `locations`, which are results of `module_location`. Their folders are
     put at the end of sys.path, so that their modules shadow no other modules. UserError if the code
-    of a module no longer has the digest in its location, because ids of steps include the
-    digest."""
+    of a module has changed since `module_location` took its digest."""
     for location in locations:
         name = location["module"]
         if location["folder"] not in sys.path:
             sys.path.append(location["folder"])
         import_module(name)
+        # the digest is part of the ids of steps, so changed code needs new ids
         if module_digest(name) != location["source"]:
             raise UserError(
                 f"plugins: the code of {name} has changed since this study was started: start it "

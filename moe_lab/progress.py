@@ -20,8 +20,9 @@ _last_write = 0.0
 
 def update(done: float, total: float, unit: str) -> None:
     """Set the progress of this process to `done` of `total` units. `unit`: name of the units, such
-    as batches. If the environment variable FILE is set, the progress is written to the file that
-    the variable names, at most once in INTERVAL seconds. Errors of the disk are ignored."""
+    as batches. If the environment variable MOE_LAB_PROGRESS (`FILE`) is set, the progress is also
+    written to the file whose path is its value, at most once in INTERVAL seconds. Errors of the
+    disk are ignored."""
     global _latest, _last_write
     _latest = (done, total, unit)
     if FILE in os.environ and time.monotonic() - _last_write >= INTERVAL:
@@ -42,6 +43,7 @@ def read(file: Path) -> tuple[float, str]:
     """(share of the work that is done, from 0 to 1; text such as "3 of 40 batches"). The result is
     (0, "") if the progress `file` is missing or damaged, or has a total of 0 units."""
     with suppress(OSError, Damaged, ZeroDivisionError):
+        # the second argument is the expected shape: a list of numbers and texts
         done, total, unit = read_json(file, [Number | str])
         return min(1.0, done / total), f"{done:g} of {total:g} {unit}"
     return 0.0, ""

@@ -50,7 +50,9 @@ class LayerForm:
 
     @property
     def has_computed_experts(self) -> bool:
-        """Whether any stored expert is neither zeros nor a copy of a whole source expert."""
+        """Whether the weights of any stored expert have to be computed, because some channels are
+        dropped or several experts are added. A copy of a whole source expert is not computed, and
+        neither is an expert whose weights are all 0."""
         return any(expert.members and expert.copied is None for expert in self.stored)
 
 
@@ -60,9 +62,9 @@ Form: TypeAlias = dict[int, LayerForm]
 
 def make_form(plan: Plan, shape: str, element_size: int) -> Form:
     """Number of a layer -> form of the layer, for a model that is pruned by `plan` and stored in
-    the shape `shape`. `element_size`: bytes of one weight. UserError for an unknown shape. If
-    `plan` replaces experts by constants or by other experts, UserError for all shapes except
-    natural."""
+    the shape `shape`. `element_size`: bytes of one weight. UserError for an unknown shape.
+    UserError also if `plan` replaces experts by constants, or computes experts with the weights of
+    another expert, and `shape` is not natural."""
     check_known("export", shape, SHAPES)
     if shape != "natural" and (plan.has_constants or plan.shares_experts):
         raise replacement_error(shape)
@@ -79,20 +81,23 @@ def replacement_error(shape: str) -> UserError:
 
 
 def fits_family_module(widths: Sequence[int], element_size: int) -> bool:
-    """Whether a family's own module can hold experts of these `widths`. The widths must be equal
-    and not 0, and the bytes of a row of down (`width * element_size`) must be a multiple of
-    KERNEL_BYTES."""
+    """Whether the experts module of the model's family can hold experts of these `widths`. The
+    widths must be equal and not 0, and the bytes of a row of down (`width * element_size`) must be
+    a multiple of KERNEL_BYTES. `element_size`: bytes of one weight."""
     return len(set(widths)) == 1 and widths[0] > 0 and widths[0] * element_size % KERNEL_BYTES == 0
 
 
 def _natural_form(layer: LayerPlan, element_size: int) -> LayerForm:
-    """The form natural: the retained experts, each with its retained channels. The experts are
-    stacked if the family's own module can hold them, otherwise packed one after the other."""
+    """The layer in the shape natural: the retained experts, each with its retained channels. The
+    experts are stacked if the family's own module can hold them, otherwise packed one after the
+    other. `element_size`: bytes of one weight."""
     widths = layer.widths
     if layer.channels is None or min(widths) == layer.width:  # no channel is dropped
         return _stacked_form(layer, layer.width)
     if fits_family_module(widths, element_size):
         return _stacked_form(layer, widths[0])
+    # Only packed experts may have owners and constants: an expert that is computed with its owner,
+    # or replaced by a constant, has width 0, so `fits_family_module` is False.
     stored = tuple(
         layer.stored_expert(expert, width)
         for expert, width in zip(layer.retained, widths, strict=True)
@@ -107,21 +112,22 @@ def _natural_form(layer: LayerPlan, element_size: int) -> LayerForm:
 
 
 def _masked_form(layer: LayerPlan, element_size: int) -> LayerForm:
-    """The form masked: all experts in the original shape, with zeros for dropped experts and
-    channels. `element_size` is not used."""
+    """The layer in the shape masked: all experts in the original shape, with zeros for dropped
+    experts and channels. `element_size` is not used."""
     experts = range(layer.n_experts)
     stored = tuple(layer.masked_expert(expert) for expert in experts)
-    return LayerForm(tuple(experts), stored, dropped=frozenset(experts) - frozenset(layer.retained))
+    return LayerForm(tuple(experts), stored, dropped=frozenset(layer.dropped))
 
 
 def _padded_form(layer: LayerPlan, element_size: int) -> LayerForm:
-    """The form padded: all retained experts, each with as many channels as the widest of them. This
-    number of channels is rounded up so that the bytes of a row are a multiple of KERNEL_BYTES, but
-    it never exceeds the original width."""
+    """The layer in the shape padded: all retained experts, each with as many channels as the widest
+    of them. This number is rounded up to a multiple of KERNEL_BYTES / `element_size`, so that the
+    bytes of a row of down are a multiple of KERNEL_BYTES. It never exceeds the original width.
+    `element_size`: bytes of one weight."""
     if layer.width is None:  # a plan of whole experts: no channel is dropped
         return _stacked_form(layer, None)
-    step = max(1, KERNEL_BYTES // element_size)
-    # at least one step, also if all retained experts have width 0
+    step = max(1, KERNEL_BYTES // element_size)  # channels in KERNEL_BYTES
+    # if all retained experts have width 0, they get one step of channels
     aligned = step * ceil(max(1, *layer.widths) / step)
     return _stacked_form(layer, min(layer.width, aligned))
 

@@ -62,10 +62,11 @@ def with_alignments(plan: Plan, alignments: Mapping[int, Alignment]) -> Plan:
 def match_channels(
     plan: LayerPlan, layer: MoELayer, cost: Callable[[int, int], torch.Tensor]
 ) -> Alignment:
-    """(M, I) for the M experts that `plan` merges into an owner: entry (m, i) is the channel of
-    merged expert m that is added to channel i of its owner. The matching of an expert's channels
-    with its owner's channels has the least total cost. `cost(owner, member)` (I, I): entry (i, j)
-    is the cost of adding channel j of expert `member` to channel i of expert `owner`."""
+    """(M, I): entry (m, i) is the channel of the merged expert m that is added to channel i of its
+    owner. The M merged experts are `plan.merged_members`. The matching of an expert's channels with
+    its owner's channels has the least total cost. `plan`: the plan of `layer`. The function `cost`
+    returns costs (I, I): entry (i, j) of `cost(owner, member)` is the cost of adding channel j of
+    expert `member` to channel i of expert `owner`."""
     orders = []
     for member in plan.merged_members:
         costs = cost(plan.owners[member], member).double().cpu().numpy()
@@ -89,10 +90,11 @@ class AlignmentHook(StatisticsHook):
     """Matches the channels of merged experts by activations and weights, as the code of REAM (arXiv
     2604.04356) does.
 
-    The cost of adding channel j of expert m to channel i of expert o is |a - b| + |v - w|. The
-    vectors a and b are the activations of the two channels over all valid tokens. The vectors v and
-    w are the `principal_components` of the two channels. Each vector is divided by its norm. The
-    activations of a merged expert are computed for all tokens, not only for tokens routed to it.
+    The cost of adding channel j of expert m to channel i of expert o is the sum of two Euclidean
+    distances, |a - b| + |v - w|. The vectors a and b are the activations of the two channels, with
+    one entry for each valid token. The vectors v and w are the coordinates of the two channels that
+    `principal_components` returns. Each of the four vectors is divided by its norm. The activations
+    of a merged expert are computed for all tokens, not only for tokens routed to it.
     """
 
     kind = "alignment"
@@ -102,17 +104,20 @@ class AlignmentHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H), computed as without the hook. Adds two kinds of sums over valid
-        tokens: the squared activations (I,) of each owner and each expert merged into it; and the
-        products (I, I) of the activations of an owner (rows) and an expert merged into it
-        (columns)."""
+        """The routed output (T, H), computed as without the hook. Arguments as in `StatisticsHook`.
+
+        Adds two kinds of sums over valid tokens to the sums of the hook. `squares.ID` (I,): the
+        squared activations of the expert ID, which is an owner or is merged into one. `products.ID`
+        (I, I): the products of the activations of an owner (rows) and of the expert ID that is
+        merged into it (columns)."""
         layer = self.layer
         valid = self.valid_tokens(hidden)
         states = hidden if valid is None else hidden[valid]
-        for owner, group in self.plan.layers[layer.index].merged.items():
+        # phi: the activations, which are the input of the down projection
+        for owner, members in self.plan.layers[layer.index].merged.items():
             owner_activations = at_least_fp32(layer.phi(states, layer.weights(owner)))
             self.add(f"squares.{owner}", owner_activations.square().sum(0))
-            for member in sorted(set(group) - {owner}):
+            for member in sorted(set(members) - {owner}):
                 activations = at_least_fp32(layer.phi(states, layer.weights(member)))
                 self.add(f"squares.{member}", activations.square().sum(0))
                 self.add(f"products.{member}", owner_activations.T @ activations)
@@ -190,7 +195,7 @@ def normalised_distance(
     cosine = products / (first.sqrt()[:, None] * second.sqrt()).clamp_min(
         torch.finfo(products.dtype).tiny
     )
-    # sums of the squared lengths of two normalised vectors: each is 1, or 0 for a vector of zeros
-    lengths = (first > 0).to(cosine)[:, None] + (second > 0).to(cosine)
-    distances: torch.Tensor = (lengths - 2 * cosine).clamp_min(0).sqrt()
+    # |a - b|² = |a|² + |b|² - 2 <a, b>. Normalised, |a|² is 1, or 0 for a vector of zeros.
+    sums_of_squares = (first > 0).to(cosine)[:, None] + (second > 0).to(cosine)
+    distances: torch.Tensor = (sums_of_squares - 2 * cosine).clamp_min(0).sqrt()
     return distances

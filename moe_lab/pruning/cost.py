@@ -48,17 +48,18 @@ def cost(
     flops_saving              1 - flops_ratio
 
     `pruned` is made from `model`, or is `model` itself. `unpruned_flops`: the result of `row_flops`
-    for `model`; FLOPs of both models are for rows of the length in that call. `routing`: the
-    routing in `pruned`. `options`: further arguments of `parameters_and_bytes`.
+    for `model`. The FLOPs of both models are for rows of the length with which `row_flops` was
+    called. `routing`: the routing in `pruned`. `options`: further arguments of
+    `parameters_and_bytes`.
     """
     layers = routed_layers(model)
     parts = flops_per_token(layers, routed_layers(pruned), unpruned_flops, routing)
     total = sum(parts.values())
     unpruned_total = total
     if pruned is not model:
-        unpruned = even_routing(layers)
-        assert unpruned is not None  # a model with experts of unequal width cannot be pruned
-        unpruned_total = sum(flops_per_token(layers, layers, unpruned_flops, unpruned).values())
+        even = even_routing(layers)
+        assert even is not None  # a model with experts of unequal width cannot be pruned
+        unpruned_total = sum(flops_per_token(layers, layers, unpruned_flops, even).values())
     return {
         **parameters_and_bytes(model, pruned, **options),
         "flops_per_token": total,
@@ -117,8 +118,8 @@ def nf4_bytes(weights: int) -> int:
 
 def _nf4_weight_counts(model: nn.Module, modules: Sequence[str]) -> Iterator[int]:
     """For each matrix that is stored in NF4, the number of its weights. `modules`: the kinds of
-    modules whose matrices are in NF4: experts, shared_experts, attention. An expert without
-    channels has two matrices of 0 weights."""
+    modules whose matrices are in NF4: "experts", "shared_experts", "attention". Each routed expert
+    has two matrices, which have 0 weights if the expert has no channels."""
     if "experts" in modules:
         for layer in routed_layers(model):
             for width in layer.widths:
@@ -171,14 +172,15 @@ def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
     `length` tokens. Routed experts count as 0. On the meta device the model runs without computing
     anything."""
     layers = routed_layers(model)
-    device = layers[0].routing[0].tensor.device
+    device = layers[0].routing[0].tensor.device  # of a router's tensor, and so of the model
     ids = torch.zeros(1, length, dtype=torch.int64, device=device)
     # transformers uses a mask with four axes as it is. It would read the values of any other mask,
     # and tensors on the meta device have none.
     mask = torch.zeros(1, 1, length, length, dtype=model.dtype, device=device)
     with ExitStack() as undo, torch.no_grad():
         for layer in layers:
-            # a function that returns zeros replaces routed experts, whose FLOPs depend on routing
+            # The FLOPs of routed experts depend on the routing, so a function that returns zeros
+            # replaces them. The outer lambda ignores the function that it replaces.
             replace_experts(
                 layer, lambda _: lambda hidden, index, gates: torch.zeros_like(hidden), undo
             )
@@ -190,7 +192,8 @@ def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
     head: Any = model.get_output_embeddings()
     head_weights = 0 if head is None else int(head.weight.numel())
     parts = _by_part(counter.get_flop_counts(), layers, model)
-    # the head multiplies and adds once for each of its weights
+    # The head, which is not in the base model, multiplies and adds once for each of its weights.
+    # The Counter `parts` gives 0 for parts that it does not have, such as experts.
     return {**{part: parts[part] / length for part in PARTS}, "lm_head": 2.0 * head_weights}
 
 
@@ -214,13 +217,14 @@ def flops_per_token(
 
 def _router_weights(layers: Sequence[MoELayer]) -> int:
     """Number of weights of the routers' linear maps in all `layers`."""
-    routing = [part for layer in layers for part in layer.routing]
-    return sum(part.tensor.numel() for part in routing if part.name == "weight")
+    # routers also have tensors of other names, such as biases
+    entries = [entry for layer in layers for entry in layer.routing]
+    return sum(entry.tensor.numel() for entry in entries if entry.name == "weight")
 
 
 def even_routing(layers: Sequence[MoELayer]) -> Routing | None:
-    """The routing of a single token, if all experts of a layer have the same width, in each of the
-    `layers`. Otherwise None, because a token's number of channels depends on its experts."""
+    """The routing of one token. None if experts of a layer differ in width, because the number of
+    channels then depends on the experts to which the token is routed."""
     channels = {}
     for layer in layers:
         widths = set(computed_widths(layer).tolist())
@@ -240,8 +244,8 @@ class LoadHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H), computed as without the hook. Adds the number of valid tokens
-        that are routed to each expert."""
+        """The routed output (T, H), computed as without the hook. Arguments as in `StatisticsHook`.
+        Adds to the sums of the hook how many valid tokens are routed to each expert."""
         valid = self.valid_tokens(hidden)
         experts = index if valid is None else index[valid]
         self.add("tokens", torch.bincount(experts.flatten(), minlength=self.layer.n_experts))
@@ -252,8 +256,9 @@ def measured_routing(
     model: PreTrainedModel, plan: Plan | None, pruned: Sequence[MoELayer], batches: Sequence[Batch]
 ) -> Routing:
     """The routing of the valid tokens of `batches`, measured in one forward pass of each batch.
-    `plan`: the plan that masks `model` meanwhile; None: `model` is not pruned. `pruned`: the MoE
-    layers of the pruned model."""
+    During the passes, `model` is masked by `plan`; if `plan` is None, the routing is that of the
+    unpruned model. `pruned`: the MoE layers of the pruned model, with whose widths channels are
+    counted."""
     layers = routed_layers(model)
     with (
         mask(model, plan) if plan is not None else nullcontext(),
@@ -271,12 +276,13 @@ def layered_routing(
     batches: Sequence[Batch],
     **options: Any,
 ) -> Routing:
-    """The result of `measured_routing` for the `StreamedModel` `streamed`. One decoder layer of the
-    checkpoint is in memory at a time. `options`: further arguments of `stream`."""
-    from moe_lab.statistics.streaming import stream  # imported late, as few costs need it
+    """The same as `measured_routing`, with only one decoder layer of the model in memory at a time.
+    `streamed`: the model, a `StreamedModel`. `options`: further arguments of `stream`."""
+    from moe_lab.statistics.streaming import stream  # not needed for models that are in memory
 
     if plan is not None:
         plan.check_model(moe_layers(streamed.model))
+        # `stream` runs each MoE layer in this context, in which the layer is masked
         options["layer_context"] = lambda layer: mask_layers([layer], plan)
     load = stream(streamed, LoadHook, batches, **options).layers
     return _routing(plan, pruned, load, batches)
@@ -321,9 +327,10 @@ def _by_part(
     """Name of a part (PARTS) -> FLOPs, without routed experts and vocabulary head. `counts`: path
     of a module -> operation -> FLOPs, from torch's counter.
 
-    The child modules of a decoder layer decide. One child has the same name in all decoder layers:
-    it is the MoE block in layers with experts, and the dense block in other layers. Some families
-    have another child for shared experts. The FLOPs of all other children are attention.
+    The part is decided by the child module of a decoder layer that an operation is in. The child
+    with the name of the MoE block is that block in layers with experts, and the dense block in
+    other layers. Some families have another child for shared experts. All other children are
+    attention.
     """
     by_part: Counter[str] = Counter()
     base: nn.Module = model.base_model
@@ -334,7 +341,8 @@ def _by_part(
     moe_numbers = {str(layer.index) for layer in layers}
     for path, operations in counts.items():
         number, _, child = path.removeprefix(f"{container}.").partition(".")
-        if not number.isdigit() or not child or "." in child:  # not a child of a decoder layer
+        # only children of decoder layers are read, as their counts include those of submodules
+        if not number.isdigit() or not child or "." in child:
             continue
         if child == block or f"{child}." in DISK_SHARED:
             part = "shared_experts" if number in moe_numbers else "dense"
@@ -345,7 +353,7 @@ def _by_part(
             by_part[part] += flops
     for layer in layers:
         by_part["router"] += sum(counts.get(paths[layer.router], {}).values())
-    # the FLOPs of a MoE block, which counted as shared experts above, include its router
+    # above, all FLOPs of a MoE block were added to the shared experts, also those of its router
     by_part["shared_experts"] -= by_part["router"]
     # torch's counter calls the whole model "Global"
     by_part["other"] = sum(counts["Global"].values()) - sum(by_part.values())

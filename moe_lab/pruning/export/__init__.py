@@ -55,20 +55,20 @@ def export(
     """Write the checkpoint in folder `source`, pruned by `plan`, to the new folder `out`. Returns
     `out`, which appears only when it is complete.
 
-    `shape`: see moe_lab/pruning. In the shape natural, weights equal those of `prune` bit for bit.
-    `out` gets the pruned weights, the other files of the original, with an edited config.json,
-    plan.json and a model card. If the family's configuration cannot describe the layers, the export
-    has a model type of its own, with code beside the weights. UserError if the plan does not fit,
-    is not aligned, or is for another model (unless `any_model`). UserError also if `shape` cannot
-    hold the plan, if the checkpoint is damaged or has an unknown tensor in a MoE block, and if
-    transformers could not load the export."""
+    `shape`: how MoE layers are stored: natural, masked or padded. In the shape natural, weights
+    equal those of `prune` bit for bit. `out` gets the pruned weights, an edited config.json,
+    plan.json, a model card, and the other files of the original. If the family's configuration
+    cannot describe the layers, the export has its own model type, with code beside the weights.
+    UserError if `plan` does not fit, is not aligned, or is for another model (unless `any_model`),
+    if `shape` cannot hold the plan, if the checkpoint is damaged or has an unknown tensor in a MoE
+    block, and if transformers could not load the export."""
     folder = Path(source)
     target = Path(out)
     _check_target(target)
     config, checkpoint = _open_source(folder, plan, shape, any_model)
-    form = make_form(plan, shape, max(1, bits_of(expert_type(checkpoint)) // 8))
-    left_out = prediction_prefixes_with_experts(checkpoint.tensors)
-    written_names = (name for name in checkpoint.tensors if not name.startswith(left_out))
+    form = make_form(plan, shape, max(1, bits_of(expert_type(checkpoint)) // 8))  # 4 bits: 1 byte
+    left_out_prefixes = prediction_prefixes_with_experts(checkpoint.tensors)
+    written_names = (name for name in checkpoint.tensors if not name.startswith(left_out_prefixes))
     new_config, code = describe_export(config, form, written_names)
     experts = {index: layer.experts for index, layer in form.items()}
     documents = {**renumbered_files(folder, experts), "config.json": new_config}
@@ -99,14 +99,14 @@ def export(
             unpruned_bytes=sum(entry.size for entry in checkpoint.tensors.values()),
             written=size,
             padding_bytes=sum(tensor.padding_bytes for tensor in tensors),
-            left_out=sorted(prefix.removesuffix(".") for prefix in left_out),
+            left_out=sorted(prefix.removesuffix(".") for prefix in left_out_prefixes),
         )
         (work / CARD).write_text(card, encoding="utf-8")
     return target
 
 
 def _check_target(target: Path) -> None:
-    """Raise UserError unless `target` does not exist or is an empty folder."""
+    """Raise UserError if `target` exists, unless it is an empty folder."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(
             f"export: {target} exists already: expected a folder that does not exist or is empty"
@@ -124,6 +124,7 @@ def _open_source(
     plan.check_aligned()
     checkpoint = open_checkpoint(folder)
     if not any_model:
+        # a pair: a digest's name in the plan's provenance, the function that computes the digest
         plan.check_origin([("model_sha256", partial(fingerprint, folder))], folder)
     check_quantised(quantization_method(config), shape, channels=plan.has_channels)
     return config, checkpoint

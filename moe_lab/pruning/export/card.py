@@ -59,13 +59,14 @@ def model_card(
     and the text of `original`, the card of the original model. The front matter (licence and so
     on) is that of `original` without the fields in `OF_ORIGINAL`.
 
-    `name`: name of the original model. `kind`: a key of `LOADING`. `unpruned_bytes`, `written`:
-    bytes of all weights before and after pruning. `padding_bytes`: bytes of zeros in place of
-    dropped experts and channels. `left_out`: layers of the original that are not written.
+    `name`: name of the original model. `shape`: a value of export.shape. `kind`: a key of
+    `LOADING`. `unpruned_bytes`: bytes of all weights before pruning. `written`: bytes of all
+    weights of the export. `padding_bytes`: bytes of zeros in place of dropped experts and channels.
+    `left_out`: names of the original's layers that the export does not have.
     """
     front, body = split_card(original)
     front = _inherited_fields(front)
-    trust = "" if kind == "stock" else ", trust_remote_code=True"
+    trust_argument = "" if kind == "stock" else ", trust_remote_code=True"
     size = f"Its weights take {written:,} bytes, {written / unpruned_bytes:.1%} of the original's."
     if shape in FILLED:
         size += (
@@ -80,8 +81,8 @@ def model_card(
             "for byte.\n\n"
         ),
         (
-            f"{LOADING[kind]}\n\n```python\nAutoModelForCausalLM.from_pretrained(folder{trust})\n"
-            f"```\n\n{size}\n\n"
+            f"{LOADING[kind]}\n\n```python\n"
+            f"AutoModelForCausalLM.from_pretrained(folder{trust_argument})\n```\n\n{size}\n\n"
         ),
         f"{LEFT_OUT.format(', '.join(f'`{layer}`' for layer in left_out))}\n\n" if left_out else "",
         "What is retained is listed in `plan.json`. Where the plan comes from:\n\n",
@@ -101,32 +102,32 @@ def with_section(card: str, heading: str, text: str) -> str:
 
 def _summary(plan: Plan) -> str:
     """A text for the card: how many experts and channels are retained, and what replaces dropped
-    experts, constants or weighted sums. There is no full stop at the end of the text."""
+    experts (constants, or weighted sums of weights). The text ends without a full stop."""
     layers = plan.layers.values()
-    before = sum(layer.n_experts for layer in layers)
-    constants = sum(len(layer.null_experts) for layer in layers if layer.constants is not None)
-    if constants:
+    n_experts = sum(layer.n_experts for layer in layers)
+    n_constants = sum(len(layer.null_experts) for layer in layers if layer.constants is not None)
+    if n_constants:
         return (
-            f"{before - constants} of {before} routed experts are retained. The other {constants} "
-            "are replaced by constants: the router stays whole, and a token that is routed to one "
-            "of them gets its constant times its gate"
+            f"{n_experts - n_constants} of {n_experts} routed experts are retained. The other "
+            f"{n_constants} are replaced by constants: the router stays whole, and a token that is "
+            "routed to one of them gets its constant times its gate"
         )
     if plan.merged_layers:
         groups = sum(len(layer.merged) for layer in layers)  # each group has one owner
-        merged_members = sum(len(layer.merged_members) for layer in layers)
+        n_merged = sum(len(layer.merged_members) for layer in layers)
         is_matched = any(layer.alignment is not None for layer in layers)
         matched = "with matched channels" if is_matched else "channel by channel"
         router = "stays whole" if plan.shares_experts else "has the rows of the remaining experts"
         return (
-            f"{before - merged_members} of {before} routed experts remain: "
-            f"{groups + merged_members} were merged into {groups} weighted sums of their weights, "
+            f"{n_experts - n_merged} of {n_experts} routed experts remain: "
+            f"{groups + n_merged} were merged into {groups} weighted sums of their weights, "
             f"{matched}. The router {router}"
         )
     counts = [len(layer.retained) for layer in layers]
-    # a single number if all layers retain equally many experts
+    # "16 to 32", or a single number if all layers retain equally many experts
     range_of_counts = " to ".join(map(str, sorted({min(counts), max(counts)})))
     experts = (
-        f"{sum(counts)} of {before} routed experts are retained: {range_of_counts} in each of "
+        f"{sum(counts)} of {n_experts} routed experts are retained: {range_of_counts} in each of "
         f"{len(layers)} layers. "
     )
     masks = [layer.channels for layer in layers if layer.channels is not None]

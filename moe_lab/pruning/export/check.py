@@ -36,11 +36,13 @@ def check(
     plan = Plan.load(Path(written, "plan.json"))
     layers = routed_layers(skeleton(Path(source)))
     plan.check_model(layers)
-    # weights are not written yet, so these entries have no file, no position and no size
+    # weights are not written yet, so the checkpoint has no shards and no metadata, and its entries
+    # have no shard, start 0 and size 0
     entries = {
         name: Entry("", dtype, tuple(lengths), 0, 0) for name, (dtype, lengths) in tensors.items()
     }
     try:
+        # with this field, the code in `written` is that of moe_lab, and may be run
         code_is_ours = LAYERS_FIELD in read_json(Path(written, "config.json"))
         model = skeleton(Path(written), trust_remote_code=code_is_ours)
         check_sizes(Checkpoint(Path(written), (), {}, entries), NameMapping(model, entries))

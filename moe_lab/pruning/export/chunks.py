@@ -48,7 +48,8 @@ class Constant:
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes of zeros in place of dropped experts and channels."""
+        """Bytes of zeros in place of dropped experts and channels. 0 if the bytes are not zeros but
+        values, such as the bias with which a router never chooses an expert."""
         return 0 if any(self.pattern) else self.size
 
     def read(self, folder: Path) -> Iterator[bytes]:
@@ -81,8 +82,10 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Projection:
-    """One projection in the export, of the expert `stored`: a copy of some channels of the
-    projection of its only member, or a weighted sum of the projections of its members."""
+    """One projection (gate, up or down) of the expert `stored` in the export. The members of
+    `stored` are experts of the original. If it has a single member without a weight, the projection
+    is a copy of all or some channels of the member's projection. Otherwise it is the weighted sum
+    of the members' projections."""
 
     stored: StoredExpert
     matrices: Mapping[int, Matrix]
@@ -106,7 +109,7 @@ class Projection:
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes of zeros in place of dropped experts and channels."""
+        """Bytes of zeros in place of dropped channels."""
         return self.stored.padding * self._bytes_of_channel
 
     @property
@@ -114,19 +117,19 @@ class Projection:
         """Number of channels in the export. It is the number in the original, unless channels are
         dropped or channels of zeros are added."""
         original_width = self.matrix.columns if self.channels_are_columns else self.matrix.rows
-        channels = self.stored.members[0].channels
+        channels = self.stored.members[0].channels  # all members have equally many
         return original_width if channels is None else len(channels)
 
     @property
     def _bytes_of_channel(self) -> int:
-        """Bytes of the H numbers of one channel in the export."""
+        """Bytes of one channel in the export, which has H (hidden size) numbers."""
         hidden = self.matrix.rows if self.channels_are_columns else self.matrix.columns
         return hidden * int(numpy.dtype(UNSIGNED[self.dtype]).itemsize)
 
     def read(self, folder: Path) -> Iterator[memoryview]:
-        """The bytes of the projection in the export, row-major, in one block. Without channels,
-        nothing is yielded. `folder`: the folder of the original. Bits in the original are converted
-        to numbers only for a sum of members, and if the type changes."""
+        """Yields the bytes of the projection in the export, row-major, in one block; nothing if the
+        projection has no channels. `folder`: the folder of the original. The original's bits are
+        converted to numbers only if they are added, or get another type."""
         is_sum = self.stored.members[0].weight is not None
         converts = is_sum or self.matrix.dtype != self.dtype
 
@@ -140,12 +143,13 @@ class Projection:
             return values.T if self.channels_are_columns else values
 
         if self._width:
-            # `widen` and `narrow` return their argument: `read_member` widens, and `_bits` rounds
+            # the two functions change nothing: `read_member` has widened, and `_bits` will round
             result = self.stored.projection(
-                read_member, lambda numbers: numbers, lambda total, _: total
+                read_member, widen=lambda numbers: numbers, narrow=lambda total, _: total
             )
             if converts:
                 result = _bits(result, self.dtype)
+            # in `result`, channels are rows: transposed if the export has them as columns
             yield numpy.ascontiguousarray(
                 result.T
                 if self.channels_are_columns and not self.packs_channels_as_rows
@@ -167,9 +171,9 @@ def _bits(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     if dtype != "BF16":
         return numpy.ascontiguousarray(values, FLOATS[dtype]).view(UNSIGNED[dtype])
     fp32_bits = numpy.ascontiguousarray(values, numpy.float32).view(numpy.uint32)
-    # bf16 is the upper half of fp32. A lower half above 0x8000 is rounded up, because 0x7FFF more
-    # carries into the upper half. With a lower half of 0x8000, a tie, the sum carries only if the
-    # lowest bit of the upper half is 1.
+    # bf16 is the upper half of fp32. Adding 0x7FFF carries 1 into the upper half if the lower half
+    # is above 0x8000. If it is exactly 0x8000, a tie, the carry also needs the lowest bit of the
+    # upper half, which is added too.
     bits: NDArray[Any] = ((fp32_bits + 0x7FFF + (fp32_bits >> 16 & 1)) >> 16).astype(numpy.uint16)
     return bits
 

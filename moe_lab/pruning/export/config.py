@@ -49,8 +49,8 @@ ANY_DIGIT = "[0-9]"
 
 
 def check_routing(config: dict[str, Any], plan: Plan) -> None:
-    """Raise UserError unless the routers that config.json (`config`) describes can work with the
-    experts that `plan` retains."""
+    """Raise UserError unless the model's routers can work with the experts that `plan` retains.
+    `config`: the model's config.json, which has the settings of the routers."""
     text_config = config.get("text_config", config)
     # a field holds a number, or a list with a number for each layer: the largest is checked
     top_k = int(max(numpy.max(text_config.get(field, 1)) for field in TOP_K_FIELDS))
@@ -58,6 +58,7 @@ def check_routing(config: dict[str, Any], plan: Plan) -> None:
     if text_config.get("topk_method") in UNGROUPED_METHODS:
         n_group = 1
     router = {"top_k": top_k, "n_group": n_group, "topk_group": text_config.get("topk_group")}
+    # the routers of all layers have the same settings
     plan.check(dict.fromkeys(plan.layers, router))
 
 
@@ -67,10 +68,11 @@ def describe_export(
     """(config.json of the export, file name -> source code of the files that load the export).
 
     There are no such files if transformers alone can load the export. `config`: config.json of the
-    original. `names`: names of the export's tensors. If no name is of a layer for multi-token
-    prediction, the new config.json counts no such layers. Names of modules in config.json get the
-    new numbers of experts. UserError when `config` is of a pruned model whose layers differ, or as
-    for `check_causal` when experts or layers get another shape."""
+    original. `form`: the export's MoE layers. `names`: names of the export's tensors. If no name is
+    of a layer for multi-token prediction, the new config.json counts no such layers. Names of
+    modules in config.json get the new numbers of experts. UserError when `config` is of a pruned
+    model whose layers differ. If experts or layers get another shape, UserError also from
+    `check_causal`."""
     if LAYERS_FIELD in config:
         raise UserError(
             "the source is a pruned checkpoint whose layers differ already "
@@ -105,7 +107,8 @@ def describe_export(
     elif edited.get("output_router_logits"):
         # these logits are for the balancing loss, which needs equal numbers of experts
         edited["output_router_logits"] = False
-    # all layers have equally many experts of the same width, and none are packed
+    # the family's own configuration may be enough: all layers have equally many experts of the same
+    # width (None: the original width), and no layer has packed experts, which have `widths`
     if (
         len(expert_counts) == 1
         and len(widths) == 1
@@ -123,8 +126,9 @@ def _uneven_config(config: dict[str, Any], form: Form) -> dict[str, Any]:
     for example because its layers differ.
 
     The export gets a new model type: the family's own class would fill missing weights with random
-    numbers. `LAYERS_FIELD` gets the shape of each layer, and as "stock" the original values of the
-    replaced fields. A program that loads the export by the family's own class restores them."""
+    numbers. The new field `LAYERS_FIELD` has the shape of each layer. Its key "stock" has the
+    original values of the fields that are replaced here. A program that loads the export by the
+    family's own class restores these values."""
     kind = config.get("model_type", "")
     check_causal(kind)
     replaced_fields = ("model_type", "architectures", *(["auto_map"] if kind in PORTS else []))
@@ -133,6 +137,7 @@ def _uneven_config(config: dict[str, Any], form: Form) -> dict[str, Any]:
     }
     layers = {}
     for number, layer in form.items():
+        # fields that are None are left out; of constants, only the presence is stated
         fields = {"width": layer.width, "widths": layer.widths, "owners": layer.owners}
         fields["constants"] = True if layer.constants is not None else None
         present_fields = {name: value for name, value in fields.items() if value is not None}
@@ -156,6 +161,7 @@ def _uneven_code(kind: str) -> dict[str, str]:
     files = {
         name: (folder / name).read_text(encoding="utf-8") for name in ("pruned.py", "ragged.py")
     }
+    # pruned.py is written for olmoe: the lines that name its classes are replaced
     pruned_code = files["pruned.py"].replace('KIND = "olmoe"', f'KIND = "{kind}"')
     if ported_code:
         module = f".modeling_{PORTS[kind].file}"
@@ -171,8 +177,8 @@ def _uneven_code(kind: str) -> dict[str, str]:
 
 
 def check_causal(kind: str) -> None:
-    """Raise UserError unless transformers, or a port, has a causal language model of the model type
-    `kind`."""
+    """Raise UserError unless transformers, or a port in `PORTS`, has a causal language model of the
+    model type `kind`. A port is moe_lab's code for a family that transformers lacks."""
     if not has_causal_model(kind):
         raise UserError(
             f"model_type={kind}: layers and experts of another shape can only be exported for "
@@ -181,9 +187,10 @@ def check_causal(kind: str) -> None:
 
 
 def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
-    """A copy of `config` whose routed experts have `width` channels. None if the family's own class
-    cannot have such experts: no field of `config` sets their width, or this field also sets another
-    size, such as the width of shared experts."""
+    """A copy of `config` whose routed experts have `width` channels. None if such a copy cannot be
+    made, because no field of `config` sets the width of routed experts, or because the field that
+    does also sets another size, such as the width of shared experts. UserError as for
+    `check_causal`."""
     check_causal(config.get("model_type", ""))
     field = next((field for field in WIDTH_FIELDS if isinstance(config.get(field), int)), None)
     if field is None:  # the width is the default of the model's class
@@ -223,14 +230,14 @@ def renumbered(content: Any, written: Mapping[int, Sequence[int]]) -> Any:
 
     Such names are keys or list items, for example in a quantisation's list of modules that are not
     quantised. `written`: layer -> original ids of the experts that the export has, in their new
-    order. Keys and items that name another expert are removed. UserError for a pattern that names
-    experts of several layers by number."""
+    order. Keys and items that name an expert which the export does not have are removed. A name may
+    be a regular expression; UserError if it names experts of several layers by number."""
     if isinstance(content, dict):
         renamed = {
             _renumbered_name(key, written): renumbered(value, written)
             for key, value in content.items()
         }
-        renamed.pop(None, None)  # the key of all experts that are not written
+        renamed.pop(None, None)  # None: the new name of every expert that is not written
         return renamed
     if isinstance(content, list):
         items = [
@@ -263,7 +270,8 @@ def _renumbered_name(name: str, written: Mapping[int, Sequence[int]]) -> str | N
     `name` itself if it names no expert, or an expert of a layer that is not in `written`. UserError
     as for `renumbered`."""
     match = EXPERT_NAME.search(name)
-    # the name without the expert's number: any number left stands for experts of several layers
+    # A number that is left in the rest of the name would name an expert in several layers. The text
+    # [0-9] is no such number: in a regular expression, it stands for any digit.
     remainder = f"{name[: match.start()]} {name[match.end() :]}" if match else name
     if OTHER_NUMBER.search(remainder.replace(ANY_DIGIT, "")):
         raise UserError(

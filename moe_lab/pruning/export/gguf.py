@@ -66,12 +66,13 @@ def converter(export: ExportConfig) -> Path:
 
 
 def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
-    """Convert the exported checkpoint in folder `checkpoint` to GGUF by the converter `path`.
-    Returns the new folder `out` with model.gguf and the checkpoint's files other than weights.
+    """Convert the exported checkpoint in folder `checkpoint` to GGUF. Returns the new folder `out`
+    with model.gguf and the checkpoint's files other than weights.
 
-    `name`: the model's name in model.gguf. No number is rounded: matrices keep their type if all
-    have the same, otherwise they become fp32. UserError for a checkpoint whose layers differ. If
-    the converter fails, its last line is in the message of the error."""
+    `path`: llama.cpp's converter, a script. `name`: the model's name in model.gguf. No number is
+    rounded: matrices keep their type if all have the same, otherwise they become fp32. UserError
+    for a checkpoint whose layers differ. If the converter fails, the message of the error has the
+    reason."""
     if LAYERS_FIELD in read_json(checkpoint / "config.json"):
         raise UserError(
             "export.format=gguf: a GGUF file has one number of experts and one width for all "
