@@ -43,7 +43,7 @@ def read(file: Path) -> tuple[float, str]:
     """(share of the work that is done, from 0 to 1; text such as "3 of 40 batches"). The result is
     (0, "") if the progress `file` is missing or damaged, or has a total of 0 units."""
     with suppress(OSError, Damaged, ZeroDivisionError):
-        # the second argument is the expected shape: a list of numbers and texts
-        done, total, unit = read_json(file, [Number | str])
+        # the second argument is the expected shape
+        done, total, unit = read_json(file, (Number, Number, str))
         return min(1.0, done / total), f"{done:g} of {total:g} {unit}"
     return 0.0, ""

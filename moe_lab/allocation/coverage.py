@@ -30,6 +30,7 @@ from moe_lab.allocation.problem import (
     apportion,
     count_highest,
     measurement,
+    round_down,
 )
 from moe_lab.allocation.shapes import (
     Floor,
@@ -257,9 +258,10 @@ def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ra
     """Raise UserError when experts have fewer channels than one block, or fewer than min_channels.
     Raise RatioTooSmall when more channels are to be retained than the whole blocks of all experts
     have. `layers`: layer -> facts, of which n_experts and width are read."""
+    if not layers:
+        return
     block = alignment.block
-    # the smallest width; `block` if there are no layers
-    width = min((facts["width"] for facts in layers.values()), default=block)
+    width = min(facts["width"] for facts in layers.values())
     for name, minimum in (("block", block), ("min_channels", alignment.minimum_channels)):
         if minimum > width:
             raise UserError(
@@ -271,9 +273,10 @@ def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ra
     capacity = sum(
         facts["n_experts"] * (facts["width"] // block * block) for facts in layers.values()
     )
-    if int(channels * (1 - ratio)) > capacity:
+    retained = round_down(channels * (1 - ratio))
+    if retained > capacity:
         raise RatioTooSmall(
-            f"keeps {int(channels * (1 - ratio))} of {channels} channels, and whole blocks of "
+            f"keeps {retained} of {channels} channels, and whole blocks of "
             f"allocation.parameters.align.block={block} hold only {capacity}"
         )
 

@@ -75,7 +75,7 @@ def call_or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Re
         return decide(ratio)
     except RatioTooLarge as error:
         reason = error
-        extreme = "largest"
+        extreme, direction = "largest", "smaller"
         # all thousandths below `ratio`; larger ratios are not tried, although rounding to blocks
         # may make one feasible
         smaller = range(ceil(1000 * ratio) if ratio < 1 else 1000)
@@ -85,7 +85,7 @@ def call_or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Re
         )
     except RatioTooSmall as error:
         reason = error
-        extreme = "smallest"
+        extreme, direction = "smallest", "larger"
         # all thousandths above `ratio`
         larger = range(floor(1000 * ratio) + 1 if ratio > 0 else 0, 1000)
         # the first number in `larger` that is not too small
@@ -96,7 +96,7 @@ def call_or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Re
         raise UserError(
             f"ratio={ratio:g}: {reason}; {nearest / 1000:g} is the {extreme} feasible ratio"
         )
-    raise UserError(f"ratio={ratio:g}: {reason}; no other ratio is feasible either")
+    raise UserError(f"ratio={ratio:g}: {reason}; no {direction} ratio is feasible either")
 
 
 @dataclass(frozen=True, kw_only=True)

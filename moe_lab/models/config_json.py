@@ -83,7 +83,7 @@ def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
 
 def _expected_numbers(settings: ModelConfig) -> dict[str, int]:
     """Name in model.expected -> number; {} if model.expected is null."""
-    return vars(settings.expected) if settings.expected else {}
+    return dict(vars(settings.expected)) if settings.expected else {}
 
 
 def experts_implementation(device: str) -> str:

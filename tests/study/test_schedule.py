@@ -707,3 +707,10 @@ def test_progress_is_written_to_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(progress, "INTERVAL", 1e9)
     progress.update(40, 40, "batches")
     assert progress.read(file)[0] == 0.125, "written rarely"
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2]", '[1, "many", "batches"]', '[1, 0, "batches"]'])
+def test_damaged_progress_is_none(content: str, tmp_path: Path) -> None:
+    file = tmp_path / progress.NAME
+    file.write_text(content)
+    assert progress.read(file) == (0, "")
