@@ -209,9 +209,9 @@ class Plan:
         )
 
     def _origin_error(self, name: str, actual: str) -> UserError:
-        """The error that the plan was made for another model. `name`: the digest in the provenance
-        that the given model does not have. `actual`: a clause that says which digest the given
-        model has, or that it has the weights of no checkpoint."""
+        """The error that the plan was made for another model. `name`: the key in
+        `provenance` whose value is the digest of that model. `actual`: a clause for the message
+        that says which digest the given model has, or that it has the weights of no checkpoint."""
         return UserError(
             "plan is for another model: it was made for the one of "
             f"{name}={str(self.provenance[name])[:12]}, and {actual}: give that model, or try the "
@@ -258,6 +258,7 @@ class Plan:
             if content["schema"] != SCHEMA:
                 raise UserError(f"schema={content['schema']}, expected {SCHEMA}")
             layers = _read_layers(content["layers"], read_file)
+            # `save` writes the field `aligned` only for a plan with merged experts
             has_merged = any(layer.merged for layer in layers.values())
             plan = cls(
                 layers, content.get("provenance", {}), content["aligned"] if has_merged else True
@@ -278,8 +279,8 @@ class Plan:
             raise UserError(
                 f"plan={path} is damaged: expected a plan as it was saved: {error}"
             ) from None
-        # The layers differ if a layer in the file has an unknown field. The digest differs if the
-        # arrays belong to another plan.
+        # The JSON of the layers differs from that of `plan` if the file has an unknown field, or if
+        # the arrays belong to another plan. The digest differs if the file was edited.
         if (content["layers"], content.get("digest")) != (plan._layers_json(), plan.digest):
             raise UserError(f"plan={path} is damaged: expected the layers and arrays of its digest")
         return plan
@@ -293,12 +294,13 @@ def _read_layers(
     documents: Mapping[str, Any], read_file: Callable[[str], bytes]
 ) -> dict[int, LayerPlan]:
     """Layer number -> plan of the layer. `documents`: the field `layers` of plan.json, layer number
-    -> JSON of the layer. `read_file`: as in `Plan.read`. plan.npz is only read if a layer has
-    arrays."""
+    as text -> JSON of the layer. `read_file`: as in `Plan.read`. plan.npz is only read if a layer
+    has arrays."""
     layers = {}
     with ExitStack() as stack:
         npz: Any = None
         for number, document in documents.items():
+            # for each array of the layer, its JSON has the sha256 under the array's name
             array_names = [name for name in ARRAYS if name in document]
             if array_names and npz is None:
                 npz = stack.enter_context(
@@ -338,9 +340,9 @@ def _check_layer(number: int, layer: LayerPlan) -> None:
 
 
 def _check_router(number: int, layer: LayerPlan, router: Mapping[str, Any]) -> None:
-    """Raise UserError unless layer `number` retains as many experts as its router needs, equally
-    many in each group of the router, and leaves protected experts unchanged. `router`: facts of the
-    router, as in `Routers`."""
+    """Raise UserError unless layer `number` retains at least as many experts as its router needs,
+    and equally many in each group of the router. Raise UserError also unless protected experts are
+    unchanged. `router`: facts of the router, as in `Routers`."""
     retained = layer.retained
     count = layer.n_experts
     fewest = fewest_experts(router)

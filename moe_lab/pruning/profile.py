@@ -24,13 +24,13 @@ from moe_lab.statistics.observe import Batch
 def profile(
     model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]
 ) -> list[tuple[Any, ...]]:
-    """A row of `results.PROFILES` for each decoder layer of `model`, from a forward pass over
-    `batches`. `plan`: the plan by which the model is masked; None: no mask. With a plan, a second
-    pass, without the mask, measures the output losses. Without a plan, the losses are NaN.
-    UserError when the plan does not fit, or when hidden states are not finite; the latter error
-    names the layer."""
+    """One row for each decoder layer of `model`, with the values of the columns
+    `results.PROFILES`. All columns but the last are measured in a forward pass over `batches`, in
+    which the model is masked by `plan`, or not masked if `plan` is None. The last column is from
+    `output_losses`, or NaN if `plan` is None. UserError when the plan does not fit, or when the
+    hidden states of a layer are not finite."""
     routed = {layer.index: layer for layer in routed_layers(model)}
-    # the path `stack` is the same in all layers: the list of all decoder layers
+    # each layer has the same `stack`, the path of the list of decoder layers
     decoder_layers = list(model.get_submodule(next(iter(routed.values())).stack).children())
     observers = [_Sums(index, routed.get(index)) for index in range(len(decoder_layers))]
     with mask(model, plan) if plan is not None else nullcontext(), ExitStack() as hooks:
@@ -46,9 +46,10 @@ def profile(
 
 
 def output_losses(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch]) -> dict[int, float]:
-    """Number of each MoE layer -> output_loss of the layer (see `results.PROFILES`): the loss if
-    `plan` is applied to this layer alone. All losses are measured in one pass over `batches`."""
-    losses = [_Loss(model, layer, plan) for layer in moe_layers(model)]
+    """Number of each MoE layer -> the column `output_loss` of `results.PROFILES`: the relative
+    squared error of the layer's output, mean over tokens, if `plan` masks this layer alone. The
+    errors of all layers are measured in one pass of the unmasked model over `batches`."""
+    losses = [_Loss(layer, plan) for layer in moe_layers(model)]
     with ExitStack() as hooks:
         for loss in losses:
             decoder_layer = model.get_submodule(f"{loss.layer.stack}.{loss.layer.index}")
@@ -80,18 +81,19 @@ def _hidden(output: Any) -> torch.Tensor:
 
 
 class _Loss:
-    """Observes the output loss of one MoE layer: the loss if `plan` is applied to this layer alone.
-    Forward hooks run the MoE block of the layer a second time under a mask, and sum the relative
-    squared error of the routed output over tokens."""
+    """Measures, with forward hooks, how much the routed output of one MoE layer changes if `plan`
+    masks this layer alone. The hooks run the MoE block of the layer a second time, under the mask.
+    The error of a token is the squared distance between its two routed outputs, divided by the
+    squared norm of its hidden state after the decoder layer. `total` is the sum of the errors of
+    all valid tokens, `tokens` the number of these tokens."""
 
     valid: torch.Tensor
     total = 0.0
     tokens = 0
 
-    def __init__(self, model: PreTrainedModel, layer: MoELayer, plan: Plan) -> None:
-        """`layer`: the only layer that is masked. `plan`: a plan of all layers; the mask is made of
-        its part for `layer`."""
-        self.model = model
+    def __init__(self, layer: MoELayer, plan: Plan) -> None:
+        """`layer`: the only layer that is masked. `plan`: a plan of all layers, of which only the
+        part for `layer` is used."""
         self.layer = layer
         self.plan = plan
 
@@ -110,8 +112,8 @@ class _Loss:
         self.square_error = (unmasked.double() - self.routed.double()).square().sum(-1)
 
     def after_layer(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Add the squared errors of all valid tokens, each divided by the squared norm of the
-        residual stream after the layer."""
+        """Add the error of each valid token to `total`, and count these tokens in `tokens`.
+        `output`: the output of the decoder layer, which is the residual stream after the layer."""
         stream = _hidden(output).double()
         valid = self.valid.to(stream.device)
         error = self.square_error.to(stream.device) / (stream.square().sum(-1) + EPSILON)
@@ -120,9 +122,11 @@ class _Loss:
 
 
 class _Sums:
-    """Observes one decoder layer and sums over valid tokens, in fp64: hidden states after the layer
-    (H,), their squares (H,), the entropy of the router's logits and the entropy of its gates.
-    `load` (E,) is the number of tokens routed to each expert."""
+    """Sums over the valid tokens of one decoder layer, in fp64, with the forward hooks that collect
+    them. `states` (H,): the hidden states after the layer. `squares` (H,): the squares of these
+    states. `router_entropy`: the entropy of the softmax of the router's logits. `gate_entropy`: the
+    entropy of a token's K gates after division by their sum. `load` (E,): the number of tokens that
+    are routed to each expert."""
 
     valid: torch.Tensor
     states: Any = 0
@@ -148,9 +152,9 @@ class _Sums:
     def after_router(
         self, module: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]
     ) -> None:
-        """Add the entropies of two distributions of each token to the sums: the softmax of the
-        router's logits (T, E), and the gates (T, K) divided by their sum. Count the tokens of each
-        chosen expert (T, K). `output`: (logits, gates, ids of the chosen experts)."""
+        """Add the two entropies of each valid token to the sums, and count the tokens of each
+        expert. `output`: (logits (T, E'), gates (T, K), ids of the chosen experts (T, K)). E' is
+        the number of experts that the router chooses from; a mask makes it smaller than E."""
         assert self.moe is not None
         logits, gates, chosen = (part.detach().flatten(0, -2) for part in output)
         logits = logits.double()
@@ -160,7 +164,7 @@ class _Sums:
         self.load = self.load + torch.bincount(chosen, minlength=self.moe.n_experts).cpu()
         self.router_entropy += _total_entropy(logits[valid].softmax(-1))
         self.gate_entropy += _total_entropy(_normalized_rows(gates[valid]))
-        self.n_experts = logits.shape[-1]
+        self.n_experts = logits.shape[-1]  # E'
 
     def row(self) -> tuple[Any, ...]:
         """The row of the layer in `results.PROFILES`, without the last column, output_loss. In the
@@ -172,7 +176,8 @@ class _Sums:
             raise UserError(f"NaN or Inf in layer {self.index}: its hidden states are not finite")
         if self.moe is None:
             return (self.index, variance, *(float("nan"),) * 3, 0)  # 3 entropies, 0 experts
-        load_entropy = _total_entropy(_normalized_rows(self.load.double())[None])
+        # the load as a single row
+        load_entropy = _total_entropy(_normalized_rows(self.load.double()[None]))
         return (
             self.index,
             variance,

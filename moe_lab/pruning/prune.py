@@ -30,22 +30,24 @@ def prune(model: Model, plan: Plan) -> Model:
 
     A layer keeps the experts module of its family if this module can hold the retained channels
     (see `fits_family_module`). In other layers, RaggedExperts replaces this module. If all layers
-    retain equally many experts with all channels, the configuration gets the new number of experts,
-    and `save_pretrained` writes a stock checkpoint. All other models have to be written by
-    `export`. UserError when the plan does not fit the model, when it is not aligned, and when
-    weights are offloaded.
+    retain equally many experts, the configuration gets the new number. If these experts have all
+    their channels too, `save_pretrained` writes a stock checkpoint. All other models have to be
+    written by `export`. UserError when the plan does not fit the model, when channels of merged
+    experts still have to be matched, and when weights are offloaded.
     """
     layers = moe_layers(model)
     plan.check_model(layers)
     plan.check_aligned()
+    # Weights that accelerate has offloaded are on meta too. Then the model has a `_hf_hook`, and
+    # `check_in_memory` raises the UserError.
     is_on_meta = all(weight.is_meta for weight in model.parameters()) and not hasattr(
         model, "_hf_hook"
     )
-    if not is_on_meta:  # offloaded weights are on meta too, but accelerate (_hf_hook) loads them
+    if not is_on_meta:
         for layer in layers:
             check_in_memory(layer)
     element_size = cast(torch.Tensor, layers[0].experts.down_proj).element_size()
-    # the form natural stores only what is retained, without padding
+    # the shape "natural" stores only what is retained, without padding
     form = make_form(plan, "natural", element_size)
     pruned = share_copy(model)
     for layer in moe_layers(pruned):
@@ -58,9 +60,9 @@ def prune(model: Model, plan: Plan) -> Model:
 
 def _update_config(pruned: Any) -> None:
     """Write the number of experts into the configuration of a pruned model, if all layers have the
-    same number. If numbers or widths of experts still differ from the configuration, replace
-    `save_pretrained` of the model by a function that raises UserError: transformers would load the
-    saved checkpoint with random experts."""
+    same number. If a layer has another number or width of experts than the configuration then says,
+    `save_pretrained` of the model is replaced by a function that raises UserError: transformers
+    would load the saved checkpoint with random experts."""
     config = pruned.config.get_text_config()
     layers = routed_layers(pruned)
     counts = {layer.n_experts for layer in layers}
@@ -70,13 +72,15 @@ def _update_config(pruned: Any) -> None:
             for field in COUNT_FIELDS:
                 if isinstance(vars(owner).get(field), int):
                     setattr(owner, field, count)
-    config_widths = [
-        vars(config)[field] for field in WIDTH_FIELDS if isinstance(vars(config).get(field), int)
-    ]
+    # the first of these fields that the configuration has is the width of routed experts
+    config_width = next(
+        (vars(config)[field] for field in WIDTH_FIELDS if isinstance(vars(config).get(field), int)),
+        None,
+    )
     widths = {width for layer in layers for width in layer.widths}
-    # only the first of the width fields is the width of routed experts
-    if len(counts) == 1 and widths == set(config_widths[:1]):
-        vars(pruned).pop("save_pretrained", None)  # set if the model was pruned before
+    if len(counts) == 1 and widths == {config_width}:
+        # an earlier pruning of the same model may have replaced `save_pretrained`
+        vars(pruned).pop("save_pretrained", None)
     else:
         pruned.save_pretrained = _refuse_to_save
 
@@ -90,7 +94,7 @@ def share_copy(model: Model) -> Model:
 def prune_experts(layer: MoELayer, form: LayerForm) -> None:
     """Replace the experts of `layer` by the experts of `form`. Packed experts need a new module;
     stacked experts are new stacks in the module that the layer already has."""
-    if form.widths is not None:  # packed
+    if form.widths is not None:  # experts with a width each are packed
         setattr(layer.block, layer.name.rpartition(".")[2], _pack_experts(layer, form))
         return
     experts: Any = layer.experts
@@ -106,14 +110,15 @@ def prune_experts(layer: MoELayer, form: LayerForm) -> None:
     for path, stack in stacks.items():
         owner, _, name = path.rpartition(".")
         replace_tensor(experts.get_submodule(owner), name, stack)
-    for name in WIDTH_ATTRIBUTES:
-        if form.width is not None and vars(experts).get(name) == layer.width:
-            setattr(experts, name, form.width)
+    # form.width is the new width of all stacked experts; None: the width stays
+    for attribute in WIDTH_ATTRIBUTES:
+        if form.width is not None and vars(experts).get(attribute) == layer.width:
+            setattr(experts, attribute, form.width)
 
 
 def _restack(layer: MoELayer, form: LayerForm, name: str) -> nn.Parameter:
-    """A new parameter in place of the stack `name` of the experts module, filled with the stored
-    experts of `form`."""
+    """A new stack with the stored experts of `form`. It is to replace the stack `name` of the
+    layer's experts module, which is not changed here."""
     stack = getattr(layer.experts, name)
     axes = layer.family.stacks[name]
     shape = [len(form.stored), *stack.shape[1:]]
@@ -129,7 +134,10 @@ def _restack(layer: MoELayer, form: LayerForm, name: str) -> nn.Parameter:
 def _pack_experts(layer: MoELayer, form: LayerForm) -> RaggedExperts:
     """The experts of `form` in packed matrices, each expert with its own width."""
     packed = RaggedExperts(
-        layer.experts, form.widths or (), form.constants is not None, form.owners
+        layer.experts,
+        form.widths or (),  # never None here
+        constants=form.constants is not None,
+        owners=form.owners,
     )
     with torch.no_grad():
         for position, stored in enumerate(form.stored):
@@ -150,7 +158,9 @@ def write_expert(views: Mapping[str, torch.Tensor], stored: StoredExpert, layer:
         # the weighted sum is computed in at least fp32, and rounded to the dtype of the sources
         view.copy_(
             stored.projection(
-                projections.__getitem__, at_least_fp32, lambda total, tensor: total.to(tensor.dtype)
+                read=projections.__getitem__,
+                widen=at_least_fp32,
+                narrow=lambda total, tensor: total.to(tensor.dtype),
             )
         )
 
@@ -163,8 +173,9 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
 
 
 def merged_weights(layer: MoELayer, plan: LayerPlan) -> dict[int, dict[str, torch.Tensor]]:
-    """Owner of a group in `plan.merged` -> name of a stack of weights -> the weighted sum of the
-    weights of the group's experts in this stack, in the shape of one expert's weights."""
+    """The merged weights of each group in `plan.merged`: id of the owner -> name of a stack in the
+    experts module -> the weighted sum of the group's experts. This tensor has the shape of one
+    expert in the stack."""
     check_in_memory(layer)
     merged = {}
     for owner in plan.merged:

@@ -32,8 +32,9 @@ def plan_from_scores(
 
     `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> (E,) scores of experts,
     or (E, I) scores of channels. `routers`: layer -> facts of its router, see `Routers`.
-    `evidence`: the measurements that `allocation.required_evidence(settings)` names. UserError as
-    from `allocation.allocate` and `replace_dropped`.
+    `evidence`: step -> layer -> name -> array, for each step that
+    `allocation.required_evidence(settings)` names. UserError as from `allocation.allocate` and
+    `replace_dropped`.
     """
     granularity = allocation.granularity_of(scores)
     # layer -> number of experts to drop, or numbers (E,) of channels to retain
@@ -110,8 +111,9 @@ def make_channel_plan(
 
 
 def _retained_ids(scores: NDArray[numpy.float64], n_dropped: int, n_group: int) -> tuple[int, ...]:
-    """Ids of the retained experts, ascending. Each of the `n_group` groups, of experts with
-    consecutive ids, loses its `n_dropped // n_group` experts of lowest `scores` (E,)."""
+    """Ids of the retained experts of a layer, ascending. Each of the layer's `n_group` groups loses
+    its `n_dropped // n_group` experts of lowest `scores` (E,). A group has experts with consecutive
+    ids."""
     ids = numpy.arange(len(scores)).reshape(n_group, -1)
     order = scores.reshape(n_group, -1).argsort(axis=1, kind="stable")
     retained = numpy.take_along_axis(ids, order, axis=1)[:, n_dropped // n_group :]
@@ -149,6 +151,7 @@ def replace_dropped(
         groups = grouping.groups(settings, sums, values, layer.retained, protected)
         weights = grouping.member_weights(name, groups, sums, values, layer.retained)
         replaced[number] = merge_experts(weights, width, rows=method.rows)
+    # if the method has an `align`, channels of merged experts still have to be matched
     return Plan(replaced, plan.provenance, aligned=method is None or method.align is None)
 
 
@@ -183,7 +186,7 @@ def merge_experts(
     """
     n_experts = sum(map(len, groups.values()))
     channels: Mask = numpy.zeros((n_experts, width), dtype=numpy.bool_)
-    channels[list(groups)] = True
+    channels[list(groups)] = True  # only owners keep their channels
     merged = {owner: dict(group) for owner, group in groups.items() if len(group) > 1}
     retained = tuple(range(n_experts)) if rows == "all" else tuple(sorted(groups))
     return LayerPlan(n_experts, retained, channels, merged=merged)
@@ -212,8 +215,8 @@ def count_ties(plan: Plan, scores: Mapping[int, ArrayLike], routers: Routers) ->
 
 
 def _is_retained(layer: LayerPlan, scores: NDArray[numpy.float64]) -> Mask:
-    """Mask of the retained experts (E,) or channels (E, I), in the shape of `scores`. Replaced
-    experts are not retained."""
+    """Mask of the retained experts (E,) or channels (E, I), in the shape of `scores`. Experts that
+    are replaced by constants or merged into others count as not retained."""
     if layer.channels is None:
         return numpy.isin(numpy.arange(layer.n_experts), layer.retained)
     # replaced experts have no channels

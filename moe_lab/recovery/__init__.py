@@ -16,10 +16,10 @@ from moe_lab.pruning.plan import Plan
 
 
 def check(settings: RecoveryConfig) -> None:
-    """Raise UserError if the recovery is named none but quantises, trains or fits, and if a
-    required package is not installed."""
-    # Name of a setting by which the recovery changes the model; None if there is no such setting.
-    # `text_setting` is the setting that starts a training or a fit.
+    """Raise UserError if the recovery is named none but quantises, trains or fits. Raise UserError
+    also if it quantises but bitsandbytes is not installed."""
+    # The name of a setting that is set, and by which the recovery changes the model; None if there
+    # is none. `text_setting` is the name of the setting with the text to train or fit on.
     active_setting = "bits" if settings.bits == 4 else settings.text_setting
     if settings.name == "none" and active_setting is not None:
         raise UserError(

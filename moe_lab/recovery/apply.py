@@ -139,12 +139,11 @@ def _matrices(experts: Any) -> dict[str, Sequence[torch.Tensor]]:
         # each expert has a pair (gate and up, down)
         gate_up, down = zip(*map(experts.weights, range(experts.num_experts)), strict=True)
         return {"gate_up_packed": gate_up, "down_packed": down}
-    stacks = {
-        name: tensor
-        for name, tensor in experts.named_parameters(recurse=False)
-        if tensor.dim() == 3
+    return {
+        name: stack.detach().unbind()
+        for name, stack in experts.named_parameters(recurse=False)
+        if stack.dim() == 3
     }
-    return {name: stack.detach().unbind() for name, stack in stacks.items()}
 
 
 def rounded_experts(experts: Any) -> dict[str, torch.Tensor]:
@@ -165,9 +164,10 @@ def nf4_rounded(weight: torch.Tensor) -> torch.Tensor:
 
 
 def nf4_tensors(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors by which bitsandbytes stores the matrix `weight` (rows, columns) in NF4, by
-    suffix of the weight's name. If the number of columns is a multiple of NF4_BLOCK, the tensors
-    encode the numbers that `nf4_rounded` returns."""
+    """The matrix `weight` (rows, columns) in NF4, as bitsandbytes stores it in a checkpoint: suffix
+    of the weight's name -> tensor. The suffix of the packed weights is "". The tensors encode the
+    numbers that `nf4_rounded` returns if the number of columns is a multiple of NF4_BLOCK, so that
+    no block has parts of two rows."""
     packed, state = _to_nf4(weight.detach())
     return {
         "": packed,
@@ -196,14 +196,15 @@ class FourBitMatrix(nn.Module):
         super().__init__()
         self.shape = matrix.shape
         flat = matrix.detach().reshape(-1)
-        # Each block is made a row, because bitsandbytes 0.50 on the CPU dequantises rows that end
-        # inside a block wrongly.
+        # Zeros fill up the last block. Each block is made a row, because bitsandbytes 0.50 on the
+        # CPU dequantises rows that end inside a block wrongly.
         packed, self.state = _to_nf4(pad(flat, (0, -len(flat) % NF4_BLOCK)).view(-1, NF4_BLOCK))
         if not len(flat):
             self.state.offset.zero_()  # the mean of no scales would be NaN
         # As buffers, the tensors of the state move with the model, and `storage_bytes` counts them.
         self.register_buffer("packed", packed)
         self.register_buffer("scales", self.state.absmax)
+        # the scales are quantised too, and `state2` has their own scales
         self.register_buffer("nested", self.state.state2.absmax)
         self.register_buffer("mean", self.state.offset)
 

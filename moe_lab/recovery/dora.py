@@ -64,15 +64,15 @@ class Dora(nn.Module):
         """The output (n, out) of the map W' with `bias` for the input `rows` (n, in). weight: W. In
         training, dropout changes the input of W' - W, but not of W."""
         output = linear(rows, weight)
-        # the input of W' - W, and W applied to this input
+        wide_weight = weight.to(self.a.dtype)  # wide: in at least fp32, like the adapter
+        # x, the input of W' - W, and W x. Without dropout, x are the `rows`, and W x is `output`.
         wide_rows = rows.to(self.a.dtype)
         plain_output = output
-        wide_weight = weight.to(self.a.dtype)
         if self.training and self.dropout:
             wide_rows = dropout(wide_rows, self.dropout)
             plain_output = linear(wide_rows, wide_weight)
         factor = self._factor((wide_weight + self.scaling * (self.b @ self.a)).detach())
-        # (W' - W) x for the rows x, where W' = factor (W + s B A)
+        # W' is factor (W + s B A), so (W' - W) x is (factor - 1) W x + factor s B A x
         addition = (factor - 1) * plain_output + factor * self.scaling * linear(
             linear(wide_rows, self.a), self.b
         )
@@ -145,15 +145,18 @@ class DoraExperts(nn.Module):
 
         def expert_output(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
             """The output of one expert for hidden `states`. None for an expert without channels,
-            which has no adapters."""
+            which has no adapters. The slice, which `routed_output` passes too, is not used."""
             return self._expert_output(expert, states) if len(self.adapters[expert]) else None  # type: ignore[arg-type]
 
         original: Any = self.layer.experts
+        # `index` (T, K): the experts whose weights compute the outputs of `top_k_index`. A merged
+        # expert is computed with the weights of its owner.
         index = top_k_index
-        if is_ragged(original):  # a merged expert is computed with the weights of its owner
+        if is_ragged(original):
             index = torch.tensor(original.owners, device=index.device)[index]
         rows = sort_by_expert(index, len(self.adapters))
         output = routed_output(hidden_states, rows, top_k_weights, expert_output)
+        # null experts add their constants, multiplied by the gates
         if is_ragged(original) and original.constants is not None:
             output = output + constant_output(
                 top_k_index,
@@ -165,7 +168,8 @@ class DoraExperts(nn.Module):
         return output
 
     def _expert_output(self, expert: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The output (n, H) of one expert for hidden states (n, H), before the gate."""
+        """The output (n, H) of one expert for hidden states (n, H), not yet multiplied by the gates
+        of the router."""
         experts: Any = self.layer.experts
         adapters: Any = self.adapters[expert]
         maps = linear_maps(self.layer, expert)
@@ -203,6 +207,7 @@ def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> Adapted:
             if settings.router_rank:
                 router = router_weight(layer)
                 adapter = DoraWeight(router.weight, settings)  # type: ignore[arg-type]
+                # unsafe: torch does not check that the adapted weight has the same shape and dtype
                 parametrize.register_parametrization(router, "weight", adapter, unsafe=True)
                 adapted["routers"][paths[router]] = router
             # the shared experts of the same decoder layer
@@ -245,6 +250,7 @@ def merge(model: nn.Module, adapted: Adapted) -> dict[str, torch.Tensor]:
         }
         model.set_submodule(path, experts.layer.experts)
     for path, router in adapted["routers"].items():
+        # until the parametrisation is removed, router.weight is the adapted weight
         merged_tensors[f"{path}.weight"] = router.weight.detach().clone(
             memory_format=torch.contiguous_format
         )

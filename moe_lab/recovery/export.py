@@ -36,12 +36,14 @@ def recovery_changes(
     """The changes that turn the pruned checkpoint in `folder` into the model that
     `apply.recovered` returns.
 
-    tuned, bits, modules: arguments of `apply.recovered`; sentence: description of the training for
-    the model card, or ""; dtype: the dtype in which the model was evaluated. Weights are rounded on
-    the CPU in `dtype`. With `bits` 4, linear maps that bitsandbytes can use on every machine are
-    stored in the NF4 format of bitsandbytes. All other rounded weights are stored as plain numbers
-    in `dtype`, also those of routed experts, because transformers has no 4-bit form for stacked
-    experts.
+    dtype: the dtype in which the model was evaluated; bits: 4 to round the weights of `modules` to
+    NF4, any other number to leave them; modules: names of parts of the model; tuned: output folder
+    of the fine-tuning or fit, or None; sentence: description of the training for the model card, or
+    "". Changed weights are computed on the CPU and stored in `dtype`.
+
+    With `bits` 4, linear maps that bitsandbytes can use on every machine are stored in the NF4
+    format of bitsandbytes instead. All other rounded weights are stored as plain numbers, also
+    those of routed experts, because transformers has no 4-bit form for stacked experts.
     """
     recovered = _RecoveredTensors(folder, dtype, modules if bits == 4 else (), tuned)
     dtype_name = str(dtype).removeprefix("torch.")
@@ -61,13 +63,14 @@ def recovery_changes(
 
 
 def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
-    """Raise UserError if the experts of a layer fit the kernels for stacked experts in `dtype` but
-    not in the precision of the files in `source`, or in this precision but not in `dtype`.
+    """Raise UserError if experts of a layer are stacked in the recovered model but packed in the
+    exported model, or the other way round.
 
-    The model that `plan` prunes is recovered in `dtype`, but exported with experts modules for the
-    precision of the files. Experts that fit the kernels are stacked, and other experts are packed.
-    The recovered and the exported model must both have stacked, or both have packed experts.
+    Pruned experts are stacked if their widths and the bytes of a weight fit the kernels for stacked
+    experts, otherwise packed. The model that `plan` prunes is recovered in `dtype`, but exported
+    with experts modules for the precision of the files in `source`.
     """
+    # bytes of one weight in the files
     stored_bytes = bits_of(expert_type(open_checkpoint(source))) // 8
     for number, layer in plan.layers.items():
         if layer.width is None or min(layer.widths) == layer.width:
@@ -116,11 +119,11 @@ class _RecoveredTensors:
                 self.nf4_names[path] = names[0]
 
     def change(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """The tensors that are written in place of the tensor `name` of the checkpoint, by name.
-        {name: tensor} if the recovery does not change the tensor."""
-        return self.cached_tensors(self.streamed.layer_of.get(name, OUTSIDE)).get(
-            name, {name: tensor}
-        )
+        """What is written in place of the checkpoint's `tensor` called `name`: name -> new tensor,
+        or {name: tensor} if the recovery does not change the tensor."""
+        number = self.streamed.layer_of.get(name, OUTSIDE)
+        # cached_tensors(number): name of a changed tensor of the layer -> what replaces it
+        return self.cached_tensors(number).get(name, {name: tensor})
 
     def config(self) -> dict[str, Any]:
         """{"quantization_config": value} for config.json. The value lists all linear maps that are
