@@ -220,12 +220,12 @@ def _input_error(damaged_input: Step) -> StepError:
 
 
 class WorkerProcess(AbstractContextManager["WorkerProcess"]):
-    """A process that computes steps, to be passed to `work` as `execute`. The process starts with
-    the first step, starts again if it has died, and ends with the `with` block.
+    """A process that computes steps. The function `work` calls this object with each step. The
+    process starts with the first step, starts again if it has died, and ends with the `with` block.
 
-    The process holds loaded models between steps. It ends when its standard input is closed, even
-    in the middle of a step, so that it writes nothing after its parent was killed. Its replies are
-    JSON and not pickles, as it may have run a model's own code.
+    The process keeps loaded models for its next steps. It ends when its standard input is closed,
+    even in the middle of a step, so that it writes nothing after its parent was killed. It replies
+    in JSON: it may have run a model's own code, and a pickle from it could run such code here.
     """
 
     def __init__(self, store: Store, environment: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -245,8 +245,8 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
 
     def __call__(self, step: Step, scratch: Path) -> None:
         """Compute `step` in the worker process, which writes the results to the folder `scratch`.
-        Raises StepError when the step fails or the process dies. Each step has a log of its own;
-        the log of a small step is then moved to the end of `self.log`."""
+        Raises StepError when the step fails or the process dies. Each step has a log of its own. If
+        a small step succeeds, its log is moved to the end of `self.log`."""
         if self.child is None or self.child.process.poll() is not None:
             self.child = self._start()
         self._append_to_log(f"{time.strftime('%H:%M:%S')} {step.folder}\n")
@@ -260,11 +260,16 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
             raise StepError({"message": f"{step.folder}: {refused}"}) from None
         except ProcessEnded as ended:
             code = self.child.process.returncode
-            hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
-            message = f"{step.folder}: the worker died ({ended}{hint})"
+            death = (
+                f"{ended}, as the kernel does when memory runs out"
+                if code == -signal.SIGKILL
+                else ended
+            )
+            message = f"{step.folder}: the worker died ({death})"
             if step_log.exists():
                 message += f"; its log is {step_log}"
-            # a negative code means that a signal ended the process
+            # A negative code means that a signal ended the process. The signal need not come again:
+            # the error is transient, and the next run computes the step again.
             raise StepError({"message": message, "transient": code < 0}) from None
         if error:
             raise StepError(error)
@@ -275,9 +280,10 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
 
     def _start(self) -> ChildProcess:
         """Start the process, in which the signal USR2 is ignored."""
+        # `child_process` answers requests by functions of `moe_lab.study.steps`
         worker = command("moe_lab.child_process", "moe_lab.study.steps")
-        # Slurm sends USR2 to all processes of a job before its time is up. The worker ignores the
-        # signal: the first process of the job handles the signal, and ends the worker by `end`.
+        # Before the time of a job is up, Slurm sends USR2 to all processes of the job. The worker
+        # ignores the signal. Its parent handles the signal, and then calls the method `end`.
         shell_command = ["sh", "-c", 'trap "" USR2; exec "$0" "$@"', *worker]
         return ChildProcess(
             shell_command, {**os.environ, **self.environment}, umask=self.store.umask
@@ -285,15 +291,16 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
 
     def end(self, seconds: float) -> None:
         """End the process by SIGTERM, even in the middle of a step, and wait at most `seconds` for
-        its end. In this time, a pass saves its state, see `observe.SaveTimer`."""
+        its end. If the step collects statistics, it first saves its sums, see
+        `observe.SaveTimer`."""
         if self.child:
             self.child.process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self.child.process.wait(seconds)
 
     def _append_to_log(self, text: str) -> bool:
-        """Append a text to `self.log`. Returns whether any text was appended."""
-        # a full disk is reported by the step itself
+        """Append a text to `self.log`. Returns False if the text is empty or cannot be written."""
+        # errors are ignored here: if the disk is full, the step itself reports it
         with suppress(OSError):
             self.store.make_folder(self.log.parent)
             with self.log.open("a") as log:
@@ -302,9 +309,9 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
 
 
 class InProcessExecutor(WorkerProcess):
-    """Computes steps in this process. Steps with foreign code are computed in a worker process. If
-    the store belongs to a group, all steps are computed in a worker process, which has the umask of
-    the store."""
+    """Computes steps in this process. Steps that run foreign code (`Resources.isolated`) are
+    computed in a worker process. If a group of users shares the store, all steps are computed in a
+    worker process, which has the umask of the store."""
 
     def __init__(self, store: Store, models: Models | None = None) -> None:
         """`models`: loaded models that this executor shares with others; None for a new, empty
@@ -314,7 +321,7 @@ class InProcessExecutor(WorkerProcess):
 
     def __call__(self, step: Step, scratch: Path) -> None:
         """Compute `step` in this process; in a worker process if the step runs foreign code, or if
-        the store belongs to a group. Raises StepError when the step fails."""
+        a group of users shares the store. Raises StepError when the step fails."""
         if step.resources().isolated or self.store.shared:
             super().__call__(step, scratch)
             return
@@ -346,8 +353,9 @@ def show_progress(
 ) -> AbstractContextManager[None]:
     """A context in which the progress of `schedule` is shown. `workers`: number of steps that can
     run at the same time, for the estimate of the time left; 0: as many as are running."""
-    seconds = cache(seconds_estimator(store))
-    return show_regularly(lambda: progress_line(schedule, store, seconds, workers))
+    # a function: step -> estimated seconds; cached, as it is called for the same steps every second
+    seconds_of = cache(seconds_estimator(store))
+    return show_regularly(lambda: progress_line(schedule, store, seconds_of, workers))
 
 
 def progress_line(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -> str:
@@ -365,8 +373,9 @@ def progress_line(schedule: Schedule, store: Store, seconds: Seconds, workers: i
     running_texts = defaultdict[str, str](str)
     step_times: list[StepTime] = []
     for step, start_time in running:
-        share, text = progress.read(store.partial(step) / progress.NAME)
-        step_times.append(StepTime(step, schedule.clock() - start_time, share))
+        # part of the step's work that is done, from 0 to 1, and this part as text
+        done, text = progress.read(store.partial(step) / progress.NAME)
+        step_times.append(StepTime(step, schedule.clock() - start_time, done))
         if text:
             running_texts[step.kind] += f" ({text})"
     kind_texts = [

@@ -50,10 +50,9 @@ console = Console(highlight=False)
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """The state of one step."""
+    """The state of one step. `name`: the path KIND/NAME of the step's folder in the store."""
 
     name: str
-    """KIND/NAME."""
     state: str
     """One of STATES."""
     needs: Sequence[StepState] = ()
@@ -64,7 +63,7 @@ class StepState:
 
     @property
     def kind(self) -> str:
-        """Kind of the step: the KIND of `name`."""
+        """Kind of the step: the first part of `name`."""
         return self.name.partition("/")[0]
 
 
@@ -110,9 +109,10 @@ def _step_states(
     jobs: Mapping[str, SubmittedJob],
     queue: Mapping[str, QueuedJob],
 ) -> list[StepState]:
-    """The states of all steps in `plan`, the content of run.json, in the same order. If several
-    states apply to a step, the first in the conditions below is taken. `jobs`: id -> job, for all
-    jobs of the study. `queue`: id -> job, for the jobs of the study in Slurm's queue."""
+    """The states of all steps in `plan`, in the order of the plan. If several states apply to a
+    step, the first in the conditions below is taken. `plan`: the content of run.json: names of
+    steps, and for each step the indices of its inputs. `jobs`: id -> job, for all jobs of the
+    study. `queue`: id -> job, for the jobs of the study in Slurm's queue."""
     job_of = _job_of_steps(jobs, queue)
     finished = store.finished_names()
     claim_times = store.claims.active()
@@ -163,9 +163,10 @@ def _check_records(store: Store, study: str) -> None:
 
 def _unfinished_record_job(store: Store, study_runs: Sequence[Run]) -> str | None:
     """Id of the record job of a study, if it has not finished its work: the record, the report and
-    the tracker's runs. The record job is that of the last run that has one. None if no run has one,
-    if its run or a later run is active or complete, and if a later run without a record job has a
-    record. `study_runs`: oldest first."""
+    the tracker's runs. Otherwise None. `study_runs`: all runs of the study, the oldest first.
+
+    The runs are searched from the last to the first. The search ends at a run that is active or
+    complete (None), that has a record job (its id), or that has a record (None)."""
     for run in reversed(study_runs):
         if run.folder.name in active_runs(store) or (run.folder / ENDED).exists():
             return None
@@ -178,9 +179,9 @@ def _unfinished_record_job(store: Store, study_runs: Sequence[Run]) -> str | Non
 
 
 def queued_jobs(jobs: Mapping[str, SubmittedJob]) -> tuple[dict[str, QueuedJob], str]:
-    """(queued jobs, error). The queued jobs are the entries of Slurm's queue for `jobs`: id -> job.
-    The error is "". If the scheduler does not answer, the result is ({}, error as text). The error
-    is not raised, because the store alone still gives a useful state."""
+    """(id -> job, for those of `jobs` that are in Slurm's queue; ""). If the scheduler does not
+    answer: ({}, the error as text). The error is not raised, because the store alone still gives a
+    useful state. `jobs`: id -> submitted job."""
     try:
         queue = scheduler.queue(job.user for job in jobs.values())
     except UserError as error:
@@ -301,7 +302,8 @@ def _print_log(study: StudyState, step: StepState, lines: int) -> None:
     it began the step."""
     logs = [study.store.log(step.name)]
     if step.state == "missing":
-        name = f"{step.job}_0_log.err"  # the name that submitit gives to the output of the job
+        # submitit's name for the log of a job; no log has this name if `step.job` is None
+        name = f"{step.job}_0_log.err"
         logs = [*(run.logs / name for run in runs(study.store, study.study)), *logs]
     for log in logs:
         if log.exists():
@@ -319,6 +321,7 @@ def verify(study: StudyState, steps: Sequence[StepState]) -> int:
     names = [step.name for step in steps if step.state == "done"]
     damaged_count = 0
     for name in names:
+        # file -> "missing" or "damaged"; a damaged step in a pack is noted in `damaged_steps`
         states = store.damaged_files(name, hash_all=True)
         damaged_count += bool(states)
         for file, state in states.items():
@@ -335,7 +338,8 @@ def verify(study: StudyState, steps: Sequence[StepState]) -> int:
 
 def unpack(study: StudyState, steps: Sequence[StepState]) -> None:
     """Print the folder of each finished step among `steps`. The files of a step in a pack are first
-    copied to unpacked/KIND/NAME, below the current folder, and this folder is printed."""
+    copied to the folder unpacked/KIND/NAME in the current folder, and this folder is printed.
+    KIND/NAME is the step's `name`."""
     for step in steps:
         if step.state != "done":
             continue
@@ -397,7 +401,8 @@ def _mean_seconds(store: Store, steps: Sequence[StepState]) -> float | None:
     """Mean seconds of the finished steps among `steps`, from the first SAMPLE of them. A step whose
     time cannot be read does not count. None if no time can be read."""
     seconds: list[float] = []
-    for step in [step for step in steps if step.state == "done"][:SAMPLE]:
+    done = [step for step in steps if step.state == "done"]
+    for step in done[:SAMPLE]:
         # the next run, or verify, reports a damaged step
         with suppress(FileNotFoundError, Damaged):
             document = store.document(step.name)

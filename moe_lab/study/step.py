@@ -57,9 +57,10 @@ class StepFields:
 
     @cached_property
     def identity_entries(self) -> dict[str, IdentityEntry]:
-        """Role -> entry, for all fields that are not None, without the fields in `runtime`. The
-        role is the name of the field. A dictionary has an entry for each key, whose role is the
-        key. A group of fields has the entries of the group."""
+        """Role -> what a field contributes to the identity of the step, for all fields that are not
+        None and not in `runtime`. The role is the name of the field. If a field is a dictionary,
+        each of its keys is the role of an entry. If a field is a group of fields, the entries of
+        the group are taken."""
         return self.collect_entries()
 
     def collect_entries(self) -> dict[str, IdentityEntry]:
@@ -92,9 +93,9 @@ class Step(StepFields):
     """One cached, restartable piece of work. A kind of step is a subclass.
 
     Fields whose values are steps are the inputs. All other fields are settings, which
-    `config.base.identity` converts to JSON. Inputs and settings together are the identity of the
-    step, without fields that are None and fields in `runtime`. Of a group (`StepFields`) and of a
-    dictionary, each value is an input or a setting."""
+    `config.base.identity` converts to JSON. If a field is a group (`StepFields`) or a dictionary,
+    each of its values is an input or a setting. Fields that are None, and fields in `runtime`, are
+    neither. Inputs and settings together are the identity of the step."""
 
     kind: str = field(default="", init=False)
     """Name of the kind in settings and tables, and of its folder in the store. A class that sets
@@ -122,8 +123,9 @@ class Step(StepFields):
     runtime: ClassVar[frozenset[str]] = frozenset({"kind", "merged_steps", "plugins"})
 
     def __post_init__(self) -> None:
-        """Set `id` and `needs`, by `object.__setattr__`, as the dataclass is frozen."""
-        # `identity_entries` would stay in memory, for many steps that never need it again
+        """Set `id` and `needs`, by `object.__setattr__`, as the dataclass is frozen. The step needs
+        its inputs, and the steps in `merged_steps`, whose results it merges."""
+        # the property `identity_entries` is cached: many steps would keep it and never use it again
         entries = self.collect_entries().values()
         lines = [MEANING, self.kind, *sorted([entry.line for entry in entries])]
         object.__setattr__(self, "id", sha256("\n".join(lines).encode()).hexdigest())
@@ -147,7 +149,8 @@ class Step(StepFields):
 
     @property
     def inputs(self) -> dict[str, Step]:
-        """Role -> step whose result this step reads. The steps in `merged_steps` are left out."""
+        """Role -> step whose result this step reads. The steps in `merged_steps`, which each do a
+        share of this step's work, are left out."""
         values = {role: entry.value for role, entry in self.identity_entries.items()}
         return {role: value for role, value in values.items() if isinstance(value, Step)}
 

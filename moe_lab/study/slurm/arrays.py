@@ -98,8 +98,9 @@ def divide_into_arrays(
     settings: LauncherConfig,
     longest: int = MAX_ARRAY_TASKS,
 ) -> list[Array]:
-    """Divide steps into jobs, and jobs into arrays of jobs with the same stage and resources. Each
-    array comes after the arrays whose results it needs.
+    """Divide steps into jobs, and jobs into arrays. The jobs of an array have the same stage, which
+    is the kind of the jobs and a depth (see `Stage`), and the same resources. Each array comes
+    after the arrays whose results it needs.
 
     `steps`: steps in an order in which each comes after its inputs. `resources_of`: function from
     the steps of a job to the resources of the job. `longest`: maximum number of jobs in an
@@ -116,7 +117,7 @@ def divide_into_arrays(
         stage = (kind, max(depths, default=0))
         stage_of[step.id] = stage
         steps_of[stage].append(step)
-        earlier_stages[stage] |= input_stages - {stage}
+        earlier_stages[stage] |= input_stages
     arrays = []
     for stage in TopologicalSorter(earlier_stages).static_order():
         kind, _ = stage
@@ -160,7 +161,9 @@ def _jobs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[Jo
     The steps are first divided into blocks, each of which stays in one job. With
     steps_per_job=models, a block has the steps of one pruned model, and all blocks of a job read
     the same unpruned model. Otherwise a block is a single step."""
-    # model ("" unless steps_per_job=models) -> id of a plan, or of a step -> block
+    # A job has blocks of one group. Key of a group: the unpruned model, or "" unless
+    # steps_per_job=models. Key of a block in its group: the id of the plan that prunes the model,
+    # "" for steps of the unpruned model itself; or the id of the only step of the block.
     groups: dict[str, dict[str, JobSteps]] = defaultdict(lambda: defaultdict(list))
     for step in sorted(steps, key=lambda step: step.kind != kind):
         needed = step.resources()
@@ -175,8 +178,9 @@ def _jobs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[Jo
     jobs = []
     for group in groups.values():
         blocks = list(group.values())
-        count = ceil(len(blocks) / max_blocks)
-        bounds = [number * len(blocks) // count for number in range(count + 1)]
+        job_count = ceil(len(blocks) / max_blocks)
+        # job 0 has the blocks from bounds[0] to bounds[1], job 1 those from bounds[1] to bounds[2]
+        bounds = [index * len(blocks) // job_count for index in range(job_count + 1)]
         for start, end in pairwise(bounds):
             jobs.append(list(chain.from_iterable(blocks[start:end])))
     return jobs
@@ -190,10 +194,9 @@ def job_resources(
 ) -> dict[str, Any]:
     """Field of JobConfig -> value, for a job that computes `steps` one after another. The kind and
     the model of the first step select the settings. gpus, cpus, memory (GiB) and minutes are
-    estimated if they are not set. The estimate of minutes is `settings.longest` if the time of a
-    step is unknown, and never exceeds the partition's time limit. `seconds`: step -> estimated
-    seconds, or None. `time_limits`: partition -> minutes. Raises UserError if GPUs are set twice,
-    or if a step is too large for the GPUs."""
+    estimated if they are not set. `seconds`: step -> estimated seconds, or None. `time_limits`:
+    partition -> minutes. Raises UserError if options of sbatch and other settings both request
+    GPUs, or if a step is too large for the GPUs."""
     resources = list(map(_known_resources, steps))
     model = resources[0].model
     kind_config = settings.jobs.get(steps[0].kind)
@@ -204,6 +207,7 @@ def job_resources(
     gpu_options = [
         f"sbatch.{name}={value}" for name, value in options.items() if is_for_gpus(name, value)
     ]
+    # gpus=0 contradicts no option: a job on the CPU is submitted without the options for GPUs
     if gpu_options and count != 0 and (count or job_config["gpu_type"]):
         setting = f"gpus={count}" if count else f"gpu_type={job_config['gpu_type']}"
         raise UserError(
@@ -218,6 +222,7 @@ def job_resources(
             for needs in resources
             if needs.memory and not needs.fits(count, max_memory)
         ]
+        # without config.json, the memory is a guess, which is no reason to refuse the step
         if model and too_large and not gpu_options and config_of(model):
             can_divide = model.device in DEVICE_MAPS or resources[0].weights == "layers"
             raise UserError(
@@ -229,8 +234,7 @@ def job_resources(
             )
     elif count and all(needs.weights == "layers" for needs in resources):
         # one decoder layer at a time is on a GPU, and always on the same GPU
-        count = 1
-        job_config["gpus"] = count
+        count = job_config["gpus"] = 1
     max_gib = max(needs.memory or 0.0 for needs in resources) / GIB
     minutes = _minutes([seconds(step) for step in steps], settings.longest)
     estimates = {

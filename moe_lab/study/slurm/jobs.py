@@ -55,7 +55,10 @@ class StepsJob:
     @cached_property
     def worker(self) -> WorkerProcess:
         """The process that computes the steps of this job."""
-        return WorkerProcess(Store(self.store, 60 * self.launcher.stale_minutes, in_queue))
+        # another process may take over a claim after `limit` seconds without a heartbeat, unless
+        # `in_queue` says that the job of the claim is in Slurm's queue
+        limit = 60 * self.launcher.stale_minutes
+        return WorkerProcess(Store(self.store, limit, in_queue))
 
     def __call__(self) -> dict[str, int]:
         """Compute the steps that have no result yet. Returns the numbers of steps by state: done,
@@ -63,7 +66,9 @@ class StepsJob:
         steps that do not need the failed step."""
         signal.signal(signal.SIGTERM, self.handle_sigterm)
         store = self.worker.store
-        store.check_exists()  # a node that does not see the store must not create a new one
+        # `create` permits writing to the store, but would also create a missing store. If this node
+        # does not see the store, `check_exists` raises an error first.
+        store.check_exists()
         store.create()
         schedule = Schedule(self.steps)
         with Run(store, store.root / "runs" / self.run).claim():
@@ -82,24 +87,24 @@ class StepsJob:
 
         RUNNING: the job is being preempted. SIGUSR2 requeues the job, as when its time is up. An
         unknown state, as in a container without scontrol, is treated as RUNNING. Any other state:
-        the job exits, which releases its claims. If Slurm itself requeues the job, a pass saves its
-        state before the exit; if the job was cancelled, the exit is immediate."""
+        the job exits, which releases its claims. If Slurm itself requeues the job, the running step
+        may save its state before the exit. If the job was cancelled, the exit is immediate."""
         state: dict[str, str] = {}
         with suppress(UserError):
             state = scheduler.job_fields(str(own_job()), limit=5.0)
         if state.get("JobState", "RUNNING") == "RUNNING":
             os.kill(os.getpid(), signal.SIGUSR2)
             return
-        # Slurm requeues the job, as it has counted one more restart than when this process started
+        # if Slurm requeues the job, it has raised the number of restarts since this process started
         if int(state.get("Restarts", "0")) > restart_count():
             self.worker.end(SAVE_SECONDS)
         sys.exit(128 + signal.SIGTERM)
 
     def checkpoint(self) -> DelayedSubmission | None:
         """The job that continues this job; None if this job may not be requeued again. submitit
-        calls this method when the job must stop. The worker process is ended first. A pass has
-        SAVE_SECONDS to save its state, but at most half of `signal_seconds`, the time between
-        Slurm's warning signal and the end of the job."""
+        calls this method when the job must stop. The worker process is ended first. The running
+        step has SAVE_SECONDS to save its state, but at most half of `signal_seconds`, the time
+        between Slurm's warning signal and the end of the job."""
         self.worker.end(min(SAVE_SECONDS, self.launcher.signal_seconds / 2))
         requeues = self.launcher.max_requeues
         if requeues == 0:
@@ -117,7 +122,8 @@ def missing_inputs(schedule: Schedule, store: Store) -> list[Step]:
         needed for step in schedule.steps for needed in step.needs if needed.id not in step_ids
     ]
     missing: list[Step] = []
-    for _ in retries():
+    for _ in retries():  # waits before each further round
+        # keys: first ID_DIGITS digits of the ids
         finished_names = store.finished_names()
         schedule.finished |= {step.id for step in inputs if step.id[:ID_DIGITS] in finished_names}
         missing = [step for step in inputs if step.id not in schedule.finished]
@@ -128,9 +134,9 @@ def missing_inputs(schedule: Schedule, store: Store) -> list[Step]:
 
 def _has_failed(step: Step, store: Store) -> bool:
     """Whether a step has failed, or any step that it needs, directly or indirectly."""
-    if store.error(step.id) is not None:
-        return True
-    return any(_has_failed(needed, store) for needed in step.needs)
+    return store.error(step.id) is not None or any(
+        _has_failed(needed, store) for needed in step.needs
+    )
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,8 @@ class RecordJob:
 def update_from_store(schedule: Schedule, store: Store) -> None:
     """Change the state of waiting steps to finished or failed, according to the store. A step with
     neither a result nor an error counts as failed if its inputs are finished, because its job was
-    lost. Shares that a finished step has merged are removed from `schedule.waiting`."""
+    lost. A finished step no longer needs its `merged_steps` (steps that each did a share of its
+    work). They are removed from `schedule.waiting`."""
     _finish_present(schedule, store)
     needed = {step.id for step in unmerged(schedule.steps, schedule.finished)}
     schedule.waiting = {
@@ -189,7 +196,7 @@ def wait_for_jobs(schedule: Schedule, study: Study) -> None:
             if not queue and not queue_error:
                 break
             time.sleep(INTERVAL)
-            # names of claims: the start of a step's id, if a job is computing the step
+            # A job that computes a step holds a claim. The claim's name is the start of the id.
             claimed = study.store.claims.active()
             with schedule.condition:
                 _finish_present(schedule, study.store)
@@ -202,6 +209,7 @@ def wait_for_jobs(schedule: Schedule, study: Study) -> None:
 def _finish_present(schedule: Schedule, store: Store) -> None:
     """Change the state of waiting steps that have a result in the store to finished. Steps that are
     in `schedule.running` count as computed by this run."""
+    # keys: first ID_DIGITS digits of the ids
     finished_names = store.finished_names()
     for step in list(schedule.waiting.values()):
         if step.id[:ID_DIGITS] in finished_names:

@@ -89,7 +89,7 @@ def queue(users: Iterable[int] = ()) -> dict[str, QueuedJob]:
         # %i id, %T state, %r reason, %M elapsed time, %j name
         rows = ROW.findall(command_output(*command, f"--user={user}"))
         for job_id, state, reason, elapsed, name in rows:
-            # squeue still lists ended jobs for a while
+            # squeue still lists ended jobs for a while; a requeued job only looks like one of them
             has_ended = state in ENDED_STATES and (state, reason, elapsed) != REQUEUED_STATE
             if not has_ended and reason != NEVER_REASON:
                 jobs[job_id] = QueuedJob(job_id, name, state, reason, elapsed)
@@ -225,9 +225,10 @@ def environment(retained: Collection[str] = ()) -> dict[str, str]:
 @contextmanager
 def submission_environment(options: Collection[str]) -> Iterator[None]:
     """A context with the environment variables for calls of sbatch. `options`: options of sbatch
-    that the script of the job sets. Variables SBATCH_* of the shell would override the script, so
-    they are removed, except those for SHELL_OPTIONS that the script does not set. Jobs inherit the
-    variables, with HF_HUB_OFFLINE=1, because all downloads are done before the submission."""
+    that the script of the job sets. A variable SBATCH_* of the shell would override the script, and
+    is removed. It stays if it is for one of SHELL_OPTIONS, and the script does not set this option.
+    Jobs inherit the variables, with HF_HUB_OFFLINE=1, because all downloads are done before the
+    submission."""
     retained = [f"SBATCH_{name.upper()}" for name in SHELL_OPTIONS if name not in options]
     variables = {**environment(retained), "HF_HUB_OFFLINE": "1"}
     with patch.dict(os.environ, variables, clear=True):

@@ -72,7 +72,7 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
         _submit_missing(schedule, submission)
     except BaseException as error:
         try:
-            if run.logs.exists():
+            if run.logs.exists():  # otherwise no job was submitted
                 scheduler.cancel({job.array for job in run.jobs})
                 # `run.jobs` lacks jobs whose submission sbatch could not confirm
                 scheduler.cancel(scheduler.job_ids_from(run.logs.absolute()))
@@ -95,8 +95,9 @@ def _download(steps: Iterable[Step]) -> None:
             downloads[repr(model)] = partial(files.local_folder, model)
         for value in vars(step).values():
             if isinstance(value, CalibrationConfig):
-                for _, part in shares_and_sets(value):
-                    downloads[repr(part)] = partial(sources.download, part)
+                # a mixture has several sets, each with its share of the tokens
+                for _, calibration_set in shares_and_sets(value):
+                    downloads[repr(calibration_set)] = partial(sources.download, calibration_set)
     for download in downloads.values():
         download()
 
@@ -105,8 +106,9 @@ def _submit_missing(schedule: Schedule, submission: Submission, *, may_repeat: b
     """Download what the waiting steps read. Then submit jobs for the waiting steps that no pending
     job will do, and the job that writes the record.
 
-    Pending jobs may end during a long download. With `may_repeat`, a download of more than a minute
-    is therefore followed by a second call of this function in place of the submission."""
+    Pending jobs may end during a long download. If the download has taken more than a minute and
+    `may_repeat` is true, this function therefore calls itself with may_repeat=False. The second
+    call looks for pending jobs again, and submits the jobs."""
     study = submission.study
     config = study.config
     store = study.store
@@ -114,7 +116,8 @@ def _submit_missing(schedule: Schedule, submission: Submission, *, may_repeat: b
     pending = pending_jobs(
         earlier_jobs, scheduler.queue(job.user for job in earlier_jobs), schedule.waiting
     )
-    # a pending job may compute a pass in other shares: its shares in `schedule` are left out
+    # If a pending job will do a step, the step's `merged_steps` (steps whose results it merges) are
+    # left out. The earlier submission may have divided the work in another way.
     steps = unmerged(schedule.waiting.values(), pending.job_of.keys())
     new_steps = [step for step in steps if step.id not in pending.job_of]
     submission.jobs.update(pending.job_of)
@@ -148,13 +151,12 @@ def _submit_missing(schedule: Schedule, submission: Submission, *, may_repeat: b
 
 @dataclass
 class Submission:
-    """The submission of a run's jobs, one array after another."""
+    """The submission of a run's jobs, one array after another. `jobs`: step id -> id of the job or
+    the array that will do the step. Jobs that need the step's result wait for this job or array."""
 
     study: Study
     run: Run
     jobs: dict[str, str] = field(default_factory=dict)
-    """Step id -> id of the job or the array that will do the step. Jobs that need the step's result
-    wait for this job or array."""
 
     @cached_property
     def starter(self) -> Path:
@@ -198,8 +200,8 @@ class Submission:
     ) -> str:
         """Submit jobs with the same resources as one array, and add them to the run. Returns the
         array's id. `functions`: for each job, what it calls. `steps`: for each job, its steps.
-        `condition`: type of Slurm's dependency, such as afterok. `needed_jobs`: ids of jobs and
-        arrays that must end in this way before the new jobs start."""
+        `needed_jobs`: ids of jobs and arrays that the new jobs wait for. `condition`: how these
+        must end, as a type of Slurm's dependencies: afterok (successfully) or afterany."""
         after = tuple(sorted(set(needed_jobs)))
         name = f"{self.study.config.study}.{kind}"
         settings = self.study.config.launcher
@@ -232,7 +234,7 @@ class Submission:
             with scheduler.submission_environment([*node_options, *sbatch_options]):
                 ids = self._submit_array(executor, functions)
         except (FailedJobError, FailedSubmissionError) as error:
-            requested = {**resources, **sbatch_options, "sbatch": None}  # replaced by its options
+            requested = {**resources, **sbatch_options, "sbatch": None}  # None is left out below
             message = " ".join(str(error).split())
             request = " ".join(
                 f"{key}={value}" for key, value in requested.items() if value not in (None, [])
@@ -278,8 +280,8 @@ ERR, since a setup line may source a file that calls `exit`."""
 
 def setup_lines(setup: Iterable[str]) -> list[str]:
     """Shell lines that a job runs before Python: the lines `setup`, and lines that handle failures.
-    The first line of `setup` that fails ends the job, and SETUP_TRAP prints this line to the
-    log."""
+    The first line of `setup` that fails ends the job. The shell code SETUP_TRAP then prints this
+    line, the value of MOE_LAB_SETUP, to the log."""
     lines = [SETUP_TRAP, "set -e"]
     for line in setup:
         lines += [f"MOE_LAB_SETUP={shlex.quote(line)}", line]
@@ -329,13 +331,14 @@ class PendingJobs:
 def pending_jobs(
     jobs: Iterable[SubmittedJob], queue: Mapping[str, QueuedJob], missing: Iterable[str]
 ) -> PendingJobs:
-    """The jobs of earlier submissions that are in Slurm's queue, divided into jobs that will do
-    missing steps, jobs that no longer can, and jobs that will write the record. `jobs`: all jobs of
-    earlier submissions, in order. `queue`: id -> job. `missing`: ids of missing steps.
+    """The jobs of earlier submissions that are in Slurm's queue: jobs that will do missing steps
+    (`job_of`), lost jobs (`failed_jobs`), and jobs that will write the record (`record_jobs`).
+    `jobs`: all jobs of earlier submissions, in order. `queue`: id -> job, for Slurm's queue.
+    `missing`: ids of missing steps.
 
-    A job is lost if it has ended without doing a missing step. Slurm cancels jobs that wait for an
-    array as soon as one task of the array fails. So a pending job that waits for a lost job, or for
-    the array of a lost job, is lost, too.
+    A job is lost if it has left the queue and one of its steps is missing. Slurm cancels jobs that
+    wait for an array as soon as one task of the array fails. So a job that is still pending is
+    lost, too, if it waits for a lost job or for the array of a lost job.
     """
     missing = set(missing)
     pending = PendingJobs()
@@ -381,6 +384,7 @@ def copy_code(jobs_folder: Path, modules: Iterable[str] = ()) -> Path:
         for file, path in paths.items()
         if path.is_file() and "__pycache__" not in file.parts
     }
+    # `code_state` has the version of the code and its git commit
     digests = {str(file): sha256(path.read_bytes()).hexdigest() for file, path in originals.items()}
     folder = (
         jobs_folder.absolute() / "code" / digest({"state": code_state(), "files": digests})[:12]
