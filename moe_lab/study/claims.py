@@ -185,12 +185,14 @@ InQueue = Callable[[str, int], bool]
 
 
 class Claims:
-    """The claims in a folder. The owner of a claim renews the time of the claim's file: these are
-    the heartbeats. A claim whose owner is gone is stale, and other processes may take it over.
+    """The claims in the folder `folder` of a store. A claim on a name, such as the start of a
+    step's id, is held by one process, its owner. Its file is NAME.GENERATION. The owner renews the
+    time of the file: these are the heartbeats. A claim whose owner is gone is stale. To take it
+    over, another process creates the file of the next generation.
 
-    `in_queue`: tells whether a job is in the scheduler's queue, because claims of queued jobs are
-    not stale; None without a scheduler. `limit`: seconds without a heartbeat after which other
-    processes regard claims of this process as stale.
+    `in_queue`: function that tells whether the owner's job is in the scheduler's queue, as then its
+    claims are not stale; None without a scheduler. `limit`: seconds without a heartbeat after which
+    other processes regard claims of this process as stale.
     """
 
     def __init__(self, folder: Path, in_queue: InQueue | None = None, limit: float = LIMIT) -> None:
@@ -198,7 +200,7 @@ class Claims:
         self.in_queue = in_queue
         self.limit = limit
         self.shared = False
-        """Whether the store belongs to a group, whose members may read and write all claims,
+        """Whether the store belongs to a group of users, who may read and write all claims,
         whatever the umask."""
         self.owned: set[Claim] = set()
         """Claims that this process holds."""
@@ -219,8 +221,9 @@ class Claims:
         return self.folder / f"{name}.{generation}"
 
     def take(self, name: str) -> Claim:
-        """Take the claim `name`: create the file of the lowest generation above all stale files.
-        Raises Busy when a process holds the claim, also when this process itself holds it."""
+        """Take the claim `name`: create its file of generation 1. If stale files of this claim
+        exist, the new file gets the next generation instead. Raises Busy when a process holds the
+        claim, also when this process itself holds it."""
         for generation in count(1):
             try:
                 claim = Claim(self, name, generation)
@@ -302,12 +305,13 @@ class Claims:
         file has just been removed.
 
         An owner on this machine is gone if its process has ended. An owner on any machine is gone
-        if heartbeats have been missing for longer than the limit in the claim's file. Missing
-        heartbeats do not count while the owner's job, if it is another job, is in the queue.
+        if heartbeats have been missing for longer than the limit in the claim's file. But missing
+        heartbeats do not count while the owner's job is in the scheduler's queue, unless it is also
+        the job of this process.
 
-        The time of the file may come from the owner's clock, which may be wrong. So the claim is
-        stale only after this process itself has seen no heartbeat for WATCH intervals. If the time
-        of the file is more than MAXIMUM_CLOCK_ERROR ago, this process need not wait."""
+        The time of the file may come from the owner's clock, which may be wrong. So heartbeats
+        count as missing only after this process itself has seen none for WATCH * BEAT seconds. If
+        the time of the file is more than MAXIMUM_CLOCK_ERROR ago, this process need not wait."""
         try:
             status = path.stat()
             owner = _owner(path)
@@ -316,6 +320,7 @@ class Claims:
         beat_ns = status.st_mtime_ns
         if beat_ns == 0 or (owner and _has_ended(owner, status)):  # 0 marks a released claim
             return True
+        # two processes outside of jobs have None as job, which is not a job that they share
         is_own_job = owner is not None and owner["job"] is not None and owner["job"] == own_job()
         if owner and is_own_job and owner["restarts"] < restart_count():
             return True  # the owner ended when this job was requeued, perhaps from another node
@@ -329,7 +334,7 @@ class Claims:
             return False
         if owner is None:  # a process was killed while it wrote the file
             return True
-        # only for other jobs: this job is in the queue, even if another process of it is gone
+        # this process's own job is in the queue even if the owner, another process of it, is gone
         has_other_job = owner["job"] is not None and not is_own_job
         if has_other_job and self.in_queue and self.in_queue(owner["job"], status.st_uid):
             return False
@@ -351,9 +356,10 @@ class Claims:
         return claims
 
     def clear(self) -> None:
-        """Remove the files of all stale claims: take over each claim and release it. Stale files
-        above a gap in the generations are removed one by one, because `Claim.release` only removes
-        lower generations."""
+        """Remove the files of all stale claims. For this, each claim that no process holds is taken
+        and released: the release removes the files up to the generation that was taken. If
+        generations are missing, there may be files of higher generations. Stale ones are removed
+        one by one."""
         for name in {path.stem for path in self.folder.glob("*")}:
             with suppress(Busy), self.take(name) as claim:
                 for path in self.folder.glob(f"{name}.*"):
@@ -380,10 +386,9 @@ def _create_file(path: Path) -> int:
 
 
 def _has_ended(owner: dict[str, Any], status: os.stat_result) -> bool:
-    """Whether a claim was made on this machine, and its owner has ended. If a claim was made on
-    this machine, and its file is a copy of the file that the owner created, the result is also
-    True: the owner does not hold the copy. `owner`: content of the claim's file. `status`: result
-    of `stat` for this file."""
+    """Whether a claim was made on this machine, and is no longer held: its owner has ended, or its
+    file is only a copy of the file that the owner created, such as in a copied store. `owner`:
+    content of the claim's file. `status`: result of `stat` for this file."""
     if owner["machine"] != machine():
         return False
     # A copy has another inode. Inodes are compared only if the device numbers are equal, because
@@ -394,8 +399,8 @@ def _has_ended(owner: dict[str, Any], status: os.stat_result) -> bool:
 
 
 def own_job() -> str | None:
-    """Slurm's id of the job that this process belongs to, as squeue shows it: for a task of an
-    array ARRAY_TASK, such as 123_4. None outside of jobs."""
+    """Id of the Slurm job that this process belongs to, as squeue shows it. In a job array, the id
+    has the number of the task, too: 123_4 is task 4 of array 123. None outside of jobs."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return (
         f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
@@ -410,7 +415,8 @@ def restart_count() -> int:
 def in_queue(job: str, user: int) -> bool:
     """Whether the job with the id `job` of the user with the uid `user` is in Slurm's queue. False
     when Slurm does not answer: then only heartbeats decide whether a claim is stale."""
-    # at most one query a minute, because there may be many claims to check after a power cut
+    # The answer is cached for a minute: after a power cut, for example, thousands of claims have to
+    # be checked.
     minute = int(time.monotonic() // 60)
     return job in _queued_jobs(user, minute)
 
@@ -418,9 +424,9 @@ def in_queue(job: str, user: int) -> bool:
 @lru_cache(maxsize=64)
 def _queued_jobs(user: int, _: int) -> Collection[str]:
     """Ids of the jobs that the user with the uid `user` has in Slurm's queue; () when Slurm does
-    not answer. The second argument is the present minute: a key of the cache, so that a result is
-    used for at most a minute."""
-    from moe_lab.study.slurm import scheduler  # imported only when there are old claims of jobs
+    not answer. The second argument is the present minute. It is only a key of the cache, so that a
+    result is used for at most a minute."""
+    from moe_lab.study.slurm import scheduler  # needed only if heartbeats are missing
 
     try:
         return scheduler.queue([user]).keys()

@@ -41,7 +41,8 @@ def resolved_device(model: ModelConfig, config: Config) -> ModelConfig:
 
     device=auto becomes cpu for no GPU, cuda for one GPU, and balanced for several GPUs, as counted
     by `_auto_gpus`. On the CPU, dtype=auto becomes float32. On a GPU, dtype=auto stays: it means
-    the precision of the model's files, which the hash of the files already identifies.
+    the precision of the model's files. The ids of steps depend on a hash of these files, so they
+    depend on the precision, too.
     """
     device = model.device
     if device == "auto":
@@ -87,10 +88,12 @@ def resolved_engine(
     calibration: CalibrationConfig, model: ModelConfig, config: Config
 ) -> CalibrationConfig:
     """The settings `calibration` with engine=auto and parts=null resolved. Other values stay.
+    `parts` is the number of steps that share the work of one pass.
 
-    engine=auto becomes "streamed" (layer by layer) for a model on GPUs whose weights need more than
-    one GPU: if such a model were split among GPUs, only one GPU at a time would work. In all other
-    cases, and for quantised weights or a missing config.json, engine=auto becomes "resident".
+    engine=auto becomes "streamed" (layer by layer) if the model runs on GPUs and its weights need
+    more than one: if it were split among GPUs, only one GPU at a time would work. Otherwise it
+    becomes "resident". It also becomes "resident" if the weights are quantised or config.json is
+    missing.
 
     If engine=auto becomes "streamed", parts=null becomes the number of GPUs, but at most the number
     of batches. Otherwise parts=null becomes 1.
@@ -140,6 +143,7 @@ def check_memory(step: Step) -> None:
     not checked. Models that a server loads are not checked either."""
     resources = step.resources()
     model = resources.model
+    # weights="model": the step itself loads all weights, unlike weights="server"
     if model is None or resources.weights != "model" or model.device != "cpu":
         return
     size = None if quantization(model) else size_of(model)
@@ -160,12 +164,12 @@ function."""
 
 
 def seconds_estimator(store: Store) -> Seconds:
-    """A function from a step to its estimated seconds, which uses the finished steps in a store.
+    """A function that estimates the seconds of a step from the finished steps in a store.
 
-    The estimate is the units of work of the step times a rate. The rate is the median seconds per
-    unit over the finished steps of the same kind and pace (see `Resources.pace`). If there are no
-    such steps, the function returns None. For a step that only merges results of other steps
-    (`Step.merged_steps`), it returns 0."""
+    The estimate is the number of units of work of the step, times the median seconds per unit of
+    the finished steps of the same kind and pace (see `Resources.pace`). It is None if there are no
+    such finished steps, and 0 for a step that only merges results of other steps
+    (`Step.merged_steps`)."""
     rates_of = cache(partial(_rates, store))
 
     def seconds(step: Step) -> float | None:
@@ -213,10 +217,11 @@ def time_left(
 ) -> tuple[float, list[str]]:
     """(estimated seconds until `workers` workers have done all steps of a run, kinds of the steps
     without an estimate). The seconds do not include steps without an estimate. `ended`, `running`
-    and `waiting` together are all steps of the run.
+    and `waiting` together are all steps of the run. `ended` and `running` have, for each step, the
+    seconds spent so far and the share of its work that is done (0 if unknown).
 
-    The total time of a step is estimated from the ended and running steps of the same kind. If the
-    progress of all these steps is unknown, the total time is estimated by `seconds`.
+    The total time of a step is estimated from the ended and running steps of the same kind whose
+    progress is known. If there are none, the function `seconds` estimates it.
     """
     seconds_by_kind = defaultdict[str, float](float)
     work_by_kind = defaultdict[str, float](float)
@@ -228,7 +233,7 @@ def time_left(
     unknown_kinds = list[str]()
     # a waiting step has taken 0 seconds, and its progress is 0
     for step, spent, progress in (*running, *(StepTime(step, 0.0, 0.0) for step in waiting)):
-        step_seconds: float | None
+        step_seconds: float | None  # total time of the step
         if work_by_kind[step.kind]:
             step_seconds = _work(step) * seconds_by_kind[step.kind] / work_by_kind[step.kind]
         else:
@@ -266,10 +271,11 @@ def _work(step: Step) -> float:
 def forecast_table(
     steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: Seconds
 ) -> Table:
-    """Table for a dry run with one row for each kind of step. A row has the numbers of distinct,
-    cached and missing steps; the largest memory that a missing step needs; and the hours and
-    GPU-hours of all missing steps together. `done`: ids of finished steps. `gpu_memory`: GiB of
-    memory of one GPU. `seconds`: function that estimates the seconds of a step."""
+    """Table for a dry run with one row for each kind of step. A row has the number of steps of the
+    kind, and how many of them are finished (cached) and missing. It also has the largest memory
+    that a missing step needs, and the hours and GPU-hours of all missing steps together. `steps`:
+    distinct steps. `done`: ids of finished steps. `gpu_memory`: GiB of memory of one GPU.
+    `seconds`: function that estimates the seconds of a step."""
     columns = (
         Column("step", no_wrap=True),
         "distinct",
@@ -292,13 +298,15 @@ def forecast_table(
             total.gpu_work + hours.gpu_work,
             total.unknown + hours.unknown,
         )
+    # the last two columns, hours and GPU-hours, have the totals of all kinds below them
     for column, value in zip(table.columns[-2:], total.texts(), strict=True):
         column.footer = value
     return table
 
 
 class Hours(NamedTuple):
-    """Total hours of several steps."""
+    """Estimated time of several steps together: `work` in hours, `gpu_work` in GPU-hours. Steps
+    without an estimate are not included: `unknown` is their number."""
 
     work: float = 0.0
     """Hours that one worker takes for all steps with an estimate."""
@@ -309,9 +317,9 @@ class Hours(NamedTuple):
 
     def texts(self) -> tuple[str, str]:
         """(hours, GPU-hours) as texts for a table. If some steps have no estimate, their number is
-        appended, such as "1.50 + 2 unknown". If no step has an estimate, or only steps that merge
-        results have an estimate, both texts are "unknown"."""
-        if self.unknown and not self.work:  # steps that merge results have an estimate of 0 hours
+        appended, such as "1.50 + 2 unknown". If no other step takes time, both texts are "unknown"."""
+        # steps that only merge results have an estimate of 0 hours, which would tell nothing
+        if self.unknown and not self.work:
             return "unknown", "unknown"
         ending = f" + {self.unknown} unknown" if self.unknown else ""
         return f"{self.work:.2f}{ending}", f"{self.gpu_work:.2f}{ending}"

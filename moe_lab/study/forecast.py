@@ -17,7 +17,8 @@ def print_forecast(study: Study) -> list[str]:
     jobs for the missing steps, if steps are missing. Returns a sentence for each problem: the disk
     or the memory is too small, or the settings of jobs are wrong."""
     config = study.config
-    # the stores in `also` are only read; a run would copy their finished steps
+    # The setting `also` names other stores, which are only read here. A run would copy their
+    # finished steps, so these steps count as finished.
     ids_elsewhere = [finished_in(open_other(path), study.graph.steps) for path in config.also]
     steps, done = study.steps_and_finished_ids(set().union(*ids_elsewhere))
     print_notices(study.store)

@@ -56,14 +56,14 @@ def gc(store: Store, *, apply: bool = False) -> int:
             command = f"python -m moe_lab.study gc apply=true store={store.root}"
             print(f"nothing was freed; this frees it: {command}")
         return 0
-    Store(store.root).create()  # raises UserError if nothing can be written there
+    Store(store.root).create()  # only a check: raises UserError if nothing can be written there
     with store.claims.wait_for(GC_CLAIM):
         garbage, queue_error = find_garbage(store)
         folders = _hide_garbage(store, garbage)
     _print_table(store, garbage, queue_error)
     for path in folders:
         shutil.rmtree(path, ignore_errors=True)
-    # remove replaced packs; if another process holds the claim PACKS (Busy), that process does it
+    # remove packs that newer packs have replaced; they stay if another process writes packs (Busy)
     with suppress(Busy), store.claims.take(PACKS):
         store.packs.clear()
     store.claims.clear()
@@ -76,9 +76,9 @@ def gc(store: Store, *, apply: bool = False) -> int:
 
 
 def _hide_garbage(store: Store, garbage: Sequence[Garbage]) -> list[Path]:
-    """Remove garbage steps from packs, and rename the folders of other garbage steps as scratch
-    folders. Returns the folders whose files the caller must still remove: the renamed folders, and
-    the scratch folders of killed runs."""
+    """Remove garbage steps from packs. Rename all other folders of garbage as scratch folders,
+    unless they are scratch folders already. Returns these scratch folders, whose files the caller
+    must still remove. `garbage`: a step in a pack has path=None, a scratch folder step_id=""."""
     if packed_steps := [item.step_id for item in garbage if item.path is None]:
         remove_from_packs(store, packed_steps)
     folders = []
@@ -95,10 +95,9 @@ def _hide_garbage(store: Store, garbage: Sequence[Garbage]) -> list[Path]:
 
 
 def find_garbage(store: Store) -> tuple[list[Garbage], str]:
-    """(garbage of a store, error of Slurm). Garbage is every unreferenced step, and every file that
-    a killed run left. The error is the sentence with which reading Slurm's queue failed, or "".
-    Changes nothing in the store. Raises UserError when a file that may refer to steps is damaged.
-    """
+    """(garbage of a store, error). Garbage is every unreferenced step, and every file that a killed
+    run left. The error is a sentence if Slurm's queue could not be read, otherwise "". Changes
+    nothing in the store. Raises UserError when a file that may refer to steps is damaged."""
     referenced, queue_error = _referenced_steps(store)
     if store.notices:  # reading a damaged file adds a notice
         raise _unreadable_error(store, store.notices[0])
@@ -147,6 +146,7 @@ def _leftovers(store: Store, referenced: Set[str]) -> Iterator[Garbage]:
     claimed = store.claims.active()  # read last, as a step is claimed before its folders are made
     for path, match in scratch_matches:
         if match and match[1] not in claimed:  # group 1 is the start of the step's id
+            # "" in place of the step's id marks a scratch folder
             yield Garbage(path, LEFTOVERS, _folder_bytes(path), "")
     for path in resume_folders:  # the name of such a folder is the start of the step's id
         if path.name not in referenced and path.name not in claimed:
@@ -154,12 +154,13 @@ def _leftovers(store: Store, referenced: Set[str]) -> Iterator[Garbage]:
 
 
 def _referenced_steps(store: Store) -> tuple[set[str], str]:
-    """(starts of the ids of the steps that runs and records refer to, error of Slurm). The error is
-    the sentence with which reading Slurm's queue failed, or "".
+    """(starts of the ids of the steps that runs and records refer to, error). The error is a
+    sentence if Slurm's queue could not be read, otherwise "".
 
-    A record refers to its steps. A run refers to its steps in four cases: the run is active; its
-    jobs may be in the queue; it is the last run of the study; it began after the last run with a
-    record. Claims are read first, then the queue, then records. This order misses no step, because
+    A run writes a record when it ends. The current records of a study refer to the steps in them. A
+    run refers to its steps in four cases: the run is active; its jobs may be in the queue; it is
+    the last run of the study; it began after the last run with a record. Active runs are found
+    first, by their claims; then the queue is read, then records. This order misses no step, because
     a run writes its record before its claims and jobs disappear.
     """
     referenced = steps_of_active_runs(store)
@@ -169,8 +170,8 @@ def _referenced_steps(store: Store) -> tuple[set[str], str]:
     queue, queue_error = queued_jobs(jobs) if jobs else ({}, "")
     for study, study_runs in runs_of.items():
         try:
-            # the name of a later run is greater; if there is no record, every name is greater
-            # than "", so all runs count as later
+            # The name of a later run is greater than that of an earlier run. Without a record, the
+            # name of every run is greater than "".
             record = read_record(store.root, study) or {"run": ""}
         except Damaged as error:
             raise _unreadable_error(store, str(error)) from None
@@ -218,8 +219,9 @@ def _folder_bytes(folder: Path) -> int:
 
 
 def _print_table(store: Store, garbage: Sequence[Garbage], queue_error: str) -> None:
-    """Print a table of the garbage, and then `queue_error` if it is not "". The table has the
-    number and the bytes of the garbage in each kind of step, in leftovers, and in all together."""
+    """Print a table of the garbage, and then `queue_error` if it is not "". The table has a row for
+    each kind of garbage, with its number and bytes, and a last row for all garbage. A kind is a
+    kind of step, or LEFTOVERS."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for item in garbage:
         sizes[item.kind].append(item.bytes)

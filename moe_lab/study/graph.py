@@ -139,14 +139,15 @@ def unresolved_names(steps: Iterable[Step]) -> list[str]:
     return list(names)
 
 
-def _hub_names(setting: Any) -> Iterator[str]:
-    """Hub names that replace unknown file hashes in `setting`, the identity of a model or a text.
-    For a mixture of texts, the names in its `sources` are included. A setting that is no group of
-    settings, such as a number, has none."""
-    if not isinstance(setting, dict):
+def _hub_names(identity: Any) -> Iterator[str]:
+    """Hub names in the JSON-ready identity of a setting. In the identity of a model or a text,
+    "path" is {UNRESOLVED: hub name, ...} if the hash of the files is not known. The identity of a
+    mixture of texts has such identities in "sources". An identity that is no dictionary, such as a
+    number, has no hub names."""
+    if not isinstance(identity, dict):
         return
-    for group in (setting, *setting.get("sources", ())):
-        path = group.get("path")
+    for part in (identity, *identity.get("sources", ())):
+        path = part.get("path")
         if isinstance(path, dict) and UNRESOLVED in path:
             yield path[UNRESOLVED]
 
@@ -158,9 +159,11 @@ class _Resolver:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._results: dict[tuple[Any, ...], Any] = {}
-        """(function, arguments or their ids) -> result of the call, see `cached`."""
+        """Key of a call -> its result. The key is made by `cached`, from the function and the
+        arguments."""
         self._arguments: list[tuple[Any, ...]] = []
-        """Arguments of the calls in `_results`, which are kept alive."""
+        """Arguments of all calls in `_results`. This list keeps the arguments alive, because the
+        keys contain their object ids."""
 
     def cached(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """The result of `function(*arguments)`, computed in the first call and then remembered. An
@@ -193,21 +196,24 @@ class _Resolver:
 
 
 def resolved_model(model: ModelConfig, config: Config) -> StepModel:
-    """The model with device and dtype resolved, as the class that computes its identity once."""
+    """The model with device and dtype resolved. `StepModel` computes its identity only once, for
+    all steps that share the object."""
     return StepModel.of(resolved_device(model, config))
 
 
 def resolved_text(
     text: CalibrationConfig, seed: int, model: ModelConfig, config: Config
 ) -> IdentifiedText:
-    """The text with engine and number of parts resolved, as the class that computes its identity
-    once. A text without a seed gets `seed`, the seed of the cell."""
+    """The text with engine and number of parts resolved. A text without a seed gets `seed`, the
+    seed of the cell. `IdentifiedText` computes its identity only once, for all steps that share the
+    object."""
     seeded = text if text.seed is not None else replace(text, seed=seed)
     return IdentifiedText.of(resolved_engine(seeded, model, config))
 
 
 def _unpruned_cost(model: ModelConfig, text: IdentifiedText) -> Cost:
-    """The step that computes the cost of the unpruned model. `text`: see `Cost.of`."""
+    """The step that computes the cost of the unpruned model. `text`: the calibration set whose row
+    length is used, and on which routing is measured if necessary."""
     return Cost.of(unpruned_model(model), text)
 
 
@@ -219,29 +225,33 @@ def _cell_steps(
 ) -> CellSteps:
     """All steps of one cell. A cell with NO_CRITERION stands for the unpruned model.
 
-    `tasks`: name of a benchmark -> task. `evaluations_of`: identity of a pruned model -> task ->
-    evaluation step. Cells with the same pruned model share evaluation steps: this function adds
-    the missing steps to `evaluations_of`, and takes the steps of the cell from it.
+    `tasks`: name of a benchmark -> task, a function that makes the evaluation step of a pruned
+    model. `evaluations_of`: identity of a pruned model -> task -> evaluation step. Cells with the
+    same pruned model share evaluation steps: this function adds the missing steps to
+    `evaluations_of`, and takes the steps of the cell from it.
     """
     config = resolver.config
     resolved_cell = resolver.resolve_cell(cell)
     model = resolved_cell.model
+    # Any: it is an IdentifiedText, but the annotation of `texts` is less specific
     flops_text: Any = resolved_cell.texts["flops"]
     is_pruned = cell.criterion is not NO_CRITERION
     pruned = pruned_of(resolved_cell) if is_pruned else unpruned_model(model)
     scores = statistics = export = timing = None
     cost = resolver.cached(_unpruned_cost, model, flops_text)
     if is_pruned:
-        # figures need scores even if the plan reads none
+        # the scores that the plan reads; figures need scores even if the plan reads none
         scores = getattr(pruned.plan, "scores", None) or Scores.of(resolved_cell)
         if reads_text(cell):
-            # the pass that the scores read, or a pass that only figures read
+            # the pass that measures routing statistics for the scores, or such a pass for figures
             statistics = scores.sums.get("statistics") or Pass.of(resolved_cell, "statistics")
         if config.export.shape:
             export = export_of(pruned, config.export, config.verify)
+        # the cost of the unpruned model is an input of the cost of the pruned model
         cost = Cost.of(pruned, flops_text, cost)
     if config.timing:
         timing = Timing.of(pruned, flops_text, resolver.cached(timing_of, config.timed, model))
+    # one line of text for each field of the model's identity
     identity = tuple([entry.line for entry in pruned.identity_entries.values()])
     evaluations = evaluations_of.setdefault(identity, {})
     for task in tasks.values():
@@ -288,11 +298,10 @@ def unpruned(cell: Cell) -> Cell:
 def build(config: Config, requests: Iterable[Request]) -> Graph:
     """The graph of a study. `requests`: pairs (cells, benchmarks of these cells). A cell in several
     requests is in the graph once, with the benchmarks of all these requests. For each cell, the
-    cell of the unpruned model is added. `config`: the settings that all requests share, such as
-    permissions, exports and overlap."""
+    cell of the unpruned model is added. `config`: the settings that all cells share."""
     resolver = _Resolver(config)
     requests = list(requests)
-    tasks_of: dict[Cell, dict[str, Task]] = {}
+    tasks_of: dict[Cell, dict[str, Task]] = {}  # cell -> name of a benchmark -> task
     for cells, benchmarks in requests:
         tasks = {
             benchmark.name: resolver.cached(results_step_of, benchmark, config)
@@ -310,11 +319,13 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
 def _figure_steps(
     resolver: _Resolver, requests: Iterable[Request]
 ) -> dict[str, dict[FigureKey, Step]]:
-    """Name in FIGURE_STEPS -> key -> step, for the steps that only figures and remarks of the
-    report need. Each combination of calibration set, model and gate has one step in a figure, with
-    the seed of the first cell of this combination. Cells that read no calibration set are left out.
-    The figure "contaminations" has steps only for benchmarks that can list their items. The other
-    figures have steps only with overlap=true."""
+    """The steps that only figures and remarks of the report need: name in FIGURE_STEPS -> key ->
+    step.
+
+    Each combination of calibration set, model and gate has one step in a figure. Its seed is that
+    of the first cell of the combination, and cells with other seeds are left out. Cells that read
+    no calibration set are left out, too. "contaminations" has steps only for benchmarks that can
+    list their items. The other figures have steps only with overlap=true."""
     figures: dict[str, dict[FigureKey, Step]] = {figure: {} for figure in FIGURE_STEPS}
     first_seeds: dict[FigureKey, int] = {}  # key with seed 0 -> seed of the first cell
     cell_of: dict[FigureKey, Cell] = {}
@@ -328,6 +339,7 @@ def _figure_steps(
         for cell in cells:
             if not reads_text(cell):
                 continue
+            # cells that differ in anything else, such as the ratio, have the same key
             key = FigureKey(cell.calibration.name, cell.model.name, cell.gate, cell.seed)
             if first_seeds.setdefault(key._replace(seed=0), cell.seed) != cell.seed:
                 continue
@@ -338,6 +350,7 @@ def _figure_steps(
                 resolved_cell = resolver.resolve_cell(cell)
                 figures["families"][key] = Family.of(resolved_cell)
                 figures["damages"][key] = Scores.of(replace(resolved_cell, criterion=EXACT_DAMAGE))
+    # only now, when the benchmarks of all requests are known
     for key, cell in cell_of.items():
         resolved_cell = resolver.resolve_cell(cell)
         figures["contaminations"][key] = Contamination.of(

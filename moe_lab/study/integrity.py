@@ -31,19 +31,20 @@ NANO = 10**9
 
 def seal(folder: Path, document: Mapping[str, Any]) -> None:
     """Write STEP, and prepare the files of a step for publication. Folders in `folder` get the
-    permissions of `folder`. Files get these permissions except those to execute, and the
+    permissions of `folder`. Files get the same permissions without those to execute, and the
     modification time that STEP states.
 
-    `document`: the identity of the step. The entries provenance, time and files are added to it. If
-    the step is copied from another store, `document` is the complete content of STEP in that store.
-    The caller has then compared the files with it, and large files may be links to that store.
+    `document`: the identity of the step. STEP also gets the entries `provenance`, `time` and
+    `files`. For a step copied from another store, `document` is the complete content of STEP in
+    that store. The caller must have compared the files with it. Some files may be links to that
+    store.
     """
     provenance: dict[str, Any] = {}
     with suppress(FileNotFoundError):  # a copied step has its provenance in `document`
         provenance = read_json(folder / PROVENANCE, {})
         (folder / PROVENANCE).unlink()
-    # "time" is an even number of seconds in the past, see STEP; the entries of the `document` of a
-    # copied step replace these entries
+    # `time` is an even number of seconds in the past, see STEP. For a copied step, `document` has
+    # these entries, too; it comes last, so its values are used.
     content = {"provenance": provenance, "time": (int(time.time()) // TICK - 1) * TICK, **document}
     paths = sorted(folder.rglob("*"))
     files = [path for path in paths if path.is_file()]
@@ -75,6 +76,7 @@ def _sha256(file: BufferedReader) -> str:
 def read_step(folder: Path) -> dict[str, Any]:
     """Content of STEP of a finished step. Raises FileNotFoundError when STEP is missing, and
     Damaged when STEP was changed after it was written."""
+    # {}: no particular fields are expected
     document: dict[str, Any] = read_sealed(folder / STEP, {})
     return document
 
@@ -82,11 +84,11 @@ def read_step(folder: Path) -> dict[str, Any]:
 def damaged_files(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
     """Missing and damaged files of a step's folder: name of the file -> "missing" or "damaged".
 
-    The size and the modification time of each file are compared with those in STEP. If only the
-    time differs, or with `hash_all`, the file is hashed. The time of an unchanged file is set to
-    the time in STEP. The time of a damaged file is set to the present time if it was the time in
-    STEP, so that later calls without `hash_all` find the damage, too. A link leads to a file of
-    another store: its time is never set, and a link to a damaged file is removed."""
+    A file with another size than in STEP is damaged. A file with another modification time than in
+    STEP is hashed; with `hash_all`, every file is hashed. An unchanged file then gets the time in
+    STEP. A damaged file must not keep this time, as later calls without `hash_all` would not hash
+    it: it gets the present time. Links lead to files of another store, so their times are not set.
+    A link to a damaged file that has the time in STEP is removed instead."""
     try:
         document = read_step(folder)
     except FileNotFoundError:
@@ -119,8 +121,9 @@ def _is_unchanged(path: Path, expected: Mapping[str, Any], moment: int, hash_all
         return True
     with path.open("rb") as file:
         is_same = bool(_sha256(file) == expected["sha256"])
-        # An unchanged file should have the time `moment`, and a changed file another time. The
-        # time is only set if no other process has written the file since `path.stat()`.
+        # The time is wrong if an unchanged file has another time than `moment`, or a changed file
+        # has the time `moment`. It is only corrected if no other process has written the file since
+        # `path.stat()`.
         if is_same != has_moment and os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns:
             # the time of a file of another user cannot be set: the file is hashed again next time
             with suppress(OSError, OverflowError):
@@ -129,9 +132,9 @@ def _is_unchanged(path: Path, expected: Mapping[str, Any], moment: int, hash_all
 
 
 def _set_time(path: Path, file: BufferedReader, moment: int | None) -> None:
-    """Set the modification time of an open file to `moment`, in seconds. For a damaged file,
-    `moment` is None, and the time becomes the present time. If `path` is a link, no time is set;
-    the link is removed if `moment` is None."""
+    """Set the modification time of an open file to `moment` (in seconds), or to the present time if
+    `moment` is None, which stands for a damaged file. `path`: path of the file. If it is a link, no
+    time is set, but a link to a damaged file is removed."""
     if not path.is_symlink():
         time_ns = time.time_ns() if moment is None else moment * NANO
         os.utime(file.fileno(), ns=(time_ns, time_ns))

@@ -18,8 +18,8 @@ SHAPE = {"results": [{"benchmark": str, "metric": str, "score": Number, "scale":
 
 def objective_value(result: RunResult, requests: Iterable[Request]) -> float:
     """The number that a job of a multirun returns to the sweeper: the number that the setting
-    `objective` names, or without an objective, or in a dry run, the exit code of the job. `result`:
-    exit code and study of the job. `requests`: cells and benchmarks of the job.
+    `objective` names. In a dry run, or if no objective is set, it is the exit code of the job.
+    `result`: exit code and study of the job. `requests`: cells and benchmarks of the job.
 
     The objective "Avg" is a mean over benchmarks. The number of a benchmark is the mean over its
     results in which higher is better; benchmarks without such results are left out. Any other

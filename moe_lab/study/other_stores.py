@@ -79,7 +79,8 @@ def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
         names_left = [name for name in names if name[-ID_DIGITS:] not in store.packs]
         packing = Packing(store)
         with ThreadPoolExecutor(THREADS) as threads:
-            # `pack` packs when a store has MANY small steps, so it is called for each MANY steps
+            # copied steps are folders until `pack` moves them into a pack: calling it after every
+            # MANY steps bounds the number of folders
             for first in range(0, len(names_left), MANY):
                 batch = names_left[first : first + MANY]
                 # `list` waits until the batch is copied, and raises errors of the threads

@@ -42,12 +42,14 @@ MOST_PACKS = 32
 
 
 class Packing:
-    """Moves small steps of a store into packs, from time to time, for one process."""
+    """Moves small steps of a store from folders into packs, from time to time, for one process. A
+    pack is a file that holds many steps."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.unpackable_steps: set[str] = set()
-        """Starts of the ids of steps that do not go into packs: too large, or with subfolders."""
+        """First digits of the ids of the steps that do not go into packs, because they are too
+        large or have subfolders."""
         self.next_time = time.monotonic() + PACK_INTERVAL
         """Monotonic time, in seconds, before which `pack_regularly` does nothing."""
 
@@ -72,8 +74,9 @@ class Packing:
             )
 
     def _pack(self, last: bool) -> None:
-        """Do as `pack`, and raise errors of the disk. Also removes damaged steps from packs, and
-        merges the packs with fewer than FULL bytes if there are more than MOST_PACKS of them."""
+        """Do what `pack` describes, but let errors be raised. First, remove damaged steps from
+        packs. At the end, merge the packs with fewer than FULL bytes if there are more than
+        MOST_PACKS of them."""
         store = self.store
         if store.packs.damaged_steps:
             remove_from_packs(store, store.packs.damaged_steps)

@@ -52,7 +52,8 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
             config.backend, benchmarks, [cell.model for cell in _deduplicate(cells, "model")]
         )
         for groups, check in CELL_CHECKS:
-            # a check reads only these groups, so cells that share the groups are checked once
+            # `groups` are the groups of settings that the check reads, such as "model": cells that
+            # share them are checked once
             for cell in _deduplicate(cells, *groups):
                 sentences += user_errors(check, cell, config)
         sentences += _text_problems(cells)
@@ -72,7 +73,7 @@ def remark_sentences(config: Config, requests: Iterable[Request]) -> Iterator[st
             "suite=perplexity suite.path=FILE"
         )
     job_configs = [config.resources.of_model(cell.model) for cell in _deduplicate(cells, "model")]
-    # an unused entry is a mistake only if its name is not that of a shipped model
+    # entries of `resources.models` that no model uses; the name of a shipped model is no mistake
     unused_names = [name for name, job in config.resources.models.items() if job not in job_configs]
     if unknown_names := [
         name for name in unused_names if not (conf() / "model" / f"{name}.yaml").is_file()
@@ -88,7 +89,7 @@ def remark_sentences(config: Config, requests: Iterable[Request]) -> Iterator[st
     yield from _unread_field_remarks(cells)
     roundings: dict[str, None] = {}
     for cell in _deduplicate(cells, "model", "criterion", "allocation", "ratio"):
-        removed_ratio = removed_share(cell)
+        removed_ratio = removed_share(cell)  # the ratio, rounded to whole experts
         if abs(removed_ratio - cell.ratio) > ROUNDED:
             roundings[f"{cell.model.name} {cell.ratio:g} -> {removed_ratio:.3g}"] = None
     if roundings:
@@ -97,15 +98,17 @@ def remark_sentences(config: Config, requests: Iterable[Request]) -> Iterator[st
 
 
 def _unread_field_remarks(cells: Iterable[Cell]) -> Iterator[str]:
-    """A sentence for each calibration set whose records have fields of one word that models do not
-    read. Models that do not read the same fields of the same set share a sentence.
+    """Sentences about calibration sets whose records have fields that models do not read. Models
+    with the same unread fields of the same set share a sentence.
 
-    A model does not read a field if its chat template does not read the field and the text of the
-    document does not have the word. Longer fields that are not read raise UserError elsewhere."""
+    A field is unread if the chat template of the model does not read it, and the text of the
+    document does not contain its value. The values of these fields are single words: other
+    functions raise UserError for longer values that are not read."""
     # criterion and allocation decide whether a cell reads its calibration set
     distinct_cells = _deduplicate(cells, "model", "calibration", "criterion", "allocation")
     text_cells = [cell for cell in distinct_cells if reads_text(cell)]
-    # (calibration set, *unread fields) -> names of models as keys of a dictionary, for their order
+    # (name of a calibration set, name of each unread field ...) -> names of models; they are the
+    # keys of a dictionary, which keeps their order
     models = defaultdict[Any, dict[str, None]](dict)
     for cell in _deduplicate(text_cells, "model", "calibration"):
         if fields := calibrations.unread_keys(cell.calibration, cell.model):
