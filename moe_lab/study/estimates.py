@@ -317,7 +317,8 @@ class Hours(NamedTuple):
 
     def texts(self) -> tuple[str, str]:
         """(hours, GPU-hours) as texts for a table. If some steps have no estimate, their number is
-        appended, such as "1.50 + 2 unknown". If no other step takes time, both texts are "unknown"."""
+        appended, such as "1.50 + 2 unknown". If no other step takes time, both texts are
+        "unknown"."""
         # steps that only merge results have an estimate of 0 hours, which would tell nothing
         if self.unknown and not self.work:
             return "unknown", "unknown"
