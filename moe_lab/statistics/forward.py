@@ -279,38 +279,40 @@ class ExpertsCall:
 
     def normalize(self, stream: torch.Tensor) -> dict[str, torch.Tensor]:
         """Name -> sum over valid tokens, for the statistics ala_first (E,), ala_second (E,) and
-        layer_loss (). Their numerators are divided by ||y||^2 + EPSILON. y = `stream` (T, H): the
-        residual stream after the decoder layer."""
+        layer_loss (). Each term of a sum is a numerator from `_compute_numerators`, divided by
+        ||y||^2 + EPSILON. y = `stream` (T, H): the residual stream after the decoder layer."""
         factor = 1 / (at_least_fp32(stream).square().sum(-1).double() + EPSILON)
         loss = self.loss * factor
-        if self.valid is not None:
-            factor = torch.where(self.valid, factor, 0)
-            loss = loss[self.valid]
+        loss = loss if self.valid is None else loss[self.valid]
         sums = {"layer_loss": loss.sum()}
         token = self.rows.token
         expert = self.rows.expert
         for name, numerators in (("ala_first", self.ala_first), ("ala_second", self.ala_second)):
+            # one term for each of `rows`, 0 if the token is not valid
             terms = numerators * factor[token]
             terms = terms if self.valid_rows is None else torch.where(self.valid_rows, terms, 0)
             sums[name] = torch.bincount(expert, terms, self.n_experts)
         return sums
 
     def _compute_numerators(self, routed: torch.Tensor) -> None:
-        """Compute the numerators that `normalize` divides: g <f, m> of ala_first and g^2 ||f||^2 of
-        ala_second for each row, and ||m||^2 of layer_loss for each token. m = `routed` (T, H): the
-        routed output. Then free the stored expert outputs f, which are T x K x H numbers."""
-        products = torch.empty_like(self.norm_square)
+        """Compute the numerators that `normalize` divides. f is the output of an expert for a
+        token, g is its gate in the model, and m is the token's row of `routed` (T, H), the routed
+        output. `ala_first` is g <f, m> and `ala_second` is g^2 ||f||^2, one number for each of
+        `rows`. `loss` (T,) is ||m||^2."""
+        inner_products = torch.empty_like(self.norm_square)  # <f, m>
         for part, f in self.outputs:
-            torch.sum(f * routed[self.rows.token[part]], -1, out=products[part])
+            torch.sum(f * routed[self.rows.token[part]], -1, out=inner_products[part])
+        # frees the memory of all f, which are T x K x H numbers
         self.outputs.clear()
-        self.ala_first = self.gates["model"][self.rows.token, self.rows.column] * products
+        self.ala_first = self.gates["model"][self.rows.token, self.rows.column] * inner_products
         self.ala_second = self.gate_square.double() * self.norm_square
         self.loss = routed.square().sum(-1).double()
 
     def _moments(self) -> torch.Tensor:
-        """sum_t g^alpha ||f||^beta over the valid tokens of each expert, (E, 3 x kinds of gates,
-        3). Axis 1: alpha = 0, 1, 2 for the first kind of gate, then for the second, and so on. Axis
-        2: beta = 0, 1, 2."""
+        """For each expert, sums of g^alpha ||f||^beta over its valid tokens. g is the expert's gate
+        for a token, and f is its output. The result has three axes. Axis 0: the expert. Axis 1:
+        alpha = 0, 1, 2 for the first kind of gate, then 0, 1, 2 for the second, and so on. Axis 2:
+        beta = 0, 1, 2."""
         rows = self.rows
         valid_rows = self.valid_rows
         token = rows.token
@@ -321,27 +323,29 @@ class ExpertsCall:
             token = token[valid_rows]
             column = column[valid_rows]
             norm_square = norm_square[valid_rows]
+            # for each expert, the end of its rows after the other rows have been left out
             ends = (
                 torch.bincount(rows.expert[valid_rows], minlength=self.n_experts).cumsum(0).tolist()
             )
         ones = torch.ones_like(norm_square)
-        norms = torch.stack((ones, norm_square.sqrt(), norm_square), 1)
-        powers = []
+        norm_powers = torch.stack((ones, norm_square.sqrt(), norm_square), 1)
+        columns = []
         for gates_of_kind in self.gates.values():
             gate = gates_of_kind[token, column]
-            powers += [ones, gate, gate.square()]
-        gates = torch.stack(powers, 1)
-        moments = norms.new_zeros(self.n_experts, gates.shape[1], 3)
+            columns += [ones, gate, gate.square()]
+        gate_powers = torch.stack(columns, 1)
+        moments = norm_powers.new_zeros(self.n_experts, gate_powers.shape[1], 3)
         for expert, part in expert_slices(ends):
-            torch.mm(gates[part].t(), norms[part], out=moments[expert])
+            torch.mm(gate_powers[part].t(), norm_powers[part], out=moments[expert])
         return moments
 
 
 class Channels:
-    """channel_square and channel_max (E, I) of one call of a layer's experts: without gates, and
-    weighted by each kind of gate in `gates`. Names of weighted statistics begin with the
-    kind of gate, as in gate_channel_max. Tensors have the device and dtype of `like`, but at least
-    fp32."""
+    """Statistics (E, I) of the activations phi, the input of down_proj, in one call of a layer's
+    experts. `channel_square`: the sum of phi^2 over an expert's tokens. `channel_max`: the maximum
+    of |phi|. For each kind of gate in `gates`, both are also taken of g phi, where g is the token's
+    gate of this kind. Their names begin with the kind, as in `gate_channel_max`. All statistics
+    have the device and dtype of `like`, but at least fp32."""
 
     def __init__(
         self, n_experts: int, width: int, like: torch.Tensor, gates: Sequence[str] = ("gate",)

@@ -38,16 +38,17 @@ LOGITS = 1 << 26
 def collect_gradient_statistics(
     model: PreTrainedModel, hook: type[StatisticsHook], batches: Sequence[Batch], **settings: Any
 ) -> Statistics:
-    """The sums that `hook` collects in a forward and a backward pass of `model` over `batches`.
-    `model` is in eval mode. `settings`: further arguments of `collect_statistics`. Errors are those
-    of `collect_statistics`. UserError also when no valid token follows another one."""
+    """The sums that hooks of the class `hook` collect in a forward and a backward pass of `model`,
+    in eval mode, over `batches`. `settings`: further arguments of `collect_statistics`. Errors are
+    those of `collect_statistics`, and those of `check_loss`."""
     check_loss(batches)
     with differentiable(model):
         return collect_statistics(model, hook, batches, reading=forward_and_backward, **settings)
 
 
 def check_loss(batches: Sequence[Batch]) -> None:
-    """Raise UserError when no valid token follows another, so that there is nothing to predict."""
+    """Raise UserError when no two neighbouring tokens are both valid. The loss is a sum over
+    such pairs, so without them there is no loss."""
     if batches and not any(bool((valid[:, :-1] & valid[:, 1:]).any()) for _, valid in batches):
         raise UserError(
             "calibration has no token that follows another one, so there is no loss: expected "
@@ -56,17 +57,18 @@ def check_loss(batches: Sequence[Batch]) -> None:
 
 
 class GradientHook(StatisticsHook):
-    """Adds channel sums of the forward pass and, if a backward pass of LOSS_SCALE times the loss
-    follows, of the gradients. Experts compute what the eager forward computes, in the same
-    order."""
+    """The forward pass adds statistics of the activations of each channel. A backward pass, from
+    LOSS_SCALE times the loss, adds statistics of the gradients with respect to these activations.
+    Experts compute what the eager forward computes, in the same order."""
 
     kind = "gradients"
 
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H). Adds the statistics of the activations and the numbers of
-        valid tokens now, and the sums of gradients when the backward pass reaches the experts."""
+        """The routed output (T, H) for the hidden states `hidden` (T, H). `index` (T, K): ids of
+        the experts of each token. `weights` (T, K): gates. Adds the statistics of the activations
+        and each expert's number of valid tokens. The backward pass adds the sums of gradients."""
         layer = self.layer
         n_experts = layer.n_experts
         rows = sort_by_expert(index, n_experts)
@@ -78,12 +80,15 @@ class GradientHook(StatisticsHook):
         def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
             """The output (n, H) of an expert. Adds the expert's activations phi to `channels`, and
             lets the backward pass call `_add_gradient`."""
-            is_valid = slice(None) if valid_rows is None else valid_rows[part]
+            # an index of the expert's valid rows: a slice of all rows, or a mask
+            valid_index = slice(None) if valid_rows is None else valid_rows[part]
             expert_weights = layer.weights(expert)
             phi = layer.phi(states, expert_weights)
-            channels.add(expert, at_least_fp32(phi.detach())[is_valid], gate_square[part][is_valid])
+            channels.add(
+                expert, at_least_fp32(phi.detach())[valid_index], gate_square[part][valid_index]
+            )
             if phi.requires_grad:
-                phi.register_hook(partial(self._add_gradient, expert, phi.detach(), is_valid))
+                phi.register_hook(partial(self._add_gradient, expert, phi.detach(), valid_index))
             return layer.output(phi, expert_weights)
 
         routed = routed_output(hidden, rows, weights, compute)
@@ -95,22 +100,27 @@ class GradientHook(StatisticsHook):
                 rows.expert if valid_rows is None else rows.expert[valid_rows], minlength=n_experts
             ),
         )
-        # after adding zeros, the sums are new tensors on the device of the activations, to which
-        # `_add_gradient` can add in place
+        # `_add_gradient` adds to these sums in place. Adding zeros before that creates each sum, or
+        # moves the sum of an interrupted pass to the device of the activations.
         for name in GRADIENT_SUMS:
             self.add(
                 name,
-                torch.zeros(n_experts, self.layer.width, dtype=torch.float64, device=hidden.device),
+                torch.zeros(n_experts, layer.width, dtype=torch.float64, device=hidden.device),
             )
         return routed
 
     def _add_gradient(
-        self, expert: int, phi: torch.Tensor, is_valid: torch.Tensor | slice, gradient: torch.Tensor
+        self,
+        expert: int,
+        phi: torch.Tensor,
+        valid_index: torch.Tensor | slice,
+        gradient: torch.Tensor,
     ) -> None:
         """Add the gradient sums of one expert. `phi` (n, I): the expert's activations. `gradient`
-        (n, I): LOSS_SCALE * dL/dphi. `is_valid` selects the rows that count."""
-        gradient = at_least_fp32(gradient[is_valid])
-        product = gradient * at_least_fp32(phi[is_valid])
+        (n, I): LOSS_SCALE * dL/dphi. `valid_index`: an index of the valid rows."""
+        gradient = at_least_fp32(gradient[valid_index])
+        product = gradient * at_least_fp32(phi[valid_index])
+        # for each channel, in the order of GRADIENT_SUMS
         parts = (gradient.square().sum(0), product.sum(0), product.abs_().sum(0))
         for name, part, scale in zip(
             GRADIENT_SUMS, parts, (LOSS_SCALE**2, LOSS_SCALE, LOSS_SCALE), strict=True
@@ -154,9 +164,10 @@ def loss_gradient(
 def head(model: PreTrainedModel, states: torch.Tensor, output: Any) -> torch.Tensor:
     """Logits (B, n, V) for `states` (B, n, H), the output of the decoder. The model's own forward
     computes them, because it may scale or cap logits. Meanwhile the decoder is replaced by a
-    function that returns `states` in an object of the type of `output`."""
+    function that only returns `states`, in an object of the type of `output`."""
     with ExitStack() as undo:
         replace_output(model.base_model, type(output)(last_hidden_state=states), undo)
+        # the model requires an input, which the replaced decoder ignores
         logits: torch.Tensor = model(inputs_embeds=states, use_cache=False).logits
         return logits
 
@@ -194,22 +205,23 @@ class WeightGradientHook(StatisticsHook):
     resumes = False
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
-        """`start`: see `StatisticsHook`; always {}, because a pass cannot be resumed."""
+        """`start`: always {}, because an interrupted pass cannot be resumed."""
         super().__init__(observer, layer, start)
         self.gradients: dict[tuple[str, int], torch.Tensor] = {}
-        """(name of a stack of matrices, expert id) -> LOSS_SCALE * dL/dw of the expert's matrix,
-        summed over the batches so far."""
+        """(name of the stack of all experts' matrices, such as gate_up_proj; expert id) ->
+        LOSS_SCALE * dL/dw of the expert's matrix in it, summed over the batches so far."""
 
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H). The backward pass then adds the gradients of the weights of
-        each expert with tokens to `gradients`. Biases get no gradients."""
+        """The routed output (T, H) for the hidden states `hidden` (T, H). `index` (T, K): ids of
+        the experts of each token. `weights` (T, K): gates. A later backward pass adds to
+        `gradients`, for each expert that has tokens. Biases get no gradients."""
         layer = self.layer
 
         def compute(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor:
             """The output (n, H) of an expert for the hidden states (n, H) of its tokens."""
-            # name of a stack -> the expert's tensor in the stack
+            # name of a stack of all experts' matrices or biases -> the expert's tensor in it
             tensors = layer.tensors(expert)
             for name, tensor in tensors.items():
                 if not layer.family.stacks[name].is_bias:
@@ -244,7 +256,7 @@ class WeightGradientHook(StatisticsHook):
 
     def _add_gradient(self, name: str, expert: int, leaf: torch.Tensor) -> None:
         """Add `leaf.grad` to the entry of `gradients` for the expert's matrix in the stack `name`,
-        and clear `leaf.grad`. `leaf`: the tensor of autograd with the weights of this matrix."""
+        and clear `leaf.grad`. `leaf`: the expert's matrix."""
         assert leaf.grad is not None
         gradient = at_least_fp32(leaf.grad)
         leaf.grad = None

@@ -35,7 +35,8 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def forward(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> None:
-    """Run one forward pass of `model` without gradients. `input_ids`, `valid`: as in `Reading`."""
+    """Run one forward pass of `model` without gradients. `input_ids` (B, S): tokens. `valid` (B, S)
+    bool: which of them are valid."""
     with torch.no_grad():
         run(model, input_ids, valid)
 
@@ -86,8 +87,8 @@ class StatisticsHook:
         """Called with the output `result` of the decoder layer that contains the experts."""
 
     def register_hooks(self, decoder_layer: torch.nn.Module) -> Iterable[RemovableHandle]:
-        """Register further hooks on `decoder_layer`, and return the handles of these hooks. The
-        observer removes the hooks when it is closed."""
+        """Register the further hooks that a subclass needs on `decoder_layer`, by default none, and
+        return their handles. The observer removes the hooks when it is closed."""
         return ()
 
     def result(self) -> dict[str, torch.Tensor]:
@@ -145,9 +146,9 @@ class Observer:
         """Removes the hooks when it is closed."""
 
     def __enter__(self) -> Observer:
-        """Register all hooks; after an error, no hook stays registered. RuntimeError if a hook with
-        `computes` meets a layer whose experts are already replaced: by another observer, or by a
-        mask of channels."""
+        """Register all hooks; after an error, no hook stays registered. RuntimeError if a hook
+        computes experts itself (`computes`), and the function that computes the experts of its
+        layer is already replaced: by another observer, or by a mask under a plan of channels."""
         with ExitStack() as undo:
             for hook in self.hooks:
                 if hook.computes and are_replaced(hook.layer):
@@ -188,20 +189,20 @@ class Observer:
 
 
 class SaveTimer:
-    """Decides when a pass saves its sums in the folder `out`. The time from one save to the next is
-    at least SAVE_INTERVAL seconds, and at least SAVE_FACTOR times as long as the first of the two
-    saves took. If `out` is None, the pass never saves.
+    """Decides when a pass saves its sums in the folder `out`. After a save that took s seconds, the
+    next save comes at least SAVE_INTERVAL seconds and at least SAVE_FACTOR * s seconds later. If
+    `out` is None, the pass never saves.
 
     SIGTERM does not end the process at once while the timer is open. Instead the pass saves first,
     and then SIGTERM has its usual effect.
     """
 
     def __init__(self, out: Path | None) -> None:
-        """Start the time until the first save. No save has been measured yet, so its seconds are
-        0."""
+        """Begin to measure the time until the first save."""
         self.out = out
         self.last_save = time.monotonic()
         self.save_seconds = 0.0
+        """Seconds that the last save took; 0 before the first save."""
         self.stop_requested = False
         self._previous_handler: Any = None
 
@@ -268,6 +269,7 @@ def collect_statistics(
         for number, (ids, valid) in enumerate(batches[done:], done + 1):
             observer.run_batch(ids, valid, reading)
             progress.update(number, len(batches), "batches")
+            # after the last batch also if `out` is None, because the sums are read here
             if number == len(batches) or timer.is_due():
                 with timer.saving():
                     layers = observer.layers()
@@ -304,8 +306,9 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def save_checkpoint(out: Path | None, layers: Layers, header: Mapping[str, Any], done: int) -> None:
-    """Save the sums `layers` over the first `done` parts of a pass in the folder `out`. A part is a
-    batch, or a layer of a streamed model. If `out` is None, do nothing."""
+    """Save the sums `layers` in the folder `out`; if `out` is None, do nothing. `header` identifies
+    the pass. `done`: the number of parts that the pass has done. A part is a batch, or in a
+    streamed model one layer forward, one layer backward, or the loss."""
     if out is not None:
         Statistics(layers, {**header, "done": done}).save(out / CHECKPOINT)
 

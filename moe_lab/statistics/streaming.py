@@ -38,7 +38,8 @@ SHARE = 0.5
 
 
 class States:
-    """Tensors between decoder layers (states), one for each key and batch, in memory or in a file.
+    """Stores states: tensors that one decoder layer passes to the next one, forward or backward. A
+    state is in memory or in a file. It has a key, and the number of its batch.
 
     Key n: the input of layer n. If n is the number of layers: the output of the last layer. Key -n:
     LOSS_SCALE times the gradient of the loss with respect to the state of key n.
@@ -53,7 +54,7 @@ class States:
         self.in_memory: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
         """Key -> batch -> state."""
         self.saved = {int(path.name) for path in folder.glob("*")}
-        """Keys of the last save. A killed pass resumes from the files of their states."""
+        """Keys whose states all had files after the last save. A killed pass resumes from these."""
         self.retained = self.saved
         """Keys whose states the pass needs from now on."""
 
@@ -74,10 +75,10 @@ class States:
         """A copy of the stored state, on `device`."""
         state: torch.Tensor | None = self.in_memory[key].get(batch)
         if state is None:
-            # `_write` saves the state as the statistic `batch` of the layer `key`
-            state = read(self._file(key, batch), "pt")[key][str(batch)]
-        # A copy, because a tensor in the mapped file may have another alignment in memory, with
-        # which matrix products round differently.
+            # the file has one tensor, see `_write`
+            state = read(self._file(key, batch), framework="pt")[key][str(batch)]
+        # copied even if the device stays the same: a tensor from a file may have another alignment
+        # in memory than other tensors, and then matrix products round differently
         return state.to(device, copy=True)
 
     def retain(self, keys: Iterable[int]) -> None:
@@ -86,7 +87,7 @@ class States:
         self.retained = set(keys)
         for key in dropped:
             self.room += sum(map(_bytes, self.in_memory.pop(key, {}).values()))
-        # a pass that is killed before its next save resumes from the files of the keys `saved`
+        # the files of the keys `saved` stay: a pass that is killed before its next save needs them
         self._delete(dropped - self.saved)
 
     def save(self, save_sums: Callable[[], None]) -> None:
@@ -107,7 +108,7 @@ class States:
             shutil.rmtree(self.folder / str(key), ignore_errors=True)
 
     def _write(self, key: int, batch: int, state: torch.Tensor) -> None:
-        """Write a state to its file, in the format of `Statistics`."""
+        """Write a state to its file, as statistics with one layer `key` and one name `batch`."""
         Statistics({key: {str(batch): state.detach().cpu()}}).save(self._file(key, batch))
 
     def _file(self, key: int, batch: int) -> Path:
@@ -116,8 +117,8 @@ class States:
 
 
 def _bytes(state: torch.Tensor) -> int:
-    """Bytes that a state takes in main memory. A state from a GPU is stored in pinned memory, which
-    is allocated in powers of two."""
+    """Bytes that a state takes in main memory. A state from a GPU is stored in pinned memory. There
+    it takes the next power of two of its own bytes."""
     if state.is_cuda or state.is_pinned():
         return 1 << (state.nbytes - 1).bit_length()
     return state.nbytes
@@ -134,17 +135,17 @@ def stream(
     """The sums that hooks of the class `hook` collect in a forward pass over `batches`, as in
     `collect_statistics`, but with one decoder layer in memory at a time.
 
-    The hidden states of all batches may take SHARE of the main memory; states for which no memory
-    is left are written to files in the folder `out`. When `SaveTimer` says so, the pass saves its
-    sums and states in `out`. An interrupted pass resumes after the last layer in the saved sums.
+    The hidden states of all batches may take SHARE of the main memory; further states are written
+    to files in the folder `out`. When `SaveTimer` says so, the pass saves its sums and states in
+    `out`. An interrupted pass resumes after the last layer in the saved sums.
     `layer_context(layer)`: a context in which this MoE layer is run, such as a mask.
     """
     layer_pass = LayerPass(
         streamed,
         batches,
         pass_header(streamed.model, batches, hook.kind),
-        len(streamed.layers),
-        out,
+        total=len(streamed.layers),
+        out=out,
     )
     with layer_pass.running():
         for number in range(layer_pass.done, len(streamed.layers)):
@@ -155,6 +156,7 @@ def stream(
             )
             with streamed.layer(number, next_number=number + 1), torch.no_grad(), context:
                 sums = layer_pass.run(number, hook, keep=number + 1 < len(streamed.layers))
+            # from now on, only the input of the next layer is needed
             layer_pass.finish(sums, [number + 1])
     return layer_pass.result()
 
@@ -165,10 +167,9 @@ def stream_gradients(
     """The sums that hooks of the class `hook` collect in a forward and a backward pass, as in
     `collect_gradient_statistics`, but with one decoder layer in memory at a time.
 
-    Arguments, files and resuming are as in `stream`. The forward pass goes through all layers, and
-    stores the inputs of the first MoE layer and of all later layers. The backward pass goes from
-    the last layer to the first MoE layer. It runs each layer forward again, from its stored inputs,
-    because the forward pass kept no activations inside the layer.
+    Files in `out` and resuming are as in `stream`. The forward pass stores the inputs of the first
+    MoE layer and of all later layers. The backward pass goes from the last layer to the first MoE
+    layer. It runs each layer forward again, because the forward pass kept no activations inside it.
     """
     check_loss(batches)
     first_moe = min(streamed.moe_layers)
@@ -178,15 +179,15 @@ def stream_gradients(
         streamed,
         batches,
         pass_header(streamed.model, batches, hook.kind),
-        2 * n_layers + 1 - first_moe,
-        out,
+        total=2 * n_layers + 1 - first_moe,
+        out=out,
     )
     with layer_pass.running():
         for number in range(layer_pass.done, n_layers):
             with streamed.layer(number, next_number=number + 1), torch.no_grad():
-                layer_pass.run(number, None, keep=True)
-            # needed: the inputs of the layers from `first_moe` to `number`, and the output of the
-            # layer `number`, whose key is number + 1
+                layer_pass.run(number, hook=None, keep=True)
+            # keys that are still needed: first_moe to number, the inputs of these layers, and
+            # number + 1, the output of this layer. Before the first MoE layer: only number + 1
             layer_pass.finish({}, range(min(first_moe, number + 1), number + 2))
         with differentiable(streamed.model):
             if layer_pass.done == n_layers:
@@ -197,7 +198,8 @@ def stream_gradients(
                         -n_layers, index, _gradient_at_head(streamed, ids, valid, output)
                     )
                 layer_pass.finish({}, [*range(first_moe, n_layers), -n_layers])
-            # after the loss, `done` is n_layers + 1: the loop begins with the layer n_layers - 1
+            # `done` is n_layers + 1 after the loss: the loop begins with the layer n_layers - 1. A
+            # resumed pass may have done more, and begins with a lower layer.
             for number in range(2 * n_layers - layer_pass.done, first_moe - 1, -1):
                 with (
                     streamed.layer(number, next_number=number - 1),
@@ -301,6 +303,7 @@ class LayerPass:
         layers = []
         if hook is not None and number in self.streamed.moe_layers:
             layers = [self.streamed.moe_layers[number]]
+        # the class matters only if there is a layer to observe
         return Observer(self.streamed.model, hook or StatisticsHook, layers=layers)
 
     def layer_input(self, number: int, index: int) -> torch.Tensor | None:

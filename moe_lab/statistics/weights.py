@@ -44,25 +44,24 @@ def expert_weight_sums(source: Source, *, device: str = "cpu") -> Statistics:
     experts, damaged shards, and weights that are not finite (the message names the tensor).
     """
 
-    def measure(
-        name: str, block_tensor: BlockTensor, weights: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """Name -> statistic () of one matrix `weights`; see `Measure`."""
-        # the function takes a stack of matrices: here a stack of one
+    def measure(_: BlockTensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Name -> statistic () of `weights`, one matrix of one expert."""
+        # `rows_absolute_and_square` takes a stack of matrices: here a stack of one
         (absolute,), (square,) = rows_absolute_and_square(weights[None])
         return {"abs_sum": absolute, "square_sum": square, "count": torch.tensor(weights.numel())}
 
     layers = _sum_matrices(source, device, measure)
     for layer, sums in layers.items():
+        # one count for each expert; all experts of a layer must have the same count
         if len(set(sums["count"].tolist())) > 1:
             raise _missing_weights(source, layer)
         sums["count"] = sums["count"][0]
     return Statistics(layers, {"kind": "weights"})
 
 
-Measure = Callable[[str, BlockTensor, torch.Tensor], dict[str, torch.Tensor]]
-"""Name of a tensor, its BlockTensor, and the weights of one expert in it -> statistics that are
-added to those of the expert."""
+Measure = Callable[[BlockTensor, torch.Tensor], dict[str, torch.Tensor]]
+"""BlockTensor of a tensor, and the weights of one expert in it -> statistics that are added to
+those of the expert."""
 
 
 def _sum_matrices(source: Source, device: str, measure: Measure) -> Layers:
@@ -73,7 +72,7 @@ def _sum_matrices(source: Source, device: str, measure: Measure) -> Layers:
     # layer -> name of a statistic -> expert -> sum
     sums: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
     for name, block_tensor, expert, weights in _open_experts(source, device).matrices():
-        for statistic, values in measure(name, block_tensor, weights).items():
+        for statistic, values in measure(block_tensor, weights).items():
             values = values.double().cpu()
             if not bool(values.isfinite().all()):
                 raise UserError(
@@ -85,6 +84,7 @@ def _sum_matrices(source: Source, device: str, measure: Measure) -> Layers:
             expert_sums[expert] = values
     layers: Layers = {}
     for layer, statistics in sorted(sums.items()):
+        # up to the highest id that any statistic has
         experts = range(1 + max(max(expert_sums) for expert_sums in statistics.values()))
         # each expert needs each statistic
         if any(len(expert_sums) != len(experts) for expert_sums in statistics.values()):
@@ -124,13 +124,14 @@ def rows_absolute_and_square(experts: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 class LoadedExperts:
-    """The stacked matrices of the routed experts of a model in memory, on their present devices."""
+    """The stacked matrices of the routed experts of a model in memory, on their present devices.
+
+    `tensors`: name of a stack -> its weights (E, rows, columns). `block_tensors`: name of a stack
+    -> its BlockTensor, which holds its layer and its axes.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        """UserError for a model whose experts are not supported, and for offloaded weights.
-
-        `tensors`: name of a stack -> its weights (E, rows, columns). `block_tensors`: name of a
-        stack -> its BlockTensor."""
+        """UserError for a model whose experts are not supported, and for offloaded weights."""
         self.tensors: dict[str, torch.Tensor] = {}
         self.block_tensors: dict[str, BlockTensor] = {}
         for layer in moe_layers(model):
@@ -140,7 +141,7 @@ class LoadedExperts:
                     name = f"{layer.name}.{stack}"
                     self.tensors[name] = getattr(layer.experts, stack).detach()
                     self.block_tensors[name] = BlockTensor(
-                        layer.name, layer.index, "stack", axes=axes
+                        layer.name, layer.index, kind="stack", axes=axes
                     )
 
     def matrices(self) -> Iterator[tuple[str, BlockTensor, int, torch.Tensor]]:
@@ -157,7 +158,12 @@ class LoadedExperts:
 
 
 class StoredExperts:
-    """The matrices of the routed experts of a checkpoint in safetensors."""
+    """The matrices of the routed experts of a checkpoint in safetensors.
+
+    `tensors`: name of each tensor of the checkpoint -> its shard, dtype and shape. `block_tensors`:
+    name of a tensor with matrices of experts -> its BlockTensor, which holds its layer, its expert
+    and its axes. `slices`: the method of the checkpoint that opens tensors for reading.
+    """
 
     def __init__(self, folder: Path, device: str = "cpu") -> None:
         """`device`: the device to which `matrices` reads. UserError for a checkpoint that is
@@ -236,7 +242,8 @@ def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
     small distances are differences of large sums. Arguments and errors are those of
     `expert_weight_sums`."""
     experts = _open_experts(source, device)
-    # layer -> roles of a tensor -> expert (0 for a stack of all experts) -> name of the tensor
+    # layer -> roles -> expert -> name of the tensor. Roles are the projections in a tensor, such as
+    # ("gate", "up"). A stack of all experts is entered as expert 0.
     layer_names: dict[int, dict[tuple[str, ...], dict[int, str]]] = {}
     for name, block_tensor in experts.block_tensors.items():
         if block_tensor.axes is not None and block_tensor.axes.roles != ("down",):
@@ -244,6 +251,7 @@ def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
             names_by_role.setdefault(block_tensor.axes.roles, {})[block_tensor.expert or 0] = name
     layers: Layers = {}
     for layer, names_by_role in sorted(layer_names.items()):
+        # the expert ids; only 0 if the tensors are stacks
         ids = range(max(map(len, names_by_role.values())))
         if any(sorted(names) != list(ids) for names in names_by_role.values()):
             raise _missing_weights(source, layer)
@@ -265,11 +273,12 @@ def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
 def _blocks(
     experts: LoadedExperts | StoredExperts, layer: int, names: Sequence[str], device: str
 ) -> Iterator[torch.Tensor]:
-    """The weights of one projection of a layer, in blocks (E, n) fp64 on `device`. A block has the
-    same rows of every expert; the weights in these rows are flattened to n numbers. `names`: name
-    of the tensor (rows, columns) of each expert, in order, or only the name of the stacked tensor
-    (E, rows, columns). UserError for weights that are not finite."""
-    *stacked, rows, columns = experts.tensors[names[0]].shape  # `stacked` is [E] or []
+    """One matrix of every expert of a layer, in blocks (E, n) fp64 on `device`. A block has the
+    same few rows of every expert's matrix, flattened to n numbers. `names`: either the names of the
+    experts' tensors (rows, columns), or one name, of the stack (E, rows, columns) of all experts.
+    UserError for weights that are not finite."""
+    # `stacked`: [E] if `names` is the name of a stack, otherwise []
+    *stacked, rows, columns = experts.tensors[names[0]].shape
     n_experts = stacked[0] if stacked else len(names)
     step = max(1, BLOCK // (n_experts * columns))
     with ExitStack() as files:
@@ -295,11 +304,9 @@ def channel_weight_sums(source: Source, *, device: str = "cpu") -> Statistics:
     are a column of down_proj, and a row of gate_proj and of up_proj. Arguments and errors are those
     of `expert_weight_sums`."""
 
-    def measure(
-        name: str, block_tensor: BlockTensor, weights: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """Name -> statistic (I,) of the channels, for each projection in `weights`, a matrix of one
-        expert; see `Measure`."""
+    def measure(block_tensor: BlockTensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Name -> statistic (I,) of the channels, for each projection in `weights`, one matrix of
+        one expert."""
         assert block_tensor.axes is not None
         channel_sums = {}
         # `matrix` (I, H) has a row for each channel, also for down_proj

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Run the command in the arguments of the program, and return the exit code: 1 if the command
+    """Run the command that the program's arguments name, and return the exit code: 1 if the command
     `verify` finds damage, 2 if a UserError was printed, otherwise 0."""
     # imported here and not above, so that Ctrl-C during these imports prints no trace
     from moe_lab.study.claims import in_queue
@@ -58,7 +58,8 @@ def main() -> int:
             if is_gc:
                 code = gc(store, apply=settings.get("apply") == "true")
             else:
-                # a command takes a study and steps of it; only `verify` returns a code, not None
+                # `find` returns the command's two arguments: the study, and steps of it. `verify`
+                # returns an exit code, all other commands return None.
                 code = COMMANDS[parsed.command](*find(store, names[0])) or 0
         print_notices(store)
         return code
@@ -104,7 +105,8 @@ def find(store: Store, name: str) -> tuple[StudyState, list[StepState]]:
         # a study with damaged records is passed over; a command with its name reports the damage
         with suppress(UserError):
             state = study_state(store, study)
-            # the name of a step ends in the first ID_DIGITS digits of its id
+            # the name of a step ends in the first ID_DIGITS digits of its id, and `name` may be
+            # the whole id
             matching_steps = [
                 step
                 for step in state.steps

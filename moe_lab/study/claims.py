@@ -105,8 +105,9 @@ def start_time(pid: int) -> str | None:
 
 
 class Claim(AbstractContextManager["Claim"]):
-    """A claim of this process on a name, held until the `with` block ends. Its file is
-    NAME.GENERATION: whoever takes over a stale claim creates the file of the next generation. The
+    """The exclusive right of this process to the work with the name `name`, such as the id of a
+    step, until the `with` block ends. The claim has a file NAME.GENERATION. A process that takes
+    over a stale claim, whose owner is gone, creates the file of the next generation. The
     constructor creates the file, and raises FileExistsError when the file exists. `token`: a unique
     text, by which the file is recognised as this claim's."""
 
@@ -134,7 +135,7 @@ class Claim(AbstractContextManager["Claim"]):
             if claims.shared:
                 os.fchmod(self.descriptor, 0o664)
             status = os.fstat(self.descriptor)
-            # a copy of the file in another store has another inode, see `_has_ended`
+            # `_has_ended` recognises a copy of the file in another store by its other inode
             owner |= {"device": status.st_dev, "inode": status.st_ino}
             os.write(self.descriptor, sealed(json.dumps(owner)).encode())
             os.fsync(self.descriptor)  # other machines see the content from here on
@@ -158,8 +159,8 @@ class Claim(AbstractContextManager["Claim"]):
             raise Busy(self.name)
 
     def abandon(self) -> None:
-        """Remove the claim's file, after this process has created the file but did not get the
-        claim."""
+        """Remove the claim's file, which this process has just created, because it does not get the
+        claim after all."""
         self.path.unlink(missing_ok=True)
         os.close(self.descriptor)
 
@@ -167,7 +168,9 @@ class Claim(AbstractContextManager["Claim"]):
         """Remove the claim's file and the files of lower generations. If another process took over
         the claim, remove no file: the claim's file gets the modification time 0, which marks the
         file as released."""
-        with self.claims.lock:  # no heartbeat may use the descriptor after it is closed
+        # The thread that renews owned claims uses their descriptors. So it must forget this claim
+        # before the descriptor is closed.
+        with self.claims.lock:
             self.claims.owned.discard(self)
         try:
             self.check()
