@@ -128,9 +128,9 @@ BETWEEN_SEEDS = 0.05
 
 
 def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
-    """A sentence for each request: the smallest difference between the averages of two methods that
-    the study would detect with a power of 80 %. A method is a pruned cell without its seed. Random
-    criteria do not count as methods.
+    """A sentence for each request: how large a difference between two methods must be for the study
+    to detect it with a power of 80 %. A method is a pruned cell without its seed; cells with a
+    random criterion are no methods. Methods are compared by their averages over benchmarks.
 
     The test is a two-sided t-test between methods that have several seeds. Its level is 5 % divided
     by the number of pairs of these methods. The variance of a difference is the sum of the variance
@@ -140,6 +140,7 @@ def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
     from scipy.special import stdtrit  # takes half a second to import
 
     for cells, benchmarks in requests:
+        # items that are evaluated; without a limit, all `expected` items of the benchmark
         item_counts = [
             min(benchmark.expected, benchmark.limit or benchmark.expected)
             for benchmark in benchmarks
@@ -160,7 +161,10 @@ def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
             continue
         degrees_of_freedom = sum(seed_counts) - len(seed_counts)
         pair_count = len(seed_counts) * (len(seed_counts) - 1) / 2
+        # a mean over n seeds has the variance BETWEEN_SEEDS**2 / n; the difference of two such
+        # means has twice this variance
         seed_variance = 2 * BETWEEN_SEEDS**2 / min(seed_counts)
+        # the mean over B benchmarks has the sum of the benchmarks' variances divided by B**2
         item_variance = sum(DIFFERING_ITEMS / n for n in item_counts) / len(item_counts) ** 2
         # quantiles of Student's t distribution; the level of 5 % has 2.5 % on each side
         level_quantile = stdtrit(degrees_of_freedom, 1 - 0.025 / pair_count)
@@ -174,9 +178,9 @@ def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
 
 
 def missing_requirements(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
-    """One sentence for each requirement of `steps` that is missing or not allowed on this machine.
-    Requirements are those in `Resources.start_checks` and `Resources.installation_checks`, and the
-    device of the model."""
+    """One sentence for each requirement of `steps` that this machine does not meet, such as a
+    package, a permission or the device of a model. `Resources.start_checks` and
+    `Resources.installation_checks` have the checks of a step."""
     distinct_checks: dict[tuple[Any, ...], Check] = {}
     for step in steps:
         resources = step.resources()
@@ -187,7 +191,7 @@ def missing_requirements(steps: Sequence[Step], launcher: LauncherConfig) -> lis
         if launcher.name != "slurm" and resources.model and resources.runs_model:
             checks.append((check_device, resources.model.device))
         for check, *arguments in checks:
-            # many steps have the same check with the same objects, which is made once
+            # a check with the same arguments, compared by id(), is made once for all steps
             distinct_checks[check, *map(id, arguments)] = (check, *arguments)
     problems: list[str] = []
     for check, *arguments in distinct_checks.values():
@@ -197,8 +201,9 @@ def missing_requirements(steps: Sequence[Step], launcher: LauncherConfig) -> lis
 
 def capacity_problems(store: Path, steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
     """Sentences about the capacity of this machine: one if the disk of `store` is too small for the
-    results of `steps`. Unless launcher=slurm, also one for each kind of step and model whose
-    weights the main memory does not hold."""
+    results of `steps`. Unless launcher=slurm, also sentences about steps that would load a model on
+    the CPU, although its weights exceed the main memory. A sentence names the model and the kind of
+    step, so many steps can share it."""
     problems = disk_problems(store, steps)
     if launcher.name != "slurm":
         for step in steps:
@@ -206,12 +211,13 @@ def capacity_problems(store: Path, steps: Sequence[Step], launcher: LauncherConf
     return list(dict.fromkeys(problems))
 
 
-def _deduplicate(cells: Iterable[Cell], *groups: str) -> list[Cell]:
-    """The first cell with each combination of values of some fields. `groups`: names of these
-    fields of a cell, such as "model". Values are compared by object identity."""
+def _deduplicate(cells: Iterable[Cell], *fields: str) -> list[Cell]:
+    """`cells` without those whose `fields` all have the same values as in an earlier cell.
+    `fields`: names of fields of a cell, such as "model". Two values are the same only if they are
+    the same object."""
     cell_of: dict[Any, Cell] = {}
     for cell in cells:
-        cell_of.setdefault(tuple(id(getattr(cell, group)) for group in groups), cell)
+        cell_of.setdefault(tuple(id(getattr(cell, field)) for field in fields), cell)
     return list(cell_of.values())
 
 
@@ -265,15 +271,17 @@ def _check_objective(config: Config, benchmarks: Sequence[BenchmarkConfig]) -> N
 
 
 def _text_problems(cells: Iterable[Cell]) -> Iterator[str]:
-    """A sentence for each problem with a text that a model reads, or with a pair of a text and a
-    model. Also a sentence for each cell that reads its calibration set, if no set is named and the
-    model does not ship with moe_lab. The default set is only for shipped models."""
+    """A sentence for each problem with a text that a model reads. Some problems concern the text
+    alone, others also the model, such as a missing chat template.
+
+    The default calibration set is only for models that ship with moe_lab. If another model would
+    read it, because the user has named no set, that is a problem, too."""
     # (role of a text, id() of the text, id() of the model) -> (role, text, model)
     readings = {}
     for cell in _deduplicate(cells, "model", "calibration", "criterion", "allocation", "recovery"):
         texts = {**cell.texts, "calibration": cell.calibration}
-        # `reads_text` raises UserError for an unknown criterion or allocation; as it may read the
-        # calibration set, the set is checked
+        # The calibration set is checked only if the cell reads it. For an unknown criterion or
+        # allocation, `reads_text` raises UserError; the set stays in `texts`, and is checked.
         with suppress(UserError):
             if not reads_text(cell):
                 del texts["calibration"]
@@ -286,12 +294,13 @@ def _text_problems(cells: Iterable[Cell]) -> Iterator[str]:
         for role, text in texts.items():
             readings[role, id(text), id(cell.model)] = (role, text, cell.model)
     for role, text, model in readings.values():
-        # reading the first record raises UserError if the text is wrong
+        # both functions raise UserError if the text is wrong; a mixture has several sets, which are
+        # checked one by one
         check = sources.check_answers if role in WITH_ANSWERS else sources.first_record
         problems = [
             sentence
-            for _, part in calibrations.shares_and_sets(text)
-            for sentence in user_errors(check, part)
+            for _, single_set in calibrations.shares_and_sets(text)
+            for sentence in user_errors(check, single_set)
         ]
         yield from problems
         # the text for FLOPs is not checked, as it is rarely read: only if experts differ in width
@@ -308,16 +317,21 @@ def _text_problems(cells: Iterable[Cell]) -> Iterator[str]:
 def _check_template(cell: Cell, benchmark: BenchmarkConfig) -> None:
     """Raise UserError when a benchmark has chat=true and the model has no chat template. If the
     questions of the benchmark come with tools, raise UserError also when the chat template does not
-    accept tools."""
+    accept tools. Without chat=true, nothing is checked."""
     harness = harness_of(benchmark)
     if benchmark.chat:
+        # end of the message; a benchmark with tools has no alternative, as it needs chat=true
         alternative = (
             ""
             if harness.gives_tools
             else f", or protocol.benchmarks.{benchmark.name}.chat=false to have the text continued"
         )
-        reader = f"benchmark {benchmark.name}"
-        config_json.check_chat_template(cell.model, reader, harness.gives_tools, alternative)
+        config_json.check_chat_template(
+            cell.model,
+            f"benchmark {benchmark.name}",
+            tools=harness.gives_tools,
+            alternative=alternative,
+        )
 
 
 def _export_problems(cell: Cell, config: Config) -> Iterator[str]:
@@ -333,22 +347,25 @@ def _export_problems(cell: Cell, config: Config) -> Iterator[str]:
     yield from settings.export_conflicts(
         config.export, cell.model, cell.recovery, granularity, verify=config.verify
     )
-    # layers retain unequal numbers of experts, or experts retain unequal numbers of channels
+    # True if the allocation gives layers unequal numbers of experts, or experts unequal numbers of
+    # channels
     if granularity in allocation_rule.uneven:
         yield from user_errors(settings.check_uneven, config.export, allocation_rule.name)
 
 
 def _replacement_problems(cell: Cell, config: Config) -> Iterator[str]:
     """A sentence for each problem with a plan that replaces dropped experts by constants or by
-    merged experts. Other plans are not checked. If tokens are still routed to the dropped experts,
-    the model runs only in transformers: with backend=hf, or with the code of a natural export."""
+    merged experts. Other plans are not checked.
+
+    With some of these plans, the router still chooses dropped experts. Such a model runs only in
+    transformers: with backend=hf, or with the code that export=natural writes."""
     settings = cell.allocation
     shape = config.export.shape
     if settings.replacement != "none":
         setting = f"allocation.replacement={settings.replacement}"
         grouping = GROUPINGS.get(settings.replacement)
-        # Without a grouping, constants replace the dropped experts. With rows="all", the router
-        # keeps the rows of all experts of a group.
+        # A replacement without a grouping puts constants in place of dropped experts. A grouping
+        # merges groups of experts; with rows="all", the router keeps the rows of all their experts.
         routes_to_dropped = grouping is None or grouping.rows == "all"
     elif (plan := plan_in(settings)) is not None and (plan.has_constants or plan.merged_layers):
         setting = f"the plan allocation.path={settings.path}"
@@ -376,8 +393,8 @@ def _replacement_problems(cell: Cell, config: Config) -> Iterator[str]:
 
 
 def _plan_problems(cell: Cell, _: Config) -> Iterator[str]:
-    """A sentence for each problem with the plan of a cell. The attribute `checks` of the class of
-    the step that makes the plan lists the functions that check the cell."""
+    """A sentence for each problem with the plan of a cell. The step that makes the plan depends on
+    the allocation. The class of this step has the functions that check the cell (`checks`)."""
     step_class: Any = KINDS[allocation.get(cell.allocation.name).step]
     for check in step_class.checks:
         yield from user_errors(check, cell)

@@ -57,9 +57,11 @@ class Study:
     def steps_and_finished_ids(
         self, ids_elsewhere: Set[str] = frozenset()
     ) -> tuple[list[Step], set[str]]:
-        """(steps of the study, ids of the finished steps). Steps whose results a finished step has
-        merged are left out of both. Prints both numbers. `ids_elsewhere`: ids of steps that count
-        as finished because they are finished in other stores and will be copied."""
+        """(steps of the study, ids of the finished steps). Prints how many steps are in each.
+
+        A step can merge the results of other steps. If it is finished, these other steps are not
+        needed any more, and are left out of both. `ids_elsewhere`: ids of steps that count as
+        finished because they are finished in other stores and will be copied."""
         done = self.store.finished_ids(self.graph.steps) | ids_elsewhere
         steps = unmerged(self.graph.steps, done)
         done &= {step.id for step in steps}
@@ -77,8 +79,11 @@ class Study:
 def finish(study: Study, schedule: Schedule, run: Run) -> int:
     """Finish a run after the steps of `schedule` have ended: write the record, print errors, make
     the report and log to the tracker. If a step failed because the disk is full, no report is made
-    and nothing is logged. Returns the exit code: 0 if all is done; 2 if steps failed and for every
-    error the message suffices without a trace; otherwise 1."""
+    and nothing is logged.
+
+    Returns the exit code. 0: no step failed, and the report is complete. 2: steps failed, and every
+    error can be understood from its message, without a trace. 1: other steps failed, or the report
+    is incomplete."""
     # the job that finishes a run on a cluster is a new process, in which no plugins are loaded
     plugins.load(study.config.plugins)
     store = study.store
@@ -120,9 +125,10 @@ def _write_end(store: Store, study: str) -> None:
 
 
 def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -> bool:
-    """Whether the new record of a run would leave the joined records of a study as they are, except
-    for time and settings. `document`: the new record of `run`. The records that `document` replaces
-    are left out of the new join."""
+    """Whether the new record of a run adds nothing to the records of the study. The records are
+    joined with and without the new record, and compared; time, settings and names of runs are
+    ignored. `document`: the new record of `run`, which is not written yet. It is joined only with
+    the records that it does not replace."""
 
     def content(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         """The joined records, with None in the fields that may differ."""
@@ -147,8 +153,8 @@ def _print_errors(study: Study, schedule: Schedule) -> None:
     cells."""
     store = study.store
     name = study.config.study
-    # `fingerprint` separates the names of recorded runs by spaces. Only several runs can differ,
-    # and reading their records takes time.
+    # `fingerprint` returns the names of recorded runs, separated by spaces. With one record, no
+    # cells can differ, and the time of reading it is saved.
     has_several_records = " " in fingerprint(store, name)
     if has_several_records and (differing := study_record(store, name).get("differing")):
         inform(
@@ -166,8 +172,9 @@ def _print_errors(study: Study, schedule: Schedule) -> None:
 
 
 def _print_ties(study: Study, schedule: Schedule) -> None:
-    """Print the plans of this study that are made and have ties: experts or channels with equal
-    scores at the cut, so that the lowest ids are dropped. At most LISTED_PLANS plans are named."""
+    """Print a sentence about the finished plans that have ties. In a tie, some of the experts or
+    channels with equal scores are retained, and the others, with the lowest ids, are dropped. At
+    most LISTED_PLANS plans are named."""
     plans = {cell.plan.id: cell.plan for cell in study.graph.cells if cell.plan}
     descriptions = []
     for step_id, step in plans.items():
@@ -233,17 +240,18 @@ def _update_report(study: Study) -> bool:
 
 
 def _make_report(study: Study, page: Path) -> bool:
-    """Make the report in a process of the analysis package, and print the parts that failed.
-    Returns whether the report is complete."""
+    """Make the report in a process that runs the package `analysis`, and print which parts of the
+    report failed. Returns whether the report is complete."""
     store = study.store
     name = study.config.study
     folder = page.parent
     argv = command("analysis", "report", f"store={store.root}", f"study={name}", f"out={folder}")
     progress_file = folder / progress.NAME
     with show_regularly(
-        # `progress.read` returns (share of the work, text)
+        # [1]: a text such as "3 of 40 figures", "" as long as nothing is in the file
         lambda: f"report: {progress.read(progress_file)[1] or 'reading the results'}"
     ):
+        # progress.FILE: environment variable that tells the process where to write its progress
         environment = {**os.environ, progress.FILE: str(progress_file)}
         process = subprocess.run(
             argv, capture_output=True, text=True, env=environment, umask=store.umask
@@ -254,8 +262,8 @@ def _make_report(study: Study, page: Path) -> bool:
         with suppress(OSError):  # a full disk
             store.make_folder(log.parent)
             write_text(log, process.stderr, store.file_mode)
-        lines = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
-        reason = lines[-1]
+        # the last line names the reason
+        *_, reason = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
         inform(
             f"moe_lab: the report failed: {reason.removeprefix('analysis: ')} (all that it "
             f"printed is in {log})"
@@ -277,8 +285,8 @@ def fingerprint(store: Store, study: str) -> str:
 
 
 def outdate_reports(store: Store) -> None:
-    """Mark all reports of a store as outdated, by removing their fingerprints. It is called when
-    damaged steps were set aside, whose results reports may contain."""
+    """Mark all reports of a store as outdated, by removing their fingerprints. This is needed after
+    damaged steps were set aside, because a report may show results of these steps."""
     for file in (store.root / "reports").glob(f"*/{FINGERPRINT_FILE}"):
         file.unlink(missing_ok=True)
 
@@ -288,15 +296,15 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
     """The record of a run: for every cell, the folders of its steps and the error messages of its
     failed steps. `failed`: id of a failed step -> error document.
 
-    The record replaces the records that existed when the run began. Records of runs at the same
-    time do not replace each other. With `study.add`, as in jobs of a multirun, each of which has
-    only some of the cells, the record replaces no record."""
+    The record replaces the records that existed when the run began. It does not replace the record
+    of a run that ended later. With `study.add`, it replaces no record, so that its cells are added
+    to the recorded cells."""
     store = study.store
     config = study.config
     graph = study.graph
 
-    # start of a step's id -> KIND/NAME; packed steps are entered first, as looking up any other
-    # step takes a system call
+    # start of a step's id -> KIND/NAME, or None if the step is not finished. At first it has the
+    # steps in packs; others are looked up when needed, as each takes a system call.
     names: dict[str, str | None] = {**store.packs.steps()}
 
     def name_of(step: Step | None) -> str | None:
@@ -312,17 +320,17 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
     cells = []
     for steps in graph.cells:
         cell = steps.cell
-        by_field = steps.by_field()
         model = model_names[cell.model.name, cell.protocol.name]
         cells.append(
             {
-                "cell": {"model": model, **_cell_columns(steps.cell)},
+                "cell": {"model": model, **_cell_columns(cell)},
                 "protocol": cell.protocol.name,
-                **{field: name_of(step) for field, step in by_field.items()},
+                **{field: name_of(step) for field, step in steps.by_field().items()},
                 "evaluate": {name: name_of(step) for name, step in steps.evaluate.items()},
                 "errors": _cell_errors(steps, failed) if failed else {},
             }
         )
+    # figure -> one entry for each of its steps: the fields of the `FigureKey`, and the step
     figures: dict[str, list[dict[str, Any]]] = {}
     for figure, figure_steps in graph.figures.items():
         figures[figure] = []
@@ -375,9 +383,8 @@ def _model_names(graph: Graph) -> dict[tuple[str, str], str]:
 
 
 def _cell_columns(cell: Cell) -> dict[str, Any]:
-    """Field of a cell's entry in the record -> value, for all settings of the cell except the
-    model."""
-    # None for the criterion "none" of the unpruned model
+    """The settings of a cell, except the model, as the record shows them: name -> value."""
+    # None for the unpruned model, whose criterion has the name "none"
     criterion = criteria.CRITERIA.get(cell.criterion.name)
     return {
         "criterion": _name_with_parameters(cell.criterion.name, cell.criterion.parameters),
@@ -399,7 +406,7 @@ def _name_with_parameters(name: str, parameters: Mapping[str, Any]) -> str:
 
 
 def allocation_columns(allocation: AllocationConfig) -> dict[str, str | None]:
-    """Field of a cell's entry in the record -> value, for the settings of the allocation.
+    """The settings of an allocation, as the record of a cell shows them: name -> value.
 
     allocation: the label. Without a label: the name, all parameters, and the settings that differ
     from their defaults. replacement: what dropped experts become. protect: which experts are

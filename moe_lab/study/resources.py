@@ -121,9 +121,9 @@ class Resources(NamedTuple):
 
 
 def runs_on_gpu(model: ModelConfig, size: Size) -> bool:
-    """Whether a model runs on GPUs if the machine has any. With device=auto, a model does if its
-    weights have at least GPU_FROM bytes. With another device, a model does unless the device is
-    cpu. `size`: size of the model."""
+    """Whether a model runs on GPUs if the machine has any. With device=auto, this depends on the
+    size of the model: GPUs are used if the weights have at least GPU_FROM bytes. All other devices
+    except cpu are GPUs. `size`: size of the model."""
     return size.bytes >= GPU_FROM if model.device == "auto" else model.device != "cpu"
 
 
@@ -141,9 +141,10 @@ def expert_weight_bytes(size: Size) -> float:
 
 
 def channel_product_bytes(size: Size) -> float:
-    """Bytes of the sums that `ActivationAlignment` gathers in one layer: for each routed expert a
-    matrix (I, I) in fp64, with the products of activations of its channels and of the channels of
-    another expert. I: number of channels of an expert."""
+    """Bytes of the sums that the step `ActivationAlignment` gathers in one layer. For each routed
+    expert, it is a matrix (I, I) in fp64. An entry of the matrix compares a channel of this expert
+    with a channel of the expert into which it is merged. I: number of channels of an expert."""
+    # 8 bytes: a number in fp64; `size.width` is I
     return 8.0 * size.experts * size.width**2
 
 
@@ -151,8 +152,8 @@ def _resources_of_model(
     model: ModelConfig, memory: Bytes, disk: Bytes | None = None, **fields: Any
 ) -> Resources:
     """Resources of a step whose memory depends on `model`. `memory`: function from the size of the
-    model to bytes. `disk`: the same; without it, the step is assumed to write 0 bytes. `fields`:
-    the other fields of `Resources`.
+    model to the bytes in memory. `disk`: function from the size of the model to the bytes that the
+    step writes; None if it writes few. `fields`: the other fields of `Resources`.
 
     The step uses GPUs if it runs the model and the model is put on GPUs, see `runs_on_gpu`. If the
     size of the model is unknown, the result has memory=None, disk=0 and on_gpu=True."""
@@ -165,14 +166,15 @@ def _resources_of_model(
 
 
 def _gpu_counts(model: ModelConfig) -> Sequence[int]:
-    """Numbers of GPUs on which the library transformers can run a model. With device=auto or a
-    device map, which divide the model among GPUs: GPU_COUNTS. Otherwise: only 1."""
+    """Numbers of GPUs on which the library transformers can run a model. If `model.device` is auto
+    or one of DEVICE_MAPS, the model can be divided among GPUs: all of GPU_COUNTS. For any other
+    device: only 1."""
     return GPU_COUNTS if model.device in ("auto", *DEVICE_MAPS) else GPU_COUNTS[:1]
 
 
 def file_reading(model: ModelConfig, pace: Sequence[Any]) -> Resources:
-    """Resources of a step that reads the files of a model once, a piece at a time. The step is
-    assumed to need the memory of two processes for every model. `pace`: see `Resources.pace`."""
+    """Resources of a step that reads the files of a model once, a piece at a time. The memory is
+    assumed to be 2 * PROCESS, whatever the size of the model. `pace`: see `Resources.pace`."""
     return _resources_of_model(model, lambda _: 2.0 * PROCESS, weights="files", pace=pace)
 
 
@@ -182,6 +184,7 @@ def merged_sums(model: ModelConfig, text: CalibrationConfig, pace: Sequence[Any]
     content of the file that is written. `pace`: see `Resources.pace`."""
 
     def memory(size: Size) -> float:
+        # for each expert: CHANNEL_SUMS numbers per channel, and a vector of the hidden size
         sums_per_layer = size.experts * (CHANNEL_SUMS * size.width + size.hidden)
         # 3: total, one share, and file; 8 bytes: a number in fp64
         return PROCESS + 3 * 8.0 * size.moe_layers * sums_per_layer
@@ -206,8 +209,8 @@ def text_pass(
     rows: (start, end) of the rows of the text that the step reads, `end` excluded; None for all
     rows. engine: overrides `text.engine`. backward: whether the step has backward passes. copies:
     number of copies of the weights in memory.
-    per_layer: size of the model -> bytes for each layer that is in memory, in addition to its
-    weights. extra_bytes: size of the model -> further bytes, once for the whole model.
+    per_layer: function from the size of the model to bytes, which are added for each layer that is
+    in memory. extra_bytes: function from the size of the model to bytes, which are added once.
     """
     is_streamed = (engine or text.engine) == "streamed"
     tokens = (rows[1] - rows[0]) * text.length if rows else text.tokens
@@ -224,8 +227,8 @@ def text_pass(
             base_bytes = PROCESS + size.layer_weights() + layer_bytes + batch_bytes
             state_bytes = 0.0
             if model.device == "cpu":
-                # hidden states count as at most half of the step's memory, because streaming keeps
-                # further states only on the disk
+                # Streaming keeps hidden states in main memory as long as there is room, and the
+                # others on the disk. Assumed: states take at most as much as all else together.
                 state_bytes = min(base_bytes, disk(size))
             return base_bytes + state_bytes + fixed_bytes
         # a backward pass needs the activations of all layers
@@ -263,7 +266,8 @@ def finetuning(
 
     A fit gathers two sums for each merged expert, (I, I) and (I, H) in fp64, and writes them to the
     disk. I: channels of an expert; H: hidden size. Half of the experts are assumed to be merged.
-    Distillation needs memory for further tensors of the size of the logits, see DISTILLED."""
+    Distillation also holds DISTILLED tensors of the size of the logits. `pace`: first entries of
+    `Resources.pace`, to which entries about the recovery are added."""
     is_fit = recovery.fit is not None
     is_distilled = recovery.distill is not None
     batch_tokens = min(text.batch_size * text.length, text.tokens)
@@ -271,6 +275,7 @@ def finetuning(
     def sum_bytes(size: Size) -> float:
         if not is_fit:
             return 0.0
+        # 8 bytes: a number in fp64; (I, I) and (I, H) have I * (I + H) numbers together
         return 8.0 * size.moe_layers * size.experts / 2 * size.width * (size.width + size.hidden)
 
     def extra_bytes(size: Size) -> float:
@@ -297,12 +302,14 @@ def finetuning(
 def checkpoint_export(
     model: ModelConfig, pace: Sequence[Any], *, is_changed: bool, is_converted: bool
 ) -> Resources:
-    """Resources of a step that writes a checkpoint of a pruned model. `is_changed`: whether weights
-    are changed; a second checkpoint is then assumed to be on the disk. `is_converted`: whether the
-    checkpoint is converted to GGUF, which is one more checkpoint on the disk. If weights are
-    changed or converted, memory also holds the weights of three decoder layers in fp32."""
+    """Resources of a step that writes a checkpoint of a pruned model. `is_changed`: whether the
+    weights differ from those of the unpruned model, such as after fine-tuning. `is_converted`:
+    whether the checkpoint is converted to GGUF. Each of the two is assumed to put one more
+    checkpoint on the disk. If one of the two is true, memory also holds the weights of three
+    decoder layers in fp32."""
 
     def memory(size: Size) -> float:
+        # `layer_weights` are bytes in the stored precision; in fp32, a parameter has 4 bytes
         layer_bytes = (
             4 / size.bytes_per_parameter * size.layer_weights(3)
             if is_changed or is_converted
@@ -339,8 +346,8 @@ def benchmark_run(
     copies: int,
     installation_checks: Sequence[Check] = (),
 ) -> Resources:
-    """Resources of a step that runs a model on the items of a benchmark. `model_id`: id of the
-    model, a part of `Resources.pace`. `copies`: number of copies of the weights in memory.
+    """Resources of a step that runs a model on the items of a benchmark. `model_id`: text that
+    identifies the model in `Resources.pace`. `copies`: number of copies of the weights in memory.
     `installation_checks`: see `Resources.installation_checks`.
 
     The amount of work is the number of tokens that the model reads and generates. An item, and each

@@ -64,14 +64,14 @@ def run(
     add: whether the cells of this run are added to the cells that the study has recorded; otherwise
     they replace those cells. models: loaded models that the studies of this process share.
 
-    Raises Unavailable if models or texts are not available, after printing the forecast. Raises
-    SettingsError if requirements are missing on this machine; in a dry run, after the forecast. No
-    step has been run when either error is raised.
+    Raises Unavailable if models or texts are not available, and SettingsError if this machine does
+    not meet the requirements of the steps. No step has been run then. The forecast is printed
+    before Unavailable is raised, and in a dry run before SettingsError is raised.
     """
     for remark in remark_sentences(config, requests):
         inform(remark)
     graph = build(config, requests)
-    store = Store(config.store, 60 * config.launcher.stale_minutes, in_queue)
+    store = Store(config.store, limit=60 * config.launcher.stale_minutes, in_queue=in_queue)
     study = Study(config, graph, store, add, models)
     unavailable = unresolved_names(graph.steps)
     problems = missing_requirements(graph.steps, config.launcher)
@@ -85,12 +85,11 @@ def run(
         if unavailable:
             problem = (
                 f"missing here: {', '.join(unavailable)}: no folder or file, not in the cache, and "
-                "not given by the hub"
+                "not given by the hub: check the name, connect to the hub, download it first, or "
+                "give a folder or a file"
             )
-            advice = (
-                "check the name, connect to the hub, download it first, or give a folder or a file"
-            )
-            raise Unavailable(str(SettingsError([f"{problem}: {advice}", *problems])))
+            # the message of a SettingsError joins several sentences
+            raise Unavailable(str(SettingsError([problem, *problems])))
         if problems:
             raise SettingsError(problems)
         return RunResult(0 if config.dry_run else _run(study), study)
@@ -111,12 +110,13 @@ def _run(study: Study) -> int:
                 copy_from(store, path, all_steps)
         steps, done = study.steps_and_finished_ids()
         if config.tracker.name != "none" or config.objective:
-            # the end of the run reads these results, so damaged ones must be computed again
+            # the tracker or the objective reads results at the end of the run, so damaged results
+            # are computed again
             done -= _damaged_results(study, done)
         if store.notices:  # they may be about damaged steps, which reports may show
             outdate_reports(store)
         print_notices(store)
-        # `steps` lacks the shares of finished passes
+        # `steps` lacks those whose results a finished step has merged
         if len(steps) < len(all_steps):
             new_run.write_plan(steps)
         missing = [step for step in steps if step.id not in done]
@@ -127,7 +127,7 @@ def _run(study: Study) -> int:
         schedule = Schedule(steps, done)
         recall_failures(schedule, store, retry=config.retry)
         print_notices(store)
-        # False: the steps were only submitted, and their last job finishes the run
+        # a launcher returns False if it only submits the steps: their last job finishes the run
         if schedule.waiting and not LAUNCHERS[config.launcher.name](schedule, study, new_run):
             return 0
         return finish(study, schedule, new_run)
@@ -147,10 +147,10 @@ def _damaged_results(study: Study, done: Set[str]) -> set[str]:
 
 
 def run_inline(schedule: Schedule, study: Study, new_run: Run) -> bool:
-    """Compute one step after another in this process. Returns True, as all steps have then ended,
-    see `Launcher`."""
+    """Compute one step after another in this process. Returns True, as all steps have then ended.
+    `new_run` is an argument of every launcher, and is not used here."""
     with (
-        show_progress(schedule, study.store, 1),
+        show_progress(schedule, study.store, workers=1),
         InProcessExecutor(study.store, study.models) as execute,
     ):
         work(schedule, study.store, execute)
@@ -158,15 +158,17 @@ def run_inline(schedule: Schedule, study: Study, new_run: Run) -> bool:
 
 
 def run_in_workers(schedule: Schedule, study: Study, new_run: Run) -> bool:
-    """Compute steps in worker processes. Returns True, as all steps have then ended, see
-    `Launcher`. `launcher.processes` is the number of processes. If it is null:
+    """Compute steps in worker processes. Returns True, as all steps have then ended. `new_run` is
+    an argument of every launcher, and is not used here.
 
-    Without GPUs, there is a process for each core, but not more than can compute the step with the
-    largest memory at the same time. With GPUs, steps that need one GPU run first, in a process for
-    each GPU. Then steps that need two GPUs run, in a process for each pair of GPUs, and so on."""
+    Without GPUs, there is a process for each core. There are fewer if the main memory would not
+    suffice for the largest step in each process. With GPUs, there are several rounds. The first
+    round computes the steps that need one GPU, in a process for each GPU. The next round computes
+    the steps that need two GPUs, in a process for each pair of GPUs, and so on. The setting
+    `launcher.processes` overrides the number of processes."""
     processes = study.config.launcher.processes
     resources = {step_id: step.resources() for step_id, step in schedule.waiting.items()}
-    # without steps of unknown memory, which are computed with the smallest sets of GPUs
+    # steps of unknown memory are left out, and so are computed in the first round
     known_resources = {
         step_id: needed for step_id, needed in resources.items() if needed.memory is not None
     }
@@ -180,9 +182,9 @@ def run_in_workers(schedule: Schedule, study: Study, new_run: Run) -> bool:
         return True
     gpu_memory = study.config.resources.gpu_memory
     gpus_of = {step_id: needed.gpus(gpu_memory) or 1 for step_id, needed in known_resources.items()}
-    # set_size: number of GPUs of a step; 1 if the memory of all steps is unknown
+    # set_size: number of GPUs of each step of a round; 1 if the memory of all steps is unknown
     for set_size in sorted(set(gpus_of.values())) or [1]:
-        # ids of steps that need more GPUs, and are computed in a later round
+        # ids of steps that need more GPUs
         later_ids = {step_id for step_id, gpus in gpus_of.items() if gpus > set_size}
         # at least one set, even if this machine has fewer GPUs
         starts = range(0, max(1, len(devices) - set_size + 1), set_size)

@@ -79,14 +79,18 @@ class Run:
     @property
     def jobs(self) -> list[SubmittedJob]:
         """The submitted jobs, in order of submission, so that each job comes after the jobs that it
-        waits for. In a copy of the store the list is empty, as jobs write only into the original
-        store."""
-        file = self.folder / "jobs.json"
-        document = self.store.read(file, JOBS_SHAPE, "its jobs are forgotten: see squeue")
+        waits for. If the store is a copy, the list is empty: the jobs were submitted from the
+        original store, and write only there."""
+        document = self.store.read(
+            self.folder / "jobs.json",
+            JOBS_SHAPE,
+            consequence="its jobs are forgotten: see squeue",
+        )
         path, inode = self._location()
         jobs = []
         for row in document["jobs"] if document else ():
-            # the job was submitted from this store; 0 is an unknown inode, which equals no other
+            # True if the job was submitted from this store. 0 is an unknown inode, and is not
+            # compared.
             if row["path"] == path or row["inode"] == inode != 0:
                 jobs.append(SubmittedJob(**row["job"]))
         return jobs
@@ -113,12 +117,14 @@ class Run:
 
     @property
     def plan(self) -> dict[str, Any] | None:
-        """The content of run.json; None when it is missing or damaged.
+        """The content of run.json; None when the file is missing or damaged.
 
-        time: when the run began. steps: folders of all steps of the study, finished ones included;
-        inputs come first. inputs: for each step, the indices of its inputs in `steps`."""
-        file = self.folder / "run.json"
-        plan: dict[str, Any] | None = self.store.read(file, RUN_SHAPE, "written again")
+        study: name of the study. time: when the run began. code: see `code_state`. steps: folders
+        of all steps of the study, finished ones included; inputs come first. inputs: for each step,
+        the indices of its inputs in `steps`."""
+        plan: dict[str, Any] | None = self.store.read(
+            self.folder / "run.json", RUN_SHAPE, consequence="written again"
+        )
         return plan
 
     def claim(self) -> Claim:
@@ -128,7 +134,7 @@ class Run:
 
     @garbage_collection_off()
     def write_plan(self, steps: Sequence[Step]) -> None:
-        """Write run.json: `steps` with their inputs, and the version of the code, see `plan`."""
+        """Write run.json for the `steps` of the study. The entries are described at `plan`."""
         indices = {step.id: index for index, step in enumerate(steps)}
         inputs = []
         for step in steps:
@@ -162,8 +168,8 @@ def create_run(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]
     stale claims, and unfinished files that killed processes have left.
 
     The name of a run is NUMBER-SUFFIX. NUMBER is one more than the number of the last run, so that
-    the order of runs does not depend on clocks. SUFFIX is random, and distinguishes runs that
-    create_run at the same time."""
+    the order of runs does not depend on clocks. SUFFIX is random, so that no two runs have
+    the same name."""
     study_folder = store.root / "runs" / study
     with ExitStack() as claims:
         with store.claims.wait_for(GC_CLAIM):
@@ -214,7 +220,8 @@ def active_runs(store: Store) -> set[str]:
 
 
 def steps_of_active_runs(store: Store) -> set[str]:
-    """Ids of the steps of all active runs, each shortened to its first ID_DIGITS characters."""
+    """Ids of the steps of all active runs, each shortened to its first ID_DIGITS characters. The
+    names of the steps' folders end with these characters."""
     active_names = active_runs(store)
     short_ids: set[str] = set()
     for study in studies(store):

@@ -40,8 +40,8 @@ POLL = 0.5
 
 class StepError(Exception):
     """The error of a failed step. `document`: the error as JSON, see `provenance.error_document`.
-    `transient`: whether the error may be gone at another time, such as a full disk. A transient
-    error is not stored."""
+    `transient`: whether the step may succeed when it is tried again later, such as after a full
+    disk. A transient error is not stored."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         """Take the text of the exception from the message in `document`."""
@@ -66,12 +66,12 @@ class Schedule:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        """Set the state of all steps that are not finished to waiting."""
+        """Put all steps that are not in `finished` into `waiting`."""
         self.waiting = {step.id: step for step in self.steps if step.id not in self.finished}
         self.total = Counter(step.kind for step in self.waiting.values())
         """Kind -> number of steps that were waiting at first."""
         self.condition = threading.Condition()
-        """Lock of this object, which is notified when steps have ended."""
+        """Lock of this object. Threads wait for it in `take`, until steps have ended."""
 
     def waiting_without(self, excluded: Set[str]) -> Set[str]:
         """Ids of the waiting steps, except the steps with the ids `excluded`, and except steps that
@@ -83,12 +83,12 @@ class Schedule:
         return self.waiting.keys() - excluded
 
     def take(self, subset: Set[str] | None = None) -> Step | None:
-        """Move the first waiting step whose inputs are finished to `running`, and return the step.
-        If the inputs of all waiting steps are unfinished, block until a step can be taken. If no
-        step is waiting, return None, even if steps are still running.
+        """Return the first waiting step with finished inputs, and move it to `running`. If there is
+        no such step yet, block until there is one. If no step is waiting, return None, even if
+        steps are still running.
 
-        `subset`: ids of the steps that may be taken, from `waiting_without`. Other steps are then
-        ignored. None for all steps.
+        `subset`: ids of the steps that may be taken; None for all steps. Other waiting steps count
+        as not waiting. `waiting_without` makes such a subset.
         """
         with self.condition:
             while any(subset is None or step_id in subset for step_id in self.waiting):
@@ -134,7 +134,7 @@ class Schedule:
             # a step that this run has not computed may never have been in `running`
             _, start_time = self.running.pop(step.id, (step, 0.0))
             if computed:
-                self.ended.append(StepTime(step, self.clock() - start_time, 1.0))
+                self.ended.append(StepTime(step, self.clock() - start_time, progress=1.0))
             self.finished.add(step.id)
             self.condition.notify_all()
 
@@ -175,8 +175,9 @@ def work(
     schedule: Schedule, store: Store, execute: Execute, subset: Set[str] | None = None
 ) -> None:
     """Compute steps until no step is waiting. Each step is claimed, computed by `execute` and
-    published. An error is passed to `schedule`, and also stored unless it is transient. `subset`:
-    ids of the steps to compute, see `Schedule.take`."""
+    published. An error is passed to `schedule`, and also stored unless it is transient. From time
+    to time, small steps of the store are moved into packs. `subset`: ids of the steps to compute,
+    see `Schedule.take`."""
     packing = Packing(store)
     while step := schedule.take(subset):
         try:
@@ -229,12 +230,13 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
     """
 
     def __init__(self, store: Store, environment: Mapping[str, str] = MappingProxyType({})) -> None:
-        """`environment`: variables that the process gets in addition to those of this process."""
+        """`environment`: environment variables of the worker process, in addition to those of this
+        process."""
         self.store = store
         self.environment = environment
         self.log = store.root / "logs" / f"{os.getpid()}-worker.log"
         """Log of all worker processes that this process starts: the names of the computed steps,
-        and the output of small steps."""
+        and the output of small steps (`Step.small`). Other steps have a log of their own."""
         self.child: ChildProcess | None = None
         """The worker process; None before the first step."""
 
