@@ -89,18 +89,18 @@ def local_files_and_versions(name: str, file: Path) -> tuple[dict[str, Path], di
             continue
         local[module] = path
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        # importing a module also imports the packages that contain it, so `module` is in the loop
         for imported_name in (module, *_imports(path.read_bytes(), package)):
             top = imported_name.partition(".")[0]
             if top in IGNORED:
                 continue
             folders = _folders_on_path(top)
+            # `root` is searched first for `main_top`, and it alone if `top` is not on sys.path
             if top == main_top or not folders:
                 folders = [root, *folders]
             files = dict(_files(imported_name, folders))
-            # without any file, `imported_name` is a namespace package, judged by its folders
-            is_installed = any(
-                SITE.intersection(path.parts) for path in [*files.values()] or folders
-            )
+            # a namespace package has no file, so its folders say whether it is installed
+            is_installed = any(SITE.intersection(path.parts) for path in files.values() or folders)
             if top != main_top and is_installed and (top_versions := _versions(top)):
                 versions |= top_versions
             else:
@@ -124,8 +124,9 @@ def folder_of(name: str, file: Path) -> Path:
 
 def _imports(content: bytes, package: str) -> Iterator[str]:
     """Absolute names of everything that a module imports. `content`: the code of the module.
-    `package`: the package in which relative imports begin. `from a import b` has the name a.b, both
-    if b is a module and if b is a value in the module a."""
+    `package`: the package in which relative imports begin. `from a import b` gives the name "a.b",
+    whether b is a module or a value in the module a. If the code contains `import_module` or
+    `__import__`, every string that can be the name of a module counts as imported."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):  # Python could not import this module

@@ -93,10 +93,13 @@ class Space:
 
 
 def feasible_space(layers: Sequence[Limits], budget: int, granularity: int) -> Space:
-    """The space of schedules that remove `budget` experts. The number of experts that a layer
-    retains is a multiple of `granularity` and of the step in the layer's limits. `layers`: limits
-    of each layer. UserError when a layer cannot retain any such multiple, when the common multiples
-    differ between layers, and when `budget` is infeasible."""
+    """The space of schedules that remove `budget` experts. `layers`: limits of each layer.
+
+    The number of experts that a layer retains is a multiple of the layer's step: the least common
+    multiple of `granularity` and of the step in the layer's limits. UserError when the steps of the
+    layers differ, when a layer cannot retain any multiple of its step, and when `budget` is
+    infeasible.
+    """
     steps = {lcm(limit.step, granularity) for limit in layers}
     if len(steps) != 1:
         raise UserError(
@@ -105,6 +108,7 @@ def feasible_space(layers: Sequence[Limits], budget: int, granularity: int) -> S
             "allocation.multiple_of such that it is a multiple of every router's groups"
         )
     step = steps.pop()
+    # without this remainder, the number of experts is a multiple of `step`
     lowest = tuple(limit.n_experts % step for limit in layers)
     capacity = tuple(
         (limit.n_experts - low - limit.minimum_experts) // step
@@ -128,6 +132,7 @@ def _units(budget: int, lowest: int, capacity: int, step: int) -> int:
     units, remainder = divmod(budget - lowest, step)
     if remainder == 0 and 0 <= units <= capacity:
         return units
+    # the numbers of units just below and just above the budget, moved into 0 to `capacity`
     feasible = sorted(
         {lowest + step * min(max(count, 0), capacity) for count in (units, units + 1)}
     )
@@ -160,21 +165,27 @@ schedules."""
 
 
 def pattern(name: str, space: Space, random: numpy.random.Generator) -> Schedule:
-    """The feasible schedule that `project` makes from the weights of the pattern called `name`.
-    Only the pattern "random" uses `random`, to draw the weights."""
-    layers = len(space.capacity)
+    """The feasible schedule of the pattern called `name`. A pattern has a weight for each layer,
+    and layers lose experts nearly in proportion to their weights (see `project`). `random` draws
+    the weights of the pattern "random", and is not used for other patterns."""
+    n_layers = len(space.capacity)
     if name == "random":
-        return project([float(value) + 1e-4 for value in random.random(layers)], space)
-    return project([_SHAPES[name](layer, layers) for layer in range(layers)], space)
+        # weights must be greater than 0
+        return project([float(value) + 1e-4 for value in random.random(n_layers)], space)
+    return project([_SHAPES[name](layer, n_layers) for layer in range(n_layers)], space)
 
 
 def project(weights: Sequence[float], space: Space) -> Schedule:
-    """A feasible schedule in which the units of the layers are nearly proportional to the positive
-    `weights` (L,). First, every layer loses the integer part of its share, at most its capacity.
+    """A feasible schedule in which the units that layers lose are nearly proportional to the
+    positive `weights` (L,).
+
+    `space.units` divided exactly in proportion to the weights gives each layer's share, which need
+    not be an integer. First, every layer loses the integer part of its share, at most its capacity.
     Then the remaining units are assigned in rounds, at most one unit per layer and round. The first
     round goes from the largest fractional part to the smallest; layers with equal fractional parts
-    keep their order. Later rounds go from the first layer to the last."""
-    total = fsum(weights)  # rounds once: results of `sum` differ between versions of Python
+    keep their order. Later rounds go from the first layer to the last.
+    """
+    total = fsum(weights)  # results of `sum` differ between versions of Python
     shares = [space.units * weight / total for weight in weights]
     removed = [min(int(share), room) for share, room in zip(shares, space.capacity, strict=True)]
     remaining = space.units - sum(removed)

@@ -29,10 +29,13 @@ evaluated positions, fp64 on the CPU."""
 
 
 class DraftingCandidates:
-    """The fitness spec_dec of schedules. The model under the mask of a schedule drafts tokens, and
-    the model without the mask verifies the drafts. `rows`: the result of answer_batches, with one
-    task per row. `ends`: ids of the tokens that end a text. Candidates share no hidden states,
-    because they generate different texts."""
+    """The fitness "spec_dec" of schedules. The model under the mask of a schedule drafts tokens,
+    and the model without the mask verifies the drafts. Candidates share no hidden states, because
+    they generate different texts.
+
+    `rows`: batches from `answer_batches`, with one task and its answer in each row of a batch.
+    `ends`: ids of the tokens that end a text.
+    """
 
     def __init__(
         self,
@@ -42,15 +45,16 @@ class DraftingCandidates:
         settings: SearchSettings,
         ends: frozenset[int],
     ) -> None:
-        """Take the task of each row, and draw all random numbers from `settings.seed`. UserError
-        for a row with several tasks, for a set without any task that an answer follows, and for a
-        task that leaves no room for `settings.max_new_tokens` new tokens."""
+        """Take the task of each row, which is the text before the answer, and draw all random
+        numbers from `settings.seed`. UserError if a row has several tasks, if no row has an answer
+        after a task, and if the longest task and `settings.max_new_tokens` new tokens do not fit
+        the model."""
         self.model = model
         self.plans = plans
         self.settings = settings
         self.ends = ends
         self.decoder = Decoder(model)
-        texts = [prompts(*batch) for batch in rows]  # for each batch and row, a list of tokens
+        texts = [prompts(*batch) for batch in rows]  # batch -> row -> tokens of the task
         sizes = list(map(len, texts))  # number of rows of each batch
         generator = torch.Generator().manual_seed(settings.seed)
         # three random numbers for each row and step; see `accepted_and_proposed`
@@ -108,7 +112,7 @@ class DraftingCandidates:
     ) -> torch.Tensor:
         """Next-token probabilities (N, V), fp64 on the CPU, of the model with its current mask, at
         the N positions that `is_evaluated` (B, S) selects. `valid` (B, S): the attention mask."""
-        # with the empty schedule () and no stored states {}, all layers run and no state is stored
+        # `schedule` () and `states` {}: all decoder layers run, and no hidden states are stored
         logits, _ = self.decoder.logits(ids, valid, is_evaluated, (), {})
         return logits.float().softmax(-1).double().cpu()
 
@@ -145,21 +149,25 @@ def accepted_and_proposed(
     the distribution p, accepts the draft with probability min(1, p_y / q_y). Then one more token is
     drawn: from p after an accepted draft, otherwise from max(0, p - q). `draws` (texts, steps, 3):
     random numbers for the draft, the acceptance and the next token. A text ends with one of the
-    tokens `ends`, or when it has `steps` new tokens."""
+    tokens `ends`, or when it has `steps` new tokens.
+
+    `candidate` and `full` compute next-token probabilities at the evaluated positions. Their
+    arguments are the three results of `_pad_right`."""
     ids = [list(text) for text in texts]
     max_lengths = [len(text) + draws.shape[1] for text in texts]
     accepted = [0] * len(ids)
     proposed = [0] * len(ids)
     unfinished = [row for row, text in enumerate(texts) if text]  # indices of texts
     while unfinished:
+        # proposed[row] is also the number of steps that the text has taken
         uniform = torch.stack([draws[row, proposed[row]] for row in unfinished])
-        q = candidate(*_pad_right([ids[row] for row in unfinished], 1))
+        q = candidate(*_pad_right([ids[row] for row in unfinished], n_evaluated=1))
         draft = draw_tokens(q, uniform[:, 0])
         drafted_texts = [
             [*ids[row], int(token)] for row, token in zip(unfinished, draft, strict=True)
         ]
         # two rows for each text: at the position before the draft, and at the draft
-        full_probabilities = full(*_pad_right(drafted_texts, 2))
+        full_probabilities = full(*_pad_right(drafted_texts, n_evaluated=2))
         p = full_probabilities[0::2]
         p_after_draft = full_probabilities[1::2]
         column = draft[:, None]
@@ -192,4 +200,5 @@ def _pad_right(
     ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
     position = torch.arange(ids.shape[1])[None]
     length = torch.tensor([[len(text)] for text in texts])
-    return ids, position < length, (position < length) & (position >= length - n_evaluated)
+    valid = position < length
+    return ids, valid, valid & (position >= length - n_evaluated)

@@ -40,8 +40,9 @@ class Engine:
         """Whether `_prove_masks` has shown that masks take effect on this engine."""
 
     def open(self, folder: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Load the checkpoint in `folder`. `arguments`: further arguments of vllm.LLM. Returns
-        "vllm", the version of vLLM, and the model's "max_length" (in tokens) and "dtype"."""
+        """Load the checkpoint in `folder`. `arguments`: further arguments of vllm.LLM. The result
+        has three keys: "vllm" (the version of vLLM), and "max_length" (in tokens) and "dtype" of
+        the model."""
         import vllm
         from vllm.platforms import current_platform
 
@@ -137,7 +138,7 @@ class Engine:
         """
         from vllm import SamplingParams
 
-        # all tokens of a row but the last -> indices of the rows that begin with these tokens
+        # all tokens of a row but the last -> indices of the rows that differ only in the last token
         rows_of_prefix: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, row in enumerate(rows):
             rows_of_prefix[*row[:-1]].append(number)
@@ -153,6 +154,7 @@ class Engine:
                 detokenize=False,
             )
             requests.append((prefix, sampling))
+        # for each of `requests`, the indices of its rows
         rows_of_request = list(rows_of_prefix.values())
         for request, output in self._finished_outputs(requests):
             # the one token generated after the prefix, at the position of each row's last token
@@ -163,9 +165,10 @@ class Engine:
                 nats = last_logprobs[row[-1]].logprob
                 is_likeliest = row[-1] == generated_token
                 for index in range(starts[number], len(row) - 1):
-                    token = output.prompt_logprobs[index][row[index]]
-                    nats += token.logprob
-                    is_likeliest &= token.rank == 1
+                    # log-probability and rank of the token at this position
+                    entry = output.prompt_logprobs[index][row[index]]
+                    nats += entry.logprob
+                    is_likeliest &= entry.rank == 1
                 yield number, nats, is_likeliest
 
     def _call_workers(self, method: str, *arguments: Any) -> Any:
@@ -193,7 +196,7 @@ class Engine:
         tokens = [number * 7919 % vocabulary for number in range(1, PROBE_TOKENS + 1)]
         plan = []
         for layer, count, top_k in self._call_workers("experts_of_layers"):
-            # retain half of the experts, those with even ids; if top k is more, also odd ids
+            # retain half of the experts, or top_k if this is more: even ids first, then odd ids
             order = [*range(0, count, 2), *range(1, count, 2)]
             plan.append((layer, sorted(order[: max(top_k, (count + 1) // 2)])))
         if not plan:
@@ -223,8 +226,9 @@ class Engine:
         """Log-probability in nats of each of the `tokens` except the first. Sets the mask that
         `retained_experts` describes (see `set_plan`), and does not remove it."""
         self._mask(retained_experts)
-        # each row ends with another token, and only the last token of a row is scored
+        # row i is the text up to token i + 1, the only token of the row that is scored
         rows = [tokens[:length] for length in range(2, len(tokens) + 1)]
+        # sorted by row, because requests may finish in another order
         likelihoods = sorted(self.log_likelihoods(rows, [len(row) - 1 for row in rows]))
         return [nats for _, nats, _ in likelihoods]
 
@@ -237,8 +241,8 @@ def _difference(first: Sequence[float], second: Sequence[float]) -> float:
 
 def _add_to_search_path(folder: str) -> None:
     """Make this moe_lab importable in the processes that vLLM starts: put a link to the package
-    into `folder`, and `folder` on the search path. A link, because the folder around the package
-    may contain other packages of moe_lab's environment, which vLLM must not import."""
+    into `folder`, and `folder` on the search path. The folder around the package itself may contain
+    other packages of moe_lab's environment, which vLLM must not import."""
     Path(folder, "moe_lab").symlink_to(Path(__file__).resolve().parents[1])
     folders = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(folders)  # for programs that vLLM starts

@@ -30,8 +30,8 @@ def mask_routers() -> None:
 
 
 def _init_with_mask(original: Any) -> Any:
-    """A new `__init__` of routers. It calls the `original` and adds the attribute moe_lab_mask
-    (E,), which masks no expert yet."""
+    """A new `__init__` of routers. It calls the `original` and adds the attribute `moe_lab_mask`
+    (E,). The mask is added to logits, so that a mask of zeros drops no expert."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -41,7 +41,8 @@ def _init_with_mask(original: Any) -> Any:
 
 
 def _select_with_mask(original: Any) -> Any:
-    """A new `_select_experts` of routers. It calls the `original` with masked logits."""
+    """A new `_select_experts` of routers. It calls the `original` with the logits plus
+    `moe_lab_mask`, which is minus infinity for dropped experts."""
 
     def _select_experts(
         self: Any, hidden_states: Any, router_logits: Any, *args: Any, **kwargs: Any

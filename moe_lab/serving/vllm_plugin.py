@@ -89,13 +89,13 @@ def replace_method(owner: type, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration by which vLLM loads an uneven export: the fields of the model's family,
-    and the field `LAYERS`. If the model is no uneven export, a copy of `config`. `config`: the
-    content of config.json in `folder`.
+    """The configuration by which vLLM loads the model in `folder`. `config`: the content of
+    config.json in `folder`. The result is a copy of `config`, unless the model is an uneven export:
+    an export whose layers differ in the number or the width of their experts.
 
-    `LAYERS` (layer -> field -> value) has the number of experts and the width of each layer. The
-    family's own fields have one value for all layers: the largest value of any layer. ValueError
-    for an export that this module cannot read.
+    For an uneven export, the result has the model type of the original model. Where layers differ,
+    a field has the largest value of any layer. The new field `LAYERS` (layer -> field -> value) has
+    the values of each layer. ValueError for an export that this module cannot read.
     """
     if EXPORT_FIELD not in config:
         return dict(config)
@@ -115,20 +115,21 @@ def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
         )
     width_field = next((name for name in WIDTH_FIELDS if isinstance(config.get(name), int)), "")
     # layer -> field -> value
-    fields: dict[str, dict[str, Any]] = {}
+    changes: dict[str, dict[str, Any]] = {}
     for index, layer in layers.items():
-        fields[index] = {name: layer["experts"] for name in COUNT_FIELDS if name in config}
+        changes[index] = {name: layer["experts"] for name in COUNT_FIELDS if name in config}
         if "width" in layer:
-            fields[index][width_field] = layer["width"]
+            changes[index][width_field] = layer["width"]
     # names of the fields that differ between layers
-    names = {name for layer_fields in fields.values() for name in layer_fields}
-    # the original values, for fields that the export does not set in a layer
+    names = {name for changed_fields in changes.values() for name in changed_fields}
+    # the original values, for fields that the export does not change in a layer
     default_fields = {name: config[name] for name in names}
-    fields = {index: {**default_fields, **layer_fields} for index, layer_fields in fields.items()}
+    fields = {index: {**default_fields, **changed} for index, changed in changes.items()}
     maxima = {name: max(layer_fields[name] for layer_fields in fields.values()) for name in names}
     family_fields = {
         name: value for name, value in config.items() if name not in (EXPORT_FIELD, "auto_map")
     }
+    # the original values of fields that the export has replaced, such as the model type
     stock_fields = export_settings["stock"]
     architectures = [f"{PREFIX}{name}" for name in stock_fields["architectures"]]
     return {
@@ -167,7 +168,7 @@ def _uneven_class(name: str) -> type:
     """A subclass of vLLM's class `name`, for models whose layers differ. It builds each layer with
     the values that `LAYERS` has for the layer. Building a model raises ValueError if vLLM does not
     support the export, or builds a layer with another number of experts than `LAYERS` has. Loading
-    weights raises ValueError if the files have other experts than the layers."""
+    weights raises ValueError if the experts in the files are not those that vLLM has built."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.utils import extract_layer_index
 
@@ -193,7 +194,7 @@ def _uneven_class(name: str) -> type:
         # layer -> number of experts that were built
         self.moe_lab_counts = {layer: router.global_num_experts for layer, router in routers(self)}
         for layer, count in self.moe_lab_counts.items():
-            # each family has one of the names COUNT_FIELDS for the number of experts
+            # a family has one of the fields COUNT_FIELDS; None if `layers` does not have the layer
             expected = next(
                 (value for name, value in layers.get(layer, {}).items() if name in COUNT_FIELDS),
                 None,
@@ -206,6 +207,7 @@ def _uneven_class(name: str) -> type:
     def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         # (layer, name of a tensor in an expert) -> ids of the experts that have this tensor
         experts: dict[tuple[int, str], set[int]] = defaultdict(set)
+        # _record_experts fills `experts` while vLLM reads the weights
         names_of_weights = vllm_class.load_weights(self, _record_experts(weights, experts))
         _check_files(self.moe_lab_counts, experts)
         return names_of_weights

@@ -87,7 +87,8 @@ def merge_passes(passes: Iterable[Mapping[int, Mapping[str, Any]]]) -> dict[int,
 
 
 def header(path: Path | str) -> dict[str, Any]:
-    """Read the header of a file of statistics. Errors are those of `read`."""
+    """Read the header of a file of statistics. UserError when the file is missing, damaged or not
+    statistics."""
     try:
         with safe_open(path, framework="np") as file:
             return dict(json.loads(file.metadata()["moe_lab"]))
@@ -157,9 +158,11 @@ def check_finite(layers: Mapping[int, Mapping[str, torch.Tensor]], source: str) 
 
 def mean_output(sums: Mapping[str, Any]) -> NDArray[numpy.float64]:
     """The mean output (E, H) of each expert of a layer, over the tokens routed to the expert and
-    without the gate; 0 for an expert without tokens. The mean is the constant with the smallest
-    mean square error, and MoNE (arXiv 2507.00390) calls it the expert's novice. `sums`: name ->
-    statistic of the layer."""
+    without the gate; 0 for an expert without tokens. `sums`: name -> statistic of the layer.
+
+    Among constants that replace an expert, the mean has the smallest mean square error. MoNE (arXiv
+    2507.00390) calls it the expert's novice.
+    """
     tokens = numpy.maximum(numpy.asarray(sums["tokens"], dtype=float), 1)
     means: NDArray[numpy.float64] = numpy.asarray(sums["output_sum"], dtype=float) / tokens[:, None]
     return means

@@ -25,8 +25,13 @@ TOKENS = 2048
 
 
 class DamageHook(StatisticsHook):
-    """Adds `damage` (E,) while computing the routed output, which equals the output of eager
-    experts up to rounding. This takes (k + 1) / k of the expert work of a forward pass."""
+    """Adds the statistic `damage` (E,): || y - y without the expert ||, summed over the valid
+    tokens routed to the expert. y is the routed output of a token. Without the expert, the router
+    chooses again among the other experts.
+
+    The routed output equals the output of eager experts up to rounding. For each token, usually one
+    more expert runs than in a forward pass: the expert that replaces a removed one.
+    """
 
     kind = "damage"
     call: tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]
@@ -46,7 +51,7 @@ class DamageHook(StatisticsHook):
         damage = torch.zeros(self.layer.n_experts, dtype=torch.float64, device=hidden.device)
         routed = torch.empty_like(hidden)
         for tokens in torch.arange(len(hidden), device=hidden.device).split(TOKENS):
-            factors = self._coefficients(tokens, index[tokens])
+            factors = self._factors(tokens, index[tokens])
             # row 0 repeats the router's call without removing an expert
             if not torch.equal(
                 factors[:, 0], dense_gates(index[tokens], weights[tokens], self.layer.n_experts)
@@ -66,11 +71,11 @@ class DamageHook(StatisticsHook):
         self.add("damage", damage)
         return routed
 
-    def _coefficients(self, tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Factors (t, 1 + K, E) for weighted sums of the outputs of all E experts, for each of the
-        `tokens` (t,), which are routed to the experts `index` (t, K). The sum with row 0 is the
-        routed output y. The sum with row 1 + k is the change of y by the token's k-th expert: y
-        minus the routed output without this expert."""
+    def _factors(self, tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Factors (t, 1 + K, E) by which the outputs of all E experts are multiplied and summed.
+        `tokens` (t,): indices of the tokens. `index` (t, K): ids of their experts. Each token has
+        1 + K sums. Sum 0 is the routed output y. Sum 1 + k is the change of y by the token's k-th
+        expert: y minus the routed output without this expert."""
         t, k = index.shape
         n_experts = self.layer.n_experts
         gates = dense_gates(*self._reroute(tokens, None), n_experts)[:, None]
@@ -83,8 +88,9 @@ class DamageHook(StatisticsHook):
     def _reroute(
         self, tokens: torch.Tensor, removed: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(expert ids, gates), each (R, K), of the experts to which the router sends `tokens` (R,)
-        when row r cannot use the expert removed[r]. If `removed` is None, no expert is removed.
+        """(expert ids, gates), each (R, K), that the router gives R tokens. `tokens` (R,): indices
+        of the tokens. `removed` (R,): the expert that each of them cannot use; None: no expert is
+        removed.
 
         The router's own code runs with two differences. Its linear map returns the logits of the
         recorded call, with -inf for the removed expert. When it selects the best of all experts,
@@ -110,8 +116,8 @@ class DamageHook(StatisticsHook):
 
 
 class _Replay(TorchFunctionMode):
-    """A context in which the router's linear map returns `logits` (R, E), and no choice among all
-    experts takes the expert removed[r] for row r."""
+    """A context in which the router's linear map returns given logits, and one expert of each token
+    has the score minus infinity when the router chooses among all experts."""
 
     def __init__(self, logits: torch.Tensor, removed: torch.Tensor | None) -> None:
         """`logits` (R, E): what the router's linear map returns. `removed` (R,): the expert that
@@ -136,7 +142,8 @@ class _Replay(TorchFunctionMode):
 
     def _topk_without_removed(self, scores: torch.Tensor, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of topk for `scores` without the removed experts. If too few other experts are
-        left, topk also selects a removed expert, with the value 0. `func`, `args`, `kwargs`: the
+        left, topk also selects a removed expert. Its value is 0, so that a sum of the values,
+        such as the score of a group of experts, stays finite. `func`, `args`, `kwargs`: the
         function topk and its arguments; args[0] is `scores`."""
         assert self.removed is not None
         remaining = (
@@ -151,9 +158,10 @@ class _Replay(TorchFunctionMode):
 
 
 class SimilarityHook(StatisticsHook):
-    """Adds `dense_output_sum` and, for routers that give logits, `router_gram` and
-    `dense_gated_output_sum`. All E experts run on all tokens, which takes about E / K times the
-    expert work of a forward pass."""
+    """Adds `dense_output_sum`, sums of the experts' outputs. If the router returns the logits of
+    all experts, adds also `router_gram`, products of logits, and `dense_gated_output_sum`, sums of
+    outputs weighted by probabilities. All E experts run on all tokens, which takes about E / K
+    times the expert work of a forward pass."""
 
     kind = "similarity"
     probabilities: torch.Tensor | None = None
@@ -192,4 +200,5 @@ class SimilarityHook(StatisticsHook):
         self.add("dense_output_sum", torch.stack(output_sums))
         if gated_sums:
             self.add("dense_gated_output_sum", torch.stack(gated_sums))
+        # the routed output of the model's own code
         return self.unobserved(hidden, index, weights)

@@ -25,7 +25,7 @@ of MoE-Slimming."""
 
 
 class ForwardHook(StatisticsHook):
-    """Adds all statistics of a forward pass; see docs/new_criterion.md."""
+    """Adds the statistics of a forward pass, which docs/new_criterion.md defines."""
 
     kind = "forward"
     residual: torch.Tensor | None = None
@@ -36,11 +36,13 @@ class ForwardHook(StatisticsHook):
     """The last call of the experts, until the decoder layer returns."""
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
-        """`start`: name -> sum over the batches that were read before; {} for a new pass. The names
-        in `start` tell whether the router is a softmax."""
+        """`observer`: the observer that registers this hook. `layer`: the MoE layer. `start`:
+        name -> sum over the batches that were read before; {} for a new pass. The names in `start`
+        tell whether the router is a softmax."""
         super().__init__(observer, layer, start)
         self.is_softmax_router = "sums_double_softmax" in start if start else None
-        """Whether the router is a softmax over all experts; None before its first call."""
+        """Whether the router is a softmax over all experts; None until the first call of a new
+        pass."""
         self.module_inputs_and_outputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """id of a module of the decoder layer, other than the MoE block -> (input, output) of the
         module."""
@@ -87,7 +89,8 @@ class ForwardHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output m (T, H). Adds the statistics of this call."""
+        """The routed output m (T, H). Adds the statistics of this call. `hidden` (T, H): hidden
+        states. `index` (T, K): ids of the experts of each token. `weights` (T, K): gates."""
         layer = self.layer
         rows = sort_by_expert(index, layer.n_experts)
         gates = weights.detach()
@@ -100,7 +103,8 @@ class ForwardHook(StatisticsHook):
         )
 
         def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
-            """The output f (n, H) of an expert. Adds the expert's statistics to `call`."""
+            """The output f (n, H) of an expert. Adds the expert's statistics to `call`. `part`: the
+            slice of the expert's `rows`. `states` (n, H): the hidden states of these rows."""
             expert_weights = layer.weights(expert)
             phi = layer.phi(states, expert_weights)
             f = layer.output(phi, expert_weights)
@@ -128,8 +132,9 @@ class ForwardHook(StatisticsHook):
         self.module_inputs_and_outputs.clear()  # modules after the block were recorded, too
 
     def _softmax_gates(self, index: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Kind of gate -> gates (T, K), for the kinds full_softmax and double_softmax; {} if the
-        router is not a softmax over all experts. Only the first call tests the router."""
+        """Kind of gate -> gates (T, K), for the kinds "full_softmax" and "double_softmax"; {} if
+        the router is not a softmax over all experts. `index` (T, K): ids of the experts of each
+        token. `weights` (T, K): the router's gates. Only the first call tests the router."""
         if self.is_softmax_router is None:
             self.is_softmax_router = self.logits is not None and is_softmax(
                 self.logits, index, weights
@@ -156,10 +161,10 @@ def entropy_histogram(logits: torch.Tensor, valid: torch.Tensor | None) -> torch
 
 
 def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> bool:
-    """Whether the gates g = `weights` (T, K) of a router are softmax probabilities, renormalised or
-    not, of the logits z = `logits` (T, E). `index` (T, K): the chosen experts. The test is whether
-    log g - z is the same for all chosen experts of a token. With K = 1 this is always true, so the
-    test is whether log g - log softmax(z) is the same for all tokens."""
+    """Whether the gates g = `weights` (T, K) of a router are softmax probabilities p of `logits`
+    (T, E), renormalised or not. `index` (T, K): ids of the chosen experts. The test is whether
+    log g - log p is the same for all chosen experts of a token. If only one expert is chosen, it is
+    whether log g - log p is the same for all tokens."""
     # gates in half precision are rounded
     tolerance = 1e-3 if weights.dtype in (torch.float32, torch.float64) else 0.05
     log_probabilities = logits.double().log_softmax(-1).gather(-1, index)
@@ -184,6 +189,7 @@ def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     squares = xx * sum_square
     cosine = (xx + xa) / squares.sqrt()
     sine_square = (xx * aa - xa.square()).clamp(min=0) / squares
+    # 1 - cos = sin^2 / (1 + cos)
     shift = torch.where(cosine > 0, sine_square / (1 + cosine), 1 - cosine)
     return torch.where(squares > 0, shift, 1.0)
 
@@ -213,10 +219,11 @@ class ExpertsCall:
         self.gates |= {name: gates.double() for name, gates in further_gates.items()}
         self.valid = valid
         self.valid_rows = None if valid is None else valid[rows.token]
-        # from here on, one entry for each of `rows`
+        # the next tensors have one entry for each of `rows`: first the squares of the gates
         self.gate_square = at_least_fp32(weights)[rows.token, rows.column].square()
         renormalized = self.gates["renormalized"][rows.token, rows.column]
         self.gate_squares = (self.gate_square, renormalized.to(self.gate_square.dtype).square())
+        # ||f||^2 of the outputs f of experts, which `add` computes
         self.norm_square = torch.empty_like(self.gate_square)
         self.statistics: dict[str, torch.Tensor] = {}
         """Name of a statistic of the outputs -> (E, ...)."""
@@ -258,15 +265,17 @@ class ExpertsCall:
         return {
             **self.statistics,
             **self.channels.finish(),
-            "tokens": moments[:, 0, 0].clone(),  # alpha = beta = 0: each token adds 1
-            # each kind of gate has three columns, for alpha 0, 1 and 2
+            # moments are sums of g^alpha ||f||^beta; with alpha = beta = 0, each token adds 1
+            "tokens": moments[:, 0, 0].clone(),
+            # along axis 1, each kind of gate has three entries: alpha = 0, 1 and 2
             **dict(zip(names, moments.split(3, 1), strict=True)),
         }
 
     def weigh_shifts(self, stream: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
-        """The statistic shift_weighted (E,): the sum over each expert's valid tokens of g ||f||
-        times the shift of the token by the routed output. `stream` (T, H): the residual stream
-        before the MoE block. `routed` (T, H): the routed output m."""
+        """The statistic `shift_weighted` (E,): s g ||f||, summed over the valid tokens of each
+        expert. s is the token's value of `shifts`, g the gate, and f the output of the expert.
+        `stream` (T, H): the residual stream before the MoE block. `routed` (T, H): the routed
+        output m."""
         token = self.rows.token
         column = self.rows.column
         terms = (
