@@ -53,7 +53,8 @@ class StoredExpert(NamedTuple):
 
     @property
     def padding(self) -> int:
-        """Number of stored channels that are zeros in place of dropped channels."""
+        """Number of stored channels that are zeros in place of dropped channels. A sum of several
+        experts has no such channels."""
         channels = self.members[0].channels if self.members else None
         return 0 if channels is None else int((channels < 0).sum())
 
@@ -63,13 +64,14 @@ class StoredExpert(NamedTuple):
         widen: Callable[[Any], Any],
         narrow: Callable[[Any, Any], Any],
     ) -> Any:
-        """One projection (W, H) of the stored expert, which must have members.
+        """One projection (gate, up or down) of the stored expert, with channels as rows: (stored
+        channels, H). The stored expert must have members.
 
-        `read(expert)` returns the projection (I, H) of a source expert, with channels as rows: a
-        torch tensor, or an array of numbers or bits. `widen(values)` converts such a projection to
-        numbers that can be added: fp64 for fp64, otherwise fp32. `narrow(total, values)` rounds the
-        sum to the type of `values`. `widen` and `narrow` are not called for a member without a
-        weight, which is copied.
+        `read(expert)` returns the projection (I, H) of a source expert: a torch tensor, or an array
+        of numbers or of their bits. `widen(values)` converts a projection for the sum: fp64 stays
+        fp64, all other types become fp32. `narrow(total, values)` rounds the sum `total` to the
+        type of the projection `values`. `widen` and `narrow` are not called if the only member has
+        no weight: its channels are copied.
         """
         total: Any = 0
         for expert, weight, channels in self.members:
@@ -77,7 +79,7 @@ class StoredExpert(NamedTuple):
             if weight is None:  # the only member
                 return values
             total = total + widen(values) * weight
-        return narrow(total, values)
+        return narrow(total, values)  # all members have the type of the last
 
 
 def _select_rows(values: Any, channels: Channels | None) -> Any:
@@ -93,7 +95,8 @@ def _select_rows(values: Any, channels: Channels | None) -> Any:
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
     """What a plan retains of one layer, and what replaces the rest. Retained experts stay in their
-    original order."""
+    original order. Experts can be merged in groups: the weighted sum of the group's weights is
+    stored for one expert of the group, its owner."""
 
     n_experts: int
     """Number of experts before pruning."""
@@ -121,8 +124,8 @@ class LayerPlan:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """(E,): for each expert, its owner, the expert whose weights compute it. An expert that is
-        not merged into another expert is its own owner."""
+        """(E,): for each expert, the owner of its group, with whose weights it is computed. An
+        expert that is in no group is its own owner."""
         owners = list(range(self.n_experts))
         for owner, group in self.merged.items():
             for member in group:
@@ -131,8 +134,8 @@ class LayerPlan:
 
     @cached_property
     def owner_positions(self) -> tuple[int, ...] | None:
-        """(E',): for each retained expert, the position of its owner among the retained experts.
-        None if each expert is its own owner."""
+        """For each retained expert, the position of its owner among the retained experts. None if
+        each retained expert is its own owner."""
         positions = tuple(self.retained.index(self.owners[expert]) for expert in self.retained)
         return None if positions == tuple(range(len(self.retained))) else positions
 
@@ -143,8 +146,8 @@ class LayerPlan:
 
     @cached_property
     def null_experts(self) -> list[int]:
-        """Ids of the retained experts that have no channels and are not merged into another expert,
-        ascending."""
+        """Ids of the retained experts that retain no channel and are not merged into another
+        expert, ascending."""
         if self.channels is None:
             return []
         widths = self.channels.sum(1)
@@ -161,8 +164,7 @@ class LayerPlan:
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """(E',): number of retained channels of each retained expert; () in a plan of whole
-        experts."""
+        """Number of retained channels of each retained expert; () in a plan of whole experts."""
         if self.channels is None:
             return ()
         return tuple(self.channels[list(self.retained)].sum(1).tolist())
@@ -175,9 +177,9 @@ class LayerPlan:
 
     def stored_expert(self, expert: int, width: int | None = None) -> StoredExpert:
         """The stored form of a retained expert. The owner of a group is stored as the weighted sum
-        of the group. An expert that owns no group is a copy with all channels in a plan of whole
-        experts, and if `width` is None. Otherwise it is stored with `width` channels: its retained
-        channels, then zeros."""
+        of the group. Any other expert is copied with all its channels if `width` is None, and in a
+        plan of whole experts. Otherwise it is stored with `width` channels: its retained channels,
+        then zeros."""
         if expert in self.merged:
             return StoredExpert(tuple(self._members(expert)))
         if self.channels is None or width is None:
@@ -191,8 +193,8 @@ class LayerPlan:
 
     def _members(self, owner: int) -> Iterator[Member]:
         """The terms of the weighted sum that is stored for `owner`: the members of its group, by
-        ascending id. The channels of a member say which of them is added to each channel of the
-        owner; None: channel i is added to channel i."""
+        ascending id. Channel `channels[i]` of a member is added to channel i of the owner. If
+        `channels` is None, channel i is added to channel i."""
         for expert, weight in sorted(self.merged[owner].items()):
             channels = None
             if self.alignment is not None and expert != owner:
@@ -210,10 +212,18 @@ class LayerPlan:
         return StoredExpert((Member(expert, channels=channels),))
 
     def as_json(self) -> dict[str, Any]:
-        """The fields of the layer in plan.json: "experts", the number of experts before pruning;
-        "retained", ids; in plans of channels "width" and, as "channels", the packed bits of
-        each retained expert in hex; "merged" (owner -> member -> weight) if experts are merged; and
-        the sha256 of each array in `arrays`, by the name of the array."""
+        """The layer in plan.json, with these fields:
+
+        experts        number of experts before pruning
+        retained       ids of the retained experts
+        width          number of channels of each expert before pruning
+        channels       row of the mask of each retained expert: packed bits, in hex
+        merged         owner -> member -> weight
+        array's name   sha256 of the array, for each array in `arrays`
+
+        Plans of whole experts have no `width` and `channels`. Layers without merged experts have no
+        `merged`.
+        """
         document: dict[str, Any] = {"experts": self.n_experts, "retained": list(self.retained)}
         if self.channels is not None:
             packed = numpy.packbits(self.channels[list(self.retained)], axis=1, bitorder="little")
@@ -234,8 +244,8 @@ class LayerPlan:
     def from_json(
         cls, document: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
     ) -> LayerPlan:
-        """The layer for which `as_json` returned `document` and `arrays` returned `arrays`.
-        ValueError, TypeError or LookupError if `document` is damaged."""
+        """The layer whose fields in plan.json are `document`, see `as_json`, and whose arrays in
+        plan.npz are `arrays`. ValueError, TypeError or LookupError if `document` is damaged."""
         merged = {}
         for owner, group in document.get("merged", {}).items():
             merged[int(owner)] = {int(expert): weight for expert, weight in group.items()}
@@ -246,11 +256,12 @@ class LayerPlan:
 
 
 def _unpack_mask(document: Mapping[str, Any]) -> Mask:
-    """The mask (E, I) of channels in `document`, a layer of plan.json. ValueError unless each
-    retained expert has a row of the stated width."""
+    """The mask (E, I) of retained channels in `document`, a layer of plan.json. ValueError unless
+    each retained expert has a row, and each row has at least `width` bits."""
     mask: Mask = numpy.zeros((document["experts"], document["width"]), dtype=numpy.bool_)
     for expert, text in zip(document["retained"], document["channels"], strict=True):
         bits = numpy.frombuffer(bytes.fromhex(text), dtype=numpy.uint8)
+        # rows are padded to whole bytes
         mask[expert] = numpy.unpackbits(bits, bitorder="little")[: document["width"]]
     return mask
 

@@ -48,8 +48,9 @@ def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
 
 @contextmanager
 def mask_layers(layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
-    """A context in which `layers` are masked, and no other layers of `plan`: for models of which
-    only some layers are in memory. It is not checked whether the plan fits."""
+    """A context in which the MoE layers `layers` are masked. `plan` may have more layers, because
+    some callers have only a part of the model in memory. It is not checked whether the plan
+    fits."""
     with ExitStack() as stack:
         for layer in layers:
             stack.enter_context(_mask_layer(layer, plan.layers[layer.index]))
@@ -59,25 +60,27 @@ def mask_layers(layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
 @contextmanager
 def _mask_layer(layer: MoELayer, plan: LayerPlan) -> Iterator[None]:
     """A context in which one layer is masked: its router, and its experts if `plan` has channels.
-    RuntimeError when `plan` has channels and `replace_experts` has replaced the experts already."""
+    RuntimeError when `plan` has channels, but the experts already run a function other than their
+    own, which observes or masks them."""
     with ExitStack() as undo:
         if plan.channels is not None:
             if are_replaced(layer):
                 raise RuntimeError(
                     f"{layer.name} is observed already, or under another plan of channels"
                 )
-            function = planned_experts(layer, plan)
-            replace_experts(layer, lambda _: function, undo)
+            # the argument is the experts' own function, which is not called
+            replace_experts(layer, lambda _: planned_experts(layer, plan), undo)
         with masked_router(layer, plan.retained):
             yield
 
 
 def planned_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
-    """A function that computes the experts of a layer, called by original ids, under `plan`, which
-    has channels. Dropped channels are 0 before the down projection, null experts put out their
-    constants, and merged experts are computed with the weights of their group. Models that use
-    grouped_mm still use it, except in layers with merged experts. Without grouped_mm, experts that
-    retain all channels give the results of the eager forward bit for bit."""
+    """A function that computes the experts of a layer under `plan`, a plan of channels. The
+    function gets original ids of experts. Dropped channels are set to 0 before the down projection.
+    Null experts put out their constants, and merged experts are computed with the summed weights of
+    their group. Models that use grouped_mm still use it, except in layers with merged experts.
+    Without grouped_mm, experts that retain all channels give the results of the eager forward bit
+    for bit."""
     if not plan.merged and experts_implementation(layer.experts) == "grouped_mm":
         function = _grouped_experts(layer, _dropped_channels(layer, plan))
     else:
@@ -93,13 +96,14 @@ def _dropped_channels(layer: MoELayer, plan: LayerPlan) -> torch.Tensor:
 
 
 def _sequential_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
-    """A function that computes one expert after the other under `plan`, which has channels. Dropped
-    channels are 0, null experts put out 0, and merged experts are computed with the merged weights
-    of their group."""
+    """A function that computes one expert after the other under `plan`, a plan of channels.
+    Dropped channels are set to 0, null experts put out 0, and merged experts are computed with the
+    summed weights of their group."""
     dropped = _dropped_channels(layer, plan)
     owners = plan.owners
     widths = cast(Mask, plan.channels).sum(1).tolist()
-    owner_weights = {
+    # owner of a group -> the summed weights of the group
+    group_weights = {
         owner: layer.weights(owner, tensors)
         for owner, tensors in merged_weights(layer, plan).items()
     }
@@ -109,7 +113,7 @@ def _sequential_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
         owner = owners[expert]
         if not widths[owner]:
             return None
-        weights = owner_weights[owner] if owner in owner_weights else layer.weights(owner)
+        weights = group_weights[owner] if owner in group_weights else layer.weights(owner)
         phi = layer.phi(states, weights)
         if widths[owner] < layer.width:
             phi = phi.masked_fill(dropped[owner], 0)  # not multiplied by 0, because Inf x 0 is NaN
@@ -137,9 +141,10 @@ def _add_constants(function: ExpertsFunction, layer: MoELayer, plan: LayerPlan) 
 
 
 def _grouped_experts(layer: MoELayer, dropped: torch.Tensor) -> ExpertsFunction:
-    """A function that computes all experts at once, by transformers' grouped matrix products. A row
-    of these products is one token in one of its experts. Right after the activation, the channels
-    of the row that are `dropped` (E, I) in this expert are set to 0."""
+    """A function that computes all experts at once, by transformers' grouped matrix products. These
+    have one row for each pair of a token and one of its experts. Right after the activation, the
+    channels that the expert of a row drops are set to 0 in this row. `dropped` (E, I): whether each
+    channel of each expert is dropped."""
     experts: Any = layer.experts
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
@@ -165,15 +170,16 @@ def sliced_router(layer: MoELayer, retained: Sequence[int]) -> Iterator[dict[int
     """A context in which the router of `layer` only has the rows and biases of the experts
     `retained` (ascending ids), and returns positions in `retained` instead of ids.
 
-    Yields a dictionary: Python's `id()` of an original tensor of the router -> slice of this
-    tensor. Callers need it for blocks that pass such a tensor to the router as an argument."""
+    Yields a dictionary: Python's `id()` of an original tensor of the router -> the slice that
+    replaces it. Some blocks pass such a tensor to the router as an argument. For these blocks, a
+    caller that calls the router itself must pass the slice instead."""
     check_in_memory(layer)
-    ids = torch.tensor(retained)
+    expert_ids = torch.tensor(retained)
     slices = {}
     with ExitStack() as undo:
         for part in layer.routing:
             original = part.tensor
-            rows = original.detach().index_select(part.axis, ids.to(original.device))
+            rows = original.detach().index_select(part.axis, expert_ids.to(original.device))
             slices[id(original)] = rows
             # called at the end of the context
             undo.callback(replace_tensor, part.module, part.name, original)
@@ -189,24 +195,24 @@ def masked_router(layer: MoELayer, retained: tuple[int, ...]) -> Iterator[None]:
     """A context in which the router of `layer` only chooses among the experts `retained`, and
     returns their original ids. RuntimeError when the block calls its experts with other ids than
     the router returned, for example because it does not call its router."""
-    ids = torch.tensor(retained, device=layer.routing[0].tensor.device)
+    retained_ids = torch.tensor(retained, device=layer.routing[0].tensor.device)
     last_ids: list[torch.Tensor] = []  # the ids that the router returned last, as the only item
 
     def after_router(
         router: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
         """Map the router's positions in `retained` back to ids, and record these ids."""
-        logits, gates, chosen = output
-        last_ids[:] = [ids[chosen]]
+        logits, gates, positions = output
+        last_ids[:] = [retained_ids[positions]]
         return logits, gates, last_ids[0]
 
     def before_experts(
         experts: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
         """Raise RuntimeError unless the experts get the very ids that the router returned."""
-        # hidden states, ids and gates, by position or by keyword
-        _, index, _ = (*inputs, *keywords.values())
-        if not last_ids or index is not last_ids[0]:
+        # hidden states, ids and gates: in this order, each by position or by keyword
+        _, expert_ids, _ = (*inputs, *keywords.values())
+        if not last_ids or expert_ids is not last_ids[0]:
             raise RuntimeError(
                 f"the mask has no effect: {layer.name} got a routing that its masked router did "
                 "not return"

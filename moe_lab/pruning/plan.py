@@ -121,7 +121,7 @@ class Plan:
     @property
     def shares_experts(self) -> bool:
         """Whether a retained expert is computed with the weights of another expert, its owner."""
-        return any(layer.owner_positions for layer in self.layers.values() if layer.merged)
+        return any(layer.owner_positions for layer in self.layers.values())
 
     @property
     def removed_share(self) -> float:
@@ -156,9 +156,9 @@ class Plan:
 
     def check_model(self, layers: Sequence[MoELayer]) -> None:
         """Raise UserError unless the plan fits a model with the MoE layers `layers`: the numbers
-        and shapes of the layers agree, the dropped channels can be removed, and `check` accepts
-        the plan for the routers."""
-        # attributes of MoELayer have the names of the facts in `Routers`
+        and shapes of the layers agree, channels can be removed if the plan removes any, and `check`
+        accepts the plan for the routers."""
+        # number of a layer -> its attributes by name, among them those that `check` needs
         routers = {layer.index: vars(layer) for layer in layers}
         self._check_layer_numbers(routers)
         for layer in layers:
@@ -185,13 +185,14 @@ class Plan:
     def check_origin(
         self, identity: Iterable[tuple[str, Callable[[], str]]], model: object
     ) -> None:
-        """Raise UserError if the plan was not made for the model that has the digests `identity`.
+        """Raise UserError if the plan was made for another model.
 
-        `identity`: (name, function that computes the digest) for each digest, as from
-        `model_digests`. Only the first digest that the provenance also has is compared. If the
-        provenance has none of these digests, but has a model_sha256, raise UserError. If the
-        provenance has no model_sha256 either, warn that only layers and counts are compared.
-        `model`: name of the model in messages.
+        `identity`: the digests of the given model, each as (name, function that computes it), for
+        example from `model_digests`. The plan's provenance has digests of its own model, by name.
+        Only one digest is compared: the first in `identity` whose name is in the provenance. If
+        there is none, but the provenance has a model_sha256, UserError is raised too. Without a
+        model_sha256, a warning says that only layers and counts are compared. `model`: name of the
+        given model in messages.
         """
         for name, compute_digest in identity:
             expected = self.provenance.get(name)

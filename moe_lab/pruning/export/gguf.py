@@ -99,17 +99,18 @@ def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
 
 
 def pre_tokenizer(folder: Path) -> str | None:
-    """llama.cpp's name of the pre-tokenizer in `folder`/tokenizer.json. None if it is not in
-    PRE_TOKENIZERS. None also for a tokenizer that is not BPE, has a normalizer, or ignores
-    merges."""
+    """llama.cpp's name of the pre-tokenizer in `folder`/tokenizer.json. None if its steps are not
+    in PRE_TOKENIZERS. None also for a tokenizer that is not BPE, has a normalizer, or sets
+    ignore_merges."""
     tokenizer = read_json_if_there(folder / "tokenizer.json")
     model = tokenizer.get("model") or {}
     settings = tokenizer.get("pre_tokenizer") or {}
     if model.get("type") != "BPE" or tokenizer.get("normalizer") or model.get("ignore_merges"):
         return None
     steps = settings["pretokenizers"] if settings.get("type") == "Sequence" else [settings]
+    # The step LINES prevents merges of a line break with other text. If the tokenizer has no such
+    # merges, the tokens are the same without the step. A merge is a list of strings, or a string.
     if steps[0] == LINES and not any(LINE_BREAK in "".join(merge) for merge in model["merges"]):
-        # the step isolates line breaks: no token changes without it if no merge has a line break
         steps = steps[1:]
     return next(
         (name for name, known_steps in PRE_TOKENIZERS.items() if steps == known_steps), None
@@ -117,9 +118,9 @@ def pre_tokenizer(folder: Path) -> str | None:
 
 
 def _output_type(checkpoint: Path) -> str:
-    """The converter's output type that keeps all numbers: the type of all matrices, or fp32 if they
-    have several types. Vectors and routers do not count, because the converter stores them in fp32
-    with any output type. UserError for a type that GGUF cannot hold."""
+    """The converter's output type with which it rounds no number: the type that all matrices have,
+    or fp32 if they have several types. Vectors and routers do not count, because the converter
+    stores them in fp32 with any output type. UserError for a type that GGUF cannot hold."""
     types = set()
     for name, entry in open_checkpoint(checkpoint).tensors.items():
         if entry.dtype not in TYPES:
@@ -133,12 +134,13 @@ def _output_type(checkpoint: Path) -> str:
 
 
 def _run(path: Path, pre: str | None, arguments: list[str]) -> None:
-    """Run the converter `path` with `arguments` in a child process, which is killed if this process
-    dies, and wait until it ends. `pre`: as in `gguf_worker.convert`. If the converter fails, the
-    end of its log is printed. Then Unavailable is raised if the child was killed or the disk is
-    full, otherwise UserError."""
+    """Run llama.cpp's converter, the script `path`, with the command line `arguments`, and wait
+    until it ends. It runs in a child process, which is killed if this process dies. `pre`: as in
+    `gguf_worker.convert`. If the converter fails, the end of its log is printed. Then Unavailable
+    is raised if the child was killed or the disk is full, otherwise UserError."""
     search_path = [*filter(None, [os.environ.get("PYTHONPATH")]), str(PACKAGES)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(search_path)}
+    # the child process answers calls of the functions in gguf_worker
     with ChildProcess(
         command("moe_lab.child_process", "moe_lab.pruning.export.gguf_worker"), environment
     ) as child:
@@ -148,6 +150,7 @@ def _run(path: Path, pre: str | None, arguments: list[str]) -> None:
         except (ProcessEnded, ErrorReply) as error:
             code = child.process.poll() or 0  # 0: the child still runs, and replied with an error
             reason = f"killed by signal {-code}" if code < 0 else str(error)
+    # `mask` hides secrets from the environment
     print(mask("\n".join(child.log().splitlines()[-LOG_LINES:])), file=sys.stderr, flush=True)
     error_type = Unavailable if code < 0 or "No space left on device" in reason else UserError
     raise error_type(f"export.format=gguf: llama.cpp's converter failed: {reason}")

@@ -19,6 +19,7 @@ def convert(converter: str, pre: str | None, arguments: list[str]) -> None:
     # to allow the code.
     dynamic_modules: Any = importlib.import_module("transformers.dynamic_module_utils")
     dynamic_modules.TIME_OUT_REMOTE_CODE = 0
+    # some versions of the converter have their classes in conversion.base, others in the script
     module = sys.modules.get("conversion.base", script)
     # Layers for multi-token prediction are not converted. The option --no-mtp has the same effect,
     # but is an error for families without such layers.

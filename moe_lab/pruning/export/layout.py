@@ -42,13 +42,16 @@ NO_BIAS = (
 
 
 class Block:
-    """One MoE block of the original checkpoint, and its tensors in the export."""
+    """One MoE block of the original checkpoint, and its tensors in the export. In the original,
+    each expert has tensors of its own, or a tensor is a stack of all experts. The export has the
+    same tensors for the experts that `form` stores. If `form.widths` is set, it has the tensors
+    `packed` instead."""
 
     def __init__(
         self, tensors: Mapping[str, tuple[Entry, BlockTensor]], form: LayerForm, n_experts: int
     ) -> None:
-        """`tensors`: name of each tensor of the block -> (its entry in the file, its role in the
-        block). `form`: the form of the layer in the export. `n_experts`: number of experts before
+        """`tensors`: name of each tensor of the block -> (where it is on disk, what it is in the
+        block). `form`: how the export stores the layer. `n_experts`: number of experts before
         pruning."""
         self.tensors = tensors
         self.form = form
@@ -61,13 +64,14 @@ class Block:
             if block_tensor.kind in ("expert", "stack")
         }
         self.matrices: dict[tuple[str, int], Matrix] = {}
-        """(role, expert) -> projection in the original's files; empty until `read_matrices`."""
+        """(role, expert) -> projection in the original's files. A role is gate, up or down. Empty
+        until `read_matrices`."""
 
     def read_matrices(self, family: Family, width: int | None) -> None:
         """Fill `matrices` with the projections of all experts, each of `width` channels. `matrices`
-        stays empty for a plan of whole experts (`width` None), and if every stored expert is zeros
-        or a copy of a whole expert. UserError for a tensor of experts that is not a projection, and
-        for a family whose channels cannot be removed."""
+        stays empty if the export does not need it: for a plan of whole experts (`width` None), and
+        if every stored expert is zeros or a copy of a whole expert. UserError for a tensor of
+        experts that is not a projection, and for a family whose experts cannot lose channels."""
         if width is None or not self.form.has_computed_experts:
             return
         if family.channel_obstacle:
@@ -81,8 +85,8 @@ class Block:
 
     def exported_tensor(self, name: str) -> ExportedTensor | None:
         """The tensor of the export that is made from the tensor `name` of the original. None if the
-        export has no such tensor, because its expert is dropped, or because `packed` writes the
-        experts of the layer. UserError for a tensor of unknown kind."""
+        export has no such tensor, because its expert is not stored, or because `packed` tensors
+        take its place. UserError for a tensor of unknown kind."""
         entry, block_tensor = self.tensors[name]
         experts = self.form.experts
         if block_tensor.kind == "unknown":
@@ -90,6 +94,7 @@ class Block:
                 f"{name} {entry.shape} belongs to a MoE block, but moe_lab does not know how to "
                 "prune it"
             )
+        # the first axis of router weights, and the last axis of a vector, is the axis of experts
         if block_tensor.kind == "router":
             return _rows(name, entry, 0, experts, self.n_experts)
         if block_tensor.kind == "vector":
@@ -98,6 +103,7 @@ class Block:
             )
         if block_tensor.kind == "shared":
             return unchanged(name, entry)
+        # the experts are packed, or the expert of this tensor is not stored
         if self.form.widths is not None or (
             block_tensor.expert is not None and block_tensor.expert not in experts
         ):
@@ -105,7 +111,7 @@ class Block:
         shape = entry.shape
         if block_tensor.expert is None:  # a stack
             shape = _rows(name, entry, 0, experts, self.n_experts).shape
-        else:
+        else:  # stored experts are numbered 0, 1, 2, ... in the export
             old = f"{self.prefix}experts.{block_tensor.expert}."
             new = f"{self.prefix}experts.{experts.index(block_tensor.expert)}."
             name = name.replace(old, new, 1)
@@ -114,7 +120,8 @@ class Block:
 
     def _resized_shape(self, shape: tuple[int, ...], block_tensor: BlockTensor) -> tuple[int, ...]:
         """The shape of a tensor of experts in the export: `shape`, with the new number of channels.
-        `shape` itself if the number of channels does not change or the tensor has no channels."""
+        `shape` itself if the number of channels does not change (`form.width` None), or if the
+        tensor has no axis of channels."""
         if (
             self.form.width is None
             or block_tensor.axes is None
@@ -139,16 +146,17 @@ class Block:
                 elif stored.copied is not None:
                     start = entry.start + expert * size if is_stack else entry.start
                     yield Span(entry.shard, start, size)
-                elif block_tensor.axes is not None:
+                elif block_tensor.axes is not None:  # `read_matrices` ensures it
                     yield from (
                         self._projection(stored, role, entry.dtype)
                         for role in block_tensor.axes.roles
                     )
 
     def packed(self) -> Iterator[ExportedTensor]:
-        """The packed tensors of the layer, whose expert e has I_e channels: gate_up_packed (sum of
-        2 I_e, H) and down_packed (sum of I_e, H). A layer with constants also has the tensor
-        constants (N, H) of its N null experts."""
+        """The packed tensors of the layer. They hold one expert after the other, with channels as
+        rows; expert e has I_e channels. The shape of `gate_up_packed` is (sum of 2 I_e, H), that of
+        `down_packed` is (sum of I_e, H). If the layer's N null experts put out constants, there is
+        also a tensor `constants` (N, H)."""
         experts = self.form.stored
         total = sum(self.form.widths or ())
         dtype = _common_type({matrix.dtype for matrix in self.matrices.values()})
@@ -172,7 +180,8 @@ class Block:
         self, stored: StoredExpert, role: str, dtype: str, *, packs_channels_as_rows: bool = False
     ) -> Projection:
         """The projection `role` (gate, up or down) of the expert `stored`, in the type `dtype`.
-        `packs_channels_as_rows`: whether channels become rows also in down."""
+        `packs_channels_as_rows`: whether channels are rows in the export. If False, they are rows
+        in gate and up, and columns in down, as in the original."""
         matrices = {member.expert: self.matrices[role, member.expert] for member in stored.members}
         return Projection(
             stored,
@@ -183,9 +192,9 @@ class Block:
         )
 
     def check_complete(self, folder: Path) -> None:
-        """Raise UserError unless the block has all its experts, each with the same tensors, and one
-        router. If the form has dropped experts, the router needs a bias that bars them (`can_bar`).
-        `folder`: the original checkpoint, for messages."""
+        """Raise UserError unless the block has one router and all experts, each with the same
+        tensors. If the export stores dropped experts (as zeros), the router must also have a bias
+        that can keep tokens from them. `folder`: the original checkpoint, for messages."""
         block_tensors = [block_tensor for _, block_tensor in self.tensors.values()]
         kinds = Counter(block_tensor.kind for block_tensor in block_tensors)
         number = block_tensors[0].layer
@@ -200,7 +209,7 @@ class Block:
                 f"export=masked: the plan drops experts of layer {number}, but its router has "
                 f"{NO_BIAS}"
             )
-        # tensors of a stack name no expert
+        # ids of the experts with tensors of their own: must be all, or none if there are stacks
         experts = {block_tensor.expert for block_tensor in block_tensors} - {None}
         if experts != set(range(self.n_experts)) and (experts or not kinds["stack"]):
             raise UserError(
@@ -219,10 +228,10 @@ class Block:
 def exported_tensors(
     checkpoint: Checkpoint, family: Family, plan: Plan, form: Form
 ) -> dict[str, list[ExportedTensor]]:
-    """File name -> tensors of this file of the export: first packed experts, then all other tensors
-    in the order of the original's bytes.
+    """Name of a file of the export -> its tensors, in the order in which they are written: first
+    packed tensors of experts, then all other tensors in the order of the original's bytes.
 
-    All layers for multi-token prediction are left out if one of them has experts. UserError when
+    All layers for multi-token prediction are left out if any of them has experts. UserError when
     the MoE blocks on disk are not those of the plan, experts or a router are missing, a tensor of a
     block is of unknown kind, or `form` cannot be written."""
     block_tensors = family.block_tensors(checkpoint.tensors)
@@ -251,9 +260,9 @@ def exported_tensors(
     for block in blocks.values():
         block.check_complete(checkpoint.folder)
         if block.form.widths is not None:
-            # the file that has the last of the block's tensors of experts
+            # packed tensors are written to the file of the last tensor of experts in the original
             shard = [entry.shard for entry, _ in block.expert_tensors.values()][-1]
-            # at the start of a file, packed tensors are aligned whatever size other tensors have
+            # at the start of the file: after tensors of some sizes, they would not be aligned
             by_shard[shard][:0] = block.packed()
     return by_shard
 
@@ -261,9 +270,10 @@ def exported_tensors(
 def _matrices(
     name: str, entry: Entry, block_tensor: BlockTensor, n_experts: int, width: int
 ) -> Iterator[tuple[str, int, Matrix]]:
-    """(role, expert, matrix) for each projection in the tensor `name`. The tensor holds one expert
-    or all `n_experts` experts, each of `width` channels. UserError for biases, for tensors that do
-    not hold plain projections, and for types that are not in UNSIGNED."""
+    """(role, expert, matrix) for each projection in the tensor `name`. A role is gate, up or down.
+    The tensor belongs to one expert, or is a stack of all `n_experts` experts. Each expert has
+    `width` channels. UserError for another shape, for biases, for tensors that do not hold plain
+    projections, and for types that are not in UNSIGNED."""
     if block_tensor.axes is None or block_tensor.axes.is_bias or entry.dtype not in UNSIGNED:
         raise UserError(
             f"{name}, of type {entry.dtype}: channels can be removed from gate, up and down "
@@ -271,9 +281,10 @@ def _matrices(
             "experts"
         )
     roles = block_tensor.axes.roles
-    is_down = block_tensor.axes.channels == -1  # down is (H, I), gate and up are (I, H)
-    expert_axes = (n_experts,) if block_tensor.kind == "stack" else ()
-    if entry.shape[:-2] != expert_axes or entry.shape[-1 if is_down else -2] != width * len(roles):
+    # down is (H, I), gate or up alone is (I, H), gate and up in one tensor are (2 I, H)
+    channel_axis = -1 if block_tensor.axes.channels == -1 else -2
+    leading_shape = (n_experts,) if block_tensor.kind == "stack" else ()
+    if entry.shape[:-2] != leading_shape or entry.shape[channel_axis] != width * len(roles):
         raise UserError(
             f"plan is for another model: it is about {n_experts} experts of {width} channels, and "
             f"{name} has shape {entry.shape}"
@@ -299,6 +310,7 @@ def _common_type(types: set[str]) -> str:
 def expert_type(checkpoint: Checkpoint) -> str:
     """The type of the weights of routed experts. UserError when the checkpoint has no routed
     experts."""
+    # any family will do: the kinds of tensors do not depend on it
     for name, block_tensor in Family().block_tensors(checkpoint.tensors).items():
         if block_tensor.kind in ("expert", "stack"):
             return checkpoint.tensors[name].dtype
@@ -306,8 +318,9 @@ def expert_type(checkpoint: Checkpoint) -> str:
 
 
 def can_bar(names: Iterable[str]) -> bool:
-    """Whether a tensor in `names` is a vector of biases per expert that can bar dropped experts,
-    which means that the router never chooses them. Biases after the softmax cannot."""
+    """Whether the router has a bias per expert that can be set so low that the router never chooses
+    a dropped expert. A bias that is added after the softmax does not count. `names`: names of all
+    tensors of a MoE block or a checkpoint."""
     vectors = tuple(f".{name}" for name in DISK_ROUTING_VECTORS)
     return any(name.endswith(vectors) and AFTER_SOFTMAX not in name for name in names)
 

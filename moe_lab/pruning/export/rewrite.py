@@ -62,9 +62,9 @@ def rewrite(folder: Path, changes: Changes, out: Path) -> Path:
 
 
 def _describe(folder: Path, shards: tuple[str, ...], changes: Changes, target: Path) -> None:
-    """Write config.json, the model card and the index into `target`, which has the changed `shards`
-    already. Each is made from the file in `folder` and from `changes`; the index only if `folder`
-    has one."""
+    """Write config.json and the model card of `folder` into `target`, as `changes` changes them.
+    If `folder` has an index, also write the index of the changed `shards`, which `target` has
+    already."""
     entries = {
         name: entry for shard in shards for name, entry in read_header(target / shard)[1].items()
     }
@@ -83,8 +83,9 @@ def _write_shard(checkpoint: Checkpoint, shard: str, changes: Changes, folder: P
     size is no multiple of `ALIGNMENT` are written last, so that all other tensors are aligned."""
     names = [name for name, entry in checkpoint.tensors.items() if entry.shard == shard]
     metadata = checkpoint.metadata[shard]
+    # HEADER_ENTRY bytes for each tensor, and as many for all else in the header
     reserved = len(json.dumps(metadata)) + HEADER_ENTRY * (len(names) + 1)
-    data_start = -(-reserved // ALIGNMENT) * ALIGNMENT  # rounded up
+    data_start = reserved + -reserved % ALIGNMENT  # rounded up
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     unaligned: dict[str, torch.Tensor] = {}
     with (
@@ -93,6 +94,7 @@ def _write_shard(checkpoint: Checkpoint, shard: str, changes: Changes, folder: P
     ):
         target.seek(data_start)
         for name in names:
+            # a tensor may be replaced by several
             for new_name, tensor in changes.tensors(name, source.get_tensor(name)).items():
                 if tensor.nbytes % ALIGNMENT:
                     unaligned[new_name] = tensor

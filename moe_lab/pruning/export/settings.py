@@ -47,13 +47,12 @@ def export_conflicts(
 
     `granularity`: what the plans remove, "expert" or "channel"; None: not known. `verify`: whether
     exports are verified. The model's files are only checked if they are on this machine. If
-    export.shape is None, nothing is exported, and only the first three reasons (`conflicts`) are
-    checked."""
+    export.shape is None, nothing is exported, and only the reasons in `conflicts` are checked."""
     shape_setting = f"export={export.shape}"
     format_setting = f"export.format={export.format}"
     recovery_setting = f"recovery={recovery.name}"
     is_recovered = recovery.name != "none"
-    # sentence -> whether the settings have this conflict
+    # sentence about a conflict -> whether the settings have this conflict
     conflicts = {
         f"verify=true compares an export with the masked model, which {recovery_setting} changes: "
         "expected verify=false with a recovery": verify and is_recovered,
@@ -71,7 +70,8 @@ def export_conflicts(
         return
     yield from user_errors(check_trained_top_k, model, shape_setting)
     yield from user_errors(check_quantised, quantization(model), export.shape)
-    # the settings that need plain weights; a list times False is empty
+    # Two settings need plain weights: verify=true, and a format other than safetensors. A list
+    # times False is empty.
     for setting in ["verify=true"] * verify + [format_setting] * (export.format != "safetensors"):
         yield from user_errors(check_plain_weights, model, setting)
     folder = local_path(model.path)
@@ -82,9 +82,9 @@ def export_conflicts(
 
 
 def check_uneven(export: ExportConfig, allocation: str) -> None:
-    """Raise UserError if the export is a GGUF file in a shape other than masked. `allocation`: name
-    of the allocation, which gives layers or experts unequal sizes. Only the shape masked gives them
-    equal sizes again."""
+    """Raise UserError if the export is a GGUF file, in which layers and experts of unequal sizes
+    cannot be stored. No error for the shape masked, in which all sizes are equal. `allocation`:
+    name of an allocation that gives unequal sizes."""
     if export.format == "gguf" and export.shape not in (None, "masked"):
         raise UserError(
             "export.format=gguf: a GGUF file has one number of experts and one width for all "

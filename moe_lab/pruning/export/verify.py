@@ -37,16 +37,16 @@ def verify(
     device: str = "cpu",
     trust_remote_code: bool = False,
 ) -> float:
-    """Compare the checkpoint in folder `exported` with the model in `source` masked by `plan`;
-    returns the largest relative difference, see `_relative_difference`.
+    """Compare the checkpoint in folder `exported` with the model in folder `source`, masked by
+    `plan`. Returns the largest `_relative_difference` of their outputs.
 
     Both models get TOKENS random tokens, and each decoder layer of the export gets the input of the
     same layer in the masked model. One layer of each model is in memory, in the stored precision.
-    The outputs of each layer and of each retained expert (also if no token chose it) are compared,
-    and the logits. On the CPU they must be equal bit for bit, except in MoE layers, if the plan has
-    channels or the export has zeros for dropped experts. All other differences may be up to
-    TOLERANCE. The code of an export with uneven layers is run. UserError naming the first layer
-    that differs.
+    The outputs of each layer, of each retained expert (also if no token chose it) and the logits
+    are compared. On the CPU they must be equal bit for bit. MoE layers may differ by TOLERANCE if
+    the plan has channels, or if the export has zeros for dropped experts. On other devices, all may
+    differ by TOLERANCE. Code in `exported` is always run. UserError naming the first layer that
+    differs.
     """
     dtype = stored_dtype(source)
     masked = StreamedModel(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -100,10 +100,11 @@ def _all_experts(
     positions = retained  # of the retained experts in `exported`
     if exported.n_experts != layer.n_experts:
         positions = torch.arange(len(retained), device=hidden.device)
+    # (T, K): positions of experts in `retained`. 0, 1, 2, ... go down the first column, then the
+    # second and so on, and start again at 0 after the last expert. K is just large enough for all.
     indices = torch.arange(
         ceil(len(retained) / len(hidden)) * len(hidden), device=hidden.device
     ) % len(retained)
-    # (T, K), position of an expert in `retained`: 0, 1, 2, ... fill the rows in turn, K times
     indices = indices.reshape(-1, len(hidden)).T
     gates = hidden.new_ones(indices.shape)
     with ExitStack() as stack:

@@ -58,20 +58,21 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 def write_weights(
     checkpoint: Checkpoint, content: Mapping[str, Sequence[ExportedTensor]], folder: Path
 ) -> None:
-    """Write the tensors of `content` (file -> tensors in order) as safetensors into `folder`. Spans
-    are copied by the kernel where possible; all other chunks are computed one at a time."""
+    """Write safetensors files into `folder`. `content`: name of a file -> its tensors, in order.
+    Byte ranges of the original (`Span`) are copied by the kernel where possible. All other chunks
+    are computed one at a time."""
     for shard, tensors in content.items():
         if not tensors:
             continue
         with new_file(folder / shard) as target:
             target.write(_header(tensors, checkpoint.metadata[shard]))
-            for part in _merge_spans(tensors):
-                if isinstance(part, Span):
-                    with (checkpoint.folder / part.shard).open("rb") as source:
-                        _copy(source, target, part.start, part.size)
+            for chunk in _merge_spans(tensors):
+                if isinstance(chunk, Span):
+                    with (checkpoint.folder / chunk.shard).open("rb") as source:
+                        _copy(source, target, chunk.start, chunk.size)
                 else:
-                    # writes each block before the next is computed
-                    target.writelines(part.read(checkpoint.folder))
+                    # `read` yields blocks of bytes: each is written before the next is computed
+                    target.writelines(chunk.read(checkpoint.folder))
 
 
 def write_index(folder: Path, shard_of: Mapping[str, str], total: int) -> None:
@@ -104,8 +105,9 @@ def copy_others(folder: Path, target: Path) -> None:
 
 
 def header_bytes(fields: Mapping[str, Any], min_size: int = 0) -> bytes:
-    """The beginning of a safetensors file: the length of the header and the header `fields`. It is
-    at least `min_size` bytes long, and padded so that the data after it are aligned."""
+    """The beginning of a safetensors file: 8 bytes with the length of the header, then the header.
+    The header is `fields` as JSON, and then spaces, so that the beginning has at least `min_size`
+    bytes and the data after it are aligned."""
     text = json.dumps(fields, separators=(",", ":")).encode()
     size = max(min_size, 8 + len(text))
     size += -size % ALIGNMENT
@@ -114,7 +116,7 @@ def header_bytes(fields: Mapping[str, Any], min_size: int = 0) -> bytes:
 
 
 def _header(tensors: Sequence[ExportedTensor], metadata: Mapping[str, str]) -> bytes:
-    """The header of a safetensors file with these `tensors`, in order."""
+    """The beginning of a safetensors file with these `tensors`, in order, and `metadata`."""
     fields: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     position = 0
     for tensor in tensors:
@@ -133,7 +135,7 @@ def _merge_spans(tensors: Sequence[ExportedTensor]) -> list[Chunk]:
     chunks: list[Chunk] = []
     for chunk in (chunk for tensor in tensors for chunk in tensor.chunks):
         last = chunks[-1] if chunks else None
-        # `chunk` begins in the same file where `last` ends
+        # both are in the same file, and `chunk` begins where `last` ends
         if isinstance(last, Span) and chunk == Span(last.shard, last.start + last.size, chunk.size):
             chunk = Span(last.shard, last.start, last.size + chunk.size)
             chunks.pop()
@@ -143,9 +145,10 @@ def _merge_spans(tensors: Sequence[ExportedTensor]) -> list[Chunk]:
 
 def _copy(source: BinaryIO, target: BinaryIO, start: int, size: int) -> None:
     """Append `size` bytes of `source`, from byte `start`, to `target`: by the kernel if possible,
-    otherwise through a buffer. `start` advances with the bytes that are copied."""
+    otherwise through a buffer."""
     target.flush()
     end = start + size
+    # below, `start` is always the first byte that has not been copied yet
     while start < end and hasattr(os, "copy_file_range"):
         try:
             copied = os.copy_file_range(
