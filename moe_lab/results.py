@@ -149,20 +149,22 @@ def read_record(root: Path, study: str) -> dict[str, Any] | None:
 
 
 def join_records(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """One record with the cells and the FIGURE_STEPS of all records in `current`, the result of
-    `current_records`. All other entries are copied from the last record. The entry `run` has the
-    name of the last record's run.
+    """One record from all records in `current`, the result of `current_records`. The record has the
+    cells of all records, and the rows of all records in the entries FIGURE_STEPS. All other entries
+    are copied from the last record. The entry `run` has the name of the last record's run.
 
     A cell in several records gets the benchmarks of all these records. If two records name
     different steps for the cell, because settings differed, the cell is copied from the later
     record, and added to the entry `differing`.
     """
     cells: dict[str, dict[str, Any]] = {}
+    # entry in FIGURE_STEPS -> key of a row -> row
     figures: dict[str, dict[str, Any]] = {figure: {} for figure in FIGURE_STEPS}
     differing = {}
     for record in current.values():
         for entry in record["cells"]:
-            # models may have the same name, so the key has digits of the id of the step "model"
+            # Models may have the same name, so the key also has the id of the step "model": the
+            # last digits of the step's folder.
             key = _key({**entry["cell"], "id": (entry.get("model") or "")[-ID_DIGITS:]})
             merged = _merge(cells[key], entry) if key in cells else entry
             if merged is None:  # the two records name different steps
@@ -200,9 +202,8 @@ Folders = Mapping[str, str | None]
 
 def _merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | None:
     """Merge the entries of one cell in two records: `old` in the earlier record, `new` in the later
-    record. Folders and errors that only `old` has are added to `new`. The error of a step is left
-    out if `old` or `new` has a folder of the finished step. Returns None if `old` and `new` name
-    different steps."""
+    record. Folders and errors that only `old` has are added to `new`. Errors of steps that finished
+    in one of the two records are left out. Returns None if `old` and `new` name different steps."""
     steps = _merge_folders(
         {name: old.get(name) for name in STEPS}, {name: new.get(name) for name in STEPS}
     )
@@ -217,8 +218,8 @@ def _merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | N
 
 def _merge_folders(old: Folders, new: Folders) -> dict[str, str | None] | None:
     """Field or benchmark -> folder of the step, from `old` and `new` together. If both name a
-    folder, the folder in `new` is taken, because the label of the step may have changed. None if
-    the two folders are of steps with different ids."""
+    folder, both must end with the same id, which means the same step; otherwise returns None. The
+    folder in `new` is taken, because the label before the id may have changed."""
     merged = dict(old)
     for name, folder in new.items():
         old_folder = old.get(name)

@@ -89,8 +89,8 @@ def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
 
 class _RecoveredTensors:
     """Computes the changed tensors of the pruned checkpoint in `folder`, with one decoder layer in
-    memory at a time. modules: parts of the model to round; () without quantisation. tuned: output
-    folder of a fine-tuning or fit, or None."""
+    memory at a time. modules: parts of the model whose weights are rounded to NF4; () rounds
+    nothing. tuned: output folder of a fine-tuning or fit, or None."""
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, modules: Sequence[str], tuned: Path | None
@@ -155,15 +155,16 @@ class _RecoveredTensors:
 
     @torch.no_grad()
     def _tensors_of_layer(self, number: int) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """The changed tensors of decoder layer `number`: name of a tensor in the checkpoint -> the
-        tensors that replace this tensor, by name. {} for OUTSIDE, because tensors outside of
-        decoder layers do not change."""
+        """The changed tensors of decoder layer `number`. Returns name of a tensor in the checkpoint
+        -> tensors to write instead of this tensor, by name. {} for OUTSIDE, because tensors outside
+        of decoder layers do not change."""
         if number == OUTSIDE:
             return {}
         model: Any = self.streamed.model
         prefix = f"{self.streamed.layers_path}.{number}."
-        new_tensors: dict[str, torch.Tensor] = {}  # not in 4 bits, by name in memory
-        nf4_by_name = {}
+        # changed tensors that are not stored in 4 bits, by name in the model
+        new_tensors: dict[str, torch.Tensor] = {}
+        nf4_by_name = {}  # tensors in 4 bits, by name of the replaced tensor in the checkpoint
         with self.streamed.layer(number):
             if self.tuned is not None:
                 names = load_tuned(model, self.tuned / TENSORS, prefix)
@@ -175,12 +176,15 @@ class _RecoveredTensors:
             for path, module in self._maps_to_round(prefix):
                 if path in self.nf4_names:
                     name = self.nf4_names[path]
-                    tensors = nf4_tensors(module.weight)
-                    nf4_by_name[name] = {f"{name}{suffix}": tensors[suffix] for suffix in tensors}
+                    nf4_by_name[name] = {
+                        f"{name}{suffix}": tensor
+                        for suffix, tensor in nf4_tensors(module.weight).items()
+                    }
                     # a fine-tuned weight is written only in 4 bits
                     new_tensors.pop(f"{path}.weight", None)
                 else:
                     new_tensors[f"{path}.weight"] = nf4_rounded(module.weight)
-            plain = to_checkpoint(model, new_tensors)
-            # copies, since tensors may be views of weights that are freed with the layer
-            return {name: {name: tensor.clone()} for name, tensor in plain.items()} | nf4_by_name
+            renamed = to_checkpoint(model, new_tensors)  # by name in the checkpoint
+            # Each of these tensors replaces the tensor of the same name. Copies are needed, since
+            # tensors may be views of weights that are freed with the layer.
+            return {name: {name: tensor.clone()} for name, tensor in renamed.items()} | nf4_by_name

@@ -87,8 +87,8 @@ def finetune(
                        seconds
 
     Checkpoints are saved in the folder `partial`, from which a stopped run resumes; no other run
-    may use this folder. seed: see `student` and `train`. UserError when `text` has no token to
-    learn, and for a loss that is not finite.
+    may use this folder. seed: determines the initial adapters, the order of the rows, and all
+    random numbers. UserError when `text` has no token to learn, and for a loss that is not finite.
     """
     is_distilled = settings.distill is not None
     rows = text_rows(text, tokenizer) if is_distilled else answer_rows(text, tokenizer)
@@ -129,15 +129,17 @@ def answer_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
     """The rows of an instruction set in which at least one answer token can be predicted. The first
     token of a row cannot be predicted. UserError for a set without such rows."""
     reason = "no row holds an answer after its first token: expected answers"
+    # with `header`, the text that the chat template writes around an answer is learnt, too
     return _rows_to_learn(answer_batches(text, tokenizer, header=True), text, reason)
 
 
 def text_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
-    """The rows of a text, which needs no answers. The model learns each valid token that follows a
-    valid token. Rows without such a token are left out. UserError when no row is left."""
+    """The rows of a text, which may be without answers. The model learns each valid token that
+    follows a valid token. Rows without such a token are left out. UserError when no row is left."""
     marked_batches = []
     for ids, valid in batches(text, tokenizer).batches:
-        # pad the first column with any value: the first token of a row is never learnt
+        # (B, S): whether the token before is valid. The value in the first column has no effect,
+        # because the first token of a row is never learnt.
         follows_valid = pad(valid[:, :-1], (1, 0), value=True)
         marked_batches.append((ids, valid, valid & follows_valid))
     return _rows_to_learn(
@@ -190,6 +192,7 @@ def train(
     )
     steps = step_count(settings, len(rows))
     rows_digest = digest(tensor for row in rows for tensor in row)
+    # a checkpoint is only read if it is of a training with the same settings, seed and rows
     identity = json.dumps(
         {"settings": settings.identity, "seed": seed, "rows": rows_digest}, sort_keys=True
     )
@@ -202,7 +205,7 @@ def train(
             torch.manual_seed(_derive_seed(seed, step))
             losses.append(_backward(model, [rows[index] for index in indices], loss, rows_at_once))
         if not math.isfinite(losses[-1]):
-            setting = RATES[trained_parts[0]]
+            setting = RATES[trained_parts[0]]  # the message names one rate, that of the first part
             rate = f"recovery.{setting}={getattr(settings, setting)}"
             raise UserError(
                 f"fine-tuning: the loss of step {step + 1} is {losses[-1]}, expected a number: "
@@ -226,14 +229,14 @@ def step_count(settings: RecoveryConfig, n_rows: int) -> int:
 
 
 def rate_factor(step: int, steps: int) -> float:
-    """The learning rate in step number `step` (from 0) of `steps` steps, as a share of the peak
-    learning rate. The rate rises linearly in the first share WARMUP of the steps. Then the rate
-    falls along a half cosine, and would reach 0 one step after the last step."""
+    """The factor of the peak learning rate in step number `step` (from 0) of `steps` steps. The
+    factor rises linearly to 1 in the first WARMUP * steps steps. Then the factor falls along a half
+    cosine, and would be 0 in step number `steps`, which is not made."""
     warmup = math.ceil(WARMUP * steps)
     if step < warmup:
         return (step + 1) / warmup
-    share = (step - warmup) / max(1, steps - warmup)
-    return 0.5 * (1 + math.cos(math.pi * share))
+    position = (step - warmup) / max(1, steps - warmup)  # on the half cosine, from 0 to 1
+    return 0.5 * (1 + math.cos(math.pi * position))
 
 
 def rows_of_step(step: int, size: int, n_rows: int, seed: int) -> list[int]:
@@ -244,6 +247,7 @@ def rows_of_step(step: int, size: int, n_rows: int, seed: int) -> list[int]:
     # n_read: number of rows that were read before, in this step and all earlier steps
     for n_read in range(step * size, (step + 1) * size):
         epoch, position = divmod(n_read, n_rows)
+        # numbers from 0 on are for the seeds of steps, so passes take the negative numbers
         generator = torch.Generator().manual_seed(_derive_seed(seed, -1 - epoch))
         indices.append(int(torch.randperm(n_rows, generator=generator)[position]))
     return indices
@@ -266,7 +270,8 @@ def answer_loss(
     model: Any, ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor
 ) -> torch.Tensor:
     """Sum of -log p(token | tokens before it) over the tokens that `answers` (B, S) marks, except
-    the first token of a row; computed in fp32."""
+    the first token of a row; computed in fp32. ids: tokens (B, S); valid (B, S): False at gaps
+    between documents and at padding."""
     logits = _predictions(model, ids, valid, answers)
     return cross_entropy(logits.float(), ids[:, 1:][answers[:, 1:]], reduction="sum")
 
@@ -284,8 +289,9 @@ def distillation_loss(
     a row; computed in fp32.
 
     p and q are the next-token distributions of `teacher` and `model` over the whole vocabulary, at
-    the temperature tau. Divided by the number of learnt tokens, the sum is the loss of Router-KD
-    (arXiv 2603.02217, equations 1 to 3). No gradient flows into the teacher.
+    the temperature tau = `temperature`. Divided by the number of learnt tokens, the sum is the loss
+    of Router-KD (arXiv 2603.02217, equations 1 to 3). No gradient flows into the teacher. ids:
+    tokens (B, S); valid (B, S): False at gaps between documents and at padding.
     """
     with torch.no_grad():
         log_p = log_softmax(_predictions(teacher, ids, valid, learnt).float() / temperature, -1)
@@ -297,15 +303,17 @@ def _predictions(
     model: Any, ids: torch.Tensor, valid: torch.Tensor, learnt: torch.Tensor
 ) -> torch.Tensor:
     """Logits (N, V) with which `model` predicts the N tokens that `learnt` (B, S) marks. The first
-    token of a row is not counted, because no position predicts it. ids, valid: see `Loss`."""
-    targets = learnt[:, 1:]
-    # columns with a target in at least one row: `logits_to_keep` takes columns for all rows
-    columns = targets.any(0).nonzero()[:, 0]
+    token of a row is not counted, because no position predicts it. ids: tokens (B, S); valid
+    (B, S): False at gaps between documents and at padding."""
+    # whether a position predicts a learnt token, which is the next token in the row
+    predicts_learnt = learnt[:, 1:]
+    # positions that do so in at least one row: `logits_to_keep` takes the same ones of all rows
+    columns = predicts_learnt.any(0).nonzero()[:, 0]
     mask = None if bool(valid.all()) else valid.to(torch.int64)
     logits: torch.Tensor = model(
         input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=columns
     ).logits
-    return logits[targets[:, columns]]
+    return logits[predicts_learnt[:, columns]]
 
 
 def _stack_rows(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -317,9 +325,10 @@ def _stack_rows(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor
 
 
 def _derive_seed(seed: int, step: int) -> int:
-    """The seed of one step, derived from the `seed` of the training. For the seed of pass number e
-    over all rows, `step` is -1 - e. Seeds are hashes, so the seeds of different steps are
-    unrelated. A seed has 7 bytes, because torch takes at most 8."""
+    """The seed of step number `step` (from 0), derived from the `seed` of the training. A negative
+    `step` gives the seed of a pass over the rows: -1 for the first pass, -2 for the second. Seeds
+    are hashes, so different seeds are unrelated. A seed has 7 bytes, because torch takes at most
+    8."""
     return int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:7], "big")
 
 
@@ -374,29 +383,30 @@ class Student:
 def student(
     model: Any, plan: Plan | None, settings: RecoveryConfig, seed: int
 ) -> Iterator[Student]:
-    """A context with a copy of `model` to train. With recovery.train=routers the copy is masked by
-    `plan`, otherwise pruned by `plan`. If `plan` is None, the copy has all experts. `seed`
-    determines the initial adapters (see `attach`). Routers ignore `seed`, because they begin with
-    the weights of `model`. `model` is not changed."""
+    """A context that yields a copy of `model` and the copy's parameters to train. With
+    recovery.train=routers, the copy is masked by `plan`, and its router weights are trained.
+    Otherwise the copy is pruned by `plan`, and DoRA adapters on its MoE blocks are trained. If
+    `plan` is None, the copy has all experts. `seed` determines the initial adapters; router weights
+    begin as in `model`. `model` is not changed."""
     if settings.train == "routers":
         with trained_routers(model, plan) as learner:
             yield learner
     else:
         copy = pruned(model, plan)
         adapted = attach(copy, settings, seed)
-        yield Student(copy, trainable(adapted), functools.partial(merge, copy, adapted))
+        yield Student(copy, trainable(adapted), finish=functools.partial(merge, copy, adapted))
 
 
 @contextmanager
 def trained_routers(model: Any, plan: Plan | None) -> Iterator[Student]:
-    """A context with a copy of `model` under the mask of `plan` (None for no mask). The weights of
-    the copy's routers are trained, and everything else is frozen.
+    """A context that yields a copy of `model` under the mask of `plan` (None for no mask). The
+    weights of the copy's routers are trained, and everything else is frozen.
 
     The copy shares the frozen tensors with `model`, so that `model` as the teacher needs no further
-    memory. Of the router weights, only the rows of retained experts are trained. Biases of routers
-    and correction biases are frozen. Weights of 16 bits are trained as fp32 copies, because
-    rounding to 16 bits would lose small steps. Each forward pass uses the rounded copies, which are
-    also the weights that are evaluated later.
+    memory. Under the mask, a router's weight only has the rows of retained experts. Biases of
+    routers and correction biases are frozen. Weights of 16 bits are trained as fp32 copies, because
+    rounding to 16 bits would lose small steps. Each forward pass rounds the copies to 16 bits, as
+    in the model that is evaluated later.
     """
     masked = share_copy(model)
     masked.requires_grad_(False)
@@ -409,8 +419,8 @@ def trained_routers(model: Any, plan: Plan | None) -> Iterator[Student]:
         for layer, module in modules.items():
             copies[layer] = PreciseWeight(module.weight)  # type: ignore[arg-type]
             parametrize.register_parametrization(module, "weight", copies[layer], unsafe=True)
-            # The stack calls this before it ends the mask. The mask then replaces the rows of
-            # retained experts by the original weight.
+            # When the stack ends, it first undoes this, and then ends the mask. The mask puts the
+            # original weight, with the rows of all experts, back.
             stack.callback(
                 parametrize.remove_parametrizations, module, "weight", leave_parametrized=False
             )

@@ -54,24 +54,24 @@ def fit(
     start_time = time.monotonic()
     pruned = prune(model, plan)
     weights_by_layer = merged_weights(pruned, plan)
-    # `collect_statistics` creates hooks without arguments for these values: the class holds them
+    # `collect_statistics` makes a hook of this class for each layer: the class has these values
     hook = type("FitHook", (MergeHook,), {"plan": plan, "merged": weights_by_layer})
     sums = collect_statistics(model, hook, batches(text, tokenizer).batches, out=partial).layers
-    experts = []
-    for layer, weights_by_owner in weights_by_layer.items():
-        for owner, weights in weights_by_owner.items():
+    summaries = []
+    for layer, weights_by_expert in weights_by_layer.items():
+        for expert, weights in weights_by_expert.items():
             summary = {
                 "layer": layer,
-                "expert": owner,
-                "members": sorted(plan.layers[layer].merged[owner]),
+                "expert": expert,
+                "members": sorted(plan.layers[layer].merged[expert]),
             }
-            experts.append({**summary, **_fit_expert(weights.down, owner, sums[layer])})
-    fitted_experts = sum(summary["error_fitted"] is not None for summary in experts)
-    if not fitted_experts:
-        most_tokens = max(summary["tokens"] for summary in experts)
+            summaries.append({**summary, **_fit_expert(weights.down, expert, sums[layer])})
+    n_fitted = sum(summary["error_fitted"] is not None for summary in summaries)
+    if not n_fitted:
+        most_tokens = max(summary["tokens"] for summary in summaries)
         raise UserError(
-            f"recovery.fit={settings.fit}: each of {len(experts)} merged experts saw fewer tokens "
-            f"than it has channels (at most {most_tokens}): expected a longer text"
+            f"recovery.fit={settings.fit}: each of {len(summaries)} merged experts saw fewer "
+            f"tokens than it has channels (at most {most_tokens}): expected a longer text"
         )
     fitted_tensors = {
         f"{layer.name}.{name}": weight
@@ -80,10 +80,10 @@ def fit(
         for name, weight in layer.experts.named_parameters()
     }
     report = {
-        "fitted": fitted_experts,
-        "averaged": len(experts) - fitted_experts,
+        "fitted": n_fitted,
+        "averaged": len(summaries) - n_fitted,
         "seconds": round(time.monotonic() - start_time, 1),
-        "experts": experts,
+        "experts": summaries,
     }
     save_tuned(out, fitted_tensors, report)
     return report
@@ -96,9 +96,10 @@ def merged_weights(pruned: Any, plan: Plan) -> dict[int, dict[int, Weights]]:
     for layer in routed_layers(pruned):
         layer_plan = plan.layers[layer.index]
         if layer_plan.merged:
+            # the experts of the pruned layer are numbered by their positions in `retained`
             by_layer[layer.index] = {
-                owner: layer.weights(layer_plan.retained.index(owner))
-                for owner in sorted(layer_plan.merged)
+                expert: layer.weights(layer_plan.retained.index(expert))
+                for expert in sorted(layer_plan.merged)
             }
     return by_layer
 
@@ -113,8 +114,8 @@ class MergeHook(StatisticsHook):
     gram.j    (I, I)  sum of phi phi^T
     cross.j   (H, I)  sum of (y - W_D phi) phi^T
 
-    y (H,) is the weighted sum of the members' outputs. W_D (H, I) is the down projection of merged
-    expert j before the fit, and phi (I,) is the input of W_D.
+    y (H,) is the sum of the members' outputs, weighted by the members' shares in the plan. W_D
+    (H, I) is the down projection of merged expert j before the fit, and phi (I,) the input of W_D.
     """
 
     kind = "merge_fit"
@@ -129,39 +130,44 @@ class MergeHook(StatisticsHook):
         (T, H) of the unpruned layer. hidden: hidden states (T, H); index: ids of the experts of
         each token (T, K); weights: gates (T, K)."""
         valid = self.valid_tokens(hidden)  # None if all tokens are valid
-        for owner, owner_weights in self.merged.get(self.layer.index, {}).items():
-            members = self.plan.layers[self.layer.index].merged[owner]
+        for j, weights_of_j in self.merged.get(self.layer.index, {}).items():
+            members = self.plan.layers[self.layer.index].merged[j]  # id -> share
+            # whether the router sends a token to at least one member
             is_routed = torch.isin(index, torch.tensor(list(members), device=index.device)).any(1)
             states = hidden[is_routed if valid is None else is_routed & valid]
-            target = hidden.new_zeros(states.shape, dtype=torch.float64)
+            y = hidden.new_zeros(states.shape, dtype=torch.float64)
             for member, share in members.items():
-                target += share * self.layer.expert_output(states, member).double()
-            phi = self.layer.phi(states, owner_weights).double()
-            error = target - phi @ owner_weights.down.detach().double().T
-            self.add(f"tokens.{owner}", target.new_tensor(len(states)))
-            self.add(f"square.{owner}", target.square().sum())
-            self.add(f"error.{owner}", error.square().sum())
-            self.add(f"gram.{owner}", phi.T @ phi)
-            self.add(f"cross.{owner}", error.T @ phi)
+                y += share * self.layer.expert_output(states, member).double()
+            phi = self.layer.phi(states, weights_of_j).double()
+            residual = y - phi @ weights_of_j.down.detach().double().T
+            self.add(f"tokens.{j}", y.new_tensor(len(states)))
+            self.add(f"square.{j}", y.square().sum())
+            self.add(f"error.{j}", residual.square().sum())
+            self.add(f"gram.{j}", phi.T @ phi)
+            self.add(f"cross.{j}", residual.T @ phi)
         return self.unobserved(hidden, index, weights)
 
 
 @torch.no_grad()
-def _fit_expert(down: torch.Tensor, owner: int, sums: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Fit the down projection `down` of the merged expert with id `owner` in place, if the expert
-    has at least as many tokens as channels. Before the fit, `down` is the average of the members.
+def _fit_expert(
+    down: torch.Tensor, expert: int, sums: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Fit the down projection `down` of the merged expert with id `expert` in place, if the expert
+    has at least as many tokens as channels. Before the fit, `down` is W_D, the average of the
+    members' down projections.
 
-    sums: sums of the layer, see `MergeHook`. Returns a dictionary:
+    sums: sums that `MergeHook` gathered in the layer; y and phi are defined there. Returns a
+    dictionary:
 
     tokens          number of tokens
-    error_averaged  sum ||y - W_D phi||^2 / sum ||y||^2 of the average
-    error_fitted    the same error of the fitted projection; None without a fit
+    error_averaged  sum ||y - W_D phi||^2 / sum ||y||^2
+    error_fitted    the same with the fitted projection in place of W_D; None without a fit
     """
     tokens, square, error = (
-        float(sums[f"{name}.{owner}"]) for name in ("tokens", "square", "error")
+        float(sums[f"{name}.{expert}"]) for name in ("tokens", "square", "error")
     )
-    gram = sums[f"gram.{owner}"]
-    cross = sums[f"cross.{owner}"]
+    gram = sums[f"gram.{expert}"]
+    cross = sums[f"cross.{expert}"]
     scale = square or math.inf  # relative errors are 0 if all outputs are 0
     summary = {"tokens": int(tokens), "error_averaged": error / scale, "error_fitted": None}
     if tokens >= len(gram):
@@ -177,13 +183,15 @@ def _fit_expert(down: torch.Tensor, owner: int, sums: Mapping[str, torch.Tensor]
 
 
 def _correction(gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
-    """The fitted down projection minus the averaged down projection W_D: (H, I) in fp64,
-    (Y - W_D P) P^T (P P^T + r I)^-1.
+    """The fitted down projection minus W_D, the averaged down projection. Returns (H, I) fp64:
 
-    The columns of P and Y are the phi and y of all tokens; see `MergeHook`. gram is P P^T, and
-    cross is (Y - W_D P) P^T. r is RIDGE times the mean of the diagonal of gram.
+    (Y - W_D P) P^T (P P^T + r I)^-1
+
+    The columns of P and Y are the phi and y of all tokens, as defined in `MergeHook`. gram is
+    P P^T, and cross is (Y - W_D P) P^T. r is RIDGE times the mean of the diagonal of gram.
     """
     # without any active channel, gram is 0, but r must not be 0
     ridge = (RIDGE * gram.diagonal().mean()).clamp(min=torch.finfo(torch.float64).tiny)
     damped_gram = gram + ridge * torch.eye(len(gram), dtype=torch.float64)
+    # cross damped_gram^-1 is the transpose of damped_gram^-1 cross^T
     return torch.cholesky_solve(cross.T, torch.linalg.cholesky(damped_gram)).T

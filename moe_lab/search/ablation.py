@@ -39,16 +39,16 @@ def loss_rises(
     model: PreTrainedModel, kind: str, batches: Sequence[Batch], *, out: Path | None = None
 ) -> Statistics:
     """For each MoE layer, the increase of the model's loss after a change in this layer alone: mean
-    over the predicted tokens in nats, fp64. The change is `kind`:
+    over the predicted tokens in nats, fp64. `kind` names the change, and the result of each layer:
 
-    ablation  (E,): for each expert, its output is left out
-    scaling   (): the routed output is multiplied by SCALE; shared experts do not change
+    ablation  (E,): increase without the output of one expert, for each expert
+    scaling   (): increase when the routed output, without shared experts, is multiplied by SCALE
 
-    A few rows are read at a time. The inputs of all MoE layers are stored, so after a change in a
-    layer the model only runs from this layer on. Of L MoE layers, (L + 1) / 2 run on average for
-    each change. Sums are saved in the folder `out` after every layer, and an interrupted pass
-    resumes from these sums. UserError when no two valid tokens are adjacent, and for a loss that
-    is not finite, with the layer and expert.
+    One piece, a few rows, is read at a time. The inputs of all MoE layers are stored, so after a
+    change in a layer the model only runs from this layer on. Of L MoE layers, (L + 1) / 2 run on
+    average for each change. Sums are saved in the folder `out` (None: nowhere) after every layer,
+    and an interrupted run resumes from these sums. UserError when no two valid tokens are adjacent,
+    and for a loss that is not finite, with the layer and expert.
     """
     check_loss(batches)
     pieces = _small_batches(model, batches)
@@ -59,11 +59,12 @@ def loss_rises(
     piece_losses = None
     for step in range(done, len(pieces) * len(layers)):  # a step is for one piece and one layer
         piece, position = divmod(step, len(layers))
-        # a pass may resume in the middle of a piece
+        # an interrupted run may resume in the middle of a piece
         if piece_losses is None or position == 0:
             piece_losses = _BatchLosses(model, layers, *pieces[piece])
         index = layers[position].index
         rise = KINDS[kind](piece_losses, position)
+        # the first piece begins the sum of a layer
         sums[index] = {kind: sums[index][kind] + rise if index in sums else rise}
         check_finite({index: sums[index]}, "the changed loss")
         save_checkpoint(out, sums, metadata, step + 1)
@@ -83,16 +84,17 @@ class _BatchLosses:
         ids: torch.Tensor,
         valid: torch.Tensor,
     ):
-        """Run the unchanged model on `ids` (B, S). `valid` (B, S) is False at gaps and padding.
-        `layers`: all MoE layers of the model. UserError when the loss is not finite."""
+        """Run the unchanged model on `ids` (B, S). `valid` (B, S) is False at gaps between
+        documents and at padding. `layers`: all MoE layers of the model. UserError when the loss is
+        not finite."""
         self.decoder = Decoder(model)
         self.layers = layers
         self.ids = ids
         self.valid = valid
         self.states: States = {}
+        # this also stores the inputs of all MoE layers in `states`
         self.log_likelihood = self._log_likelihood(self.states)
-        """() fp64: log-likelihood of the batch under the unpruned model. The line above also stores
-        the inputs of all MoE layers in `states`."""
+        """() fp64: log-likelihood of the batch under the unchanged model."""
         if not bool(self.log_likelihood.isfinite()):
             raise UserError(
                 "the loss of the unpruned model is NaN or infinite on this text: expected finite "
@@ -112,34 +114,38 @@ class _BatchLosses:
     def scaling_rise(self, position: int) -> torch.Tensor:
         """() fp64: increase of the summed loss when the routed output of the MoE layer number
         `position` is multiplied by SCALE."""
-        return self._rise(position, lambda index, weights: weights * SCALE)
+        return self._rise(position, lambda index, gates: gates * SCALE)
 
     def _rise(
         self, position: int, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """() fp64: increase of the summed loss when the gates (T, K) of the MoE layer number
-        `position` are `change(expert ids, gates)`."""
-        start = (0,) * position
+        """() fp64: increase of the summed loss when the gates of the MoE layer number `position`
+        are changed. `change`: function of the expert ids (T, K) and the gates (T, K) that returns
+        the new gates."""
+        # key of this layer's input in `states`: the layers before it lose no experts
+        prefix = (0,) * position
 
         def with_change(experts: ExpertsFunction) -> ExpertsFunction:
-            """The function `experts`, called with the changed gates."""
-            return lambda hidden, index, weights: experts(hidden, index, change(index, weights))
+            """A function that calls `experts` with the changed gates."""
+            return lambda hidden, index, gates: experts(hidden, index, change(index, gates))
 
         with ExitStack() as undo:
             replace_experts(self.layers[position], with_change, undo)
             # the decoder runs from this layer on, because it gets no input of a later layer
-            changed = self._log_likelihood({start: self.states[start]})
+            changed = self._log_likelihood({prefix: self.states[prefix]})
         return self.log_likelihood - changed  # the summed loss is minus the log-likelihood
 
     def _log_likelihood(self, states: States) -> torch.Tensor:
-        """() fp64: the log-likelihood of the batch, summed over the predicted tokens. The model
-        runs from the last MoE layer whose input is in `states`; see `Decoder.logits`."""
-        unpruned = (0,) * len(self.layers)
+        """() fp64: the log-likelihood of the batch, summed over the predicted tokens. `states` has
+        inputs of MoE layers. The model runs from the last of these layers on, or as a whole if
+        `states` is empty, and the inputs of all later MoE layers are added to `states`."""
+        unpruned = (0,) * len(self.layers)  # the schedule in which no layer loses experts
         is_evaluated = _is_predictor(self.valid)
         logits, _ = self.decoder.logits(self.ids, self.valid, is_evaluated, unpruned, states)
         rows = is_evaluated.nonzero()[:, 0]
+        # the token after each position; the last position of a row is never evaluated
         targets = self.ids.roll(-1, 1)[is_evaluated]
-        # "nll" does not read random numbers, so they are set to 0
+        # "nll" does not use the random numbers of the positions, so zeros will do
         positions = Positions(is_evaluated, rows, targets, torch.zeros(len(rows)))
         return fitness_row_sums("nll", None, logits, positions).sum()
 
@@ -155,11 +161,11 @@ def _is_predictor(valid: torch.Tensor) -> torch.Tensor:
 
 
 def _small_batches(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Batch]:
-    """The batches, split into smaller batches of one or more rows. The logits of a small batch with
-    several rows fit into memory."""
-    tokens = min(device.PASS_TOKENS, device.max_logit_tokens(model))
+    """The batches, split into smaller batches whose logits fit into memory. Rows are not split: if
+    the logits of a single row need more memory, the row is a batch by itself."""
+    max_tokens = min(device.PASS_TOKENS, device.max_logit_tokens(model))
     parts: list[Batch] = []
     for ids, valid in batches:
-        n_rows = max(1, tokens // ids.shape[1])
+        n_rows = max(1, max_tokens // ids.shape[1])
         parts += zip(ids.split(n_rows), valid.split(n_rows), strict=True)
     return parts

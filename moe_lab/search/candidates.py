@@ -45,8 +45,9 @@ class Cost:
 
 
 class Plans:
-    """Converts schedules to plans. Each layer drops the experts with the lowest `scores` (layer ->
-    a score per expert), but no expert of `protected` (layer -> ids)."""
+    """Converts schedules (number of experts that each layer loses) to plans. Each layer drops the
+    experts with the lowest `scores` (layer -> a score per expert), but no expert of `protected`
+    (layer -> ids)."""
 
     def __init__(
         self,
@@ -54,8 +55,8 @@ class Plans:
         scores: Mapping[int, Sequence[float]],
         protected: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        """Store the scores of all MoE layers of `model`, and the properties of the layers' routers
-        that `make_plan` reads."""
+        """Store the scores of all MoE layers of `model`. For `make_plan`, also store the attributes
+        and the protected experts of each layer."""
         self.layers = moe_layers(model)
         self.scores = {layer.index: list(scores[layer.index]) for layer in self.layers}
         self.routers = {
@@ -85,17 +86,20 @@ class Batch:
 
 
 class Candidates:
-    """The fitness of schedules over a search set, for one model and one ranking of the experts.
+    """The fitness of schedules over a search set, for one model and one ranking of the experts. A
+    schedule has one entry per MoE layer: the number of experts that the layer loses.
 
-    `rows`: the result of answer_batches. The fitness is exactly the fitness of the masked model on
-    the whole set, but some computations are saved:
+    `rows`: the search set, from `answer_batches`. The fitness is computed at positions that
+    `evaluated_positions` chooses. It is exactly the fitness of the masked model on the whole set,
+    but some computations are saved:
 
-    - The model does not run the first layers again in which a schedule equals another schedule of
-      the same call, or an elite (one of the best schedules so far).
+    - If schedules have the same first entries, the hidden states of these layers are equal. Such
+      states are computed once for all schedules of a call, and stored for the elites (the best
+      schedules so far).
     - The vocabulary head runs at the evaluated positions only.
     - The unpruned model's log-probabilities are stored if they fit `settings.memory_budget`.
 
-    Hidden states of the elites use the rest of `settings.memory_budget`.
+    The stored hidden states use the rest of `settings.memory_budget`.
     """
 
     def __init__(
@@ -116,7 +120,8 @@ class Candidates:
         ]
         """Number of evaluated positions of each row."""
         self.fitness: dict[Schedule, float] = {}
-        # "nll" does not read the log-probabilities of the unpruned model
+        """Fitness of all schedules that were evaluated."""
+        # positions at which log-probabilities of the unpruned model are read; "nll" reads none
         n_positions = (
             0
             if settings.fitness == "nll"
@@ -252,9 +257,11 @@ class Decoder:
         """Returns (logits (N, V) at the N evaluated positions, number of decoder layers that were
         run).
 
-        `ids`, `valid` (the attention mask) and `is_evaluated` are (B, S). The model runs from the
-        last MoE layer whose input for `schedule` is in `states`. The inputs of all later MoE layers
-        are added to `states`. The caller must have masked the model as `schedule` says.
+        `ids`, `valid` (the attention mask) and `is_evaluated` are (B, S). The caller must have
+        masked the model as `schedule` says. `states`: first k entries of a schedule -> input of MoE
+        layer k. The model runs from the last MoE layer on that has an input for `schedule` in
+        `states`, or as a whole if no layer has. The inputs of all later MoE layers are added to
+        `states`.
         """
         n_layers = len(schedule)
         # number k of the last MoE layer with a stored input, or -1
@@ -264,10 +271,12 @@ class Decoder:
         attention = None if bool(valid.all()) else valid.to(device, torch.int64)
         with ExitStack() as undo, torch.inference_mode():
             if start >= 0:
+                # the layers before it compute nothing and return the stored input
                 state = states[schedule[:start]].clone()  # layers may write into their input
                 for layer in self.layers[:first_layer]:
                     replace_output(layer, state, undo)
-            # later runs bypass these layers, so their outputs must be bare tensors
+            # later runs may replace the output of these layers by a stored state, which is a
+            # tensor, so these layers must return a tensor
             for k in range(max(start, 0), n_layers):
                 undo.callback(
                     self.layers[self.moe_indices[k]].register_forward_hook(check_output).remove
@@ -309,12 +318,13 @@ class PrefixStates:
     def iterate(
         self, batch: int, schedules: Iterable[Schedule]
     ) -> Iterator[tuple[Schedule, States]]:
-        """Yield (schedule, prefix of the schedule -> states) for each schedule, in sorted order, so
-        that schedules with a common prefix follow each other. `batch`: number of the batch.
+        """Yield (schedule, states) for each schedule, in sorted order, so that schedules with a
+        common prefix follow each other. `batch`: number of the batch.
 
-        Before the caller takes the next schedule, the caller adds the states of further prefixes to
-        the yielded dictionary. The next schedule gets the states of all prefixes that both
-        schedules have in common. States that fit the budget are stored for later calls."""
+        `states` maps prefixes of the schedule to the hidden states that are known. The caller adds
+        the hidden states of the schedule's other prefixes before it takes the next schedule. Those
+        of prefixes that the next schedule has, too, are yielded again with that schedule. Hidden
+        states that fit the budget are stored for later calls."""
         states: States = {}
         for schedule in sorted(schedules):
             available = {**states, **self.states[batch]}

@@ -111,11 +111,13 @@ def space_to_search(
     settings: Mapping[str, Any], facts: Mapping[str, Any], parameters: SearchSettings
 ) -> Space:
     """The space of the schedules to search. `settings`: fields of AllocationConfig and the ratio.
-    `facts`: facts of the model. `parameters`: settings of the search. UserError when the model's
-    routers do not allow the ratio or `parameters`."""
+    `facts`: facts of the model. `parameters`: settings of the search. UserError for an infeasible
+    ratio, for layers without a feasible number of experts at `parameters.granularity`, and for a
+    `parameters.max_transfer` below the step of the space."""
     layer_limits = limits(
         {int(layer): router for layer, router in facts["layers"].items()}, settings["multiple_of"]
     )
+    # if the ratio is infeasible, the error suggests a feasible ratio
     n_removed = call_or_suggest_ratio(lambda ratio: budget(layer_limits, ratio), settings["ratio"])
     space = feasible_space(
         [layer_limits[layer] for layer in sorted(layer_limits)], n_removed, parameters.granularity
@@ -171,6 +173,7 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Evaluate) -> Outcom
     elites: list[Schedule] = []
     generation = 0
     while generation < settings.generations and len(fitness) < space.size:
+        # each proposal is (schedule, origin, parent); the first generation has no elites yet
         proposals = (
             _children(space, settings, elites, random)
             if elites
@@ -211,9 +214,9 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Evaluate) -> Outcom
 
 
 def _first_population(space: Space, settings: SearchSettings, random: Generator) -> list[_Proposal]:
-    """The `settings.population` schedules of the first generation: one for each pattern, then
-    schedules drawn uniformly from all feasible schedules. Patterns beyond `settings.population` are
-    not used."""
+    """The `settings.population` schedules of the first generation, each as (schedule, origin,
+    None). There is one for each pattern, and the others are drawn uniformly from all feasible
+    schedules. Patterns beyond `settings.population` are not used."""
     names = settings.patterns[: settings.population]
     n_draws = settings.population - len(names)
     return [
@@ -225,8 +228,9 @@ def _first_population(space: Space, settings: SearchSettings, random: Generator)
 def _children(
     space: Space, settings: SearchSettings, elites: Sequence[Schedule], random: Generator
 ) -> list[_Proposal]:
-    """`settings.population` - `settings.elites` children. The parent of each child is an elite,
-    drawn at random with replacement."""
+    """The children of a later generation, each as (child, "mutation", parent). There are
+    `settings.population` - `settings.elites` children. The parent of each child is an elite, drawn
+    at random with replacement."""
     parents = random.integers(len(elites), size=settings.population - settings.elites)
     return [
         (mutate(elites[parent], space, settings, random), "mutation", elites[parent])
@@ -237,10 +241,11 @@ def _children(
 def mutate(parent: Schedule, space: Space, settings: SearchSettings, random: Generator) -> Schedule:
     """A child of `parent` by level-switch mutation, which moves removed experts from layer to
     layer. The number of transfers is the smaller of two uniform draws from 1 to
-    `settings.max_transfers`. `space` must have at least two schedules."""
+    `settings.max_transfers`. One transfer moves at most `settings.max_transfer` experts. `space`
+    must have at least two schedules."""
     units = numpy.array(space.units_removed(parent))
     capacity = numpy.array(space.capacity)
-    largest = settings.max_transfer // space.step
+    largest = settings.max_transfer // space.step  # units of `step` experts that a transfer moves
     for _ in range(random.integers(1, settings.max_transfers, size=2, endpoint=True).min()):
         source, destination, size = _transfer(units, capacity, largest, random)
         units[source] -= size
@@ -256,6 +261,8 @@ def _transfer(
 ) -> tuple[int, int, int]:
     """A feasible transfer, drawn uniformly: (source, destination, number of units, at most
     `largest`). The layer `source` then loses fewer units, the layer `destination` more units.
+    A unit is `Space.step` experts. `units_removed` (L,): units that each layer loses now.
+    `capacity` (L,): the most units that each layer can lose.
 
     The paper draws source, destination and size until the transfer is feasible. This is the same as
     one uniform draw from all feasible transfers. A transfer of size 1 is always feasible if the

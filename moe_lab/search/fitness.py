@@ -34,34 +34,37 @@ class Positions:
 
 
 def esap(log_p: torch.Tensor, log_q: torch.Tensor, positions: Positions) -> torch.Tensor:
-    """Expected speculative acceptance: sum_v min(p_v, q_v) = 1 - TV(p, q). p and q are the
-    next-token distributions of the unpruned model and of a candidate. Arguments and result: see
-    `POSITION_FITNESS`."""
+    """Expected speculative acceptance, sum_v min(p_v, q_v) = 1 - TV(p, q), at N positions: (N,)
+    fp64. p and q are the next-token distributions of the unpruned model and of a candidate. `log_p`
+    and `log_q` are (N, V). `positions` is not used."""
     return torch.minimum(log_p, log_q).exp_().sum(-1, dtype=torch.float64)
 
 
 def sap(log_p: torch.Tensor, log_q: torch.Tensor, positions: Positions) -> torch.Tensor:
-    """The probability min(1, p_y / q_y) that speculative decoding accepts a token y, with p and q
-    as in `esap`. y is drawn from q by the random number of the position. The expectation of this
-    probability over y is `esap`."""
+    """The probability min(1, p_y / q_y) that speculative decoding accepts a token y, at N
+    `positions`: (N,) fp64. p and q are the next-token distributions of the unpruned model and of a
+    candidate. `log_p` and `log_q` are (N, V). y is drawn from q by the random number of the
+    position. The expectation of the probability over y is `esap`."""
     y = draw_tokens(log_q.exp(), positions.draws)[:, None]
     ratio = log_p.gather(1, y).double() - log_q.gather(1, y).double()
     return ratio.clamp(max=0).exp()[:, 0]
 
 
 def kl(log_p: torch.Tensor, log_q: torch.Tensor, positions: Positions) -> torch.Tensor:
-    """-KL(p || q), with p and q as in `esap`."""
+    """-KL(p || q) at N positions, (N,) fp64. p and q are the next-token distributions of the
+    unpruned model and of a candidate. `log_p` and `log_q` are (N, V). `positions` is not used."""
     return -(log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64)
 
 
 def kl_reversed(log_p: torch.Tensor, log_q: torch.Tensor, positions: Positions) -> torch.Tensor:
-    """-KL(q || p), with p and q as in `esap`."""
+    """-KL(q || p) at N positions, (N,) fp64. p and q are the next-token distributions of the
+    unpruned model and of a candidate. `log_p` and `log_q` are (N, V). `positions` is not used."""
     return kl(log_q, log_p, positions)
 
 
 def nll(log_p: torch.Tensor, log_q: torch.Tensor, positions: Positions) -> torch.Tensor:
-    """log q_y, where y is the token that follows the position in the text, and q is as in `esap`.
-    p is not used."""
+    """log q_y at N `positions`, (N,) fp64: y is the token that follows the position in the text,
+    and q the next-token distribution of a candidate. `log_q` is (N, V). `log_p` is not used."""
     return log_q.gather(1, positions.targets[:, None]).double()[:, 0]
 
 
@@ -85,11 +88,11 @@ def evaluated_positions(
     ids: torch.Tensor, answers: torch.Tensor, *, shift: bool, generator: torch.Generator
 ) -> Positions:
     """The positions at which to compute the fitness, in a batch of `ids` (B, S). `answers` (B, S)
-    is True at answer tokens.
+    is True at answer tokens. `generator` draws the random number of each position.
 
-    With `shift`, the positions before each answer token are evaluated, so that every answer token
-    is predicted, except at the start of a row. Without `shift`, the positions of the answer tokens
-    themselves are evaluated, as in the released code of EvoESAP. So the token after an answer is
+    At each position, the model predicts the next token. With `shift`, a position is evaluated if
+    the next token is an answer token. Without `shift`, a position is evaluated if its own token is
+    an answer token, as in the released code of EvoESAP. Then the token after an answer is
     predicted, too, but the first token of an answer is not."""
     is_evaluated = pad(answers[:, 1:], (0, 1)) if shift else answers.clone()
     draws = torch.rand(int(is_evaluated.sum()), generator=generator, dtype=torch.float64)
@@ -100,15 +103,15 @@ def evaluated_positions(
 def fitness_row_sums(
     name: str, log_p: torch.Tensor | None, logits: torch.Tensor, positions: Positions
 ) -> torch.Tensor:
-    """(B,) fp64 on the CPU: the fitness `name`, summed over the `positions` of each row. `log_p`
-    (N, V) fp32: log-probabilities of the full model at the N positions; None for a fitness that
-    does not read log p. `logits` (N, V): logits of the candidate at the N positions."""
+    """(B,) fp64 on the CPU: the fitness `name` of a candidate, summed over the `positions` of each
+    row. `log_p` (N, V) fp32: log-probabilities of the unpruned model at the N positions; None for a
+    fitness that does not use them. `logits` (N, V): logits of the candidate at these positions."""
     function = POSITION_FITNESS[name]
     device = logits.device
     values = []
     for indices in torch.arange(len(positions.rows)).split(CHUNK):
         log_q = log_probabilities(logits[indices.to(device)])
-        # a fitness without log_p ignores its first argument, so any tensor will do
+        # without `log_p`, the function ignores its first argument, so any tensor will do
         chunk_log_p = log_q if log_p is None else log_p[indices].to(device)
         chunk = Positions(
             positions.is_evaluated,

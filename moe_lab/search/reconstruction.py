@@ -60,9 +60,9 @@ def reconstruct(
 
     `read(hook)` makes the pass, by `collect_statistics` or `stream`, and returns the sums that
     `hook` collects. `facts`: facts of the model. `limit`: the most choices that a layer may have.
-    `multiple_of`: each layer retains a multiple of this number. UserError when
-    `removals_within_limit` raises it, for routers that cannot be called again, and for outputs that
-    are not finite.
+    `multiple_of`: each layer retains a multiple of this number. UserError for an infeasible ratio,
+    for more than `limit` choices, for routers that cannot be called again, and for outputs that are
+    not finite.
     """
     layers = {int(layer): router for layer, router in facts["layers"].items()}
     removed = removals_within_limit(layers, ratio, limit=limit, multiple_of=multiple_of)
@@ -72,7 +72,7 @@ def reconstruct(
         choices[layer] = retained_subsets(
             router["n_experts"], removed[layer], router["n_group"], protected
         )
-    # an observer creates the hooks itself, one per layer, so the class holds the choices
+    # `read` gets a class, and makes a hook of the class for each layer: the class has the choices
     hook = type("Choices", (SubsetHook,), {"subsets": choices})
     return _best_choices(choices, read(hook).layers)
 
@@ -84,18 +84,25 @@ def _best_choices(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers
     table = []
     for layer, subsets in choices.items():
         errors = sums[layer]["error"].sqrt().tolist()
-        norm = sqrt(float(sums[layer]["square"]))  # || F ||_F
+        norm = sqrt(float(sums[layer]["square"]))  # Frobenius norm of the routed output
         best = subsets[errors.index(min(errors))]
         retained[layer] = best
         for subset, error in zip(subsets, errors, strict=True):
             relative_error = error / norm if norm else 0.0
+            # the columns COLUMNS
             table.append((layer, list(subset), error, relative_error, subset == best))
     return Reconstruction(retained, table)
 
 
 class SubsetHook(StatisticsHook):
-    """Gathers two sums over the valid tokens: `error` (S,), the squared error || F - F_S ||^2 of
-    each of the S choices, and `square` (), the squared norm || F ||^2 of the routed output."""
+    """Gathers two sums over the valid tokens:
+
+    error   (C,)  || F - F_S ||^2 for each of C choices of retained experts S
+    square  ()    || F ||^2
+
+    F is the routed output, and F_S the routed output if the router chooses among the experts S
+    only.
+    """
 
     kind = "reconstruction"
     subsets: Mapping[int, Sequence[tuple[int, ...]]]
@@ -131,10 +138,12 @@ class SubsetHook(StatisticsHook):
         for tokens in torch.arange(len(hidden), device=hidden.device).split(
             max(1, BUDGET // (8 * n * n))  # a token's inner products have 8 n^2 bytes
         ):
+            # products: inner products of the outputs of all experts, for each token
             output[tokens], products = self._products(hidden[tokens], gates[tokens])
             is_valid = valid[tokens]
             products = products[is_valid]
             full_gates = gates[tokens][is_valid].double()
+            # || F ||^2: as if the only choice were to retain all experts
             square += _squares(full_gates[:, None], products)[0]
             # n choices at a time, because their gates take as much memory as the products
             for first in range(0, len(subsets), n):
@@ -142,18 +151,20 @@ class SubsetHook(StatisticsHook):
                     route(self.layer, retained, *self.call)[tokens][is_valid]
                     for retained in subsets[first : first + n]
                 ]
+                # F - F_S is the sum of the experts' outputs, times the differences of the gates
                 errors[first : first + n] += _squares(
                     full_gates[:, None] - torch.stack(subset_gates, 1), products
                 )
-        self.add("error", errors.clamp(min=0))
+        self.add("error", errors.clamp(min=0))  # rounding may make an error slightly negative
         self.add("square", square)
         return output
 
     def _products(
         self, hidden: torch.Tensor, gates: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(routed output (t, H), inner products (t, E, E) fp64 of the outputs of all experts) for
-        `hidden` states (t, H) and `gates` (t, E). UserError for an output that is not finite."""
+        """Returns (routed output (t, H), inner products (t, E, E) fp64) for t tokens. The inner
+        products are between the outputs of all experts for the same token. hidden: hidden states
+        (t, H); gates: (t, E). UserError for an output that is not finite."""
         n = self.layer.n_experts
         width = hidden.shape[1]
         outputs = []
@@ -161,6 +172,7 @@ class SubsetHook(StatisticsHook):
         for tokens in torch.arange(len(hidden), device=hidden.device).split(
             max(1, BUDGET // (8 * n * width))  # a token's outputs have 8 n H bytes in fp64
         ):
+            # (tokens, E, H): outputs of all experts
             f = torch.stack(
                 [
                     at_least_fp32(self.layer.expert_output(hidden[tokens], expert))
@@ -169,6 +181,7 @@ class SubsetHook(StatisticsHook):
                 1,
             )
             if not bool(f.isfinite().all()):
+                # the lowest id of an expert with an output that is not finite
                 expert = int((~f.isfinite()).any(-1).any(0).nonzero()[0, 0])
                 raise UserError(
                     f"NaN or Inf in layer {self.layer.index}, expert {expert}: its output is not "
@@ -191,12 +204,14 @@ def route(
         sliced_kwargs = {name: slices.get(id(value), value) for name, value in kwargs.items()}
         # `forward` runs no hooks, unlike a call of the module
         _, weights, chosen = layer.router.forward(*sliced_args, **sliced_kwargs)
+    # `chosen` has positions in `retained`: map them to ids
     return dense_gates(
         torch.tensor(retained, device=chosen.device)[chosen], weights, layer.n_experts
     )
 
 
 def _squares(gates: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
-    """(S,) fp64: || sum_j gates_j f_j ||^2, summed over the tokens. `gates` (t, S, E): gates of S
-    choices. `products` (t, E, E): inner products of the outputs f_j of all experts."""
+    """(C,) fp64: || sum_j gates_j f_j ||^2 for each of C choices, summed over the tokens. `gates`
+    (t, C, E): gates of each choice. `products` (t, E, E): inner products of the outputs f_j of all
+    experts."""
     return (torch.bmm(gates, products) * gates).sum((0, 2))

@@ -46,7 +46,8 @@ def search(
 
     `facts`: facts of the model, which may list protected experts of each layer. `scores`: layer ->
     a score per expert; the experts with the lowest scores are dropped first. `settings`: fields of
-    AllocationConfig and the ratio. `text`: the search set, which has tasks with answers.
+    AllocationConfig and the ratio. `text`: the search set, which has tasks with answers. `seed`:
+    seed of the search, unless the parameters in `settings` have a seed.
 
     The fitness values of every generation are saved in the folder `partial`, which no other search
     may use. An interrupted search resumes from these values, and ends with the same plan and
@@ -68,21 +69,21 @@ def search(
         candidates = Candidates(model, plans, rows, parameters)
     start = time.perf_counter()
     cache = ResultCache(partial / FITNESS_CACHE)
-    # the cache has the fitness values that an interrupted search computed
+    # only fitness values that are not in the cache are computed
     outcome = evolve(
         space,
         parameters,
         lambda schedules: cache.result(schedules, lambda: list(candidates.evaluate(schedules))),
     )
-    result = {"fitness": outcome.fitness, "search": text.name, "seed": seed}
-    origin = {
+    provenance = {
         "allocation": dict(settings),
-        **result,
+        "fitness": outcome.fitness,
+        "search": text.name,
+        "seed": seed,
         **protected_entry(facts),
         "model_sha256": facts.get("sha256"),
     }
-    plan = plans.plan(outcome.best, origin)
-    plan.save(out / "plan.json")
+    plans.plan(outcome.best, provenance).save(out / "plan.json")
     parquet.write_table(arrow.Table.from_pylist(outcome.history), out / "history.parquet")
     report = _report(
         outcome, space, parameters, plans, candidates.cost, time.perf_counter() - start

@@ -22,8 +22,9 @@ Schedule: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Space:
-    """All feasible schedules. In a feasible schedule, layer l loses lowest[l] + step * u_l experts.
-    The numbers of units u_l satisfy 0 <= u_l <= capacity[l] and sum_l u_l = units."""
+    """All feasible schedules. A schedule is the number of experts that each layer loses. In a
+    feasible schedule, layer l loses lowest[l] + step * u_l experts: lowest[l] experts, and u_l
+    units of `step` experts. The u_l satisfy 0 <= u_l <= capacity[l] and sum_l u_l = units."""
 
     step: int
     lowest: tuple[int, ...]
@@ -49,13 +50,14 @@ class Space:
     def _ways(self) -> list[list[int]]:
         """Entry [l][u]: number of ways in which layers l, l + 1, ... can lose u units together.
         The numbers are exact integers, computed from the last layer to the first."""
+        # after the last layer, there is one way to lose 0 units, and none to lose more
         rows = [[1] + [0] * self.units]
-        for size in reversed(self.capacity):
+        for most in reversed(self.capacity):
             sums = list(accumulate(rows[-1]))
-            # this layer loses 0 to `size` of u units, and the later layers u - size to u units: sum
-            # the ways of the later layers over this range
+            # This layer loses at most `most` of u units, so the later layers lose u - most to u
+            # units. The sum of their ways over this range is a difference of cumulative sums.
             rows.append(
-                [total - (sums[u - size - 1] if u > size else 0) for u, total in enumerate(sums)]
+                [total - (sums[u - most - 1] if u > most else 0) for u, total in enumerate(sums)]
             )
         return rows[::-1]
 
@@ -70,19 +72,21 @@ class Space:
         return self._ways[0][self.units]
 
     def schedule_at(self, number: int) -> Schedule:
-        """Feasible schedule `number`, from 0 to `size` - 1, in lexicographic order."""
-        removed = []
+        """The feasible schedule at position `number` in lexicographic order. Positions begin with
+        0 and end with `size` - 1."""
+        units = []  # that each layer loses
         remaining = self.units
         for ways in self._ways[1:]:
-            # `ways` counts the ways of the later layers. Skip the schedules in which this layer
-            # loses fewer than `count` units, because they come first.
+            # ways[u]: number of ways in which the layers after this layer can lose u units. The
+            # schedules in which this layer loses 0 units come first, then those with 1 unit, and so
+            # on: skip them until `number` falls among those with `count` units.
             count = 0
             while number >= ways[remaining - count]:
                 number -= ways[remaining - count]
                 count += 1
-            removed.append(count)
+            units.append(count)
             remaining -= count
-        return self.schedule(tuple(removed))
+        return self.schedule(tuple(units))
 
     def sample(self, random: numpy.random.Generator) -> Schedule:
         """A random feasible schedule. Each schedule has the probability 1 / size."""
