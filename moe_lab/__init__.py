@@ -356,16 +356,14 @@ def plan(
     """The plan that removes the share `ratio` of the routed experts, or of their channels.
 
     `scores`: the result of `score`, or your own data frame with the columns `layer`, `expert`, for
-    channels `channel`, and `score`, and exactly one row per expert or channel. Ids start at 0. Low
-    scores are removed first. `statistics`: needed if `scores` is not from `score`. `allocation`:
-    name of the rule that decides how much of each layer is removed; rules that run the model work
-    only in a study. `parameters`: those of the allocation and of the replacement. Other arguments:
-    fields of `moe_lab.config.AllocationConfig`.
+    channels `channel`, and `score`, and one row per expert or channel. Low scores are removed
+    first. `statistics`: needed if `scores` is not from `score`. `allocation`: the rule that decides
+    how much of each layer is removed; rules that run the model work only in a study. `parameters`:
+    those of the allocation and of the replacement. Other arguments: fields of AllocationConfig.
 
-    A plan with replacement m_smoe or ream must be aligned by `align` before it is used. Warns when
-    rounding changes the removed share, and when a removed and a retained score are equal. Raises
-    UserError for an infeasible ratio, and for missing or duplicate rows.
-    """
+    A plan with replacement m_smoe or ream must be aligned by `align`. Warns when rounding changes
+    the removed share, and when a removed and a retained score are equal. UserError for an
+    infeasible ratio, and for missing or duplicate rows."""
     from moe_lab.allocation import check_evidence, protection
     from moe_lab.errors import UserError
     from moe_lab.pruning.plan import ROUNDED
@@ -379,7 +377,10 @@ def plan(
     values = _scores_table(scores, statistics.facts["layers"])
     fields = {"multiple_of": multiple_of, "replacement": replacement, "protect": protect}
     fields |= {"name": allocation, "parameters": parameters}
-    identity = _allocation_identity(fields, "channel" if "channel" in scores else "expert")
+    if "channel" in scores:
+        identity = _allocation_identity(fields, "channel")
+    else:
+        identity = _allocation_identity(fields, "expert")
     settings = {**identity, "ratio": ratio}
     check_evidence(settings, statistics.sums)
     facts = protection.add_super_experts(
