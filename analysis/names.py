@@ -268,8 +268,8 @@ def method(method_key: str) -> str:
 def allocation_name(allocation: str) -> str:
     """Display name of an allocation: `U-shaped`.
 
-    The name of a replacement comes before the allocation: `M-SMoE, global by frequency`. The
-    allocation `uniform` is not named after a replacement: `novices`.
+    The name of a replacement comes before the allocation: `M-SMoE, global by frequency`. After
+    a replacement, the allocation `uniform` is left out: `novices`.
     """
     kind, replacement = _split_replacement(allocation)
     replacement_name = REPLACEMENTS.get(replacement, replacement)
@@ -288,13 +288,14 @@ def _split_replacement(allocation: str) -> tuple[str, str]:
 
 
 def recovery_name(recovery: str, none: str = "") -> str:
-    """Display name of a recovery; the text `none` if the cell has no recovery."""
+    """Display name of a recovery. none: the text for a cell without recovery."""
     return RECOVERIES.get(recovery, recovery) or none
 
 
 def methods_in_order(keys: Iterable[str]) -> list[str]:
     """Sort the distinct keys of methods by criterion, replacement, allocation and recovery. Each of
-    the four is in the order of tables; unknown names come last, alphabetically."""
+    the four parts is in the order of its dictionary of display names, such as CRITERIA. Names that
+    the dictionary lacks come last, alphabetically."""
     orders = [list(CRITERIA), list(REPLACEMENTS), ["", *ALLOCATIONS], ["", *RECOVERIES]]
 
     def sort_key(method_key: str) -> list[tuple[int, str]]:
@@ -311,8 +312,8 @@ def methods_in_order(keys: Iterable[str]) -> list[str]:
 
 
 def benchmark(name: str) -> str:
-    """Display name of a benchmark or displayed column, as the papers spell it; `name` if no paper
-    has the benchmark or column."""
+    """Display name of a benchmark, as the papers spell it. Any other name, such as a column in
+    COLUMNS, is returned unchanged."""
     return BENCHMARKS.get(name, name)
 
 

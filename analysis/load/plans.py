@@ -119,14 +119,16 @@ def removed_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def _removed_share(layers: Mapping[str, Any]) -> float:
-    """Share of the experts, or of the experts' channels, that the layers of a plan remove.
+    """Share of the experts that a plan removes. An expert that retains half of its channels counts
+    as half an expert.
 
-    A partly retained expert counts as the retained share of its channels.
+    layers: the entry `layers` of plan.json, index of a layer -> fields of the layer.
     """
     all_experts = 0
     retained_experts = 0.0
     for layer in layers.values():
         all_experts += layer["experts"]
+        # a plan of channels has the mask of each retained expert, and the width of an expert
         if "channels" in layer:
             retained_experts += sum(map(_channel_count, layer["channels"])) / layer["width"]
         else:
@@ -158,12 +160,14 @@ def timings(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def channel_rounding(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Rounding of the number of channels per expert, one row per cell whose plan rounds.
+    """How plans round the number of channels that each expert retains. One row per cell whose
+    allocation has the setting `align`, the rule of the rounding.
 
     Columns: cell and
 
     - block: every retained expert's number of channels is a multiple of this number
-    - smallest: smallest number of channels that a retained expert may have
+    - smallest: smallest number of channels that a retained expert may have, as set; None if it is
+    not set
     """
     rows = []
     for cell, plan in _read_documents(cells, "plan_folder", "plan.json", reader).items():
@@ -176,17 +180,19 @@ def channel_rounding(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def priors(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Name of the prior by which allocation=coverage divides a layer's budget among experts, one
+    """The prior by which the allocation `coverage` divides a layer's budget among its experts. One
     row per cell whose plan has this allocation and uses a prior.
 
-    Columns: cell, prior, and other_settings (the plan's allocation without the prior, as JSON).
+    Columns: cell, prior (its name), and other_settings (the plan's allocation without the prior, as
+    JSON).
     """
     rows = []
     for cell, plan in _read_documents(cells, "plan_folder", "plan.json", reader).items():
         allocation = dict((plan.get("provenance") or {}).get("allocation") or {})
         parameters = dict(allocation.pop("parameters", None) or {})
         prior = parameters.pop("prior", FIRST_ORDER_PRIOR)
-        # with any other value of the setting intra, the budget is divided without a prior
+        # `intra` is the rule of the division; only the two rules `coverage` and `proportional` use
+        # a prior
         uses_prior = parameters.get("intra", "coverage") in ("coverage", "proportional")
         if allocation.get("name") == "coverage" and uses_prior:
             settings = json.dumps({**allocation, "parameters": parameters}, sort_keys=True)
@@ -214,8 +220,9 @@ def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def _sample_count(folder: Path | None, reader: Reader) -> float:
-    """Number of rows of the text on which a search evaluated schedules, read from step.json in the
-    search's folder; NaN when the folder, the file or the number is missing."""
+    """Number of rows of the text on which a search evaluated its candidates. The number is read
+    from step.json in `folder`, the folder of the search. NaN when the folder, the file or the
+    number is missing."""
     if folder is None or not reader.has(folder, "step.json"):
         return np.nan
     settings = (reader.json(folder, "step.json") or {}).get("settings", {})
@@ -225,8 +232,9 @@ def _sample_count(folder: Path | None, reader: Reader) -> float:
 def _read_tables(
     folders: pd.Series, file: str, columns: Sequence[str], reader: Reader
 ) -> pd.DataFrame:
-    """Read `columns` of the table `file` of each cell, and concatenate the tables. The column
-    `cell` is added first. A table that cannot be read is left out, with a gap.
+    """Read `columns` of the table `file` of each cell, and concatenate the tables. The first column
+    of the result is `cell`, and `columns` follow. A table that cannot be read is left out, with a
+    gap.
 
     folders: name of the folder with the table, indexed by cell.
     """
@@ -260,7 +268,11 @@ def _read_documents(
 
 
 def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
-    """The rows of the function `retained_shares` for one plan, without the column cell."""
+    """Which share of each expert of the unpruned model a plan retains, one row per expert. Columns:
+    layer, expert, share, constant and merged, see `retained_shares`.
+
+    plan: the content of plan.json.
+    """
     frames = []
     for index, layer in plan["layers"].items():
         experts = np.arange(layer["experts"])
@@ -276,6 +288,7 @@ def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
         for representative, group in layer.get("merged", {}).items():
             members += [int(member) for member in group if member != representative]
         is_merged = np.isin(experts, members)
+        # experts that the router can choose, but of which only a constant is left
         is_constant = is_routed & (share == 0) & ~is_merged & ("constants" in layer)
         columns = {"expert": experts, "share": share, "constant": is_constant, "merged": is_merged}
         frames.append(pd.DataFrame({"layer": int(index), **columns}))
@@ -283,6 +296,6 @@ def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def _stack_by_cell(frames: Mapping[int, pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
-    """Concatenate `columns` of all frames, and add the column `cell` first. frames: cell -> frame
-    of the cell."""
+    """Concatenate `columns` of all frames. The first column of the result is `cell`, and `columns`
+    follow. frames: cell -> frame of the cell."""
     return stacked([frame.assign(cell=cell) for cell, frame in frames.items()], ["cell", *columns])

@@ -38,7 +38,13 @@ class Gap:
 
 
 class Reader:
-    """Reader of a store's folders. Each file that cannot be read is recorded once in `gaps`."""
+    """Reader of the results in `root`, the folder of a store.
+
+    A step is one computation of a study. Its name is also its folder in the store:
+    `<kind>/<label>-<id>`, with an id of ID characters. Some steps are packed: the content of their
+    folders is in a pack, one file with many steps. Each file that cannot be read is recorded once
+    in `gaps`.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -54,7 +60,7 @@ class Reader:
     def record_gap(self, reason: str, location: str) -> None:
         """Record a missing result once, even if the method is called again for the same gap.
 
-        location: name of a step's folder, or label of a cell.
+        location: name of a step's folder, label of a cell, or text that says what is missing.
         """
         self.gaps.setdefault((reason, location), Gap(reason, location))
 
@@ -63,7 +69,8 @@ class Reader:
 
         name: name of the step, or None for a step that failed or did not run. For None, a gap is
         recorded and None is returned.
-        purpose: what the step should have computed, such as `mmlu of qwen unpruned`, for this gap.
+        purpose: what the step should have computed, such as `mmlu of qwen unpruned`. It is the
+        location of the gap when `name` is None.
         error: message of the step's failure, or None for a step that did not run.
         """
         if name is None:
@@ -121,7 +128,8 @@ class Reader:
         return None
 
     def provenance(self, folder: Path) -> dict[str, Any]:
-        """The entry provenance of a step's step.json; {} when the file or the entry is missing."""
+        """The entry `provenance` of a step's step.json; {} when the file or the entry is
+        missing."""
         step = self.json(folder, "step.json") if self.has(folder, "step.json") else None
         return (step or {}).get("provenance") or {}
 
@@ -142,6 +150,7 @@ class Reader:
         except (OSError, ValueError, KeyError, pa.ArrowException):
             self._add_gap(f"{file} is damaged", folder)
             return None
+        # `read` ignores the names of columns that the file lacks
         if table.column_names != [*columns, *present_columns]:
             self._add_gap(
                 f"{file} lacks columns {sorted(set(columns) - set(table.column_names))}", folder
@@ -157,7 +166,7 @@ class Reader:
 
     def _read_verified(self, folder: Path, file: str) -> bytes:
         """The content of a file of a step. Raises ValueError when the sha256 of the content differs
-        from the sha256 in the step's step.json."""
+        from the sha256 in the step's step.json. A file without a sha256 there is not checked."""
         content = self._read_unverified(folder, file)
         checksum = self._checksums(folder).get(file)
         if checksum is not None and sha256(content).hexdigest() != checksum:
@@ -183,6 +192,7 @@ class Reader:
         if folder not in self._checksums_by_folder:
             files: dict[str, dict[str, str]] = {}
             with contextlib.suppress(FileNotFoundError):
+                # raises Damaged unless the document has the field FILES with its type
                 files = parse_sealed(
                     self._read_unverified(folder, "step.json"), FILES, "step.json"
                 )["files"]

@@ -69,16 +69,17 @@ def gate_and_seed(cells: pd.DataFrame) -> pd.Series:
     texts = pd.Series("", cells.index, dtype=object)
     for _, model_cells in cells[cells["criterion"] != "none"].groupby("model", sort=False):
         for axis, text_format in _AXIS_FORMATS.items():
-            # cells that come from a comparison have no column seed
+            # `Comparison.cells` has no column `seed`
             if axis in model_cells and model_cells[axis].nunique() > 1:
                 axis_texts = model_cells[axis].map(text_format.format)
                 longer_texts = list(map(comma_joined, texts[model_cells.index], axis_texts))
+                # replaces the texts of these cells
                 texts.update(pd.Series(longer_texts, model_cells.index, dtype=object))
     return texts
 
 
 def removed_share_texts(cells: pd.DataFrame) -> pd.Series:
-    """For each cell, text with the removed share, from the column removed_text, and with the gate
+    """For each cell, text with the removed share, from the column `removed_text`, and with the gate
     and the seed, from `gate_and_seed`: `50 %, seed 43`."""
     texts = list(map(comma_joined, cells["removed_text"], gate_and_seed(cells)))
     return pd.Series(texts, cells.index, dtype=object)
@@ -165,7 +166,7 @@ def method_labels(cells: pd.DataFrame) -> pd.Series:
     """Label of each cell: the display name of the cell's method. The calibration set is added if
     the pruned cells have several calibration sets, and the gate if they have several gates."""
     pruned = cells[cells["criterion"] != "none"]
-    # nunique does not count None; the value "none" is that of methods which read no data
+    # a method that reads no data has the calibration "none"; `nunique` does not count None
     varying_axes = [
         axis for axis in ("calibration", "gate") if pruned[axis].replace("none", None).nunique() > 1
     ]

@@ -62,9 +62,9 @@ def combined_record(store: Path, names: Sequence[str]) -> dict[str, Any]:
     Raises UserError when a record cannot be read.
 
     A cell that occurs in several studies is one cell of the combined record, with the benchmarks of
-    all these studies. The lists in the fields FIGURE_STEPS are concatenated. `study` has the names
-    of all studies, and `config` is name of a study -> config. All other fields are copied from the
-    newest record."""
+    all these studies. The lists in the fields FIGURE_STEPS are concatenated. The field `study`
+    has the names of all studies. The field `config` has the config of each study, under the name of
+    the study. All other fields are copied from the newest record."""
     record_of_study = _distinguish_models({name: _read(store, name) for name in names})
     records = [_add_suites(record) for record in record_of_study.values()]
     if len(records) == 1:
@@ -105,7 +105,7 @@ def _read(store: Path, name: str) -> dict[str, Any]:
 def _add_id(name: str, step_id: str) -> str:
     """Add the first digits of `step_id` to `name`, the name of a model: `qwen_top2` becomes
     `qwen-3f2a91_top2`. step_id: id of the step that prepared the model."""
-    # The suffixes _topN and (PROTOCOL) stay at the end of the name.
+    # the suffixes stay at the end of the name: `_top2`, or ` (heapr)` with a name of a protocol
     return re.sub(r"((_top\d+)?( \(.*\))?)$", rf"-{step_id[:MODEL_ID_DIGITS]}\g<1>", name, count=1)
 
 
@@ -126,9 +126,9 @@ def _distinguish_models(records: Mapping[str, dict[str, Any]]) -> dict[str, dict
 
 
 def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
-    """The name and the id of the model in `entry`, a cell's entry in a record.
+    """(name, id) of the model in `entry`, a cell's entry in a record.
 
-    - name: the name of the model without an id that `_add_id` has added
+    - name: the name of the model; if it contains the id, as `_add_id` writes it, without the id
     - id: the first MODEL_ID_DIGITS digits of the id of the model's step, "" when the step is
     missing"""
     name = str(entry["cell"].get("model"))
@@ -138,8 +138,8 @@ def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _add_ids(record: dict[str, Any], ambiguous_names: Collection[str]) -> dict[str, Any]:
-    """A copy of the record, in which a model's name has an id if the name is in `ambiguous_names`.
-    All other names of models have no id."""
+    """A copy of the record with other names of models: an id is added to the names in
+    `ambiguous_names`, see `_add_id`, and removed from all other names."""
     # name in the record -> name in the copy
     new_names: dict[str, str] = {}
     cells = []
@@ -150,6 +150,7 @@ def _add_ids(record: dict[str, Any], ambiguous_names: Collection[str]) -> dict[s
             new_names[entry["cell"]["model"]] = new_name
             entry = {**entry, "cell": {**entry["cell"], "model": new_name}}
         cells.append(entry)
+    # the rows of these fields also name models
     figures = {
         figure: [
             {**row, "model": new_names.get(row["model"], row["model"])} for row in record[figure]
@@ -177,11 +178,12 @@ def _add_suites(record: dict[str, Any]) -> dict[str, Any]:
 def _join_cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The entries of all cells in the records. Entries of the same cell, in several records, are
     joined to one entry by `joined_entry`."""
+    # cell as JSON -> entries
     entries_of_cell: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         for entry in record["cells"]:
-            cell = json.dumps(entry["cell"], sort_keys=True)
-            entries_of_cell.setdefault(cell, []).append(entry)
+            cell_text = json.dumps(entry["cell"], sort_keys=True)
+            entries_of_cell.setdefault(cell_text, []).append(entry)
     return list(map(joined_entry, entries_of_cell.values()))
 
 

@@ -38,7 +38,8 @@ def _property_from_passes(
 class Study:
     """The results of a study, from which all tables and figures are made.
 
-    Frames list their columns; a column `cell` refers to the index of `cells`."""
+    The text below a field that is a frame lists the columns of the frame. The values in a column
+    `cell` are index values of the frame `cells`."""
 
     name: str
     store: Path
@@ -119,6 +120,7 @@ def load(store: Path, name: str) -> Study:
     document = studies.combined_record(store, studies.requested_studies(store, name))
     reader = Reader(store)
     cells, entries = _cells(document, reader)
+    # origins: where and how long each evaluation ran, see `Study.origins`
     results, samples, origins = evaluations(entries, labels(cells), reader)
     coverage, calibrations = passes.coverage(cells, reader)
     contaminations = passes.contaminations(document, cells, reader)
@@ -151,7 +153,8 @@ def _contamination_remarks(contaminations: passes.Reports) -> list[str]:
     """A sentence for every calibration set that contains more than the share REMARKABLE of some
     benchmark's items. The sentence names each such benchmark.
 
-    contaminations: see `passes.contaminations`.
+    contaminations: "calibration@model" -> benchmark -> counts. The counts are the number of items
+    that are `comparable`, and of those that are `found` in the calibration set.
     """
     # calibration set -> texts such as `3 of 100 items of MMLU`. Texts are keys, so that a text
     # that is equal for several models is listed once
@@ -175,7 +178,8 @@ def _contamination_remarks(contaminations: passes.Reports) -> list[str]:
 
 def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, Entries]:
     """Returns (cells, entries): the frame `Study.cells`, and cell -> entry of the cell in
-    `document`, the study's record.
+    `document`, the study's record. Cells of different ratios with the same plan are merged, see
+    `_merge_equal_ratios`.
 
     A cell without a value on one of AXES is left out. Of a cell that the record lists twice, the
     first entry counts. A gap is recorded for each of these cells. A gap is also recorded for each
@@ -209,8 +213,8 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, E
 def _merge_equal_ratios(
     cells: pd.DataFrame, entries: Entries, reader: Reader
 ) -> tuple[pd.DataFrame, Entries]:
-    """Merge cells that differ only in the ratio and have the same plan, and add the columns
-    removed, removed_text, protocol and `<step>_folder` (see `Study.cells`).
+    """Merge cells that differ only in the ratio and have the same plan. Add the columns `removed`,
+    `removed_text`, `protocol` and `<step>_folder` (see `Study.cells`).
 
     Rounding to whole experts can give the same plan for two ratios. Two ratios of a model are
     merged if all cells of the model have the same plans at both (see `_lowest_equal_ratio`). A
@@ -221,6 +225,7 @@ def _merge_equal_ratios(
     """
     cells = cells.join(plans.removed_shares(_add_folders(cells, entries), reader))
     cells["requested"] = cells["ratio"]
+    # from here on, cells that are to be merged have equal values of all AXES
     cells["ratio"] = _lowest_equal_ratio(cells)
     for _, ratio_cells in groups(cells, ["model", "ratio"]):
         requested_ratios = sorted(set(ratio_cells["requested"]))
@@ -313,8 +318,8 @@ def _method_keys(cells: pd.DataFrame) -> list[str]:
 
 
 def _has_default_allocation(row: Mapping[str, Any]) -> bool:
-    """Whether the cell is unpruned, or prunes experts with the default allocation, `uniform`. For
-    channels, no allocation is the default."""
+    """Whether the cell is unpruned, or prunes experts with the default allocation, `uniform`. The
+    pruning of channels has no default allocation."""
     return bool(
         row["criterion"] == "none"
         or (row["allocation"] == "uniform" and row["granularity"] != "channel")
