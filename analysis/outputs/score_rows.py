@@ -389,9 +389,10 @@ def sorted_by_criterion(cells: pd.DataFrame, *first_columns: str) -> pd.DataFram
 def sorted_in_order(
     cells: pd.DataFrame, column: str, order: Sequence[str], *first_columns: str
 ) -> pd.DataFrame:
-    """Sort rows by `first_columns`, and then by `column`, whose values are sorted as in `order`.
+    """Sort the rows of `cells` by `first_columns`. Rows with equal values there are sorted by
+    `column`: a value that comes earlier in `order` is sorted first.
 
-    cells: any frame with these columns; order: all values of `column`, first to last."""
+    cells: frame that has `column` and all `first_columns`; order: all values of `column`."""
     position = cells[column].map(order.index).astype(int)
     return (
         cells.assign(position=position)
@@ -421,23 +422,28 @@ def cells_by_ratio(cells: pd.DataFrame) -> Iterator[tuple[float, pd.DataFrame]]:
 
 
 def only_cell(cells: pd.DataFrame | pd.Series) -> int | None:
-    """The cell in the index of `cells` if there is exactly one row; None otherwise."""
+    """The only cell of `cells`; None if there is no cell, or if there are several.
+
+    cells: frame or series with a row per cell, and the number of the cell as index."""
     return int(cells.index[0]) if len(cells) == 1 else None
 
 
 def ratio_block(
     comparison: Comparison, ratio: float, labels: pd.Series, base: int | None = None
 ) -> Block:
-    """A block of the cells in `labels` (cell -> label), which are all pruned by `ratio`. base: see
-    `Block`."""
-    # through str, because pandas' types allow any label in an index
+    """A block of cells of one ratio.
+
+    - ratio: the ratio of all cells of the block
+    - labels: cell -> label of the cell's row
+    - base: the cell with which the others are compared; None for a block without differences"""
+    # int(cell) alone is rejected by the type checker, because an index may hold any type
     label_of_cell = {int(str(cell)): str(label) for cell, label in labels.items()}
     return Block(comparison, comparison.removed_text(ratio), label_of_cell, base)
 
 
 def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Label of a method -> the method's cells, sorted by ratio. Methods that were run at fewer than
-    FEWEST_RATIOS ratios are left out; {} if all are."""
+    FEWEST_RATIOS ratios are left out; {} if no method is left."""
     lines = [
         line
         for _, line in groups(cells, settings.METHOD)
@@ -446,13 +452,15 @@ def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
     if not lines:
         return {}
     labels = settings.method_labels(pd.concat(lines))
+    # all cells of a line have the same method, and so the same label
     return {str(labels[line.index[0]]): line.sort_values("ratio") for line in lines}
 
 
 def coverage_cells(comparison: Comparison) -> pd.DataFrame:
-    """Cells without recovery whose plans remove channels by allocation=coverage, at the ratio
-    closest to FIGURE_RATIO; no rows if there are no such cells."""
+    """Cells without recovery that prune channels with the allocation COVERAGE. Only those at one
+    ratio are returned, the ratio closest to FIGURE_RATIO. No rows if there are no such cells."""
     cells = cells_without_recovery(comparison, "channel")
+    # names of the allocations, without their settings
     allocations = cells["allocation"].map(lambda text: settings.allocation(str(text))[0])
     cells = cells[allocations == COVERAGE]
     nearest_ratio = min(
@@ -464,16 +472,21 @@ def coverage_cells(comparison: Comparison) -> pd.DataFrame:
 def storage_points(
     study: Study, comparison: Comparison, cells: pd.DataFrame, benchmarks: Sequence[str]
 ) -> pd.DataFrame:
-    """Storage and score, a row per cell; without rows when none of `benchmarks` was run.
+    """Storage and score, a row per cell; no rows when none of `benchmarks` was run.
 
-    Columns: recovery, ratio, storage (MiB), score (the mean over the benchmarks that were run), low
-    and high (ends of the score's 95 % interval), and merit (the score; its negative if lower is
-    better)."""
-    # through str, because pandas' types allow any label in an index
+    Columns:
+
+    - recovery, ratio
+    - storage: in MiB
+    - score: mean over the benchmarks that were run
+    - low, high: ends of the score's 95 % interval
+    - merit: the score if higher is better; otherwise the negative of the score"""
+    # int(cell) alone is rejected by the type checker, because an index may hold any type
     cell_numbers = [int(str(cell)) for cell in cells.index]
     target = mean_target(comparison, cell_numbers, benchmarks)
     points = cells[["recovery", "ratio"]]
     if not target:
+        # no rows, but all columns
         return points[:0].reindex(columns=[*points, "storage", "score", "low", "high", "merit"])
     score, low, high = (values[cell_numbers] for values in comparison.displayed_scores(target))
     storage = costs_of_cells(study, cell_numbers, "storage_bytes") / MEBIBYTE

@@ -81,15 +81,19 @@ def radar_benchmarks(comparison: Comparison, panel: Panel) -> Target:
 
 
 def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
-    """The methods of a panel that a radar plot draws, at most MOST_RADAR_METHODS: first the
-    RADAR_BEST_METHODS methods with the highest Avg, then RADAR_METHODS, then the other methods by
-    Avg. Methods without any score are left out."""
-    average = comparison.score(panel.average_columns(comparison)).fillna(-1)  # no average: last
+    """The methods of a panel that a radar plot draws.
+
+    First come the RADAR_BEST_METHODS methods with the highest Avg, then RADAR_METHODS, then the
+    other methods from the highest Avg to the lowest. Of these, the first MOST_RADAR_METHODS are
+    returned. Methods without any score are left out."""
+    average = comparison.score(panel.average_columns(comparison))
+    average = average.fillna(-1)  # below all scores: methods without Avg come last
     benchmarks = list(radar_benchmarks(comparison, panel))
     has_scores = comparison.benchmark_scores[benchmarks].notna().any(axis=1)
     methods = [method for method in panel.cells if has_scores[panel.cells[method]]]
     methods.sort(key=lambda method: -average[panel.cells[method]])
     published_methods = [method for method in RADAR_METHODS if method in methods]
+    # dict.fromkeys keeps only the first place of a method that is listed several times
     ordered = dict.fromkeys([*methods[:RADAR_BEST_METHODS], *published_methods, *methods])
     return list(ordered)[:MOST_RADAR_METHODS]
 
@@ -97,13 +101,14 @@ def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
 def _draw_radar(
     axes: PolarAxes, comparison: Comparison, panel: Panel, lines: Mapping[str, Line2D]
 ) -> list[str]:
-    """Draw one radar plot: a line for each of `radar_methods` and for the unpruned model. Returns
-    the `radar_methods` of the panel.
+    """Draw one radar plot: a line for each of the panel's `radar_methods` and for the unpruned
+    model. Returns these methods, without the unpruned model.
 
     lines: method -> legend entry with the style of the method's line."""
     benchmarks = list(radar_benchmarks(comparison, panel))
     methods = radar_methods(comparison, panel)
     angles = np.linspace(0, 2 * np.pi, len(benchmarks), endpoint=False)
+    # the first point is repeated at the end, which closes the line around the circle
     closed_angles = np.append(angles, angles[0])
     cells = {
         "none": comparison.unpruned_cell,
@@ -137,9 +142,9 @@ def task_specific_table(
 ) -> Table | None:
     """All criteria, calibrated on the task on which they are evaluated.
 
-    Coding columns have the scores of plans calibrated on code, mathematics columns those of plans
-    calibrated on mathematics; Avg Rank is over these four columns. None when no model has plans of
-    both calibration sets at the same ratio and gate.
+    Coding columns have the scores of plans calibrated on code. Mathematics columns have those of
+    plans calibrated on mathematics. Avg Rank is the mean rank in all these columns. None when no
+    model has plans of both calibration sets at the same ratio and gate.
 
     criteria: keys of the methods to list, None for all methods.
     """
@@ -147,6 +152,7 @@ def task_specific_table(
     best = {**dict.fromkeys(columns, "max"), "Avg Rank": "min"}
     blocks = []
     for comparison in results.comparisons:
+        # domains: domain of the calibration set -> panel, for one ratio and gate
         for domains in panels_by_domain(comparison).values():
             if {"code", "math"} <= set(domains):
                 block = task_block(comparison, domains, criteria)

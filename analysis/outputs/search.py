@@ -60,8 +60,8 @@ def searched_pairs(comparison: Comparison) -> dict[int, int]:
 
 
 def general_pairs(comparison: Comparison) -> dict[int, int]:
-    """The pairs of `searched_pairs` whose cells were calibrated on general text, whatever text the
-    search evaluated allocations on."""
+    """The pairs of `searched_pairs` whose cells were calibrated on general text. The search set, on
+    which allocations were compared during the search, can be any text."""
     # both cells of a pair have the same calibration set
     domains = comparison.cells["calibration"].map(names.domain)
     return {
@@ -95,10 +95,10 @@ def allocation_table(
 ) -> Table | None:
     """Group averages of searched and uniform allocations.
 
-    A row per cell of the pairs, with the scores in `columns` that were run. The row of a searched
-    cell also has a difference for each of these columns (searched minus uniform, paired), and the
-    names of the columns with a significant difference. Scores and differences have 95 % intervals.
-    None without pairs, or when none of `columns` was run.
+    Each cell of a pair has a row with its scores in those of `columns` that were run. The row of a
+    searched cell also has its differences to the uniform cell (searched minus uniform, paired), one
+    for each score, and the names of the columns with a significant difference. Scores and
+    differences have 95 % intervals. None without pairs, or when none of `columns` was run.
 
     title_end: last words of the title; pairs: function from the comparison of a model to the
     model's pairs (searched cell -> uniform cell).
@@ -111,7 +111,7 @@ def allocation_table(
     number_columns = [
         str(column) for column in rows.frame if column not in (*TEXT_COLUMNS, SIGNIFICANCE)
     ]
-    # the text of GAIN before {} is the prefix of all columns of differences
+    # names of columns with differences start with GAIN.format(""), which is "Δ "
     gain_columns = [column for column in number_columns if column.startswith(GAIN.format(""))]
     score_columns = [column for column in number_columns if column not in gain_columns]
     has_tests = (rows.frame[SIGNIFICANCE] != "").any()
@@ -148,11 +148,9 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
         numbers.frame[GAIN.format(column)] = gain["difference"]
         numbers.low[GAIN.format(column)] = gain["low"]
         numbers.high[GAIN.format(column)] = gain["high"]
+    # "" for uniform cells and for pairs that were not tested
     significance = dict.fromkeys(cells, "") | _significant_columns(comparison, pairs, gains)
-    text = display_frame(
-        rows_of_cells,
-        {column: column.lower() for column in TEXT_COLUMNS},
-    )
+    text = display_frame(rows_of_cells, {column: column.lower() for column in TEXT_COLUMNS})
     recoveries = rows_of_cells["recovery"].map(
         lambda recovery: names.RECOVERIES.get(recovery, recovery)
     )
@@ -165,9 +163,9 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
 def _significant_columns(
     comparison: Comparison, pairs: Mapping[int, int], gains: Mapping[str, pd.DataFrame]
 ) -> dict[int, str]:
-    """Searched cell -> text that lists the columns with a significant difference, or `none`. A pair
-    is not tested, and has no entry, if one of the two cells has only one seed. Holm's correction
-    covers the differences of all tested pairs in all columns.
+    """Searched cell -> text that lists the columns with a significant difference; `none` if no
+    difference is significant. A pair is not tested, and has no entry, if one of the two cells has
+    only one seed. Holm's correction covers the differences of all tested pairs in all columns.
 
     pairs: searched cell -> uniform cell; gains: column -> `differences` of this column."""
     cells = [
@@ -175,7 +173,7 @@ def _significant_columns(
         for cell, uniform in pairs.items()
         if comparison.all_have_several_seeds((cell, uniform))
     ]
-    # rows: cells, columns: columns of scores
+    # one row per tested cell, one column per key of `gains`
     p_values = pd.DataFrame({column: gain["p"][cells] for column, gain in gains.items()})
     p_holm = uncertainty.holm(p_values.to_numpy(float).ravel()).reshape(p_values.shape)
     texts = {}
@@ -224,14 +222,14 @@ def multiple_choice_table(results: Results, name: str) -> Table | None:
 
 
 def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Share of each layer's experts that a plan retains (column share, 0..1); a row per layer of
-    each cell that prunes whole experts.
+    """Retained share of the experts in each layer. A row per cell and layer, only for cells that
+    prune whole experts.
 
-    Columns: cell, layer, share, criterion, allocation, ratio, removed_text, calibration,
+    Columns: cell, layer, share (0..1), criterion, allocation, ratio, removed_text, calibration,
     recovery."""
     cells = comparison.cells[comparison.cells["granularity"] == "expert"]
     retained = study.retained[study.retained["cell"].isin(cells.index)]
-    # the retained share of a whole expert is 0 or 1
+    # a row per expert, whose share is 0 or 1 here; the mean is the share of retained experts
     shares = retained.groupby(["cell", "layer"], as_index=False)["share"].mean()
     columns = ["criterion", "allocation", "ratio", "removed_text", "calibration", "recovery"]
     return pd.DataFrame(shares.join(cells[columns], on="cell"))
@@ -242,14 +240,15 @@ def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
 def allocations_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Share of experts retained in each layer, by allocation.
 
-    EvoESAP Fig. 1: all allocations of one criterion, a panel per ratio and calibration set, a line
-    per cell. Panels with a single allocation are left out. The criterion is the one with the most
-    allocations. If several criteria have the most, REAP is shown if it is one of them, otherwise
-    the first in the order of tables. None when no searched allocation is left.
+    EvoESAP Fig. 1: a panel per ratio and calibration set, with a line per cell. Panels with a
+    single allocation are left out. Of the remaining panels, only those of one criterion are drawn,
+    the criterion with the most allocations. If several criteria have the most, REAP is drawn if it
+    is one of them, otherwise the first in the order of tables. None when no searched allocation
+    remains.
     """
     shares = densities(results.study, comparison)
-    panels = shares.groupby(["criterion", "ratio", "calibration"])
-    shares = shares[panels["allocation"].transform("nunique") > 1]
+    by_panel = shares.groupby(["criterion", "ratio", "calibration"])
+    shares = shares[by_panel["allocation"].transform("nunique") > 1]
     if not shares["allocation"].map(is_searched).any():
         return None
     counts = shares.groupby("criterion")["allocation"].nunique()
@@ -260,7 +259,7 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
     allocations = names.in_order(shares["allocation"], ["uniform", "global by frequency", "global"])
     for number, allocation in enumerate(allocations):
         shade = (style.INK, "#ee7733", "#2277bb", "#117733", "#aa4499", "#7a7a7a")[number % 6]
-        # the first line, which is `uniform` if that was run, is dashed
+        # the first allocation is dashed: `uniform`, if it was run
         pattern = "-" if number else style.DASHED["linestyle"]
         look: Any = {"color": shade, "marker": "sD^ov"[number % 5], "linestyle": pattern}
         legend_entries[allocation] = style.legend_entry(
@@ -307,8 +306,8 @@ def _density_drawing(
     shares: pd.DataFrame, column: str, legend_entries: Mapping[str, Line2D]
 ) -> Drawing:
     """A drawing of the retained share of experts by layer, with a panel per ratio and calibration
-    set and a line per cell. A dashed line at the panel's mean share stands for a uniform allocation
-    if `legend_entries` has no entry `uniform`.
+    set and a line per cell. If `legend_entries` has no entry `uniform`, each panel also has a
+    dashed line for a uniform allocation, at the mean share of the panel.
 
     shares: rows of `densities`; legend_entries: value of `column` -> legend entry with the style of
     the cells with this value."""
@@ -330,7 +329,7 @@ def _density_drawing(
         style.layer_axis(axes)
         style.format_percent(axes.yaxis)
         axes.grid(axis="y")
-    for axes in grid[::3]:
+    for axes in grid[::3]:  # the first panel in each row
         axes.set_ylabel("experts kept")
     style.legend(drawing, [*legend_entries.values(), *uniform_entries], most=5)
     return drawing

@@ -132,14 +132,15 @@ def settings_table(results: Results, name: str) -> Table | None:
 def fitness_table(results: Results, name: str) -> Table | None:
     """EvoESAP's Table 6: searches by speculative decoding and by ESAP.
 
-    Of the plans that differ only in the settings of their search, the table lists those with a
-    fitness in FITNESSES, if both fitnesses occur. None without such plans, or when none of
-    COMPARED_AVERAGES was run.
+    A group consists of plans that differ only in the settings of their search. The table lists the
+    plans with a fitness in FITNESSES, from groups in which both fitnesses occur. None without such
+    plans, or when none of COMPARED_AVERAGES was run.
     """
     fitness_of_cell = results.study.searches.set_index("cell")["fitness"]
 
     def select(cells: pd.DataFrame) -> pd.DataFrame:
-        """Select the cells whose fitness is in FITNESSES; no cells unless both fitnesses occur."""
+        """Select the cells of a group whose fitness is in FITNESSES; no cells unless both fitnesses
+        occur in the group."""
         fitnesses = fitness_of_cell.reindex(cells.index)
         return cells[fitnesses.isin(FITNESSES)] if set(FITNESSES) <= set(fitnesses) else cells[:0]
 
@@ -194,12 +195,12 @@ def _published_row() -> dict[str, object]:
         if (number.paper, number.table, criterion) == ("evoesap", "4", COMPETITOR):
             numbers_by_benchmark[number.benchmark] = number
     # all numbers of the row have the same key
-    model, ratio, criterion, _, _, calibration = next(iter(numbers_by_benchmark.values())).key
+    model, ratio, *_, calibration = next(iter(numbers_by_benchmark.values())).key
     return {
         "Model": model,
         "Pruned": names.ratio(ratio),
         "Calibration": names.calibration(calibration),
-        "Criterion": criterion,
+        "Criterion": COMPETITOR,
         "Allocation": COMPETITOR,
         "Source": COMPETITOR_NOTE,
         "Code": numbers_by_benchmark["Code"].value,
@@ -219,7 +220,8 @@ def _table(
     """A table with the settings, the scores and the seconds of searches, a row per cell; None
     without rows.
 
-    select, columns: see `_rows`; title: title of the table."""
+    select: function that chooses the cells that the table lists, see `_rows`; columns: the averages
+    that the table lists, if they were run."""
     rows = concatenate_numbers(
         _rows(results.study, comparison, select, columns) for comparison in results.comparisons
     )
@@ -250,9 +252,9 @@ def _rows(
     """Rows of `_table` for one model; None when `select` returns no cells, or when none of
     `columns` was run.
 
-    select: function that is called with each group of cells that differ only in the settings of
-    their search, and returns the cells of the group that the table lists; columns: the averages
-    that the table lists."""
+    - select: function that returns the rows of its argument that the table lists. It is called with
+      each group of cells that differ only in the settings of their search.
+    - columns: the averages that the table lists"""
     pruned = comparison.cells[comparison.cells["criterion"] != "none"]
     selections = [select(cells) for _, cells in groups(pruned, EQUAL_COLUMNS)]
     # pruned[:0] has no rows; concat fails without a frame
@@ -260,10 +262,8 @@ def _rows(
     targets = column_targets(comparison, list(cells.index), columns) if len(cells) else {}
     if not targets:
         return None
-    searches = study.searches.set_index("cell")
-    rows = cells.join(searches).assign(
-        fitness=searches["fitness"].reindex(cells.index).map(_fitness_in_words)
-    )
+    rows = cells.join(study.searches.set_index("cell"))
+    rows = rows.assign(fitness=rows["fitness"].map(_fitness_in_words))
     averages = scores(comparison, list(cells.index), targets)
     settings = {name: rows[column].astype(float) for name, (column, _) in _SETTINGS.items()}
     text = display_frame(rows, {**TEXT_COLUMNS, "Allocation": "allocation", "Fitness": "fitness"})

@@ -43,12 +43,15 @@ QUARTILES = {" low": 0.25, "": 0.5, " high": 0.75}
 
 
 def requests(study: Study) -> pd.DataFrame:
-    """Speed and memory of requests: a row for each cell and kind of request (REQUEST_COLUMNS), with
-    medians and quartiles over the repeats of the request.
+    """Speed and memory, a row per request. Repeats of a request have equal values in
+    REQUEST_COLUMNS.
 
-    Columns: REQUEST_COLUMNS; each of SPEEDS (the median); the same names with the suffixes ` low`
-    and ` high` (the lower and the upper quartile); WEIGHTS; PEAK_MEMORY (weights and working
-    memory)."""
+    Columns:
+
+    - REQUEST_COLUMNS
+    - each of SPEEDS: median over the repeats
+    - each of SPEEDS followed by ` low` or ` high`: lower or upper quartile over the repeats
+    - WEIGHTS; PEAK_MEMORY: weights and working memory"""
     speed_columns = (f"{name}{suffix}" for name in SPEEDS for suffix in QUARTILES)
     columns = [*REQUEST_COLUMNS, *speed_columns, WEIGHTS, PEAK_MEMORY]
     rows = []
@@ -104,8 +107,9 @@ def speed_table(results: Results, name: str) -> Table:
         "Prompts": "batch_size",
         "Tokens each": "prompt_length",
     }
-    sizes = {WEIGHTS: "{:,.2f}", PEAK_MEMORY: "{:,.1f}"}
-    frame = display_frame(rows, text_columns | {column: column for column in (*SPEEDS, *sizes)})
+    memory_formats = {WEIGHTS: "{:,.2f}", PEAK_MEMORY: "{:,.1f}"}
+    number_columns = {column: column for column in (*SPEEDS, *memory_formats)}
+    frame = display_frame(rows, text_columns | number_columns)
     low, high = (
         rows.reindex(columns=[f"{name}{suffix}" for name in SPEEDS]).set_axis(list(SPEEDS), axis=1)
         for suffix in (" low", " high")
@@ -115,7 +119,7 @@ def speed_table(results: Results, name: str) -> Table:
         title="Throughput, latency and memory of requests",
         caption=f"Medians, with quartiles. {conditions(study)} {run_setup(study)}",
         frame=frame.astype({"Prompts": str, "Tokens each": str}),
-        formats={**SPEEDS, **sizes},
+        formats={**SPEEDS, **memory_formats},
         best={PREFILL: "max", DECODE: "max", TIME_TO_FIRST_TOKEN: "min", TIME_PER_TOKEN: "min"},
         blocks=("Model", "Device", "Prompts", "Tokens each"),
         low=low,
@@ -227,16 +231,15 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
 
 def _largest_requests(study: Study, comparison: Comparison) -> pd.DataFrame:
     """The largest request of each cell of `comparison`: the row of `requests` with the most prompt
-    tokens. Only requests on one device are considered, the device of the first row.
-
-    The additional column `label` has a text with the method and the removed share."""
+    tokens. Only requests on one device are considered, the device of the first row. The column
+    `label` is added: a text with the method and the removed share."""
     rows = requests(study)
     rows = rows[rows["cell"].isin(comparison.cells.index)]
     # iloc[:1] instead of iloc[0], which fails without rows
     rows = rows[rows["device"].isin(rows["device"].iloc[:1])]
     prompt_tokens = rows["batch_size"] * rows["prompt_length"]
     rows = rows.loc[prompt_tokens.groupby(rows["cell"]).idxmax()].reset_index(drop=True)
-    # no words for the unpruned model
+    # the unpruned model's label has no removed share
     removed_text = comparison.cells["removed_text"].where(comparison.cells["ratio"] > 0, "")
     methods = settings.method_labels(comparison.cells)
     return rows.assign(
@@ -245,13 +248,14 @@ def _largest_requests(study: Study, comparison: Comparison) -> pd.DataFrame:
 
 
 def _draw_map(axes: Axes, rows: pd.DataFrame, column: str) -> None:
-    """Draw a square with the number in `column` for each of `rows`. Block sizes increase from left
-    to right, the channels of the smallest expert from top to bottom. Shades go from 0.1 of the
-    colour map for the lowest number to 0.9 for the highest. NaN is printed as a dash. Numbers have
-    one decimal if all are below 100, otherwise none.
+    """Draw a map with a square for each of `rows`. The square shows the number in `column`.
 
-    rows: frame with the columns block (block size), smallest (smallest number of channels that an
-    expert may have) and `column`."""
+    Block sizes increase from left to right, the channels of the smallest expert from top to bottom.
+    The lowest number has the shade 0.1 of the colour map, the highest 0.9. NaN is printed as a
+    dash and has the shade 0.1. Numbers have one decimal if all are below 100, otherwise none.
+
+    rows: frame with `column` and the columns `block` (block size) and `smallest` (smallest number
+    of channels that an expert may have)."""
     blocks = sorted(rows["block"].unique())
     smallest_experts = sorted(rows["smallest"].unique())
     low = float(rows[column].min())
@@ -306,12 +310,12 @@ def architecture_table(results: Results, name: str) -> Table:
     rows = []
     for model, facts in study.models.items():
         layers = list(facts["layers"].values())  # only layers with experts
-        # key of facts.json -> largest number of all layers
+        # key of a layer in facts.json -> the largest of the layers' values
         maximum = {
             key: max(layer[key] for layer in layers)
             for key in ("n_experts", "top_k", "hidden", "width")
         }
-        # parameters of the routed experts that a token does not use
+        # in all layers, parameters of the routed experts to which a token is not sent
         inactive_parameters = sum(
             (layer["n_experts"] - layer["top_k"]) * layer["expert_parameters"] for layer in layers
         )

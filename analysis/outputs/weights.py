@@ -41,19 +41,19 @@ SHADES = colormaps["viridis"]
 def weights_table(
     title_end: str, columns: Sequence[str]
 ) -> Callable[[BlockMaker], Callable[[Results, str], Table | None]]:
-    """Decorator for a function that yields the blocks of one model: the decorator `score_table`
-    with a title and a caption for tables of this module.
+    """The decorator `score_table` with a title and a caption for tables of this module. It is
+    applied to a function that yields the blocks of one model.
 
-    title_end: last words of the title; columns: benchmarks and averages. The table also has
-    differences to AIMER, of scores in the last of `columns`."""
+    title_end: last words of the title; columns: benchmarks and averages. The caption says that
+    differences are between scores in the last of `columns`."""
     title = f"Scores from weights alone and from text: {title_end}"
     return score_table(title, columns, f"Difference: {columns[-1]} minus that of AIMER, paired.")
 
 
 def aimer_blocks(comparison: Comparison) -> Iterator[Block]:
     """Yield a block for each ratio at which AIMER was run, with the cells of all criteria without
-    recovery. Differences are to AIMER. A block has no differences if several of its cells are
-    AIMER's."""
+    recovery. AIMER's cell is the base of the block's differences. A block with several cells of
+    AIMER has no differences."""
     for ratio, cells in cells_by_ratio(cells_without_recovery(comparison)):
         aimer_cells = cells[cells["criterion"] == "aimer"]
         if len(aimer_cells):
@@ -109,14 +109,15 @@ MOST_LAYER_LABELS = 8
 
 def weight_scores(study: Study) -> pd.DataFrame:
     """Scores of experts by FIGURE_CRITERIA; a row per model, criterion, layer and expert, with the
-    columns COLUMNS.
+    columns COLUMNS. Cells without scores in the store are left out.
 
-    Scores have the sign of the papers. With this sign, AIMER prunes the highest scores
-    ||w||_1 / (sqrt(N) ||w||_2) first. Cells without scores in the store are left out."""
+    Scores have the sign that they have in the papers. AIMER's score in its paper is
+    ||w||_1 / (sqrt(N) ||w||_2), and the experts with the highest scores are pruned first."""
     cells = study.cells[
         study.cells["criterion"].isin(FIGURE_CRITERIA) & study.cells["scores_folder"].notna()
     ]
     frames = []
+    # one cell per model and criterion: scores that read weights alone depend on nothing else
     for cell in records(cells.drop_duplicates(["model", "criterion"])):
         folder = study.reader.folder(cell["scores_folder"])
         # COLUMNS without model and criterion
@@ -132,9 +133,9 @@ def weight_scores(study: Study) -> pd.DataFrame:
 def profiles(scores: pd.DataFrame) -> pd.DataFrame:
     """`weight_scores` with two more columns, computed inside each layer of a model and criterion.
 
-    profile: the score, scaled from 0 (lowest score of the layer) to 1 (highest); NaN when all
-    experts of the layer have the same score. position: rank of the expert in the layer, from 0
-    (lowest score)."""
+    - profile: the score, scaled from 0 (lowest score of the layer) to 1 (highest); NaN when all
+      experts of the layer have the same score
+    - position: rank of the expert in the layer, from 0 (lowest score)"""
     layer_scores = scores.groupby(["model", "criterion", "layer"])["score"]
     low = layer_scores.transform("min")
     high = layer_scores.transform("max")
@@ -148,8 +149,8 @@ def profiles(scores: pd.DataFrame) -> pd.DataFrame:
 def profile_figure(results: Results, name: str) -> Figure | None:
     """Distribution of Magnitude and AIMER scores over the experts of each layer.
 
-    A map per model and criterion; x axis: experts by rank, y axis: layers. The criteria of a model
-    are below each other, with MOST_MODELS_IN_ROW models side by side. None without scores.
+    A map per model and criterion; x axis: experts by rank, y axis: layers. The maps of one model
+    are below each other, and up to MOST_MODELS_IN_ROW models are side by side. None without scores.
     """
     scores = weight_scores(results.study)
     if scores.empty:
@@ -158,20 +159,21 @@ def profile_figure(results: Results, name: str) -> Figure | None:
     models = list(dict.fromkeys(scores["model"]))
     criteria = names.in_order(scores["criterion"], FIGURE_CRITERIA)
     columns = min(MOST_MODELS_IN_ROW, len(models))
+    # rows of models (rounded up), each of which has a row of maps per criterion
     rows = -(-len(models) // columns) * len(criteria)
     drawing = style.drawing(style.PAGE, 1.9 * rows + 0.5)
     grid = drawing.subplots(rows, columns, squeeze=False)
     for axes in grid.flat:
-        axes.set_visible(False)  # the last row of models can have empty places
+        axes.set_visible(False)  # until a map is drawn; some places can remain empty
     for key, panel in groups(scores, ["model", "criterion"]):
-        row, column = divmod(models.index(key["model"]), columns)
-        axes = grid[row * len(criteria) + criteria.index(key["criterion"])][column]
+        model_row, column = divmod(models.index(key["model"]), columns)
+        axes = grid[model_row * len(criteria) + criteria.index(key["criterion"])][column]
         axes.set_visible(True)
         _draw_profile(axes, panel, is_first_in_row=column == 0)
         axes.set_title(f"{key['model']}\n{names.criterion(key['criterion'])}", fontsize=7.5)
     label_of_score = {0.0: "0 (lowest)", 0.25: "0.25", 0.5: "0.5", 0.75: "0.75", 1.0: "1 (highest)"}
     handles = [
-        Patch(facecolor=SHADES(share), label=label) for share, label in label_of_score.items()
+        Patch(facecolor=SHADES(score), label=label) for score, label in label_of_score.items()
     ]
     style.legend(drawing, handles, title="score, min-max in its layer")
     caption = (
@@ -184,14 +186,16 @@ def profile_figure(results: Results, name: str) -> Figure | None:
 
 
 def _draw_profile(axes: Axes, panel: pd.DataFrame, *, is_first_in_row: bool) -> None:
-    """Draw a map of the column profile, with a row per layer and the experts by position. panel:
-    `profiles` of one model and criterion. Only the first map in a row has a label on the y axis;
-    at most MOST_LAYER_LABELS layers are numbered."""
+    """Draw a map of `profile`, with a row per layer, in which experts are sorted by `position`. At
+    most MOST_LAYER_LABELS layers are numbered.
+
+    panel: rows of `profiles` of one model and criterion; is_first_in_row: whether the y axis has
+    the label `layer`."""
     image = panel.pivot_table(index="layer", columns="position", values="profile", dropna=False)
     axes.imshow(
         image, cmap=SHADES, vmin=0, vmax=1, aspect="auto", interpolation="nearest", origin="lower",
     )  # fmt: skip
-    step = -(-len(image) // MOST_LAYER_LABELS)
+    step = -(-len(image) // MOST_LAYER_LABELS)  # rounded up
     style.label_ticks(axes.yaxis, range(0, len(image), step), image.index[::step].map(str))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     axes.set_xlabel("rank of the expert in its layer", fontsize=7)

@@ -30,8 +30,8 @@ from analysis.stats.winners import CAPTION, SETTINGS, label
 
 
 def _map_and_table(results: Results, wins: pd.DataFrame, name: str, title: str) -> list[Item]:
-    """The figure and the table of a winner map. [] if the map has no rows. Also [] if the map has a
-    single displayed column, because it would only repeat the ranking.
+    """The figure and the table of a winner map. [] if `wins` has no rows. Also [] if `wins` is on a
+    single displayed column, because then it adds nothing to the ranking of the methods.
 
     wins: rows of `winner_map`; title: title of the figure and of the table."""
     if wins.empty or wins["column"].nunique() < 2:
@@ -70,8 +70,8 @@ def baseline_winners(results: Results, name: str) -> list[Item]:
 
 
 def winner_table(study: Study, wins: pd.DataFrame, name: str, title: str) -> Table:
-    """A winner map as a table: for each cell of the map the best methods, the score, the lead over
-    the runner-up, and a verdict. wins: rows of `winner_map`."""
+    """A winner map as a table. Each cell of the map is a row with the best methods, their score,
+    the runner-up, the lead over it, p-values and a verdict. wins: rows of `winner_map`."""
     rows = wins.assign(
         winner=[label(win["winners"], win["score"]) for win in records(wins)],
         runner_up=wins["runner_up"].map(names.method),
@@ -201,9 +201,11 @@ _LABEL_WIDTH = 0.8
 
 
 def _draw_map(axes: Axes, wins: pd.DataFrame, inches: float) -> None:
-    """Draw one map, with a cell for each of `wins`: the text of the cell, and, if the cell has a
-    single winner, a square in the winner's colour. wins: rows of `winner_map`; inches: width of the
-    map."""
+    """Draw one map, with a cell for each of `wins`. Each cell has a text, see `_text_and_size`. A
+    cell with a single winner also has a square in the winner's colour, hatched unless the win is
+    proved.
+
+    wins: rows of `winner_map`; inches: width of the map."""
     columns = list(dict.fromkeys(wins["column"]))
     sets = names.calibrations_in_order(wins["calibration"])
     for win in records(wins):
@@ -230,11 +232,12 @@ def _draw_map(axes: Axes, wins: pd.DataFrame, inches: float) -> None:
 def _text_and_size(winners: Sequence[str], score: float, inches: float) -> tuple[str, float]:
     """(text in a cell of a map, font size in points). inches: width of the cell.
 
-    - Tie with a score other than 0: two lines with the names of up to three winners and the number
-      of further winners, `A = B =` and `C +2`. If the lines do not fit, the text is `5 tied`.
-    - Otherwise: the `label` of the winners. If the label is too long for one line, it is wrapped
-      and printed in the smallest font, 5.6 points."""
-    letters_in_line = int(inches / SMALL_LETTER)
+    - A tie, unless its score is 0: the names of up to three winners and the number of further
+      winners, in two lines. Five winners are printed as `A = B =` and, below, `C +2`, or as
+      `5 tied` if the two lines do not fit.
+    - Other cells, and ties with a score of 0: the `label` of the winners. If it is too long for one
+      line, it is wrapped and printed in the smallest font, 5.6 points."""
+    letters_in_line = int(inches / SMALL_LETTER)  # at 5.6 points
     if len(winners) > 1 and score != 0:
         methods = [names.method(name) for name in winners[:3]]
         others = f" +{len(winners) - 3}" if len(winners) > 3 else ""
@@ -245,6 +248,6 @@ def _text_and_size(winners: Sequence[str], score: float, inches: float) -> tuple
         is_fitting = max(map(len, text.splitlines())) <= letters_in_line
         return (text, 5.6) if is_fitting else (f"{len(winners)} tied", 6.5)
     text = label(winners, score)
-    if len(text) > inches / LETTER:
+    if len(text) > inches / LETTER:  # too long for one line at 7.5 points
         return textwrap.fill(text, letters_in_line), 5.6
     return text, 7.5 if len(winners) == 1 else 6.5

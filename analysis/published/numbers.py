@@ -121,8 +121,8 @@ def _read(name: str) -> tuple[dict[str, str], ...]:
 
 
 def _tables() -> dict[str, tuple[tuple[str, str], ...]]:
-    """Read TABLES from tables.csv: name of a table here -> (paper, table) of every published table
-    that corresponds to it."""
+    """The content of tables.csv as a dictionary: name of a table of this project -> (paper, table)
+    of every published table that corresponds to it."""
     published: dict[str, list[tuple[str, str]]] = {}
     for row in _read("tables"):
         published.setdefault(row["name"], []).append((row["paper"], row["table"]))
@@ -176,9 +176,9 @@ def averaged_benchmarks(number: PublishedNumber, row: Sequence[PublishedNumber])
     """The benchmarks and displayed columns over which a published number is averaged; empty when
     the number is not made of scores (a rank, a size or a time).
 
-    A score or perplexity is averaged over its own benchmark alone. An average in GROUPS is over the
-    columns of the group. AVERAGE is over all scores in `row` that come from the same published
-    table.
+    For a score or perplexity, this is its own benchmark alone. For an average in GROUPS, it is the
+    columns of the group. For an AVERAGE, it is the benchmarks of all scores in `row` that come from
+    the same published table.
 
     row: all published numbers with the key of `number`.
     """
@@ -193,8 +193,7 @@ def averaged_benchmarks(number: PublishedNumber, row: Sequence[PublishedNumber])
 
 
 def protocol(number: PublishedNumber) -> Protocol:
-    """Settings with which the paper calibrated the model of this number and searched its
-    allocation."""
+    """The settings of calibration and search with which the paper obtained this number."""
     row = _most_specific_row("protocols", number, criterion=number.key[2])
     tokens, seed, generations = (
         int(row[column]) if row.get(column) else None
@@ -204,16 +203,17 @@ def protocol(number: PublishedNumber) -> Protocol:
 
 
 def split(number: PublishedNumber, benchmark: str) -> Split:
-    """Number of items and settings with which the paper of this number measured a benchmark. The
-    number is None, and a setting is left out, if the paper does not state it."""
+    """Number of items and settings with which the paper of this number measured a benchmark. If the
+    paper does not state the number of items, it is None. Settings that the paper does not state are
+    left out."""
     row = _most_specific_row("splits", number, benchmark=benchmark)
     items = int(row["items"]) if row.get("items") else None
     return Split(items, {key: row[key] for key in EVALUATION_SETTINGS if row.get(key)})
 
 
 def published_name(axis: str, name: str) -> str:
-    """Name of the published model or calibration set that the small one called `name` replaces
-    here, see stand_ins.csv. A name that stand_ins.csv does not list is returned unchanged.
+    """Name of the published model or calibration set for which the one called `name` stands in
+    here, from stand_ins.csv. A name that stand_ins.csv does not list is returned unchanged.
 
     axis: `model` or `calibration`, whichever `name` is.
     """
@@ -282,18 +282,18 @@ class MeasuredNumber:
 
 
 def verdict(number: PublishedNumber, measured: MeasuredNumber) -> str:
-    """Verdict on a published and a measured number: `agrees` or `differs`, followed by the note of
-    the published number; `missing` if the measured number is NaN; or `not comparable because`,
-    followed by all reasons.
+    """Verdict on a published and a measured number.
 
-    The numbers agree when the rounding range of the published number overlaps the interval of the
-    measured number.
+    - `missing` if the measured number is NaN
+    - `not comparable because`, followed by all `reasons`, if there are any
+    - `agrees` if the rounding range of the published number overlaps the interval of the measured
+      number, otherwise `differs`; in both cases followed by the note of the published number
     """
     if math.isnan(measured.value):
         return MISSING
-    differences = list(reasons(number, measured))
-    if differences:
-        return INCOMPARABLE + "; ".join(differences)
+    all_reasons = list(reasons(number, measured))
+    if all_reasons:
+        return INCOMPARABLE + "; ".join(all_reasons)
     low, high = number.rounding_range
     text = AGREES if measured.low <= high and low <= measured.high else DIFFERS
     return f"{text} ({number.note})" if number.note else text
@@ -302,7 +302,8 @@ def verdict(number: PublishedNumber, measured: MeasuredNumber) -> str:
 def reasons(number: PublishedNumber, measured: MeasuredNumber) -> Iterator[str]:
     """Yield the reasons why the two numbers cannot be compared; nothing when they can be compared.
 
-    No reason follows after a difference of models, because everything else differs with the model.
+    If the measured model stands in for the published one, this is the last reason, because
+    everything else differs with the model.
     """
     if number.note.startswith(NOT_COMPARABLE):
         yield number.note.removeprefix(NOT_COMPARABLE)
@@ -320,9 +321,12 @@ def reasons(number: PublishedNumber, measured: MeasuredNumber) -> Iterator[str]:
 
 
 def _calibration_differences(number: PublishedNumber, measured: MeasuredNumber) -> Iterator[str]:
-    """Yield a text for each difference in calibration tokens, gate, seed, search set and number of
-    generations. What the paper does not state is not compared. Yields nothing for an unpruned
-    model."""
+    """Yield a text for each of these that differs: number of calibration tokens, gate, seed, search
+    set and number of generations.
+
+    What the paper does not state is not compared. Tokens are compared only if the criterion reads
+    data, the gate only for GATE_CRITERIA, and the search only for a searched allocation. Yields
+    nothing for the unpruned model."""
     published_protocol = protocol(number)
     cell = measured.cell
     if cell["criterion"] == "none":
@@ -386,12 +390,13 @@ def _items_difference(evaluation: Evaluation, published: int | None) -> str:
     """Text on the number of items of a benchmark here and in the paper: `95 of 100, published on
     200`. "" if all items were graded here, and the paper states the same number or none.
 
-    In the example, 95 items were graded of the 100 items here. "of 100" is left out if all items
-    were graded, which means at least the share LOWEST_GRADED_SHARE. "published on 200" is left out
-    if the paper states no number.
+    In the example, the benchmark has 100 items here, of which 95 were graded, and 200 in the paper.
+    "of 100" is left out if all items were graded. Items count as all graded if the share of graded
+    items is at least LOWEST_GRADED_SHARE. "published on 200" is left out if `published` is None.
 
     published: number of items in the paper; None if the paper states none.
     """
+    # if the number of items here is unknown, the graded items count as all items
     items = evaluation.n if evaluation.split.items is None else evaluation.split.items
     all_graded = evaluation.n >= LOWEST_GRADED_SHARE * items
     if all_graded and published in (None, items):

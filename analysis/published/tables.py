@@ -53,8 +53,8 @@ _GIB = 2**30
 
 
 class Facts:
-    """The cells and results of a study, and the protocols (calibration, search and evaluations) of
-    the study's measured numbers."""
+    """The cells and results of a study. They say how a number of the study was measured: with which
+    calibration, search and evaluations."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
@@ -72,20 +72,22 @@ class Facts:
         self._document = cache(self._read_document)
 
     def _read_document(self, name: str, file: str) -> Mapping[str, Any]:
-        """Content of the JSON file `file` in the folder of the step `name`. A file that cannot be
-        read is recorded as a gap, and {} is returned."""
+        """Content of a JSON file; {}, with a gap that the reader records, if it cannot be read.
+
+        name: name of the step's folder; file: name of the file in this folder."""
         reader = self.study.reader
         return reader.json(reader.folder(name), file) or {}
 
     def add_protocol(
         self, number: Number, sources: Mapping[str, int], caveats: Sequence[str]
     ) -> MeasuredNumber:
-        """Add the protocol of the measurement to a measured number. The axes, calibration tokens
-        and search are those of the first cell in `sources`.
+        """Add to a measured number how it was measured: axes, calibration tokens, search and
+        evaluations. The axes, calibration tokens and search are those of the first cell in
+        `sources`.
 
-        - number: the measured number, and the lower and upper end of its interval
+        - number: (measured value, lower end, upper end of its interval)
         - sources: benchmark that contributes to the number -> the cell evaluated on this benchmark
-        - caveats: see `MeasuredNumber.caveats`
+        - caveats: reasons why the number is not the same quantity as the published one
         """
         first_cell = next(iter(sources.values()))
         axes = self.cells[first_cell]
