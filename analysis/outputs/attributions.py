@@ -51,9 +51,9 @@ SECONDS = "Time (s)"
 
 
 def agreement_table(results: Results, name: str) -> Table:
-    """Table 14: correlations over experts of each of ESTIMATES with each of TRUTHS, and the seconds
-    of the step that computes the estimate. A row per model, calibration set and estimate. If the
-    study has ablations, they have rows too, as an estimate of the layer loss."""
+    """Table 14: correlations of each of ESTIMATES with each of TRUTHS over experts, and the seconds
+    of the step that computes the estimate. A row per model, calibration set and estimate. Where
+    the ablation was run, it has a row too, as an estimate of the layer loss."""
     kinds = ("Pearson", "Rank", "Rank in a layer", "Pearson of channels kept")
     columns = [f"{kind}, {truth}" for truth in TRUTHS.values() for kind in kinds]
     study = results.study
@@ -65,13 +65,13 @@ def agreement_table(results: Results, name: str) -> Table:
         )
         cells = study.cells[is_of_group]
         plans_with_priors = cells.reset_index().merge(plans.priors(cells, study.reader), on="cell")
-        seconds, pass_machines = seconds_and_machines(study, cells)
-        machines += pass_machines
+        seconds, step_machines = seconds_and_machines(study, cells)
+        machines += step_machines
         measures = list(ESTIMATES)
         if experts["ablation"].notna().any():
             measures.append("ablation")
         for measure in measures:
-            numbers: list[float] = []
+            numbers: list[float] = []  # for each truth, one number per kind
             for truth in TRUTHS:
                 if measure == truth:
                     numbers += [1.0, 1.0, 1.0]  # a measure correlates perfectly with itself
@@ -125,7 +125,9 @@ def channel_agreement(
     see `plans.retained_shares`."""
     values = []
     for _, candidates in groups(plans_with_priors, EQUAL_COLUMNS):
-        shares = {}  # "measure" or "truth" -> retained shares of this plan, by layer and expert
+        # "measure" -> shares that the first plan retains, "truth" -> those of the second plan; the
+        # shares have the index (layer, expert)
+        shares = {}
         for column, proportional_to in (("measure", measure), ("truth", truth)):
             has_prior = candidates["prior"].isin(PRIORS.get(proportional_to, ()))
             # the first plan with this prior, if there is one
@@ -139,11 +141,14 @@ def channel_agreement(
 
 
 def seconds_and_machines(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float], list[str]]:
-    """Returns ({"pass": seconds, "ablation": seconds}, names of the machines) of two steps: the
-    calibration pass of `cells`, see `shown_passes`, and the first ablation that a plan of `cells`
-    reads. The seconds are NaN if the store lacks the step.
+    """Time and machines of two steps: the shown calibration pass of `cells` (see `shown_passes`),
+    and the first ablation that a plan of `cells` reads.
+
+    Returns ({"pass": seconds, "ablation": seconds}, names of the machines). The seconds are NaN if
+    the store lacks the step.
 
     cells: all cells of one model and calibration set."""
+    # `shown_passes` has one pass per model and calibration set, so `passes` has at most one
     pass_of_cell = shown_passes(study.cells)["statistics_folder"]
     passes = list(pass_of_cell[pass_of_cell.index.isin(cells.index)])
     ablations = [
@@ -191,6 +196,8 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
         base = None
         first_order_plans = competitors[competitors["prior"] == plans.FIRST_ORDER_PRIOR]
         if len(first_order_plans):
+            # first order is the default prior, which names of allocations usually leave out: this
+            # name fits all rows of the block
             title_parts.append(names.allocation_name(str(first_order_plans["allocation"].iloc[0])))
             base = int(first_order_plans["cell"].iloc[0])
         yield Block(comparison, ", ".join(filter(None, title_parts)), labels, base)
@@ -210,8 +217,8 @@ def agreement_and_prior_tables(results: Results, name: str) -> list[Item | None]
 def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Target share of the score that each layer keeps, under each smoothing of layer losses.
 
-    A panel per calibration set, a line per smoothing. Targets are divided by the mean of their
-    line. None if the model has no layer losses.
+    A panel per calibration set, a line per smoothing. The target of a layer is its smoothed loss,
+    divided by the mean of the line. None if the model has no layer losses.
     """
     from moe_lab.allocation.shapes import Smoothing, smooth
 

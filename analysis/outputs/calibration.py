@@ -96,19 +96,20 @@ def calibration_table(results: Results, comparison: Comparison) -> Iterator[Bloc
 
 
 def lines_by_tokens(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.DataFrame]:
-    """(label, ratio) -> cells of a line, sorted by the number of calibration tokens, which is added
-    as the column read.
+    """(label, ratio) -> cells of a line, sorted by the number of calibration tokens that were read.
+    The added column `read` has this number, and the added column `source` identifies the text.
 
-    The cells of a line have one ratio, method and gate. Their calibration sets are different
-    numbers of tokens of one text. A line has at least two numbers of tokens. The label names the
-    method, the text, and the gate if the model has several gates."""
+    The cells of a line have the same ratio, method, gate and text. They differ in how many tokens
+    of the text were read; a line has at least two such numbers. The label names the method, the
+    text, and the gate if the model has several gates."""
     counts = token_counts(study, comparison.model)
     source_of_set = text_identifiers(study, comparison.model)
     cells = calibrated_cells(comparison)
     cells = cells.assign(
         read=cells["calibration"].map(counts), source=cells["calibration"].map(source_of_set)
     )
-    gates = settings.gate_and_seed(cells)
+    # "" if the model has one gate; seeds are not named, because these cells have no column `seed`
+    gate_texts = settings.gate_and_seed(cells)
     lines = {}
     for key, rows in groups(cells.dropna(subset=["read"]), [*EQUAL_COLUMNS, "source"]):
         if rows["read"].nunique() > 1:
@@ -116,7 +117,8 @@ def lines_by_tokens(study: Study, comparison: Comparison) -> dict[tuple[str, flo
             # the set with most tokens names the text
             text = names.calibration(str(line["calibration"].iloc[-1]))
             label = f"{names.method(str(key['method']))}, {text}"
-            lines[settings.comma_joined(label, gates[line.index[0]]), float(key["ratio"])] = line
+            label = settings.comma_joined(label, gate_texts[line.index[0]])
+            lines[label, float(key["ratio"])] = line
     return lines
 
 
@@ -147,7 +149,7 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
         axes = grid[ratios.index(ratio)]
         shade = style.colour(line["method"].iloc[0])
         marker = style.MARKERS[len(keys) % len(style.MARKERS)]
-        # the lines of a label have one legend entry for all panels
+        # lines with the same label share the legend entry, and so the marker, of the first of them
         key = keys.setdefault(
             label, style.legend_entry(label, color=shade, marker=marker, markersize=4)
         )
@@ -204,6 +206,7 @@ def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
             if name not in comparison.lower_is_better
         ]
         benchmarks = names.in_order(benchmarks, names.BENCHMARKS)
+        # each benchmark on which at least one cell of the line was evaluated
         for benchmark in mean_target(comparison, [base_cell, *other_cells], benchmarks):
             base_of_cell = dict.fromkeys(other_cells, base_cell)
             points = POINTS * differences(comparison, (benchmark,), base_of_cell)
@@ -263,10 +266,11 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
 
 
 def _draw_changes(axes: Axes, points: pd.DataFrame) -> dict[str, Line2D]:
-    """Draw the rows `points` of `changes` in one panel, a line per benchmark. Returns benchmark ->
-    legend entry of its line.
+    """Draw one panel, with a line per benchmark. Returns benchmark -> legend entry of its line.
 
-    Rows with a true value in the column significant have filled markers, other rows hollow ones.
+    points: the panel's rows of `changes`, with the boolean column `significant`. Markers of
+    significant rows are filled, other markers are hollow.
+
     The lines of a family of benchmarks have the family's colour, and differ in marker and dashes.
     Benchmarks of no family have the colour style.OTHER."""
     family_of_benchmark = {

@@ -37,13 +37,14 @@ MEBIBYTE = 2**20
 
 @lru_cache(maxsize=8)
 def score_setup(study: Study) -> str:
-    """Text for captions of scores: numbers of items per benchmark, metrics, confidence level of
-    intervals, then `run_setup` and sentences on mixed metrics. Without results, the text says so
-    and gives `run_setup` only."""
+    """Text for captions of scores. Its parts are the numbers of items per benchmark, the metrics,
+    the protocols if there are several, the confidence level of intervals, `run_setup`, and the
+    sentences of `mixed_metrics`. Without results, the text says so, and only `run_setup` follows.
+    """
     sizes = study.results["n"]
     if not len(sizes):
         return f"No results; {run_setup(study)}"
-    # a single number if all benchmarks have the same number of items
+    # lowest to highest number of items; fromkeys keeps a single number if the two are equal
     items = " to ".join(dict.fromkeys(f"{size:g}" for size in (sizes.min(), sizes.max())))
     metrics = sorted(set(metrics_in_words(study.results)))
     noun = "metric" if len(metrics) == 1 else "metrics"
@@ -57,8 +58,8 @@ def score_setup(study: Study) -> str:
 
 
 def metrics_in_words(results: pd.DataFrame) -> list[str]:
-    """Text for the metric of each result: `acc`, but `loss (nats per token, less is better)`, see
-    `Quantity.metric_text`."""
+    """Text for the metric of each row of `results`: the metric's name, such as `acc`. The unit and
+    direction follow if less is better: `loss (nats per token, less is better)`."""
     columns = (results[name] for name in ("metric", "scale", "unit"))
     return [
         Quantity(scale, unit).metric_text(str(metric))
@@ -76,11 +77,11 @@ def run_setup(study: Study) -> str:
 
 @lru_cache(maxsize=8)
 def pass_setup(study: Study) -> str:
-    """Text for captions of numbers from calibration passes: the seeds and gates of the shown
-    passes, calibration tokens and library versions.
+    """Text for captions of numbers from calibration passes: the seeds and gates of the passes that
+    `shown_passes` selects, calibration tokens and library versions.
 
-    If the shown passes lack a seed or gate of the pruned cells, brackets list those of all pruned
-    cells: `seed 1 (of 1 and 2)`."""
+    If the selected passes do not have all seeds of the pruned cells, all seeds follow in brackets:
+    `seed 1 (of 1 and 2)`. The same holds for gates."""
     cells = study.cells[
         (study.cells["criterion"] != "none") & study.cells["statistics_folder"].notna()
     ]

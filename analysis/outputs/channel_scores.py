@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 
 from analysis import names
 from analysis.load import passes, settings
-from analysis.load.reader import groups, records
+from analysis.load.reader import groups, records, stacked
 from analysis.load.study import Study
 from analysis.outputs.captions import pass_setup
 from analysis.outputs.score_rows import (
@@ -43,11 +43,11 @@ RETAINED_COLOUR, ATTRIBUTION_COLOUR = "#bb3311", "#b39a25"
 
 
 def concentration(study: Study, scores_folder: str) -> pd.DataFrame | None:
-    """Concentration of channel scores in experts, read from the step `scores_folder`; None if the
-    store lacks the file.
+    """A curve per expert: how much of the expert's score its highest channels hold. The rows are
+    points of the curves, read from the step `scores_folder`. None if the store lacks the file.
 
-    Columns: layer, expert, channels (share of the expert's channels, from the highest score down)
-    and score (share of the sum of the expert's channel scores that these channels have)."""
+    Columns: layer, expert, channels (share of the expert's channels; those with the highest scores)
+    and score (the share that they have of the sum of the expert's channel scores)."""
     return passes.read_table(
         study.reader.find_folder(scores_folder), "expert_concentration.parquet", study.reader
     )
@@ -75,8 +75,8 @@ def channel_scores(results: Results, comparison: Comparison, name: str) -> list[
 
 
 def concentration_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
-    """Fig. 4 (a): curves of `concentration`, a line per expert. A panel for each step with such
-    curves, at most MOST_PANELS. None without curves."""
+    """Fig. 4 (a): curves of `concentration`, a line per expert. A panel for each of the first
+    MOST_PANELS scoring steps whose curves are in the store. None without curves."""
     cells = cells_without_recovery(comparison, "channel")
     panels: list[tuple[str, pd.DataFrame]] = []
     for row in records(cells[cells["scores_folder"].notna()].drop_duplicates("scores_folder")):
@@ -133,13 +133,12 @@ def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
     )
     shares = study.retained.groupby(["cell", "layer"])["share"].mean().rename("kept").reset_index()
     losses = losses.merge(shares, on=["cell", "layer"])
-    # the first frame has no rows: it gives the columns, and is the result without losses
-    frames = [pd.DataFrame(columns=["label", "cell", "layer", "kept", "loss"])]
+    frames = []
     for label, line in ratio_lines(cells_without_recovery(comparison, "channel")).items():
         line_losses = losses[losses["cell"].isin(line.index)]
         if line_losses["cell"].nunique() > 1:
             frames.append(line_losses.assign(label=label))
-    return pd.concat(frames[1:] or frames, ignore_index=True)[list(frames[0])]
+    return stacked(frames, ["label", "cell", "layer", "kept", "loss"])
 
 
 def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
@@ -364,12 +363,12 @@ def _cells_of_two_scores(cells: pd.DataFrame) -> dict[str, int]:
     allocation, calibration set and gate; {} without two such cells.
 
     cells: cells of one ratio, see `coverage_cells`."""
-    scores = (ACTIVATION, WEIGHT_GRADIENT)
+    criteria = (ACTIVATION, WEIGHT_GRADIENT)
     for _, candidates in groups(cells, ["allocation", "calibration", "gate"]):
-        cells_of_criteria = candidates.reset_index().drop_duplicates("criterion")
-        cell_of_criterion = cells_of_criteria.set_index("criterion")["cell"]
-        if set(scores) <= set(cell_of_criterion.index):
-            return {score: int(cell_of_criterion[score]) for score in scores}
+        first_cells = candidates.reset_index().drop_duplicates("criterion")
+        cell_of_criterion = first_cells.set_index("criterion")["cell"]
+        if set(criteria) <= set(cell_of_criterion.index):
+            return {criterion: int(cell_of_criterion[criterion]) for criterion in criteria}
     return {}
 
 

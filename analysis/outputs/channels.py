@@ -40,8 +40,8 @@ EQUAL_COLUMNS = ["ratio", "calibration", "gate"]
 
 
 def heapr_cells(cells: pd.DataFrame) -> pd.DataFrame:
-    """Cells that prune channels by a method of HEAPr's tables, HEAPr or CAMERA: channel cells whose
-    pair (criterion, allocation) is in names.METHODS."""
+    """Cells that prune channels by HEAPr or CAMERA, the methods of HEAPr's tables. These are the
+    channel cells whose pair (criterion, allocation) is a key of names.METHODS."""
     channels = cells[cells["granularity"] == "channel"]
     pairs = zip(channels["criterion"], channels["allocation"], strict=True)
     return channels[[pair in names.METHODS for pair in pairs]]
@@ -96,6 +96,7 @@ def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[B
     for key, cells in groups(heapr_cells(cells_without_recovery(comparison)), EQUAL_COLUMNS):
         camera_cells = cells[cells["criterion"] == "camera"]
         sequential_cells = camera_cells[camera_cells["allocation"] == "sequential"]
+        # without sequential cells, all of `camera_cells` are one-shot (allocation=layerwise)
         base = only_cell(sequential_cells if len(sequential_cells) else camera_cells)
         if base is not None and len(cells) > 1:
             yield ratio_block(comparison, key["ratio"], settings.method_labels(cells), base)
@@ -162,6 +163,7 @@ def smoothing_table(results: Results, comparison: Comparison) -> Iterator[Block]
                 # the only parameter, if there is one, is the smoothing
                 smoothing_of_cell[cell] = next(iter(parameters.values()), DEFAULT_SMOOTHING)
         smoothings = pd.Series(smoothing_of_cell, dtype=object)
+        # these allocations differ in the smoothing alone, so their number is that of smoothings
         if cells["allocation"][smoothings.index].nunique() > 1:
             base = only_cell(smoothings[smoothings == DEFAULT_SMOOTHING])
             yield ratio_block(comparison, key["ratio"], smoothings.map(names.capitalised), base)
@@ -235,7 +237,7 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     # through str, because pandas' types allow any label in an index
     cells = [int(str(cell)) for line in lines.values() for cell in line.index]
     target = mean_target(comparison, cells, names.HEAPR)
-    if not target:
+    if not target:  # also if there are no lines, because then there are no cells
         return None
     flops_saved = 1 - results.study.costs.set_index("cell")["flops_ratio"].astype(float)
     drawing = style.drawing(style.PAGE, 2.7)

@@ -56,11 +56,13 @@ def claims(
     has several ratios of a model, another row has their mean, with the ratio ALL_RATIOS. The frame
     has no rows when no claim can be tested.
 
-    costs: cell, routed_kept; family: see `Study.family`. Returned columns:
+    costs: the columns `cell` and `routed_kept` (retained share of routed parameters); family: see
+    `Study.family`. Returned columns:
 
     - claim, model, ratio; compared: number of pairs
-    - difference, low, high (95 %): difference of Avg; for INVARIANT_SCORES, difference of the share
-    of experts on which all calibration sets agree. The difference is above 0 if the claim holds
+    - difference: between the two sides of the claim, above 0 if the claim holds. It is a difference
+    of Avg; for INVARIANT_SCORES, of the share of experts on which all calibration sets agree
+    - low, high: the difference's 95 % interval
     - detectable: the difference that this study would find in 80 % of cases
     - p: NaN for methods with one seed; p_holm: p after Holm's correction over all rows
     - verdict: see `verdict`
@@ -92,8 +94,9 @@ def verdict(low: float, high: float, p_holm: float) -> str:
 
 
 def _searched_rows(comparison: Comparison) -> list[dict[str, object]]:
-    """Rows of the claim SEARCHED_ALLOCATION, one per ratio. The pairs of a ratio are the searched
-    and uniform allocations of whole experts that agree in EQUAL_COLUMNS."""
+    """Rows of the claim SEARCHED_ALLOCATION, one per ratio. A pair is a cell with a searched
+    allocation and a cell that prunes whole experts by the allocation `uniform`. The two cells
+    have equal values in EQUAL_COLUMNS."""
     cells = comparison.cells
     searched_cells = cells[cells["allocation"].map(is_searched).astype(bool)]
     uniform_cells = cells[(cells["allocation"] == "uniform") & (cells["granularity"] == "expert")]
@@ -163,15 +166,15 @@ def _row(
 
     pairs_of_ratios: for each ratio, its pairs of cells."""
     cells = sorted({cell for pairs in pairs_of_ratios for pair in pairs for cell in pair})
-    average = overall_columns(comparison, cells)
-    quantity = comparison.quantity(average)
+    avg_columns = overall_columns(comparison, cells)  # Avg is the mean over these columns
+    quantity = comparison.quantity(avg_columns)
     targets = group_targets(comparison, cells)
     targets.pop(quantity.mean_name, None)  # Avg is not a group average
     parts = {}
     for name, target in targets.items():
         _, part_estimate = pooled_difference(comparison, target, pairs_of_ratios)
         parts[name] = part_estimate.value
-    count, estimate = pooled_difference(comparison, average, pairs_of_ratios)
+    count, estimate = pooled_difference(comparison, avg_columns, pairs_of_ratios)
     numbers = _estimate_columns(replace(estimate, value=quantity.sign * estimate.value))
     if not comparison.all_have_several_seeds(cells):
         numbers["p"] = np.nan
@@ -194,11 +197,12 @@ def _estimate_columns(estimate: Estimate) -> dict[str, float]:
 def _invariant_rows(
     family: pd.DataFrame, ratios: Mapping[str, Sequence[float]]
 ) -> list[dict[str, object]]:
-    """Rows of the claim INVARIANT_SCORES: the mean over layers of `layer_differences`. A row per
-    model and ratio, and a row for ALL_RATIOS if the model has several ratios.
+    """Rows of the claim INVARIANT_SCORES, whose difference is the mean of `layer_differences` over
+    layers. A row per model and ratio, and a row for ALL_RATIOS if the model has several ratios.
 
     family: see `Study.family`; models with one calibration set are left out. ratios: model ->
-    ratios of the model's plans; a model that `ratios` lacks has overlap.RATIOS."""
+    ratios of the model's plans. For a model that is not a key of `ratios`, the ratios are
+    overlap.RATIOS."""
     rows: list[dict[str, object]] = []
     for key, scores in groups(family, ["model"]):
         if scores["calibration"].nunique() < 2:
@@ -215,8 +219,8 @@ def _invariant_rows(
             estimate = Estimate(float(np.mean(values)))
             if np.ptp(values) > 0:  # without variance between layers there is no interval
                 estimate = uncertainty.mean_estimate(values)
-            # the pairs are S(1, alpha, beta) and S(0, alpha, beta), one for each (alpha, beta)
             labels = {"claim": INVARIANT_SCORES, **key, "ratio": ratio, "parts": {}}
+            # `compared` is the number of pairs: S(1, alpha, beta) and S(0, alpha, beta) are a pair
             rows.append({**labels, **_estimate_columns(estimate), "compared": len(_EXPONENTS)})
     return rows
 
@@ -233,9 +237,9 @@ _EXPONENTS = [
 def layer_differences(
     layers: Sequence[Mapping[tuple[int, ...], np.ndarray]], ratio: float
 ) -> np.ndarray:
-    """For each layer (layers,), the agreement of S(1, alpha, beta) minus the agreement of
-    S(0, alpha, beta), as the mean over (alpha, beta). NaN for a layer in which no (alpha, beta) has
-    both scores.
+    """Returns an array (layers,). The number of a layer is the agreement of S(1, alpha, beta) minus
+    the agreement of S(0, alpha, beta), averaged over (alpha, beta). It is NaN if no
+    (alpha, beta) has both scores in the layer.
 
     The agreement of a score is `triple` of `overlap.agreement`: of the experts that the score
     prunes at `ratio`, the share that all calibration sets prune.

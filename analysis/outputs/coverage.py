@@ -75,6 +75,7 @@ def coverage_table(study: Study, name: str) -> Table:
         "Most tokens": "most",
     }
     summary = coverage_summary(study.coverage)
+    # the keys of `contaminations` are "calibration@model"
     keys = summary["calibration"] + "@" + summary["model"]
     summary["items"] = [_items_in_words(study.contaminations.get(key, {})) for key in keys]
     return Table(
@@ -121,10 +122,11 @@ def _explanation_of_items(study: Study) -> str:
 
     The sentences also list the benchmarks without numbers, in two groups: benchmarks that were not
     looked up, and benchmarks whose items are all shorter than 13 words."""
-    counts_of_sets = [counts for counts in study.contaminations.values() if counts]
-    if not counts_of_sets:
+    searched_texts = [counts for counts in study.contaminations.values() if counts]
+    if not searched_texts:
         return ""
-    counts = {name: count for counts in counts_of_sets for name, count in counts.items()}
+    # benchmark -> its counts in one of the texts; its number `comparable` is equal for all texts
+    counts = {name: count for text in searched_texts for name, count in text.items()}
     tasks_by_reason = {
         "Not looked up": [task for task in study.results["task"].unique() if task not in counts],
         "All items are shorter": [

@@ -134,13 +134,14 @@ def _artificial_statistics(signal_to_change: str | None = None) -> dict[str, Arr
     )
     channel_shape = (EXPERTS, CHANNELS)  # of statistics with a number per channel
     tokens = 5 * draw_routing(EXPERTS)
-    # (experts, alpha, beta): sums over tokens of gate^alpha * norm^beta. Gates are routing, norms
-    # of expert outputs are activations; the sum for alpha = beta = 0 is the number of tokens
+    # (experts, alpha, beta): sums over tokens of gate^alpha * norm^beta, for alpha and beta in 0, 1
+    # and 2. Gates are routing, norms of expert outputs are activations. For alpha = 0 there is no
+    # gate, so the factor of routing is 1
     sums = draw_activations(EXPERTS, 3, 3) * np.concatenate(
         [np.ones((EXPERTS, 1, 3)), draw_routing(EXPERTS, 2, 3)], axis=1
     )
-    sums[:, :, 0] = draw_routing(EXPERTS, 3)
-    sums[:, 0, 0] = tokens
+    sums[:, :, 0] = draw_routing(EXPERTS, 3)  # for beta = 0 there is no norm, only routing
+    sums[:, 0, 0] = tokens  # for alpha = beta = 0, the sum is the number of tokens
     ungated = draw_activations(*channel_shape)
     gated = ungated * draw_routing(*channel_shape)
     return {
@@ -185,8 +186,8 @@ def _draw_function(seed: int) -> Callable[..., Array]:
 
 
 def _registered_criteria(study: Study) -> list[str]:
-    """The criteria of the study's cells that moe_lab registers, in the order of tables. A criterion
-    is spelled with its parameters, as in `s_family(alpha=0,b=1)`."""
+    """The criteria of the study's cells, in the order of names.CRITERIA, with their parameters:
+    `s_family(alpha=0,b=1)`. Criteria that moe_lab does not register are left out."""
     from moe_lab.criteria import CRITERIA
 
     ordered = names.in_order(set(study.cells["criterion"]) - {"none"}, names.CRITERIA)

@@ -34,10 +34,11 @@ MOST_LAYER_LABELS = 8
 
 
 def layer_shares(cells: pd.DataFrame, retained: pd.DataFrame) -> pd.DataFrame:
-    """Retained share of channels (allocations, layers): the mean over the experts of a layer.
+    """Retained share of each layer's channels, as the mean over the layer's experts. The frame has
+    a row per allocation and a column per layer.
 
-    Allocations whose shares are equal, when rounded to three decimals, form one row; the index of
-    this row has the names of these allocations, one per line. Cells without a plan are left out.
+    Allocations whose shares are equal, when rounded to three decimals, have one row together. The
+    label of a row names its allocations, one per line. Cells without a plan are left out.
 
     retained: columns cell, layer, expert and share, as in `Study.retained`.
     """
@@ -107,12 +108,12 @@ _DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
 
 
 def _cells_with_most_allocations(comparison: Comparison) -> list[tuple[float, pd.DataFrame]]:
-    """(ratio, cells) for each ratio: the cells of one criterion of channels without recovery, one
-    cell for each allocation.
+    """(ratio, cells) for each ratio, with one cell per allocation. The cells prune channels by one
+    criterion, without recovery.
 
-    Among the criteria that were run with coverage budgets, the criterion with the most allocations
-    is chosen. [] if no criterion was run with coverage budgets, or if the chosen criterion has only
-    one allocation."""
+    This criterion is the one with the most allocations among the criteria that were run with
+    coverage budgets. [] if no criterion was run with coverage budgets, or if the chosen criterion
+    has only one allocation."""
     cells = cells_without_recovery(comparison, "channel").drop_duplicates(
         ["criterion", "allocation", "ratio"]
     )
@@ -141,26 +142,26 @@ MOST_LAYERS_WITH_NUMBERS = 24
 
 
 def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Coverage budgets in the plans of the first MOST_PLANS rows of `coverage_cells`; a row per
-    plan and layer. Plans without budgets in the store are left out.
+    """Coverage budgets of plans, with a row per plan and layer. The plans are those of the first
+    MOST_PLANS cells of `coverage_cells`. Plans without budgets in the store are left out.
 
     Columns: layer, coverage (retained share of the layer's score), kept (retained share of the
     layer's channels), cell, calibration, label (of the method), smoothing (of layer losses).
     """
-    plans = coverage_cells(comparison)
-    labels = settings.method_labels(plans)
+    cells = coverage_cells(comparison)
+    labels = settings.method_labels(cells)
     frames = []
-    # strict=False, because only the first MOST_PLANS plans are drawn
-    for cell, plan in zip(plans.index[:MOST_PLANS].map(int), records(plans), strict=False):
-        folder = study.reader.find_folder(str(plan["plan_folder"]))
+    # strict=False, because only the first MOST_PLANS cells are drawn
+    for cell, row in zip(cells.index[:MOST_PLANS].map(int), records(cells), strict=False):
+        folder = study.reader.find_folder(str(row["plan_folder"]))
         budgets = passes.read_table(folder, "budgets.parquet", study.reader)
         if budgets is not None:
             frames.append(
                 budgets.assign(
                     cell=cell,
-                    calibration=plan["calibration"],
+                    calibration=row["calibration"],
                     label=labels[cell],
-                    smoothing=_smoothing(study, plan),
+                    smoothing=_smoothing(study, row),
                 )
             )
     return stacked(frames, [*BUDGETS, "cell", "calibration", "label", "smoothing"])
