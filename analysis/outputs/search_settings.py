@@ -23,7 +23,8 @@ from analysis.stats.comparison import Comparison
 
 SECONDS_PER_HOUR = 3600
 EQUAL_COLUMNS = ["ratio", "criterion", "calibration", "recovery", "gate"]
-"""Cells with equal values in these columns differ only in the settings of their search."""
+"""Cells with equal values in these columns differ only in their allocation, which includes the
+settings of its search."""
 COMPARED_AVERAGES = ("Code", "WildBench", "MC Avg")
 """The averages of EvoESAP's Tables 4 and 6."""
 FITNESSES = ("esap", "spec_dec")
@@ -253,7 +254,7 @@ def _rows(
     `columns` was run.
 
     - select: function that returns the rows of its argument that the table lists. It is called with
-      each group of cells that differ only in the settings of their search.
+      each group of cells that differ only in their allocation.
     - columns: the averages that the table lists"""
     pruned = comparison.cells[comparison.cells["criterion"] != "none"]
     selections = [select(cells) for _, cells in groups(pruned, EQUAL_COLUMNS)]
