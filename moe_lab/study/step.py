@@ -184,8 +184,9 @@ KINDS: dict[str, type[Step]] = {}
 
 
 def unmerged(steps: Iterable[Step], finished: Set[str]) -> list[Step]:
-    """`steps` without the shares of finished steps (see `Step.merged_steps`): once a step has
-    merged its shares, they need not be computed. `finished`: ids of finished steps."""
+    """`steps` without those that need not be computed, because their results were merged already: a
+    finished step has merged the results of its `merged_steps`. `finished`: ids of finished
+    steps."""
     steps = list(steps)
-    merged_ids = {share.id for step in steps if step.id in finished for share in step.merged_steps}
+    merged_ids = {part.id for step in steps if step.id in finished for part in step.merged_steps}
     return [step for step in steps if step.id not in merged_ids]

@@ -34,23 +34,22 @@ for _module in pkgutil.iter_modules(__path__):
 
 
 def perform(step: Step, files: Files) -> None:
-    """Do the work of `step`, and write the result and provenance.json. Any exception means that the
-    step has failed. The provenance includes `Resources.units` and `Resources.pace`, because the
-    time of later steps is estimated from them. If the step merges shares, the provenance also
-    includes the names of the shares."""
+    """Do the work of `step`, and write its result and provenance.json. Any exception means that the
+    step has failed. provenance.json includes `units` and `pace` of the step's `Resources`, because
+    the time of later steps is estimated from them. For a step with `merged_steps`, the entry
+    "merged" has the names of their folders."""
     start = time.time()
     plugins.import_modules_at(step.plugins)
     # the work, and programs that it starts, report progress to this file
     os.environ[progress.FILE] = str(files.partial / progress.NAME)
     step.work(files)
-    merged = (
-        {"merged": [Path(share.folder).name for share in step.merged_steps]}
-        if step.merged_steps
-        else {}
-    )
     resources = step.resources()
-    amount = {"units": resources.units, "pace": list(resources.pace)}
-    write_json(files.out / "provenance.json", {**provenance(start), **amount, **merged})
+    document = provenance(start)
+    document["units"] = resources.units
+    document["pace"] = list(resources.pace)
+    if step.merged_steps:
+        document["merged"] = [Path(merged.folder).name for merged in step.merged_steps]
+    write_json(files.out / "provenance.json", document)
 
 
 _MODELS = Models()
@@ -59,12 +58,13 @@ _MODELS = Models()
 
 def perform_pickled(pickled_step: str) -> dict[str, Any]:
     """Do a step in this worker process. `pickled_step`: the pickled pair (step, `Files`), in
-    base64. Returns the error document if the step failed, else {}. All output of the process is
-    appended to the log of the step, and an empty log is deleted."""
+    base64. Returns the `error_document` if the step failed, else {}. All output of the process is
+    appended to the log of the step. An empty log is deleted."""
     step, files = pickle.loads(b64decode(pickled_step))
+    # the cache of this process, instead of the empty one that was pickled
     files = replace(files, models=_MODELS)
     with suppress(OSError):
-        # parents are not created: a store that was deleted must not appear again
+        # only the last folder is created: if the store was deleted, this fails, and there is no log
         files.log.parent.mkdir(exist_ok=True)
         with files.log.open("a") as log:
             # stdout (1) and stderr (2) of this process and of its children
@@ -77,6 +77,7 @@ def perform_pickled(pickled_step: str) -> dict[str, Any]:
         error = error_document(raised)
     with suppress(OSError):  # the disk may be full
         if error:
+            # the trace is "" for a UserError
             print(error["trace"] or error["message"], file=sys.stderr)
         sys.stderr.flush()
         if not files.log.stat().st_size:

@@ -25,11 +25,12 @@ from moe_lab.study.steps.recovery import Finetune, PlanStep, Pruned, Storage
 
 
 def timing_of(timed: TimingConfig, model: ModelConfig) -> TimingConfig:
-    """The timing settings `timed`, with the name of a device. If `timed.device` is None, the name
-    of `model`'s device on this machine is set. If this machine has no such device, `timed` is
-    returned unchanged, and the checks of the timing step fail."""
-    with suppress(UserError):
-        return timed if timed.device else replace(timed, device=hardware_name(model.device))
+    """The settings `timed`. If their `device` is None, it is set to the name of the hardware that
+    `model.device` selects on this machine. If this machine has no such hardware, `device` remains
+    None, and a start check of the timing step reports the error."""
+    if not timed.device:
+        with suppress(UserError):
+            return replace(timed, device=hardware_name(model.device))
     return timed
 
 
@@ -57,10 +58,11 @@ class Cost(Step):
 
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, unpruned: Cost | None = None) -> Self:
-        """The step for the cost of a pruned model. `text`: the calibration set whose row length is
-        used, and on which routing is measured if necessary. `unpruned`: the step for the cost of
-        the unpruned model; None if `pruned` is the unpruned model."""
-        # if all experts of a layer have the same width, FLOPs do not depend on routing
+        """The step for the cost of a pruned model. `text`: the calibration set. Its row length is
+        used and, if necessary, routing is measured on it. `unpruned`: the step for the cost of the
+        unpruned model; None if `pruned` is the unpruned model."""
+        # experts of a layer may differ in width in two cases: in a checkpoint that lists the width
+        # of each expert (packed), and after a plan that does not only remove whole experts
         if pruned.plan is None:
             needs_routing = has_packed_experts(config_of(pruned.model))
         else:
@@ -80,11 +82,12 @@ class Cost(Step):
         return self.pruned.recovered_label
 
     def resources(self) -> Resources:
-        """Resources of a pass over the text if routing is measured. Otherwise the step needs hardly
-        any, because parameters are counted on the meta device, without loading the model. The cost
-        of a pruned model is computed in a Slurm job of evaluations, which loads the model
-        anyway."""
+        """If routing is measured, the resources of a pass over the text. Otherwise the resources of
+        a process without weights, because parameters are counted on the meta device. The cost of a
+        pruned model is computed in the Slurm job of its evaluations, which loads the model anyway.
+        """
         model = self.pruned.model
+        # the time depends on the model, and on whether routing is measured
         pace = [self.facts.id, self.text is not None]
         run = Resources(model=model, pace=pace)
         if self.text:
@@ -93,7 +96,7 @@ class Cost(Step):
 
     def work(self, files: Files) -> None:
         """Write cost.json: parameters, storage and FLOPs of the pruned model. Raises UserError if
-        FLOPs depend on routing, but the step has no text on which routing is measured."""
+        experts of a layer differ in width, but the step has no text on which to measure routing."""
         from moe_lab.models.discover import routed_layers
         from moe_lab.pruning.cost import cost, even_routing, row_flops
         from moe_lab.pruning.prune import prune
@@ -107,8 +110,9 @@ class Cost(Step):
             flops = json.loads(files.read(self.unpruned, "cost.json"))["flops_by_part"]
         else:
             flops = row_flops(network, self.row)
+        # without a measurement: the channels that any one token uses
         routing: Any = even_routing(layers)
-        if not routing:  # experts of a layer differ in width
+        if not routing:  # None, because experts of a layer differ in width
             if self.text is None:
                 raise UserError(
                     f"cost of model={self.pruned.model.name}: its experts differ in width, which "
@@ -170,17 +174,17 @@ class Timing(Step):
 
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, timed: TimingConfig) -> Self:
-        """The step that times a pruned model on the device `timed.device`. `text`: calibration set
-        from which prompts are taken. `timed`: number and length of prompts, and the device."""
+        """The step that times a pruned model. `text`: calibration set from which prompts are taken.
+        `timed`: number and length of prompts, and the name of the device that is timed."""
         return cls(
             pruned.loaded,
             IdentifiedText.of(text),
-            pruned.plan,
-            pruned.finetune,
-            pruned.storage,
-            timed,
-            pruned.model.threads,
-            pruned,
+            plan=pruned.plan,
+            finetune=pruned.finetune,
+            storage=pruned.storage,
+            timed=timed,
+            threads=pruned.model.threads,
+            pruned=pruned,
         )
 
     def label(self) -> str:
@@ -188,22 +192,23 @@ class Timing(Step):
 
     def resources(self) -> Resources:
         """Resources of a pass on one GPU, or on several if `timed.device` names several. If
-        `timed.device` is None, this machine has no such device as `model.device` requires, and a
-        condition reports this."""
+        `timed.device` is None, this machine does not have the device that `model.device` selects,
+        and the step gets a start check that reports this."""
         model = self.loaded.model
         device = self.timed.device
         # two copies: the loaded model and the deployed one
         run = text_pass(model, self.text, self.loaded.pace, engine="resident", copies=2)
+        run_on_one_gpu = run._replace(gpu_counts=[1])
         if device is None:
-            return run._replace(gpu_counts=[1], start_checks=[(hardware_name, model.device)])
-        if " x " in device:  # several GPUs, such as "8 x NVIDIA H100"
-            return run
-        return run._replace(gpu_counts=[1])
+            # the check calls `hardware_name`, which raises UserError
+            return run_on_one_gpu._replace(start_checks=[(hardware_name, model.device)])
+        # several GPUs are named as in "8 x NVIDIA H100"
+        return run if " x " in device else run_on_one_gpu
 
     def work(self, files: Files) -> None:
         """Measure times and memory. Writes timing.parquet, and timing.json with the conditions of
         the measurement. Raises Unavailable if the device of this machine is not `timed.device`,
-        because results for another device belong to a step with another id."""
+        because the step's id says that the times are of `timed.device`."""
         import torch
 
         from moe_lab.evaluation.timing import measure
@@ -220,13 +225,14 @@ class Timing(Step):
             )
         network, tokenizer = files.models.load(self.loaded.model)
         model = self.deployed_model(network, files)
+        # the valid tokens of all batches, one after another
         tokens = torch.cat([ids[valid] for ids, valid in read_text(self.text, tokenizer, files)])
-        # the load average is read before the measurement, because the measurement raises it
-        load = os.getloadavg()[0]
+        # read before the measurement, because the measurement raises it
+        load_average = os.getloadavg()[0]
         files.table("timing.parquet", results.TIMINGS, measure(model, tokens, self.timed))
         conditions = {
             "device": device,
-            "load": load,
+            "load": load_average,
             "dtype": str(model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "experts": sorted(
@@ -250,8 +256,8 @@ def timing_mistakes(
     launcher: LauncherConfig, timed: TimingConfig, model: ModelConfig
 ) -> Iterator[str]:
     """Yield a sentence for each reason why `model` cannot be timed with these settings. A timing
-    step must run alone on its machine. `timed.device` must be known before jobs are submitted,
-    because it is part of the step's identity."""
+    step must run alone on its machine. `timed.device` is part of the step's id, so it must be known
+    before jobs are submitted. The weights of the model must not be quantised."""
     if launcher.name == "local":
         yield "timing=true beside other work would measure that too: expected launcher=inline"
     if launcher.name == "slurm" and timed.device is None:

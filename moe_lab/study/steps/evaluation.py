@@ -52,11 +52,13 @@ Template = tuple[tuple[str, Any], ...]
 def results_step_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     """A function from a pruned model to the step with the model's results on `benchmark`.
 
-    With a harness of two phases, this step is `Grade`, whose input `Generate` runs the model. A
-    harness of one phase needs likelihoods. A server only generates text, so backend=hf is then used
-    instead of backend=server. If this machine has namespaces, sandbox=namespaces is used instead of
-    sandbox=auto, so that all machines of the study grade in the same sandbox.
+    If the harness of `benchmark` has two phases, the step is `Grade`; its input is a step
+    `Generate`, which runs the model. Otherwise the step is `Evaluate`. `Evaluate` needs
+    likelihoods, which a server does not give, so backend=server is replaced by backend=hf.
+    sandbox=auto is replaced by sandbox=namespaces, unless grading on this machine uses the sandbox
+    LIMITED. So all machines of the study grade in the same sandbox.
     """
+    # the Python in which vLLM is installed
     backend = replace(config.backend, python=config.interpreters.get("vllm"))
     harness = harness_of(benchmark)
     two_phases = harness.two_phases
@@ -65,7 +67,7 @@ def results_step_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     policy = Policy(
         config.allow_code_execution, config.sandbox, config.allow_judge, config.allow_pickled_data
     )
-    # LIMITED does not run some programs, which changes results: `sandbox` is part of the id
+    # some programs are not run in LIMITED, and count as wrong: so `sandbox` is part of the id
     sandbox = LIMITED if harness.uses_limited_sandbox(benchmark, policy) else None
     if policy.sandbox == "auto" and sandbox is None:
         policy = replace(policy, sandbox=NAMESPACES)
@@ -97,7 +99,7 @@ def _export_step(pruned: Pruned, backend: str, config: Config) -> Export | None:
         if pruned.drops_whole_experts:
             return None
         # vLLM needs experts of equal width in a layer, so narrower experts are padded
-        return export_of(pruned, config.export, config.verify, "padded")
+        return export_of(pruned, config.export, config.verify, default="padded")
     return export_of(pruned, config.export, config.verify)
 
 
@@ -187,13 +189,13 @@ class BenchmarkRun(Step):
             from moe_lab.evaluation.engines.server import served_model
 
             with served_model(
-                self.weights(files), self.backend, self.pruned.model, self.folder
+                self.weights(files), self.backend, self.pruned.model, name=self.folder
             ) as server_engine:
                 yield server_engine
         elif self.backend.name == "vllm":
+            # an exported checkpoint is already pruned; the unpruned model is masked by the plan
             plan = None if self.checkpoint else files.plan(self.pruned.plan)
-            model = self.pruned.model
-            engine = files.models.engine(self.weights(files), self.backend, model, plan)
+            engine = files.models.engine(self.weights(files), self.backend, self.pruned.model, plan)
             write_json(files.out / "backend.json", engine.metadata)
             yield engine
         else:
@@ -284,7 +286,9 @@ class Grade(Step):
         return self.generate.label()
 
     def resources(self) -> Resources:
-        """Resources of grading the benchmark's items in a worker process, without a model."""
+        """Resources of grading the benchmark's items without a model. Grading may run programs that
+        the model wrote. So it happens in a worker process (`isolated`), with memory for such
+        programs."""
         benchmark = self.grading.benchmark
         return Resources(
             memory=PROGRAMS,
@@ -322,9 +326,9 @@ class Contamination(Step):
         cls, model: ModelConfig, text: CalibrationConfig, benchmarks: Mapping[str, BenchmarkConfig]
     ) -> Self:
         """The step that counts items of `benchmarks` (name -> benchmark) that share a phrase with
-        `text`. batch_size and parts do not change the words: they are set to 1, so that studies
-        with other values share the step. Few-shot examples are items of another split: shots is set
-        to 0."""
+        `text`. Settings that do not change the counts get fixed values, so that studies with other
+        values share the step. batch_size and parts are set to 1. shots is set to 0, because
+        few-shot examples, which are items of another split, are not compared with the text."""
         questions = []
         for name in sorted(benchmarks):
             benchmark = replace(benchmarks[name], shots=0, batch_size=1)
@@ -336,16 +340,17 @@ class Contamination(Step):
         return f"{self.text.name}-{self.facts.model.name}"
 
     def resources(self) -> Resources:
-        """Resources of a worker process without a model. It shares a Slurm job with other short
-        steps."""
+        """Resources of a worker process (`isolated`) that compares texts, without a model. The step
+        shares a Slurm job with other short steps."""
         return Resources(
             memory=PROGRAMS, isolated=True, pace=[self.facts.id], steps_per_job="short"
         )
 
     def work(self, files: Files) -> None:
-        """Write the counts of each benchmark. Raises Unavailable when the data of a benchmark has
-        changed since the step's id was computed."""
-        # pairs (name, questions), and the same pairs as JSON, from which the id was computed
+        """Write the counts of `count_contamination` for each benchmark. Raises Unavailable when the
+        data of a benchmark has changed since the step's id was computed."""
+        # `asked` has a pair (name, questions) for each benchmark. The setting "asked" has the same
+        # pairs as JSON, with the digests of the data at the time when the id was computed
         for (_, questions), (_, identity) in zip(self.asked, self.settings["asked"], strict=True):
             _check_data(questions.benchmark, identity)
         text_phrases = {phrase for text in self._texts() for phrase in phrases(text)}
@@ -357,7 +362,7 @@ class Contamination(Step):
 
     def _texts(self) -> Iterator[str]:
         """Yield the texts of the calibration set: each sequence of adjacent valid tokens of a row,
-        decoded. Gaps between documents and padding are not valid."""
+        decoded. The tokens that are not valid are padding, and gaps between documents."""
         from moe_lab.calibration.batches import batches
         from moe_lab.models.files import local_folder
         from moe_lab.models.load import load_tokenizer
@@ -385,11 +390,11 @@ def phrases(text: str) -> Iterator[str]:
 
 
 def count_contamination(items: Iterable[Item], text_phrases: Set[str]) -> dict[str, int]:
-    """Numbers of items. comparable: items with at least one phrase. found: items that share a
-    phrase with a text; a shared phrase does not count if more than ITEMS_PER_PHRASE items have it.
+    """How many items have a phrase (`comparable`), and how many have a phrase that is also in a
+    text (`found`). For `found`, phrases that more than ITEMS_PER_PHRASE items have are ignored.
 
-    `text_phrases`: all phrases of the text. Each paragraph of a document whose likelihood is
-    measured counts as an item. Similar to the analysis of GPT-3 (arXiv 2005.14165, appendix C)."""
+    `text_phrases`: all phrases of the text. Each paragraph of a `Document` counts as an item of its
+    own. Similar to the analysis of GPT-3 (arXiv 2005.14165, appendix C)."""
     comparable = 0
     shared_phrases = []  # for each item, its phrases that are also in the text
     for item in items:
@@ -406,10 +411,10 @@ def count_contamination(items: Iterable[Item], text_phrases: Set[str]) -> dict[s
 
 
 def _item_texts(item: Item) -> Iterator[list[str]]:
-    """Yield lists of texts; each list is compared as one item. A document gives one list for each
-    non-empty paragraph, with this paragraph alone. All other requests of the item together give one
-    list. A prompt and its answer are one text; a conversation gives one text for each message and
-    one for the answer. An unknown answer counts as ""."""
+    """Yield lists of texts; each list is compared as one item. Each non-empty paragraph of a
+    `Document` is a list of its own. All other requests of `item` together are one list. A prompt
+    that is a text is one text with its answer. If the prompt is a conversation, each message is a
+    text, and so is the answer. An unknown answer counts as ""."""
     texts: list[str] = []
     for request in item.requests:
         if isinstance(request, Document):
@@ -417,8 +422,10 @@ def _item_texts(item: Item) -> Iterator[list[str]]:
                 [paragraph] for paragraph in request.text.split(BLANK_LINE) if paragraph.strip()
             )
             continue
-        answer = (request.reference or "") if isinstance(request, Text) else request.continuation
-        prompt = request.prompt if isinstance(request, Text) else request.context
+        if isinstance(request, Text):
+            prompt, answer = request.prompt, request.reference or ""
+        else:  # a `Pair`
+            prompt, answer = request.context, request.continuation
         if isinstance(prompt, str):
             texts.append(prompt + answer)
         else:

@@ -130,14 +130,17 @@ class Files:
 
     @classmethod
     def of(cls, step: Step, store: Store, scratch: Path, models: Models | None = None) -> Files:
-        """The `Files` of `step`. The step writes its result to the folder `scratch`. `store` has
-        the results of the step's inputs, its log and its partial results. `models`: the cache of
-        this process; None for an empty cache."""
-        folders = {needed.id: store.path(needed).absolute() for needed in step.needs}
-        log = store.log(step.folder).absolute()
-        partial = store.partial(step).absolute()
-        root = store.root.absolute()
-        return cls(scratch.absolute(), partial, folders, log, root, models or Models())
+        """The `Files` of `step`. `scratch`: folder to which the step writes its result. `store`:
+        has the results of the inputs, and the log and the partial results of `step`. `models`: the
+        cache of this process; None for an empty cache."""
+        return cls(
+            out=scratch.absolute(),
+            partial=store.partial(step).absolute(),
+            folders={needed.id: store.path(needed).absolute() for needed in step.needs},
+            log=store.log(step.folder).absolute(),
+            store=store.root.absolute(),
+            models=models or Models(),
+        )
 
     def path(self, step: Step, name: str) -> Path:
         """Path of the file `name` of the input step `step`. The class of the step must have
@@ -161,8 +164,9 @@ class Files:
         return {**content, "layers": layers}
 
     def sums(self, steps: Mapping[str, Step]) -> dict[str, dict[int, dict[str, Any]]]:
-        """Role -> layer -> name of a sum -> array: the results of input steps. Steps with a role in
-        ROLES_WITHOUT_SUMS are left out. `steps`: role -> input step."""
+        """Role -> layer -> name of a sum -> array: the sums that input steps have computed.
+        `steps`: role -> input step. The role is the name of the input, such as "statistics". Inputs
+        without sums (ROLES_WITHOUT_SUMS) are left out."""
         from moe_lab.statistics import read
 
         return {
@@ -172,8 +176,8 @@ class Files:
         }
 
     def evidence(self, steps: Mapping[str, Step]) -> dict[int, dict[str, Any]]:
-        """Layer -> name of a sum -> array: as `sums`, with the arrays of all roles in one
-        dictionary for each layer. `steps`: role -> input step."""
+        """Layer -> name of a sum -> array: the result of `sums`, with the arrays of all roles in
+        one dictionary for each layer. `steps`: role -> input step."""
         from moe_lab.statistics import merge_passes
 
         return merge_passes(self.sums(steps).values())
@@ -205,7 +209,7 @@ class Files:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
 
-        # a table without rows still has all columns
+        # the values of each column; without rows, zip gives nothing, and each column is empty
         column_values = list(zip(*rows, strict=True)) or [()] * len(columns)
         parquet.write_table(
             arrow.table(dict(zip(columns, map(list, column_values), strict=True))), self.out / name
@@ -213,9 +217,10 @@ class Files:
 
 
 def read_text(text: CalibrationConfig, tokenizer: Any, files: Files, rows: Rows = None) -> Any:
-    """The batches (ids, valid) of `text`. Also writes the report on the whole text to the file
-    REPORT of the result. `rows`: (first row, end) of the rows whose batches are returned;
-    None for all rows."""
+    """The batches of `text`: a list of (ids, valid), where ids are token ids (B, S), and valid
+    (B, S) is False at gaps and padding. `rows`: (first row, end) of the rows whose batches are
+    returned, at bounds of batches; None for all rows. Also writes the report on the whole text to
+    the file REPORT of the result."""
     from moe_lab.calibration.batches import batches
 
     tokenised = batches(text, tokenizer)
@@ -223,7 +228,7 @@ def read_text(text: CalibrationConfig, tokenizer: Any, files: Files, rows: Rows 
     if rows is None:
         return tokenised.batches
     start, end = rows
-    # numbers of rows become numbers of batches; the end is rounded up to include a short last batch
+    # indices of batches; the end is rounded up, as the last batch of the text may have fewer rows
     return tokenised.batches[start // text.batch_size : -(-end // text.batch_size)]
 
 
@@ -241,20 +246,22 @@ class Resident:
     out: Path
 
     def collect_statistics(self, hook: type) -> Any:
-        """The sums that hooks of class `hook` compute in a forward pass."""
+        """The sums that hooks of class `hook` compute in a forward pass, as a `Statistics`."""
         from moe_lab.statistics.observe import collect_statistics
 
         return collect_statistics(self.model, hook, self.text, out=self.out)
 
     def collect_gradient_statistics(self, hook: type) -> Any:
-        """The sums that hooks of class `hook` compute in a forward and a backward pass."""
+        """The sums that hooks of class `hook` compute in a forward and a backward pass, as a
+        `Statistics`."""
         from moe_lab.statistics.gradients import collect_gradient_statistics
 
         return collect_gradient_statistics(self.model, hook, self.text, out=self.out)
 
     def routing(self, plan: Any, pruned: Any) -> Any:
-        """The channels that the text's tokens use, as a `pruning.cost.Routing`. The model runs
-        masked by `plan`; None masks nothing. `pruned`: the MoE layers of the pruned model."""
+        """How many channels the text's tokens use in each MoE layer, as a `pruning.cost.Routing`.
+        `plan`: the `Plan` by which the model is masked while it runs; None for no mask. `pruned`:
+        the MoE layers of the pruned model, which have the widths of the experts."""
         from moe_lab.pruning.cost import measured_routing
 
         return measured_routing(self.model, plan, pruned, self.text)
@@ -265,19 +272,22 @@ class Streamed(Resident):
     time."""
 
     def collect_statistics(self, hook: type) -> Any:
-        """The sums that hooks of class `hook` compute in a forward pass."""
+        """The sums that hooks of class `hook` compute in a forward pass, as a `Statistics`."""
         from moe_lab.statistics.streaming import stream
 
         return stream(self.model, hook, self.text, out=self.out)
 
     def collect_gradient_statistics(self, hook: type) -> Any:
-        """The sums that hooks of class `hook` compute in a forward and a backward pass."""
+        """The sums that hooks of class `hook` compute in a forward and a backward pass, as a
+        `Statistics`."""
         from moe_lab.statistics.streaming import stream_gradients
 
         return stream_gradients(self.model, hook, self.text, out=self.out)
 
     def routing(self, plan: Any, pruned: Any) -> Any:
-        """The channels that the text's tokens use; see `Resident.routing`."""
+        """How many channels the text's tokens use in each MoE layer, as a `pruning.cost.Routing`.
+        `plan`: the `Plan` by which the model is masked while it runs; None for no mask. `pruned`:
+        the MoE layers of the pruned model, which have the widths of the experts."""
         from moe_lab.pruning.cost import layered_routing
 
         return layered_routing(self.model, plan, pruned, self.text, out=self.out)
@@ -286,9 +296,10 @@ class Streamed(Resident):
 def text_passes(
     model: ModelConfig, text: CalibrationConfig, files: Files, rows: Rows = None
 ) -> Resident:
-    """An object whose methods run `model` over `text`: a `Streamed` if `text.engine` is streamed,
-    otherwise a `Resident`, which loads the whole model. `rows`: the rows of the text to read. Also
-    writes the report on the whole text, see `read_text`."""
+    """An object whose methods run `model` over `text`: a `Streamed` if `text.engine` is "streamed",
+    otherwise a `Resident`, for which the whole model is loaded here. `rows`: (first row, end) of
+    the rows that are run; None for all rows. `read_text`, called here, also writes the report on
+    the whole text."""
     if text.engine != "streamed":
         network, tokenizer = files.models.load(model)
         return Resident(network, read_text(text, tokenizer, files, rows), files.partial)

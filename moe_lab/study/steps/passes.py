@@ -49,7 +49,8 @@ class Facts(Step):
         return self.model.name
 
     def resources(self) -> Resources:
-        """Resources of a step that takes a few seconds. How many depends on the model."""
+        """Resources of a step that takes a few seconds. The exact time depends on the model, so
+        each step has a pace of its own."""
         return Resources(pace=[self.id], steps_per_job="short")
 
     def work(self, files: Files) -> None:
@@ -80,8 +81,8 @@ class Arithmetic:
 
 
 class ModelIdentity(StepFields):
-    """The model that a step will load. Its identity is the step with the model's facts, and
-    `arithmetic`. This object has only settings, and no weights."""
+    """The model that a step will load: settings without weights. `facts`, the step with the model's
+    facts, and `arithmetic` are part of the id of the step that loads the model; `model` is not."""
 
     facts: Facts
     arithmetic: Arithmetic
@@ -96,14 +97,15 @@ class ModelIdentity(StepFields):
 
 
 class StepModel(IdentifiedModel):
-    """The config of a model whose device is resolved, that is, not auto. The object caches the
-    field `loaded` of the steps that load the model."""
+    """The config of a model whose device is resolved, that is, not auto. It caches one
+    `ModelIdentity`, which all steps that load the model have as their field `loaded`."""
 
     @cached_property
     def loaded_field(self) -> ModelIdentity:
-        """The field `loaded` of all steps that load the model. Its arithmetic has the type of the
-        device, cpu or cuda. dtype=auto becomes "float32" on the CPU. On a GPU it becomes "stored",
-        the precision in the model's files."""
+        """The `ModelIdentity` of this model, for the field `loaded` of all steps that load the
+        model. In its `arithmetic`, the device is "cpu", or "cuda" for any other device. dtype=auto
+        becomes "float32" on the CPU. On a GPU it becomes "stored", the precision in the model's
+        files."""
         device = "cpu"
         auto_dtype = "float32"
         if self.device != "cpu":
@@ -115,14 +117,15 @@ class StepModel(IdentifiedModel):
 
 
 def loaded_field(model: ModelConfig) -> ModelIdentity:
-    """The field `loaded` of steps that load `model`. The device in `model` must be resolved (not
-    auto). The model is not loaded here."""
+    """The `ModelIdentity` of `model`, for the field `loaded` of steps that load the model. The
+    device in `model` must be resolved (not auto). The model is not loaded here."""
     return StepModel.of(model).loaded_field
 
 
 def save_sums(sums: Any, tables: Iterable[Table], files: Files) -> None:
-    """Write the sums of all layers, and small tables for figures. `tables`: (name of the file,
-    columns, function that computes the rows from the sums) of each table."""
+    """Write `sums`, a `Statistics`, to the file STATISTICS, and small tables for figures. `tables`:
+    for each table (name of its file, names of its columns, function that computes its rows from the
+    sums)."""
     sums.save(files.out / STATISTICS)
     for name, columns, compute_rows in tables:
         files.table(name, columns, compute_rows(sums.layers))
@@ -194,10 +197,10 @@ class Pass(Step):
 
     @classmethod
     def of(cls, cell: Cell, kind: str) -> Self:
-        """The step with the sums of a kind over a cell's calibration set. If calibration.parts
-        divides the set, each part has a step of its own, and the returned step merges their sums.
-        The set is not divided if sums of parts cannot be added, or if the model needs several
-        GPUs."""
+        """The step that computes sums over the calibration set of `cell`. `kind`: which sums, a key
+        of `kinds`. If calibration.parts divides the set, each part has a step of its own, and the
+        returned step merges their sums. The set is not divided if sums of parts cannot be added, or
+        if the model needs several GPUs."""
         model = loaded_field(cell.model)
         text = IdentifiedText.of(cell.calibration)
         # the engine is "streamed" if one GPU does not hold the model, but a step with
@@ -236,13 +239,15 @@ class Pass(Step):
             shares = [files.path(step, STATISTICS) for step in self.merged_steps]
             # each share has the report on the whole text
             copyfile(files.path(self.merged_steps[0], REPORT), files.out / REPORT)
+            # the other entries of the header of a share are about its own rows
             sums = Statistics(self.merge(shares), {"kind": header(shares[0])["kind"]})
         else:
             sums = self.collect_statistics(files)
         save_sums(sums, self.kinds[self.kind].tables, files)
 
     def collect_statistics(self, files: Files) -> Any:
-        """The sums over the rows of this step, computed in a pass over the text."""
+        """The sums over the rows of this step, computed in a pass over the text, as a
+        `Statistics`."""
         measurement = self.kinds[self.kind]
         passes = text_passes(self.loaded.model, self.text, files, self.rows)
         hook = resolve_name(measurement.function)
@@ -260,9 +265,9 @@ class Pass(Step):
 
 
 class LossRise(Pass):
-    """The rise of the model's loss when an expert, or the routed output of a layer, is changed. The
-    model runs again for each change, from the changed layer on. Results are means over tokens, so
-    merging shares gives means, not sums."""
+    """The rise of the model's loss when an expert is left out, or when the routed output of a layer
+    is scaled. The model runs again for each such change, from the changed layer on. Rises are means
+    over tokens, so those of shares are not added, but averaged."""
 
     kinds: ClassVar[Mapping[str, Measurement]] = {
         # the output of one expert is set to 0
@@ -275,7 +280,7 @@ class LossRise(Pass):
     whole_model = True
 
     def collect_statistics(self, files: Files) -> Any:
-        """The rises of the loss, computed on the rows of this step."""
+        """The rises of the loss on the rows of this step, as a `Statistics`."""
         network, tokenizer = files.models.load(self.loaded.model)
         text = read_text(self.text, tokenizer, files, self.rows)
         return resolve_name(LOSS_RISES)(network, self.kind, text, out=files.partial)
@@ -307,7 +312,8 @@ class WeightSums(Step):
 
     @classmethod
     def of(cls, cell: Cell, kind: str) -> Self:
-        """The step with the sums of a kind over the weights of a cell's model."""
+        """The step that computes sums over the weights of the model of `cell`. `kind`: which sums,
+        a key of `kinds`."""
         return cls(kind, loaded_field(cell.model).facts)
 
     def resources(self) -> Resources:
@@ -326,9 +332,9 @@ class WeightSums(Step):
 
 
 def device_for_sums(model: ModelConfig) -> str:
-    """The device on which sums over the weights of a checkpoint are computed: the device of the
-    model. A device map, which would divide a model among several GPUs, gives cuda. On a machine
-    without GPUs the device is the CPU. Slurm jobs for these sums have no GPU."""
+    """The device on which sums over the weights of a checkpoint are computed. It is the device of
+    the model, or "cuda" if the setting is a device map, which divides a loaded model among GPUs. If
+    no GPU is available, as in Slurm jobs for these sums, it is "cpu"."""
     import torch
 
     from moe_lab.config.pruning import DEVICE_MAPS

@@ -41,15 +41,15 @@ TIES = "ties.json"
 
 
 def _layer_facts(cell: Cell) -> dict[str, int] | None:
-    """Facts of one MoE layer of the model, from config.json or `model.expected`; None if neither
-    states them. The facts are n_experts, top_k, n_group, topk_group and, if known, width. n_group
-    and topk_group are assumed to be 1; the step that makes the plan reads the true numbers."""
+    """n_experts, top_k, n_group, topk_group and, if known, width of an MoE layer of the model. They
+    are from config.json or `model.expected`; None if neither states n_experts and top_k. n_group
+    and topk_group are always 1 here; the step that makes the plan reads the true numbers."""
     shape = expert_shape(cell.model)
     return {**shape, "n_group": 1, "topk_group": 1} if shape else None
 
 
 def _settings_with_ratio(cell: Cell) -> dict[str, Any]:
-    """Name of a setting -> value: the settings of the cell's allocation, and the ratio."""
+    """Name of a setting -> value, for the settings of the cell's allocation and for `ratio`."""
     return {**vars(cell.allocation), "ratio": cell.ratio}
 
 
