@@ -185,20 +185,22 @@ def _smoothing(study: Study, cell: Mapping[str, Any]) -> str:
 
 
 def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
-    """`budgets` with two more columns: loss (the layer's loss on the plan's calibration set) and
-    smoothed (the loss after the plan's smoothing).
+    """`budgets`, a row per plan and layer, with two more columns:
 
-    Both columns are scaled to mean 1 over the layers of a plan. If one layer has no loss, both
-    columns are NaN in all layers of the plan.
+    - loss: the layer's loss on the plan's calibration set
+    - smoothed: the loss after the plan's smoothing
 
-    budgets: see `layer_budgets`; losses: columns calibration, layer and loss."""
+    Both columns are scaled to mean 1 over the layers of a plan. If one layer of a plan has no loss,
+    both columns are NaN in all layers of this plan.
+
+    budgets: see `layer_budgets`; losses: see `passes.layer_losses`, for one model."""
     from moe_lab.allocation.shapes import smooth
 
     rows = budgets.merge(
         losses[["calibration", "layer", "loss"]], on=["calibration", "layer"], how="left"
     )
     frames = []
-    for _, plan in rows.groupby("cell", sort=False):
+    for _, plan in rows.groupby("cell", sort=False):  # a cell has one plan
         loss = plan["loss"].to_numpy(float)
         smoothed = smooth(loss, plan["smoothing"].iloc[0]) if np.isfinite(loss).all() else loss
         frames.append(plan.assign(loss=loss / loss.mean(), smoothed=smoothed / smoothed.mean()))
@@ -220,8 +222,14 @@ def coverage_budgets(results: Results, comparison: Comparison, name: str) -> Fig
 
     None without budgets.
     """
-    title = "Losses of layers and their budgets"
-    return strip_figure(results, comparison, name, ("loss", "coverage", "kept"), title, _MEANING)
+    return strip_figure(
+        results,
+        comparison,
+        name,
+        ("loss", "coverage", "kept"),
+        title="Losses of layers and their budgets",
+        caption=_MEANING,
+    )
 
 
 @output(
@@ -235,7 +243,7 @@ def smoothed_losses_and_budgets(
 ) -> Figure | None:
     """Raw and smoothed loss, score coverage and retained share of each layer.
 
-    None without budgets.
+    A loss is smoothed by the smoothing in its plan. None without budgets.
     """
     caption = (
         "Smoothed loss: by the smoothing of the plan, divided by its mean; the target of the "
@@ -254,11 +262,11 @@ def strip_figure(
 ) -> Figure | None:
     """A figure of `budget_strips` with a panel per plan; None without budgets.
 
-    A panel has a row of squares, one square per layer, for each column in `strips`. Columns without
-    numbers are left out.
+    A panel has a row of squares for each column in `strips`, with one square per layer. A column
+    that is NaN in all plans is left out.
 
-    strips: keys of STRIPS; title: text before the model's name; caption: the first sentences of the
-    caption."""
+    strips: keys of STRIPS; title: title of the figure, which gets the model's name at its end;
+    caption: caption of the figure, which gets a sentence on the calibration pass at its end."""
     study = results.study
     losses = study.layer_losses[study.layer_losses["model"] == comparison.model]
     budgets = budget_strips(layer_budgets(study, comparison), losses)
@@ -266,15 +274,16 @@ def strip_figure(
         return None
     plans = [plan.sort_values("layer") for _, plan in budgets.groupby("cell", sort=False)]
     columns = [column for column in strips if budgets[column].notna().any()]
-    # height in inches: 0.3 per row of squares, 0.5 for title and labels of a panel
+    # height in inches: 0.3 per row of squares, 0.5 for title and labels of a panel, 0.35 for the
+    # label of the last x axis
     drawing = style.drawing(style.PAGE, len(plans) * (0.3 * len(columns) + 0.5) + 0.35)
     grid = drawing.subplots(len(plans), 1, squeeze=False)[:, 0]
     for axes, plan in zip(grid, plans, strict=True):
         for row, column in enumerate(columns):
             form = "{:.0%}" if column in ("coverage", "kept") else "{:.2f}"
             _draw_strip(axes, row, plan[column].to_numpy(float), form)
-        # every step-th layer has a label; rounded up, so that at most MOST_LAYERS_WITH_NUMBERS have
-        # one
+        # Every step-th layer has a label. The step is rounded up, so that there are at most
+        # MOST_LAYERS_WITH_NUMBERS labels.
         step = -(-len(plan) // MOST_LAYERS_WITH_NUMBERS)
         layer_labels = [
             str(layer) if position % step == 0 else ""

@@ -22,10 +22,10 @@ from analysis.stats import overlap
 
 def overlap_table(results: Results, name: str) -> Table:
     """Overlap of the experts with the lowest scores S(b, alpha, beta) across calibration sets. A
-    row per model, ratio and (b, alpha, beta).
+    row per model, ratio and variant. A variant is a choice of (b, alpha, beta).
 
-    Overlap has three definitions, see `overlap.agreement`. The expectation for random sets is shown
-    for each of them."""
+    Overlap is shown by three definitions (triple, pairwise and Jaccard, see `overlap.agreement`).
+    Each of them has a second column with the expectation for random sets."""
     overlaps = results.overlaps
     variants = [
         overlap.variant_name(*variant) for variant in overlaps[overlap.VARIANT].to_numpy(int)
@@ -40,7 +40,9 @@ def overlap_table(results: Results, name: str) -> Table:
     }
     # displayed column -> column of `overlaps`
     measures = {"Triple": "triple", "Pairwise": "pairwise", "Jaccard": "jaccard"}
-    expectations = {f"{label}, by chance": f"chance_{name}" for label, name in measures.items()}
+    expectations = {
+        f"{label}, by chance": f"chance_{measure}" for label, measure in measures.items()
+    }
     number_columns = measures | expectations
     return Table(
         name=name,
@@ -89,14 +91,15 @@ def proxy_figure(results: Results, name: str) -> Figure:
     layer. A tick marks the expectation for random sets."""
     overlaps = results.proxy_overlaps
     # (model, calibration set) of each row of the figure
-    passes = list(dict.fromkeys(zip(overlaps["model"], overlaps["calibration"], strict=True)))
-    drawing = style.drawing(style.PAGE * 0.75, 0.34 * len(passes) + 0.95)
+    rows = list(dict.fromkeys(zip(overlaps["model"], overlaps["calibration"], strict=True)))
+    drawing = style.drawing(style.PAGE * 0.75, 0.34 * len(rows) + 0.95)
     axes = drawing.add_subplot()
     ratio_groups = groups(overlaps.sort_values("ratio", kind="stable"), ["ratio"])
     for number, (key, group) in enumerate(ratio_groups):
-        passes_of_ratio = zip(group["model"], group["calibration"], strict=True)
-        # the ratios of a pass are drawn below each other, 0.22 rows apart
-        y = np.array([passes.index(pair) for pair in passes_of_ratio]) + 0.22 * (number - 0.5)
+        rows_of_ratio = zip(group["model"], group["calibration"], strict=True)
+        # The ratios of a row are drawn below each other, 0.22 apart. If there are two ratios,
+        # number - 0.5 places one above and one below the centre of the row.
+        y = np.array([rows.index(row) for row in rows_of_ratio]) + 0.22 * (number - 0.5)
         look = style.line_look(number)
         axes.hlines(
             y, group["lowest"], group["overlap"], color=look["color"], linewidth=1.4, alpha=0.6
@@ -109,10 +112,10 @@ def proxy_figure(results: Results, name: str) -> Figure:
         f"{model}, {names.calibration(calibration)}"
         if has_several_models
         else names.calibration(calibration)
-        for model, calibration in passes
+        for model, calibration in rows
     ]
-    style.label_ticks(axes.yaxis, range(len(passes)), labels)
-    axes.set(xlim=(0, 1.02), ylim=(len(passes) - 0.5, -0.5), xlabel="share of the same experts")
+    style.label_ticks(axes.yaxis, range(len(rows)), labels)
+    axes.set(xlim=(0, 1.02), ylim=(len(rows) - 0.5, -0.5), xlabel="share of the same experts")
     axes.grid(axis="x")
     style.legend(drawing, axes.get_legend_handles_labels()[0], most=4)
     caption = (
@@ -124,10 +127,11 @@ def proxy_figure(results: Results, name: str) -> Figure:
 
 
 def pooled_figure(results: Results, name: str) -> Figure:
-    """Overlap across calibration sets, the mean over models (Unified Expert Pruning, Fig. 4). Two
-    panels per ratio.
+    """Overlap of the experts with the lowest scores S(b, alpha, beta) across calibration sets, the
+    mean over models (Unified Expert Pruning, Fig. 4). Two panels per ratio.
 
-    Left: a bar for each value of b, alpha and beta. Right: a heat map over (b, alpha, beta)."""
+    Left: a bar for each value of b, of alpha and of beta. Right: a heat map with a square for each
+    (b, alpha, beta)."""
     overlaps = overlap.mean_over_models(results.overlaps)
     ratios = sorted(overlaps["ratio"].unique())
     drawing = style.drawing(style.PAGE, 2.75 * len(ratios))
@@ -147,8 +151,9 @@ def pooled_figure(results: Results, name: str) -> Figure:
 
 
 def _draw_effects(axes: Axes, overlaps: pd.DataFrame) -> None:
-    """Draw a bar for each value of b, alpha and beta: the mean overlap of the variants with this
-    value. A dashed line marks the expectation for random sets.
+    """Draw a bar for each value of b, of alpha and of beta. The bar of b=1, for example, is the
+    mean overlap of all scores S(b, alpha, beta) with b=1. A dashed line marks the expectation for
+    random sets.
 
     overlaps: the rows of one ratio in `overlap.mean_over_models`."""
     effects = overlap.component_effects(overlaps)

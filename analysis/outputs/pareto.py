@@ -62,21 +62,22 @@ SHAPES = {"expert": "o", "constant": "D", "merged": "s", "channel": "^", "none":
 
 
 def average_and_costs(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Avg and costs of one model's cells, including the unpruned model; a row per cell with a cost
-    in the store.
+    """Avg and costs of one model's cells, including the unpruned model. A row per cell that has
+    costs in the store.
 
     Columns:
 
     - cell, method, calibration, ratio, recovery
     - kind: a key of KINDS; NaN where the plan cannot be read
     - pruned: text with the removed share
-    - avg, low, high: Avg and its 95 % interval; NaN if the cell lacks a result in a column of Avg
-    - merit: avg, negated if lower is better, so that a higher merit is always better
+    - avg, low, high: Avg and its 95 % interval; NaN if the cell lacks one of the scores that Avg
+      is the mean of
+    - merit: `avg`, negated if lower is better, so that a higher merit is always better
     - bits, parameters_kept, routed_kept, flops_ratio, storage_bytes: see `plans.COSTS`
-    - storage_share: storage_bytes as a share of the unpruned model's bytes in bfloat16
+    - storage_share: `storage_bytes` as a share of the unpruned model's bytes in bfloat16
     - front_<cost>, for each column <cost> in COST_SHARES: whether the cell is on the Pareto front
-      of this cost and merit among the pruned cells, see `pareto_front`; False for the unpruned
-      model
+      of low <cost> and high `merit`, see `pareto_front`. Only pruned cells are compared; the
+      unpruned model has False.
     """
     target = comparison.all_average_columns
     average, low, high = comparison.displayed_scores(target)
@@ -90,6 +91,7 @@ def average_and_costs(study: Study, comparison: Comparison) -> pd.DataFrame:
     ]
     rows = cells.join(scores).join(costs, how="inner").rename_axis("cell").reset_index()
     unpruned_parameters = study.costs.set_index("cell")["parameters_unpruned"].reindex(rows["cell"])
+    # BYTES: bytes of one parameter in bfloat16
     rows["storage_share"] = rows["storage_bytes"] / (BYTES * unpruned_parameters.to_numpy(float))
     rows["merit"] = comparison.quantity(target).sign * rows["avg"]
     is_pruned = rows["criterion"] != "none"
@@ -101,9 +103,9 @@ def average_and_costs(study: Study, comparison: Comparison) -> pd.DataFrame:
 
 
 def _kinds(study: Study, cells: pd.DataFrame) -> pd.Series:
-    """The kind of each cell, a key of KINDS. The kind is the granularity of the cell, or `constant`
-    or `merged` if the plan replaces experts by constants or merges experts. NaN where the plan
-    cannot be read."""
+    """The kind of each cell, a key of KINDS: `constant` if the plan replaces experts by constants,
+    `merged` if the plan merges experts. All other cells have their granularity as kind. NaN where
+    the plan cannot be read."""
     # an unpruned model has no plan
     is_known = (cells["granularity"] == "none") | cells.index.isin(study.retained["cell"])
     kinds = cells["granularity"].where(is_known)
@@ -118,18 +120,19 @@ def pareto_front(
 ) -> np.ndarray:
     """Booleans (entries,): whether an entry is on the Pareto front of low cost and high merit.
 
-    An entry is on the front if no entry dominates this entry. Entry A dominates entry B if A costs
-    at most as much as B and has at least the merit of B, and A and B differ in cost or in merit.
-    Entries with NaN are not on the front."""
+    An entry is on the front if no other entry dominates it. A dominates B if A is at least as cheap
+    and at least as good as B, and is cheaper or better. Entries with NaN are not on the front.
+
+    costs, merits: one number per entry; a higher merit is better."""
     cost_values = np.asarray(costs, float)
     merit_values = np.asarray(merits, float)
-    # element [b, a] compares entry A = a with entry B = b
+    # element [b, a] of the next three arrays says how entry a compares with entry b
     is_as_cheap = cost_values[None, :] <= cost_values[:, None]
     is_as_good = merit_values[None, :] >= merit_values[:, None]
-    is_better = (cost_values[None, :] < cost_values[:, None]) | (
+    is_cheaper_or_better = (cost_values[None, :] < cost_values[:, None]) | (
         merit_values[None, :] > merit_values[:, None]
     )
-    is_dominated = (is_as_cheap & is_as_good & is_better).any(axis=1)
+    is_dominated = (is_as_cheap & is_as_good & is_cheaper_or_better).any(axis=1)
     return np.asarray(~is_dominated & ~np.isnan(cost_values + merit_values))
 
 
@@ -155,14 +158,13 @@ def fronts(results: Results, comparison: Comparison, name: str) -> Figure | None
 
 
 def pareto_table(results: Results, name: str) -> Table:
-    """`average_and_costs` of all models as a table: Avg with its interval, retained parameters,
-    FLOPs and bytes. The rows of a model are sorted by retained parameters, most first, then by
-    merit."""
+    """`average_and_costs` of all models as a table. The rows of a model are sorted by retained
+    parameters, most first, then by merit, best first."""
     frames = []
     for comparison in results.comparisons:
-        mean_name = comparison.quantity(comparison.all_average_columns).mean_name
+        average_name = comparison.quantity(comparison.all_average_columns).mean_name
         model_rows = average_and_costs(results.study, comparison)
-        frames.append(model_rows.assign(model=comparison.model, mean=mean_name))
+        frames.append(model_rows.assign(model=comparison.model, average=average_name))
     rows = pd.concat(frames).sort_values(
         ["model", "parameters_kept", "merit"],
         ascending=[True, False, False],
@@ -179,11 +181,13 @@ def pareto_table(results: Results, name: str) -> Table:
         "Pruned": "pruned",
         "Removes": "kind",
     }
-    averages = list(mean_quantities(results.comparisons))
-    # A frame for each of avg, low and high, with a column for each kind of average (Avg, a mean
-    # loss). A row has a number only in the column of its model's average.
+    averages = list(mean_quantities(results.comparisons))  # names: Avg, the name of a mean loss
+    # Three frames: the averages and the ends of their intervals. Each has a column for each name in
+    # `averages`. A row has a number only in the column of its model's average.
     values, low, high = (
-        pd.DataFrame({average: rows[column].where(rows["mean"] == average) for average in averages})
+        pd.DataFrame(
+            {average: rows[column].where(rows["average"] == average) for average in averages}
+        )
         for column in ("avg", "low", "high")
     )
     # displayed column -> (column of `rows` or `values`, format)
@@ -318,11 +322,11 @@ def _mark_style(kind: str, shade: str) -> dict[str, Any]:
 
 
 def _draw_marks(axes: Axes, pruned: pd.DataFrame, cost: str, shades: Mapping[str, str]) -> None:
-    """Draw Avg against the cost `cost`: a mark and an interval for each of `pruned`, rows of
-    `average_and_costs`, in the colour of the recovery. A thin line joins the ratios of a method
-    with one calibration set, in the colour of the row with the lowest cost.
+    """Draw Avg against one cost: a mark and an interval for each row of `pruned`. Thin lines join
+    the rows of one method and calibration set. Everything has the colour of the recovery.
 
-    cost: a key of COST_SHARES; shades: display name of a recovery -> colour."""
+    pruned: rows of `average_and_costs`, with display names in the column `recovery`; cost: a key of
+    COST_SHARES; shades: display name of a recovery -> colour."""
     ordered = pruned.sort_values(cost, kind="stable")
     colours = list(ordered["recovery"].map(shades))
     axes.vlines(
@@ -336,6 +340,7 @@ def _draw_marks(axes: Axes, pruned: pd.DataFrame, cost: str, shades: Mapping[str
     )
     for _, cells in groups(ordered, ["method", "calibration"]):
         if len(cells) > 1:
+            # all cells of a method have the same recovery
             shade = shades[cells["recovery"].iloc[0]]
             axes.plot(cells[cost], cells["avg"], color=shade, linewidth=0.6, alpha=0.45, zorder=2)
     for key, cells in groups(ordered, ["kind", "recovery"]):
@@ -371,7 +376,7 @@ BOTH_GRANULARITIES = (
 
 def cells_of_both_granularities(comparison: Comparison) -> pd.DataFrame:
     """The pruned cells with a ratio above 0 and without recovery, sorted by ratio. A frame without
-    rows if these cells are all of channels, or all of whole experts."""
+    rows if all of these cells have the same granularity."""
     cells = comparison.cells[
         (comparison.cells["criterion"] != "none") & (comparison.cells["recovery"] == "none")
     ]
@@ -393,9 +398,14 @@ def channels_and_experts(results: Results, comparison: Comparison) -> Iterator[B
 
 
 def storage_frontier(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """`storage_points` of `cells_of_both_granularities`, with scores on `names.COMMON_SENSE` and
-    three more columns: label (of the method), granularity, and front (whether the cell is on the
-    Pareto front of storage and merit)."""
+    """`storage_points` of `cells_of_both_granularities`, with scores on `names.COMMON_SENSE`.
+
+    Three more columns:
+
+    - label: label of the method
+    - granularity: granularity of the cell
+    - front: whether the cell is on the Pareto front of low storage and high merit
+    """
     cells = cells_of_both_granularities(comparison)
     points = storage_points(study, comparison, cells, names.COMMON_SENSE)
     points = points.assign(label=settings.method_labels(cells), granularity=cells["granularity"])

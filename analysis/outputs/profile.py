@@ -76,8 +76,7 @@ def profile_table(results: Results, name: str) -> Table:
     has a profile. The column `Of the unpruned` is the variance as a share of the unpruned model's
     variance."""
     study = results.study
-    # The first frame has no rows. It is used only if no cell has a profile, for its columns.
-    frames = [pd.DataFrame(columns=["model", "pruned", "calibration", "method"])]
+    frames = []
     for comparison in results.pruned:
         profiles = study.profiles[study.profiles["cell"].isin(comparison.cells.index)]
         cells = comparison.cells[["model", "calibration", "method"]].assign(
@@ -88,7 +87,9 @@ def profile_table(results: Results, name: str) -> Table:
         if len(profiles):
             share = profiles["variance"] / unpruned_variance
             frames.append(profiles.join(cells, on="cell").assign(unpruned_share=share))
-    rows = pd.concat(frames[1:] or frames, ignore_index=True)
+    # the table has these columns even if no cell has a profile
+    no_rows = pd.DataFrame(columns=["model", "pruned", "calibration", "method"])
+    rows = pd.concat(frames or [no_rows], ignore_index=True)
     text_columns = {
         "Model": "model",
         "Pruned": "pruned",
@@ -134,12 +135,12 @@ def quantiles(entropies: pd.DataFrame) -> pd.DataFrame:
     """Quantiles of router entropy over the tokens of each layer. Columns: model, calibration, layer
     and each of QUANTILES. Layers without tokens are left out.
 
-    entropies: histograms, see `passes.router_entropies`. Inside a bin of a histogram, the entropies
-    of tokens are assumed to be evenly spread."""
+    entropies: histograms, see `passes.router_entropies`. The column `entropy` is the upper end of a
+    bin. The entropies of tokens are assumed to be evenly spread inside a bin."""
     rows = []
     for key, histogram in groups(entropies, ["model", "calibration", "layer"]):
         bins = histogram.sort_values("entropy")
-        # number of tokens below each end of a bin; the lower end of the first bin is 0
+        # number of tokens below each of `bin_ends`: 0 below the lower end of the first bin
         cumulated_tokens = np.concatenate([[0.0], np.cumsum(bins["tokens"].to_numpy(float))])
         if cumulated_tokens[-1] > 0:
             bin_ends = np.concatenate([[0.0], bins["entropy"].to_numpy(float)])

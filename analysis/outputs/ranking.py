@@ -51,15 +51,17 @@ def ranking_by_loss(results: Results, name: str) -> list[Item]:
 
 
 def ranking_table(results: Results, name: str) -> Table:
-    """All rankings in one table. A row per plan: rank, average, average as a share of the unpruned
-    model's average, difference to the best method, status."""
+    """All rankings in one table, with a row per plan. The columns of numbers include the rank, the
+    average, its share of the unpruned model's average, and the difference to the best method."""
     rankings = results.rankings
+    # names: Avg, the name of a mean loss
     averages = list(dict.fromkeys(ranking.mean_name for ranking in rankings))
     frame = pd.concat([_displayed_rows(ranking) for ranking in rankings], ignore_index=True)
-    frame = frame.dropna(axis="columns", how="all")  # without columns that no ranking has
-    # the rows of `frame`, with the ends of intervals
+    frame = frame.dropna(axis="columns", how="all")  # columns without any value are left out
+    # the plans of `frame` in the same order, with the columns of `Ranking.rows`
     rows = pd.concat(
-        [ranking.rows.assign(mean=ranking.mean_name) for ranking in rankings], ignore_index=True
+        [ranking.rows.assign(average=ranking.mean_name) for ranking in rankings],
+        ignore_index=True,
     )
     formats = {
         "Rank": "{:.0f}",
@@ -69,11 +71,11 @@ def ranking_table(results: Results, name: str) -> Table:
         "Behind": SCORE,
         "p": "{:.4f}",
     }
-    # The low and the high ends of intervals, each with a column for each kind of average (Avg, a
-    # mean loss). A row has numbers only in the column of its ranking's average.
+    # Two frames: the lower and the upper ends of intervals. Each has a column for each name in
+    # `averages`. A row has a number only in the column of its ranking's average.
     low, high = (
         pd.DataFrame(
-            {average: rows[end].where(rows["mean"] == average) for average in averages}
+            {average: rows[end].where(rows["average"] == average) for average in averages}
             | {"Behind": rows[f"behind_{end}"]}
         )
         for end in ("low", "high")
@@ -107,8 +109,9 @@ _SHARED_RANKS = "Scores that are equal when printed share a rank."
 
 
 def _caption(rankings: Sequence[Ranking]) -> str:
-    """Text for a caption: sentences that explain the statuses of plans in `rankings`, then the
-    `overview` of the rankings."""
+    """Text for a caption. The first sentences explain the texts in the column Status: comparisons
+    with chance, and verdicts on methods with several seeds. Without random plans or without
+    verdicts, these sentences are left out. The last sentences are the `overview`."""
     sentences = []
     if any(ranking.chance for ranking in rankings):
         sentences.append(
@@ -136,10 +139,16 @@ def _displayed_rows(ranking: Ranking) -> pd.DataFrame:
         "Calibration": "calibration",
     }
     number_columns = {"Of unpruned": "share", "Spread": "spread", "Behind": "behind", "p": "p"}
-    average_columns = {ranking.mean_name: "score", "Interval over": "over"}
     return display_frame(
         rows,
-        {**text_columns, "Rank": "rank", **average_columns, **number_columns, "Status": "status"},
+        {
+            **text_columns,
+            "Rank": "rank",
+            ranking.mean_name: "score",
+            "Interval over": "over",
+            **number_columns,
+            "Status": "status",
+        },
     )
 
 
@@ -167,7 +176,7 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
     """A figure with a panel for each of `rankings`, all of one model.
 
     notes: sentences at the end of the caption."""
-    # height of each panel in inches
+    # height of each panel in inches: 0.155 per plan, at least 0.6
     heights = [max(0.155 * min(len(ranking.scored_rows), MOST_PLANS), 0.6) for ranking in rankings]
     drawing = style.drawing(style.PAGE, sum(heights) + 0.75 * len(rankings) + 0.3)
     grid = drawing.subplots(len(rankings), 1, squeeze=False, height_ratios=heights, sharex=True)[
@@ -175,6 +184,8 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
     ]
     for axes, ranking in zip(grid, rankings, strict=True):
         _draw_ranking(axes, ranking)
+    # The label of the axis and the legend are made for the first ranking. They hold for the others
+    # if all plans of the model were run on the same benchmarks.
     first_ranking = rankings[0]
     grid[-1].set_xlabel(f"{first_ranking.mean_name} ({first_ranking.quantity.direction})")
     legend_entries: list[Artist] = [

@@ -26,10 +26,11 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
     """Scores, averages and ranks of all criteria.
 
     A block per model, ratio and calibration set, with a row for the unpruned model and for each
-    method. Columns: the columns of `ranks.displayed_columns` and Avg, with 95 % intervals, and Avg
-    Rank, which ranks only the pruned models of the block. None without scores.
+    method. The columns of `ranks.displayed_columns` and Avg have 95 % intervals. Avg Rank compares
+    the pruned models of a block. None without scores.
 
-    criteria: keys of the methods to list, None for all methods.
+    criteria: keys of the methods that have rows, such as those in `names.RANKED`; None for all
+    methods.
     """
     comparisons = results.comparisons
     if not comparisons:
@@ -69,8 +70,8 @@ def _table_of_panels(
 ) -> Table | None:
     """A table with a `rank_block` for each panel of each comparison; None without rows.
 
-    criteria: keys of the methods to list, None for all methods; fields: name, title, caption etc.
-    of the table."""
+    criteria: keys of the methods that have rows, None for all methods; fields: further fields of
+    `Table`, such as name, title and caption."""
     blocks = [
         rank_block(comparison, panel, criteria)
         for comparison in comparisons
@@ -88,10 +89,11 @@ def _table_of_panels(
 
 
 def _notes_on_partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
-    """Sentences on the displayed columns of which only some benchmarks were run: a sentence per
-    column, or several if not the same benchmarks were run for all models."""
+    """Sentences that name benchmarks that were not run. A displayed column is a mean over
+    benchmarks; if some of them were not run, a sentence says so. A column has several sentences if
+    models lack different benchmarks of it."""
     # displayed column -> the column's benchmarks that were run -> models. The key () stands for
-    # all benchmarks of the column
+    # all benchmarks of the column.
     models_of_column: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for comparison in comparisons:
         partial_columns = ranks.missing_benchmarks(comparison.benchmarks_of)
@@ -102,7 +104,7 @@ def _notes_on_partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
     for column, models_by_benchmarks in models_of_column.items():
         published_benchmarks = names.COLUMNS.get(column, ())
         for benchmarks, models in models_by_benchmarks.items():
-            if benchmarks:  # not all of the column
+            if benchmarks:  # only some of the column's benchmarks were run
                 for_models = (
                     f" for {names.enumeration(models)}" if len(models_by_benchmarks) > 1 else ""
                 )
@@ -125,8 +127,8 @@ def _notes_on_partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
 def rank_test_table(results: Results, name: str) -> Table:
     """Average ranks of methods with their critical difference, over columns and over benchmarks.
 
-    A row per method of each rank test. The rank tests are, for each model, ratio and calibration
-    set, one test over columns and one over benchmarks.
+    A model, ratio and calibration set can have two rank tests: one over columns and one over
+    benchmarks. A test has a row per method.
     """
     rows = []
     exclusions = []  # texts that name the methods that are left out of tests
@@ -147,7 +149,8 @@ def rank_test_table(results: Results, name: str) -> Table:
                         names.method(str(method)),
                     )
                     rows.append((*texts, differs_from_best, rank, p, test.critical_difference))
-                # listed once: a method that lacks a column also lacks one of its benchmarks
+                # the test over columns adds no exclusions: a method that lacks a column also lacks
+                # a benchmark of the column
                 if block_kind == BENCHMARKS:
                     exclusions += [
                         f"{names.method(method)} ({calibration}, {pruned_text})"

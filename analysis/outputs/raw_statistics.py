@@ -89,6 +89,7 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
         )
     axes.set_xlabel("layer.expert")  # of the last panel
     style.legend(drawing, _bar_and_line_entries("router weight, tokens"))
+    # the caption gives the number of experts in the last panel
     caption = (
         f"The {len(highest_experts)} experts with the highest mean router weight (a) and with the "
         "most tokens (b), highest first. Bars: rise of the model's loss without that expert's "
@@ -142,16 +143,19 @@ def _bar_and_line_entries(line_label: str) -> list[Artist]:
 def statistics_by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
     """Pool one raw statistic by layer; a row per layer.
 
-    Columns: layer; mean and std, over all weights or channels of the layer's experts; ablation, the
-    mean over the layer's experts.
+    Columns:
 
-    statistics: a row per expert, with the columns layer, count (of weights or channels), mean, std
-    and ablation."""
-    # for an expert and for a layer: mean of squares = variance + square of the mean
+    - layer
+    - mean, std: mean and standard deviation over all weights or channels of the layer's experts
+    - ablation: mean ablation loss of the layer's experts
+
+    statistics: a row per expert, with the columns layer, count (number of weights or channels),
+    mean, std and ablation."""
     rows = []
     for key, experts in groups(statistics.sort_values("layer"), ["layer"]):
         weights = experts["count"] / experts["count"].sum()
         mean = float((weights * experts["mean"]).sum())
+        # mean of squares = std ** 2 + mean ** 2, for an expert and for the layer
         mean_square = float((weights * (experts["std"] ** 2 + experts["mean"] ** 2)).sum())
         std = max(mean_square - mean**2, 0.0) ** 0.5  # rounding errors can give less than 0
         rows.append((key["layer"], mean, std, experts["ablation"].mean()))
@@ -170,9 +174,9 @@ def statistics_by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
 def statistics_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Weights, activations and gradients of experts with ablation losses, by depth and in a layer.
 
-    Two panels per raw statistic: `statistics_by_layer` in the upper panel, and the experts of the
-    middle layer in the lower panel. None without raw statistics of experts that have an ablation
-    loss.
+    Two panels per raw statistic. The upper panel has all layers (`statistics_by_layer`), the lower
+    panel has the experts of the middle layer. None if no expert has both a raw statistic and an
+    ablation loss.
     """
     experts = experts_of_first_set(results.study.raw_statistics, comparison.model)
     available_statistics = [
@@ -191,7 +195,7 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
         _draw_over_experts(below, rows[rows["layer"] == middle], label)
         above.set_title(f"(a) {label}", fontsize=7.5)
         below.set_title(f"(b) {label}, layer {middle}", fontsize=7.5)
-    for axes in (*upper[1:], *lower[1:]):
+    for axes in (*upper[1:], *lower[1:]):  # only the leftmost panels keep the label of the y axis
         axes.set_ylabel(None)
     mean_key = style.legend_entry(
         "layer's mean rise of the loss", color=RISE_COLOUR, marker="o", linestyle="", markersize=4
@@ -266,8 +270,8 @@ def _draw_over_experts(axes: Axes, experts: pd.DataFrame, label: str) -> None:
 def activation_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Activation magnitudes of experts in three layers, by calibration set.
 
-    A panel per layer (first, middle, last), a box per calibration set. None if no expert has an
-    activation magnitude, the column size of `Study.experts`.
+    A panel per layer (first, middle, last), a box per calibration set. The magnitudes are in the
+    column `size` of `Study.experts`. None if no expert of the model has one.
     """
     experts = results.study.experts
     experts = experts[(experts["model"] == comparison.model) & experts["size"].notna()]
@@ -296,7 +300,7 @@ def activation_figure(results: Results, comparison: Comparison, name: str) -> Fi
 
 def magnitudes_by_set(experts: pd.DataFrame, layer: int, sets: Sequence[str]) -> list[list[float]]:
     """For each calibration set in `sets`, a list of the activation magnitudes of one layer's
-    experts. experts: columns layer, calibration and size (the magnitude)."""
+    experts. experts: columns `layer`, `calibration` and `size`, the magnitude."""
     layer_experts = experts[experts["layer"] == layer]
     return [
         layer_experts.loc[layer_experts["calibration"] == calibration, "size"].tolist()

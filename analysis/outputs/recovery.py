@@ -43,9 +43,10 @@ SWEEP_COLUMNS = ["criterion", "allocation", "calibration", "gate"]
 
 
 def sweeps(comparison: Comparison) -> list[pd.DataFrame]:
-    """The sweeps of a model that have several recoveries. A sweep is a frame of the cells with
-    equal values in SWEEP_COLUMNS, sorted by ratio and recovery. Sweeps include cells of ratio 0
-    with a criterion, but not the unpruned model."""
+    """A list of the model's sweeps. A sweep is a frame of the cells with equal values in
+    SWEEP_COLUMNS, sorted by ratio and recovery. Sweeps with only one recovery are left out.
+
+    The unpruned model is in no sweep. Cells of ratio 0 that have a criterion are in sweeps."""
     cells = comparison.cells[comparison.cells["criterion"] != "none"]
     order = names.in_order(cells["recovery"], names.RECOVERIES)
     cells = sorted_in_order(cells, "recovery", order, "ratio")
@@ -80,7 +81,8 @@ def _method_without_recovery(method: str) -> str:
 def recovery_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 11: every ratio with every recovery.
 
-    Differences are to the cell of the same sweep and ratio without recovery.
+    A difference is the score of a cell minus the score of the cell without recovery that has the
+    same ratio and sweep.
     """
     label_of_cell = labels(comparison)
     for sweep in sweeps(comparison):
@@ -104,7 +106,7 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
     )
     if not points[["storage", "score"]].notna().all(axis=1).any():
         return None
-    # number of different storages of the recoveries at one ratio of a sweep
+    # (sweep, ratio) -> number of different storages among the recoveries
     storage_counts = (
         points.join(comparison.cells[SWEEP_COLUMNS])
         .groupby([*SWEEP_COLUMNS, "ratio"], sort=False)["storage"]
@@ -114,9 +116,10 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
         return None
     drawing = style.drawing(style.PAGE * 0.75, 3.4)
     axes = drawing.add_subplot()
-    lines = list(groups(points.assign(label=label_of_cell), ["label"]))
+    lines = list(groups(points.assign(label=label_of_cell), ["label"]))  # (key, rows of points)
     for number, (key, line) in enumerate(lines):
         draw_storage(axes, line, label=key["label"], **style.line_look(number))
+    # line by line, because the first of several close points gets the text
     _label_ratios(axes, comparison, pd.concat([line for _, line in lines]))
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))

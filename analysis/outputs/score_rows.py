@@ -137,9 +137,9 @@ def block_table(
 
     Columns of numbers:
 
-    - the benchmarks and averages in `columns` that were run, with 95 % intervals
+    - scores on the benchmarks and averages in `columns` that were run, with 95 % intervals
     - DIFFERENCE, for blocks with a base: score of the cell minus score of the base, with the 95 %
-      interval; both are scores on the last of the benchmarks and averages that were run
+      interval. The scores are those on the last of `columns` that was run.
     - P: p-value of DIFFERENCE after Holm's correction over the table; NaN unless the cell and the
       base have several seeds. A table without p-values has no column P.
     - a column of costs for each entry of `costs` (displayed column -> its cost)
@@ -157,7 +157,7 @@ def block_table(
         frame[P] = uncertainty.holm(frame[P].to_numpy(float))
         if frame[P].isna().all():
             del frame[P]
-    # benchmarks come first, then the averages over all of them
+    # order of the columns: benchmarks, averages over all benchmarks, DIFFERENCE, P, costs
     averages = [*mean_quantities(block.comparison for block in blocks_with_scores), MEAN]
     last_columns = [column for column in (*averages, DIFFERENCE, P, *costs) if column in frame]
     other_columns = (*BLOCK_COLUMNS, "Criterion", *last_columns)
@@ -258,18 +258,18 @@ def _pruned_and_labels(block: Block) -> tuple[str, dict[int, str]]:
 
 def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str, Cost]) -> Numbers:
     """The rows of one block of a `block_table`: the unpruned model, if it was run, then the cells.
-    The p-values in the column P are not corrected. If the study has no counted costs, the columns
-    of `costs` are left out."""
+    The p-values in the column P are not yet corrected. If the study has no costs, the columns of
+    `costs` are left out."""
     comparison = block.comparison
     unpruned_cell = comparison.unpruned_cell
-    pruned_texts, labels = _pruned_and_labels(block)
+    pruned_text, labels = _pruned_and_labels(block)
     if unpruned_cell is not None:
         labels = {unpruned_cell: UNPRUNED_LABEL, **labels}
     cells = list(labels)
     pruned_cells = list(block.labels)
     targets = column_targets(comparison, pruned_cells, columns)
     text = pd.DataFrame(
-        {"Model": comparison.model, "Pruned": pruned_texts, "Criterion": pd.Series(labels)},
+        {"Model": comparison.model, "Pruned": pruned_text, "Criterion": pd.Series(labels)},
         index=cells,
     )
     numbers = scores(comparison, cells, targets)
@@ -279,15 +279,16 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
     if block.base is not None and targets:
         base_of_cell = {cell: block.base for cell in pruned_cells if cell != block.base}
         last_target = list(targets.values())[-1]
-        # NaN for the unpruned model and for the base
-        gains = differences(comparison, last_target, base_of_cell).reindex(cells)
+        # a row per cell; NaN for the unpruned model and for the base
+        estimates = differences(comparison, last_target, base_of_cell).reindex(cells)
         cells_with_tests = [
             cell for cell in base_of_cell if comparison.all_have_several_seeds((cell, block.base))
         ]
-        p_values = gains.loc[cells_with_tests, "p"]
-        frame = frame.assign(**{DIFFERENCE: gains["difference"], P: p_values})
-        low = low.assign(**{DIFFERENCE: gains["low"]})
-        high = high.assign(**{DIFFERENCE: gains["high"]})
+        # cells without a test have NaN in the column P
+        p_values = estimates.loc[cells_with_tests, "p"]
+        frame = frame.assign(**{DIFFERENCE: estimates["difference"], P: p_values})
+        low = low.assign(**{DIFFERENCE: estimates["low"]})
+        high = high.assign(**{DIFFERENCE: estimates["high"]})
     if len(study.costs):
         cost_columns = {
             name: definition.offset
@@ -349,14 +350,14 @@ def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patc
     the kind was run at two or more ratios.
 
     Returns a list with one legend entry for all bands; [] when no band is drawn."""
-    # kind -> removed share in per cent -> (low, high)
+    # kind -> removed share in per cent -> (low, high), the ends of the band at this share
     bands: dict[Kind, dict[float, tuple[float, float]]] = {}
     random_cells = comparison.cells[comparison.cells["criterion"].isin(RANDOM)]
     for _, cells in cells_by_ratio(random_cells):
         # kind -> mean of the removed shares (0..1)
         removed = cells.groupby(["granularity", "recovery"])["removed"].mean().to_dict()
-        for kind, plans in random_scores(comparison, cells, target).items():
-            bands.setdefault(kind, {})[100 * removed[kind]] = chance_from_scores(plans).band
+        for kind, plan_scores in random_scores(comparison, cells, target).items():
+            bands.setdefault(kind, {})[100 * removed[kind]] = chance_from_scores(plan_scores).band
     patches: list[Patch] = []
     for band in bands.values():
         if len(band) > 1:
