@@ -37,13 +37,15 @@ OPTIONS = ("store", "study", "out", "format", "compare")
 
 
 class _Parser(argparse.ArgumentParser):
+    """A parser that raises UserError for a mistake, where argparse would exit."""
+
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. The result has the attributes `names` and OPTIONS. Options are
-    written key=value or --key=value.
+    """Parse the command line. The result has an attribute `names`, and one for each of OPTIONS. In
+    the command line, options are written key=value or --key=value.
 
     Raises UserError for an unknown option or format. Prints the help and exits when an argument
     asks for help.
@@ -152,8 +154,8 @@ def _write_comparisons(request: argparse.Namespace, publisher: Publisher) -> boo
     """Write a comparison NAME.published for every requested table NAME that has published numbers,
     and print the paths of the files.
 
-    Returns False if the comparison of a table that was requested by name has no rows. Comparisons
-    that failed do not count.
+    Returns whether every comparison of a table that was requested by name has rows. A comparison
+    that could not be made because of an error is recorded as a gap, and does not count here.
     """
     from analysis.published.tables import published_tables
     from analysis.render.page import write_files
@@ -163,6 +165,7 @@ def _write_comparisons(request: argparse.Namespace, publisher: Publisher) -> boo
     tables: dict[str, Table] = {}
     for name in _comparable_tables(request.names):
         compare = partial(published_tables, study, comparisons, [name])
+        # None if `compare` raised an error
         tables |= publisher.attempt(f"{name}.published", compare) or {}
     publisher.log_failures()
     tables_with_rows = [table for table in tables.values() if len(table.frame)]
@@ -214,13 +217,14 @@ def _run(request: argparse.Namespace) -> int:
     Returns the exit code: 0 if the study has results, no gaps, and data for everything that is
     requested by name; otherwise 1. Raises UserError when the files cannot be written.
     """
-    gc.set_threshold(GARBAGE)
+    gc.set_threshold(GARBAGE)  # to save time
     _check_names(request)
     from analysis.load.studies import studies
     from analysis.load.study import load
     from analysis.registry import Results
     from analysis.report import Publisher
 
+    # by default the newest study, which is the first
     study = load(request.store, request.study or studies(request.store)[0])
     out = request.out or request.store / "reports" / shorten(study.name)
     if request.out is None and is_of_group(request.store):
@@ -257,7 +261,7 @@ def _write(requested: Sequence[str], publisher: Publisher) -> bool:
     if "report" in requested:
         print(write_report(publisher))
         return True
-    # items of an output: its written tables and figures
+    # items of an output: its tables and figures that were written, none if the study has no data
     items_by_name, paths = publisher.publish(outputs() if "all" in requested else requested)
     publisher.log_failures()
     for path in paths:
@@ -265,6 +269,7 @@ def _write(requested: Sequence[str], publisher: Publisher) -> bool:
     names_without_items = [
         name for name, items in items_by_name.items() if not items and name not in publisher.failed
     ]
+    # a requested name may be an alias: `find(name).name` is the output's own name
     requested_without_items = [
         name for name in requested if name != "all" and find(name).name in names_without_items
     ]
@@ -273,7 +278,7 @@ def _write(requested: Sequence[str], publisher: Publisher) -> bool:
             f"analysis: {name} needs {find(name).needs}, which study={study.name} does not have",
             file=sys.stderr,
         )
-    # the output `gaps` is empty if no results are missing, so it never counts as without data
+    # the output `gaps` has no items if no results are missing, and is then not worth a message
     names_without_data = ", ".join(name for name in names_without_items if name != GAPS)
     if "all" in requested and names_without_data:
         print(

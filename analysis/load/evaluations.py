@@ -48,18 +48,22 @@ def evaluations(
 
     A gap is recorded for every evaluation that is missing or cannot be read, and for every step in
     _OTHER_STEPS that failed. If several evaluations of a cell report the same benchmark, the first
-    result counts. `labels`: cell -> label of the cell in gaps.
+    result counts.
+
+    entries: cell -> the cell's entry in the study's record.
+    labels: cell -> text that names the cell in gaps.
     """
     rows: list[dict[str, Any]] = []
     sample_tables: list[pa.Table] = []
     origins: dict[str, dict[str, Any]] = {}
-    _compare_suites(entries, labels, reader)
+    _record_missing_tasks(entries, labels, reader)
     for cell, label in labels.items():
         errors = entries[cell].get("errors") or {}
         for kind in _OTHER_STEPS:
             # when a cell is in several studies, one study may have the error of a step, and another
             # study the finished step
             if kind in errors and not entries[cell].get(kind):
+                # records a gap, as there is no folder to look for
                 reader.step(None, f"{kind} of {label}", errors[kind])
         for task, step_name in (entries[cell].get("evaluate") or {}).items():
             folder = reader.step(step_name, f"{task} of {label}", errors.get(task))
@@ -118,9 +122,12 @@ def _samples(tables: list[pa.Table]) -> pd.DataFrame:
 def _origin(
     folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The row of an evaluation in `Study.origins`: column -> value. `folder`: name of the step.
-    `result`: its result.json. `provenance`: provenance of the step. If both state a version of the
-    same library, the version in `result` counts.
+    """The row of an evaluation in `Study.origins`: column -> value.
+
+    folder: name of the evaluation's step.
+    result: content of its result.json.
+    provenance: how the step was computed, from its step.json. If `result` states another version of
+    a library, the version in `result` counts.
     """
     versions = {**(provenance.get("versions") or {}), **(result.get("versions") or {})}
     code = provenance.get("code") or {}
@@ -136,6 +143,7 @@ def _origin(
         "moe_lab": code.get("version"),
         "commit": commit or None,
         "sandbox": protocol.get("sandbox"),
+        # numbers of items that have no answer for a certain reason
         **{key: len(protocol.get(key) or ()) for key in _UNANSWERED},
         "versions": {
             str(library): str(version) for library, version in versions.items() if version
@@ -143,9 +151,13 @@ def _origin(
     }
 
 
-def _compare_suites(entries: Entries, labels: Mapping[int, str], reader: Reader) -> None:
-    """Record a gap for every cell that was not evaluated on all tasks of its suite. The suite of a
-    cell has all tasks on which the study evaluated a cell of the same model."""
+def _record_missing_tasks(entries: Entries, labels: Mapping[int, str], reader: Reader) -> None:
+    """Record a gap for every cell that was not evaluated on all tasks of its suite. `suite` in the
+    entry of a cell lists all tasks on which the study evaluated any cell of the same model.
+
+    entries: cell -> the cell's entry in the study's record.
+    labels: cell -> text that names the cell in the gap.
+    """
     for cell, label in labels.items():
         missing_tasks = [
             task
@@ -163,10 +175,10 @@ def _compare_suites(entries: Entries, labels: Mapping[int, str], reader: Reader)
 def _record_missing_benchmarks(
     results: pd.DataFrame, labels: Mapping[int, str], reader: Reader
 ) -> None:
-    """Record a gap for each cell with results of a task, but without a result on a benchmark which
-    the same task reports for another cell. One task can report several benchmarks.
+    """Compare the cells that have results of the same task. One task can report several benchmarks.
+    Record a gap for each benchmark that a cell lacks and another of these cells has.
 
-    labels: cell -> label of the cell in gaps.
+    labels: cell -> text that names the cell in the gap.
     """
     for key, task_results in groups(results, ["task"]):
         benchmarks = set(task_results["benchmark"])
@@ -216,15 +228,17 @@ class Outcomes:
 
 
 def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
-    """Arrange the outcomes in `samples` as one matrix (cells, items) for each benchmark, with a row
-    for each row of `scores`.
+    """Arrange the outcomes in `samples` as one matrix for each benchmark. A matrix has a row for
+    each row of `scores`, and a column for each item.
 
+    samples: `Study.samples` for cells in `scores`. An outcome is what a cell gets for an item, from
+    0 to 1. `units` is the weight of the item, NaN for 1.
     scores: score of each cell (row) on each benchmark (column), NaN if missing.
 
-    A score is explained if the mean of the cell's outcomes, weighted by `units`, differs from the
-    score by less than ROUNDING. The outcomes of a cell without an explained score become NaN. A
-    benchmark without a column in `scores` is left out. A benchmark is also left out if no score is
-    explained, or if less than half of the scores of cells with outcomes are explained.
+    A score is explained if it is the weighted mean of the cell's outcomes, up to ROUNDING. If the
+    score of a cell is not explained, the cell's outcomes become NaN. A benchmark is left out if it
+    has no column in `scores`. It is also left out if no score is explained, or if more scores are
+    unexplained than explained; cells without outcomes or without a score are not counted here.
     """
     outcomes = Outcomes()
     unique = samples.drop_duplicates(["cell", "benchmark", "item"])
@@ -241,7 +255,7 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
         has_outcome = np.isfinite(matrix)
         # cells with outcomes and a score
         is_comparable = has_outcome.any(axis=1) & ~np.isnan(score)
-        # the maximum avoids a division by zero for a cell without outcomes
+        # weighted mean of each cell; the maximum avoids a division by 0 for a cell without outcomes
         means = np.nansum(matrix * units, axis=1) / np.maximum(has_outcome @ units, 1)
         is_explained = is_comparable & (np.abs(means - score) < ROUNDING)
         if not is_explained.any() or 2 * is_explained.sum() < is_comparable.sum():

@@ -34,9 +34,10 @@ Reports = Mapping[str, Mapping[str, Any]]
 def shown_passes(cells: pd.DataFrame) -> pd.DataFrame:
     """Select the calibration pass that tables and figures show for each model and calibration set.
 
-    Returns one row of `cells` per pass: the first cell of this model and calibration set that uses
-    a pass (column statistics_folder) and has the gate and seed of `shown_gate_and_seed`. If no such
-    cell has this gate and seed, the first cell that uses a pass is returned."""
+    Returns one row of `cells` for each model and calibration set with a pass. The folder of the
+    pass is in the row's column `statistics_folder`. Of the cells that use a pass, the first with
+    the gate and seed of `shown_gate_and_seed` is returned. If there is none, the first cell that
+    uses a pass is returned."""
     cells_with_pass = cells[cells["statistics_folder"].notna()]
     settings_of_model = shown_gate_and_seed(cells)
     models_and_settings = zip(
@@ -66,8 +67,8 @@ def steps_by_calibration(
     """Select one row for each calibration set and model. Returns (calibration, model) -> name of
     the row's step, which is None for a step that was not computed.
 
-    rows: dictionaries with the fields calibration, model, gate, seed and step, from an entry of
-    FIGURE_STEPS in a study's record.
+    rows: dictionaries with the fields calibration, model, gate, seed and step (name of the step).
+    They are one of the lists `families`, `damages` and `contaminations` in a study's record.
     preferred: model -> (gate, seed). Of several rows with the same calibration set and model, the
     row with this gate and seed is selected. If there is none, the first row is selected.
     """
@@ -81,10 +82,11 @@ def steps_by_calibration(
 
 
 def coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
-    """Read the number of tokens per expert, and the report, of each pass in `shown_passes`.
+    """Read two files of each pass in `shown_passes`. Returns (frame, reports):
 
-    Returns (frame, reports): a frame with columns model, calibration, layer, expert and tokens, and
-    a dictionary "calibration@model" -> report of the pass.
+    - frame: number of tokens that the router sent to each expert; columns model, calibration,
+      layer, expert and tokens
+    - reports: "calibration@model" -> report of the pass
     """
     frames: list[pd.DataFrame] = []
     reports: dict[str, dict[str, Any]] = {}
@@ -103,9 +105,10 @@ def coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[st
 
 def family(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Read every expert's scores S(b, alpha, beta), defined in `moe_lab.criteria.experts`; columns
-    model, calibration and FAMILY.
+    model, calibration, and those in `results.FAMILY`.
 
     document: the study's record, which names the steps with the scores.
+    cells: the cells of the study, from which `shown_gate_and_seed` chooses the gate and seed.
     """
     return _concatenated_tables(
         document["families"], "family.parquet", results.FAMILY, cells, reader
@@ -113,9 +116,11 @@ def family(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> 
 
 
 def damage(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Read the exact damage of removing each expert; columns model, calibration and SCORES.
+    """Read the exact damage of removing each expert; columns model, calibration, and those in
+    `results.SCORES`.
 
     document: the study's record, which names the steps that computed the damage.
+    cells: the cells of the study, from which `shown_gate_and_seed` chooses the gate and seed.
     """
     return _concatenated_tables(
         document["damages"], "scores.parquet", results.SCORES, cells, reader
@@ -126,6 +131,7 @@ def contaminations(document: Mapping[str, Any], cells: pd.DataFrame, reader: Rea
     """Read how many items of each benchmark occur in each calibration text.
 
     document: the study's record, which names the steps that counted the items.
+    cells: the cells of the study, from which `shown_gate_and_seed` chooses the gate and seed.
 
     Returns "calibration@model" -> benchmark -> {"comparable": number of items that are long enough
     to be looked for, "found": number of items that share a phrase with the text}.
@@ -149,11 +155,12 @@ def _concatenated_tables(
     cells: pd.DataFrame,
     reader: Reader,
 ) -> pd.DataFrame:
-    """Select one step for each calibration set and model by `steps_by_calibration`, read the tables
-    `file` of these steps, and concatenate the tables. Columns: `columns`, model and calibration. A
-    table that cannot be read is left out, with a gap.
+    """Read the table `file` of one step for each calibration set and model, and concatenate these
+    tables. The result has the columns `columns`, model and calibration. A table that cannot be read
+    is left out, with a gap.
 
-    rows: see `steps_by_calibration`.
+    rows: list in the study's record from which `steps_by_calibration` selects the steps.
+    cells: the cells of the study, from which `shown_gate_and_seed` chooses the gate and seed.
     """
     frames: list[pd.DataFrame] = []
     for (calibration, model), step_name in steps_by_calibration(
@@ -212,9 +219,11 @@ def experts(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.Da
     """Measures of experts in the passes of `shown_passes`, one row per model, calibration set,
     layer and expert; columns KEYS, MEASURES and size.
 
+    cells, calibrations: `Study.cells` and `Study.calibrations`.
+
     Sums are over the N tokens t that the router sends to the expert. g is the router weight of the
     expert, and f is the expert's output. m is the sum of the layer's weighted routed outputs, and y
-    is the residual stream after the layer.
+    is the residual stream after the layer. eps is a small constant against divisions by 0.
 
     - tokens: N
     - gate: 1/N sum_t g, NaN for N = 0
@@ -222,8 +231,8 @@ def experts(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.Da
     - first: sum_t g <f, m> / (||y||^2 + eps), divided by the number of calibration tokens
     - second: sum_t g^2 ||f||^2 / (||y||^2 + eps), divided by the number of calibration tokens. Each
       term equals ||m - m'||^2 / (||y||^2 + eps), where m' is m without the expert's output
-    - ablation: rise of the model's loss without the expert, in nats per token; NaN if no plan was
-      computed from ablations
+    - ablation: rise of the model's loss without the expert, in nats per token; NaN if no cell that
+      uses the pass has a plan that was computed from ablations
     - size: sqrt(sum_t,c phi^2 / (N I)), where phi is the value of the expert's channel c, of I
       channels, before the down projection; NaN for N = 0
     """
@@ -243,14 +252,17 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
     """Mean and standard deviation (std) of the weights, activations and gradients of each expert
     whose ablation was measured; one row per model, calibration set, layer, expert and statistic.
 
-    Columns: KEYS, ablation, statistic, mean, std and count. A row is about `count` values of the
-    statistic; N and phi are defined in `experts`:
+    Columns: KEYS, ablation, statistic, mean, std and count. `mean` and `std` are those of `count`
+    values. The column `statistic` says of which values; N and phi are defined in `experts`, and L
+    is the model's loss:
 
     - weight: |w| of each weight of the expert. These rows exist only if a criterion of the study
       reads weights of whole experts.
     - activation: sqrt(1/N sum_t phi^2) of each channel. These rows exist only for N > 0.
     - gradient: sqrt(1/N sum_t (dL/dphi)^2) of each channel. These rows exist only for N > 0, and
       only if a criterion of the study reads gradients.
+
+    cells, calibrations: `Study.cells` and `Study.calibrations`.
     """
     frames = []
     for model, calibration, cells_of_pass, sums, _ in _passes(
@@ -265,6 +277,7 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
         gradients = _input_table(
             cells_of_model[cells_of_model["calibration"] == calibration], "gradients", reader
         )
+        # arguments of `_moments`: experts, sums of their values, sums of squares, numbers of values
         moments_of_statistics = [
             _moments(weights, weights["abs_sum"], weights["square_sum"], weights["count"]).assign(
                 statistic="weight"
@@ -287,6 +300,7 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
             ablations, on=["layer", "expert"]
         )
         frames.append(
+            # the mean is NaN for an expert with N = 0
             statistics.assign(model=model, calibration=calibration).dropna(subset=["mean"])
         )
     return stacked(frames, [*KEYS, "ablation", "statistic", "mean", "std", "count"])
@@ -319,6 +333,8 @@ def router_entropies(cells: pd.DataFrame, calibrations: Reports, reader: Reader)
 
     - entropy: upper end of a bin, as a share of the logarithm of the number of experts
     - tokens: number of calibration tokens in the bin
+
+    cells, calibrations: `Study.cells` and `Study.calibrations`.
     """
     frames = [
         counts.assign(model=model, calibration=calibration)
@@ -333,7 +349,9 @@ def layer_losses(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> 
     """Losses of layers; columns model, calibration, layer, loss.
 
     loss: mean over calibration tokens of ||m||^2 / (||y||^2 + eps), where m is the routed output of
-    the layer and y the residual stream after the layer.
+    the layer, y the residual stream after the layer, and eps a small constant.
+
+    cells, calibrations: `Study.cells` and `Study.calibrations`.
     """
     frames = [
         sums.assign(model=model, calibration=calibration, loss=sums["layer_loss"] / _tokens(report))
@@ -365,21 +383,28 @@ def _measures(sums: pd.DataFrame, calibration_tokens: float) -> pd.DataFrame:
 
 
 def _tokens(report: Mapping[str, Any]) -> float:
-    """Number of calibration tokens of a pass; NaN when the pass's report lacks the number."""
+    """Number of calibration tokens of a pass, from all sources of texts together. NaN when the
+    report of the pass lacks `valid_tokens` (source -> number of tokens)."""
     return float(sum((report.get("valid_tokens") or {}).values())) or np.nan
 
 
 def _passes(
     file: str, cells: pd.DataFrame, calibrations: Reports, reader: Reader
 ) -> Iterator[tuple[str, str, pd.DataFrame, pd.DataFrame, Mapping[str, Any]]]:
-    """For each pass in `shown_passes` with the table `file`, yield (model, calibration set, all
-    cells that use the pass, table, report of the pass). The report is {} if it is missing."""
+    """For each pass in `shown_passes` that has the table `file`, yield (model, calibration set,
+    cells_of_pass, table, report):
+
+    - cells_of_pass: the rows of `cells` that use the pass: those with its model, calibration set,
+      gate and seed
+    - table: content of `file`
+    - report: the report of the pass in `calibrations`, {} if it is missing
+    """
     cells = cells[cells["statistics_folder"].notna()]
     shown_folders = shown_passes(cells)["statistics_folder"]
     for (model, calibration, *_), cells_of_pass in cells.groupby(
         ["model", "calibration", "gate", "seed"], sort=False
     ):
-        # the shown pass of this model and calibration set can have another gate and seed
+        # the folder of the pass of these cells; empty if another gate and seed are shown
         folders = shown_folders[shown_folders.index.isin(cells_of_pass.index)]
         if folders.empty:
             continue
@@ -394,9 +419,10 @@ _COLUMNS_OF_KIND = {"ablation": ABLATIONS, "gradients": GRADIENTS, "weights": WE
 
 
 def _input_table(cells: pd.DataFrame, kind: str, reader: Reader) -> pd.DataFrame:
-    """Read the table KIND.parquet of a step of the kind `kind`: the first such step with a readable
-    table among the direct and indirect inputs of the cells' plans. Returns a frame without rows
-    when there is no such step."""
+    """Read the table KIND.parquet of a step from which the plan of one of `cells` was computed,
+    directly or indirectly. `kind`: kind of the step, a key of _COLUMNS_OF_KIND. Of several such
+    steps, the first with a readable table counts. If there is none, returns a frame without
+    rows."""
     for row in records(cells[cells["plan_folder"].notna()]):
         for name, folder in steps_with_inputs([row["plan_folder"]], reader).items():
             if step_kind(name) != kind:

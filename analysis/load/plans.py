@@ -71,6 +71,7 @@ def loading_memory(cells: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
     pruned = cells.loc[cells["criterion"] != "none", cell_columns]
     sizes = costs.set_index("cell")[["parameters_unpruned", "loading_bytes"]].dropna().astype(int)
     rows = pruned.join(sizes, how="inner")
+    # BYTES is the size of one parameter
     unpruned_bytes = BYTES * rows.pop("parameters_unpruned")
     pruned_bytes = rows.pop("loading_bytes")
     memory = rows.assign(
@@ -102,8 +103,8 @@ def retained_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def removed_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """The plan of each cell and the share that the plan removes, with the index of `cells`. Both
-    columns are NaN for a cell whose plan is missing or damaged. Columns:
+    """What the plan of each cell removes. The frame has the index of `cells`. Both columns are NaN
+    for a cell whose plan is missing or damaged:
 
     - removed: share of the experts, or of the experts' channels if the plan removes channels
     - plan: the plan's layers as JSON

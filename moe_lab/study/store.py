@@ -46,17 +46,22 @@ class StoreGone(Unavailable):
 
 
 class Store:
-    """A folder of finished steps, errors of failed steps, claims, and files from which unfinished
-    steps resume.
+    """A folder with the files of finished steps, the errors of failed steps, and files from which
+    unfinished steps resume. While a process computes a step, it holds a claim on the step, so that
+    no other process computes the step too.
 
     A finished step is called KIND/NAME. NAME is the step's label, "-", and the start of the step's
-    id (ID_DIGITS digits). The step is the folder KIND/NAME, or part of a pack, a file of many small
-    steps. Its file STEP has its identity and the hashes of its other files. Sealed documents hold a
-    hash of themselves. Damaged files are set aside: moved to the folder `damaged`.
+    id (ID_DIGITS digits). The files of the step are in the folder KIND/NAME, or in a pack, which is
+    one file with the files of many small steps. The file STEP of a step states the step's identity,
+    and the hash of each other file of the step.
 
-    `limit`, `in_queue`: see `Claims`. Before `create` is called, nothing is written or moved, so
-    the folder may be missing or read-only. Raises UserError for an empty path, a URL, a file, a
-    folder that is no store, and a store of a newer moe_lab.
+    Sealed documents, such as STEP, are JSON files that end with a hash of their content. A damaged
+    file or folder is set aside: it is moved to the folder `damaged`, and a notice, which is a
+    sentence for the user, is added to `notices`.
+
+    Before `create` is called, nothing is written or moved, so the folder may be missing or
+    read-only. The constructor raises UserError for an empty path, a URL, a file, a folder that is
+    no store, and a store of a newer moe_lab. Its arguments `limit` and `in_queue`: see `Claims`.
     """
 
     def __init__(
@@ -132,8 +137,8 @@ class Store:
             )
 
     def exists(self) -> bool:
-        """Whether the folder is a store. A store whose marker was set aside still has the folder
-        `runs`."""
+        """Whether the folder is a store: whether it has MARKER or the folder `runs`. Only `runs` is
+        there if a damaged MARKER was set aside."""
         return any(os.path.lexists(self.root / name) for name in (MARKER, "runs"))
 
     def check_exists(self) -> None:
@@ -146,9 +151,13 @@ class Store:
 
     @contextlib.contextmanager
     def errors_as_sentences(self) -> Iterator[None]:
-        """A context that turns errors about the store into sentences for the user. An OSError
-        becomes a StoreGone if the store is gone. Otherwise an OSError becomes a UserError if it is
-        about a file in the store or a full disk. Damaged becomes a UserError."""
+        """A context that replaces errors about the store by errors with a sentence for the user:
+
+        - Damaged: by a UserError
+        - any OSError while the store is gone: by StoreGone
+        - an OSError about a file of the store, or about any full disk: by a UserError
+
+        Other errors pass unchanged."""
         try:
             yield
         except Damaged as error:
@@ -159,6 +168,7 @@ class Store:
             raise UserError(f"store={self.root}: {error}: {advice}") from None
         except OSError as error:
             self.check_exists()
+            # not true if the error names no file
             is_outside = error.filename and not str(error.filename).startswith(str(self.root))
             if error.errno in DISK_FULL:
                 raise UserError(
@@ -205,9 +215,12 @@ class Store:
         write_sealed(path, document, mode=self.file_mode)
 
     def read(self, path: Path, shape: Any, consequence: str) -> Any:
-        """The sealed document in the file `path` of the store; None when the file is missing or
-        damaged. A damaged file is set aside, see `set_aside` for `consequence`. `shape`: see
-        `read_sealed`."""
+        """Read a sealed JSON document. Returns the document without its hash, or None when the file
+        `path` is missing or damaged. A damaged file is set aside.
+
+        `shape`: the fields that the document must have, with their types, see `json_files.fits`. A
+        file without them counts as damaged. `consequence`: end of the notice about a damaged file,
+        such as "the step is tried again"."""
         try:
             return read_sealed(path, shape)
         except FileNotFoundError:
@@ -234,21 +247,22 @@ class Store:
     def stored_name(self, step: Step) -> str | None:
         """KIND/NAME of a finished step, with the label under which the step is stored. None when
         the step is not in the store."""
-        start = step.id[:ID_DIGITS]
-        if start not in self.packs:
-            # most steps are stored under their own label, which takes one system call to check
+        id_start = step.id[:ID_DIGITS]
+        if id_start not in self.packs:
+            # the step is in no known pack; most folders have the step's own label, so this is tried
+            # first: it takes one system call
             if (self.root / step.folder).exists():
                 return step.folder
-            if folder := self.folders_of_kind(step.kind).get(start):
+            if folder := self.folders_of_kind(step.kind).get(id_start):
                 return f"{step.kind}/{folder.name}"
-        return self.packs.find(start)
+        return self.packs.find(id_start)  # looks for new packs, too
 
     def content(self, name: str, file: str) -> bytes:
         """Content of a file of the finished step KIND/NAME. Raises FileNotFoundError when the file
-        is missing, and Damaged when the content has another hash than STEP states."""
+        is missing, and Damaged when its hash is not the one that STEP states."""
         content = self._read_file(name, file)
         entry = self.document(name)["files"].get(file, {})
-        # STEP does not list itself: it is sealed, and `document` has checked the hash in the seal
+        # STEP has no entry for itself; `document` has already checked that STEP is undamaged
         if file != STEP and sha256(content).hexdigest() != entry.get("sha256"):
             raise Damaged(f"{name}: {file} is damaged")
         return content
@@ -275,29 +289,30 @@ class Store:
                 yield read_step(folder)
         self.packs.refresh()
         packed_starts = [
-            start for start, name in self.packs.steps().items() if name.startswith(f"{kind}/")
+            id_start for id_start, name in self.packs.steps().items() if name.startswith(f"{kind}/")
         ]
-        for start in packed_starts[:SAMPLE]:
+        for id_start in packed_starts[:SAMPLE]:
             with contextlib.suppress(FileNotFoundError, Damaged):
-                yield parse_sealed(self.packs.read(start, STEP), {}, start)
+                yield parse_sealed(self.packs.read(id_start, STEP), {}, id_start)
 
     def finished_names(self) -> dict[str, str]:
         """Start of the id -> KIND/NAME, for all finished steps in folders and packs. Nothing is
         checked, so damaged steps in folders are included."""
         # folders are read before packs: a step that moves to a pack meanwhile is then found there
         folders = {
-            start: f"{path.parent.name}/{path.name}"
-            for start, (path, *_) in self.step_folders().items()
+            id_start: f"{path.parent.name}/{path.name}"
+            for id_start, (path, *_) in self.step_folders().items()
         }
         self.packs.refresh()
         return {**self.packs.steps(), **folders}
 
     def folders_of_kind(self, kind: str) -> dict[str, Path]:
         """Start of the id -> folder, for all finished steps of a kind that are not in packs. The
-        folder KIND is only read again when its modification time has changed."""
+        folder KIND is only listed again when its modification time has changed."""
         parent = self.root / kind
+        # 0 stands for a missing folder
         time_ns = parent.stat().st_mtime_ns if parent.exists() else 0
-        # a kind that is not in the index is read: no folder has the time -1
+        # -1, the time of a kind that was never listed, differs from every `time_ns`
         indexed_time, folders = self._index.get(kind, (-1, {}))
         if time_ns != indexed_time:
             entries = os.scandir(parent) if time_ns else ()
@@ -327,11 +342,13 @@ class Store:
                 shutil.rmtree(path, ignore_errors=True)
 
     def is_finished(self, step: Step) -> bool:
-        """Whether the step is finished and undamaged, judged by sizes and modification times of
-        files. A damaged step is set aside, with a notice.
+        """Whether the step is finished and undamaged. A damaged step is set aside, with a notice.
+        A step in a pack counts as undamaged.
 
-        STEP has the modification time that all files of the step were given. A file with another
-        time, as in a copied store, is hashed. If its hash is right, it gets the time in STEP."""
+        Hashing takes long, so most files are judged by their size and modification time. When the
+        step was finished, all its files got the same time, which is written in STEP. Only a file
+        with another time, as in a copied store, is hashed. An undamaged file then gets the time
+        that is written in STEP."""
         return self._is_sound(step.folder)
 
     def finished_ids(self, steps: Iterable[Step]) -> set[str]:
@@ -347,8 +364,8 @@ class Store:
         packed_starts = self.packs.id_starts()
         done = set()
         for step in steps:
-            start = step.id[:ID_DIGITS]
-            if start in packed_starts or (start in folders and self.is_finished(step)):
+            id_start = step.id[:ID_DIGITS]
+            if id_start in packed_starts or (id_start in folders and self.is_finished(step)):
                 done.add(step.id)
         return done
 
@@ -370,9 +387,12 @@ class Store:
         return True
 
     def damaged_files(self, name: str, *, hash_all: bool = False) -> dict[str, str]:
-        """Missing and damaged files of the step KIND/NAME: file -> "missing" or "damaged", see
-        `integrity.damaged_files`. A step in a pack is only checked if `hash_all`. If it is damaged,
-        the start of its id is added to `packs.damaged_steps`."""
+        """Missing and damaged files of the step KIND/NAME: file -> "missing" or "damaged". {} if
+        the step is undamaged; {STEP: "missing"} if it is not in the store.
+
+        With `hash_all`, every file is hashed. Without it, a file in a folder is only hashed if its
+        modification time is not the time in STEP, and a step in a pack counts as undamaged. If a
+        step in a pack is damaged, the start of its id is added to `packs.damaged_steps`."""
         folder = self.root / name
         states = damaged_files(folder, hash_all=hash_all)
         if STEP in states:
@@ -380,7 +400,7 @@ class Store:
             if stored_folder != folder:
                 folder = stored_folder
                 states = damaged_files(folder, hash_all=hash_all)
-        # a step whose folder is missing may be in a pack
+        # a missing step may be in a pack; in all other cases, the result is known
         if not states or folder.exists() or not self.packs.find(name[-ID_DIGITS:]):
             return states
         if not hash_all:
@@ -474,35 +494,38 @@ class Store:
             # lost+found, or a folder of a colleague, may not be readable
             with contextlib.suppress(PermissionError):
                 for entry in os.scandir(parent):
+                    # match[1]: the start of the id
                     if (match := FOLDER.fullmatch(entry.name)) and entry.is_dir():
                         folders[match[1]].append(Path(entry.path))
         return folders
 
     def claim(self, step: Step) -> contextlib.AbstractContextManager[Path | None]:
-        """A context in which this process computes `step`: the context of `claim_named` for the
-        step, which yields a scratch folder, or None if the step is already finished."""
+        """A context in which this process holds the claim of `step`. It yields a scratch folder for
+        the step's files, or None if the step is already finished. For more, see `claim_named`."""
         return self.claim_named(step.folder, identity_document(step))
 
     @contextlib.contextmanager
     def claim_named(self, name: str, document: Mapping[str, Any]) -> Iterator[Path | None]:
         """A context that holds the claim of the step KIND/NAME. It yields a scratch folder for the
         step's files, or None if the step is already finished. `document`: the identity of the step,
-        or the content of its STEP in another store.
+        as `identity_document` returns it. For a step that is copied from another store, `document`
+        is the content of STEP there.
 
         When the block ends without an exception, the step is published: the scratch folder is
-        renamed to KIND/NAME. A process that dies leaves only the scratch folder and a stale claim.
-        Raises Busy when another process holds the claim, or took the claim over while this process
-        was suspended. Raises StoreGone when the store or the scratch folder was removed."""
-        start = document["id"][:ID_DIGITS]
+        renamed to KIND/NAME. A process that dies leaves only the scratch folder and its claim.
+        Another process can take over the claim of a process that is gone. Raises Busy when another
+        process holds the claim, or has taken it over while this process was suspended. Raises
+        StoreGone when the store or the scratch folder was removed."""
+        id_start = document["id"][:ID_DIGITS]
         parent = (self.root / name).parent
         self.check_exists()
-        with self.claims.take(start) as claim:
-            # A former owner of the claim may only be suspended. Its scratch folder is renamed, so
-            # that it can no longer publish the step when it resumes. The step is looked up after
-            # this, and found if the former owner has published the step already.
-            for abandoned in parent.glob(f".{start}.*"):
+        with self.claims.take(id_start) as claim:
+            # An earlier owner of the claim is perhaps not dead, but suspended. First its scratch
+            # folder is renamed, so that it cannot publish the step when it resumes. Only then the
+            # step is looked up, as the earlier owner may have published it before the renaming.
+            for abandoned in parent.glob(f".{id_start}.*"):
                 with contextlib.suppress(FileNotFoundError):
-                    shutil.rmtree(rename_as_scratch(abandoned, start), ignore_errors=True)
+                    shutil.rmtree(rename_as_scratch(abandoned, id_start), ignore_errors=True)
             # the index compares modification times, which may be too coarse to show a step that
             # was just published
             self._index.clear()
@@ -510,7 +533,7 @@ class Store:
                 yield None
                 return
             # with the token of the claim, no two owners have the same scratch folder
-            scratch = parent / f".{start}.{claim.token[:8]}"
+            scratch = parent / f".{id_start}.{claim.token[:8]}"
             self.make_folder(scratch)
             try:
                 yield scratch
@@ -528,11 +551,13 @@ class Store:
                 shutil.rmtree(scratch, ignore_errors=True)
 
     def _publish(self, name: str, document: Mapping[str, Any], scratch: Path, claim: Claim) -> None:
-        """Seal the scratch folder, rename it to KIND/NAME, and remove the step's resume files and
-        stored error. `document`: see `seal`. If another process has published the step first, the
-        scratch folder is only sealed."""
+        """Write STEP into the scratch folder, rename the folder to KIND/NAME, and remove the step's
+        resume files and stored error. If another process has published the step first, the folder
+        is not renamed, and nothing is removed. `document`: the identity of the step, or the content
+        of STEP in the store from which the step is copied."""
         seal(scratch, document)
-        # raises StoreGone if the store was deleted during the work and the work recreated folders
+        # raises StoreGone if the store was deleted during the work, even if the work has created
+        # the scratch folder again
         self.check_exists()
         claim.check()
         try:
@@ -543,6 +568,7 @@ class Store:
                 return
             raise
         step_id = document["id"]
+        # `is_readable` need not hash files that this process has just published
         self._hashed_ids.add(step_id)
         shutil.rmtree(self.root / "partial" / step_id[:ID_DIGITS], ignore_errors=True)
         self.forget(step_id)
@@ -559,9 +585,9 @@ def retries() -> Iterator[None]:
 
 
 def rename_as_scratch(folder: Path, step_id: str) -> Path:
-    """Rename a folder to a new path, which is returned. The new name is that of a scratch folder of
-    the step, but with a random suffix, so that no owner of a claim uses the folder. `step_id`: the
-    id or its start."""
+    """Rename a folder so that it becomes a scratch folder of the step, and return its new path. The
+    end of the new name is random, so no process that computes the step uses the folder. `step_id`:
+    the id or its start."""
     scratch = folder.with_name(f".{step_id[:ID_DIGITS]}.{uuid.uuid4().hex[:8]}")
     folder.rename(scratch)
     return scratch

@@ -53,6 +53,7 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
     WANDB_MODE or `wandb offline` sets the mode. Without a key, the mode is "offline". Raises
     UserError with the error of wandb.
     """
+    # these variables would override the arguments that are passed to `wandb.init`
     for name in RUN_VARIABLES:
         os.environ.pop(f"WANDB_{name}", None)
     import wandb
@@ -70,6 +71,7 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
     quiet: dict[str, Any] = {**dict.fromkeys(switches, True), "console": "off", "init_timeout": 30}
     # set before login and init, which otherwise print where the key is stored
     wandb_settings = wandb.setup(wandb.Settings(**quiet)).settings
+    # without WANDB_MODE, the mode "online" becomes "offline" if `wandb.login` finds no key
     needs_login = wandb_settings.mode == "online" and "WANDB_MODE" not in os.environ
     mode: Any = (
         "offline"
@@ -82,7 +84,7 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
     try:
         for entry in cells:
             step_starts = sorted(folder[-ID_DIGITS:] for folder in entry["evaluate"].values())
-            # the id has the study, because a run is in one group of wandb: the group of its study
+            # in wandb, a run has one group, here its study: a cell of two studies has two runs
             run_id = digest([record["study"], entry["cell"], step_starts])[:ID_DIGITS]
             if mode == "offline" and any(
                 Path(wandb_settings.wandb_dir).glob(f"offline-run-*-{run_id}")
@@ -134,16 +136,20 @@ def _log_cell(
 
 
 def _cell_results(store: Store, entry: Mapping[str, Any]) -> tuple[dict[str, float], list[float]]:
-    """(name -> number, losses) of a cell. The numbers are its scores, its costs and, for each
-    benchmark, its mean loss on right answers (bits per byte). The losses are those of the steps of
-    fine-tuning, in order; [] without fine-tuning. `entry`: the cell's entry in the record."""
+    """Read the results of a cell. Returns (numbers, losses):
+
+    - numbers: name -> number, for the scores, the costs and, for each benchmark, the mean loss on
+      right answers (bits per byte)
+    - losses: loss in each step of fine-tuning, in order; [] without fine-tuning
+
+    `entry`: the cell's entry in the record."""
     import pandas
 
     cost = json.loads(store.content(entry["cost"], "cost.json")) if entry["cost"] else {}
     finetuning = (
         json.loads(store.content(entry["finetune"], "finetune.json")) if entry["finetune"] else {}
     )
-    # a dictionary divides another cost among parts of the model: it is left out
+    # a cost that is a dictionary (FLOPs of each part of the model) is left out
     numbers = {f"cost/{name}": value for name, value in cost.items() if not isinstance(value, dict)}
     for step_folder in entry["evaluate"].values():
         results = json.loads(store.content(step_folder, "result.json"))["results"]
@@ -155,11 +161,11 @@ def _cell_results(store: Store, entry: Mapping[str, Any]) -> tuple[dict[str, flo
             BytesIO(store.content(step_folder, "samples.parquet"))
         ).set_index("benchmark")
         # rows without a loss are left out; the whole column may be missing
-        losses = (
+        answer_losses = (
             samples.reindex(columns=["answer_loss"])
             .astype(float)
             .dropna()
             .groupby(level=0)["answer_loss"]
         )
-        numbers |= {f"answer_loss/{name}": loss for name, loss in losses.mean().items()}
+        numbers |= {f"answer_loss/{name}": loss for name, loss in answer_losses.mean().items()}
     return numbers, finetuning.get("loss", [])
