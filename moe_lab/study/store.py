@@ -80,10 +80,11 @@ class Store:
         self._hashed_ids: set[str] = set()
         """Ids of the steps whose files this process has hashed or published."""
         self._awaited_ids: set[str] = set()
-        """Ids of the steps that `is_readable` has waited for."""
+        """Ids of the steps that were given to `is_readable`. If the files of a step are missing,
+        only the first call waits for them."""
         self._index: dict[str, tuple[int, dict[str, Path]]] = {}
-        """Kind -> modification time of the kind's folder (ns), and its steps: start of the id ->
-        folder."""
+        """Kind of steps -> (modification time in ns of the kind's folder, steps in this folder).
+        The steps are a dictionary: start of the id -> folder of the step."""
         self._check_marker()
 
     @cached_property
@@ -93,10 +94,10 @@ class Store:
 
     def create(self) -> Store:
         """Create the folder of the store if it is missing, and let all methods write to the store
-        from now on. Returns this object. Raises UserError when the folder cannot be written."""
+        from now on. Returns this object. UserError when this user cannot write to the folder."""
         self._is_writable = True
-        # damage that these notices report is found again: the damaged files are then set aside,
-        # with a new notice
+        # The notices so far say that damaged files will be set aside. The files are now set aside
+        # when they are read again, and this adds a new notice.
         self.notices.clear()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -115,9 +116,10 @@ class Store:
         return self
 
     def _check_marker(self) -> None:
-        """Check MARKER, the file with the schema of the store. Raise UserError when a newer moe_lab
-        wrote it, or when it is damaged and the store has no folder `runs`. In a store with `runs`,
-        a damaged marker is set aside. A missing marker is no error."""
+        """Check the marker, the file MARKER with the schema of the store. A missing marker is no
+        error. UserError when a newer moe_lab wrote the marker. When the marker is damaged, the
+        folder is known to be a store only if it has a folder `runs`: then the marker is set aside.
+        Without `runs`, UserError."""
         marker = self.root / MARKER
         try:
             schema = read_sealed(marker, {"schema": int})["schema"]
@@ -128,7 +130,7 @@ class Store:
                 raise UserError(
                     f"store={self.root} is not a moe_lab store: {marker} is damaged"
                 ) from None
-            self.set_aside(marker, "damaged", "written again")
+            self.set_aside(marker, problem="damaged", consequence="written again")
             return
         if schema > SCHEMA:
             raise UserError(

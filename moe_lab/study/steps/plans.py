@@ -54,25 +54,29 @@ def _settings_with_ratio(cell: Cell) -> dict[str, Any]:
 
 
 def check_ratio(cell: Cell) -> None:
-    """Raise UserError when the model cannot be pruned by the cell's ratio. Nothing is checked if
-    the facts of its layers are not known yet."""
-    if layer := _layer_facts(cell):  # all layers are assumed to be like this one
+    """Raise UserError when the model cannot be pruned by the cell's ratio. Nothing is checked while
+    `_layer_facts` returns None, because the number of experts is not known yet."""
+    if facts := _layer_facts(cell):
+        # layer 0 stands for all layers, which are assumed to be equal
         allocation.check_fits(
-            _settings_with_ratio(cell), {0: layer}, criteria.get(cell.criterion.name).granularity
+            _settings_with_ratio(cell), {0: facts}, criteria.get(cell.criterion.name).granularity
         )
 
 
 def removed_share(cell: Cell) -> float:
-    """The share of experts that the cell's plan removes: the ratio, rounded to whole experts. The
-    ratio is not rounded if the facts of the layers are not known yet, or if allocation=list reads
-    the numbers of experts from a file. It is not rounded for channels either: they are so many that
-    rounding hardly matters."""
-    layer = _layer_facts(cell)
+    """The share of experts that the cell's plan removes: the ratio, rounded to whole experts.
+
+    The ratio itself is returned for channels, which are so many that rounding hardly matters, and
+    if the number of experts is not known yet. It is also returned for allocation=list: the file
+    allocation.path has the numbers of experts, and the step that makes the plan compares them with
+    the ratio."""
+    facts = _layer_facts(cell)
     is_listed = cell.allocation.name == "list"
-    if layer is None or is_listed or criteria.get(cell.criterion.name).granularity == "channel":
+    if facts is None or is_listed or criteria.get(cell.criterion.name).granularity == "channel":
         return cell.ratio
-    (limit,) = limits({0: layer}, cell.allocation.multiple_of).values()
-    return 1 - limit.retained_at(cell.ratio) / limit.n_experts
+    # layer 0 stands for all layers, which are assumed to be equal
+    layer_limits = limits({0: facts}, cell.allocation.multiple_of)[0]
+    return 1 - layer_limits.retained_at(cell.ratio) / layer_limits.n_experts
 
 
 def check_engine(cell: Cell) -> None:
@@ -98,6 +102,7 @@ def check_channels_removable(cell: Cell) -> None:
     experts are checked again when the plan is applied to the model."""
     if drops_whole_experts(cell):
         return
+    # the end of a sentence about the experts, such as "have biases"; None if nothing is in the way
     reason = family_of(config_of(cell.model).get("model_type")).channel_obstacle
     if not reason:
         return
@@ -111,23 +116,26 @@ def check_channels_removable(cell: Cell) -> None:
 
 
 def check_plan_file(cell: Cell) -> None:
-    """Raise UserError when the plan in the file allocation.path has merged experts whose channels
-    are not aligned, or was made for another model. Nothing is checked if the file has no plan. The
-    models are compared only if the cell's model is a folder on this machine. The step that makes
-    the plan always compares the models."""
+    """Check the plan in the file allocation.path. Nothing is checked if the file has no plan.
+
+    Raise UserError when the plan merges experts, but their channels are not matched to each other
+    yet ("aligned"). Raise UserError also when the plan was made for another model than the cell's.
+    Here, the models are compared only if the cell's model is a folder on this machine. The step
+    that makes the cell's plan compares them in any case."""
     plan = plan_in(cell.allocation)
-    folder = Path(resolve(cell.model.path)).expanduser()
     if plan is None:
         return
+    folder = Path(resolve(cell.model.path)).expanduser()
     if cell.allocation.replacement == "none":  # otherwise a further step aligns the plan
         plan.check_aligned()
     if plan.provenance.get("model_sha256") and folder.is_dir():
+        # UserError unless `fingerprint(folder)` is the model_sha256 of the plan
         plan.check_origin([("model_sha256", partial(fingerprint, folder))], cell.model.path)
 
 
 def plan_in(settings: AllocationConfig) -> Any:
-    """The plan in the file allocation.path. None if allocation.path is null, or if the file has a
-    number of experts for each layer instead of a plan."""
+    """The plan (a `Plan`) in the file allocation.path. None if allocation.path is null, or if the
+    file has a number of experts for each layer instead of a plan."""
     from moe_lab.pruning.plan import Plan
 
     path = settings.path
@@ -137,46 +145,48 @@ def plan_in(settings: AllocationConfig) -> Any:
 
 
 def drops_whole_experts(cell: Cell) -> bool:
-    """Whether the cell's plan only removes experts from the router. Such a plan merges no experts,
-    and leaves all channels of the retained experts."""
+    """Whether the cell's plan drops whole experts and does nothing else. Such a plan merges no
+    experts, replaces none by constants, and retains all channels of the other experts."""
     if cell.allocation.replacement != "none":
         return False
     if plan := plan_in(cell.allocation):
-        return not plan.has_channels
+        return not plan.has_channels  # a plan that merges or replaces experts also has channels
     return criteria.get(cell.criterion.name).granularity == "expert"
 
 
 def check_schedules(cell: Cell) -> None:
-    """Raise UserError for invalid parameters of an evolutionary search, and when no schedule that
-    the search can try removes the share `cell.ratio` of the experts. A schedule is a number of
-    experts to remove for each layer."""
+    """Raise UserError for invalid parameters of an evolutionary search. Raise UserError also when
+    no schedule that the search can try removes the share `cell.ratio` of the experts. A schedule is
+    a number of experts to remove for each layer."""
     from moe_lab.search.evolution import parse, space_to_search
 
     parameters = parse(cell.allocation.parameters)
     check_ratio(cell)
-    if layer := _layer_facts(cell):
-        # two equal layers stand for all layers, as a search moves removals from layer to layer
-        space_to_search(_settings_with_ratio(cell), {"layers": {0: layer, 1: layer}}, parameters)
+    if facts := _layer_facts(cell):
+        # Called only for its UserErrors. Layers 0 and 1 stand for all layers, which are assumed to
+        # be equal. There are two, as a search moves removals from one layer to another.
+        space_to_search(_settings_with_ratio(cell), {"layers": {0: facts, 1: facts}}, parameters)
 
 
 def check_choices(cell: Cell) -> None:
     """Raise UserError when the model cannot be pruned by the cell's ratio, or when there are more
     than allocation.parameters.limit ways to choose the removed experts of a layer."""
     check_ratio(cell)
-    if layer := _layer_facts(cell):
-        # {} if the parameter is not set, so that the default of `removals_within_limit` holds
-        limit = {
+    if facts := _layer_facts(cell):
+        # {} if the parameter "limit" is not set, so that `removals_within_limit` uses its default
+        limit_argument = {
             name: value for name, value in cell.allocation.parameters.items() if name == "limit"
         }
+        # called only for its UserError; layer 0 stands for all layers
         shapes.removals_within_limit(
-            {0: layer}, cell.ratio, multiple_of=cell.allocation.multiple_of, **limit
+            {0: facts}, cell.ratio, multiple_of=cell.allocation.multiple_of, **limit_argument
         )
 
 
 def check_sequential(cell: Cell) -> None:
-    """Raise UserError unless the criterion needs forward statistics. The criterion may also need
-    sums over weights, but no other sums over a text. Once earlier layers are pruned, only
-    forward statistics are computed again."""
+    """Raise UserError unless the criterion needs forward statistics, which the step `statistics`
+    computes. The criterion may also need sums over weights, but no other step that reads a text:
+    only the forward statistics are computed again once earlier layers are pruned."""
 
     def can_use(needs: Sequence[str]) -> bool:
         """Whether a criterion can be used. `needs`: kinds of the steps that the criterion needs."""
@@ -184,12 +194,12 @@ def check_sequential(cell: Cell) -> None:
             KINDS[need].reads_text for need in needs if need != "statistics"
         )
 
-    names = [name for name, criterion in criteria.CRITERIA.items() if can_use(criterion.needs)]
-    if (name := cell.criterion.name) not in names:
+    usable = [known for known, criterion in criteria.CRITERIA.items() if can_use(criterion.needs)]
+    if (name := cell.criterion.name) not in usable:
         raise UserError(
             "allocation=sequential scores each layer by its forward statistics, and "
             f"criterion={name} reads {' and '.join(criteria.get(name).needs) or 'none'}: expected "
-            f"one of {', '.join(names)}"
+            f"one of {', '.join(usable)}"
         )
 
 
@@ -211,9 +221,9 @@ class PlanSetup(StepFields):
 
     @property
     def allocation_settings(self) -> dict[str, Any]:
-        """Name of a setting -> value: the settings of the allocation in the identity of the step,
-        and the ratio. The value of "path" is not the path of the file, but the digest that the
-        file's content had when the id of the step was computed."""
+        """Name of a setting -> value: the ratio, and those settings of the allocation that are part
+        of the identity of the step. The value of "path" is not a path: it is the digest that the
+        content of the file had when the id of the step was computed."""
         return {**self.identity_entries["allocation"].value, "ratio": self.ratio}
 
     def facts_of(self, facts_step: Facts, files: Files) -> dict[str, Any]:
@@ -262,9 +272,9 @@ def plan_setup(cell: Cell) -> PlanSetup:
 def save_plan(
     plan: Any, facts: Mapping[str, Any], files: Files, ties: Mapping[int, int] | None = None
 ) -> None:
-    """Write a plan. UserError if the plan does not fit `facts`, the facts of the model. `ties`:
-    layer -> number of experts or channels with tied scores, as from
-    `pruning.selection.count_ties`; also written unless it is empty."""
+    """Write a plan, and `ties` if there are any. UserError if the plan does not fit the model.
+    `facts`: facts of the model. `ties`: layer -> number of experts or channels with tied scores,
+    the result of `pruning.selection.count_ties`."""
     plan.check(facts["layers"])
     plan.save(files.out / "plan.json")
     if ties:
@@ -295,7 +305,8 @@ class FromScores(CellPlan):
     scores: Scores
 
     def resources(self) -> Resources:
-        """Resources of a step that takes a few seconds. How many depends on the model."""
+        """Resources of a step that takes seconds. As the time depends on the model, `pace` has the
+        id of the step with the facts of the model."""
         return Resources(pace=[self.facts.id], steps_per_job="short")
 
     @classmethod
@@ -310,15 +321,17 @@ class FromScores(CellPlan):
 
     def work(self, files: Files) -> None:
         """Write the plan made from scores. If the file allocation.path has a plan, write that plan
-        instead. For scores and a plan of channels, also write a table of budgets: how much of each
-        layer's channels and scores the plan retains."""
+        instead. If the scores are scores of channels and the plan states which channels are
+        retained, also write a table of budgets: which share of a layer's channels and of their
+        scores is retained."""
         from safetensors.numpy import load
 
         from moe_lab.pruning.selection import count_ties, plan_from_scores
 
         facts = self.setup.facts_of(self.facts, files)
         origin = {**self.setup.origin(facts), "scores": Path(self.scores.folder).name}
-        # `plan_from_scores` reads the file, and `allocation_settings` has only a digest as "path"
+        # `plan_from_scores` reads the file allocation.path, so it needs the path. In
+        # `allocation_settings`, the value of "path" is only a digest.
         settings = {**self.setup.allocation_settings, "path": self.setup.allocation.path}
         evidence: dict[str, Any] = files.sums(self.setup.evidence)
         if "by" in self.setup.evidence:
@@ -331,11 +344,12 @@ class FromScores(CellPlan):
             scores = files.expert_scores(self.scores)
         plan = plan_from_scores(settings, scores, facts["layers"], evidence, provenance=origin)
         tie_counts = count_ties(plan, scores, facts["layers"])
-        # from a plan in the file allocation.path, `plan_from_scores` takes only the numbers of
-        # experts or channels, and so checks them
+        # If the file allocation.path has a plan, `plan_from_scores` has used only the numbers of
+        # experts or channels in it, and has checked them. The plan to write is that of the file.
         if plan_of_file := plan_in(self.setup.allocation):
             plan = plan_of_file
             tie_counts = {}
+            # UserError unless facts["sha256"] is the model_sha256 of the plan
             plan.check_origin([("model_sha256", lambda: str(facts["sha256"]))], "this model")
         save_plan(plan, facts, files, tie_counts)
         if granularity == "channel" and plan.has_channels:
@@ -369,8 +383,8 @@ class Search(CellPlan):
         candidates = search.population + (search.generations - 1) * (
             search.population - search.elites
         )
-        run = text_pass(self.loaded.model, self.text, self.loaded.pace, engine="resident")
-        return run._replace(units=candidates * run.units)
+        one_pass = text_pass(self.loaded.model, self.text, self.loaded.pace, engine="resident")
+        return one_pass._replace(units=candidates * one_pass.units)
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
@@ -418,14 +432,15 @@ class Reconstruction(CellPlan):
         return cls(plan_setup(cell), loaded_field(cell.model), text, cell.seed)
 
     def work(self, files: Files) -> None:
-        """Write the plan whose retained experts reconstruct the outputs of the layers best, and a
-        table of the errors of all sets of experts."""
+        """Write the plan whose retained experts reconstruct the outputs of the layers best. Also
+        write a table with the error of every set of experts that was compared."""
         from moe_lab.pruning.plan import Plan
         from moe_lab.search.reconstruction import COLUMNS, reconstruct
 
         facts = self.setup.facts_of(self.loaded.facts, files)
         settings = self.setup.allocation_settings
         result = reconstruct(
+            # a function, which `reconstruct` calls once to run the model over the text
             text_passes(self.loaded.model, self.text, files).collect_statistics,
             facts=facts,
             ratio=settings["ratio"],
@@ -465,7 +480,7 @@ class Sequential(CellPlan):
         """The step that makes a cell's plan on its calibration set. If the criterion needs sums
         over weights, they are inputs of the step. The forward statistics, which the criterion also
         needs, are computed in the step itself."""
-        sums = {
+        weight_steps = {
             kind: input_step(kind, cell)
             for kind in criteria.get(cell.criterion.name).needs
             if not KINDS[kind].reads_text
@@ -477,7 +492,7 @@ class Sequential(CellPlan):
             loaded_field(cell.model),
             text,
             criterion,
-            sums,
+            weight_steps,
             *gate_and_seed(cell),
             plugins=plugin_locations(cell),
         )
@@ -492,9 +507,10 @@ class Sequential(CellPlan):
         streamed, tokenizer = open_streamed(self.loaded.model)
         facts = self.setup.facts_of(self.loaded.facts, files)
         weight_steps = {**self.sums, **self.setup.evidence}
-        # statistics of the unpruned model; `choose` gets those with all earlier layers pruned
+        # the step `statistics` runs the unpruned model; `choose` gets statistics for which all
+        # earlier layers are pruned
         weight_steps.pop("statistics", None)
-        weights = merge_passes(files.sums(weight_steps).values())
+        weight_sums = merge_passes(files.sums(weight_steps).values())
         granularity = criteria.get(self.criterion.name).granularity
         # allocation=sequential has no rule for a single layer, so `choose` uses one of these two
         settings = {
@@ -505,10 +521,11 @@ class Sequential(CellPlan):
         tie_counts: dict[int, int] = {}
 
         def choose(layer: int, sums: Any) -> Any:
-            """The plan of the layer of this number. `sums`: forward statistics of the layer."""
+            """The plan of the layer with the number `layer`. `sums`: forward statistics of the
+            layer, by name."""
             layer_facts = {layer: facts["layers"][layer]}
-            scores = score(self, {layer: {**weights.get(layer, {}), **sums}}, layer_facts)
-            plan = plan_from_scores(settings, scores, layer_facts, {}, provenance={})
+            scores = score(self, {layer: {**weight_sums.get(layer, {}), **sums}}, layer_facts)
+            plan = plan_from_scores(settings, scores, layer_facts, evidence={}, provenance={})
             tie_counts.update(count_ties(plan, scores, layer_facts))
             return plan
 

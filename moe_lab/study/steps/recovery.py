@@ -98,8 +98,9 @@ class ActivationAlignment(AlignedPlan):
     reads_text = True
 
     def resources(self) -> Resources:
-        """Resources of a pass over the text. The memory also holds the products of the activations
-        of channels for each layer in memory, and the weights of one layer's experts in fp32."""
+        """Resources of a pass over the text. It also needs memory for products between activations
+        of channels, in each layer that is loaded, and for the weights of one layer's experts in
+        fp32."""
         return text_pass(
             self.loaded.model,
             self.text,
@@ -139,7 +140,7 @@ def storage_of(recovery: RecoveryConfig) -> Storage | None:
     they are loaded."""
     if recovery.bits != 4:
         return None
-    # sorted, as the order of modules in settings must not change the id
+    # sorted, as the order of the modules in the settings must not change the id of a step
     return Storage(4, tuple(sorted(set(recovery.modules))))
 
 
@@ -244,17 +245,20 @@ class Pruned(StepFields):
 
     def recovery_arguments(self, files: Files) -> dict[str, Any]:
         """Keyword arguments of `recovery.apply.recovered`: "bits", "modules" and "tuned". The value
-        of "tuned" is the folder with the result of `finetune`, or None without this step."""
+        of "tuned" is the folder with the result of the step `finetune`, or None without this
+        step."""
+        # the fields of `Storage` are "bits" and "modules"; by default, it quantises nothing
         tuned = files.folders[self.finetune.id] if self.finetune else None
         return {**vars(self.storage or Storage()), "tuned": tuned}
 
 
 def pruned_of(cell: Cell) -> Pruned:
-    """The model of a cell with its plan and recovery. A recovery that reads a text has the step
-    `Finetune`."""
+    """The model of a cell with its plan and recovery. If the recovery trains or fits weights on a
+    text, the field `finetune` is the step that does so."""
     plan = plan_of(cell)
     model = loaded_field(cell.model)
     finetune = None
+    # the key of the text of the recovery in `cell.texts`; None if the recovery reads no text
     if role := cell.recovery.text_setting:
         finetune = Finetune(
             model, IdentifiedText.of(cell.texts[role]), plan, cell.recovery, cell.seed
@@ -275,7 +279,8 @@ def unpruned_model(model: ModelConfig) -> Pruned:
 
 
 class Export(Step):
-    """The checkpoint of a pruned and recovered model, in the format `export.format`. If `verify` is
+    """The checkpoint of a pruned and recovered model. `shape` has all settings of the export, such
+    as its format (safetensors or gguf) and its shape (natural, masked or padded). If `verify` is
     set and the model is not recovered, the checkpoint is compared with the masked model."""
 
     kind = "export"
@@ -295,8 +300,8 @@ class Export(Step):
         return self.pruned.recovered_label
 
     def resources(self) -> Resources:
-        """Resources of writing the checkpoint. For the format GGUF, their field
-        `installation_checks` has a check that llama.cpp's converter is installed."""
+        """Resources of writing the checkpoint. For the format GGUF, they have a check that
+        llama.cpp's converter is installed."""
         pruned = self.pruned
         is_converted = self.shape.format == "gguf"
         pace = [self.facts.id, self.shape.format]
@@ -313,8 +318,8 @@ class Export(Step):
         """Write up to three checkpoints, each from the one before: the pruned model; with a
         recovery, the recovered model; for the format GGUF, the converted model. The last checkpoint
         is the result. Earlier checkpoints are in `files.partial`, from which an interrupted step
-        resumes. In a store of a group, `files.partial` is emptied first. After an error in recovery
-        or conversion, `files.partial` is removed."""
+        resumes. If a group of users shares the store, `files.partial` is emptied first. After an
+        error in recovery or conversion, `files.partial` is removed."""
         from moe_lab.models.files import local_folder
         from moe_lab.pruning.export import export as write_pruned
 
@@ -326,13 +331,15 @@ class Export(Step):
         if is_recovered:
             from moe_lab.recovery.export import check_widths
 
-            # UserError before any work if experts are stacked in one of the recovered and the
-            # exported model, and packed in the other
+            # before any work, as this raises UserError for numbers of retained channels for which
+            # the exported model would compute its experts in another way than the recovered model
             check_widths(source, plan, self._evaluation_dtype(source))
-        # another member of the group may have written code into a checkpoint, which would be run
+        # another member of the group may have written code into a checkpoint, and that code would
+        # be run
         if is_of_group(files.partial):
             for leftover in files.partial.glob("*/"):
                 shutil.rmtree(leftover)
+        # in `out` if the pruned model is the last checkpoint
         pruned_folder = files.partial / "natural" if is_recovered or is_converted else out
         if not pruned_folder.exists():
             write_pruned(source, plan, pruned_folder, shape=str(self.shape.shape))
@@ -358,10 +365,10 @@ class Export(Step):
             raise
 
     def _compare(self, source: Path, pruned_folder: Path, files: Files) -> None:
-        """Compare the checkpoint in `pruned_folder` with the model in `source` under the plan's
-        mask, and write their largest relative difference to verified.json. Both run on the CPU,
-        where `verify` expects most outputs to be equal bit for bit. UserError if outputs differ by
-        more than `verify` accepts."""
+        """Compare outputs of the checkpoint in `pruned_folder` with outputs of the model in
+        `source`, masked by the plan. Write the largest relative difference to verified.json.
+        `verify` raises UserError if the difference is too large. Both models run on the CPU,
+        because outputs on GPUs need not be equal bit for bit."""
         from moe_lab.pruning.export.verify import verify
 
         trust = self.pruned.model.trust_remote_code
@@ -398,17 +405,18 @@ class Export(Step):
 def export_of(
     pruned: Pruned, export: ExportConfig, verify: bool, default: Shape = "natural"
 ) -> Export:
-    """The step that writes the pruned and recovered model as a checkpoint. `verify`: whether the
-    checkpoint is compared with the masked model. `default`: the shape of the checkpoint if
-    `export.shape` is not set."""
-    shape = replace(export, shape=export.shape or default)
+    """The step that writes the model `pruned` as a checkpoint. `export`: settings of the export.
+    `verify`: whether the checkpoint is compared with the masked model. `default`: shape of the
+    checkpoint (natural, masked or padded) if `export.shape` is not set."""
+    settings = replace(export, shape=export.shape or default)
     return Export(
         pruned.loaded.facts,
         pruned.plan,
         pruned.finetune,
         pruned.storage,
+        # the precision in which the recovered model is evaluated
         pruned.loaded.arithmetic.dtype if pruned.is_recovered else None,
-        shape,
+        settings,
         verify or None,  # fields that are None do not change the id of the step
         pruned,
     )

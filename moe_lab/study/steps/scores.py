@@ -25,8 +25,8 @@ ByLayer = Mapping[int, Mapping[str, Any]]
 
 
 def step_class(name: str) -> Any:
-    """The class of the steps of the kind `name`. `name`: a kind of input step, as criteria and
-    allocations state them in `needs`. UserError, with the nearest name, for an unknown kind."""
+    """The class of the steps of the kind `name`, which a criterion or an allocation has in its
+    `needs`. UserError, with the nearest known name, if there is no such kind."""
     check_known("step in needs", name, KINDS)
     return KINDS[name]
 
@@ -40,17 +40,16 @@ def input_roles(cell: Cell) -> tuple[str, ...]:
 def reads_text(cell: Cell) -> bool:
     """Whether the cell's plan depends on the calibration set: whether the set is read by the step
     that makes the plan, or by one of the input steps. Input steps are those that the cell's
-    criterion, the criterion `allocation.by` and the allocation need."""
+    criterion, the allocation and the criterion `allocation.by` need."""
     kinds = [
         *criteria.get(cell.criterion.name).needs,
         # "by" is no kind of step: it stands for the criterion `allocation.by`, which follows
         *(role for role in input_roles(cell) if role != "by"),
+        allocation.get(cell.allocation.name).step,
     ]
     if cell.allocation.by is not None:
         kinds += criteria.get(cell.allocation.by).needs
-    if any(step_class(kind).reads_text for kind in kinds):
-        return True
-    return KINDS[allocation.get(cell.allocation.name).step].reads_text
+    return any(step_class(kind).reads_text for kind in kinds)
 
 
 def input_step(role: str, cell: Cell) -> Step:
@@ -126,26 +125,32 @@ class Scores(Step):
 def gate_and_seed(cell: Cell) -> tuple[str | None, int | None]:
     """(gate, seed) of a cell; each is None if the cell's criterion does not use it."""
     criterion = criteria.get(cell.criterion.name)
-    return cell.gate if criterion.uses_gate else None, cell.seed if criterion.uses_seed else None
+    return (
+        cell.gate if criterion.uses_gate else None,
+        cell.seed if criterion.uses_seed else None,
+    )
 
 
 def plugin_locations(cell: Cell) -> tuple[Mapping[str, str], ...]:
-    """Locations of the plugins that define the cell's criterion and allocation, see
-    `plugins.module_location`. () if moe_lab defines both."""
+    """Where the modules of the plugins are that define the cell's criterion and allocation: one
+    result of `plugins.module_location` (module, folder and digest) for each function that a plugin
+    defines. () if moe_lab defines both the criterion and the allocation."""
     criterion = criteria.get(cell.criterion.name)
     cell_allocation = allocation.get(cell.allocation.name)
     functions: list[Callable[..., Any]] = []
     if criterion.source:
         functions.append(criterion.function)
     if cell_allocation.source:
+        # None for a granularity at which a step other than the plan step allocates
         functions += [function for function in cell_allocation.functions.values() if function]
     return tuple(plugins.module_location(function) for function in functions)
 
 
 def score(step: Any, inputs: ByLayer, layers: ByLayer) -> dict[int, Any]:
-    """Layer -> scores: (E,), or (E, I) for a criterion of channels. `step`: a step with the fields
-    criterion, gate and seed. `inputs`: layer -> name of a statistic -> array. `layers`: number of
-    each layer to score -> facts about the layer, with `n_experts` (E) and `width` (I)."""
+    """Layer -> scores of its experts, of shape (E,), or of its channels, of shape (E, I). `step`: a
+    step with the fields `criterion`, `gate` and `seed`. `inputs`: layer -> name of a statistic ->
+    array. `layers`: layer -> facts about the layer, for each layer to score. Of the facts,
+    `n_experts` (E) and `width` (I) are read."""
     return criteria.score(
         step.criterion.name,
         inputs,
@@ -165,8 +170,9 @@ def check_weights(criterion: CriterionConfig, model: ModelConfig) -> None:
 
 
 class Family(Step):
-    """Scores of every expert by the 17 criteria S(b, alpha, beta) of
-    `criteria.experts.s_family_scores`, for figures of the overlap between criteria."""
+    """Scores of every expert by 17 criteria, for figures of the overlap between criteria. They are
+    the criterion `s_family` with 17 choices of its parameters b, alpha and beta, see
+    `criteria.experts.s_family_scores`."""
 
     kind = "family"
     small = True
@@ -181,7 +187,8 @@ class Family(Step):
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
-        """The step that computes the scores from statistics of a cell's calibration set."""
+        """The step that computes the scores from forward statistics on a cell's calibration
+        set."""
         return cls(Pass.of(cell, "statistics"), cell.gate)
 
     def work(self, files: Files) -> None:

@@ -42,15 +42,16 @@ def experts(layers: Layers) -> list[Row]:
     rows = []
     for layer, arrays in layers.items():
         tokens = _array(arrays["tokens"])
-        # (E, alpha, beta), sums over tokens of gate^alpha |output|^beta
+        # (E, 3, 3): the number [e, alpha, beta] is the sum over the tokens of expert e of
+        # gate^alpha |output|^beta
         sums = _array(arrays["sums_model"])
-        # (E, I), sums over tokens of the squared activation of a channel
+        # (E, I): sums over tokens of the squared activation of each channel
         squares = _array(arrays["channel_square"])
         # the columns `tokens` to `channel_max` of EXPERTS; `channels` and `channel_root_sum` follow
         columns = (
             tokens,
-            sums[:, 1, 0],
-            sums[:, 0, 1],
+            sums[:, 1, 0],  # gates
+            sums[:, 0, 1],  # norms of outputs
             _array(arrays["ala_first"]),
             _array(arrays["ala_second"]),
             squares.sum(axis=1),
@@ -64,9 +65,10 @@ def experts(layers: Layers) -> list[Row]:
 
 
 def _root_sums(squares: Array, tokens: Array) -> list[float]:
-    """For each expert, the sum over its channels of the root mean square over its tokens. The sum
-    is 0 for an expert without tokens. `squares`: sums of squares over tokens (E, I). `tokens`:
-    numbers of tokens (E,)."""
+    """For each expert, the sum over channels of sqrt(squares / tokens), or 0 without tokens. Each
+    term is a root mean square: of the values of the channel (activations or gradients) over the
+    expert's tokens. `squares` (E, I): for each channel, the sum over tokens of its squared values.
+    `tokens` (E,): number of tokens of each expert."""
     return [
         float(np.sqrt(channel_squares / count).sum()) if count > 0 else 0.0
         for channel_squares, count in zip(squares, tokens.tolist(), strict=True)
@@ -74,13 +76,14 @@ def _root_sums(squares: Array, tokens: Array) -> list[float]:
 
 
 def losses(layers: Layers) -> list[Row]:
-    """One row of LOSSES per layer: (layer, sum of its loss over tokens)."""
+    """One row of LOSSES per layer: (layer, sum over tokens of the layer's loss, see LOSSES)."""
     return [(layer, float(arrays["layer_loss"])) for layer, arrays in layers.items()]
 
 
 def entropies(layers: Layers) -> list[Row]:
-    """Rows (layer, upper end of a bin, number of tokens in the bin) of ENTROPIES. Each layer has a
-    histogram of the entropies of its router, with one row per bin. A layer has no rows if its
+    """Rows of ENTROPIES: (layer, upper end of a bin, number of tokens in the bin). Each layer has a
+    histogram of the entropies of its router, with one row per bin. The bins are equal parts of the
+    range from 0 to 1, where 1 stands for the largest possible entropy. A layer has no rows if its
     router does not return the logits of all experts."""
     rows = []
     for layer, arrays in layers.items():
@@ -94,7 +97,7 @@ def gradients(layers: Layers) -> list[Row]:
     """One row of GRADIENTS per expert, with sums over the tokens that are routed to the expert."""
     rows = []
     for layer, arrays in layers.items():
-        # (E, I), sums over tokens of the squared gradient at the activation of a channel
+        # (E, I): sums over tokens of the squared gradient at the activation of each channel
         squares = _array(arrays["channel_gradient_square"])
         tokens = _array(arrays["tokens"])
         totals = [float(channel_squares.sum()) for channel_squares in squares]
@@ -125,9 +128,10 @@ def ablations(layers: Layers) -> list[Row]:
 
 
 def concentration(scores: Mapping[int, Array]) -> list[Row]:
-    """Rows (layer, expert, share of the channels, share of the score) of CONCENTRATION, at most
-    POINTS per expert, see `_curve`. `scores`: layer -> scores of channels (E, I). Negative scores
-    count as 0. If no channel of an expert has a positive score, the shares of the score are NaN."""
+    """Rows of CONCENTRATION: (layer, expert, share of the channels, share of the score). The two
+    shares are a point of `_curve`; an expert has at most POINTS rows. `scores`: layer -> scores
+    (E, I) of channels. Negative scores count as 0. If no channel of an expert has a positive score,
+    its shares of the score are NaN."""
     rows = []
     for layer, layer_scores in scores.items():
         for expert, channel_scores in enumerate(layer_scores):
@@ -136,20 +140,22 @@ def concentration(scores: Mapping[int, Array]) -> list[Row]:
 
 
 def _curve(scores: Array) -> Iterator[tuple[float, float]]:
-    """Points (x, y) of the concentration curve of an expert. The channels with the highest scores,
-    a share x of the expert's channels, have the share y of the sum of its scores. y is NaN if no
-    score is positive. `scores`: scores of the expert's channels (I,)."""
+    """Points (x, y) of the concentration curve of an expert. x is a share of the expert's channels,
+    those with the highest scores. y is the share that these channels have of the sum of all scores.
+    Negative scores count as 0. y is NaN if no score is positive. `scores` (I,): scores of the
+    expert's channels."""
     ordered = np.sort(_positive(scores))[::-1]
     total = ordered.sum()
     score_shares = np.concatenate([[0.0], np.cumsum(ordered)]) / (total if total > 0 else np.nan)
+    # numbers of channels from 0 to I, one for each point
     counts = np.unique(np.linspace(0, ordered.size, POINTS).round().astype(int))
     yield from zip((counts / ordered.size).tolist(), score_shares[counts].tolist(), strict=True)
 
 
 def budgets(scores: Mapping[int, Array], retained: Mapping[int, NDArray[np.bool_]]) -> list[Row]:
     """One row of BUDGETS per layer: (layer, share of the layer's score that the retained channels
-    have, share of the layer's channels that is retained). `scores`: layer -> scores of channels
-    (E, I). `retained`: layer -> mask of the channels that a plan retains (E, I). Negative scores
+    have, share of the layer's channels that is retained). `scores`: layer -> scores (E, I) of
+    channels. `retained`: layer -> mask (E, I) of the channels that a plan retains. Negative scores
     count as 0. If no channel of a layer has a positive score, the share of the score is NaN."""
     rows = []
     for layer, mask in retained.items():
