@@ -48,12 +48,17 @@ class Publisher:
         self.out = out
         self.figure_format = figure_format
         self.attempted: dict[str, str | None] = {}
-        """Name of an output -> the traceback of its error, or None when it succeeded."""
+        """Name of an output, table or figure -> the traceback of its error, or None when it
+        succeeded."""
 
     def attempt(self, name: str, make: Callable[[], T]) -> T | None:
-        """Call `make` for the output `name` and return its result. If `make` raises an error,
-        record a gap and return None. An error with a number in UNWRITABLE is raised, because all
-        outputs would fail with this error."""
+        """Call `make` and return its result. If `make` raises an error, keep the traceback, record
+        a gap and return None. Errors that mean that the output folder cannot be written
+        (UNWRITABLE) are raised again, because all outputs would fail with them.
+
+        name: name of an output, or of one of its tables and figures.
+        """
+        # not an assignment, which would remove the traceback of an earlier attempt with this name
         self.attempted.setdefault(name, None)
         try:
             return make()
@@ -69,18 +74,19 @@ class Publisher:
 
     @property
     def failed(self) -> list[str]:
-        """Names of the outputs that failed."""
+        """Names of the outputs, tables and figures that failed."""
         return [name for name, error in self.attempted.items() if error]
 
     def publish(self, requested: Iterable[str]) -> tuple[dict[str, list[Item]], list[Path]]:
         """Make the outputs with the names `requested` and write their files. The output `gaps` is
         made last, because making another output can add gaps.
 
-        Returns (name of an output -> those of its tables and figures that were written, paths of
-        all files).
+        Returns two values. The first is a dictionary: name of an output -> list of its tables and
+        figures, without those that could not be written. The second is the paths of all files.
         """
         items_by_output: dict[str, list[Item]] = {}
         paths: list[Path] = []
+        # each output once, even if it is requested by several of its aliases
         output_names = dict.fromkeys(find(name).name for name in requested)
         for name in sorted(output_names, key=lambda name: name == GAPS):
             items_by_output[name] = []
@@ -148,6 +154,7 @@ def _page(publisher: Publisher, items_by_output: ItemsByOutput) -> Page:
     study = publisher.results.study
     sections = _sections(publisher, items_by_output)
     return Page(
+        # the name of several studies that are read as one is "first+second"
         title=names.capitalised(names.enumeration(study.name.replace("_", " ").split("+"))),
         kicker=_kicker(study),
         lead=what_was_run(study),
@@ -238,8 +245,9 @@ def _section(chapter: Chapter, results: Results, items_by_output: ItemsByOutput)
 
 
 def _untitled_section(anchor: str, items_by_output: ItemsByOutput) -> Section:
-    """A section without title and text: the tables and figures of the chapter `anchor`, and the
-    columns by which the page filters each. Tables of outputs with `figures_only` are left out."""
+    """A section without title and text, which has the tables and figures of the chapter `anchor`
+    and their `Output.filters`, the columns by which the page filters a table. An output with
+    `figures_only` contributes its figures and no tables."""
     items: list[Item] = []
     filters: dict[str, str] = {}
     for name, output in outputs().items():
@@ -308,6 +316,7 @@ def _facts(study: Study) -> list[tuple[str, str]]:
     facts = [
         ("Study", study.name),
         ("Store", str(study.store.resolve())),
+        # without evaluations, the version that wrote the study's record
         ("moe_lab", _distinct_values(study, "moe_lab") or str(study.document.get("moe_lab", ""))),
         ("Commit", _distinct_values(study, "commit")),
         (
@@ -328,12 +337,12 @@ def _facts(study: Study) -> list[tuple[str, str]]:
             "Time of all evaluations",
             f"{seconds / 60:,.1f} minutes of one process" if seconds else "",
         ),
-        *(  # the keys are "calibration@model"
+        *(  # a key is the calibration set and the model: "code@OLMoE"
             (f"Calibration {key.replace('@', ' of ')}", _pass_in_words(report))
             for key, report in study.calibrations.items()
         ),
     ]
-    return [(key, value) for key, value in facts if value]
+    return [(label, text) for label, text in facts if text]
 
 
 def _distinct_values(study: Study, column: str) -> str:
@@ -379,14 +388,14 @@ def what_was_run(study: Study) -> str:
     models = names.enumeration(dict.fromkeys(study.cells["model"]))
     benchmarks = count(study.results["benchmark"].nunique(), "benchmark")
     return capitalised(
-        f"{_choosers_in_words(pruned)} chose which {removed_noun(pruned)} of {models} to remove "
+        f"{_criteria_in_words(pruned)} chose which {removed_noun(pruned)} of {models} to remove "
         f"({_shares_in_words(pruned)}).{_recovery_sentence(pruned)} That gave "
         f"{count(len(pruned), kind)}, each evaluated like the unpruned one on {benchmarks} of "
         f"{items} items."
     )
 
 
-def _choosers_in_words(pruned: pd.DataFrame) -> str:
+def _criteria_in_words(pruned: pd.DataFrame) -> str:
     """Text with the numbers of criteria and allocations: `two criteria and three allocations`. A
     single allocation is not mentioned."""
     criteria = count(pruned["criterion"].nunique(), "criterion", "criteria")
@@ -399,12 +408,12 @@ MOST_RATIOS = 6
 
 
 def _shares_in_words(pruned: pd.DataFrame) -> str:
-    """Text with the removed shares, their scope and the calibration sets: `25 % and 50 % of each
-    layer, with code calibration`.
+    """Text that says which shares of the experts or channels were removed, and with which
+    calibration sets: `25 % and 50 % of each layer, with code calibration`.
 
-    The scope is `of each layer` if all allocations are uniform, otherwise `in all`, the whole
-    model. If there are more than MOST_RATIOS shares, the text gives only their number, the smallest
-    and the largest.
+    If not all allocations are uniform, the shares are those of the whole model, and the text has
+    `in all` in place of `of each layer`. If there are more than MOST_RATIOS shares, the text gives
+    only their number, the smallest and the largest.
     """
     ordered = pruned[pruned["ratio"] > 0].sort_values("ratio", kind="stable")
     shares = list(dict.fromkeys(ordered["removed_text"]))
@@ -416,11 +425,11 @@ def _shares_in_words(pruned: pd.DataFrame) -> str:
 
 
 def _calibration_in_words(pruned: pd.DataFrame) -> str:
-    """Text with the calibration sets: `, with code and math calibration`; "" if no cell is
-    calibrated.
+    """Text with the calibration sets, for the end of a phrase. It starts with a comma: `, with code
+    and math calibration`. It is "" if no cell is calibrated.
 
-    If models have different calibration sets, the models are named after their sets: `, with code
-    calibration of OLMoE and math calibration of Mixtral`.
+    If models have different calibration sets, the text also says which models have which sets:
+    `, with code calibration of OLMoE and math calibration of Mixtral`.
     """
     models_by_sets: dict[str, list[str]] = {}  # text with the calibration sets -> models
     for key, cells in groups(pruned[pruned["calibration"] != "none"], ["model"]):
@@ -442,8 +451,9 @@ def _recovery_sentence(pruned: pd.DataFrame) -> str:
         return ""
     phrases = []
     for recovery in recoveries:
-        # + for the comma inside a name, because commas separate the phrases
+        # "DoRA, NF4" becomes "DoRA + NF4", because commas separate the phrases
         name = names.RECOVERIES.get(recovery, recovery).replace(", ", " + ")
+        # the recovery "none" has the empty name
         phrases.append(f"with {name}" if name else "as they are")
     return f" Pruned models were evaluated {names.enumeration(phrases)}."
 

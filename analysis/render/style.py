@@ -347,18 +347,20 @@ def format_percent(*axes: Axis) -> None:
 
 
 def format_power(axis: Axis) -> None:
-    """Write a common power of ten once, at the end of the axis, and the tick labels as its
-    multiples, if the largest label is below 0.1 or at least 1000. Other labels are plain numbers.
+    """Use scientific notation for the tick labels of an axis whose largest label is below 0.1 or at
+    least 1000. The labels are then multiples of one power of ten, which is written at the end of
+    the axis. The labels of other axes are plain numbers.
     """
     formatter = ScalarFormatter()
+    # scientific notation for the powers 10^-2 and smaller, and 10^3 and larger
     formatter.set_powerlimits((-2, 3))
     axis.set_major_formatter(formatter)
     axis.get_offset_text().set_fontsize(6.5)
 
 
 def format_tokens(count: float) -> str:
-    """Format a number of tokens: in thousands such as `65k` below half a million, from there on in
-    millions such as `0.5M`."""
+    """Format a number of tokens in thousands, such as `65k`, or in millions, such as `0.5M`.
+    Millions are used from half a million tokens on."""
     return f"{count / 1e6:.3g}M" if count >= 5e5 else f"{count / 1e3:.3g}k"
 
 
@@ -378,20 +380,21 @@ def label_squares(
 
 
 def draw_square(
-    axes: Axes, x: int, y: int, share: float, text: str, size: float | None = None, below: str = ""
+    axes: Axes, x: int, y: int, shade: float, text: str, size: float | None = None, below: str = ""
 ) -> None:
-    """Draw a unit square of a grid, in a colour of the map SEQUENTIAL, with a text in its middle.
+    """Draw a unit square of a grid with a text in its middle. The y axis of the grid points down.
 
-    x, y: position of the square's top left corner; share: position (0..1) in the colour map, where
-    higher is darker; size: font size of `text` in points, None for matplotlib's setting; below: a
-    second text, in small letters under `text`.
+    x, y: position of the square's top left corner; shade: position (0..1) of the square's colour in
+    the colour map SEQUENTIAL, where higher is darker; size: font size of `text` in points, None for
+    matplotlib's setting; below: a second text, in small letters under `text`.
     """
-    axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colormaps[SEQUENTIAL](share), linewidth=0))
+    axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colormaps[SEQUENTIAL](shade), linewidth=0))
     text_style: Any = {
         "ha": "center",
         "va": "center",
-        "color": "#000000" if share < DARK else "#ffffff",
+        "color": "#000000" if shade < DARK else "#ffffff",
     }
+    # the text is in the middle of the square, or a little higher if there is a text below it
     axes.text(
         x + 0.5, y + (0.36 if below else 0.5), text, fontsize=size, fontweight="bold", **text_style
     )
@@ -399,30 +402,35 @@ def draw_square(
         axes.text(x + 0.5, y + 0.74, below, fontsize=5.8, **text_style)
 
 
-def draw_expert_rows(axes: Axes, values: pd.Series, level: Callable[[Any], Any]) -> None:
+def draw_expert_rows(axes: Axes, values: pd.Series, shade: Callable[[Any], Any]) -> None:
     """Draw a row for each layer, with a coloured square for each expert of the layer. The experts
-    of a row are in ascending order of their values.
+    of a row are in ascending order of their values. The square of an expert with the value 0 has
+    hatching (NO_TOKENS) in place of a colour. At most twelve layers are labelled on the axis.
 
-    values: values of all experts, indexed by layer; level: function that converts the values
-    (experts,) of a layer to positions (0..1) in the colour map. The square of an expert with the
-    value 0 is cross-hatched and has no colour. At most twelve layers are labelled on the axis.
+    values: a value >= 0 for each expert of the model, such as its number of tokens, indexed by the
+    expert's layer.
+    shade: function that converts the values (experts,) of one layer to positions (0..1) in the
+    colour map SEQUENTIAL.
     """
     layers = sorted(values.index.unique())
     for y, layer in enumerate(layers):
         ordered = np.sort(values[values.index == layer].to_numpy(float))
-        image = colormaps[SEQUENTIAL](level(ordered))[None]  # (1, experts, red-green-blue-alpha)
+        image = colormaps[SEQUENTIAL](shade(ordered))[None]  # (1, experts, red-green-blue-alpha)
         zeros = int((ordered == 0).sum())
         image[0, :zeros, 3] = 0  # fully transparent
         axes.imshow(
             image,
+            # left, right, bottom and top of the row; the y axis points down
             extent=(0, len(ordered), y + 0.94, y + 0.06),
             aspect="auto",
             interpolation="nearest",
         )
         if zeros:
             axes.add_patch(Rectangle((0, y + 0.06), zeros, 0.88, linewidth=0, **NO_TOKENS))
+    # as wide as the layer with the most experts
     axes.set(xlim=(0, values.groupby(level=0).size().max()), ylim=(len(layers), 0))
-    labelled_layers = layers[:: -(-len(layers) // 12)]  # a step of len(layers) / 12, rounded up
+    # every layer if there are at most 12, every second layer if there are at most 24, and so on
+    labelled_layers = layers[:: -(-len(layers) // 12)]
     positions = [layers.index(layer) + 0.5 for layer in labelled_layers]
     label_ticks(
         axes.yaxis, positions, [f"layer {layer}" for layer in labelled_layers], labelsize=6.5

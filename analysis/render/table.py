@@ -25,7 +25,8 @@ _PRECISION = re.compile(r"\.(\d)([f%])")
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A table: a data frame with title, caption, formats and intervals. NaN is a gap."""
+    """A data frame with title and caption, with the formats of its numbers, and with an interval
+    for some of the numbers. NaN is a missing number, called a gap."""
 
     name: str
     """Stem of the table's files, such as unified.table1."""
@@ -76,16 +77,17 @@ _DISPLAY_NAMES: Mapping[str, Callable[..., str]] = {
 
 
 def display_frame(rows: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
-    """Select and rename columns of `rows`, and replace their criteria, methods etc. by display
-    names.
+    """Select columns of `rows` and rename them. The values of columns in `_DISPLAY_NAMES`, such as
+    `criterion`, are replaced by their display names.
 
     columns: new name of a column -> name in `rows`. A column that `rows` lacks is filled with NaN.
     """
     displayed = {}
     for column, source in columns.items():
+        # an empty series becomes a column of NaN in the result
         values = rows[source] if source in rows else pd.Series(dtype=object)
-        display_name = _DISPLAY_NAMES.get(source)
-        displayed[column] = values.map(display_name) if display_name else values
+        to_display_name = _DISPLAY_NAMES.get(source)
+        displayed[column] = values.map(to_display_name) if to_display_name else values
     return pd.DataFrame(displayed, columns=list(columns))
 
 
@@ -110,17 +112,19 @@ def with_minus_signs(number: str) -> str:
 
 
 def format_number(value: object, form: str) -> str:
-    """A number in the format `form`; GAP for None and NaN."""
+    """A number as text; GAP for None and NaN. form: the number's format, such as `{:.3f}`."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return GAP
     return with_minus_signs(form.format(value)).replace("%", " %")
 
 
 def is_gap(table: Table, row: Mapping[Any, object], column: str) -> bool:
-    """Whether `row` has no number in `column` but should have one. No number is expected in the
-    columns `table.optional`, nor as the rank of the unpruned model, which is not ranked."""
+    """Whether `row` has no number in `column` but should have one. Every number is expected, with
+    two exceptions: numbers of the columns `table.optional`, and `Avg Rank` of the unpruned model,
+    which is not ranked."""
     is_unranked = row.get("Criterion") == UNPRUNED and column == "Avg Rank"
     is_expected = not is_unranked and column not in table.optional
+    # in any format, GAP is the text of None and NaN
     return is_expected and format_number(row[column], "{}") == GAP
 
 
@@ -129,6 +133,7 @@ def footnotes(table: Table) -> list[str]:
     """All footnotes of a table, in this order: a note on the columns in which less is better,
     `Table.footnotes`, and a note on gaps if the table has gaps."""
     rows = table.frame.to_dict("records")
+    # the columns in `table.formats` are those of numbers
     has_gap = any(is_gap(table, row, column) for row in rows for column in table.formats)
     return [*_footnotes_on_direction(table), *table.footnotes, *([GAP_NOTE] if has_gap else [])]
 
@@ -146,7 +151,8 @@ def _footnotes_on_direction(table: Table) -> list[str]:
 
 @lru_cache(maxsize=128)
 def best_marks(table: Table) -> pd.DataFrame:
-    """Booleans in the shape of the frame: whether a number is the best of its column in its block.
+    """Booleans in the shape of `table.frame`: whether a number is the best one of its column among
+    the rows of its block (see `Table.blocks`). A table without blocks is one block.
 
     Numbers are compared as they are printed, so several can be the best. The unpruned model is not
     compared. A number is not the best if its block has no other number in the column.
@@ -154,15 +160,16 @@ def best_marks(table: Table) -> pd.DataFrame:
     marks = pd.DataFrame(False, index=table.frame.index, columns=table.frame.columns)
     if not table.best or table.frame.empty:
         return marks
+    # for each row, whether its numbers are compared
     is_competing = (
         table.frame["Criterion"].to_numpy() != UNPRUNED if "Criterion" in table.frame else True
     )
-    blocks: list[Any] = [np.arange(len(table.frame))]
+    blocks: list[Any] = [np.arange(len(table.frame))]  # row numbers of each block
     if table.blocks:
         blocks = list(table.frame.groupby(list(table.blocks), sort=False).indices.values())
     for column, direction in table.best.items():
         precision = _PRECISION.search(table.formats[column])
-        # per cent with n decimals is a fraction with n + 2 decimals
+        # number of decimals to compare: n decimals of a per cent are n + 2 of the fraction
         decimals = int(precision[1]) + 2 * (precision[2] == "%") if precision else 3
         values = np.where(is_competing, table.frame[column].astype(float).round(decimals), np.nan)
         is_best = np.zeros(len(values), bool)
@@ -175,8 +182,9 @@ def best_marks(table: Table) -> pd.DataFrame:
 
 
 def printed_frame(table: Table) -> pd.DataFrame:
-    """The frame as it is printed. In the rows of the unpruned model, the column Pruned is 0 %; in
-    `Table.frame` it is the ratio of the row's block, by which the page filters the rows."""
+    """The frame as it is printed: the unpruned model has 0 % in the column `Pruned`. In
+    `Table.frame`, it has there the ratio of its block. By this ratio the page filters the rows, so
+    the unpruned model stays visible together with the pruned models of its block."""
     if not {"Criterion", "Pruned"} <= set(table.frame):
         return table.frame
     return table.frame.assign(
@@ -209,8 +217,8 @@ def csv(table: Table) -> str:
 
 
 def markdown(table: Table) -> str:
-    """The table as Markdown with title, caption and footnotes; the best number of each block is
-    bold. A vertical bar in a cell, which would end the cell, is written as /."""
+    """The table as Markdown with title, caption and footnotes. The numbers marked by `best_marks`
+    are bold. A vertical bar in a cell would end the cell, and is written as /."""
     align = [("---:" if column in table.formats else ":---") for column in table.frame]
     lines = [[str(column) for column in table.frame], align, *_lines(table, "**{}**", str)]
     body = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
@@ -219,7 +227,7 @@ def markdown(table: Table) -> str:
 
 
 def latex(table: Table) -> str:
-    """The table as LaTeX for the package booktabs; the best number of each block is bold."""
+    """The table as LaTeX for the package booktabs. The numbers marked by `best_marks` are bold."""
     layout = "".join("r" if column in table.formats else "l" for column in table.frame)
     caption = _tex(" ".join([f"{table.title}.", table.caption, *footnotes(table)]))
     head = " & ".join(_tex(column) for column in table.frame)
@@ -242,10 +250,10 @@ def latex(table: Table) -> str:
 
 
 def _lines(table: Table, bold: str, escape_value: Callable[[object], str]) -> list[list[str]]:
-    """Rows of the table as lists of formatted texts.
+    """Rows of the table, each a list with the text of every cell.
 
-    bold: format of the best number of each block; escape_value: function that converts a value to
-    text and escapes special characters.
+    bold: format for the texts of the numbers marked by `best_marks`, such as `**{}**`;
+    escape_value: function that converts a value to text and escapes special characters.
     """
     lines = []
     for row, marks in zip(
@@ -271,30 +279,31 @@ def _tex(value: object) -> str:
 
 def html(table: Table) -> str:
     """The table as an HTML element that the page can sort. Numbers have their intervals below
-    them, and the best number of each block is bold."""
+    them, and the numbers marked by `best_marks` are bold."""
     head = "".join(_head(table, str(column)) for column in table.frame)
     marks = best_marks(table).to_numpy()
     texts = printed_texts(table).to_numpy()
     is_block_start = _block_starts(table)
     interval_ends = _interval_ends(table)
     rows = []
-    for row, record in enumerate(table.frame.to_dict("records")):
-        classes = ["first"] if is_block_start[row] else []
+    for row_number, record in enumerate(table.frame.to_dict("records")):
+        classes = ["first"] if is_block_start[row_number] else []
         if record.get("Criterion") == UNPRUNED:
             classes.append("unpruned")
         cells = []
-        for position, column in enumerate(map(str, table.frame)):
+        for column_number, column in enumerate(map(str, table.frame)):
+            # `_cell` leaves the cell open, because the interval is in the cell as well
             cells.append(
                 _cell(
                     table,
                     column,
                     record[column],
-                    str(texts[row, position]),
-                    bool(marks[row, position]),
+                    str(texts[row_number, column_number]),
+                    bool(marks[row_number, column_number]),
                 )
             )
             if column in interval_ends:
-                cells.append(_interval(table, column, *interval_ends[column][row]))
+                cells.append(_interval(table, column, *interval_ends[column][row_number]))
             cells.append("</td>")
         attributes = f' class="{" ".join(classes)}"' if classes else ""
         rows.append(f"<tr{attributes}>{''.join(cells)}</tr>")
@@ -315,8 +324,10 @@ def _cell(table: Table, column: str, value: object, printed: str, is_bold: bool)
     """An HTML cell without its closing tag, because an interval may follow.
 
     value: value in the frame; printed: text that the cell shows; is_bold: whether the text is bold.
-    The page sorts numbers by the attribute data-key. It filters texts by data-block, which a cell
-    has if its value differs from `printed`. Scores in columns of `Table.best` have a bar.
+
+    Two attributes of the cell are for the page's script. It sorts numbers by `data-key`. It filters
+    rows by the texts in a column, or by `data-block` in a cell whose value differs from `printed`.
+    Scores in columns of `Table.best` have a bar in the background, of length `--v`.
     """
     content = f"<b>{escape(printed)}</b>" if is_bold else escape(printed)
     if column not in table.formats:

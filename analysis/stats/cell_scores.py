@@ -73,16 +73,20 @@ def notes_on_average(comparisons: Iterable[Comparison]) -> list[str]:
 
 
 def mean_target(comparison: Comparison, cells: Sequence[int], benchmarks: Iterable[str]) -> Target:
-    """The benchmarks over which a mean is taken for these cells: the entries of `benchmarks` on
-    which at least one of the cells was evaluated. Of benchmarks of both directions, only those in
-    which more is better are taken, see `Comparison.average_columns`."""
+    """Select the benchmarks over which a mean is taken for these cells: the entries of `benchmarks`
+    on which at least one of the cells was evaluated. If more is better in some of them and less in
+    others, the latter are left out (see `Comparison.average_columns`)."""
     was_run = comparison.benchmark_scores.loc[list(cells)].notna().any()
     return comparison.average_columns(name for name in benchmarks if was_run.get(name, False))
 
 
 def mean_text(target: Target, benchmarks: Sequence[str]) -> str:
     """Text for captions that names the benchmarks of a mean: `Mean of ARC-C and PIQA (2 of the
-    paper's 7 benchmarks)`."""
+    paper's 7 benchmarks)`. The brackets are left out if the mean is over all `benchmarks`.
+
+    target: the benchmarks of the mean; benchmarks: those of the mean in the paper whose table or
+    figure is reproduced.
+    """
     text = f"Mean of {names.enumeration(map(names.benchmark, target))}"
     if len(target) < len(benchmarks):
         text += f" ({len(target)} of the paper's {len(benchmarks)} benchmarks)"
@@ -92,12 +96,12 @@ def mean_text(target: Target, benchmarks: Sequence[str]) -> str:
 def column_targets(
     comparison: Comparison, cells: Sequence[int], columns: Sequence[str]
 ) -> dict[str, Target]:
-    """Display name -> target, for the entries of `columns` on which at least one of these cells was
-    evaluated.
+    """Display name of a table's column -> target, the names over which the column's score is
+    averaged. Contains the entries of `columns` on which at least one of these cells was evaluated.
 
-    columns: each entry is COMMON_SENSE_MEAN, MEAN, or the name of a benchmark, of a displayed
-    column or of an average in GROUPS. AVG stands for the mean over `overall_columns`, even if this
-    mean has another name because it is a mean of losses.
+    columns: each entry is the name of a benchmark, of a displayed column or of an average in
+    GROUPS, or it is MEAN or COMMON_SENSE_MEAN. The entry AVG stands for the mean over
+    `overall_columns`. If this is a mean of losses, the result has it under another name.
     """
     was_run = comparison.benchmark_scores.loc[list(cells)].notna().any()
     targets: dict[str, Target] = {
@@ -107,16 +111,18 @@ def column_targets(
     for name in (*map(str, was_run.index[was_run]), *comparison.evaluated_columns(cells)):
         targets[name] = (name,)
     targets |= group_targets(comparison, cells)
+    # the name that `group_targets` gives to the mean over `overall_columns`
     mean_name = comparison.quantity(overall_columns(comparison, cells)).mean_name
     requested_names = [mean_name if name == AVG else name for name in columns]
     return {names.benchmark(name): targets[name] for name in requested_names if targets.get(name)}
 
 
 def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, Target]) -> Numbers:
-    """Scores of `cells` (rows) on `targets` (columns) with intervals, in the unit of tables. NaN
-    where a cell has no result on a benchmark of the target.
+    """Scores of `cells` (rows) on `targets` (columns) with intervals, as tables show them: with
+    perplexities in place of their logarithms. NaN where a cell has no result on a benchmark of the
+    target.
 
-    targets: name of a column -> its target.
+    targets: name of a column -> its target, the names over which the column's score is averaged.
     """
     index = list(cells)
     numbers = Numbers(
@@ -128,6 +134,7 @@ def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, T
         numbers.frame[name], numbers.low[name], numbers.high[name] = comparison.displayed_scores(
             target
         )
+        # by display name, unlike the columns of `frame`, `low` and `high`
         numbers.best[names.benchmark(name)] = comparison.quantity(target).best
     return numbers
 
@@ -137,9 +144,9 @@ def differences(
 ) -> pd.DataFrame:
     """Score of each cell minus the score of its reference cell, paired by seed and item.
 
-    The result has a row for each cell. Columns: difference, low and high (ends of its 95 %
-    interval), in the unit of displayed scores; p, the two-sided p-value, not corrected for several
-    tests. Where outcomes are missing, low, high and p are NaN.
+    The result has a row for each cell. Columns: `difference`; `low` and `high`, the ends of its
+    95 % interval; `p`, the two-sided p-value, not corrected for several tests. Where outcomes are
+    missing, `low`, `high` and `p` are NaN. The first three are in the unit of displayed scores.
 
     reference_of_cell: cell -> its reference cell.
     """
@@ -149,6 +156,7 @@ def differences(
     for cell, reference in reference_of_cell.items():
         estimate = comparison.difference(target, cell, reference)
         value_and_ends = np.array([estimate.value, *estimate.interval])
+        # a difference of perplexities depends on the reference's score, other differences do not
         rows.append([*quantity.displayed_difference(score[reference], value_and_ends), estimate.p])
     return pd.DataFrame(
         rows, index=list(reference_of_cell), columns=["difference", "low", "high", "p"], dtype=float
@@ -194,21 +202,22 @@ def costs_of_cells(study: Study, cells: Sequence[int], column: str) -> pd.Series
 def rank_block(
     comparison: Comparison, panel: Panel, criteria: Sequence[str] | None = None
 ) -> Numbers:
-    """A block of Table 1 of Unified Expert Pruning, indexed by cell: rows of the unpruned model and
-    of a panel's methods.
+    """A block of Table 1 of Unified Expert Pruning. It has a row for the unpruned model, if the
+    study has its cell, and a row for each method of the panel. The index is the cells.
 
-    Columns: scores on the displayed columns, the mean of the scores, Avg Rank (NaN for the unpruned
-    model), Model, Pruned, Calibration and Criterion. criteria: keys of the methods in the block, by
-    default all.
+    Columns: the displayed columns of the panel and the mean of their scores; `Avg Rank`, which is
+    NaN for the unpruned model; `Model`, `Pruned`, `Calibration` and `Criterion`.
+
+    criteria: keys of the methods in the block, None for all methods of the panel.
     """
-    cells = {
+    cell_of_method = {
         name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria
     }
-    # method -> cell, with "none" for the unpruned model
-    rows = (
-        {"none": comparison.unpruned_cell, **cells}
+    # in the order of the rows; the unpruned model has the key "none"
+    cell_of_row = (
+        {"none": comparison.unpruned_cell, **cell_of_method}
         if comparison.unpruned_cell is not None
-        else cells
+        else cell_of_method
     )
     columns = panel.columns(comparison)
     average_columns = panel.average_columns(comparison)
@@ -216,9 +225,9 @@ def rank_block(
         **{column: (column,) for column in columns},
         comparison.quantity(average_columns).mean_name: average_columns,
     }
-    numbers = scores(comparison, list(rows.values()), targets)
+    numbers = scores(comparison, list(cell_of_row.values()), targets)
     frame = numbers.frame
-    scores_of_methods = frame.loc[list(cells.values()), list(columns)]
+    scores_of_methods = frame.loc[list(cell_of_method.values()), list(columns)]
     frame["Avg Rank"] = ranks.average_rank(
         scores_of_methods, lower_is_better=comparison.lower_is_better
     )
@@ -226,7 +235,7 @@ def rank_block(
     frame["Model"] = comparison.model
     frame["Pruned"] = panel.pruned_text
     frame["Calibration"] = names.calibration(panel.calibration)
-    frame["Criterion"] = list(map(names.method, rows))
+    frame["Criterion"] = list(map(names.method, cell_of_row))
     return numbers
 
 
@@ -244,16 +253,19 @@ def panels_by_domain(comparison: Comparison) -> dict[tuple[float, str], dict[str
 def task_block(
     comparison: Comparison, domains: Mapping[str, Panel], criteria: Sequence[str] | None
 ) -> Numbers:
-    """A block of Table 2 of Unified Expert Pruning, indexed by method: scores of the unpruned
-    model, then scores and average ranks of the methods that were calibrated on code and on math.
+    """A block of Table 2 of Unified Expert Pruning: scores in the columns of code and of math, and
+    `Avg Rank`. There is a row for each method that was calibrated both on code and on math. Before
+    them is the row of the unpruned model, if the study has it, without a rank. The index is the
+    keys of the methods, and `none` for the unpruned model.
 
     In columns of code, the score of a method is that of its cell calibrated on code. In columns of
     math, it is that of its cell calibrated on math.
 
-    - domains: domain -> panel; contains the domains code and math
-    - criteria: keys of the methods in the block, None for all
+    domains: domain -> panel of this domain, for `code`, `math` and perhaps other domains; criteria:
+    keys of the methods in the block, None for all.
     """
-    code = domains["code"].cells  # method -> cell
+    # method -> cell, for each of the two domains
+    code = domains["code"].cells
     math = domains["math"].cells
     methods = [name for name in code if name in math and (criteria is None or name in criteria)]
     unpruned_cells = [] if comparison.unpruned_cell is None else [comparison.unpruned_cell]
@@ -263,9 +275,10 @@ def task_block(
     )
 
     def gather(values: Callable[[str], pd.Series]) -> pd.DataFrame:
-        """A frame (methods, columns) of numbers; NaN in columns that were not evaluated.
+        """A frame (rows of the block, columns of code and math) of numbers. Columns that were not
+        evaluated are NaN.
 
-        values: function that returns the numbers of a column, indexed by cell.
+        values: function that returns the numbers of one column, indexed by cell.
         """
         frame = pd.DataFrame(
             np.nan,

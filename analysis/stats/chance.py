@@ -48,15 +48,17 @@ class Chance:
     @property
     def band(self) -> tuple[float, float]:
         """The interval in which one further random plan lies with 95 % probability."""
+        # one half of LEVEL is above the interval, the other half below
         margin = _margin(self.spread, self.plans, self.degrees_of_freedom, LEVEL / 2)
         return self.mean - margin, self.mean + margin
 
     def plans_needed(self, score: float, further_plans: int) -> int | None:
-        """How many random plans each model would need for `score` to be outside
-        `limits(further_plans)`.
+        """The smallest number of random plans with which `score` would be outside
+        `limits(further_plans)`, if mean and spread stayed the same. If `spread` is pooled, each of
+        the models would have this number of plans.
 
-        The smallest such number from 2 to MOST_PLANS, if mean and spread stayed the same; None if
-        there is no such number. further_plans: number of further plans, as in `margin`.
+        The number is from 2 to MOST_PLANS; None if MOST_PLANS are too few. further_plans: number of
+        further plans, as in `margin`.
         """
         for random_plans in range(2, MOST_PLANS + 1):
             degrees_of_freedom = self.models * (random_plans - 1)
@@ -67,8 +69,11 @@ class Chance:
 
 
 def _margin(spread: float, plans: int, degrees_of_freedom: float, tail: float) -> float:
-    """Distance d such that a further normal value is above the mean of `plans` normal values by
-    more than d with probability `tail`; `spread` is the standard deviation of the values."""
+    """Distance d such that the score of a further random plan is above the mean of the scores of
+    `plans` random plans by more than d with probability `tail`. Scores are normally distributed.
+
+    spread: estimated standard deviation of the scores; degrees_of_freedom: those of `spread`.
+    """
     return float(stdtrit(degrees_of_freedom, 1 - tail) * spread * np.sqrt(1 + 1 / plans))
 
 

@@ -55,22 +55,24 @@ class Panel:
         return self.ratio, self.gate
 
     def columns(self, comparison: Comparison) -> Target:
-        """The displayed columns on which at least one cell of the panel was evaluated; all
-        displayed columns of the comparison if no cell of the panel has a score."""
+        """The displayed columns on which at least one cell of the panel was evaluated. If no cell
+        of the panel has a score, these are all displayed columns of the comparison."""
         return comparison.evaluated_columns(self.cells.values()) or tuple(
             map(str, comparison.column_scores)
         )
 
     def average_columns(self, comparison: Comparison) -> Target:
-        """The columns of the panel whose mean is Avg, see `Comparison.average_columns`."""
+        """Those columns of the panel that its overall average is the mean of: the columns that
+        `Comparison.average_columns` selects."""
         return comparison.average_columns(self.columns(comparison))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Scores and outcomes of one model's plans. Plans that differ only in the seed are one cell.
+    """Scores and outcomes of one model's plans. Plans that differ only in the seed are replicates:
+    together they are one cell, which has the number of the replicate with the lowest seed.
 
-    The rows of frames and matrices are plans, in the order of `all_cells`.
+    The fields with frames and matrices have a row for each plan, in the order of `all_cells`.
     """
 
     model: str
@@ -92,8 +94,9 @@ class Comparison:
 
     @cached_property
     def _representatives(self) -> pd.Series:
-        """Plan -> cell of the plan. Plans that differ only in the seed are replicates of one cell.
-        The number of a cell is the number of its plan with the lowest seed."""
+        """Number of a plan -> number of its cell, which is the number of the plan that has the
+        lowest seed among its replicates."""
+        # the index of `all_cells` is the numbers of the plans
         sorted_plans = self.all_cells.sort_values("seed", kind="stable")
         plans = pd.Series(sorted_plans.index, sorted_plans.index)
         replicates = plans.groupby([sorted_plans[axis] for axis in _REPLICATE_AXES], sort=False)
@@ -101,8 +104,8 @@ class Comparison:
 
     @cached_property
     def cells(self) -> pd.DataFrame:
-        """The cells that are compared, without the column seed: the rows of `all_cells` whose plans
-        have the lowest seed among their replicates."""
+        """The cells that are compared, a row for each: the row of its plan with the lowest seed in
+        `all_cells`, without the column `seed`."""
         return self.all_cells[self._representatives == self.all_cells.index].drop(columns="seed")
 
     @cached_property
@@ -117,8 +120,8 @@ class Comparison:
         return replicates
 
     def all_have_several_seeds(self, cells: Iterable[int]) -> bool:
-        """Whether each of these cells has plans of several seeds, without which differences between
-        the cells are not tested."""
+        """Whether each of these cells has plans of several seeds. Otherwise differences between the
+        cells are not tested."""
         return all(len(self.plans_by_seed[cell]) > 1 for cell in cells)
 
     def _seed_means(self, frame: pd.DataFrame) -> pd.DataFrame:
@@ -133,12 +136,13 @@ class Comparison:
 
     @cached_property
     def column_scores(self) -> pd.DataFrame:
-        """Scores (cells, displayed columns), each the mean over the seeds with a result."""
+        """Scores (cells, displayed columns), each the mean over the seeds with a result. The score
+        in a displayed column is the mean of the column's benchmarks, see `benchmarks_of`."""
         return self._seed_means(ranks.component_columns(self.results, self.benchmarks_of))
 
     def removed_text(self, ratio: float) -> str:
-        """Text with the shares that the cells with the ratio `ratio` remove, see
-        `settings.removed_text`."""
+        """Text with the shares that were really removed at the ratio `ratio`, such as `28.1 to 29 %
+        (30 % requested)`. All cells with this ratio have the same text."""
         return str(self.cells.loc[self.cells["ratio"] == ratio, "removed_text"].iloc[0])
 
     def evaluated_columns(self, cells: Iterable[int]) -> Target:
@@ -153,17 +157,18 @@ class Comparison:
         return int(cells[0]) if len(cells) else None
 
     def average_columns(self, columns: Iterable[str]) -> Target:
-        """The entries of `columns` in which more is better; if there are none, the entries in which
-        less is better. A mean over columns of both directions would be meaningless, so a column
-        that is itself such a mean is left out.
+        """Select the columns over which a mean is taken: the entries of `columns` in which more is
+        better or, if there are none, the entries in which less is better.
 
-        columns: displayed columns or benchmarks.
+        columns: displayed columns or benchmarks. A displayed column is left out if more is better
+        in some of its benchmarks and less in others, because such a mean has no meaning.
         """
         loss_columns = []
         score_columns = []
         for column in columns:
             if self.quantity((column,)).lower_is_better:
                 loss_columns.append(column)
+            # the keys of `weights` are the benchmarks of the column
             elif not set(self.weights((column,))) & set(self.lower_is_better):
                 score_columns.append(column)
         return tuple(score_columns or loss_columns)
