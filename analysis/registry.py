@@ -21,10 +21,10 @@ from analysis.load.study import Study
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
-from analysis.stats import overlap, winners
+from analysis.stats import overlap
 from analysis.stats.comparison import Comparison, compare
 from analysis.stats.ranking import Ranking, rankings
-from analysis.stats.winners import winner_map
+from analysis.stats.winners import study_of_losses, winner_map
 from moe_lab.errors import UserError, nearest
 
 
@@ -65,31 +65,34 @@ class Results:
 
     @cached_property
     def winners(self) -> pd.DataFrame:
-        """The frame of `winner_map`, in which all methods compete."""
+        """The best methods, one row per model, ratio, gate, calibration set and displayed column.
+        All methods compete. Columns as in `winner_map`."""
         return winner_map(self.comparisons)
 
     @cached_property
     def by_answer_loss(self) -> Results:
         """The results that are derived from the same study when each score is replaced by the loss
         on the right answers. Lower is better."""
-        return Results(winners.study_of_losses(self.study))
+        return Results(study_of_losses(self.study))
 
     @cached_property
     def baseline_winners(self) -> pd.DataFrame:
-        """The frame of `winner_map` in which only the papers' five baselines compete; empty when
-        no baseline was run."""
+        """As `winners`, but only the papers' five baselines compete. An empty frame, without
+        columns, when the study has no cell of a baseline."""
         baselines = set(self.study.cells["method"]) & set(names.BASELINES)
         return winner_map(self.comparisons, names.BASELINES) if baselines else pd.DataFrame()
 
     @cached_property
     def overlaps(self) -> pd.DataFrame:
-        """Overlap between the experts pruned with one calibration set and those pruned with
-        another, for every criterion S(b, alpha, beta); see `overlap.calibration_overlap`."""
+        """How far calibration sets agree on the experts with the lowest scores. One row per model,
+        score S(b, alpha, beta) of the S family, and ratio; columns as in
+        `overlap.calibration_overlap`."""
         return overlap.calibration_overlap(self.study.family)
 
     @cached_property
     def proxy_overlaps(self) -> pd.DataFrame:
-        """Overlap between the experts pruned by proxy scores and those pruned by exact damage, see
+        """How far the score S(0, 1, 1) and the exact damage, which the score approximates, agree on
+        the lowest experts. One row per model, calibration set and ratio; columns as in
         `overlap.proxy_overlap`."""
         return overlap.proxy_overlap(self.study.family, self.study.damage)
 
@@ -185,8 +188,15 @@ def output(
     needs: str = DEFAULT_NEEDS,
     aliases: Sequence[str] = (),
 ) -> Callable[[MakerT], MakerT]:
-    """Decorator that registers a function as the Maker of the output `name`. For the other
-    arguments see the fields of `Output`."""
+    """Decorator that registers a function as the Maker of the output `name`.
+
+    - chapter: the chapter of the report that shows the output; "" for none
+    - figures_only: whether the chapter shows the figures without the tables
+    - filters: columns by which the page filters the tables, separated by |. With a leading star,
+      the page first shows only the first block
+    - needs: what a run must include for the output to have data
+    - aliases: names of other published tables and figures that the output contains
+    """
 
     def register(make: MakerT) -> MakerT:
         REGISTERED[name] = Output(name, make, needs, chapter, figures_only, filters, tuple(aliases))
@@ -230,6 +240,7 @@ def find(name: str) -> Output:
     name_of_alias = aliases()
     output = output_of_name.get(name_of_alias.get(name, name))
     if output is None:
+        # `all` and `report` are no outputs, but the command line accepts them as names
         suggestion = nearest(name, [*output_of_name, *name_of_alias, "all", "report"])
         hint = f": did you mean {suggestion}?" if suggestion else ""
         raise UserError(f"name={name} is unknown{hint} (`python -m analysis help` lists all names)")

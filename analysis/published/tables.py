@@ -104,24 +104,25 @@ class Facts:
         return MeasuredNumber(*number, axes, tokens, self._search(first_cell), evaluations, caveats)
 
     def _search(self, cell: int) -> tuple[str | None, int | None] | None:
-        """(search set, number of generations) of the search for a cell's allocation, each None when
-        unknown; None for an allocation that was not searched."""
+        """How the allocation of a cell was searched: (name of the text on which candidates were
+        compared, number of generations), each None when unknown. Returns None if the allocation was
+        not searched."""
         if cell not in self._generations:
             return None
         plan = self._document(str(self.cells[cell]["plan_folder"]), "plan.json")
         return (plan.get("provenance") or {}).get("search"), _integer(self._generations[cell])
 
     def _evaluation(self, cell: int, benchmark: str) -> Evaluation:
-        """Items and settings with which a cell was evaluated on a benchmark. The settings come from
-        the row of the result and from the protocol in result.json; unknown settings are left out.
-        """
+        """The items and settings with which a cell was evaluated on a benchmark. The metric comes
+        from `Study.results`, the other settings from the protocol in result.json. Unknown settings
+        are left out."""
         row = self._results[cell, benchmark]
         protocol = self._document(str(row["folder"]), "result.json").get("protocol") or {}
-        judge = (protocol.get("judge") or {}).get("model")
         settings = {
             **protocol,
             **(protocol.get("parameters") or {}),
-            "judge": judge,
+            # the protocol's own entry is a dictionary; only the judge's model is compared
+            "judge": (protocol.get("judge") or {}).get("model"),
             "metric": row["metric"],
         }
         known_settings = {
@@ -129,10 +130,10 @@ class Facts:
             for key in EVALUATION_SETTINGS
             if settings.get(key) is not None
         }
-        # expected: number of items of the whole benchmark; n: number of graded items
-        return Evaluation(
-            benchmark, int(row["n"]), Split(_integer(row["expected"]), known_settings)
-        )
+        # number of items of the whole benchmark
+        split = Split(items=_integer(row["expected"]), settings=known_settings)
+        # n: number of graded items
+        return Evaluation(benchmark, int(row["n"]), split)
 
 
 def _setting_text(value: Any) -> str:
@@ -147,12 +148,12 @@ def _integer(value: Any) -> int | None:
 
 
 def published_key(cell: Mapping[str, Any]) -> Key:
-    """The key of the published rows with which a cell is compared; there may be no row with this
-    key.
+    """The key of the published rows with which a cell is compared: (model, ratio, criterion,
+    allocation, recovery, calibration set). The papers may have no row with this key.
 
-    A shipped model or calibration set is replaced by the published one for which it stands in. If
-    the model's number of experts per token was changed after training, the allocation ends with
-    the new number: `uniform top-k 2`.
+    A small model or calibration set that comes with this project is replaced by the published one
+    for which it stands in. If the model's number of experts per token was changed after training,
+    the new number is added to the allocation: `uniform top-k 2`.
 
     cell: row of `Study.cells`.
     """
@@ -171,10 +172,13 @@ Pairs = Iterator[tuple[PublishedNumber, MeasuredNumber]]
 
 
 def _score_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
-    """Yield pairs of a published and a measured score. Every score is a mean over its target, a
-    tuple of displayed columns and benchmarks, which often has only one name.
+    """Yield pairs of a published and a measured score.
 
-    table: name of the table here whose published counterparts are compared.
+    The published score is a mean over the displayed columns and benchmarks in `published_target`,
+    often only one. The measured score is the mean over those of them that were measured.
+
+    table: name of a table of this project. The published numbers are those of the papers' tables
+    that correspond to it.
     """
     for cell in comparison.cells.index.astype(int):
         published_row = counterparts(table).get(published_key(facts.cells[cell]), ())
@@ -183,7 +187,7 @@ def _score_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
             measured_target = _filter_measured(comparison, published_target)
             if measured_target:
                 score, low, high = comparison.displayed_scores(measured_target)
-                # benchmark of the target -> cell
+                # benchmark -> the cell that was evaluated on it, here the same for all
                 sources = dict.fromkeys(comparison.weights(measured_target), cell)
                 seeds = len(comparison.plans_by_seed[cell])
                 caveats = [f"it is the mean of {seeds} seeds"] if seeds > 1 else []
@@ -214,7 +218,7 @@ def _caveats_on_missing(comparison: Comparison, columns: Sequence[str]) -> list[
     missing = [name for name in columns if name not in measured_columns]
     for column in measured_columns:
         measured_benchmarks = comparison.benchmarks_of.get(column)
-        if measured_benchmarks is not None:  # None: a benchmark, no displayed column
+        if measured_benchmarks is not None:  # None if `column` is itself a benchmark
             published_benchmarks = names.COLUMNS.get(column, ())
             missing += [name for name in published_benchmarks if name not in measured_benchmarks]
     return (
@@ -223,19 +227,22 @@ def _caveats_on_missing(comparison: Comparison, columns: Sequence[str]) -> list[
 
 
 def _rank_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
-    """Yield pairs of a published and a measured average rank. The methods that are ranked here are
-    those with a published rank.
+    """Yield pairs of a published and a measured average rank. Only methods with a published rank
+    are ranked.
 
-    Published rows with the calibration set MATCHED_CALIBRATION form a ranking of their own.
+    Published rows with the calibration set MATCHED_CALIBRATION are ranked apart from the others,
+    because each of their columns comes from a model that was calibrated on the column's task.
 
-    table: name of the table here whose published counterparts are compared.
+    table: name of a table of this project. The published numbers are those of the papers' tables
+    that correspond to it.
     """
     published_ranks = {}
     for key, row in counterparts(table).items():
         for number in row:
             if number.benchmark == RANK:
                 published_ranks[key] = number
-    # the last part of a key is the calibration set
+    # The last part of a key is the calibration set. `is_matched` is True for the ranking with
+    # MATCHED_CALIBRATION, and False for the ranking of the other rows.
     for is_matched in {key[-1] == MATCHED_CALIBRATION for key in published_ranks}:
         ranking = {
             key: number
@@ -248,8 +255,8 @@ def _rank_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
         for block in make_blocks(comparison, criteria):
             for cell_of_column, rank in block:
                 key = published_key(facts.cells[next(iter(cell_of_column.values()))])
-                # for a matched row, MATCHED_CALIBRATION replaces the calibration set, the last part
-                # of the key
+                # The cells of a matched row have several calibration sets. In the published key,
+                # MATCHED_CALIBRATION is in their place.
                 published = ranking.get((*key[:5], MATCHED_CALIBRATION) if is_matched else key)
                 if published is None:
                     continue
@@ -277,9 +284,9 @@ def _ranking_differences(
     ranked, and one if the ranks were averaged over different columns.
 
     - number: the published rank
-    - ranked_keys: keys of the published ranks, of which those with the model, ratio and calibration
-      set of `number` belong to the same ranking
-    - measured_methods: number of methods that were ranked here
+    - ranked_keys: keys of all published ranks; a key belongs to the same ranking as `number` if
+      model, ratio and calibration set are equal
+    - measured_methods: number of methods of the study that were ranked together
     - measured_columns: displayed columns over which the measured rank was averaged
     - published_columns: displayed columns over which the published rank was averaged
     """
@@ -301,44 +308,44 @@ this column, and the method's average rank."""
 
 
 def _panel_ranks(comparison: Comparison, criteria: Sequence[str]) -> Iterator[RankBlock]:
-    """Yield a block for every panel: the average ranks of the panel's methods in `criteria`. Panels
-    without such a method have no block."""
+    """For each panel, yield a list of its methods in `criteria` with their average ranks. Panels
+    without such a method are left out."""
     for panel in comparison.panels:
         cells = [cell for name, cell in panel.cells.items() if name in criteria]
         if cells:
-            block = cell_scores.rank_block(comparison, panel, criteria)
+            ranks = cell_scores.rank_block(comparison, panel, criteria)
             columns = panel.columns(comparison)
-            # every column has the same cell
-            yield [(dict.fromkeys(columns, cell), _rank(block, cell)) for cell in cells]
+            # a method has one cell, whose scores count in all columns
+            yield [(dict.fromkeys(columns, cell), _rank(ranks, cell)) for cell in cells]
 
 
 def _task_ranks(comparison: Comparison, criteria: Sequence[str]) -> Iterator[RankBlock]:
-    """Yield a block for every ratio and gate: the average ranks of the methods in `criteria`. The
-    cell of a code column is calibrated on code, the cell of a math column on math. Ratios and gates
-    without a panel of each domain have no block."""
-    for domains in cell_scores.panels_by_domain(comparison).values():
-        if {"code", "math"} <= set(domains):
-            block = cell_scores.task_block(comparison, domains, criteria)
-            code_cells = domains["code"].cells
-            math_cells = domains["math"].cells
+    """For each ratio and gate, yield a list of the methods in `criteria` with their average ranks.
+    A method has two cells: the one calibrated on code counts in columns of code, the one calibrated
+    on math in columns of math. Ratios and gates that lack one of the two panels are left out."""
+    for panel_of_domain in cell_scores.panels_by_domain(comparison).values():
+        if {"code", "math"} <= set(panel_of_domain):
+            ranks = cell_scores.task_block(comparison, panel_of_domain, criteria)
+            code_cells = panel_of_domain["code"].cells
+            math_cells = panel_of_domain["math"].cells
             ranked_methods = []
-            for name in block.frame.index:
-                if name in criteria:
+            for name in ranks.frame.index:
+                if name in criteria:  # the frame also has a row of the unpruned model
                     cell_of_column = dict.fromkeys(names.CODE_COLUMNS, code_cells[name])
                     cell_of_column |= dict.fromkeys(names.MATH_COLUMNS, math_cells[name])
-                    ranked_methods.append((cell_of_column, _rank(block, name)))
+                    ranked_methods.append((cell_of_column, _rank(ranks, name)))
             yield ranked_methods
 
 
-def _rank(block: Numbers, row: int | str) -> Number:
-    """(average rank, lower end, upper end of its interval) of a method; NaN for a number that the
-    block lacks.
+def _rank(ranks: Numbers, row: int | str) -> Number:
+    """(average rank, lower end, upper end of its interval) of a method; NaN for a number that
+    `ranks` lacks.
 
-    row: label of the method's row in the block's frames, a cell or the key of a method.
+    row: label of the method's row in the frames of `ranks`: its cell or its key.
     """
     value, low, high = (
         float(part[RANK].get(row, math.nan)) if RANK in part else math.nan
-        for part in (block.frame, block.low, block.high)
+        for part in (ranks.frame, ranks.low, ranks.high)
     )
     return value, low, high
 
@@ -352,9 +359,12 @@ def _memory_pairs(study: Study, table: str) -> Pairs:
         for number in row
         if number.benchmark in (MEMORY_BEFORE, MEMORY_AFTER)
     ]
-    for memory in records(study.memory) if published else ():
+    if not published:
+        return
+    for memory in records(study.memory):
         axes = (published_name("model", memory["model"]), memory["ratio"], memory["allocation"])
-        # the memory of a model depends on neither criterion nor calibration set
+        # The memory of a model depends on neither criterion nor calibration set. Tables display
+        # `method`, here `any`, as the criterion.
         cell = {**memory, "criterion": "none", "calibration": "none", "method": "any"}
         for number in published:
             model, ratio, _, allocation, *_ = number.key
@@ -381,10 +391,10 @@ axis."""
 def published_tables(
     study: Study, comparisons: Sequence[Comparison], requested: Sequence[str]
 ) -> dict[str, Table]:
-    """Name of a table here -> the table that compares its numbers with published ones, see
-    `published_table`. Names in `requested` without a published counterpart are left out.
+    """Name of a table of this project -> the `published_table` that compares its numbers with the
+    papers' numbers. Names in `requested` that no published table corresponds to are left out.
 
-    A `published_table` has no rows when no cell of the study has a published counterpart.
+    A table has no rows when no cell of the study has a published counterpart.
     """
     facts = Facts(study)
     return {name: published_table(facts, comparisons, name) for name in requested if name in TABLES}
@@ -420,13 +430,25 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) 
 
 
 def _columns(study: Study) -> list[str]:
-    """The columns of a `published_table` for this study."""
+    """The columns of a `published_table` for this study. An optional column is there only if pruned
+    cells differ in its axis."""
     pruned = study.cells[study.cells["criterion"] != "none"]
     varying_labels = [
         label for axis, label in _OPTIONAL_COLUMNS.items() if pruned[axis].nunique() > 1
     ]
-    texts = ("Model", "Pruned", "Calibration", "Criterion", *varying_labels, "Benchmark", "Source")
-    return [*texts, "Measured", "Published", "Deviation", "Verdict"]
+    return [
+        "Model",
+        "Pruned",
+        "Calibration",
+        "Criterion",
+        *varying_labels,
+        "Benchmark",
+        "Source",
+        "Measured",
+        "Published",
+        "Deviation",
+        "Verdict",
+    ]
 
 
 def _row(number: PublishedNumber, measured: MeasuredNumber) -> dict[str, Any]:
@@ -468,10 +490,12 @@ def _tally(verdicts: Sequence[str]) -> str:
 
 
 def _footnotes_on_unmatched(study: Study, table: str) -> Iterator[str]:
-    """Yield a footnote that counts the pruned cells without a published counterpart. There is no
-    footnote if every pruned cell has one, or if the published tables do not compare criteria.
+    """Yield a footnote that counts the pruned cells without a published row. Yield nothing if every
+    pruned cell has a published row, or if the published rows have no criterion, as in a table of
+    sizes.
 
-    table: name of the table here whose published counterparts are compared.
+    table: name of a table of this project. The published numbers are those of the papers' tables
+    that correspond to it.
     """
     published = counterparts(table)
     pruned = records(study.cells[study.cells["criterion"] != "none"])

@@ -56,12 +56,13 @@ Measure = Callable[[Artist], tuple[float, float]]
 
 
 class Panels(LayoutEngine):
-    """Layout engine that draws ticks, labels and grids, and positions panels, titles, legends and
-    texts, once per figure.
+    """Layout engine that runs once per figure. It draws ticks, labels and grids, and positions
+    panels, titles, legends and texts.
 
-    Panels must come from one grid (`subplots`); artists inside panels do not affect the layout.
-    Legends and texts of the figure go below the panels. Ticks follow the locators and formatters of
-    the axes and are labels without marks; matplotlib's own axes become invisible.
+    Panels must come from one grid (`subplots`). Artists inside panels do not affect the layout.
+    Legends and texts of the figure go below the panels. A tick has a label but no mark; its
+    position and label come from the locator and formatter of the x or y axis. The ticks and labels
+    that matplotlib itself would draw are hidden.
     """
 
     _adjust_compatible = False
@@ -84,7 +85,8 @@ class Panels(LayoutEngine):
             return box.width / fig.dpi, box.height / fig.dpi
 
         panels = [_Panel(fig, axes, measure) for axes in fig.axes if axes.get_visible()]
-        _position_panels(fig, panels, _position_below(fig, measure))
+        height_below = _position_below(fig, measure)
+        _position_panels(fig, panels, height_below)
 
 
 class _Panel:
@@ -92,6 +94,10 @@ class _Panel:
     around the panel."""
 
     def __init__(self, figure: Figure, axes: Axes, measure: Measure) -> None:
+        """Draw and measure the texts of the panel `axes`.
+
+        measure: function that returns (width, height) of an artist in inches.
+        """
         self.figure = figure
         self.axes = axes
         self.measure = measure
@@ -115,13 +121,16 @@ class _Panel:
         self._move_title()
         legend = axes.get_legend()
         if legend is not None:
-            distance = legend.get_bbox_to_anchor().x0 - axes.bbox.x1
-            if distance > 0:  # the legend is to the right of the panel, not inside
-                self._reserve("right", distance / figure.dpi + measure(legend)[0])
+            pixels = legend.get_bbox_to_anchor().x0 - axes.bbox.x1
+            if pixels > 0:  # the legend is to the right of the panel, not inside
+                self._reserve("right", pixels / figure.dpi + measure(legend)[0])
 
     def overhang(self, width: float) -> tuple[float, float]:
         """(left, right): inches by which tick labels of the x axis reach beyond the left and the
-        right end of a panel that is `width` inches wide; negative if no label does."""
+        right end of a panel that is `width` inches wide. Negative if all labels end inside the
+        panel; 0 without labels."""
+        # A label is centred on its tick, which is share * width inches from the left end and
+        # (1 - share) * width inches from the right end.
         left = max(
             (half_label - share * width for share, half_label in self.end_labels), default=0.0
         )
@@ -158,14 +167,15 @@ class _Panel:
         return transform + ScaledTranslation(right, up, self.figure.dpi_scale_trans)
 
     def _shift_outwards(self, transform: Transform, side: Side, inches: float) -> Transform:
-        """`transform`, followed by a shift of `inches` from the side `side` of the panel to the
-        outside."""
+        """`transform`, followed by a shift of `inches` away from the panel: up for the side `top`,
+        to the left for `left`."""
         right, up = _OUTWARDS[side]
         return self._shift(transform, inches * right, inches * up)
 
     def _draw_grid(self, lines: Sequence[Any], transform: Transform) -> None:
         """Draw grid lines. Each line is a sequence of points (x, y) in the coordinates of
         `transform`."""
+        # zorder 0.5: below the data, as matplotlib's own grid lines
         look = {
             "color": matplotlib.rcParams["grid.color"],
             "linewidth": matplotlib.rcParams["grid.linewidth"],
@@ -190,6 +200,7 @@ class _Panel:
         labelled_ticks = [tick for tick in ticks if tick.label]
         if labelled_sides and labelled_ticks:
             side = labelled_sides[0]
+            # font size and rotation of the tick labels, as far as the axis sets them
             look = {
                 text_parameter: parameters[tick_parameter]
                 for text_parameter, tick_parameter in _TEXT_PARAMETERS.items()
@@ -223,15 +234,16 @@ class _Panel:
         side: the side of the panel on which the tick labels are.
         """
         power = axis.get_major_formatter().get_offset()
-        look = {"fontsize": axis.get_offset_text().get_fontsize()}
         if not power:
             return
+        look = {"fontsize": axis.get_offset_text().get_fontsize()}
         if isinstance(axis, XAxis):
             below = self._shift_outwards(self.axes.transAxes, "bottom", self.room["bottom"])
             text = self._add_text(power, (1, 0), below, "bottom", ha="right", **look)
             self.room["bottom"] += self.measure(text)[1]
         else:
             above = self._shift_outwards(self.axes.transAxes, "top", TICK_PAD)
+            # x = 0 at the left side of the panel, 1 at the right side
             text = self._add_text(power, (float(side == "right"), 1), above, "top", ha=side, **look)
             self._reserve("top", TICK_PAD + self.measure(text)[1])
 
@@ -243,6 +255,8 @@ class _Panel:
         if label:
             distance = self.room[side] + LABEL_PAD
             look = {"fontsize": axis.label.get_fontsize(), "rotation": 0 if is_x else 90}
+            # In the middle of the side. Across the axis, 0 is the left or lower side of the panel,
+            # 1 the right or upper side.
             position = _point(is_x, 0.5, float(side in ("right", "top")))
             transform = self._shift_outwards(self.axes.transAxes, side, distance)
             text = self._add_text(label, position, transform, side, **look)
@@ -251,8 +265,8 @@ class _Panel:
 
     def _move_title(self) -> None:
         """Move the title, if there is one, above all other texts at the top of the panel."""
-        # `get_title` returns only the title's content. The title itself is the child of the axes
-        # with this content that was not added by `Axes.text`.
+        # `get_title` returns only a string. The title itself is a Text with this string among the
+        # children of the axes. Texts in `axes.texts` are content of the panel, no titles.
         content = self.axes.get_title("left")
         for title in self.axes.get_children():
             if (
@@ -261,6 +275,7 @@ class _Panel:
                 and title.get_text() == content
                 and title not in self.axes.texts
             ):
+                # the room is still SMALLEST_MARGIN if there is no other text at the top
                 distance = (
                     TITLE_PAD
                     if self.room["top"] <= SMALLEST_MARGIN
@@ -287,6 +302,7 @@ class _Panel:
             # rounded, so that a label straight above or below has right == 0
             right = round(float(np.cos(page_angle)), 6)
             up = round(float(np.sin(page_angle)), 6)
+            # the side decides how the label is aligned to its position
             side: Side = "top" if up > 0 else "bottom"
             if right:
                 side = "right" if right > 0 else "left"
@@ -316,10 +332,11 @@ class _Tick(NamedTuple):
 
 
 def _ticks(axis: Axis) -> list[_Tick]:
-    """The ticks within the limits of an axis."""
+    """The ticks within the limits of an axis, with their labels."""
     positions = list(axis.get_majorticklocs())
     scale = axis.get_transform().transform  # such as the logarithm
     low, high = scale(np.asarray(axis.get_view_interval(), float))
+    # positions as shares of the axis's length
     shares = (scale(np.asarray(positions, float)) - low) / (high - low)
     shares = 1 - shares if axis.get_inverted() else shares
     labels = axis.get_major_formatter().format_ticks(positions)
@@ -331,8 +348,8 @@ def _ticks(axis: Axis) -> list[_Tick]:
 
 
 def _largest_texts(texts: Sequence[Text]) -> list[Text]:
-    """The text with the widest line, and the text with the most lines. The largest width and height
-    of all texts are found by measuring only these two."""
+    """The text with the widest line, and the text with the most lines. Measuring is slow: these two
+    are measured instead of all texts to find the largest width and the largest height."""
     widest_text = max(texts, key=lambda text: max(map(_line_width, text.get_text().split("\n"))))
     highest_text = max(texts, key=lambda text: text.get_text().count("\n"))
     return [widest_text, highest_text]
@@ -368,7 +385,7 @@ def _position_panels(figure: Figure, panels: Sequence[_Panel], height_below: flo
     """
     width, height = figure.get_size_inches()
     grid = panels[0].grid_cell.get_gridspec()
-    # inches that texts need on each side of each column and row of the grid
+    # inches that texts need: left and right of each column of the grid, above and below each row
     left, right = np.zeros((2, grid.ncols))
     top, bottom = np.zeros((2, grid.nrows))
     for panel in panels:
@@ -386,7 +403,8 @@ def _position_panels(figure: Figure, panels: Sequence[_Panel], height_below: flo
         left_overhang, right_overhang = panel.overhang(widths[first : last + 1].sum())
         left[first] = max(left[first], left_overhang)
         right[last] = max(right[last], right_overhang)
-    # inches from the left (starts) and the upper edge (uppers) of the space inside the margin EDGE
+    # starts: left ends of the columns, in inches from the left margin. uppers: upper ends of the
+    # rows, in inches down from the upper margin.
     starts, widths = _divide(width - 2 * EDGE, left, right, grid.get_width_ratios())
     uppers, heights = _divide(height - EDGE - height_below, top, bottom, grid.get_height_ratios())
     for panel in panels:
@@ -394,7 +412,8 @@ def _position_panels(figure: Figure, panels: Sequence[_Panel], height_below: flo
         last = panel.grid_cell.colspan.stop - 1
         upper = panel.grid_cell.rowspan.start
         lower = panel.grid_cell.rowspan.stop - 1
-        # left and right end, lower and upper end: inches from the figure's lower left corner
+        # x: left and right end; y: lower and upper end, which is counted from below here. Both are
+        # inches from the figure's lower left corner.
         x = np.array([starts[first], starts[last] + widths[last]]) + EDGE
         y = height - EDGE - np.array([uppers[lower] + heights[lower], uppers[upper]])
         panel.axes.set_position(Bbox(np.stack([x / width, y / height], axis=1)))
@@ -403,8 +422,9 @@ def _position_panels(figure: Figure, panels: Sequence[_Panel], height_below: flo
 def _divide(
     total: float, room_before: np.ndarray, room_after: np.ndarray, ratios: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, lengths) of the panels of a row or a column, in inches. The panels, their texts and
-    the gaps between neighbours fill `total` inches.
+    """Divide `total` inches among the panels of a row or a column, their texts and the gaps between
+    neighbours. Returns (starts, lengths) of the panels in inches; starts are counted from the left
+    or upper end of the `total` inches.
 
     - room_before: inches of the texts to the left of each panel, or above each panel
     - room_after: inches of the texts to the right of each panel, or below each panel
@@ -413,6 +433,6 @@ def _divide(
     free = total - room_before.sum() - room_after.sum() - GAP * (len(room_before) - 1)
     assert free > 0, "texts leave no room for the panels"
     lengths = free * np.asarray(ratios, float) / np.sum(ratios)
-    # an end is after the gap that follows the panel's texts
-    ends = np.cumsum(room_before + lengths + room_after + GAP)
-    return ends - GAP - room_after - lengths, lengths
+    # order along the row or column: texts before a panel, the panel, texts after it, a gap
+    gap_ends = np.cumsum(room_before + lengths + room_after + GAP)
+    return gap_ends - GAP - room_after - lengths, lengths

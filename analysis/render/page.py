@@ -131,8 +131,8 @@ def _figure_variables(figure: Figure) -> dict[str, Any]:
 def _table_variables(table: Table, filters: str) -> dict[str, Any]:
     """Variables of the page's template for one table.
 
-    filters: the value of `Section.filters` for this table: columns separated by |, after a star if
-    the page first shows only the first block.
+    filters: the value of `Section.filters` for this table: names of columns, separated by |. With a
+    star before the first name, the page first shows only the first block of the table.
     """
     files = [
         {

@@ -107,6 +107,7 @@ class Figure:
     def svg(self) -> str:
         """The drawing as SVG text; cached, because the page and a file both use the text."""
         text = io.StringIO()
+        # with a constant hashsalt, the ids in the SVG text are the same in every run
         with look(), matplotlib.rc_context({"svg.hashsalt": self.name}):
             lay_out(self.drawing)
             self.drawing.savefig(
@@ -191,7 +192,8 @@ _SAVE_ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 def write(figure: Figure, folder: Path, file_format: str = names.FIGURE_FORMATS[0]) -> list[Path]:
-    """Write the figure into `folder` as NAME.FORMAT. Returns a list with the path of the file.
+    """Write the figure into `folder` as NAME.FORMAT. Returns a list that has only the path of this
+    file; `table.write` returns the paths of several.
 
     file_format: one of `names.FIGURE_FORMATS`.
     """
@@ -199,10 +201,10 @@ def write(figure: Figure, folder: Path, file_format: str = names.FIGURE_FORMATS[
     path = folder / f"{figure.name}.{file_format}"
     if file_format == "svg":
         path.write_text(figure.svg, encoding="utf-8")
-        return [path]
-    with look():
-        lay_out(figure.drawing)
-        figure.drawing.savefig(path, dpi=DPI, **_SAVE_ARGUMENTS[file_format])
+    else:
+        with look():
+            lay_out(figure.drawing)
+            figure.drawing.savefig(path, dpi=DPI, **_SAVE_ARGUMENTS[file_format])
     return [path]
 
 
@@ -211,6 +213,7 @@ def svg_element(figure: Figure) -> str:
     colours in _THEME become CSS variables, and so follow the page's light or dark theme."""
     view_box = re.search(r'viewBox="(?P<box>0 0 (?P<width>[\d.]+) [\d.]+)"', figure.svg)
     assert view_box is not None
+    # the content begins after the tag <svg ...>, for which the returned text has a new tag
     start = figure.svg.index(">", figure.svg.index("<svg")) + 1
     content = re.sub(r"<metadata>.*?</metadata>", "", figure.svg[start:], flags=re.DOTALL)
     for colour, css_variable in _THEME.items():
