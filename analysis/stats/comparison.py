@@ -69,10 +69,12 @@ class Panel:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Scores and outcomes of one model's plans. Plans that differ only in the seed are replicates:
-    together they are one cell, which has the number of the replicate with the lowest seed.
+    """Scores of one model's plans on benchmarks, and the plans' outcomes on single items (such as 1
+    for a right answer).
 
-    The fields with frames and matrices have a row for each plan, in the order of `all_cells`.
+    Plans that differ only in the seed are replicates: together they are one cell, which has the
+    number of the replicate with the lowest seed. The fields with frames and matrices have a row for
+    each plan, in the order of `all_cells`.
     """
 
     model: str
@@ -180,15 +182,17 @@ class Comparison:
 
     def quantity(self, target: Target) -> Quantity:
         """The kind of a target's numbers: score, loss or perplexity."""
+        # the keys of `weights` are the benchmarks of the target
         return common_quantity(
-            self.quantities.get(name, Quantity()) for name in self.weights(target)
+            self.quantities.get(benchmark, Quantity()) for benchmark in self.weights(target)
         )
 
     @cached_property
     def lower_is_better(self) -> tuple[str, ...]:
         """Displayed columns and benchmarks in which less is better."""
-        columns = dict.fromkeys([*map(str, self.results), *self.benchmarks_of])
-        return tuple(name for name in columns if self.quantity((name,)).lower_is_better)
+        # iterating over `results` gives its columns, the benchmarks; some are displayed columns too
+        distinct_names = dict.fromkeys([*map(str, self.results), *self.benchmarks_of])
+        return tuple(name for name in distinct_names if self.quantity((name,)).lower_is_better)
 
     def plan_scores(self, target: Target) -> pd.Series:
         """Score of each plan: the mean of its scores in the target's columns, see `weights`; NaN
@@ -201,8 +205,8 @@ class Comparison:
     # Cached for each target, because many tables and figures use the same targets.
     @cached_property
     def score(self) -> Callable[[Target], pd.Series]:
-        """Function of a target that returns the score of every cell, the mean of `plan_scores` over
-        the seeds with a score."""
+        """Function of a target that returns the score of every cell, as a series over cells. The
+        score of a cell is the mean of `plan_scores` over the cell's plans with a score."""
         return cache(
             lambda target: self._seed_means(self.plan_scores(target).to_frame("score"))["score"]
         )
@@ -231,9 +235,8 @@ class Comparison:
         clipped to 0..1 if more is better."""
         cells = list(self.plans_by_seed)
         intervals_from_items = [self._interval_from_items(target, cell) for cell in cells]
-        ends = pd.DataFrame(
-            intervals_from_items, cells, dtype=float
-        )  # columns 0 (low) and 1 (high)
+        # column 0: low ends; column 1: high ends
+        ends = pd.DataFrame(intervals_from_items, index=cells, dtype=float)
         score = self.score(target)
         weights = pd.Series(self.weights(target))
         # For cells without outcomes: benchmarks count as independent samples. The standard error of
@@ -249,16 +252,18 @@ class Comparison:
     def _interval_from_items(self, target: Target, cell: int) -> tuple[float, float]:
         """Low and high end of a cell's interval from the outcomes of its items, see `interval`; NaN
         without outcomes."""
-        answers = self._binary_outcomes(target)
-        if answers is None:
+        outcomes = self._binary_outcomes(target)
+        if outcomes is None:
             return self.estimate(target, {cell: 1.0}).interval
         plans = self.plans_by_seed[cell].values()
-        answers_by_plan = [answers[self._row_numbers[plan]] for plan in plans]
-        # rows of the plans that were evaluated on the benchmark
-        rows = [row for row in answers_by_plan if np.isfinite(row).any()]
-        # if all answers are equal, the standard error of several plans is 0 and gives no interval
+        outcomes_by_plan = [outcomes[self._row_numbers[plan]] for plan in plans]
+        # without plans that were not evaluated on the benchmark
+        rows = [row for row in outcomes_by_plan if np.isfinite(row).any()]
+        # `estimate` is used for several plans with different outcomes. If all their outcomes are
+        # equal, its standard error is 0, which gives no interval.
         if not rows or (len(plans) > 1 and np.nanmin(rows) != np.nanmax(rows)):
             return self.estimate(target, {cell: 1.0}).interval
+        # one row is enough: there is only one plan, or the outcomes of all plans are equal
         low, high = uncertainty.wilson(np.nansum(rows[0]), np.isfinite(rows[0]).sum())
         return float(low), float(high)
 
@@ -266,30 +271,32 @@ class Comparison:
         """Weighted sum of the scores of cells, with the standard error of the sum over seeds and
         items.
 
-        The scores are on the items that all of these cells were asked. Plans of different cells are
-        matched, see `_matched_rows`. If outcomes are missing, the scores are on all items, and the
-        error is NaN.
+        The scores are means over the items that all of these cells were asked. Plans of different
+        cells are matched, see `_matched_rows`. If outcomes are missing, the scores are those of
+        `score`, and the error is NaN.
 
         weights: cell -> weight of its score, such as 1 and -1 for a difference.
         """
         rows = self._matched_rows(target, list(weights))
-        factors = np.array(list(weights.values()))
-        strata = self._strata(target, rows, factors) if rows.size else []
+        cell_weights = np.array(list(weights.values()))
+        strata = self._strata(target, rows, cell_weights) if rows.size else []
         if strata:
             return uncertainty.crossed_estimate(strata)
         scores = self.score(target)[list(weights)].to_numpy(float)
-        return Estimate(float(scores @ factors))
+        return Estimate(float(scores @ cell_weights))
 
     def _matched_rows(self, target: Target, cells: Sequence[int]) -> np.ndarray:
-        """Row numbers in `all_cells` (replicates, cells) of the plans that are compared with each
-        other: one plan of each cell in each replicate. Plans without a score are left out. The
-        array has size 0 if a cell has no plan with a score.
+        """Match the plans of these cells: each replicate gets one plan of each cell. Plans without
+        a score are left out.
+
+        Returns an array (replicates, cells) with the `_row_numbers` of the plans. Its size is 0 if
+        a cell has no plan with a score.
 
         If the cells with several plans have at least two seeds in common, the plans of a replicate
         have the same seed. Otherwise the plans of a replicate have the same position among the
         plans of their cells. A cell with only one plan has this plan in all replicates.
         """
-        seed_rows = []  # for each cell: seed -> row number
+        rows_by_seed = []  # for each cell: seed -> row number
         for cell in cells:
             scored_plans = self.scored_plans(target, cell)
             row_of_seed = {
@@ -297,17 +304,18 @@ class Comparison:
                 for seed, plan in self.plans_by_seed[cell].items()
                 if plan in scored_plans
             }
-            seed_rows.append(row_of_seed)
-        seeds_of_cells = [set(row_of_seed) for row_of_seed in seed_rows if len(row_of_seed) > 1]
+            rows_by_seed.append(row_of_seed)
+        seeds_of_cells = [set(row_of_seed) for row_of_seed in rows_by_seed if len(row_of_seed) > 1]
         common_seeds = sorted(set.intersection(*seeds_of_cells)) if seeds_of_cells else []
         rows_of_cells = []  # for each cell: row numbers, in the order of the replicates
-        for row_of_seed in seed_rows:
+        for row_of_seed in rows_by_seed:
             if len(row_of_seed) > 1 and len(common_seeds) > 1:
                 rows_of_cells.append([row_of_seed[seed] for seed in common_seeds])
             else:
                 rows_of_cells.append(list(row_of_seed.values()))
         # a cell with one plan is in every replicate, so it does not limit the number of replicates
         replicates = min((len(rows) for rows in rows_of_cells if len(rows) != 1), default=1)
+        # repeat the row of a cell with one plan, and cut the rows of other cells to this number
         rows_of_equal_length = [
             (rows * replicates if len(rows) == 1 else rows)[:replicates] for rows in rows_of_cells
         ]
@@ -325,23 +333,24 @@ class Comparison:
         # cached for each target, because `scored_plans` needs the array for every cell
         return cache(lambda target: self.plan_scores(target).notna().to_numpy())
 
-    def _strata(self, target: Target, rows: np.ndarray, factors: np.ndarray) -> list[Stratum]:
-        """Contributions of items to each replicate's score, the weighted sum of its plans' scores.
-        Each benchmark of the target has one stratum, with the items that all plans were asked. The
-        list is empty if some benchmark has no outcomes or no such item.
+    def _strata(self, target: Target, rows: np.ndarray, cell_weights: np.ndarray) -> list[Stratum]:
+        """Split the score of each replicate into contributions of items. The score of a replicate
+        is the weighted sum of the scores of its plans.
 
+        Each benchmark of the target has one stratum, with its common items: those that all plans
+        were asked. The list is empty if some benchmark has no outcomes or no common item.
         Benchmarks that grade the same answers (HumanEval and HumanEval+) share a stratum if they
-        have the same number of such items.
+        have equally many common items.
 
-        - rows: row numbers in `all_cells` (replicates, cells) of the plans
-        - factors: weights (cells,) of a replicate's plans in the sum
+        - rows: array (replicates, cells) with the `_row_numbers` of the plans
+        - cell_weights: (cells,), for each cell the weight of its plan in the sum
         """
         strata: dict[str, Stratum] = {}
         for benchmark, weight in self.weights(target).items():
             if benchmark not in self.outcomes:
                 return []
-            # (replicates, items): weighted sums over cells; NaN if a plan was not asked the item
-            values = np.tensordot(self.outcomes[benchmark][rows], factors, (1, 0))
+            # sum outcomes (replicates, cells, items) over cells; NaN if a plan lacks the item
+            values = np.tensordot(self.outcomes[benchmark][rows], cell_weights, (1, 0))
             is_common = np.asarray(np.isfinite(values).all(axis=0))
             if not is_common.any():
                 return []
@@ -391,19 +400,19 @@ class Comparison:
         cells: one cell for each method; `cells[0]` is the best.
         """
         rows = []
-        methods = []  # for each row, the position of its cell in `cells`
+        positions = []  # for each row, the position of its cell in `cells`
         for position, cell in enumerate(cells):
             for plan in self.scored_plans(target, cell):
                 rows.append(self._row_numbers[plan])
-                methods.append(position)
-        # each plan is one replicate, with the weight 1
+                positions.append(position)
+        # each plan is a replicate of its own: one column of rows, with the weight 1
         strata = self._strata(target, np.array(rows)[:, None], np.ones(1))
         pairs = [self.estimate(target, {cells[0]: 1.0, other: -1.0}) for other in cells[1:]]
-        return uncertainty.leads_of_best(pairs, strata, np.array(methods))
+        return uncertainty.leads_of_best(pairs, strata, np.array(positions))
 
     def weights(self, target: Target) -> dict[str, float]:
-        """Benchmark -> its weight in the target's score, a mean. All columns of the target have
-        equal weights. Within a column, all benchmarks have equal weights."""
+        """Benchmark -> its weight in the mean that is the target's score. All columns of the target
+        have equal weights. Within a column, all benchmarks have equal weights."""
         weights: dict[str, float] = {}
         for column in target:
             benchmarks = self.benchmarks_of.get(column, (column,))
@@ -437,8 +446,10 @@ def compare(
 ) -> list[Comparison]:
     """Make one comparison for each model, in the order of `cells`.
 
-    cells, results, samples: see `Study`. The reader records a gap for each score that is not the
-    mean of its items' outcomes, because this score is not tested.
+    A score that is not the mean of its items' outcomes is not tested. `reader` records each such
+    score as a gap.
+
+    cells, results, samples: see `Study`.
     """
     comparisons = []
     for model in dict.fromkeys(cells["model"]):
@@ -456,7 +467,8 @@ def _comparison(
 
     cells, results, samples: the model's rows of the frames in `Study`; reader: see `compare`.
     """
-    # before perplexities are replaced by losses, because tables display perplexities
+    # Perplexities are replaced by losses below, but keep their kind here, because tables display
+    # them as perplexities.
     quantities = {
         str(row["benchmark"]): Quantity(row["scale"], row["unit"])
         for row in records(results.drop_duplicates("benchmark"))
@@ -483,13 +495,13 @@ def _comparison(
         quantities=quantities,
         outcomes=outcomes.matrices,
         standard_errors=errors.astype(float),
-        item_weights=outcomes.units,
+        item_weights=outcomes.units,  # a unit is the weight of an item
     )
 
 
 def _replace_perplexities(results: pd.DataFrame) -> pd.DataFrame:
     """Replace each perplexity in the results by the loss log(perplexity). The standard error of
-    this loss is, to first order, the standard error of the perplexity / perplexity."""
+    this loss is, to first order, the perplexity's standard error divided by the perplexity."""
     is_perplexity = results["scale"] == "perplexity"
     # 1 for other scales, so that the division below leaves their standard errors unchanged
     perplexities = results["score"].astype(float).where(is_perplexity, 1.0)
@@ -515,18 +527,17 @@ def _panels(model: str, pruned_cells: pd.DataFrame) -> Iterator[Panel]:
             cell_of_method = dict(
                 zip(panel_cells["method"].astype(str), panel_cells.index.astype(int), strict=True)
             )
-            order = names.methods_in_order(cell_of_method)
-            sorted_cells = {key: cell_of_method[key] for key in order}
+            methods = names.methods_in_order(cell_of_method)
+            sorted_cells = {method: cell_of_method[method] for method in methods}
             yield Panel(model, ratio, gate, calibration, sorted_cells, pruned_texts[cells.index[0]])
 
 
 def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
-    """Name of an average -> its target: the papers' averages MC Avg, Code, Math and WildBench, and
-    last the mean over `overall_columns`.
+    """Name of an average -> the columns over which it is taken (its target). First come the papers'
+    averages MC Avg, Code, Math and WildBench, then the mean over the `overall_columns` of `cells`.
 
-    Code and Math are each the mean of two displayed columns. A paper's average is left out if
-    `overall_columns` lacks one of its columns. The last mean is left out if `overall_columns` is
-    empty.
+    A paper's average is left out if `overall_columns` lacks one of its columns. The last mean is
+    left out if `overall_columns` is empty.
     """
     displayed_columns = overall_columns(comparison, cells)
     published_targets: dict[str, Target] = {
@@ -546,8 +557,8 @@ def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Tar
 
 
 def overall_columns(comparison: Comparison, cells: Sequence[int]) -> Target:
-    """Displayed columns whose mean is the overall average of these cells (Avg): the columns on
-    which at least one of the cells was evaluated, as selected by `Comparison.average_columns`."""
+    """Displayed columns whose mean is the overall average (Avg) of these cells. They are selected
+    by `Comparison.average_columns` from the columns on which at least one cell was evaluated."""
     return comparison.average_columns(comparison.evaluated_columns(cells))
 
 

@@ -66,24 +66,27 @@ def agreement(sets: np.ndarray) -> dict[str, float]:
     # sizes of intersections (layers,): of all sets, and of each pair of sets
     common_sizes = sets.all(axis=0).sum(axis=-1)
     pairs = [(first & second).sum(axis=-1) for first, second in combinations(sets, 2)]
-    share = size / experts  # probability that an expert is in a random set
-    count = len(sets)
+    probability = size / experts  # that an expert is in a random set
+    set_count = len(sets)
     return {
         "triple": float(np.mean(common_sizes / size)),
         "pairwise": float(np.mean(pairs) / size),
         "jaccard": float(np.mean(common_sizes / sets.any(axis=0).sum(axis=-1))),
-        "chance_triple": share ** (count - 1),
-        "chance_pairwise": share,
-        "chance_jaccard": share**count / (1 - (1 - share) ** count),
+        "chance_triple": probability ** (set_count - 1),
+        "chance_pairwise": probability,
+        # probabilities that an expert is in all sets, and in at least one set
+        "chance_jaccard": probability**set_count / (1 - (1 - probability) ** set_count),
     }
 
 
 def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) -> pd.DataFrame:
-    """Overlap between calibration sets for every S(b, alpha, beta). One row per model, variant and
-    ratio; columns model, ratio, VARIANT, and the keys of `agreement`.
+    """Overlap between calibration sets for every variant S(b, alpha, beta). One row per model,
+    variant and ratio; columns `model`, `ratio`, `b`, `alpha`, `beta`, and the keys of `agreement`.
 
-    family: see `Study.family`. Models with fewer than two calibration sets have no rows. For the
-    variant DEGENERATE_VARIANT, the columns MEASURES are NaN.
+    Models with fewer than two calibration sets have no rows. For the variant DEGENERATE_VARIANT,
+    the columns `triple`, `pairwise` and `jaccard` are NaN.
+
+    family: see `Study.family`.
     """
     rows = []
     for key, scores in groups(family, ["model"]):
@@ -91,6 +94,7 @@ def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) 
             continue
         # for each layer: variant -> scores (calibration sets, experts)
         layers = [scores_by_variant(layer) for _, layer in scores.groupby("layer")]
+        # all variants that some layer has
         for variant in sorted(set().union(*layers)):
             for ratio in ratios:
                 overlap = _mean_agreement(

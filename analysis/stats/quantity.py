@@ -73,7 +73,8 @@ class Quantity:
 
     def metric_text(self, metric: str) -> str:
         """Text for a metric: its name, such as `acc`. If less is better, the unit and the direction
-        follow: `loss (nats per token, less is better)`."""
+        follow: `loss (nats per token, less is better)`, or `perplexity (of the loss in nats per
+        token, less is better)`."""
         if not self.lower_is_better:
             return metric
         unit = f"of the loss in {self.unit}" if self.scale == "perplexity" else self.unit
@@ -81,17 +82,20 @@ class Quantity:
 
     def to_computed(self, displayed_numbers: Any) -> Any:
         """Convert displayed numbers to the numbers that are averaged and tested: perplexities
-        become losses, other numbers stay the same."""
+        become losses, other numbers stay the same. The argument is a number, an array, a series or
+        a frame; the result has the same shape."""
         return np.log(displayed_numbers) if self.scale == "perplexity" else displayed_numbers
 
     def to_displayed(self, computed_numbers: Any) -> Any:
         """Convert numbers that are averaged and tested to the numbers in tables and figures; the
-        inverse of `to_computed`."""
+        inverse of `to_computed`. The argument is a number, an array, a series or a frame; the
+        result has the same shape."""
         return np.exp(computed_numbers) if self.scale == "perplexity" else computed_numbers
 
     def displayed_difference(self, reference: Any, difference: Any) -> Any:
         """Displayed value of `reference + difference` minus displayed value of `reference`. For
-        perplexities, both arguments are losses."""
+        perplexities, both arguments are losses. Arguments and result are numbers, arrays or
+        series."""
         if self.scale != "perplexity":
             return difference
         return self.to_displayed(reference + difference) - self.to_displayed(reference)
@@ -101,7 +105,8 @@ def common_quantity(quantities: Iterable[Quantity]) -> Quantity:
     """Kind of a mean over numbers of several kinds.
 
     If all kinds are equal, the mean has this kind. If they differ, and less is better in all of
-    them, the mean is a loss with all their units. Otherwise, or without a kind, it is a score.
+    them, the mean is a loss with all their units. Otherwise, or if there are no kinds, it is a
+    score.
     """
     distinct_quantities = list(dict.fromkeys(quantities))
     if len(distinct_quantities) == 1:

@@ -56,13 +56,12 @@ class RankTest:
 
 
 def rank_test(comparison: Comparison, panel: Panel, block_kind: str = COLUMNS) -> RankTest | None:
-    """Test the average ranks of the methods of a panel. A method is ranked if it is not random, and
-    has several seeds and a score in every block. The result is None if there are fewer than
-    MIN_COUNT such methods, or fewer than MIN_COUNT blocks.
+    """Test the average ranks of a panel's methods over blocks, see `_block_scores`. A method is
+    ranked if it is not random, and has several seeds and a score in every block. The result is None
+    if fewer than MIN_COUNT methods are ranked, or if there are fewer than MIN_COUNT blocks.
 
-    Each method is ranked for the same number of seeds: the smallest number of seeds of a method
-    that has several. Scores are ranked as for Avg Rank: they are rounded to three decimals, and
-    equal scores get the mean of their ranks.
+    All methods are ranked for the same number of seeds; surplus seeds are ignored. As for Avg Rank,
+    scores are rounded to three decimals, and equal scores get the mean of their ranks.
 
     block_kind: kind of the blocks, COLUMNS or BENCHMARKS.
     """
@@ -73,7 +72,7 @@ def rank_test(comparison: Comparison, panel: Panel, block_kind: str = COLUMNS) -
         if criteria[cell] not in RANDOM
     }
     plans = {key: method_plans for key, method_plans in plans.items() if len(method_plans) > 1}
-    seeds = min(map(len, plans.values()), default=0)
+    seeds = min(map(len, plans.values()), default=0)  # all these methods have as many
     scores = _block_scores(comparison, panel, block_kind)
     complete_methods = [
         key
@@ -97,7 +96,9 @@ def rank_test(comparison: Comparison, panel: Panel, block_kind: str = COLUMNS) -
     # `leads_from_table` tests each method against the best one with the larger of two errors: the
     # pair's own and the pooled one. Here the pair's own is 0, so that all pairs have the same
     # pooled error.
-    leads = uncertainty.leads_from_table(table[:, order], [Estimate(0.0, 0.0)] * (len(order) - 1))
+    leads = uncertainty.leads_from_table(
+        table[:, order], [Estimate(0.0, error=0.0)] * (len(order) - 1)
+    )
     return RankTest(
         panel=panel,
         block_kind=block_kind,
@@ -112,15 +113,16 @@ def rank_test(comparison: Comparison, panel: Panel, block_kind: str = COLUMNS) -
 
 
 def _block_scores(comparison: Comparison, panel: Panel, block_kind: str) -> pd.DataFrame:
-    """Displayed scores (plans, blocks). The blocks are the columns or benchmarks on which at least
-    one cell of the panel was evaluated; the plans are all plans of the comparison.
+    """Displayed scores (plans, blocks) of all plans of the comparison.
 
-    With `block_kind` = COLUMNS, each displayed column is a block. With BENCHMARKS, each benchmark
-    is a block. Benchmarks that grade the same answers are one block; its score is their mean.
+    With `block_kind` = COLUMNS, the blocks are displayed columns. With BENCHMARKS, they are
+    benchmarks, but benchmarks that grade the same answers are one block, whose score is their mean.
+    Only columns and benchmarks on which at least one cell of the panel was evaluated are used.
     """
     if block_kind == COLUMNS:
         targets: dict[str, Target] = {column: (column,) for column in panel.columns(comparison)}
     else:
+        # for each benchmark, whether a cell of the panel was evaluated on it
         was_run = comparison.benchmark_scores.reindex(list(panel.cells.values())).notna().any()
         targets = {}
         for name in map(str, was_run.index[was_run]):
@@ -135,6 +137,9 @@ def _block_scores(comparison: Comparison, panel: Panel, block_kind: str) -> pd.D
 
 
 def rank_tests(comparison: Comparison, block_kind: str = COLUMNS) -> list[RankTest]:
-    """The results of `rank_test` for all panels that have enough methods and blocks."""
+    """The results of `rank_test` for all panels that have enough methods and blocks.
+
+    block_kind: kind of the blocks, COLUMNS or BENCHMARKS.
+    """
     tests = (rank_test(comparison, panel, block_kind) for panel in comparison.panels)
     return [test for test in tests if test is not None]

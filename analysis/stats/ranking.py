@@ -111,8 +111,8 @@ class _Group:
     def plans_tested(self) -> int:
         """Number of cells that are compared with chance: cells of the group that have a score and
         are not random."""
-        plans = self.cells.index[~self.cells["criterion"].isin(RANDOM)]
-        return int(self.comparison.score(self.target)[plans].notna().sum())
+        tested_cells = self.cells.index[~self.cells["criterion"].isin(RANDOM)]
+        return int(self.comparison.score(self.target)[tested_cells].notna().sum())
 
 
 def rankings(comparisons: Sequence[Comparison]) -> list[Ranking]:
@@ -152,6 +152,7 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
     unpruned_score = np.nan
     if comparison.unpruned_cell is not None:
         unpruned_score = float(quantity.to_displayed(score[comparison.unpruned_cell]))
+    # `score`, `low` and `high` are converted for display by `_add_verdicts`
     rows = group.cells.loc[
         order, ["criterion", "method", "calibration", "granularity", "recovery"]
     ].assign(
@@ -198,8 +199,8 @@ def _comparable_methods(rows: pd.DataFrame) -> list[int]:
 def _add_verdicts(
     rows: pd.DataFrame, methods: Sequence[int], leads: Sequence[Estimate], quantity: Quantity
 ) -> pd.DataFrame:
-    """Add the columns rank, verdict, behind, behind_low, behind_high and p, see `Ranking.rows`.
-    Convert the columns score, low and high by `Quantity.to_displayed`.
+    """Add the columns `rank`, `verdict`, `behind`, `behind_low`, `behind_high` and `p`, see
+    `Ranking.rows`. Convert the columns `score`, `low` and `high` by `Quantity.to_displayed`.
 
     - methods: labels of the rows to compare, best first (see `_comparable_methods`)
     - leads: for each method but the first, the first method's score minus this method's score,
@@ -209,8 +210,8 @@ def _add_verdicts(
         column: quantity.to_displayed(rows[column]) for column in ("score", "low", "high")
     }
     printed_scores = displayed_columns["score"].round(PRINTED_DECIMALS)
-    verdicts = {}
-    tests = {}
+    verdicts = {}  # label of a row -> verdict
+    tests = {}  # label of a row -> values of the columns `behind` to `p`
     for method, lead in zip(methods[1:], leads, strict=True):
         # A gap is positive for a method that is worse than the best, even if less is better.
         # A gap that is 0 up to rounding counts as 0.
@@ -221,16 +222,17 @@ def _add_verdicts(
             rows.loc[methods[0], "score"], np.array([gap_to_best.value, *gap_to_best.interval])
         )
         tests[method] = [*value_and_interval, gap_to_best.p]
-        verdicts[methods[0]] = BEST  # in the loop: no verdict if there is no second method
+        # set in the loop, because a method without others to compare it with gets no verdict
+        verdicts[methods[0]] = BEST
         verdicts[method] = _verdict(
             gap_to_best, printed_scores[method] == printed_scores[methods[0]]
         )
-    columns = ["behind", "behind_low", "behind_high", "p"]
+    test_columns = ["behind", "behind_low", "behind_high", "p"]
     return rows.assign(
         **displayed_columns,
         rank=(-quantity.sign * printed_scores).rank(method="min"),
-        verdict=[verdicts.get(plan, "") for plan in rows.index],
-        **pd.DataFrame.from_dict(tests, "index", float, columns).reindex(rows.index),
+        verdict=[verdicts.get(label, "") for label in rows.index],
+        **pd.DataFrame.from_dict(tests, "index", float, test_columns).reindex(rows.index),
     )
 
 
@@ -248,8 +250,9 @@ def _verdict(gap_to_best: Estimate, is_printed_equal: bool) -> str:
 
 
 def _add_status(rows: pd.DataFrame) -> pd.DataFrame:
-    """Add the column status. It is `random plans` for random plans. For other plans, it joins the
-    texts of the columns chance and verdict, without the verdict for plans within or below chance.
+    """Add the column `status`. It is `random plans` for random plans. For other plans, it joins the
+    texts of the columns `chance` and `verdict`, but only the first for plans within or below
+    chance.
     """
     statuses = []
     for row in records(rows):
@@ -291,7 +294,8 @@ def _compare_with_chance(
     `chance`.
 
     - row: the plan's row of `Ranking.rows`, with the score before conversion for display
-    - plans_tested: number of comparisons with chance for which the limits are corrected
+    - plans_tested: number of plans that are compared with chance. The margin grows with it, see
+      `Chance.margin`.
     """
     chance_of_kind = chance.get((str(row["granularity"]), str(row["recovery"])))
     score = float(str(row["score"]))  # through str, because a row has values of any type
@@ -305,11 +309,11 @@ def _compare_with_chance(
 
 
 def _rankings_over_models(rankings: Sequence[Ranking]) -> Iterator[Ranking]:
-    """Yield a ranking by the mean over models for each ratio and gate that several models have.
-    Models are random effects.
+    """Yield a ranking over models for each ratio and gate that several models have, see
+    `_ranking_over_models`.
 
-    The ranking contains the plans for which all these models have a score. A ratio and gate have no
-    ranking if the models have different quantities, or fewer than two such plans.
+    The ranking contains the plans for which all these models have a score. It is left out if the
+    models have different quantities, or if it would contain fewer than two plans.
 
     rankings: the rankings of single models.
     """
@@ -336,11 +340,12 @@ def _rankings_over_models(rankings: Sequence[Ranking]) -> Iterator[Ranking]:
 def _ranking_over_models(
     model_rankings: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series, label: str
 ) -> Ranking:
-    """Rank plans by the mean of their scores over models.
+    """Rank plans by the mean of their scores over models. Intervals and tests take the models as a
+    sample of all models.
 
     - model_rankings: one ranking per model
     - table: scores (plans, models) before conversion for display (see `Quantity.to_computed`)
-    - seeds: for each plan, its number of seeds on the model with the fewest
+    - seeds: for each plan, the smallest number of seeds that it has on a model
     - label: text for the models, such as `all models`
     """
     quantity = model_rankings[0].quantity
@@ -364,7 +369,9 @@ def _ranking_over_models(
         chance="",
     )
     methods = _comparable_methods(rows)
+    # labels of `rows` are positions, so they also select rows of `scores`
     scores_of_methods = scores[methods]
+    # the scores of the first method, which is the best, minus those of each other method
     pairs = [
         uncertainty.mean_estimate(scores_of_methods[0] - other) for other in scores_of_methods[1:]
     ]
@@ -408,13 +415,9 @@ def overview(rankings: Sequence[Ranking]) -> list[str]:
     }
     sentences = []
     if models:
-        subject = "No plan is"
-        if models_above_chance:
-            subject = (
-                f"On {len(models_above_chance)} of {len(models)} models some plan is"
-                if len(models) > 1
-                else "Some plan is"
-            )
+        subject = "Some plan is" if models_above_chance else "No plan is"
+        if models_above_chance and len(models) > 1:
+            subject = f"On {len(models_above_chance)} of {len(models)} models some plan is"
         sentences.append(
             f"{subject} above chance, corrected for the number of plans of each model."
         )
@@ -436,15 +439,14 @@ def headline(ranking: Ranking) -> str:
     best_plans = records(ranking.scored_rows[ranking.scored_rows["rank"] == 1])
     best = best_plans[0]
     verb = "have" if len(best_plans) > 1 else "has"
-    share = (
-        "" if np.isnan(best["share"]) else f", {names.share(best['share'])} of the unpruned model's"
-    )
     sentence = (
         f"{ranking.model}, {ranking.pruned_text} removed: {_plan_names(best_plans)} {verb} the "
         f"{extreme}, {best['score']:.3f} ({best['low']:.3f} to {best['high']:.3f} over "
-        f"{best['over']}){share}."
+        f"{best['over']})"
     )
-    return " ".join([sentence, *remarks(ranking)])
+    if not np.isnan(best["share"]):
+        sentence += f", {names.share(best['share'])} of the unpruned model's"
+    return " ".join([f"{sentence}.", *remarks(ranking)])
 
 
 def _plan_names(plans: Sequence[dict[str, object]]) -> str:
@@ -462,13 +464,13 @@ def remarks(ranking: Ranking) -> list[str]:
 
 
 def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
-    """Sentence with the numbers of plans of a kind that are above and below chance, the score above
-    which a plan is above chance, and the number, mean and spread of the random plans. It is "" if
-    all plans of this kind are random.
+    """One or two sentences that compare the plans of a kind with chance; "" if all plans of this
+    kind are random.
 
-    A second sentence says how many random plans would put the best plan above chance. The second
-    sentence is only added if no plan is above chance, but the best plan is better than the mean of
-    the random plans.
+    The first sentence has the numbers of plans above and below chance, the limit that a plan above
+    chance must pass, and the number, mean and spread of the random plans. The second sentence says
+    how many random plans would put the best plan above chance. It is left out if some plan is above
+    chance, or if no plan is better than the mean of the random plans.
     """
     granularity, recovery = kind
     rows = ranking.competing_rows

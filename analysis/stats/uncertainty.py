@@ -26,7 +26,11 @@ LEVEL = 0.05
 @dataclass(frozen=True)
 class Estimate:
     """An estimated score or difference with its standard error and degrees of freedom. Unknown
-    numbers are NaN."""
+    numbers are NaN.
+
+    `methods` is the number of methods from which the data chose the two whose difference is
+    estimated.
+    """
 
     value: float
     error: float = np.nan
@@ -44,7 +48,7 @@ class Estimate:
         """Low and high end of the 95 % interval. With more than two `methods`, the intervals hold
         simultaneously for all pairs of methods."""
         if self.methods > 2:
-            # The range is in standard errors of one mean. `error` is the standard error of a
+            # The quantile counts standard errors of one mean. `error` is the standard error of a
             # difference of two means, and therefore sqrt(2) times as large.
             half_width = (
                 range_quantile(self.methods, self.degrees_of_freedom) / np.sqrt(2) * self.error
@@ -64,7 +68,7 @@ class Estimate:
             return float(abs(self.value) <= 1e-9)  # 1 for the value 0, otherwise 0
         ratio = abs(self.value) / self.error
         if self.methods > 2:
-            # sqrt(2): see `interval`
+            # times sqrt(2), because the range counts standard errors of one mean, see `interval`
             return float(
                 studentized_range(
                     np.array(ratio * np.sqrt(2)), self.methods, self.degrees_of_freedom
@@ -98,9 +102,9 @@ def crossed_estimate(strata: Sequence[Stratum]) -> Estimate:
     of seeds and items; it is NaN if a stratum has only one item.
 
     The variance of the mean is V(seeds) + V(items) - V(seed x item), where each term is estimated
-    from its mean square. With one replicate, the variance is V(items) alone, without the variance
-    between seeds of the method. The degrees of freedom are Satterthwaite's, but at least 1. Items
-    are weighted by their shares, as in a ratio estimator.
+    from its mean square. With one replicate, it is V(items) alone, since one seed does not show the
+    variance between seeds. The degrees of freedom are Satterthwaite's, but at least 1. Items are
+    weighted by their shares, as in a ratio estimator.
     """
     # for each stratum: its part of each replicate's score (replicates,)
     totals = [stratum.contributions.sum(axis=1) for stratum in strata]
@@ -127,7 +131,8 @@ def crossed_estimate(strata: Sequence[Stratum]) -> Estimate:
             squares += interaction_part**2 / (items - 1) / (seeds - 1)
     squares += seed_variance**2 / (seeds - 1) if seeds > 1 else 0.0
     difference = seed_variance + item_variance - interaction
-    # A variance of effects cannot be negative, so the total is at least each single term.
+    # The three terms are estimates, so their sum can be too small, even negative. The variance is
+    # at least the first and at least the second.
     variance = max(difference, seed_variance, item_variance)
     degrees_of_freedom = max(1.0, difference**2 / squares) if squares > 0 else 1.0
     return Estimate(value, float(np.sqrt(variance)), float(degrees_of_freedom))
@@ -164,6 +169,7 @@ def leads_of_best(
     counts = np.bincount(methods)  # (methods,) number of plans
     # (methods, plans): weights of plans in the mean score of each method
     plan_weights = (methods == np.arange(len(counts))[:, None]) / counts[:, None]
+    # (methods,): the sum over strata is the score of each plan
     means = plan_weights @ np.sum([stratum.contributions.sum(axis=1) for stratum in strata], axis=0)
     variances, degrees_of_freedom = _pooled_variances(strata, methods, plan_weights)
     errors = np.sqrt(variances[0] + variances[1:])
@@ -194,8 +200,9 @@ def leads_from_table(table: np.ndarray, pairs: Sequence[Estimate]) -> list[Estim
 def _pooled_variances(
     strata: Sequence[Stratum], methods: np.ndarray, plan_weights: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """(variances (methods,), degrees of freedom) of the methods' mean scores. Each variance
-    component is estimated from the plans of all methods together.
+    """(variances, degrees of freedom): for each method, the variance of its mean score, and the
+    degrees of freedom that all these variances have. Each term of a variance is estimated from the
+    plans of all methods together.
 
     As in `crossed_estimate`, a variance is V(seeds) + V(method x item) - V(seed x item), but not
     less than V(seeds) and not less than V(method x item).
@@ -205,9 +212,11 @@ def _pooled_variances(
     """
     method_freedom = len(plan_weights) - 1
     seed_freedom = len(methods) - len(plan_weights)
-    inverse_seeds = (plan_weights**2).sum(axis=1)  # (methods,) 1 / number of seeds
+    # (methods,): 1 / n for a method with n seeds, as each of its n plans has the weight 1 / n
+    inverse_seeds = (plan_weights**2).sum(axis=1)
     scores = np.sum([stratum.contributions.sum(axis=1) for stratum in strata], axis=0)
     deviations = scores - (plan_weights @ scores)[methods]
+    # the maximum avoids a division by 0 if each method has one plan
     seed_variances = (deviations**2).sum() / max(seed_freedom, 1) * inverse_seeds
     item_variance = 0.0  # V(method x item)
     residual = 0.0  # V(seed x item) for a single plan
@@ -260,10 +269,10 @@ def studentized_range(
     shape of `values`.
 
     A studentised range is the range of `methods` normal deviates, divided by a standard deviation
-    that was estimated with `degrees_of_freedom` (at least two). The result equals scipy's
-    `studentized_range.sf(values, methods, degrees_of_freedom)`, but scipy.stats takes half a second
-    to import. Integrals are sums over equal steps, which are exact to many decimals because the
-    integrand and its derivatives vanish at both ends.
+    that was estimated with `degrees_of_freedom`. The result equals scipy's
+    `studentized_range.sf(values, methods, degrees_of_freedom)` to at least five decimals, but
+    scipy.stats takes half a second to import. Integrals are sums over equal steps, which are this
+    exact because the integrand and its derivatives vanish at both ends.
     """
     if np.isinf(degrees_of_freedom):
         # The range is at most v if, for the largest deviate z, all others are between z - v and z.
@@ -293,7 +302,7 @@ def wilson(successes: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.nda
     half_width = z * np.sqrt(share * (1 - share) / items + (z / (2 * items)) ** 2)
     low = (centre - half_width) / (1 + z**2 / items)
     high = (centre + half_width) / (1 + z**2 / items)
-    # exactly 0 and 1, as the formula gives without rounding errors
+    # without rounding errors, the formula gives exactly 0 and 1 in these cases
     low = np.where((items > 0) & (successes == 0), 0.0, low)
     high = np.where((items > 0) & (successes == items), 1.0, high)
     return low, high
@@ -315,8 +324,10 @@ def holm(p_values: np.ndarray) -> np.ndarray:
 
 
 def mcnemar(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Two-sided p-values (...) of McNemar's exact test, from the 0/1 outcomes (..., items) of two
-    plans on the same items.
+    """Two-sided p-values of McNemar's exact test for pairs of plans.
+
+    first, second: 0/1 outcomes (..., items) of the two plans of each pair on the same items. The
+    p-values have this shape without the last axis.
 
     The result equals statsmodels' `mcnemar(table, exact=True)`, for many pairs of plans at once.
     Under the null hypothesis, an item that only one plan has right favours either plan with

@@ -51,13 +51,15 @@ def winner_map(
 
     Columns of the result, with scores in displayed form:
 
-    - SETTINGS, calibration, column; pruned: text with the removed share
+    - model, ratio, gate, calibration: axes of the panel in which the methods compete
+    - pruned: text with the removed share
+    - column: displayed column
     - winners: tuple with the keys of the best methods, whose scores are equal when printed
     - score: score of the winners
     - runner_up, runner_up_score: key and score of the best method that is not a winner
     - lead, lead_low, lead_high: score minus runner_up_score, and the ends of its 95 % interval
     - p: p-value of the winner (see `_p_of_winner`), NaN when several methods win
-    - p_holm: p with Holm's correction over all rows with equal SETTINGS
+    - p_holm: p with Holm's correction over all rows with equal model, ratio and gate
     - proved: whether p_holm is below LEVEL
     """
     rows = [
@@ -83,7 +85,8 @@ def winner_map(
 
 
 def _settings(panel: Panel) -> dict[str, object]:
-    """The columns SETTINGS, pruned and calibration of `winner_map` for a panel: column -> value."""
+    """Values of the columns `model`, `ratio`, `gate`, `calibration` and `pruned` of `winner_map`
+    for a panel."""
     settings = {name: getattr(panel, name) for name in (*SETTINGS, "calibration")}
     return settings | {"pruned": panel.pruned_text}
 
@@ -91,9 +94,9 @@ def _settings(panel: Panel) -> dict[str, object]:
 def _winner_columns(
     comparison: Comparison, panel: Panel, column: str, criteria: Sequence[str] | None
 ) -> dict[str, object]:
-    """The columns _WINNER_COLUMNS of `winner_map` for one panel and one displayed column: name of
-    the column -> value. Columns about the runner-up and the lead can be missing if there is no
-    runner-up.
+    """Values of the columns _WINNER_COLUMNS of `winner_map` for one panel and one displayed column.
+    If there is no runner-up, the result lacks `runner_up_score`, `lead`, `lead_low` and
+    `lead_high`.
 
     criteria: keys of the methods that compete, None for all.
     """
@@ -107,6 +110,7 @@ def _winner_columns(
         return {"winners": (), "score": np.nan, "runner_up": "", "p": np.nan}
     printed_scores = displayed_scores.round(PRINTED_DECIMALS)
     is_best = printed_scores == printed_scores.iloc[0]
+    # `is_best` lacks methods without a score
     winners = tuple(key for key in methods if is_best.get(key, False))
     row = {"winners": winners, "score": displayed_scores[winners[0]], "runner_up": "", "p": np.nan}
     losers = displayed_scores[~is_best]
@@ -133,8 +137,8 @@ def _p_of_winner(comparison: Comparison, column: str, cells: Sequence[int]) -> f
     criteria = comparison.cells["criterion"]
     methods = [cell for cell in cells if criteria[cell] not in RANDOM]
     seeds = [len(comparison.scored_plans((column,), cell)) for cell in methods]
-    # the first condition is true for a random winner, which is not in `methods`
-    if methods[:1] != [cells[0]] or len(methods) < 2 or min(seeds) < 2:
+    # a random winner is not in `methods`
+    if cells[0] not in methods or len(methods) < 2 or min(seeds) < 2:
         return np.nan
     leads = comparison.leads_of_best((column,), methods)
     # With methods=2, p is from Student's t. The studentised range would correct for the choice of
@@ -164,6 +168,7 @@ def study_of_losses(study: Study) -> Study:
     samples_with_loss = study.samples.dropna(subset=[METRIC]).drop_duplicates(
         ["cell", "benchmark", "item"]
     )
+    # units NaN: all items have equal weights
     samples = samples_with_loss.assign(outcome=samples_with_loss[METRIC], units=np.nan)
     summary = (
         samples.groupby(["cell", "benchmark"])["outcome"].agg(["mean", "sem", "size"]).reset_index()
