@@ -79,7 +79,7 @@ def test_runner_replies_to_any_bytes(
     chunks: list[bytes],
 ) -> None:
     watch = runner._Watch(os.getpid(), Request("", "f", [[1], [2]], [1.0, 1.0], 9.0, MEBI, MEBI))
-    replies = (watch.take(chunk) for chunk in [b"loaded\n", *chunks, b""])
+    replies = (watch.receive(chunk) for chunk in [b"loaded\n", *chunks, b""])
     reply = json.loads(json.dumps(next(reply for reply in replies if reply)))
     outcome = Outcome(**reply)
     assert outcome.status in ("ok", "failed", "crash", "output")
@@ -105,7 +105,7 @@ def test_status_of_a_program_follows_from_what_it_sends(
     sent: bytes, output: int, status: str
 ) -> None:
     watch = runner._Watch(os.getpid(), Request("", "f", [[1]], [1.0], 9.0, MEBI, output))
-    reply = watch.take(sent) or watch.take(b"")
+    reply = watch.receive(sent) or watch.receive(b"")
     assert reply is not None
     assert reply["status"] == status
 
@@ -161,7 +161,7 @@ def test_calls_are_limited_in_processor_time_and_wall_time(
         watch = runner._Watch(0, Request("", "f", [], [0.2] * 12, total, 0, MEBI))
         for _ in range(calls):
             now.update(busy=now["busy"] + busy, wall=now["wall"] + wall)
-            assert watch.take(b"1\n") is None
+            assert watch.receive(b"1\n") is None
         return watch.seconds_remaining()
 
     assert left(5.0, 3, 0.1, 0.5) == pytest.approx(0.2)
