@@ -43,10 +43,11 @@ class ErrorReply(RuntimeError):
 
 
 class ChildProcess(AbstractContextManager["ChildProcess"]):
-    """A child process that calls methods of one object, the worker, for requests of this process.
-    It does so by `serve`. Its standard error goes to a temporary file, the log. `command` starts
-    the child process; `environment`, `folder` and `umask` are its environment variables, its
-    current folder and its umask."""
+    """A child process that calls methods of one object, the worker. The parent process, which
+    creates this ChildProcess, requests the calls. In the child process, the function `serve` reads
+    the requests and replies to them. The child's standard error goes to a temporary file, the log.
+    `command` starts the child process; `environment`, `folder` and `umask` are its environment
+    variables, its current folder and its umask."""
 
     def __init__(
         self,

@@ -54,7 +54,8 @@ class Cell:
     """Changes to the settings of the benchmarks."""
 
     def __hash__(self) -> int:
-        # the generated hash would fail: `texts`, for example, is a dict
+        # A generated hash would hash all fields, and fail: `texts` is a dict, and some groups have
+        # settings that are dicts. So this hash leaves `texts` out, and uses the groups' names.
         groups = (
             self.model,
             self.criterion,

@@ -105,6 +105,8 @@ def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[B
 @output(
     "coverage.table6",
     chapter="channels",
+    # two needs: cells of one channel criterion, with allocation=coverage and with other
+    # allocations; and scores on benchmarks of MoE-Slimming
     needs=f"one channel criterion under allocation=coverage and others, and {SLIMMING}",
 )
 @score_table(
@@ -115,8 +117,9 @@ def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[B
 def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 6: one channel score under every allocation.
 
-    A block per criterion, ratio, calibration set and gate. Differences are to uniform widths. A
-    block is left out unless it has coverage budgets and another allocation.
+    A block per criterion, ratio, calibration set and gate, with a row per allocation. Differences
+    are to the row with allocation=uniform, in which all experts have equal widths. A block is left
+    out unless it has allocation=coverage and another allocation.
     """
     for key, cells in groups(
         cells_without_recovery(comparison, "channel"), [*EQUAL_COLUMNS, "criterion"]

@@ -213,7 +213,8 @@ def svg_element(figure: Figure) -> str:
     colours in _THEME become CSS variables, and so follow the page's light or dark theme."""
     view_box = re.search(r'viewBox="(?P<box>0 0 (?P<width>[\d.]+) [\d.]+)"', figure.svg)
     assert view_box is not None
-    # the content begins after the tag <svg ...>, for which the returned text has a new tag
+    # The content is everything after the opening tag <svg ...>, so it ends with </svg>. The
+    # returned text has another opening tag.
     start = figure.svg.index(">", figure.svg.index("<svg")) + 1
     content = re.sub(r"<metadata>.*?</metadata>", "", figure.svg[start:], flags=re.DOTALL)
     for colour, css_variable in _THEME.items():

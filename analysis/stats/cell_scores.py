@@ -146,7 +146,8 @@ def differences(
 
     The result has a row for each cell. Columns: `difference`; `low` and `high`, the ends of its
     95 % interval; `p`, the two-sided p-value, not corrected for several tests. Where outcomes are
-    missing, `low`, `high` and `p` are NaN. The first three are in the unit of displayed scores.
+    missing, `low`, `high` and `p` are NaN. `difference`, `low` and `high` are in the unit of
+    displayed scores.
 
     reference_of_cell: cell -> its reference cell.
     """
@@ -156,7 +157,8 @@ def differences(
     for cell, reference in reference_of_cell.items():
         estimate = comparison.difference(target, cell, reference)
         value_and_ends = np.array([estimate.value, *estimate.interval])
-        # a difference of perplexities depends on the reference's score, other differences do not
+        # For perplexities, the estimate is a difference of losses. With the reference's loss, it is
+        # converted to a difference of perplexities.
         rows.append([*quantity.displayed_difference(score[reference], value_and_ends), estimate.p])
     return pd.DataFrame(
         rows, index=list(reference_of_cell), columns=["difference", "low", "high", "p"], dtype=float
@@ -205,13 +207,14 @@ def rank_block(
     """A block of Table 1 of Unified Expert Pruning. It has a row for the unpruned model, if the
     study has its cell, and a row for each method of the panel. The index is the cells.
 
-    Columns: the displayed columns of the panel and the mean of their scores; `Avg Rank`, which is
-    NaN for the unpruned model; `Model`, `Pruned`, `Calibration` and `Criterion`.
+    Columns: the displayed columns of the panel; the mean over `panel.average_columns`, which may be
+    only some of them; `Avg Rank`, which is NaN for the unpruned model; `Model`, `Pruned`,
+    `Calibration` and `Criterion`.
 
-    criteria: keys of the methods in the block, None for all methods of the panel.
+    criteria: the methods in the block, as keys of `panel.cells`. None: all methods of the panel.
     """
     cell_of_method = {
-        name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria
+        key: cell for key, cell in panel.cells.items() if criteria is None or key in criteria
     }
     # in the order of the rows; the unpruned model has the key "none"
     cell_of_row = (

@@ -46,36 +46,39 @@ def bottom_sets(scores: np.ndarray, ratio: float) -> np.ndarray:
 
 
 def agreement(sets: np.ndarray) -> dict[str, float]:
-    """Overlap of bottom sets by each definition in MEASURES, averaged over layers.
+    """Overlap of bottom sets by each definition in MEASURES, averaged over layers. A bottom set is
+    the experts with the lowest scores in one layer. There is one for each calibration set, because
+    the scores differ between calibration sets.
 
-    sets: booleans (calibration sets, layers, experts), bottom sets of equal size.
+    sets: booleans (calibration sets, layers, experts): whether an expert is in the bottom set of
+    its layer. All bottom sets have the same number of experts.
 
     Keys of the result, whose values are NaN if the bottom sets are empty:
 
     - triple: share of a bottom set that is in the bottom sets of all calibration sets
-    - pairwise: share of a bottom set that is in a second calibration set's bottom set, averaged
+    - pairwise: share of a bottom set that is in the bottom set of another calibration set, averaged
       over pairs of calibration sets
     - jaccard: size of the intersection of all bottom sets / size of their union
-    - chance_<measure>: expectation of the measure for random sets; for jaccard, the ratio of the
-      expected sizes
+    - chance_<measure>: expectation of the measure if bottom sets were drawn at random; for jaccard,
+      expected size of the intersection / expected size of the union
     """
     size = int(sets[0, 0].sum())
     experts = sets.shape[-1]
     if size == 0:
         return {key: float("nan") for name in MEASURES for key in (name, f"chance_{name}")}
-    # sizes of intersections (layers,): of all sets, and of each pair of sets
+    # sizes of intersections (layers,): of all bottom sets, and of each pair of them
     common_sizes = sets.all(axis=0).sum(axis=-1)
     pairs = [(first & second).sum(axis=-1) for first, second in combinations(sets, 2)]
-    probability = size / experts  # that an expert is in a random set
-    set_count = len(sets)
+    probability = size / experts  # that an expert is in a random bottom set
+    n_calibrations = len(sets)
     return {
         "triple": float(np.mean(common_sizes / size)),
         "pairwise": float(np.mean(pairs) / size),
         "jaccard": float(np.mean(common_sizes / sets.any(axis=0).sum(axis=-1))),
-        "chance_triple": probability ** (set_count - 1),
+        "chance_triple": probability ** (n_calibrations - 1),
         "chance_pairwise": probability,
-        # probabilities that an expert is in all sets, and in at least one set
-        "chance_jaccard": probability**set_count / (1 - (1 - probability) ** set_count),
+        # probabilities that an expert is in all bottom sets, and in at least one of them
+        "chance_jaccard": probability**n_calibrations / (1 - (1 - probability) ** n_calibrations),
     }
 
 

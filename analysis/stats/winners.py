@@ -58,7 +58,8 @@ def winner_map(
     - score: score of the winners
     - runner_up, runner_up_score: key and score of the best method that is not a winner
     - lead, lead_low, lead_high: score minus runner_up_score, and the ends of its 95 % interval
-    - p: p-value of the winner (see `_p_of_winner`), NaN when several methods win
+    - p: largest p-value of the tests of the winner against each other method; NaN when several
+      methods win, and in the cases that `_p_of_winner` names
     - p_holm: p with Holm's correction over all rows with equal model, ratio and gate
     - proved: whether p_holm is below LEVEL
     """

@@ -185,8 +185,13 @@ def is_content(value: Any) -> bool:
 
 
 def _check_unread(fields: Mapping[str, Any], text: str, error_start: str) -> None:
-    """Raise UserError if `fields` have content that is not in `text`. The error message begins with
-    `error_start`, such as "calibration.path holds"."""
+    """Raise UserError if a value in `fields` is content that `text` lacks, because nothing would
+    read this content.
+
+    fields: further fields of a record, or arguments of a chat template: key -> value. text: the
+    text that the model reads. error_start: beginning of the error message, such as
+    "calibration.path holds".
+    """
     for key, value in fields.items():
         is_in_text = isinstance(value, str) and not _missing_words([value], text)
         if is_content(value) and not is_in_text:

@@ -419,8 +419,9 @@ class RecoveryConfig(Group):
     @property
     def identity(self) -> dict[str, Any]:
         """The settings that change the trained or fitted weights, and `text_setting`. Settings in
-        `runtime` are left out. They include `bits` and `modules`, because weights are quantised
-        afterwards, and the name of the text, because the text has an identity of its own."""
+        `runtime` are left out: `name`; `bits` and `modules`, because weights are quantised after
+        the training or fitting; `instructions`, `distill` and `fit`, because they only name a text,
+        and the text has an identity of its own."""
         return {**super().identity, "text": self.text_setting}
 
     @model_validator(mode="after")

@@ -217,6 +217,7 @@ def _spread(layer: Layer) -> Array:
     `mone` defines; 0 for an expert with N <= 1 tokens. Computed from sums over the tokens as
     sqrt((sum ||f||^2 - ||sum f||^2 / N) / (N - 1))."""
     tokens = layer.tokens
+    # layer.sum(0, 2) is the sum of g^0 ||f||^2: power 0 of the gate g, power 2 of the norm
     scatter = layer.sum(0, 2) - numpy.square(layer["output_sum"]).sum(-1) / numpy.maximum(tokens, 1)
     # rounding can make the scatter negative
     variance = numpy.maximum(scatter, 0) / numpy.maximum(tokens - 1, 1)

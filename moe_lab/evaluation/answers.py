@@ -69,8 +69,9 @@ class _Query:
     windows."""
     reference_bytes: int = 0
     """Bytes of the reference's scored tokens."""
-    marks: tuple[tuple[int, str], ...] = ()
-    """Special tokens that part the text into thought and answer, or that stop texts contain."""
+    kept_tokens: tuple[tuple[int, str], ...] = ()
+    """(token id, text) of special tokens that stay in the generated text: those that part it into
+    thought and answer, and those that stop texts contain."""
 
 
 def collect_answers(
@@ -188,7 +189,7 @@ class _Encoder:
             request,
             text,
             self._tokens(text),
-            marks=special_marks(self.engine.tokenizer, request.stop),
+            kept_tokens=special_marks(self.engine.tokenizer, request.stop),
         )
         if request.reference and self.engine.scores:
             self._add_reference(query, request.reference)
@@ -357,11 +358,11 @@ def _generate(
     groups: dict[GenerationSettings, dict[Prompt, list[int]]] = {}
     for index, prompt in prompts.items():
         request = queries[index].request
-        marks = queries[index].marks  # special tokens that stay in the text
+        kept_tokens = queries[index].kept_tokens
         assert isinstance(request, Text)
         stop = () if is_thinker else request.stop
         settings = GenerationSettings(
-            request.max_tokens, stop, benchmark.chat, benchmark.batch_size, marks
+            request.max_tokens, stop, benchmark.chat, benchmark.batch_size, kept_tokens
         )
         groups.setdefault(settings, {}).setdefault(prompt, []).append(index)
     texts: dict[int, GeneratedText] = {}
@@ -466,15 +467,16 @@ def _reply(
         return Reply(windows=tuple(windows), tokens=len(query.tokens))
     loss = None
     if query.rows:
-        nats, _ = likelihoods[query.rows[0]]
-        loss = -nats / math.log(2) / query.reference_bytes
+        log_likelihood, _ = likelihoods[query.rows[0]]
+        # a log-likelihood in nats becomes a loss in bits per byte
+        loss = -log_likelihood / math.log(2) / query.reference_bytes
     if text is None:
         return Reply(ended="too_long", loss=loss)
     thought_and_answer = cut_at_stop_text(text.text, query.request.stop, query.prompt, chat=chat)
     ended = "stop" if thought_and_answer != text.text else text.ended
-    # `text` contains marks of thoughts, and special tokens by which `cut_at_stop_text` has found
-    # stop texts. Of these special tokens, only the marks of thoughts are kept in the reply.
-    for _, special_token in query.marks:
+    # The generated text still has two kinds of special tokens, `query.kept_tokens`. Those in MARKS
+    # begin or end a thought, and are needed below. The others were only needed to find stop texts.
+    for _, special_token in query.kept_tokens:
         if special_token not in MARKS:
             thought_and_answer = thought_and_answer.replace(special_token, "")
     answer = answer_after_thought(thought_and_answer, query.prompt, chat=chat)

@@ -88,7 +88,7 @@ def fits_family_module(widths: Sequence[int], element_size: int) -> bool:
 
 
 def _natural_form(layer: LayerPlan, element_size: int) -> LayerForm:
-    """The layer in the shape natural: the retained experts, each with its retained channels. The
+    """The layer in the shape "natural": the retained experts, each with its retained channels. The
     experts are stacked if the family's own module can hold them, otherwise packed one after the
     other. `element_size`: bytes of one weight."""
     widths = layer.widths
@@ -112,18 +112,18 @@ def _natural_form(layer: LayerPlan, element_size: int) -> LayerForm:
 
 
 def _masked_form(layer: LayerPlan, element_size: int) -> LayerForm:
-    """The layer in the shape masked: all experts in the original shape, with zeros for dropped
-    experts and channels. `element_size` is not used."""
+    """The layer in the shape "masked": all experts with all channels, and with zeros for dropped
+    experts and dropped channels. `element_size` is not used."""
     experts = range(layer.n_experts)
     stored = tuple(layer.masked_expert(expert) for expert in experts)
     return LayerForm(tuple(experts), stored, dropped=frozenset(layer.dropped))
 
 
 def _padded_form(layer: LayerPlan, element_size: int) -> LayerForm:
-    """The layer in the shape padded: all retained experts, each with as many channels as the widest
-    of them. This number is rounded up to a multiple of KERNEL_BYTES / `element_size`, so that the
-    bytes of a row of down are a multiple of KERNEL_BYTES. It never exceeds the original width.
-    `element_size`: bytes of one weight."""
+    """The layer in the shape "padded": all retained experts, each with as many channels as the
+    widest of them. This number is rounded up to a multiple of KERNEL_BYTES / `element_size`, so
+    that the bytes of a row of down are a multiple of KERNEL_BYTES. It never exceeds the original
+    width. `element_size`: bytes of one weight."""
     if layer.width is None:  # a plan of whole experts: no channel is dropped
         return _stacked_form(layer, None)
     step = max(1, KERNEL_BYTES // element_size)  # channels in KERNEL_BYTES

@@ -169,8 +169,9 @@ class Candidates:
         return sums
 
     def _average(self, schedule: Schedule, sums: Sequence[float]) -> float:
-        """The fitness of a schedule, from the sums of the rows. UserError for a fitness that is not
-        finite."""
+        """The fitness of a schedule: the average over evaluated positions. `sums`: for each row of
+        the search set, the sum of the fitness at the row's evaluated positions. UserError for an
+        average that is not finite."""
         value = average(sums, self._counts, self.settings.averaging)
         if not math.isfinite(value):
             raise UserError(

@@ -87,7 +87,8 @@ class SearchSettings:
 
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
-        """Raise ValueError for fields that contradict each other."""
+        """Raise ValueError if the elites fill the population, so that it has no place for children.
+        Raise ValueError also if `shift` is False and the fitness is not in UNSHIFTED."""
         if self.elites >= self.population:
             raise ValueError(
                 f"elites={self.elites}: expected fewer than the population of {self.population}, "

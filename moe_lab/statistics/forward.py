@@ -307,7 +307,7 @@ class ExpertsCall:
         """Compute the numerators that `normalize` divides. f is the output of an expert for a
         token, g is its gate in the model, and m is the token's row of `routed` (T, H), the routed
         output. `ala_first` is g <f, m> and `ala_second` is g^2 ||f||^2, one number for each of
-        `rows`. `loss` (T,) is ||m||^2."""
+        `rows`. `loss` (T,) is ||m||^2, the squared error of the residual stream if m were lost."""
         inner_products = torch.empty_like(self.norm_square)  # <f, m>
         for part, f in self.outputs:
             torch.sum(f * routed[self.rows.token[part]], -1, out=inner_products[part])

@@ -91,9 +91,9 @@ class States:
         self._delete(dropped - self.saved)
 
     def save(self, save_sums: Callable[[], None]) -> None:
-        """Write the retained states to files, call `save_sums`, which must save the sums of the
-        pass, and only then delete the files of dropped states. So a pass that is killed at any time
-        finds the states that belong to its saved sums."""
+        """Write the retained states to files, then call `save_sums`, then delete the files of
+        dropped states. `save_sums` must save the sums of the pass. At any time, the files include
+        the states that belong to the saved sums. So a pass can resume whenever it is killed."""
         for key in self.retained:
             for batch, state in self.in_memory[key].items():
                 if not self._file(key, batch).exists():

@@ -119,7 +119,8 @@ def check_device(name: str) -> None:
     cpu are always valid."""
     # a name without a number, such as cuda or balanced, needs the first device
     if name not in ("auto", "cpu") and int(name.partition(":")[2] or 0) >= len(visible_gpus()):
-        hardware_name(name)  # raises UserError
+        # the device is missing, so this raises UserError, with a message that says what is missing
+        hardware_name(name)
 
 
 def hardware_name(device: str) -> str:

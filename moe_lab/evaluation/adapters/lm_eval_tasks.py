@@ -111,8 +111,8 @@ def _add_requests(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapp
 
 
 def _load_published(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """Load a task or group of lm-eval with data from the benchmark's mirror. Returns what `_load`
-    returns."""
+    """Load a task or group of lm-eval with data from the benchmark's mirror. The result is
+    {"tasks": name -> task, "groups": name -> group of tasks}; a requested group comes first."""
     # lm-eval would need ten seconds to index all its tasks
     manager = TaskManager(include_path=str(task_folder(benchmark)), include_defaults=False)
     subsets = mirror.subsets(benchmark)  # subset -> split -> files
@@ -132,7 +132,7 @@ def _load_published(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 
 def _load_defined(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     """Load a task with items from a local file. Every split of the task has all items, whatever its
-    name. Returns what `_load` returns.
+    name. Returns {"tasks": name -> task, "groups": name -> group of tasks}.
 
     If parameters.definition is set, it defines the task, and the items are in the file
     benchmark.task. Otherwise, the file benchmark.task defines the task, in lm-eval's format, and
@@ -146,6 +146,8 @@ def _load_defined(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
         if definition_files
         else {"task": benchmark.name, "test_split": "test", **benchmark.parameters["definition"]}
     )
+    # The lambda replaces datasets.load_dataset. Its result has the rows of `items_file` in every
+    # split, whichever data set lm-eval asks for.
     loaded = _load(manager, definition, lambda *_, **__: _Splits(defaultdict(lambda: [items_file])))
     for task in loaded["tasks"].values():
         if _fewshot_split(task) is not None:

@@ -55,8 +55,10 @@ def results_step_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     If the harness of `benchmark` has two phases, the step is `Grade`; its input is a step
     `Generate`, which runs the model. Otherwise the step is `Evaluate`. `Evaluate` needs
     likelihoods, which a server does not give, so backend=server is replaced by backend=hf.
-    sandbox=auto is replaced by sandbox=namespaces, unless grading on this machine uses the sandbox
-    LIMITED. So all machines of the study grade in the same sandbox.
+
+    With sandbox=auto, a machine without namespaces may run the model's programs in the sandbox
+    LIMITED, which can change results. If this machine does not grade in LIMITED, sandbox=auto is
+    replaced by sandbox=namespaces, so that no other machine grades in LIMITED.
     """
     # the Python in which vLLM is installed
     backend = replace(config.backend, python=config.interpreters.get("vllm"))
@@ -67,12 +69,13 @@ def results_step_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     policy = Policy(
         config.allow_code_execution, config.sandbox, config.allow_judge, config.allow_pickled_data
     )
-    # some programs are not run in LIMITED, and count as wrong: so `sandbox` is part of the id
-    sandbox = LIMITED if harness.uses_limited_sandbox(benchmark, policy) else None
-    if policy.sandbox == "auto" and sandbox is None:
+    # this value is part of the step's id, because LIMITED changes results: it does not run some
+    # programs, which then count as wrong
+    limited_or_none = LIMITED if harness.uses_limited_sandbox(benchmark, policy) else None
+    if policy.sandbox == "auto" and limited_or_none is None:
         policy = replace(policy, sandbox=NAMESPACES)
 
-    grading = Grading(IdentifiedBenchmark.of(benchmark), policy, sandbox)
+    grading = Grading(IdentifiedBenchmark.of(benchmark), policy, limited_or_none)
     setup = BenchmarkSetup(benchmark, Questions(benchmark) if two_phases else None, backend)
 
     def results_of(pruned: Pruned) -> Evaluate | Grade:
