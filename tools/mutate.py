@@ -6,8 +6,9 @@
 `record` runs the tests once and records which test runs which line.
 
 `break` draws lines of moe_lab and analysis by the seed. In a copy of the last commit it changes one
-expression of each line, and runs the tests that run this line: the quickest tests first, up to five
-minutes in all; first those that `-m quick` selects, then all. It prints each change that no test
+expression of each line, and runs the tests that run this line, the quickest first, and then the
+other tests of their files, up to ten minutes in all; first those that `-m quick` selects, then
+all. It prints each change that no test
 noticed, so that a person can decide whether it is equivalent, and writes all results to
 FOLDER/SEED.jsonl. A run that was interrupted resumes where it stopped.
 """
@@ -33,9 +34,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path("/var/tmp/moe_lab-mutations")
-SECONDS = 300
-"""Most seconds of the tests of one line together. A change with which they run three times as long
-counts as noticed."""
+SECONDS = 600
+"""Most seconds of the tests of one line together, as `record` measured them with coverage. A change
+with which they run three times as long counts as noticed."""
 TIMES = "tests.xml"
 """Name of the file with the seconds of each test."""
 TEST = "MOE_LAB_TEST"
@@ -143,7 +144,7 @@ def break_lines(folder: Path, seed: int, count: int) -> int:
             continue
         if any(row["file"] == file and row["line"] == number for row in rows):
             continue
-        selected = quickest(tests, seconds)
+        selected = select(tests, seconds)
         if not selected:
             continue
         change = changed_line.strip()
@@ -173,36 +174,37 @@ def tested_lines(data: coverage.CoverageData) -> Iterator[tuple[str, int, list[s
 
 
 def seconds_of_tests(file: Path) -> Mapping[str, float]:
-    """`key_of_test` -> seconds of each test that passed. A test that fails without a broken line is
-    left out, because it would notice every line."""
-    cases = ElementTree.parse(file).getroot().iter("testcase")
+    """Id of a test -> seconds, for each test that passed. A test that fails without a broken line
+    is left out, because it would notice every line."""
     return {
-        key_of_test(case.attrib["classname"], case.attrib["name"]): float(case.attrib["time"])
-        for case in cases
-        if case.find("failure") is None and case.find("error") is None
+        id_of_test(case.attrib["classname"], case.attrib["name"]): float(case.attrib["time"])
+        for case in ElementTree.parse(file).getroot().iter("testcase")
+        if all(case.find(result) is None for result in ("failure", "error", "skipped"))
     }
 
 
-def quickest(tests: Sequence[str], seconds: Mapping[str, float]) -> list[str]:
-    """The quickest tests, in order of their seconds: as many as take SECONDS together, and at least
-    one. Tests without known seconds are left out."""
-    times = {
-        test: seconds[key]
-        for test in tests
-        if (key := key_of_test(*test.split("::", 1))) in seconds
-    }
-    ordered = sorted(times, key=times.__getitem__)
-    ends = itertools.accumulate(times[test] for test in ordered)
+def select(tests: Sequence[str], seconds: Mapping[str, float]) -> list[str]:
+    """The tests to run for a line that `tests` run: the quickest of these, then the quickest other
+    tests of their files, as many as take SECONDS together, and at least one. The others are needed
+    because a fixture of a file runs only in the first test that asks for it. Tests without known
+    seconds are left out.
+
+    seconds: id of a test -> seconds, as `seconds_of_tests` gives them."""
+    known = [test for test in tests if test in seconds]
+    files = {test.partition("::")[0] for test in known}
+    others = [test for test in seconds if test.partition("::")[0] in files and test not in known]
+    ordered = sorted(known, key=seconds.__getitem__) + sorted(others, key=seconds.__getitem__)
+    ends = itertools.accumulate(seconds[test] for test in ordered)
     return [test for test, end in zip(ordered, ends, strict=True) if end <= SECONDS] or ordered[:1]
 
 
-def key_of_test(module: str, name: str) -> str:
-    """A key that is equal for the same test in coverage's contexts and in pytest's XML report.
-
-    module: a path or a dotted name; classes are left out of the key."""
-    parts = module.removesuffix(".py").replace("/", ".").split(".")
-    without_classes = [part for part in parts if not part.startswith("Test")]
-    return ".".join([*without_classes, name.rpartition("::")[2]])
+def id_of_test(dotted_name: str, name: str) -> str:
+    """Pytest's id of a test, from the dotted name of its module or class and its own name, as an
+    XML report has them."""
+    parts = dotted_name.split(".")
+    classes = [part for part in parts if part.startswith("Test")]
+    module = "/".join(part for part in parts if not part.startswith("Test"))
+    return "::".join([f"{module}.py", *classes, name])
 
 
 def changes_of(file: Path, number: int) -> Iterator[tuple[str, str]]:

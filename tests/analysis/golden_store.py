@@ -186,17 +186,18 @@ def tables_and_figures(study: Study) -> tuple[dict[str, Table], dict[str, Figure
 
 
 def panel_contents(figure: Figure) -> list[dict[str, Any]]:
-    """The content of each panel of a figure: texts, and positions and colours of lines, bars,
-    points and images. The first entry has the texts of the legends."""
+    """The content of each panel of a figure: texts, and positions and colours of ticks, lines,
+    bars, points and images. The first entry has the texts of the legends and the size in inches."""
     legends = [text.get_text() for legend in figure.drawing.legends for text in legend.get_texts()]
     return [
-        {"legend": legends},
+        {"legend": legends, "size": _rounded_numbers(figure.drawing.get_size_inches())},
         *(_panel(axes) for axes in figure.drawing.axes if axes.get_visible()),
     ]
 
 
 def _panel(axes: Axes) -> dict[str, Any]:
-    labels = [*_ticks(axes.xaxis), *_ticks(axes.yaxis), *(text.get_text() for text in axes.texts)]
+    ticks = [*_ticks(axes.xaxis), *_ticks(axes.yaxis)]
+    labels = [*(label for label, _ in ticks), *(text.get_text() for text in axes.texts)]
     lines = [
         {
             "of": f"{line.get_label()} {line.get_color()} {line.get_markerfacecolor()}",
@@ -219,18 +220,24 @@ def _panel(axes: Axes) -> dict[str, Any]:
     return {
         "title": axes.get_title(loc="left"),
         "words": [axes.get_xlabel(), axes.get_ylabel(), *labels],
+        "ticks": _rounded_numbers([position for _, position in ticks]),
         "lines": lines,
         "bars": bars,
         "marks": [_rounded_numbers(mark) for mark in marks],
     }
 
 
-def _ticks(axis: Axis) -> list[str]:
-    """Labels in the visible range; outside of it, versions of matplotlib differ."""
+def _ticks(axis: Axis) -> list[tuple[str, float]]:
+    """(label, position) in the visible range; outside of it, versions of matplotlib differ."""
     low, high = sorted(axis.get_view_interval())
     axis.get_ticklabels()  # which brings the ticks up to date
-    labels = [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
-    return [label.get_text() for label in labels if label.get_visible() and label.get_text()]
+    ticks = []
+    for tick in axis.get_major_ticks():
+        for label in (tick.label1, tick.label2):
+            is_shown = label.get_visible() and label.get_text()
+            if is_shown and low <= tick.get_loc() <= high:
+                ticks.append((label.get_text(), float(tick.get_loc())))
+    return ticks
 
 
 def _outline(patch: Patch) -> list[float | None]:

@@ -245,7 +245,11 @@ def test_overlaps_of_two_models_are_pooled(two_models: Study) -> None:
     assert find("unified.fig5").items(results) == [], "one model alone is in the pooled figure"
     both = pd.concat([results.overlaps, results.overlaps.assign(model="a")])
     results.__dict__["overlaps"] = both
-    assert find("unified.fig5").items(results)
+    [figure] = find("unified.fig5").items(results)
+    assert isinstance(figure, Figure)
+    titles = [axes.get_title("left") for axes in figure.drawing.axes]
+    for model in set(both["model"]):
+        assert [title for title in titles if title.startswith(f"{model}, ")]
 
 
 def test_rows_of_a_model_stand_together(two_models: Study) -> None:

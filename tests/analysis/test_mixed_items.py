@@ -189,6 +189,15 @@ def test_drawn_front_begins_with_the_lowest_cost(perplexities: Study) -> None:
     assert pruned == ["Frequency", "REAP", "MAN"]
 
 
+@pytest.mark.parametrize(("costs", "is_drawn"), [((0.3, 0.4), True), ((0.301, 0.302), False)])
+def test_front_is_drawn_if_costs_differ_in_per_cent(
+    costs: tuple[float, float], is_drawn: bool, perplexities: Study
+) -> None:
+    results = Results(with_costs(perplexities, [1.0, costs[0], costs[1], costs[1]]))
+    figure = pareto_figure(results.study, results.comparisons[0], "front")
+    assert (figure is not None) == is_drawn
+
+
 def test_radar_of_losses_is_not_drawn() -> None:
     benchmarks = ("a", "b", "c")
     losses = {(cell, name): 9.0 - cell for cell in range(4) for name in benchmarks}

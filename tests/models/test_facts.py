@@ -222,6 +222,7 @@ def test_inspect_describes_routers_and_biases_of_experts(
     code, output = inspected(capsys, "model=local", f"model.path={tmp_path}")
     assert code == 0
     assert router in output
+    assert ("correction bias" in output) == ("correction bias" in router)
     assert "exports natural, masked" in output
     no_channels = "channels none, for its experts have biases" in output
     assert ("heapr" in output) != no_channels == biased

@@ -36,7 +36,13 @@ from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
-from moe_lab.pruning.selection import count_ties, make_channel_plan, make_plan, merge_experts
+from moe_lab.pruning.selection import (
+    count_ties,
+    make_channel_plan,
+    make_plan,
+    merge_experts,
+    replace_by_constants,
+)
 from moe_lab.statistics.observe import collect_statistics
 from moe_lab.statistics.streaming import stream
 
@@ -691,3 +697,11 @@ def test_align_names_a_wrong_argument(merges: bool, arguments: dict[str, Any], f
     plan = random_plan(model, "merged", share=0.5) if merges else tiny.plan(model, 0.5)
     with pytest.raises(UserError, match=field):
         moe_lab.align(model, plan=plan, **arguments)
+
+
+def test_constants_replace_dropped_experts_alone() -> None:
+    outputs = numpy.arange(6.0).reshape(3, 2)
+    replaced = replace_by_constants(LayerPlan(3, (0, 2)), outputs, width=4)
+    assert replaced.constants is not None
+    assert replaced.constants.tolist() == [[2.0, 3.0]]
+    assert replace_by_constants(LayerPlan(3, (0, 1, 2)), outputs, width=4).constants is None

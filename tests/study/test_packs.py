@@ -151,6 +151,13 @@ def test_few_steps_are_packed_if_there_is_a_pack(
         Packing(store).pack()
 
 
+def test_the_end_of_a_run_packs_few_steps(stores: Stores) -> None:
+    """Tests set MANY to 1,000 by now, so only the end of a run packs these steps."""
+    root = stores.packs.root
+    assert start(root, study_request("criterion=random", "seed=4", "ratio=.25")) == 0
+    assert not [*root.glob("plan/*"), *root.glob("evaluate/*")]
+
+
 def test_a_step_reads_inputs_from_packs(store: Store, tmp_path: Path) -> None:
     """`Files.read` finds inputs that another run packs before the step begins, or while it runs."""
 
