@@ -1,5 +1,4 @@
-"""Collect an engine's answers to items: encode prompts, order and batch them, and part the texts
-into thoughts and answers. No torch."""
+"""Collect an engine's answers to items. No torch."""
 
 from __future__ import annotations
 
@@ -43,10 +42,9 @@ from moe_lab.evaluation.items import (
 from moe_lab.json_files import ResultCache
 
 BATCHES_PER_CALL = 16
-"""Batches of likelihoods that are computed in one call of the engine, which puts rows with a common
-prefix into the same batch."""
+"""Batches of likelihoods that are computed in one call of the engine."""
 USUAL_LENGTH = 2048
-"""Tokens of a window of a document, where neither the benchmark nor the model sets a length."""
+"""Tokens of a window of a document if neither the benchmark nor the model sets a length."""
 COMPUTED = "computed.jsonl"
 """File of the `ResultCache` of a step, in its folder of partial results."""
 _EXCERPT = 40
@@ -66,12 +64,12 @@ class _Query:
     """Tokens of the prompt or document; () for a Pair, whose row has its tokens."""
     rows: list[Row] = field(default_factory=list)
     """Rows to score: the reference after the prompt, the continuation after the context, or the
-    windows."""
+    windows of the document."""
     reference_bytes: int = 0
     """Bytes of the reference's scored tokens."""
     kept_tokens: tuple[tuple[int, str], ...] = ()
-    """(token id, text) of special tokens that stay in the generated text: those that part it into
-    thought and answer, and those that stop texts contain."""
+    """(token id, text) of special tokens that stay in the generated text: those that begin or end a
+    thought, and those that stop texts contain."""
 
 
 def collect_answers(
@@ -80,12 +78,10 @@ def collect_answers(
     benchmark: BenchmarkConfig,
     cache: ResultCache | None = None,
 ) -> list[Answer]:
-    """The engine's answers to the items, in the order of the items. Results in `cache` are not
-    computed again.
+    """The engine's answers to the items, in the order of the items.
 
     UserError for a prompt that leaves too few tokens for its answer, and for a text to score that
-    is too long or has no token. These errors are raised before the engine computes anything.
-    FloatingPointError for a likelihood that is not finite.
+    is too long or has no token. FloatingPointError for a likelihood that is not finite.
     """
     cache = cache or ResultCache()
     encoder = _Encoder(engine, benchmark)
@@ -95,7 +91,7 @@ def collect_answers(
     prompts = encoder.prompts(queries)
     texts = _generate(engine, prompts, queries, benchmark, cache)
     likelihoods: dict[Row, Likelihood] = {}
-    # an engine may score the right answer to a prompt while it generates a text
+    # an engine may score the right answer while it generates a text
     for index, prompt in prompts.items():
         likelihood = texts[index].likelihood
         if prompt.answer and likelihood:
@@ -144,11 +140,7 @@ def render_prompt(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
 
 
 class _Encoder:
-    """Turns the requests of a benchmark into queries and prompts for an engine.
-
-    A query is a request with its prompt, the tokens of the prompt and the rows to score. A row is
-    tokens of which all from index `start` on are scored: their likelihood is computed.
-    """
+    """Turns the requests of a benchmark into queries and prompts for an engine."""
 
     def __init__(self, engine: Engine, benchmark: BenchmarkConfig) -> None:
         self.engine = engine
@@ -166,8 +158,7 @@ class _Encoder:
         """The token that precedes a text if the first token of the text is predicted too."""
         self._first_text = None if self.first_token is None else tokenizer.decode(self.first_token)
         self._appended = appended_tokens(tokenizer)
-        """Tokens that the tokenizer appends to every text, such as an end token. `_tokens` drops
-        them, because the model must continue the text."""
+        """Tokens that the tokenizer appends to every text, such as an end token."""
         if self._appended:
             warnings.warn(
                 f"the model's tokenizer appends {tokenizer.decode(self._appended)!r} to every "
@@ -176,7 +167,7 @@ class _Encoder:
             )
 
     def query(self, request: Request) -> _Query:
-        """Render the prompt of a request, encode the prompt, and make the rows to score."""
+        """The query of a request."""
         if isinstance(request, Document):
             tokens = self._tokens(request.text)
             return _Query(request, request.text, tokens, self._windows(request, tokens))
@@ -196,22 +187,22 @@ class _Encoder:
         return query
 
     def _tokens(self, text: str) -> tuple[int, ...]:
-        """Token ids of `text`. The tokenizer's leading special tokens are added, unless the text
-        begins with them or is a rendered chat. Trailing special tokens are dropped."""
+        """Token ids of `text`, with the tokenizer's leading special tokens. Appended tokens are
+        dropped, because the model must continue the text."""
+        # the text has its leading special tokens already
         if self.benchmark.chat or (self._first_text and text.startswith(self._first_text)):
             return _encode_text(self.engine.tokenizer, text, add_special=False)
         tokens = _encode_text(self.engine.tokenizer, text, add_special=True)
         return tokens[: len(tokens) - len(self._appended)]
 
     def _add_reference(self, query: _Query, reference: str) -> None:
-        """Set the row of `query` to its prompt followed by the reference. There is no row if the
-        prompt or the reference has no token, or if the row is longer than `max_length`. As in
-        lm-eval, white space at the end of the prompt counts as part of the reference."""
+        """Set the row of `query` to its prompt followed by the reference. As in lm-eval, white
+        space at the end of the prompt counts as part of the reference."""
         stripped_prompt = query.prompt.rstrip()
         text = query.prompt + reference
         start = len(self._tokens(stripped_prompt))
         tokens = self._tokens(text)
-        # both parts have tokens, and the row is not longer than `max_length`, if there is one
+        # both parts have tokens, and the row is not too long
         if 0 < start < len(tokens) <= (self.max_length or len(tokens)):
             query.rows = [Row(tokens, start)]
             query.reference_bytes = len(
@@ -220,11 +211,10 @@ class _Encoder:
 
     def _pair_row(self, context: str, continuation: str) -> Row:
         """The row of a context and its continuation. As in lm-eval, white space at the end of the
-        context counts as part of the continuation. UserError if the context or the continuation
-        has no token: a continuation without tokens would have the largest likelihood, 1.
+        context counts as part of the continuation.
 
-        An empty context is replaced by `first_token`. If this is None, or the continuation begins
-        with it, the first token of the continuation serves as the context and is not scored."""
+        An empty context is replaced by `first_token`. If `first_token` is None, or the continuation
+        begins with it, the first token of the continuation is not scored."""
         if context:
             tokens = self._tokens(context + continuation)
             start = len(self._tokens(context.rstrip()))
@@ -233,6 +223,7 @@ class _Encoder:
             start = 1
             if self.first_token is not None and tokens[:1] != (self.first_token,):
                 tokens = (self.first_token, *tokens)
+        # a continuation without tokens would have the largest likelihood, 1
         if not 0 < start < len(tokens):
             raise UserError(
                 f"{self.name}: the {'answer' if start else 'question'} has no token of its own in "
@@ -242,10 +233,10 @@ class _Encoder:
         return Row(tokens, start)
 
     def check_pairs(self, queries: Sequence[_Query]) -> None:
-        """Raise UserError if the row of a context and its continuation has more than `max_length` +
-        1 tokens. One more is possible because the model does not read the last token of a row."""
+        """Raise UserError if the row of a context and its continuation is too long."""
         rows = [query.rows[0] for query in queries if isinstance(query.request, Pair)]
         longest = max((len(row.tokens) for row in rows), default=0)
+        # one more, because the model does not read the last token of a row
         if self.max_length is not None and longest > self.max_length + 1:
             setting = "model" if self.max_length == self.engine.max_length else "max_length"
             raise UserError(
@@ -255,10 +246,7 @@ class _Encoder:
             )
 
     def _windows(self, document: Document, tokens: Sequence[int]) -> list[Row]:
-        """The rows of a document, one for each window. With `document.from_nothing`, the windows
-        are those of `_rolling_windows`. Otherwise the windows do not overlap, and UserError is
-        raised if `document.length` is less than two tokens or more than the model reads, or if the
-        text has fewer than two tokens."""
+        """The rows of a document, one for each window."""
         limit = self.max_length
         if document.from_nothing:
             return _rolling_windows(
@@ -280,11 +268,10 @@ class _Encoder:
         return rows
 
     def prompts(self, queries: Sequence[_Query]) -> dict[int, Prompt]:
-        """Index of a query -> its prompt, for the queries whose request is a `Text`. A prompt must
-        fit into `max_length` together with its answer.
+        """Index of a query -> its prompt, for the queries whose request is a `Text`.
 
-        UserError for a prompt that does not fit. If its request has `skip_long`, and another prompt
-        fits, the prompt is left out instead.
+        UserError for a prompt that does not fit into `max_length` together with its answer. If its
+        request has `skip_long`, and another prompt fits, the prompt is left out instead.
         """
         prompts: dict[int, Prompt] = {}
         # (tokens of the prompt, request) of prompts that do not fit
@@ -316,17 +303,16 @@ class _Encoder:
         return prompts
 
 
-# cached, since all plans of a model get the same questions, one plan after the other
+# cached, because all plans of a model get the same questions
 @lru_cache(maxsize=1 << 13)
 def _encode_text(tokenizer: Any, text: str, add_special: bool) -> tuple[int, ...]:
-    """Token ids of `text`. `add_special`: whether the tokenizer adds its special tokens."""
+    """Token ids of `text`."""
     return tuple(tokenizer([text], add_special_tokens=add_special, verbose=False).input_ids[0])
 
 
 def _rolling_windows(tokens: Sequence[int], length: int) -> list[Row]:
     """Rows that together predict each of `tokens` once, except the first token, as in lm-eval. A
-    row has at most `length` + 1 tokens. Each row except the last predicts `length` tokens. The last
-    row predicts the remaining tokens, after as many earlier tokens as fit into the row."""
+    row has at most `length` + 1 tokens."""
     last = len(tokens) - 1
     # index of the last token of each row
     ends = [*range(length, last, length), last] if last > 0 else []
@@ -348,11 +334,8 @@ def _generate(
     benchmark: BenchmarkConfig,
     cache: ResultCache,
 ) -> dict[int, GeneratedText]:
-    """Index of a query -> the text that is generated after its prompt. Only one text is generated
-    for equal prompts with the same settings. Among prompts with the same settings, the longest come
-    first."""
-    # A stop text must not end a thought. So the engine gets no stop texts for a model that may
-    # think; `cut_at_stop_text` applies the stop texts to the model's answers.
+    """Index of a query -> the text that is generated after its prompt."""
+    # a stop text must not end a thought; `cut_at_stop_text` applies the stop texts later
     is_thinker = benchmark.chat and may_think(engine.tokenizer)
     # settings -> prompt -> indices of the queries with this prompt
     groups: dict[GenerationSettings, dict[Prompt, list[int]]] = {}
@@ -391,7 +374,6 @@ def _generate_batch(
                 check_finite(nats, "log-likelihood")
         return [[text.text, text.ended, text.likelihood] for text in texts]
 
-    # the part of the cache's key that identifies the prompts and the answers to score after them
     prompt_keys = [
         [prompt.tokens, prompt.answer and [prompt.answer.start, prompt.answer.tokens]]
         for prompt in batch
@@ -422,7 +404,7 @@ def _score(
 
 
 def _finite_scores(engine: Engine, rows: Sequence[Row], batch_size: int) -> list[Any]:
-    """The engine's likelihood of each row. FloatingPointError for one that is not finite."""
+    """The engine's likelihood of each row."""
     likelihoods = engine.score(rows, batch_size)
     for nats, _ in likelihoods:
         check_finite(nats, "log-likelihood")
@@ -431,8 +413,7 @@ def _finite_scores(engine: Engine, rows: Sequence[Row], batch_size: int) -> list
 
 def _sorted_by_question(rows: Iterable[Row]) -> list[Row]:
     """The rows sorted by question, so that rows with the same question get into the same batch. The
-    question of a row is the tokens before `row.start`. The question with the longest row comes
-    first."""
+    question of a row is the tokens before `row.start`."""
     # question -> number of tokens of its longest row
     lengths: dict[tuple[int, ...], int] = {}
     for row in rows:
@@ -445,7 +426,6 @@ def _sorted_by_question(rows: Iterable[Row]) -> list[Row]:
 
 
 def _slices(values: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
-    """Yield consecutive slices of `size` values; the last slice may be shorter."""
     for start in range(0, len(values), size):
         yield values[start : start + size]
 
@@ -456,9 +436,8 @@ def _slices(values: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
 def _reply(
     query: _Query, text: GeneratedText | None, likelihoods: Mapping[Row, Likelihood], *, chat: bool
 ) -> Reply:
-    """The reply to the request of `query`. The reply to a `Text` has the thought and the answer in
-    the generated `text`, and the loss on the reference in bits per byte; `text` is None if the
-    prompt was too long. The reply to another request has the likelihoods of the query's rows."""
+    """The reply to the request of `query`. `text`: the generated text; None for a request other
+    than a `Text`, and for a prompt that was too long."""
     if not isinstance(query.request, Text):
         windows = []
         for row in query.rows:
@@ -468,14 +447,13 @@ def _reply(
     loss = None
     if query.rows:
         log_likelihood, _ = likelihoods[query.rows[0]]
-        # a log-likelihood in nats becomes a loss in bits per byte
+        # bits per byte
         loss = -log_likelihood / math.log(2) / query.reference_bytes
     if text is None:
         return Reply(ended="too_long", loss=loss)
     thought_and_answer = cut_at_stop_text(text.text, query.request.stop, query.prompt, chat=chat)
     ended = "stop" if thought_and_answer != text.text else text.ended
-    # The generated text still has two kinds of special tokens, `query.kept_tokens`. Those in MARKS
-    # begin or end a thought, and are needed below. The others were only needed to find stop texts.
+    # special tokens outside MARKS were only needed to find stop texts
     for _, special_token in query.kept_tokens:
         if special_token not in MARKS:
             thought_and_answer = thought_and_answer.replace(special_token, "")
@@ -485,9 +463,8 @@ def _reply(
 
 
 def cut_at_stop_text(text: str, stop: Sequence[str], prompt: str = "", *, chat: bool = True) -> str:
-    """The generated `text`, cut at the first stop text in its answer. Stop texts in the thought are
-    ignored. `stop`: stop texts. `prompt`: the prompt, which may begin the thought. `chat`: whether
-    the prompt is a conversation."""
+    """The generated `text`, cut at the first stop text in its answer. `stop`: stop texts. `prompt`:
+    the prompt, which may begin the thought. `chat`: whether the prompt is a conversation."""
     answer = answer_after_thought(text, prompt, chat=chat) or ""
     end = min(
         (answer.index(stop_text) for stop_text in stop if stop_text in answer), default=len(answer)

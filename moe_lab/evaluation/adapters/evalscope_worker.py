@@ -2,8 +2,6 @@
 these questions.
 
 The process needs EvalScope and the standard library, but no other package of moe_lab's environment.
-EvalScope's adapter of the task reads the data, writes the prompts, extracts the answers and
-compares them. Processes that run programs read pipes of this process, so they end with it.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from typing import Any
 
 from moe_lab.evaluation.adapters import evalscope_code
 
-# EvalScope's state of a score that was computed. Its other states are for judges, and for answers
-# that could not be compared.
+# EvalScope's state of a score that was computed
 _SCORED = "success"
 _VERSIONS = ("evalscope", "datasets", "math-verify", "sympy")
 Samples = dict[str, Any]
@@ -35,13 +32,11 @@ def questions(**task: Any) -> list[dict[str, Any]]:
 
 
 def grade(texts: dict[str, str], **task: Any) -> dict[str, Any]:
-    """Grade answers. If the answers are programs, they are run. Returns {"samples": one verdict per
-    answer, "versions": package -> version}.
+    """Grade answers. Returns {"samples": one verdict per answer, "versions": package -> version}.
 
     A verdict is {"item": name; "outcome": score, or None if EvalScope could not compare the answer;
     "extracted": the extracted answer; "why": the reason of a failure}.
-    `texts`: name of an item -> answer; `task`: keyword arguments of `load`, without hides_tests.
-    AssertionError unless `texts` has exactly the items of the task.
+    `texts`: name of an item -> answer. `task`: keyword arguments of `load`, without hides_tests.
     """
     grade_answer: Callable[[Any, Any], dict[str, Any]] = _verdict
     threads = 1
@@ -72,8 +67,8 @@ def load(
     *,
     hides_tests: bool,
 ) -> tuple[Any, Samples]:
-    """EvalScope's adapter of the task `name`, and its samples in the order of the data, subset by
-    subset. Raises evalscope_code.DataError if there are no samples.
+    """EvalScope's adapter of the task `name`, and its samples. Raises evalscope_code.DataError if
+    there are no samples.
 
     `folder`: the data, in the layout of the Hugging Face hub; EvalScope may delete files in it.
     `dataset_args`: EvalScope's settings of the task. `limit`: number of items, taken evenly from
@@ -99,9 +94,7 @@ def load(
 
 
 def _names_and_samples(subsets: Any, limit: int | None) -> Iterator[tuple[str, Any]]:
-    """Yield (name, sample) for at most `limit` samples. `subsets`: name of a subset -> samples. The
-    name of a sample consists of the subset, the sample's number and a digest of the prompt. The
-    digest changes with the prompt, so that an answer to an earlier prompt matches no sample."""
+    """Yield (name, sample) for at most `limit` samples. `subsets`: name of a subset -> samples."""
     # sorted by number first, so that the limit takes items evenly from the subsets
     order = sorted((sample.id, subset) for subset, samples in subsets.items() for sample in samples)
     selected_items = set(order[:limit])
@@ -109,18 +102,18 @@ def _names_and_samples(subsets: Any, limit: int | None) -> Iterator[tuple[str, A
         for sample in samples:
             if (sample.id, subset) in selected_items:
                 prompt = json.dumps(_messages(sample), sort_keys=True)
+                # with the digest, an answer to an earlier prompt matches no sample
                 digest = sha256(prompt.encode()).hexdigest()
                 yield f"{subset}/{sample.id} {digest[:8]}", sample
 
 
 def _messages(sample: Any) -> list[dict[str, str]]:
-    """The conversation of a sample: role and content of each message."""
+    """The conversation of a sample."""
     return [{"role": message.role, "content": message.text} for message in sample.input]
 
 
 def _state(sample: Any, text: str) -> Any:
-    """EvalScope's state of an item for which the model, here named moe_lab, has generated
-    `text`."""
+    """EvalScope's state of an item for which the model has generated `text`."""
     from evalscope.api.evaluator import TaskState
     from evalscope.api.model import ModelOutput
 
@@ -129,10 +122,8 @@ def _state(sample: Any, text: str) -> Any:
 
 
 def _verdict(adapter: Any, state: Any) -> dict[str, Any]:
-    """EvalScope's verdict on an answer: {"outcome": the score, None if EvalScope could not compare
-    the answer; "extracted": the extracted answer; "why": the reason if the answer is wrong}.
-
-    `adapter`: EvalScope's adapter of the task; `state`: EvalScope's state of the answer."""
+    """A verdict as in `grade`, without "item". `adapter`: EvalScope's adapter of the task; `state`:
+    EvalScope's state of the answer."""
     score = adapter.calculate_metrics(state).score
     values = list(score.value.values()) if score.status == _SCORED else [None]
     assert len(values) == 1, f"an answer has several scores: {score}"

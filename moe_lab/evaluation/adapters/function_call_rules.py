@@ -1,8 +1,7 @@
 """The AST check of the Berkeley Function Calling Leaderboard (BFCL v4), for functions in Python.
 
-Pure functions on JSON values: no code is run. A question comes with functions. The right answer is
-a list of calls, in which every argument has a list of allowed values. If "" is an allowed value,
-the argument may be left out.
+A question comes with functions. The right answer is a list of calls, in which every argument has a
+list of allowed values. If "" is an allowed value, the argument may be left out.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Undecodable(ValueError):
 
 def decode_calls(answer: str, functions: Sequence[Mapping[str, Any]] = ()) -> list[Call]:
     """The calls in an answer. docs/evaluation.md lists the forms of calls. Raises Undecodable for
-    an answer that has none of these forms. A <tool_call> block in another form is skipped.
+    an answer that has none of these forms.
 
     `answer`: the model's text after its thought. `functions`: the descriptions of functions that
     came with the question.
@@ -81,19 +80,16 @@ def decode_calls(answer: str, functions: Sequence[Mapping[str, Any]] = ()) -> li
 
 
 def _descriptions_by_name(functions: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Name of a function -> description. If several functions have the same name, the first
-    counts."""
+    """Name of a function -> description."""
     # reversed, so that the first description replaces later ones
     return {function["name"]: function for function in reversed(functions)}
 
 
 def _call_in_block(block: str, descriptions: Mapping[str, Mapping[str, Any]]) -> Call | None:
-    """The call in a <tool_call> block. A block has one of two forms: JSON, or the name of a
-    function followed by <arg_key> and <arg_value> tags. None for a block in neither form.
-    `descriptions`: name -> description of a function."""
+    """The call in a <tool_call> block: JSON, or the name of a function followed by <arg_key> and
+    <arg_value> tags. None for other blocks. `descriptions`: name -> description of a function."""
     name = block.partition("<arg_key>")[0].strip()
-    # A block without tags is JSON, unless it is just the name of a described function: then it is a
-    # call without arguments.
+    # a block that is just the name of a function is a call without arguments
     if "<arg_key>" not in block and name not in descriptions:
         document = _json(block)
         return None if document is None else _call(document)
@@ -104,9 +100,7 @@ def _call_in_block(block: str, descriptions: Mapping[str, Mapping[str, Any]]) ->
 
 
 def _value(text: str, description: Mapping[str, Any]) -> Any:
-    """The value of an argument that is written as `text` in an <arg_value> tag. If the argument's
-    `description` declares a string, the value is the text. Otherwise the text is parsed as JSON or
-    as a Python literal; if both fail, the value is the text."""
+    """The value of an argument that is written as `text` in an <arg_value> tag."""
     if TYPES.get(str(description.get("type"))) is str:
         return text
     for parse in (json.loads, ast.literal_eval):
@@ -124,13 +118,10 @@ def _calls_in_messages(answer: str, descriptions: Mapping[str, Any]) -> list[Cal
 
     A call is a message with the recipient `to=functions.NAME`, whose text is a JSON object of
     arguments. The recipient may come before or after the message's channel, which is `commentary`
-    or `analysis`. Calls that are only mentioned in the text of a message are ignored.
-
-    The answer may lack the special tokens of the format, such as `<|channel|>`. Then nothing
-    separates NAME from a following `json` or `commentary`. So the pattern tries the names in
-    `descriptions` before it accepts any other name.
+    or `analysis`.
     """
-    # longest first, because a name may begin with another name
+    # Without special tokens such as `<|channel|>`, nothing separates the name from a following
+    # `json`. So known names are tried first, longest first.
     names = "|".join([*map(re.escape, sorted(descriptions, key=len, reverse=True)), r"[^\s<{]+?"])
     # the rest of a message's header after `to=functions.`; group 1 is the function's name
     header = re.compile(
@@ -155,7 +146,7 @@ def _calls_in_messages(answer: str, descriptions: Mapping[str, Any]) -> list[Cal
 
 
 def _json(text: str) -> Any:
-    """The value of a JSON text; None if the text is not JSON or is null."""
+    """The value of a JSON text; None if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -185,8 +176,8 @@ def answer_mistake(
 
     `answer`: the model's text after its thought, or None if the thought does not end. `functions`:
     the descriptions of functions that came with the question. `right_calls`: the calls of a right
-    answer, in any order, each {name: {argument: allowed values}}. If `right_calls` is empty, no
-    call helps to answer the question, and any call is wrong, even a malformed call.
+    answer, in any order, each {name: {argument: allowed values}}. If `right_calls` is empty, any
+    call is wrong.
     """
     if answer is None:
         return "expected an answer, found a thought that does not end"
@@ -221,9 +212,8 @@ def _call_mistake(
     call: Call, name: str, options: Mapping[str, Sequence[Any]], parameters: Mapping[str, Any]
 ) -> str | None:
     """A sentence that says why `call` is not a call of the function `name` with allowed arguments;
-    None if the call is right. `options`: argument -> allowed values. An argument whose allowed
-    values contain "" may be left out. `parameters`: the schema of all arguments, from the
-    function's description."""
+    None if the call is right. `options`: argument -> allowed values. `parameters`: the schema of
+    all arguments."""
     if call.name != name:
         return f"expected {name}, found {call.name}"
     for argument in parameters.get("required", ()):
@@ -244,15 +234,10 @@ def _call_mistake(
 
 
 def _is_allowed(value: Any, description: Mapping[str, Any], allowed_values: Sequence[Any]) -> bool:
-    """Whether BFCL accepts the `value` of an argument: it has the type that the argument's
-    `description` declares, and is one of the allowed values. Texts are compared after `_normalize`.
-
-    An int counts as a float where a float is declared. An empty list is accepted if "" is allowed.
+    """Whether BFCL accepts the `value` of an argument.
 
     For some arguments, a right answer passes a variable. Then the allowed values are names of
-    variables, which are texts, whatever the declared type. So a value of another type than the
-    declared one is accepted if it equals an allowed value and has the type of the first allowed
-    value other than ""."""
+    variables, which are texts, whatever type the `description` declares."""
     declared_type = TYPES[description["type"]]
     allowed_type = _type_of_first(allowed_values)
     if description["type"] == "float" and type(value) is int:
@@ -262,7 +247,7 @@ def _is_allowed(value: Any, description: Mapping[str, Any], allowed_values: Sequ
         return value_type is allowed_type and value in allowed_values
     if not _has_element_types(value, description, allowed_values):
         return False
-    # the allowed values are names of variables: only an equal value is right
+    # the allowed values are names of variables
     if allowed_type not in (None, declared_type):
         return value in allowed_values
     typed_values: list[Any] = [
@@ -288,11 +273,7 @@ def _has_element_types(
     value: Any, description: Mapping[str, Any], allowed_values: Sequence[Any]
 ) -> bool:
     """Whether BFCL accepts the types of the elements of a list; True for a value that is no list.
-
-    One of the allowed values must accept all elements. An allowed list accepts elements of the
-    declared type and elements of the type of its own first element other than "". An allowed value
-    that is no list, such as "", accepts all elements. An int element is not accepted as a float.
-    """
+    One of the allowed values must accept all elements."""
     if not isinstance(value, list):
         return True
     declared_type = TYPES[description["items"]["type"]]
@@ -304,20 +285,16 @@ def _has_element_types(
 
 
 def _normalize(value: Any) -> Any:
-    """A text in lower case, without spaces and without the characters `,./-_*^`, and with double
-    quotes in place of single quotes. Any other value is returned unchanged."""
+    """A text as BFCL compares it; any other value unchanged."""
     return _IGNORED.sub("", value).lower().replace("'", '"') if isinstance(value, str) else value
 
 
 def _normalize_list(values: Iterable[Any]) -> list[Any]:
-    """The normalized values."""
     return [_normalize(value) for value in values]
 
 
 def _is_dict_allowed(value: Mapping[str, Any], option: Mapping[str, Any]) -> bool:
-    """Whether the dict `value` is allowed by `option` (key -> allowed values). Each key of `value`
-    must be in `option` and have an allowed value. A key of `option` may be missing in `value` if ""
-    is one of the key's allowed values."""
+    """Whether the dict `value` is allowed by `option` (key -> allowed values)."""
     for key, entry in value.items():
         if key not in option or _normalize(entry) not in _normalize_list(option[key]):
             return False
@@ -325,8 +302,7 @@ def _is_dict_allowed(value: Mapping[str, Any], option: Mapping[str, Any]) -> boo
 
 
 def _is_list_allowed(value: Sequence[Any], option: Sequence[Any]) -> bool:
-    """Whether the list `value` is allowed by the list `option`. Both must have the same length, and
-    each dict in `option` must allow the dict at the same index in `value`."""
+    """Whether each dict in `value` is allowed by the dict at the same index in `option`."""
     return len(value) == len(option) and all(
         isinstance(entry, dict) and isinstance(allowed, dict) and _is_dict_allowed(entry, allowed)
         for entry, allowed in zip(value, option, strict=True)
@@ -334,8 +310,8 @@ def _is_list_allowed(value: Sequence[Any], option: Sequence[Any]) -> bool:
 
 
 def tool(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert BFCL's `function` to a tool for chat templates. Types are named as in JSON schema.
-    BFCL's note that the function is in Python 3 is appended to the entry `description`."""
+    """Convert BFCL's `function` to a tool for chat templates, with types named as in JSON
+    schema."""
     description = f"{function.get('description', '')}{PYTHON_NOTE}"
     parameters = _schema(function["parameters"])
     return {
@@ -345,8 +321,7 @@ def tool(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schema(description: Mapping[str, Any]) -> dict[str, Any]:
-    """The description of a parameter, including its inner parameters, with types named as in JSON
-    schema."""
+    """The description of a parameter, with types named as in JSON schema."""
     schema = {**description, "type": SCHEMA_TYPES.get(description["type"], description["type"])}
     if "properties" in schema:
         schema["properties"] = {

@@ -1,8 +1,4 @@
-"""lm-eval's tasks, prompts, filters and metrics with moe_lab's data, generation and likelihoods.
-
-An object of lm-eval, the task, provides the requests, the filters and the metrics of each item.
-lm-eval's own `evaluate` uses the same methods of the task.
-"""
+"""lm-eval's tasks, prompts, filters and metrics with moe_lab's data, generation and likelihoods."""
 
 from __future__ import annotations
 
@@ -49,14 +45,13 @@ class _Row:
     question: _Question
     answer: Answer
     filter: str
-    """Name of the filter."""
     extracted: Sequence[Any]
     """The reply to each request, after the filter."""
     metrics: Mapping[str, Any]
 
 
 def items(benchmark: BenchmarkConfig) -> list[Item]:
-    """The items of a task, or of a group of tasks, with their requests.
+    """The items of a task, or of a group of tasks.
 
     Raises UserError for a metric that cannot be computed for a single item, such as BLEU, and for a
     task that needs sampling, runs programs or shows images.
@@ -75,8 +70,8 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
 
 
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
-    """The results and samples of a benchmark. Replies are filtered and graded as by lm-eval. An
-    answer whose thought does not end counts as wrong."""
+    """The results and samples of a benchmark. An answer whose thought does not end counts as
+    wrong."""
     tasks_by_name = load_tasks(benchmark)
     questions_by_task = _questions_by_task(tasks_by_name, benchmark)
     rows = _graded_rows(questions_by_task, {answer.item: answer for answer in answers})
@@ -92,8 +87,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
         samples += result_samples
     evaluated_tasks = [questions[0].task for questions in questions_by_task]
     protocol = {
-        # Without `data`, the items are in a local file and benchmark.task is a path. So the name
-        # of the loaded task is given.
+        # without `data`, benchmark.task is a path
         "task": benchmark.task if benchmark.data is not None else next(iter(tasks_by_name)),
         "task_version": ", ".join(sorted({str(task.VERSION) for task in evaluated_tasks})),
         "num_fewshot": evaluated_tasks[0].config.num_fewshot,
@@ -107,11 +101,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
 def _questions_by_task(
     tasks_by_name: Mapping[str, Any], benchmark: BenchmarkConfig
 ) -> list[list[_Question]]:
-    """The questions of each task, one list per task. `tasks_by_name`: name -> task.
-
-    A question is named by the `id` of its item or, if the item has no `id`, by the item's number.
-    If two of these names are equal, all questions of the task are named by the items' numbers. With
-    several tasks, "TASK/" precedes the name."""
+    """The questions of each task, one list per task. `tasks_by_name`: name -> task."""
     questions_by_task: list[list[_Question]] = []
     for task_name in indices_to_evaluate(tasks_by_name, benchmark.limit):
         task = tasks_by_name[task_name]
@@ -136,8 +126,7 @@ def _questions_by_task(
 def _request(
     request: Instance, question: _Question, benchmark: BenchmarkConfig
 ) -> Text | Pair | Document:
-    """Convert a request of lm-eval into a request of moe_lab: a Document for a text to score, a
-    Pair for a continuation to score after its context, a Text for a text to generate."""
+    """Convert a request of lm-eval into a request of moe_lab."""
     if request.request_type == "loglikelihood_rolling":
         return Document(request.args[0], from_nothing=True)
     context, continuation_or_settings = request.args[:2]
@@ -157,8 +146,8 @@ def _request(
 
 
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of the setting with the largest number of tokens. If a task has several of them, the first
-counts, as in lm-eval."""
+"""Names of the setting with the largest number of tokens. The first that is set counts, as in
+lm-eval."""
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
 _NEUTRAL_VALUES = {
     "num_beams": 1,
@@ -174,8 +163,7 @@ def _limit_and_stop(
     settings: Mapping[str, Any], task: str, benchmark: BenchmarkConfig
 ) -> tuple[int, tuple[str, ...]]:
     """The largest number of new tokens, and the stop texts, by lm-eval's rules. `settings`: the
-    task's generation_kwargs; `task`: name of the task. UserError for settings that change greedy
-    generation, and for a limit or stop texts of a wrong type."""
+    task's generation_kwargs; `task`: name of the task."""
     settings = {name: value for name, value in settings.items() if value is not None}
     field = f"benchmark {benchmark.name}: {task}: generation_kwargs"
     # without do_sample, lm-eval samples at temperatures above 0
@@ -210,9 +198,8 @@ def _limit_and_stop(
 def _graded_rows(
     questions_by_task: Sequence[Sequence[_Question]], answers: Mapping[str, Answer]
 ) -> list[_Row]:
-    """One row for each filter of a task and each question, with lm-eval's metrics. Rows are sorted
-    by task, then by filter, then by question. An answer with an unfinished thought gets 0.0 in each
-    metric in which higher is better. `answers`: name of a question -> answer to the question."""
+    """One row for each filter of a task and each question. `answers`: name of a question ->
+    answer."""
     rows = []
     for questions in questions_by_task:
         for question in questions:
@@ -228,14 +215,13 @@ def _graded_rows(
                 request.filtered_resps = {}
         first_question = questions[0]
         first_question.task.apply_filters()
-        # name of a filter -> the response after the filter; the names are the same for each request
+        # name of a filter -> response after the filter; the names are the same for each request
         response_by_filter = first_question.requests[0].filtered_resps
         for filter_name, question in product(response_by_filter, questions):
             answer = answers[question.name]
             extracted = [request.filtered_resps[filter_name] for request in question.requests]
             values = question.task.process_results(question.doc, extracted)
-            # The thought is unfinished, so there is no answer, and lm-eval has graded "" in its
-            # place. Some metrics count "" as right.
+            # lm-eval has graded an unfinished thought as "", which some metrics count as right
             if answer.reply.text is None:
                 higher_is_better = question.task.higher_is_better()
                 for metric, value in values.items():
@@ -247,7 +233,7 @@ def _graded_rows(
 
 def _rows_of_metric(metric: str, rows: Sequence[_Row], benchmark: BenchmarkConfig) -> list[_Row]:
     """The rows of the filter of `metric`. `metric` is METRIC,FILTER or, if the task has only one
-    filter, METRIC. UserError for an unknown metric or filter."""
+    filter, METRIC."""
     metric_name, _, requested_filter = metric.partition(",")
     filters = list(dict.fromkeys(row.filter for row in rows))
     filter_name = requested_filter or filters[0]
@@ -267,7 +253,7 @@ _LOSS_AGGREGATIONS: Mapping[Aggregation, tuple[Scale, str, float]] = {
     metrics.bits_per_byte: ("loss", "bits per byte", 1 / math.log(2)),
 }
 """lm-eval's aggregation of log-likelihoods -> (scale, unit of the loss, factor from nats to this
-unit). The unit of a weighted perplexity is in the name of its metric, such as word_perplexity."""
+unit)."""
 _ITEM_AGGREGATIONS = (metrics.mean, metrics.nanmean, *_LOSS_AGGREGATIONS)
 """Aggregations that give each item an outcome."""
 
@@ -276,13 +262,8 @@ def _aggregation(
     metric: str, tasks_by_name: Mapping[str, Any], benchmark: BenchmarkConfig
 ) -> Aggregation:
     """lm-eval's function that computes the score of a metric from the values of all items.
-    `tasks_by_name`: name of a task -> task. All tasks are checked, and the last task's function is
-    returned.
-
-    Standard errors and comparisons of models need an outcome of each item. Means and perplexities
-    give one. UserError for other functions, such as f1 and BLEU, and for a perplexity of several
-    tasks.
-    """
+    `tasks_by_name`: name of a task -> task. UserError for f1, BLEU and other functions
+    that give no outcome of each item."""
     aggregation: Aggregation = metrics.mean
     for name, task in tasks_by_name.items():
         functions = task.aggregation()
@@ -315,10 +296,9 @@ def _result(
     rows: Sequence[_Row],
     benchmark: BenchmarkConfig,
 ) -> tuple[Result, list[Sample]]:
-    """The result named `result_name` and the samples of this result. For a group in which all tasks
-    have the same weight, the score is the mean of the tasks' scores. `aggregation`: lm-eval's
-    function for the score of `metric`. `rows`: the rows of the metric's filter."""
-    metric_name = metric.partition(",")[0]  # without the filter
+    """The result named `result_name` and its samples. `aggregation`: lm-eval's function for the
+    score of `metric`. `rows`: the rows of the metric's filter."""
+    metric_name = metric.partition(",")[0]
     if aggregation not in _LOSS_AGGREGATIONS:
         samples = [
             _sample(result_name, metric_name, row, float(row.metrics[metric_name])) for row in rows
@@ -339,8 +319,8 @@ def _result(
     losses = []
     weights = []
     for row in rows:
-        # A log-likelihood or, for a weighted perplexity, (log-likelihood, weight). The weight is
-        # the number of units of text, such as words.
+        # A log-likelihood or, for a weighted perplexity, (log-likelihood, weight). The weight is a
+        # number of units, such as words.
         value = row.metrics[metric_name]
         nats, weight = value if isinstance(value, tuple) else (value, 1.0)
         loss = -nats / weight * factor_from_nats
@@ -353,9 +333,8 @@ def _result(
 
 
 def _samples_by_task(rows: Sequence[_Row], samples: Sequence[Sample]) -> list[list[Sample]]:
-    """One list of samples for each task, in which the field "units" is the weight of a sample. All
-    tasks have the same total weight, and all weights add up to the number of samples. `rows`: the
-    row of each sample."""
+    """One list of samples for each task. The field "units" is the weight of a sample; all tasks
+    have the same total weight. `rows`: the row of each sample."""
     by_task: dict[str, list[Sample]] = {}
     for row, sample in zip(rows, samples, strict=True):
         by_task.setdefault(row.question.task.config.task, []).append(sample)
@@ -368,9 +347,8 @@ def _samples_by_task(rows: Sequence[_Row], samples: Sequence[Sample]) -> list[li
 
 
 def _mean_of_tasks(results: Sequence[Result]) -> Result:
-    """One result for several tasks, from the result of each task. The score is the mean of the
-    tasks' scores. The standard error is lm-eval's `unweighted_mean_stderr`, or None if a task has
-    no standard error. `n` is the total number of items. Other fields are those of `results[0]`."""
+    """One result for several tasks, from the result of each task. "stderr" is lm-eval's
+    `unweighted_mean_stderr`, or None if a task has none."""
     stderrs = [result["stderr"] for result in results if result["stderr"] is not None]
     stderr = math.hypot(*stderrs) / len(results) if len(stderrs) == len(results) else None
     score = math.fsum(result["score"] for result in results) / len(results)
@@ -383,20 +361,16 @@ def _mean_of_tasks(results: Sequence[Result]) -> Result:
 
 
 def _sample(result_name: str, metric: str, row: _Row, outcome: float) -> Sample:
-    """The sample of a row. If the row has no generated text, the sample's output is the
-    log-likelihoods as JSON.
-
-    For a question with continuations to score, the extracted answer is the index of the likeliest
-    continuation. This is the one with the largest log-likelihood or, for the metric acc_norm, with
-    the largest log-likelihood per character. `answer_loss` is the loss on the right one."""
+    """The sample of a row. Without a generated text, the sample's output is the log-likelihoods as
+    JSON. For a question with continuations to score, the extracted answer is the index of the
+    likeliest continuation."""
     request_type = row.question.requests[0].request_type
     nats = [reply.nats for reply in row.answer.replies]
     if request_type == "generate_until":
         return row.answer.sample(result_name, outcome, str(row.extracted[0]))
     if request_type == "loglikelihood_rolling":
         return row.answer.sample(result_name, outcome, "", json.dumps(round(nats[0], 4)))
-    # characters of a continuation, or 1, which leaves its log-likelihood as it is; a continuation
-    # begins with a space, which lm-eval does not count
+    # lm-eval does not count the space with which a continuation begins
     divisors = [
         len(request.args[1]) - 1 if metric == "acc_norm" else 1 for request in row.question.requests
     ]

@@ -30,19 +30,15 @@ _TASK = re.compile(r"^[\"']?(?:task|group)[\"']?: *[\"']?([\w-]+)[\"']? *$", re.
 def task_folder(benchmark: BenchmarkConfig) -> Path:
     """The folder of lm-eval with the definition of benchmark.task: parameters.folder or, by
     default, the folder that is named like the task. UserError when the folder or the task does not
-    exist.
-
-    lm-eval indexes only this folder, because indexing all its 14,000 files takes ten seconds.
-    """
+    exist."""
     package = find_spec("lm_eval")
     # if lm-eval is not installed, `LmEval.missing_requirements` has reported this before
     assert package is not None and package.origin is not None
     root = Path(package.origin).parent / "tasks"
     name = str(benchmark.parameters.get("folder", benchmark.task))
     folder = root / name
-    # `root`, the folder of all tasks, would take too long to index
+    # lm-eval would need ten seconds to index the 14,000 files in `root`
     if not folder.is_dir() or folder == root:
-        # the error suggests the folders beside the missing folder or, if there are none, in `root`
         parent = folder.parent if folder.parent.is_dir() and folder != root else root
         folder_names = [str(path.relative_to(root)) for path in parent.iterdir() if path.is_dir()]
         raise unknown_name_error(
@@ -61,7 +57,7 @@ def definition_files(task: Path) -> tuple[list[Path], dict[str, str]]:
 
     `files` are the definition and all definitions that it includes; the modules named by
     `!function` in the definitions; all local modules that those modules import; and the data files
-    named in the modules, see `_data_files`. UserError for a file that is missing or unreadable.
+    named in the modules. UserError for a file that is missing or unreadable.
     """
     files: dict[Path, None] = {}  # an ordered set
     versions: dict[str, str] = {}
@@ -87,8 +83,7 @@ def definition_files(task: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def _references(file: Path) -> tuple[list[str], list[str]]:
-    """(included files, functions) of the definition in `file`: the file names after `include`, and
-    the function names after `!function`. UserError for a file that cannot be read or contains no
+    """The file names after `include`, and the function names after `!function`, in a
     definition."""
     functions: list[str] = []
 
@@ -117,7 +112,7 @@ def _references(file: Path) -> tuple[list[str], list[str]]:
 
 def _data_files(module_file: Path) -> Iterator[Path]:
     """Yield the files that a module names: each string in the code that is the path of an existing
-    file, relative to the folder of the module. UserError for a module that is not Python."""
+    file, relative to the folder of the module."""
     try:
         tree = ast.parse(module_file.read_bytes())
     except (SyntaxError, ValueError) as error:
@@ -139,8 +134,7 @@ _PROGRAM_EVENTS = (
     "subprocess.Popen",
     "socket.connect",
 )
-"""Audit events of starting a program or a connection. Files that the program or the other side of
-the connection reads cause no audit event in this process."""
+"""Audit events of starting a program or a connection."""
 _LIBRARIES = [
     *(
         Path(sysconfig.get_path(name)).resolve()
@@ -159,15 +153,14 @@ class _Observer:
     def __init__(self, reader: str) -> None:
         self.reader = reader
         self.files: set[str] = set()
-        # The last error that `notice` raised. The code that started a program may have caught it,
-        # so `restrict_reads_to` raises it again.
+        # kept, because the code that started a program may catch the error
         self.refusal: UserError | None = None
         running_threads = {thread.native_id for thread in threading.enumerate()}
         self.ignored_threads = running_threads - {threading.get_native_id()}
 
     def notice(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Record the file that an audit event opens. UserError for an event of _PROGRAM_EVENTS: the
-        error prevents the start of the program or connection."""
+        """Record the file that an audit event opens. UserError for an event of _PROGRAM_EVENTS,
+        which prevents the start."""
         if threading.get_native_id() in self.ignored_threads:
             return
         if event == "open":
@@ -191,8 +184,7 @@ class _Observer:
 
 @cache
 def _install_hook() -> None:
-    """Pass audit events to all observers from now on. Later calls do nothing, because Python cannot
-    remove a hook."""
+    """Pass audit events to all observers from now on. Python cannot remove a hook."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         for observer in _observers:
@@ -205,10 +197,10 @@ def _install_hook() -> None:
 def restrict_reads_to(files: Collection[Path], reader: str) -> Iterator[None]:
     """A context in which the code of a task may read only `files` and the files of Python and of
     packages. `files` identify the items of the task. At the end, the task's modules are removed
-    from sys.modules, because the next task may have modules with the same names.
+    from sys.modules.
 
     UserError when another file is read, and when a program or a connection is started. The message
-    begins with `reader`. Files opened by native code are not detected: they cause no audit event.
+    begins with `reader`. Files opened by native code are not detected.
     """
     identifying_files = {str(file.resolve()) for file in files}
     modules_before = _module_files()
@@ -220,14 +212,14 @@ def restrict_reads_to(files: Collection[Path], reader: str) -> Iterator[None]:
     finally:
         _observers.remove(observer)
         modules = _module_files()
-        # Packages that were imported before are not the task's. Their folder need not be one of
-        # _LIBRARIES.
+        # packages that were imported before, which need not be in one of _LIBRARIES
         package_files = {
             file for name, file in modules.items() if name.partition(".")[0] in modules_before
         }
         sources = {_source(path) for path in observer.files}
         files_read = {str(file) for file in sources if file.is_file() and not _is_of_library(file)}
         other_files = files_read - identifying_files - package_files
+        # the next task may have modules with the same names
         for name, file in modules.items():
             if file in identifying_files | other_files:
                 del sys.modules[name]
@@ -242,8 +234,7 @@ def restrict_reads_to(files: Collection[Path], reader: str) -> Iterator[None]:
 
 
 def _module_files() -> dict[str, str]:
-    """Name of a module -> its file, for each imported module with a file. Namespace packages have
-    no file."""
+    """Name of a module -> its file, for each imported module with a file."""
     # a copy of the items, because reading an attribute of a module may import other modules
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     return {name: file for name, file in files.items() if file}
@@ -257,8 +248,7 @@ def _source(path: str) -> Path:
 
 
 def _is_of_library(file: Path) -> bool:
-    """Whether a file belongs to Python, an installed package or the system: it is in a folder named
-    site-packages or dist-packages (`SITE`), or in one of `_LIBRARIES`."""
+    """Whether a file belongs to Python, an installed package or the system."""
     return bool(SITE.intersection(file.parts)) or any(
         file.is_relative_to(folder) for folder in _LIBRARIES
     )

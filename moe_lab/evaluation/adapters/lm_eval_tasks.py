@@ -34,21 +34,20 @@ datasets.disable_progress_bars()
 
 def load_tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """Name of a task -> lm-eval's task with its requests: one task, or all tasks of a group such as
-    mmlu. Raises the errors of `tasks_and_groups`."""
+    mmlu."""
     tasks_by_name: dict[str, Any] = tasks_and_groups(benchmark)["tasks"]
     return tasks_by_name
 
 
 def tasks_and_groups(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """{"tasks": name -> task with its requests, "groups": name -> group of tasks}. Built once per
-    process for benchmarks with the same questions.
+    """{"tasks": name -> task with its requests, "groups": name -> group of tasks; a requested group
+    comes first}.
 
     UserError when the task evaluates a split other than `benchmark.split`, when the task has fewer
     few-shot examples than it shows, and when an item to evaluate has no right answer.
     """
     key = json.dumps(harness_of(benchmark).question_identity(benchmark))
     if key not in _tasks_by_identity:
-        # no progress bar
         with patch.object(lm_eval.api.task, "tqdm", lambda iterable, **_: iterable):
             _tasks_by_identity[key] = _load_with_requests(benchmark)
     return _tasks_by_identity[key]
@@ -56,8 +55,8 @@ def tasks_and_groups(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 
 def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
     """Whether the score of a group is the mean over its tasks, each with the same weight (lm-eval's
-    weight_by_size=false). False for a single task, and for a group without rules of aggregation:
-    their scores are means over all items. UserError if a group has rules, but none for `metric`."""
+    weight_by_size=false), not the mean over all items. UserError if a group has rules of
+    aggregation, but none for `metric`."""
     groups = list(tasks_and_groups(benchmark)["groups"].values())
     if not groups:
         return False
@@ -80,9 +79,8 @@ def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
 
 
 def _load_with_requests(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """The tasks and groups of a benchmark, as returned by `tasks_and_groups`. The code of a task
-    with items from a local file may read only the files that identify the items."""
-    if benchmark.data is not None:  # a task of lm-eval, with items from a published data set
+    """The result of `tasks_and_groups`."""
+    if benchmark.data is not None:  # items from a published data set
         return _add_requests(_load_published(benchmark), benchmark)
     identifying_files, _ = harness_of(benchmark).hashed_files(benchmark)
     with restrict_reads_to(identifying_files, f"benchmark {benchmark.name}"):
@@ -91,7 +89,7 @@ def _load_with_requests(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 
 def _add_requests(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     """Configure the tasks in `loaded`, build the requests of the items to evaluate, and return
-    `loaded`. Its keys are "tasks" and "groups", as in `tasks_and_groups`."""
+    `loaded`."""
     tasks_by_name = loaded["tasks"]
     for name, task in tasks_by_name.items():
         _configure(task, name, benchmark)
@@ -103,16 +101,14 @@ def _add_requests(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapp
             samples=numbers,
             apply_chat_template=benchmark.chat,
             fewshot_as_multiturn=benchmark.chat,
-            # lm-eval expects a text from a chat template, so it gets the messages as JSON;
-            # `lm_eval._request` decodes them
+            # lm-eval expects a text from a chat template; `lm_eval._request` decodes the JSON
             chat_template=(lambda messages, **_: json.dumps(messages)) if benchmark.chat else None,
         )
     return loaded
 
 
 def _load_published(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """Load a task or group of lm-eval with data from the benchmark's mirror. The result is
-    {"tasks": name -> task, "groups": name -> group of tasks}; a requested group comes first."""
+    """Load a task or group of lm-eval with data from the benchmark's mirror."""
     # lm-eval would need ten seconds to index all its tasks
     manager = TaskManager(include_path=str(task_folder(benchmark)), include_defaults=False)
     subsets = mirror.subsets(benchmark)  # subset -> split -> files
@@ -131,13 +127,7 @@ def _load_published(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 
 
 def _load_defined(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """Load a task with items from a local file. Every split of the task has all items, whatever its
-    name. Returns {"tasks": name -> task, "groups": name -> group of tasks}.
-
-    If parameters.definition is set, it defines the task, and the items are in the file
-    benchmark.task. Otherwise, the file benchmark.task defines the task, in lm-eval's format, and
-    the items are in the JSON lines file of the same name.
-    """
+    """Load a task with items from a local file. Every split of the task has all items."""
     # definition_files: the file that defines the task; empty if parameters.definition is set
     *definition_files, items_file = harness_of(benchmark).data_files(benchmark)
     manager = TaskManager(include_defaults=False)
@@ -146,13 +136,10 @@ def _load_defined(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
         if definition_files
         else {"task": benchmark.name, "test_split": "test", **benchmark.parameters["definition"]}
     )
-    # The lambda replaces datasets.load_dataset. Its result has the rows of `items_file` in every
-    # split, whichever data set lm-eval asks for.
     loaded = _load(manager, definition, lambda *_, **__: _Splits(defaultdict(lambda: [items_file])))
     for task in loaded["tasks"].values():
         if _fewshot_split(task) is not None:
-            # Examples are taken from the items too. lm-eval excludes an item from its own examples
-            # only if test_split and fewshot_config.split name the same split.
+            # lm-eval excludes an item from its own examples only if both splits have the same name
             task.config.test_split = task.config.fewshot_config.split = _evaluated_split(task)
     return loaded
 
@@ -160,10 +147,9 @@ def _load_defined(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 def _load(
     manager: TaskManager, task: str | dict[str, Any], load_dataset: Callable[..., Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """{"tasks": name -> task, "groups": name -> group of tasks}; a requested group comes first.
-    `task`: name of a task or group, path of a definition, or the definition itself. `load_dataset`
-    replaces `datasets.load_dataset`, from which lm-eval gets the data. UserError if lm-eval cannot
-    read the first item."""
+    """{"tasks": name -> task, "groups": name -> group of tasks}. `task`: name of a task or group,
+    path of a definition, or the definition itself. `load_dataset` replaces
+    `datasets.load_dataset`."""
     with patch.object(datasets, "load_dataset", load_dataset):
         try:
             loaded: Mapping[str, Any] = manager.load([task])
@@ -176,15 +162,15 @@ def _load(
 
 
 class _Splits(dict[str, Any]):
-    """Name of a split -> its rows. The rows are read from files when the split is first used; a
-    split without files is empty. `files`: name of a split -> files."""
+    """Name of a split -> its rows, which are read when the split is first used. `files`: name of a
+    split -> files."""
 
     def __init__(self, files: defaultdict[str, list[Path]]) -> None:
         super().__init__()
         self.files = files
 
     def __missing__(self, split: str) -> Any:
-        """Read the rows of a split from its files, and keep the rows for later uses."""
+        """Read the rows of a split from its files, and keep them."""
         self[split] = datasets.Dataset.from_list(
             [row for file in self.files[split] for row in mirror.read_rows(file)]
         )
@@ -192,8 +178,7 @@ class _Splits(dict[str, Any]):
 
 
 def _configure(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
-    """Apply the benchmark's settings to a task. UserError for a task that runs programs or shows
-    images, evaluates a split other than `benchmark.split`, or fails `_check_examples`."""
+    """Apply the benchmark's settings to a task, and check the task."""
     for feature in ("UNSAFE_CODE", "MULTIMODAL"):
         if getattr(task, feature, False):
             raise UserError(
@@ -205,8 +190,7 @@ def _configure(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
         raise UserError(
             f"benchmark {benchmark.name}: split={benchmark.split}, but {name} evaluates {split}"
         )
-    # The benchmark's shots replace the task's num_fewshot. Only a task with items from a local file
-    # (no benchmark.data) keeps its own num_fewshot if the benchmark has shots=0.
+    # a task with items from a local file keeps its own num_fewshot if the benchmark has shots=0
     if benchmark.shots or benchmark.data is not None or task.config.num_fewshot is None:
         task.set_config(key="num_fewshot", value=benchmark.shots)
     if task.config.num_fewshot:
@@ -250,8 +234,7 @@ def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
         )
     examples = Counter(json.dumps(doc, sort_keys=True, default=str) for doc in task.fewshot_docs())
     count = examples.total()
-    # lm-eval excludes the item with all its copies, so the item with the most copies is left with
-    # the fewest examples
+    # lm-eval excludes the item with all its copies
     if excludes_item:
         count -= max(examples.values(), default=0)
     if count < shots:
@@ -263,9 +246,8 @@ def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
 
 def _check_labels(task: Any, name: str, numbers: Sequence[int], benchmark: BenchmarkConfig) -> None:
     """Raise UserError for an item whose label is hidden (-1, null) or is none of its choices.
-    lm-eval would grade every answer to such an item as wrong. Tasks that grade by a function
-    (process_results) are not checked. `numbers`: indices of the items to check."""
-    if task.config.process_results is not None:
+    `numbers`: indices of the items to check."""
+    if task.config.process_results is not None:  # a function grades
         return
     for number in numbers:
         doc = task.task_docs[number]
@@ -297,8 +279,8 @@ def indices_to_evaluate(
     tasks_by_name: Mapping[str, Any], limit: int | None
 ) -> dict[str, list[int]]:
     """Name of a task -> indices of the items to evaluate: 0, 1, ... With a `limit`, each task in
-    turn gives its next item, until there are `limit` items in total. Tasks that give no item are
-    left out. `tasks_by_name`: name of a task -> task."""
+    turn gives its next item, until there are `limit` items in total. `tasks_by_name`: name of a
+    task -> task."""
     sizes = {name: len(task.task_docs) for name, task in tasks_by_name.items()}
     items_in_turn = sorted((number, name) for name, size in sizes.items() for number in range(size))
     counts = Counter(name for _, name in items_in_turn[:limit])

@@ -1,6 +1,6 @@
 """Engines compute texts and likelihoods, batch by batch: the loaded model (`hf.py`), a process of
-vLLM (`vllm.py`) or a server (`server.py`). `answers.py` calls them. This module imports neither
-torch nor openai, so that the preflight is fast.
+vLLM (`vllm.py`) or a server (`server.py`). This module imports neither torch nor openai, so that
+the preflight is fast.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class Row:
     token is predicted, not read."""
 
     tokens: tuple[int, ...]
-    """Token ids."""
     start: int
     """Index of the first predicted token, at least 1."""
 
@@ -64,7 +63,7 @@ class Prompt:
     tokens: tuple[int, ...]
     answer: Row | None = None
     """A right answer after the prompt. An engine may compute the answer's likelihood in the pass
-    that generates the text, which costs less than a second pass."""
+    that generates the text."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,7 @@ class GenerationSettings:
     """Stop texts. Generation may end after a stop text, and need not: the caller cuts off what
     follows. Prompts are not searched for stop texts."""
     chat: bool = False
-    """Whether prompts are conversations, which a chat template has written with all special
-    tokens."""
+    """Whether a chat template has written the prompts, with all special tokens."""
     batch_size: int = 64
     """Prompts in one forward pass, or requests under way at the same time."""
     marks: tuple[tuple[int, str], ...] = ()
@@ -118,11 +116,10 @@ class Engine(ABC):
         self, prompts: Sequence[Prompt], generation: GenerationSettings
     ) -> list[GeneratedText]:
         """Generate a text after each prompt. FloatingPointError if a chosen token has no finite
-        likelihood; only engines that see likelihoods can check this."""
+        likelihood."""
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
-        """The likelihood of each row. UserError by default: engines that compute likelihoods
-        override this method."""
+        """The likelihood of each row. UserError if the engine computes no likelihoods."""
         raise UserError(
             f"{type(self).__name__} computes no likelihoods: expected backend=hf or backend=vllm"
         )
@@ -136,8 +133,7 @@ def generated_text(
     end_token_ids: Collection[int],
 ) -> GeneratedText:
     """The text of the `new_tokens`, which follow the `prompt_tokens`, up to the first end token.
-    Special tokens are left out, except for `generation.marks`. `end_token_ids`: ids of the end
-    tokens."""
+    Special tokens are left out, except for `generation.marks`."""
     # number of tokens before the end token
     length = next(
         (index for index, token in enumerate(new_tokens) if token in end_token_ids), len(new_tokens)
@@ -148,14 +144,13 @@ def generated_text(
     text = ""
     start = len(end_of_prompt)
     # The tokens between two marks are decoded together. A few earlier tokens are decoded with them,
-    # because the text of a token may depend on the tokens before it. `_decode` omits marks, so they
-    # are added here.
+    # because the text of a token may depend on the tokens before it.
     mark_indices = [index for index in range(start, len(tokens)) if tokens[index] in marks]
     for end in (*mark_indices, len(tokens)):
         context_start = max(0, start - _CONTEXT_TOKENS)
         context_text = _decode(tokenizer, tokens[context_start:start])
         text += _decode(tokenizer, tokens[context_start:end])[len(context_text) :]
-        if end < len(tokens):
+        if end < len(tokens):  # `_decode` has omitted the mark
             text += marks[tokens[end]]
         start = end + 1  # after the mark
     reached_limit = len(new_tokens) >= generation.max_tokens and length == len(new_tokens)
