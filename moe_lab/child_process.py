@@ -1,10 +1,8 @@
 """Child processes that answer requests, in lines of JSON.
 
-`ChildProcess` starts such a process, sends requests to the process and ends it. `serve` answers
-requests in the child process; `python -m moe_lab.child_process MODULE` serves the functions of a
-module. A request is [method, arguments]. Its replies are any number of {"item": value} and then
-{"done": result}, or {"error": message, "kind": class of the error}. A child process ends when its
-standard input is closed, which also happens when its parent is killed.
+`ChildProcess` sends requests, and `serve` answers them in the child process.
+`python -m moe_lab.child_process MODULE` serves the functions of a module. A child process ends when
+its standard input is closed, which also happens when its parent is killed.
 
 Standard library only: the child process may run in another interpreter.
 """
@@ -30,8 +28,7 @@ GRACE = 20.0
 
 
 class ProcessEnded(RuntimeError):
-    """The child process has ended. The message has the exit code or the signal, and the last line
-    of the process's log."""
+    """The child process has ended."""
 
 
 class ErrorReply(RuntimeError):
@@ -43,11 +40,8 @@ class ErrorReply(RuntimeError):
 
 
 class ChildProcess(AbstractContextManager["ChildProcess"]):
-    """A child process that calls methods of one object, the worker. The parent process, which
-    creates this ChildProcess, requests the calls. In the child process, the function `serve` reads
-    the requests and replies to them. The child's standard error goes to a temporary file, the log.
-    `command` starts the child process; `environment`, `folder` and `umask` are its environment
-    variables, its current folder and its umask."""
+    """A child process in which `serve` calls methods of one object, the worker. The child's
+    standard error goes to a temporary file, the log."""
 
     def __init__(
         self,
@@ -66,11 +60,11 @@ class ChildProcess(AbstractContextManager["ChildProcess"]):
             stderr=self._log,
             text=True,
             encoding="utf-8",
-            start_new_session=True,  # with a process group of its own, which `close` kills
+            start_new_session=True,  # its own process group, which `close` kills
             umask=umask,
         )
         self._log_content = b""
-        """Content of the log when the log was last read. After `close` there is only this copy."""
+        """Copy of the log that remains after `close`."""
         self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
         """Replies of the child, one line each; "" after the child has closed its output."""
         threading.Thread(target=self._listen, daemon=True).start()
@@ -79,23 +73,20 @@ class ChildProcess(AbstractContextManager["ChildProcess"]):
         self.close()
 
     def call(self, method: str, seconds: float | None = None, **arguments: Any) -> Any:
-        """Call the worker's method `method` with `arguments`, and return its result. The method
-        must not be a generator. `seconds`: time limit for the reply; None: no limit. Raises
-        ErrorReply, ProcessEnded and TimeoutError as `replies` does."""
-        # without a generator, the first reply is the only one
+        """Call the worker's method `method`, and return its result. The method must not be a
+        generator. Arguments and errors are those of `replies`."""
         return next(self.replies(method, seconds, **arguments))["done"]
 
     def replies(
         self, method: str, seconds: float | None = None, **arguments: Any
     ) -> Iterator[dict[str, Any]]:
-        """Call the worker's method `method` with `arguments`, and yield the child's replies. If the
-        method is a generator, there is a reply {"item": value} for each value. The last reply is
+        """Call the worker's method `method`, and yield the child's replies. If the method is a
+        generator, there is a reply {"item": value} for each value. The last reply is
         {"done": result}. `seconds`: time limit for each reply; None: no limit.
 
         Raises ErrorReply if the method fails, ProcessEnded if the child has ended, and TimeoutError
-        if a reply takes too long. After ProcessEnded and TimeoutError the child does not run any
-        more. The child is also ended if the caller stops before the last reply, because the
-        remaining replies would be taken for those to the next request.
+        if a reply takes too long. The child is ended after TimeoutError, and if the caller stops
+        before the last reply.
         """
         assert self.process.stdin is not None
         is_finished = False
@@ -126,11 +117,12 @@ class ChildProcess(AbstractContextManager["ChildProcess"]):
                     raise ErrorReply(reply["error"], reply["kind"])
                 yield reply
         finally:
+            # the remaining replies would be taken for those to the next request
             if not is_finished:
                 self.close()
 
     def log(self) -> str:
-        """Text that the child has printed so far, without its replies."""
+        """Text that the child has printed so far."""
         # pread, because seek would move the position at which the child writes
         if not self._log.closed:
             file = self._log.fileno()
@@ -139,14 +131,13 @@ class ChildProcess(AbstractContextManager["ChildProcess"]):
 
     def close(self) -> None:
         """Close the child's standard input, and wait up to GRACE seconds for the child to end. Then
-        kill what is left of its process group: the child, and processes that the child started."""
+        kill what is left of its process group."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with suppress(OSError):
             self.process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE)
-        # One of these errors is raised if no process of the group is left. Which one depends on the
-        # system.
+        # one of these errors, depending on the system, if no process of the group is left
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -163,8 +154,7 @@ class ChildProcess(AbstractContextManager["ChildProcess"]):
 
 
 def _last_line(log: str) -> str:
-    """The last non-blank line of a log, for error messages. For a log without such a line, a text
-    that says so."""
+    """The last non-blank line of a log, for error messages."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return lines[-1] if lines else "nothing in its log"
 
@@ -176,8 +166,7 @@ def serve(worker: object, at_end: Callable[[], object] = lambda: None) -> None:
 
     A request is [name of a method of `worker`, arguments]. The reply is {"done": result of the
     method}, or {"error": message, "kind": class of the error}. If the method is a generator,
-    replies {"item": value} come before {"done": null}. Everything that a method prints goes to
-    standard error.
+    replies {"item": value} come before {"done": null}.
     """
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     # only replies may be written to the original standard output: prints go to standard error
@@ -186,7 +175,6 @@ def serve(worker: object, at_end: Callable[[], object] = lambda: None) -> None:
     sys.stdout = sys.stderr
 
     def reply(**content: Any) -> None:
-        """Write one line to the original standard output."""
         output.write(json.dumps(content) + "\n")
         output.flush()
 
@@ -201,13 +189,12 @@ def serve(worker: object, at_end: Callable[[], object] = lambda: None) -> None:
                 result = None
             reply(done=result)
         except Exception as error:  # noqa: BLE001 - the parent process reports the error
-            sys.excepthook(*sys.exc_info())  # prints the stack trace to standard error
+            sys.excepthook(*sys.exc_info())
             reply(error=_sentence(error), kind=type(error).__name__)
 
 
 def _receive(requests: queue.SimpleQueue[Any], at_end: Callable[[], object]) -> None:
-    """Put each request [method, arguments] on standard input into the queue `requests`. At the end
-    of standard input, call `at_end`, and then kill this process and its process group."""
+    """Put each request [method, arguments] on standard input into the queue `requests`."""
     # not sys.stdin: a thread that waits for it holds a lock, which would block forked processes
     with os.fdopen(os.dup(0), encoding="utf-8") as lines:
         for line in lines:
@@ -218,7 +205,7 @@ def _receive(requests: queue.SimpleQueue[Any], at_end: Callable[[], object]) -> 
 
 def _sentence(error: Exception) -> str:
     """The message of an error, on one line. For a ValidationError of pydantic, the line has the
-    messages of all mistakes. For an error without a message, the line is the name of its class."""
+    messages of all mistakes."""
     messages = [str(error)]
     if hasattr(error, "errors"):
         messages = [mistake["msg"] for mistake in error.errors()]

@@ -1,7 +1,6 @@
 """From a command line to valid settings: Hydra composes files, and pydantic checks their content.
 
-Only this module and `moe_lab.overrides` use Hydra; other modules get valid settings. All mistakes
-of a command are reported together.
+Only this module and `moe_lab.overrides` use Hydra. All mistakes of a command are reported together.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ CONFIG = "config"
 
 @contextmanager
 def hydra_context(folder: Path | None = None) -> Iterator[None]:
-    """A context in which Hydra composes files of conf/. `folder`: the value of --config-dir. If a
-    file is in this folder and in conf/, Hydra takes the one in this folder."""
+    """A context in which Hydra composes files of conf/. `folder`: the value of --config-dir; its
+    files take precedence over conf/."""
     search_path = create_config_search_path(str(conf()))
     if folder is not None:
         if not folder.is_dir():
@@ -59,14 +58,14 @@ def hydra_context(folder: Path | None = None) -> Iterator[None]:
 @contextmanager
 def multirun_context(texts: Sequence[str]) -> Iterator[None]:
     """A context in which hydra.main can compose conf/config.yaml. `texts`: the overrides and the
-    options of a command line. Raises SettingsError for overrides with values that must not be
-    stored, such as secrets, because Hydra writes the overrides into the store."""
+    options of a command line. SettingsError for values that must not be stored, such as secrets,
+    because Hydra writes the overrides into the store."""
     from moe_lab.config.table import basic_lines
 
     parsed = overrides.parse(text for text in texts if "=" in text and not text.startswith("-"))
     with Mistakes() as mistakes:
         for _, override in parsed:
-            # glob(PATTERN) has no values to check: Hydra puts names of files in its place
+            # glob(PATTERN) has no values to check
             if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
                 continue
             for value in overrides.values_of(override):
@@ -88,8 +87,7 @@ _temporary_folder = cache(lambda: tempfile.TemporaryDirectory(prefix="moe_lab_")
 
 
 def _sweeps_folder(store: str, dry_run: bool) -> str:
-    """Folder in which Hydra records a multirun: hydra/ in the store `store`. For a dry run, and if
-    `store` is "", it is a temporary folder."""
+    """Folder in which Hydra records a multirun."""
     if dry_run or not store:
         return _temporary_folder().name
     return f"{store_folder(store)}/hydra"
@@ -98,11 +96,10 @@ def _sweeps_folder(store: str, dry_run: bool) -> str:
 @contextmanager
 def _config_store() -> Iterator[None]:
     """A context in which Hydra's ConfigStore has the registered criteria and allocations as
-    choices. At the end, the ConfigStore is as it was before."""
+    choices."""
     repo = ConfigStore.instance().repo
     saved_choices = {group: dict(repo[group]) for group in REGISTRIES if group in repo}
-    # Hydra copies the ConfigStore for each group, which takes most of Hydra's time. A copy of the
-    # store is therefore the store itself in this context.
+    # Hydra copies the ConfigStore for each group, which takes most of Hydra's time
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     try:
         register_choices(())
@@ -115,7 +112,7 @@ def _config_store() -> Iterator[None]:
 
 
 REGISTRIES: Mapping[str, Iterable[str]] = {"criterion": CRITERIA, "allocation": ALLOCATIONS}
-"""Group -> registered names, for the groups whose choices include all registered functions."""
+"""Group -> names of the registered functions."""
 
 
 def register_choices(modules: Sequence[str]) -> None:
@@ -132,10 +129,9 @@ def register_choices(modules: Sequence[str]) -> None:
 
 class Groups:
     """The configuration groups and their choices, composed by Hydra and cached. `searchpath`: value
-    of hydra.searchpath, folders in which Hydra looks for files of groups in addition to conf/."""
+    of hydra.searchpath, folders in addition to conf/."""
 
     def __init__(self, searchpath: Sequence[str] = ()) -> None:
-        # the search path as an override for Hydra
         self._searchpath = (
             [f"hydra.searchpath={json.dumps(list(searchpath))}"] if searchpath else []
         )
@@ -161,16 +157,15 @@ class Groups:
         return self._names[group]
 
     def load(self, choices: Iterable[Choice]) -> dict[Choice, dict[str, Any]]:
-        """The settings of `choices`: (group, name of a choice) -> settings. All new choices are
-        composed in one call of Hydra, because a call takes 50 ms for one choice as well as for
-        fifty. Raises SettingsError with a sentence for each choice that cannot be composed, or that
-        sets a key outside its group."""
+        """(group, name of a choice) -> settings. SettingsError with a sentence for each choice that
+        cannot be composed, or that sets a key outside its group."""
         choices = list(dict.fromkeys(choices))
         new_choices = [choice for choice in choices if choice not in self._contents]
         try:
+            # a call of Hydra takes 50 ms for one choice as well as for fifty
             self._compose(new_choices)
         except UserError:
-            # The message may name the wrong choice. Calls with one choice each name the right one.
+            # the message may name the wrong choice
             with Mistakes() as mistakes:
                 for choice in new_choices:
                     with mistakes.caught():
@@ -178,9 +173,8 @@ class Groups:
         return {choice: self._contents[choice] for choice in choices}
 
     def _compose(self, choices: Sequence[Choice]) -> None:
-        """Compose `choices` in one call of Hydra, and store the content of each in `_contents`.
-        UserError if a choice cannot be composed or sets a key outside its group. The message names
-        the first of `choices`, even if another one is to blame."""
+        """Compose `choices` in one call of Hydra, and store the content of each in `_contents`. The
+        message of a UserError names the first of `choices`, even if another one is to blame."""
         if not choices:
             return
         # +GROUP@KEY=NAME puts the content of a choice under a key that no other choice uses
@@ -202,11 +196,10 @@ class Groups:
 
 
 def _plain_content(config: DictConfig) -> dict[str, Any]:
-    """A composed configuration as plain dictionaries. Hydra's own settings and missing values (???)
-    are left out. Interpolations are not resolved."""
+    """A composed configuration as plain dictionaries, without Hydra's own settings and missing
+    values (???)."""
 
     def without_missing(content: Any) -> Any:
-        """The content without keys whose value is missing, at all levels."""
         if isinstance(content, dict):
             return {key: without_missing(value) for key, value in content.items() if value != "???"}
         return content
@@ -216,19 +209,18 @@ def _plain_content(config: DictConfig) -> dict[str, Any]:
 
 
 def compose(texts: Sequence[str], config_name: str = CONFIG) -> tuple[Config, list[grid.Request]]:
-    """The study that a command line describes. Returns (settings of the study, requests); each
-    request has cells and the benchmarks of these cells. `texts`: overrides. `config_name`: name of
-    the file in conf/ to which the overrides are applied. Must be called within a `hydra_context`.
+    """The study that a command line describes. Returns (settings of the study, requests). `texts`:
+    overrides. `config_name`: name of the file in conf/ to which the overrides are applied. Must be
+    called within a `hydra_context`.
 
     SettingsError with all mistakes in overrides and settings. Cells are checked only if there are
-    no such mistakes, and then SettingsError has all mistakes in cells.
+    no such mistakes.
     """
     with Mistakes() as mistakes:
         parsed = overrides.parse(texts)
         with mistakes.caught():
             register_choices(overrides.list_of_texts("plugins", parsed))
-        # The files are composed later, and can add folders to the search path only then. So
-        # `add_to_draft` finds only choices in conf/ and in folders that the command line names.
+        # the files are composed later, and can add folders to the search path only then
         groups = Groups(overrides.list_of_texts("hydra.searchpath", parsed))
         draft = grid.Draft()
         hydra_texts: list[str] = []
@@ -252,8 +244,8 @@ def compose(texts: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
 def _compose_study(
     texts: Sequence[str], config_name: str
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Compose the file `config_name` with the overrides `texts`. Returns (settings as plain
-    dictionaries, group -> name of the chosen file, folders of hydra.searchpath)."""
+    """Returns (settings as plain dictionaries, group -> name of the chosen file, folders of
+    hydra.searchpath)."""
     try:
         composed = hydra_compose(config_name, overrides=list(texts), return_hydra_config=True)
         choices = {str(group): str(name) for group, name in composed.hydra.runtime.choices.items()}
@@ -263,8 +255,7 @@ def _compose_study(
 
 
 def hydra_error_sentence(error: BaseException) -> str:
-    """An error of Hydra or OmegaConf as one sentence. For an unknown choice, the sentence has the
-    nearest known choice."""
+    """An error of Hydra or OmegaConf as one sentence."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         # Hydra gives a list of options for a file of a group, and None for --config-name
         if error.options is None:
@@ -278,9 +269,8 @@ def hydra_error_sentence(error: BaseException) -> str:
 
 
 def check_sweeper(choices: Mapping[str, str], config: Config) -> None:
-    """All sweepers of Hydra except `basic` need a number from each job, which the setting
-    `objective` names. Raise UserError if there is such a sweeper and `objective` is not set.
-    `choices`: group of Hydra -> name of the chosen file."""
+    """Raise UserError for a sweeper other than `basic` if `objective` is not set. `choices`: group
+    of Hydra -> name of the chosen file."""
     sweeper = choices.get("hydra/sweeper", "basic")
     if sweeper != "basic" and not config.objective:
         raise UserError(

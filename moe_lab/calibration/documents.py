@@ -598,7 +598,7 @@ def _check_words(messages: Sequence[Mapping[str, Any]], text: str, error_start: 
 
 def _missing_words(contents: Sequence[str], text: str) -> Counter[str]:
     """The words of `contents` that `text` lacks. Word -> number of occurrences in `contents`, minus
-    the number in `text`. Words for which this difference is not above 0 are left out."""
+    the number in `text`."""
     end = 0  # end of the last content that was found in `text`
     for content in contents:
         start = text.find(content.strip(), end)
@@ -607,13 +607,12 @@ def _missing_words(contents: Sequence[str], text: str) -> Counter[str]:
         end = start + len(content.strip())
     else:
         return Counter()  # `text` has all contents, one after another
-    # A template may move a message, or write a message as JSON. Then `text` has the words of the
-    # message, but not the message as it stands. In JSON, an escape such as \n stands right before
-    # the next word: \nwhy would be read as the word nwhy. So words are counted once with and once
-    # without the escapes, and | takes the larger of the two numbers of each word.
+    # A template may move a message, or write a message as JSON. In JSON, an escape such as \n
+    # stands right before the next word: \nwhy would be read as the word nwhy. So words are counted
+    # with and without the escapes, and | takes the larger number of each word.
     return _words(" ".join(contents)) - (_words(text) | _words(re.sub(r'\\[ntr"\\/]', " ", text)))
 
 
 def _words(text: str) -> Counter[str]:
-    """Word or punctuation mark -> number of its occurrences in `text`."""
+    """Word or punctuation mark -> number of occurrences."""
     return Counter(re.findall(r"\w+|[^\w\s]", text))

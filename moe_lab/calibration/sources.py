@@ -1,7 +1,7 @@
 """Read documents from a text file, from a file with JSON lines or a JSON list, or from a data set
 on the hub. Files may be gzipped.
 
-Only data formats are read; nothing is unpickled. This module needs neither torch nor transformers.
+Nothing is unpickled. This module needs neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -39,21 +39,19 @@ ANSWER_FIELDS = (
 )
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 FILE_PREFIX = "hf://datasets/"
-"""Prefix of paths that name a single file on the hub: hf://datasets/OWNER/NAME/FILE. By such a
-path, one file of C4 with 0.3 GB is read in place of its split of 300 GB."""
+"""Prefix of paths that name a single file on the hub: hf://datasets/OWNER/NAME/FILE."""
 
 
 def read(settings: CalibrationConfig) -> list[Document]:
-    """All documents of the source that are not empty, in the order of the source. With
-    calibration.joined, they are joined into a single document. UserError when all documents are
-    empty."""
+    """All documents of the source that are not empty. With calibration.joined, they are joined into
+    a single document. UserError when all documents are empty."""
     file = local_file(settings.path)
     if file is None and not is_hub_file(settings.path):  # the source is a data set on the hub
-        hub_records = (  # pairs (location, record)
+        hub_records = (
             (f"{settings.path} row {number}", record) for number, record in hub_rows(settings)
         )
         documents = _documents(hub_records, settings)
-    else:  # a local file, or one file on the hub, for which `file` is None
+    else:  # a local file, or one file on the hub
         documents = _read_file(file or download_file(settings.path), settings)
     if settings.joined:
         documents = [_join(documents, settings)]
@@ -66,8 +64,7 @@ def read(settings: CalibrationConfig) -> list[Document]:
 
 
 def _join(documents: list[Document], settings: CalibrationConfig) -> Document:
-    """One plain text: all documents, also empty documents, with blank lines between them. UserError
-    if a document is not a plain text."""
+    """One plain text: all documents, also empty documents, with blank lines between them."""
     texts = [document.text for document in documents if isinstance(document, Text)]
     if len(texts) < len(documents):
         raise UserError(
@@ -89,16 +86,15 @@ def read_answered(settings: CalibrationConfig) -> list[Document]:
 
 
 def check_answers(settings: CalibrationConfig) -> None:
-    """Raise UserError when the source is a local file and none of its documents has an answer. A
-    source on the hub is not checked, because it would have to be downloaded."""
+    """Raise UserError when the source is a local file and none of its documents has an answer."""
     if local_file(settings.path) is not None:
         read_answered(settings)
 
 
 def local_file(path: str) -> Path | None:
-    """The local file that `path` names. None if `path` names a data set on the hub, or a file of a
-    data set on the hub. UserError if there is no such file, or if it is a folder, is empty, or has
-    an unsupported format."""
+    """The local file that `path` names. None if `path` names a data set or a file on the hub.
+    UserError if there is no such file, or if it is a folder, is empty, or has an unsupported
+    format."""
     if is_hub_file(path):
         file_format(path, Path(path))  # raises UserError for an unsupported format
         return None
@@ -118,9 +114,8 @@ def local_file(path: str) -> Path | None:
 
 
 def _may_be_hub_id(path: str) -> bool:
-    """Whether `path` may be the id of a data set on the hub: NAME or OWNER/NAME. The caller has
-    checked that no local file has this path. False if `path` seems to be a mistyped path of a local
-    file: its suffix is that of a file, or its folder exists."""
+    """Whether `path` may be the id of a data set on the hub: NAME or OWNER/NAME. False if `path`
+    seems to be a mistyped path of a local file."""
     parent = Path(path).parent
     folder_exists = parent != Path(".") and parent.is_dir()
     looks_like_file = Path(path).suffix in TEXT_SUFFIXES + JSON_SUFFIXES + UNREADABLE_SUFFIXES
@@ -128,8 +123,7 @@ def _may_be_hub_id(path: str) -> bool:
 
 
 def _missing_error(path: str, file: Path) -> UserError:
-    """The error for a `file` that does not exist. The message suggests the name in the same folder
-    that is most similar, if there is one. `path`: the file as the user typed it."""
+    """The error for a `file` that does not exist. `path`: the file as the user typed it."""
     if not file.parent.is_dir():
         return UserError(
             f"calibration.path={path} does not exist: there is no folder {file.parent}"
@@ -145,8 +139,8 @@ def _missing_error(path: str, file: Path) -> UserError:
 
 def file_format(path: str, file: Path, setting: str = "calibration.path") -> str:
     """Format of `file` by its suffix, ignoring .gz: "document" (the whole file is one document) or
-    "json" (each record is one document). UserError for any other suffix. The error message has the
-    setting that names the file: `setting` is its name, and `path` its value."""
+    "json" (each record is one document). UserError for any other suffix. `setting`, `path`: name
+    and value of the setting that names the file."""
     suffix = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
     if suffix in TEXT_SUFFIXES:
         return "document"
@@ -166,8 +160,7 @@ def file_format(path: str, file: Path, setting: str = "calibration.path") -> str
 
 
 def _read_file(file: Path, settings: CalibrationConfig) -> list[Document]:
-    """The documents of a local file. A text file is one document. But with calibration.joined, each
-    line of a text file is a document; the caller joins the lines with blank lines."""
+    """The documents of a file. With calibration.joined, each line of a text file is a document."""
     if file_format(str(file), file) == "json":
         return _documents(read_records(file, "calibration.path"), settings)
     text = read_text_file(file, "calibration.path").replace("\r\n", "\n")
@@ -175,7 +168,7 @@ def _read_file(file: Path, settings: CalibrationConfig) -> list[Document]:
 
 
 def _documents(records: Iterable[tuple[str, Any]], settings: CalibrationConfig) -> list[Document]:
-    """The document of each record. records: pairs (location, record)."""
+    """`records`: pairs (location, record)."""
     return [
         document(record, settings.field, location, settings.template, settings.ignored)
         for location, record in records
@@ -184,14 +177,14 @@ def _documents(records: Iterable[tuple[str, Any]], settings: CalibrationConfig) 
 
 def wikitext_lines(text: str) -> list[str]:
     """The lines of a text, in the form that rows of WikiText have on the hub. A blank line is "".
-    Any other line, also the last line, ends with a line feed."""
+    Any other line ends with a line feed."""
     rows = text.removesuffix("\n").split("\n") if text else []
     return [f"{row}\n" if row.strip() else "" for row in rows]
 
 
 def first_record(settings: CalibrationConfig) -> list[Document]:
-    """A list with one document, from the first record of a local JSON file. [] for other sources.
-    UserError for a local file that is not UTF-8 text."""
+    """A list with one document, from the first record of a local JSON file. [] for other
+    sources."""
     file = local_file(settings.path)
     if file is None:
         return []
@@ -202,14 +195,11 @@ def first_record(settings: CalibrationConfig) -> list[Document]:
 
 
 def read_as_one_text(file: Path, setting: str) -> str:
-    """Read a file as one text. For a text file, this is the content with Unix line ends. For a JSON
-    file, it is the texts of all records, joined by blank lines. `setting`: name of the setting that
-    names the file, for error messages. UserError for a conversation that only a chat template can
-    turn into text, and for a file that cannot be read."""
+    """The content of a text file, with Unix line ends. For a JSON file, the texts of all records,
+    joined by blank lines. `setting`: name of the setting that names the file. UserError for a
+    conversation that only a chat template can turn into text."""
     if file_format(str(file), file, setting) == "document":
         return read_text_file(file, setting).replace("\r\n", "\n")
-    # With None, `document` chooses the field of the record. Its `plain` is a Text, or None for a
-    # conversation that only a chat template can turn into text.
     texts = [
         document(record, None, location).plain for location, record in read_records(file, setting)
     ]
@@ -217,14 +207,13 @@ def read_as_one_text(file: Path, setting: str) -> str:
         raise UserError(
             f"{setting}={file} holds conversations: expected texts, which are read as they stand"
         )
-    # `if text` is only for mypy, as None is not in `texts`
+    # `if text` is only for mypy
     return BLANK_LINE.join(text.text for text in texts if text)
 
 
 def read_text_file(file: Path, setting: str) -> str:
     """The content of a UTF-8 text file, which may be gzipped. `setting`: name of the setting that
-    names the file, for error messages. UserError for a file that cannot be read or is not UTF-8. In
-    the second case, the message has the line and the position of the first wrong byte."""
+    names the file. UserError for a file that cannot be read or is not UTF-8."""
     try:
         raw = file.read_bytes()
         if file.suffix == ".gz":
@@ -235,7 +224,7 @@ def read_text_file(file: Path, setting: str) -> str:
         raise UserError(f"{setting}={file} cannot be read: {error.strerror}") from error
     try:
         text = raw.decode("utf-8-sig")
-        # A zero byte is a sign of UTF-16 or of a binary format. find returns -1 if there is none.
+        # a zero byte is a sign of UTF-16 or of a binary format
         position = raw.find(0)
     except UnicodeDecodeError as error:
         position = error.start
@@ -250,9 +239,8 @@ def read_text_file(file: Path, setting: str) -> str:
 
 def read_records(file: Path, setting: str) -> Iterator[tuple[str, Any]]:
     """Yield (location, record) for each record of a file with a JSON list or JSON lines. The
-    location, for error messages, is "FILE record NUMBER" in a list and "FILE line NUMBER"
-    otherwise. `setting`: name of the setting that names the file, for error messages. UserError for
-    damaged JSON; the message has the number of the line."""
+    location is "FILE record NUMBER" in a list and "FILE line NUMBER" otherwise. `setting`: name of
+    the setting that names the file. UserError for damaged JSON."""
     text = read_text_file(file, setting)
     start_line = 1
     try:
@@ -262,14 +250,13 @@ def read_records(file: Path, setting: str) -> Iterator[tuple[str, Any]]:
                 for number_in_list, record in enumerate(json.loads(text), start=1)
             )
             return
-        # Only "\n" ends a line: str.splitlines would also cut at separators that JSON strings may
-        # hold unescaped.
+        # str.splitlines would also cut at separators that JSON strings may hold unescaped
         for start_line, line in enumerate(text.split("\n"), start=1):
             if line.strip():
                 yield f"{file} line {start_line}", json.loads(line)
     except (ValueError, RecursionError) as error:
-        # The JSON is damaged, or has too long a number or too deeply nested brackets.
-        # json.loads was called with the text from `start_line` on, and counts lineno from 1 there.
+        # damaged JSON, too long a number, or too deeply nested brackets
+        # json.loads counts lineno from 1 at `start_line`
         line_of_error = start_line + getattr(error, "lineno", 1) - 1
         raise UserError(
             f"{file} line {line_of_error} is damaged JSON: {getattr(error, 'msg', error)}"
@@ -293,8 +280,8 @@ def hub_file(path: str) -> tuple[str, str]:
 
 
 def download_file(path: str) -> Path:
-    """Download the file hf://datasets/OWNER/NAME/FILE, unless there is a local copy already.
-    Returns the path of the local copy. UserError when the file cannot be downloaded."""
+    """Download the file hf://datasets/OWNER/NAME/FILE, unless there is a local copy. Returns the
+    local copy. UserError when the download fails."""
     from huggingface_hub import hf_hub_download
 
     name, file = hub_file(path)
@@ -305,8 +292,8 @@ def download_file(path: str) -> Path:
 
 
 def download(settings: CalibrationConfig) -> None:
-    """Download the file or data set at `settings.path` if it is on the hub and there is no local
-    copy yet. UserError when the download fails."""
+    """Download the file or data set at `settings.path` if it is on the hub. UserError when the
+    download fails."""
     if local_file(settings.path) is not None:
         return
     if is_hub_file(settings.path):
@@ -316,8 +303,8 @@ def download(settings: CalibrationConfig) -> None:
 
 
 def hub_rows(settings: CalibrationConfig) -> Iterator[tuple[int, Any]]:
-    """Yield (row number, record) for each row of a split of a data set on the hub. Rows are counted
-    from 1. UserError when the split cannot be downloaded."""
+    """Yield (row number, record) for each row of a split of a data set on the hub. UserError when
+    the split cannot be downloaded."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
@@ -329,8 +316,7 @@ def hub_rows(settings: CalibrationConfig) -> Iterator[tuple[int, Any]]:
 
 
 def _unreachable_error(path: str, error: Exception) -> UserError:
-    """The error for a source that is no local file and could not be downloaded. `error`: the
-    exception of the download."""
+    """The error for a source that is no local file and could not be downloaded."""
     reason = str(error).strip().split("\n")[0] or type(error).__name__
     return UserError(
         f"calibration.path={path} is no file here and could not be had from the hub ({reason}): "

@@ -84,14 +84,12 @@ SET_BY_MOE_LAB = {
 
 
 def _further_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The given options of sbatch (name -> value), with hyphens instead of underscores in their
-    names. ValueError for an option that moe_lab sets itself (SET_BY_MOE_LAB), in full or
-    abbreviated."""
+    """The options of sbatch (name -> value), with hyphens instead of underscores in their names.
+    ValueError for an option in SET_BY_MOE_LAB, in full or abbreviated."""
     options = {name.replace("_", "-"): value for name, value in options.items()}
     # sbatch accepts abbreviations, but gpus is an option itself and no abbreviation of
     # gpus-per-node
     for name in options.keys() - {"gpus"}:
-        # the option that `name` stands for, if moe_lab sets it
         owned = next((option for option in SET_BY_MOE_LAB if option.startswith(name)), None)
         if owned is not None:
             subject = name if name == owned else f"{name}, short for {owned},"
@@ -177,8 +175,8 @@ class ResourcesConfig(Group):
     take precedence over `jobs`."""
 
     def of_model(self, model: ModelConfig) -> JobConfig | None:
-        """The entry of `models` for `model.name`. If there is none, the entry for this name without
-        the ending _topN, which a name has if `model.top_k` is set. None if there is neither."""
+        """The entry of `models` for `model.name` or, if there is none, for this name without the
+        ending _topN."""
         return self.models.get(
             model.name, self.models.get(model.name.removesuffix(f"_top{model.top_k}"))
         )

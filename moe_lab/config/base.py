@@ -36,16 +36,16 @@ from moe_lab.errors import UserError, nearest, secrets_in, unknown_name_error
 from moe_lab.paths import validate_name
 
 SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
-"""Checks of every group: unknown names are refused, and so is text where a number is expected. A
-class is compiled when it is first used, which keeps the report of a typo within half a second."""
+"""Checks of every group. A class is compiled when it is first used, which keeps the report of a
+typo within half a second."""
 
 LARGEST = 2**63 - 1
 """The largest whole number that random generators, counters and tensors take."""
 
 
 def matching(pattern: str, expected: str) -> AfterValidator:
-    """A validator for a setting that is a text: it raises ValueError unless the regular expression
-    `pattern` matches the whole text. `expected`: the message, which says what is expected."""
+    """A validator that raises ValueError unless the regular expression `pattern` matches the whole
+    text. `expected`: the message."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text, re.DOTALL):
@@ -80,13 +80,12 @@ class Group:
     runtime = frozenset[str]()
     """Fields that change how work is done but no result; they are not part of an identity."""
     references = frozenset[str]()
-    """Fields that refer to something outside of the settings, such as a path to a file. A subclass,
-    in the module of the subject, puts the content in place of the reference in its `identity`."""
+    """Fields that refer to something outside of the settings, such as a path to a file."""
 
     @classmethod
     def of(cls, settings: Any) -> Self:
         """An object of this class with the values of `settings`, which is an object of a base
-        class. If `settings` is an object of this class already, it is returned itself."""
+        class."""
         if isinstance(settings, cls):
             return settings
         return cls(**{field.name: getattr(settings, field.name) for field in fields(settings)})
@@ -94,9 +93,8 @@ class Group:
     @property
     def identity(self) -> dict[str, Any]:
         """The settings that change a result, JSON-ready: all fields except those in `runtime`. A
-        field in `references` refers to something outside of the settings, such as a file. A class
-        with such fields must override this property, to put the content in place of the reference.
-        Raises TypeError if it does not."""
+        class with fields in `references` must override this property, to put the content in place
+        of the reference."""
         if self.references:
             raise TypeError(
                 f"{type(self).__name__} does not know what its {', '.join(self.references)} "
@@ -107,8 +105,7 @@ class Group:
     @model_validator(mode="before")
     @classmethod
     def _check_internal(cls, content: Any) -> Any:
-        """Raise ValueError if a file or a command sets a field in `internal`. Other settings decide
-        these fields, and users must not set them."""
+        """Raise ValueError if a file or a command sets a field in `internal`."""
         # only files and commands give a dict; Python code may set these fields
         if isinstance(content, dict):
             for name in cls.internal & content.keys():
@@ -119,8 +116,7 @@ class Group:
 
     @model_validator(mode="after")
     def _check_storable(self) -> Self:
-        """Raise ValueError for values that cannot be stored with the results, whether they come
-        from a file, a command or Python."""
+        """Raise ValueError for values that cannot be stored with the results."""
         for field in fields(self):
             for problem in storage_problems(getattr(self, field.name), field.name):
                 raise ValueError(problem)
@@ -128,9 +124,8 @@ class Group:
 
 
 def storage_problems(value: Any, setting: str) -> Iterator[str]:
-    """A sentence for each part of `value`, the value of a setting, that cannot be stored with
-    results: secrets, infinite numbers and NaN, whole numbers above LARGEST, and texts with an
-    interpolation of OmegaConf."""
+    """A sentence for each part of a setting's `value` that cannot be stored with results, such as a
+    secret."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from storage_problems(inner, f"{setting}.{name}")
@@ -142,7 +137,7 @@ def storage_problems(value: Any, setting: str) -> Iterator[str]:
     elif isinstance(value, int) and abs(value) > LARGEST:
         yield f"{setting}={value:.3g}: expected a number of at most {LARGEST}"
     elif isinstance(value, str) and "${" in value and not setting.startswith("hydra."):
-        # Hydra's own settings may have interpolations, because they are not stored with results
+        # Hydra's own settings are not stored with results
         yield (
             f"{setting}={value}: settings have no interpolation: expected the value, or $NAME for "
             "a shell"
@@ -155,7 +150,6 @@ class SettingsError(UserError):
     """One or several mistakes in settings. `sentences`: one sentence for each mistake."""
 
     def __init__(self, sentences: Iterable[str]) -> None:
-        """The message has each of `sentences` once. Several sentences get a heading."""
         distinct = list(dict.fromkeys(sentences))
         heading = [] if len(distinct) == 1 else ["several mistakes:"]
         super().__init__("\n  - ".join([*heading, *distinct]))
@@ -169,8 +163,6 @@ class Mistakes(list[str], AbstractContextManager["Mistakes"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        """If a UserError ended the block, add its mistakes to the list. Then raise SettingsError if
-        the list is not empty. Any other exception that ended the block is raised instead."""
         if isinstance(error, UserError):
             self += error.sentences
         if self and (error is None or isinstance(error, UserError)):
@@ -178,8 +170,7 @@ class Mistakes(list[str], AbstractContextManager["Mistakes"]):
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """A context that catches a UserError and adds its mistakes to the list. The program then
-        continues after the context, and later checks can add mistakes."""
+        """A context that catches a UserError and adds its mistakes to the list."""
         try:
             yield
         except UserError as error:
@@ -190,9 +181,8 @@ def validated(kind: type[T] | Any, content: Any, group: str, origin: str = "") -
     """Check `content`, settings as plain values, and return an object of the type `kind`.
     SettingsError with all mistakes.
 
-    `group`: dotted name of the settings in messages, such as allocation.parameters; "" for a whole
-    study. `origin`: the choice that messages name as the origin of `content`, such as
-    calibration=c4; "" for none.
+    `group`: dotted name of the settings, such as allocation.parameters; "" for a whole study.
+    `origin`: the choice that `content` comes from, such as calibration=c4; "" for none.
     """
     try:
         settings: T = TypeAdapter(kind).validate_python(content)
@@ -205,12 +195,10 @@ def validated(kind: type[T] | Any, content: Any, group: str, origin: str = "") -
 
 
 def error_sentences(error: ValidationError, kind: Any, group: str) -> Iterator[str]:
-    """A sentence for each mistake in `error`. The sentence has the setting, its value, what is
-    expected, and the nearest valid choice. `kind`, `group`: type and dotted name of the settings
+    """A sentence for each mistake in `error`. `kind`, `group`: type and dotted name of the settings
     that were checked."""
     for mistake in error.errors(include_url=False):
-        # The location that pydantic gives has the keys that lead to the setting. It also has names
-        # of types and parts in brackets, which are no keys.
+        # pydantic's location also has names of types and parts in brackets, which are no keys
         path = [
             str(part)
             for part in mistake["loc"]
@@ -226,8 +214,7 @@ def error_sentences(error: ValidationError, kind: Any, group: str) -> Iterator[s
 
 
 _UNION_TYPES = ("int", "float", "str", "bool", "none", "nullable")
-"""Parts of pydantic's location of a mistake that name a type of a union, not a setting. Parts in
-brackets do so, too."""
+"""Parts of pydantic's location of a mistake that name a type of a union, not a setting."""
 _EXPECTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -251,7 +238,7 @@ _EXPECTED = {
 
 def _sentence(mistake: Mapping[str, Any], kind: Any, key: str, path: list[str]) -> str:
     """The sentence for one `mistake`, an item of ValidationError.errors(). `key`: dotted name of
-    the setting. `path`: the keys that lead to it from settings of the type `kind`."""
+    the setting. `path`: the keys that lead to the setting from the group `kind`."""
     mistake_type = mistake["type"]
     value = mistake["input"]
     if mistake_type == "missing":
@@ -262,8 +249,7 @@ def _sentence(mistake: Mapping[str, Any], kind: Any, key: str, path: list[str]) 
         return str(unknown_name_error(key, str(value), literal_values(setting_type(kind, path))))
     if mistake_type == "value_error":
         message = str(mistake["ctx"]["error"])
-        # The message does not name the setting if a single value was checked. If a whole group was
-        # checked, the message begins with the setting at fault: tokens=1 is less than ...
+        # for a whole group, the message begins with the setting: tokens=1 is less than ...
         return (
             f"{key}={value}: {message}"
             if isinstance(value, str | int | float)
@@ -276,8 +262,8 @@ def _sentence(mistake: Mapping[str, Any], kind: Any, key: str, path: list[str]) 
 
 
 def _unknown_setting(key: str, known: Iterable[str]) -> str:
-    """The sentence for a setting that does not exist. `key`: its dotted name. `known`: names of the
-    settings that exist in the same group."""
+    """The sentence for a setting that does not exist. `known`: names of the settings in its
+    group."""
     group, dot, name = key.rpartition(".")
     names = sorted(known)
     close = nearest(name, names)
@@ -286,8 +272,7 @@ def _unknown_setting(key: str, known: Iterable[str]) -> str:
 
 
 def fields_of(kind: Any) -> dict[str, Any]:
-    """The settings of the group `kind` that users can set: name -> type annotation. {} if `kind` is
-    not a group."""
+    """The settings of the group `kind` that users can set: name -> type annotation."""
     if not (isinstance(kind, type) and is_pydantic_dataclass(kind)):
         return {}
     hints = get_type_hints(kind, include_extras=True)
@@ -297,9 +282,7 @@ def fields_of(kind: Any) -> dict[str, Any]:
 
 def setting_type(kind: Any, path: Iterable[str]) -> Any:
     """The type of the setting to which the keys in `path` lead from the group `kind`. The type X |
-    None is returned as X. In a mapping or list, every key or index leads to the type of the
-    entries. A setting inside a value of type Any has the type Any. None if there is no such
-    setting."""
+    None is returned as X. None if there is no such setting."""
     for part in path:
         plain = without_none(kind)
         if get_origin(plain) is Annotated:
@@ -331,8 +314,7 @@ def literal_values(kind: Any) -> list[str]:
 
 
 def is_text(kind: Any) -> bool:
-    """Whether a setting of the type `kind` is a text: a str, or a Literal with texts. Hydra would
-    read some values of these settings, such as 2026_11_25 or 7e3, as numbers."""
+    """Whether a setting of the type `kind` is a text: a str, or a Literal with texts."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     if get_origin(kind) is Literal:
@@ -341,9 +323,7 @@ def is_text(kind: Any) -> bool:
 
 
 def identity(value: Any) -> Any:
-    """The part of `value` that changes a result, JSON-ready. For an object with an attribute
-    `identity`, the part is this attribute; for any other dataclass, `identity_fields`; for a
-    mapping or a list, the identities of the entries. Other values are returned unchanged."""
+    """The part of `value` that changes a result, JSON-ready."""
     own_identity = getattr(value, "identity", None)
     if own_identity is not None:
         return own_identity
@@ -357,8 +337,7 @@ def identity(value: Any) -> Any:
 
 
 def identity_fields(group: Any, *excluded: str) -> dict[str, Any]:
-    """The fields of a dataclass that change a result: name -> `identity` of the value. Fields named
-    in `group.runtime` or in `excluded` are left out."""
+    """The fields of a dataclass that change a result: name -> `identity` of the value."""
     skipped = {*getattr(group, "runtime", ()), *excluded}
     return {
         field.name: identity(getattr(group, field.name))

@@ -108,9 +108,7 @@ class BackendConfig(Group):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The settings that change a completion: the name, the command line of a server, and the
-        arguments of vLLM. Arguments in PLACEMENT are left out, because they only place the model on
-        devices and limit its memory."""
+        """The settings that change a completion."""
         if self.name == "server":
             return {"name": self.name, "command": self.command}
         if self.name == "vllm":
@@ -123,7 +121,7 @@ class BackendConfig(Group):
     @model_validator(mode="after")
     def _check_arguments(self) -> Self:
         """Raise ValueError for arguments of a backend other than vllm, for arguments that moe_lab
-        sets, and for parallel sizes that are not positive whole numbers."""
+        sets, and for wrong parallel sizes."""
         if self.arguments and self.name != "vllm":
             raise ValueError(
                 f"arguments={self.arguments} are of vllm.LLM: expected backend=vllm, or none"
@@ -143,8 +141,7 @@ HARNESSES = Path(__file__).parents[1] / "evaluation" / "harnesses"
 
 
 def _validate_harness(name: str) -> str:
-    """Return `name`, as a validator does. ValueError unless it is the name of a harness, a module
-    in the folder HARNESSES. The module is not imported."""
+    """Return `name`. ValueError unless it is the name of a module in the folder HARNESSES."""
     names = [module.name for module in iter_modules([str(HARNESSES)])]
     if name in names:
         return name

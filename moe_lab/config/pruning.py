@@ -38,7 +38,7 @@ Device = Annotated[
 
 
 def _iso_date(text: str) -> str:
-    """The date in `text`, in the form YYYY-MM-DD. ValueError unless `text` is a date."""
+    """The date in `text`, in the form YYYY-MM-DD."""
     try:
         return calendar_date.fromisoformat(text).isoformat()
     except ValueError:
@@ -124,7 +124,7 @@ class ModelConfig(Group):
     precedence."""
 
     def __post_init__(self) -> None:
-        """If `top_k` is a number N, append _topN to the name, unless the name has this ending."""
+        """If `top_k` is a number N, append _topN to the name."""
         ending = f"_top{self.top_k}"
         if self.top_k is not None and not self.name.endswith(ending):
             object.__setattr__(self, "name", self.name + ending)
@@ -240,18 +240,18 @@ class CalibrationConfig(Group):
 
     @property
     def rows(self) -> int:
-        """Number of rows of the calibration set: tokens / length, rounded down."""
+        """Number of rows of the calibration set."""
         return self.tokens // self.length
 
     @property
     def batches(self) -> int:
-        """Number of batches of `batch_size` rows; the last batch may have fewer rows."""
+        """Number of batches of `batch_size` rows."""
         return -(-self.rows // self.batch_size)  # rounded up
 
     @model_validator(mode="after")
     def _check_rows(self) -> Self:
         """Raise ValueError if `tokens` is less than one row (`length`), or if there are more
-        `parts` than batches, as each part needs a batch."""
+        `parts` than batches."""
         if self.tokens < self.length:
             raise ValueError(
                 f"tokens={self.tokens} is less than one row of length={self.length}: expected at "
@@ -269,8 +269,7 @@ class CalibrationConfig(Group):
     def _check_sources(self) -> Self:
         """Raise ValueError if there is neither a path nor a mixture (`sources`), and if both a
         field and a template are set. Raise ValueError for a mixture if its shares do not add up to
-        1, or if a setting in DOCUMENT_SETTINGS is set: each set of the mixture has these settings
-        in its own file."""
+        1, or if a setting in DOCUMENT_SETTINGS is set."""
         if self.sources:
             for name in DOCUMENT_SETTINGS:
                 value = getattr(self, name)
@@ -335,8 +334,8 @@ class AllocationConfig(Group):
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
-        """Raise ValueError for a setting that only another allocation reads, for
-        allocation=evolutionary without `search`, and for `protect_layers` without protect=super."""
+        """Raise ValueError for settings that the allocation does not read, and for a missing
+        `search`."""
         for name, reader in ONLY_FOR.items():
             if getattr(self, name) is not None and self.name != reader:
                 raise ValueError(
@@ -418,17 +417,14 @@ class RecoveryConfig(Group):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The settings that change the trained or fitted weights, and `text_setting`. Settings in
-        `runtime` are left out: `name`; `bits` and `modules`, because weights are quantised after
-        the training or fitting; `instructions`, `distill` and `fit`, because they only name a text,
-        and the text has an identity of its own."""
+        """The settings that change the trained or fitted weights, and `text_setting`. `bits` and
+        `modules` are left out, because weights are quantised after the training or fitting."""
         return {**super().identity, "text": self.text_setting}
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
-        """Raise ValueError for several texts, and for train=routers without a text. Raise
-        ValueError also for settings that differ from their defaults although the recovery does not
-        read them."""
+        """Raise ValueError for several texts, for train=routers without a text, and for settings
+        that the recovery does not read."""
         texts = [
             f"{role}={getattr(self, role)}" for role in TEXTS if getattr(self, role) is not None
         ]
@@ -437,7 +433,6 @@ class RecoveryConfig(Group):
                 f"{texts[0]} and {texts[1]} are both set: expected one of {', '.join(TEXTS)}"
             )
         if self.fit is not None:
-            # OF_FIT has the settings that a fit reads
             self._check_unread(OF_FIT, f"is about training, and fit={self.fit} trains nothing")
         if self.distill is None and self.temperature != type(self).temperature:
             raise ValueError(
@@ -446,7 +441,6 @@ class RecoveryConfig(Group):
         if self.train == "routers":
             if not texts:
                 raise ValueError("train=routers has no text to train on: expected distill=NAME")
-            # OF_ADAPTERS has the settings that only the training of adapters reads
             relevant_names = tuple(
                 field.name for field in fields(type(self)) if field.name not in OF_ADAPTERS
             )
@@ -456,9 +450,8 @@ class RecoveryConfig(Group):
         return self
 
     def _check_unread(self, relevant_names: tuple[str, ...], reason: str) -> None:
-        """Raise ValueError for a setting that the recovery does not read, unless the setting has
-        its default. `relevant_names`: the settings that the recovery reads. `reason`: the part of
-        the message that says why the setting is not read."""
+        """Raise ValueError for a setting that is not in `relevant_names`, unless the setting has
+        its default. `reason`: why the setting is not read."""
         for setting in fields(type(self)):
             value = getattr(self, setting.name)
             default = setting.default
@@ -487,8 +480,7 @@ class ExportConfig(Group):
 
     @model_validator(mode="after")
     def _check_format(self) -> Self:
-        """Raise ValueError for format=gguf without a shape: without a shape, no checkpoint is
-        written."""
+        """Raise ValueError for format=gguf without a shape."""
         if self.shape is None and self.format != "safetensors":
             raise ValueError(
                 f"format={self.format} without a shape writes nothing: add export=natural"

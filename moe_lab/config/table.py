@@ -17,9 +17,9 @@ from moe_lab.config.base import fields_of, without_none
 
 
 class Setting(NamedTuple):
-    """One setting. `group`: dotted name of the group that has the setting. `default`: the default
-    value, as a user would type it. `meaning`: the text under the setting in its class. `basic`:
-    whether --help shows the setting."""
+    """One setting. `group`: dotted name of its group. `default`: the value as a user would type it.
+    `meaning`: the text under the setting in its class. `basic`: whether --help shows the
+    setting."""
 
     group: str
     name: str
@@ -44,7 +44,7 @@ def settings() -> list[Setting]:
 
 def _settings_of(kind: Any, group: str) -> Iterator[Setting]:
     """The settings of the class `kind`, and then the settings of its subgroups. `group`: dotted
-    name of the group whose class is `kind`; "" for settings outside groups."""
+    name of `kind`; "" for settings outside groups."""
     meanings = _meanings(kind)
     subgroups = []
     for name, hint in fields_of(kind).items():
@@ -52,8 +52,8 @@ def _settings_of(kind: Any, group: str) -> Iterator[Setting]:
         entry_type = setting_type
         if get_origin(setting_type) is list:
             (entry_type,) = get_args(setting_type)
-        # a list of groups counts twice: as one setting, and as a subgroup with the settings that
-        # each entry of the list has
+        # a list of groups counts twice: as one setting, and as a subgroup with the settings of an
+        # entry
         if fields_of(entry_type):
             subgroups.append((entry_type, f"{group}.{name}".lstrip(".")))
         if not fields_of(setting_type):
