@@ -27,8 +27,7 @@ from moe_lab.results import Result, Sample, Scale
 
 
 def harness_of(benchmark: BenchmarkConfig) -> Harness:
-    """The harness with the name benchmark.harness. The package that the harness calls is not
-    imported."""
+    """The harness with the name benchmark.harness."""
     module = importlib.import_module(f"moe_lab.evaluation.harnesses.{benchmark.harness}")
     harness: Harness = module.HARNESS
     return harness
@@ -45,12 +44,11 @@ class Graded:
     protocol: dict[str, Any] = field(default_factory=dict)
     """Settings of the harness, as JSON."""
     max_unscored: int = 0
-    """Number of items that may have no outcome; the protocol names them."""
+    """Number of items that may have no outcome."""
 
 
 class Harness(ABC):
-    """Asks the questions of benchmarks and grades the answers. The attributes here are defaults,
-    which suit most harnesses."""
+    """Asks the questions of benchmarks and grades the answers."""
 
     package: str | None = None
     """Package that the harness needs in this interpreter."""
@@ -104,18 +102,16 @@ class Harness(ABC):
     # Data and identity.
 
     def version(self, benchmark: BenchmarkConfig) -> str | None:
-        """Version of the harness's package; None for a harness without a package, and for a package
-        that is not installed."""
+        """Version of the harness's package; None without an installed package."""
         return package_version(self.package) if self.package else None
 
     def paths(self, benchmark: BenchmarkConfig) -> list[Path]:
-        """Paths of the data files of a benchmark without a mirror, the file of the items last. By
-        default there is one file, benchmark.task."""
+        """Paths of the data files of a benchmark without a mirror, the file of the items last."""
         return [local_path(benchmark.task).absolute()]
 
     def data_files(self, benchmark: BenchmarkConfig) -> list[Path]:
-        """The `paths` of a benchmark without a mirror, after a check. UserError if a file does not
-        exist or benchmark.task is not set."""
+        """The `paths` of a benchmark without a mirror. UserError if a file does not exist or
+        benchmark.task is not set."""
         if not benchmark.task:
             raise UserError(
                 f"benchmark {benchmark.name} has no data: name its file, such as suite.path=FILE"
@@ -133,16 +129,12 @@ class Harness(ABC):
     def hashed_files(self, benchmark: BenchmarkConfig) -> tuple[list[Path], dict[str, str]]:
         """(files, versions) for the identity of a benchmark without a mirror. `files` define the
         benchmark; the last file has the items. `versions` maps a package to its version, for the
-        packages that code in the files imports. By default the files contain no code."""
+        packages that code in the files imports."""
         return self.data_files(benchmark), {}
 
     def data_digest(self, benchmark: BenchmarkConfig) -> str:
-        """sha256 over the data of a benchmark: over the hashes of the files in its mirror or, for a
-        benchmark without a mirror, over the files that define the benchmark.
-
-        If the mirror does not exist, the result is a text with the name of the data. Costs can then
-        be estimated before the mirror is made.
-        """
+        """sha256 over the data of a benchmark. If its mirror does not exist, a text with the name
+        of the data. Costs can then be estimated before the mirror is made."""
         if benchmark.data is not None:
             from moe_lab.evaluation import mirror
 
@@ -151,7 +143,6 @@ class Harness(ABC):
             except UserError:  # `missing_requirements` reports the error
                 return f"no mirror of {benchmark.data}"
         files, versions = self.hashed_files(benchmark)
-        # without versions, only the files are hashed
         digest = hashlib.sha256(json.dumps(versions, sort_keys=True).encode() if versions else b"")
         for file in files:
             content = file.read_bytes()
@@ -181,8 +172,7 @@ class Harness(ABC):
         }
 
     def identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
-        """All settings that can change a result: name -> value. The address of a judge is not
-        included, because it changes no result."""
+        """All settings that can change a result: name -> value."""
         keys = self.question_parameters + self.grading_parameters
         judge = {"judge": benchmark.judge.identity} if benchmark.judge else {}
         return {
@@ -197,7 +187,7 @@ class Harness(ABC):
 
     def check(self, benchmark: BenchmarkConfig, policy: Policy) -> None:
         """Raise UserError for wrong settings or files. Raise Unavailable for requirements that are
-        missing on this machine. Another machine may meet these requirements."""
+        missing on this machine."""
         if problems := list(self.setting_errors(benchmark)):
             raise UserError("; ".join(problems))
         if problems := list(self.missing_requirements(benchmark, policy)):
@@ -206,8 +196,7 @@ class Harness(ABC):
     def setting_errors(self, benchmark: BenchmarkConfig) -> Iterator[str]:
         """Yield a sentence for each setting or file of the benchmark that is wrong on every
         machine."""
-        # A harness that reads only mirrors (True) has no files to check; `_wrong_settings` reports
-        # that there is no mirror.
+        # a harness that reads only mirrors (True) has no files to check
         if benchmark.data is None and self.mirrored is not True:
             yield from user_errors(self.check_data, benchmark)
         name = f"benchmark {benchmark.name}"
@@ -228,7 +217,6 @@ class Harness(ABC):
         not support."""
         if not benchmark.reports:
             yield "reports is empty: expected result name -> metric"
-        # `mirrored` and `chat` are None if the harness supports both cases
         if self.mirrored is True and benchmark.data is None:
             yield f"data is null, and {benchmark.harness} reads a mirror: expected a hub repository"
         if self.mirrored is False and benchmark.data is not None:
@@ -247,8 +235,7 @@ class Harness(ABC):
 
     def check_data(self, benchmark: BenchmarkConfig) -> None:
         """Check the files of a benchmark without a mirror. UserError if a file is missing, or if a
-        .jsonl file of items does not have benchmark.expected items. In other formats, items are not
-        counted."""
+        .jsonl file of items does not have benchmark.expected items."""
         *_, items_file = self.data_files(benchmark)
         if items_file.suffix == ".jsonl":
             lines = items_file.read_bytes().splitlines()
@@ -256,7 +243,7 @@ class Harness(ABC):
 
     def missing_requirements(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
         """Yield a sentence for each package, mirror, permission, judge or sandbox that is missing
-        on this machine. If the package is missing, nothing else is checked."""
+        on this machine."""
         if self.package and package_version(self.package) is None:
             yield (
                 f"benchmark {benchmark.name} needs the package {self.package}: pip install "
@@ -279,16 +266,14 @@ class Harness(ABC):
         return False
 
     def program_sandbox(self, benchmark: BenchmarkConfig, policy: Policy) -> str:
-        """The sandbox in which the model's programs run, see `Policy.program_sandbox`. UserError or
-        Unavailable if there is no sandbox."""
+        """The sandbox in which the model's programs run. UserError or Unavailable if there is no
+        sandbox."""
         # A shipped benchmark has a task that begins with PREFIX. It is a closed world: programs can
         # solve it without imports and private attributes.
         return policy.program_sandbox(closed_world=benchmark.task.startswith(PREFIX))
 
     def uses_limited_sandbox(self, benchmark: BenchmarkConfig, policy: Policy) -> bool:
-        """Whether the sandbox on this machine is `LIMITED`: programs with imports or private
-        attributes are then not run and count as wrong. False for a benchmark that runs no
-        programs."""
+        """Whether the sandbox on this machine is `LIMITED`."""
         if not self.runs_programs(benchmark):
             return False
         try:
@@ -304,7 +289,7 @@ def _parameters(benchmark: BenchmarkConfig, keys: Sequence[str]) -> dict[str, An
 
 def check_count(benchmark: BenchmarkConfig, count: int) -> None:
     """Raise UserError unless `count`, the number of items in the benchmark's data, equals
-    benchmark.expected. If benchmark.expected is None, any number is right."""
+    benchmark.expected."""
     if benchmark.expected is not None and count != benchmark.expected:
         raise UserError(
             f"benchmark {benchmark.name} has {count} items and should have {benchmark.expected}: "
@@ -322,9 +307,8 @@ def mean_result(
     benchmark: BenchmarkConfig,
     scale: Scale = "score",
 ) -> Result:
-    """The result `name`: the mean outcome of the `samples` of this result. Samples of other results
-    are ignored. The standard error is the standard deviation (with n - 1) over sqrt(n), or None for
-    a single sample."""
+    """The result `name`: the mean outcome of the `samples` of this result. The standard
+    error is the standard deviation (with n - 1) over sqrt(n)."""
     outcomes = [sample["outcome"] for sample in samples if sample["benchmark"] == name]
     n = len(outcomes)
     mean = math.fsum(outcomes) / n
@@ -350,8 +334,7 @@ def graded_by_mean(
     max_unscored: int = 0,
 ) -> Graded:
     """Grade answers so that each result is a mean outcome. `verdict`: (answer, metric) -> (outcome
-    of the answer, text that explains the outcome). `protocol`: settings of the harness, as JSON.
-    `max_unscored`: number of items that may have no outcome."""
+    of the answer, text that explains the outcome)."""
     samples = []
     results = []
     for name, metric in benchmark.reports.items():
@@ -372,9 +355,8 @@ def loss_result(
     """The weighted mean loss over items or, for the scale "perplexity", exp of this mean.
 
     `losses`: the loss of each item, in `unit`; `weights`: the number of tokens, words or bytes of
-    each item. The variance of the mean loss is the sum over items of (share of the total weight *
-    deviation from the mean)^2. The standard error is the square root of the variance; for a
-    perplexity it is multiplied by exp(mean), the derivative. For a single item it is None.
+    each item. The standard error is the square root of the variance of the mean loss; for a
+    perplexity it is multiplied by exp(mean), the derivative.
     """
     total_weight = math.fsum(weights)
     shares = [weight / total_weight for weight in weights]
@@ -421,7 +403,7 @@ class IdentifiedBenchmark(BenchmarkConfig):
 
 def benchmark_errors(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:
     """A sentence for each setting or file of the benchmarks that is wrong on every machine, and for
-    each result name that two benchmarks report. Equal sentences are listed once."""
+    each result name that two benchmarks report."""
     sentences: list[str] = []
     benchmark_of_result: dict[str, str] = {}
     for benchmark in benchmarks:

@@ -175,20 +175,18 @@ def end_token_ids(checkpoint: Path, tokenizer: Any) -> list[int]:
 
 
 def appended_tokens(tokenizer: Any) -> list[int]:
-    """Ids of the tokens, such as an end token, that a tokenizer appends to every text. Tokens that
-    the tokenizer puts before a text are not included."""
+    """Ids of the tokens, such as an end token, that a tokenizer appends to every text."""
     # the tokens of any text, here "a", without and with those that the tokenizer adds
     plain_tokens, all_tokens = (
         tokenizer(["a"], add_special_tokens=adds_special, verbose=False).input_ids[0]
         for adds_special in (False, True)
     )
-    # the tokens after those of the text
     return list(all_tokens[all_tokens.index(plain_tokens[0]) + len(plain_tokens) :])
 
 
 def check_finite(number: float, name: str) -> None:
     """Raise FloatingPointError if `number` is not finite. `name`: what the number is, "logit" or
-    "log-likelihood". Without this check, a model that overflows would still generate texts."""
+    "log-likelihood"."""
     if not math.isfinite(number):
         raise FloatingPointError(
             f"the {name} of a token is {number}, expected a finite number: the model's weights or "
@@ -203,7 +201,7 @@ def setting_errors(
     backend: BackendConfig, benchmarks: Iterable[BenchmarkConfig], models: Iterable[ModelConfig]
 ) -> Iterator[str]:
     """Yield an error message for each wrong setting of the back end, and for each benchmark and
-    each model that the back end does not support. For backend=hf there are no such messages."""
+    each model that the back end does not support."""
     if backend.name == "hf":
         return
     if backend.name == "server":
@@ -218,7 +216,7 @@ def setting_errors(
                 )
     for model in models:
         yield from user_errors(check_trained_top_k, model, f"backend={backend.name}")
-        # PORTS are the families of models whose code is in moe_lab, and not in transformers
+        # PORTS: families of models whose code is in moe_lab, not in transformers
         if backend.name == "vllm" and (kind := config_of(model).get("model_type")) in PORTS:
             yield (
                 f"backend=vllm: the transformers of vLLM has no model_type={kind} ({model.name}): "
@@ -228,8 +226,8 @@ def setting_errors(
 
 def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> list[str]:
     """The program and arguments of backend.command, with {checkpoint}, {port}, {name} and
-    environment variables replaced by their values. UserError for a command without {checkpoint} or
-    {port}, a command that a shell could not split, and an environment variable that is not set."""
+    environment variables replaced. UserError for a command without {checkpoint} or {port}, a
+    command that a shell could not split, and an environment variable that is not set."""
     line = backend.command or ""
     if "{checkpoint}" not in line or "{port}" not in line:
         raise UserError(
@@ -266,18 +264,13 @@ def check_installed(backend: BackendConfig) -> None:
 
 
 def search_path() -> str:
-    """The PATH for programs that moe_lab starts: the folder of the Python interpreter, then the
-    PATH of this process."""
+    """The PATH for programs that moe_lab starts."""
     return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
 
 
 def error_summary(log: str) -> str:
-    """The last error in a log and the last line of the log, joined by "; ". For a log without an
-    error, the last two lines. Also prints the last `_LOG_LINES` lines to standard error.
-
-    An error whose text contains CAUSE_MARK only points to the error that caused it. Such errors
-    count only if there are no others.
-    """
+    """The last error in a log and the last line of the log. Also prints the last `_LOG_LINES`
+    lines to standard error."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     print(mask("\n".join(lines[-_LOG_LINES:])), file=sys.stderr, flush=True)
     errors = [match[1][:_MOST_CHARACTERS] for line in lines if (match := _ERROR.match(line))]

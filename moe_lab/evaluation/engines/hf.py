@@ -1,10 +1,8 @@
-"""The loaded model as an engine, which computes texts and likelihoods for all benchmarks alike.
+"""The loaded model as an engine.
 
-Texts are generated greedily for a batch of prompts, and end at different times. transformers
-prepares the inputs of each step, as a family needs them. The loop is moe_lab's own, for two
-reasons: rows whose text is complete leave the batch; and a right answer, whose likelihood is
-requested anyway, is read with its prompt, which saves a step for each token with which both the
-answer and the text begin.
+The loop of generation is moe_lab's own, for two reasons. Rows whose text is complete leave the
+batch. A right answer, whose likelihood is requested anyway, is read with its prompt, which saves a
+step for each token with which both the answer and the text begin.
 """
 
 from __future__ import annotations
@@ -35,13 +33,13 @@ from moe_lab.models.load import max_logit_tokens
 from moe_lab.models.transformers_private import next_inputs
 
 SHRINK = 0.75
-"""Complete rows leave the batch once at most this share of its rows is incomplete. Rows do not
-leave one by one, because the cache is copied each time rows leave."""
+"""Complete rows leave the batch once at most this share of its rows is incomplete. The cache
+is copied each time rows leave."""
 
 
 @dataclass(eq=False)
 class LoadedModel(Engine):
-    """A loaded causal language model, unpruned or pruned by a mask, with its tokenizer."""
+    """A loaded causal language model with its tokenizer."""
 
     model: Any
     """A transformers causal language model in eval mode."""
@@ -57,7 +55,7 @@ class LoadedModel(Engine):
     def generate(
         self, prompts: Sequence[Prompt], generation: GenerationSettings
     ) -> list[GeneratedText]:
-        """Implement `Engine.generate`. All prompts are one batch, and are padded on the left."""
+        """Implement `Engine.generate`. All prompts are one batch."""
         padding = (
             self.tokenizer.pad_token_id
             if self.tokenizer.pad_token_id is not None
@@ -77,17 +75,14 @@ class LoadedModel(Engine):
         ]
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
-        """Implement `Engine.score`. Rows of similar length get into the same batch."""
+        """Implement `Engine.score`."""
         return log_likelihoods(self.model, rows, batch_size)
 
 
 def _readable_answer(prompt: Prompt) -> Row | None:
-    """The row of the prompt's right answer, if the model can read this row instead of the prompt.
-    None if it cannot, and for a prompt without an answer.
-
-    The row must begin with the tokens of the prompt. Some rows do not, because one of their tokens
-    contains both the end of the prompt and the beginning of the answer.
-    """
+    """The row of the prompt's right answer, if this row begins with the tokens of the prompt. Some
+    rows do not, because one token contains both the end of the prompt and the beginning of the
+    answer."""
     row = prompt.answer
     length = len(prompt.tokens)
     # with `row.start > length`, there would be unscored tokens between the prompt and the answer
@@ -112,10 +107,8 @@ class Batch:
     prompts: Sequence[Sequence[int]]
     """Token ids of each prompt."""
     answers: Sequence[Row | None]
-    """The row of the right answer to each prompt: the tokens of the prompt, then of the answer.
-    None for a prompt without an answer."""
+    """The row of the right answer to each prompt: the tokens of the prompt, then of the answer."""
     generation: GenerationSettings
-    """A text is complete at `max_tokens`, or when it contains one of the `stop` texts."""
     end_token_ids: frozenset[int]
     """Tokens at which a text is complete."""
     padding: int
@@ -126,13 +119,8 @@ class Batch:
     def incomplete_rows(
         self, rows: Sequence[int], texts: Sequence[NewTokens], new_token_count: int
     ) -> list[int]:
-        """Those of the `rows` whose text is incomplete. A text is incomplete if it has fewer tokens
-        than the limit, no end token and no stop text.
-
-        `rows`: indices of texts in `texts`. Of each text, the last `new_token_count` tokens are
-        searched for an end token and for the end of a stop text. Earlier calls have searched the
-        tokens before them.
-        """
+        """Those of the `rows` whose text is incomplete. `rows`: indices in `texts`.
+        `new_token_count`: number of tokens of each text that earlier calls have not searched."""
         unended_rows = [
             row
             for row in rows
@@ -155,9 +143,7 @@ class Batch:
 
 @torch.inference_mode()
 def greedy_tokens(model: Any, batch: Batch) -> list[NewTokens]:
-    """The likeliest new tokens after each prompt, up to and including the first end token. If
-    `_read` reads the right answers with the prompts, the likelihoods of these answers are also
-    returned."""
+    """The likeliest new tokens after each prompt, up to and including the first end token."""
     # replaces the checkpoint's settings, such as a penalty
     settings = GenerationConfig(
         max_new_tokens=batch.generation.max_tokens,
@@ -184,9 +170,8 @@ def greedy_tokens(model: Any, batch: Batch) -> list[NewTokens]:
 
 
 def _padded_inputs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and attention mask, both (B, S), of the prompts with their right answers. Padding
-    on the left makes all prompts end at the same position. Rows are also padded on the right, to
-    the end of the longest answer."""
+    """Token ids and attention mask, both (B, S), of the prompts with their right answers. All
+    prompts end at the same position."""
     longest = max(map(len, batch.prompts))
     starts = [longest - len(prompt) for prompt in batch.prompts]
     # the tokens of an answer's row begin with the prompt
@@ -213,9 +198,7 @@ def _generate(
     **arguments: Any,
 ) -> torch.Tensor:
     """Generate token by token, and append a text to `texts` for each prompt of `batch`.
-    transformers' `generate` calls this function with `input_ids`, `generation_config` and
-    `arguments`. It expects token ids in return: those of the rows that are still in the batch at
-    the end."""
+    transformers' `generate` calls this function and expects token ids in return."""
     # without the objects for sampling, `arguments` are arguments of the model's forward pass
     inputs = {
         name: value
@@ -223,8 +206,7 @@ def _generate(
         if name not in ("logits_processor", "stopping_criteria")
     }
     output, input_ids, inputs = _read(model, input_ids, inputs, batch, texts)
-    # Both lists have indices in `texts`. `rows` are the rows that are still in the batch,
-    # `incomplete_rows` are those of them whose text is incomplete.
+    # Both lists have indices in `texts`. `rows` are the rows that are still in the batch.
     rows = incomplete_rows = list(range(len(texts)))
     new_tokens = torch.tensor([text.tokens[-1] for text in texts], device=input_ids.device)
     new_token_count = max(len(text.tokens) for text in texts)  # at first, all tokens are new
@@ -234,15 +216,13 @@ def _generate(
         incomplete_rows = batch.incomplete_rows(incomplete_rows, texts, new_token_count)
         if not incomplete_rows:
             return input_ids
-        # once most texts are complete, their rows are removed from the batch
         if len(incomplete_rows) <= SHRINK * len(rows):
             # indices in the batch
             indices = torch.tensor(
                 [rows.index(row) for row in incomplete_rows], device=input_ids.device
             )
             inputs["past_key_values"].reorder_cache(indices)
-            # Select the same rows of each tensor that has a row for each text. The cache is no
-            # tensor: `reorder_cache` has changed it in place.
+            # select the same rows of each tensor that has a row for each text
             inputs = {
                 name: value[indices]
                 if torch.is_tensor(value) and value.dim() > 1 and len(value) == len(rows)
@@ -257,7 +237,7 @@ def _generate(
         output = model(**model_inputs, return_dict=True)
         new_tokens, logits = _likeliest_tokens(output.logits[:, -1])
         for row, token, logit in zip(rows, new_tokens.tolist(), logits, strict=True):
-            # rows of complete texts may still be in the batch; their tokens are not used
+            # rows of complete texts may still be in the batch
             if row in incomplete_rows:
                 check_finite(logit, "logit")
                 texts[row].tokens.append(token)
@@ -267,9 +247,8 @@ def _generate(
 def _read(
     model: Any, ids: torch.Tensor, inputs: dict[str, Any], batch: Batch, texts: list[NewTokens]
 ) -> tuple[Any, torch.Tensor, dict[str, Any]]:
-    """Read the prompts, and append the beginning of each text to `texts`. Right answers are read
-    with the prompts if `_can_remove_answers` and if the logits fit in memory. `ids`: token ids of
-    the prompts with right answers. `inputs`: the other arguments of the forward pass.
+    """Read the prompts, and append the beginning of each text to `texts`. `ids`: token ids of the
+    prompts with right answers. `inputs`: the other arguments of the forward pass.
 
     Returns the model's output, and `ids` and `inputs` cut to the positions that are in the cache.
     The cache then has the prompts, and each text without its last token.
@@ -294,7 +273,6 @@ def _read(
         or logit_count > max_logit_tokens(model)
         or not _can_remove_answers(model, inputs, token_inputs)
     ):
-        # read the prompts without answers
         answers = [None] * len(ids)
         first_position = longest - 1
     width = ids.shape[1] if any(answers) else longest
@@ -323,19 +301,16 @@ def _read(
 
 
 def _can_remove_answers(model: Any, inputs: dict[str, Any], token_inputs: Collection[str]) -> bool:
-    """Whether right answers can be read with the prompts, and then be removed from the cache by
-    `_remove_answers`. For this, the cache must hold nothing but keys and values of single tokens,
-    the model must take `position_ids` and `logits_to_keep`, and every layer must have full
-    attention. `inputs`: arguments of the forward pass. `token_inputs`: names of the `inputs` with
-    one value per token."""
+    """Whether right answers that are read with the prompts can be removed from the cache.
+    `inputs`: arguments of the forward pass. `token_inputs`: names of the `inputs` with one value
+    per token."""
     cache = inputs.get("past_key_values")
     has_plain_cache = (
         type(cache) is DynamicCache
         and bool(cache.layers)
         and {type(layer) for layer in cache.layers} == {DynamicLayer}
     )
-    # `_remove_answers` replaces the attention mask and the position ids. No other argument may have
-    # one value per token.
+    # `_remove_answers` replaces only the attention mask and the position ids
     takes_arguments = (
         set(token_inputs) - {"attention_mask"} == {"position_ids"} and "logits_to_keep" in inputs
     )
@@ -346,8 +321,8 @@ def _beginning(
     prompt: Sequence[int], answer: Row | None, logits: torch.Tensor, max_tokens: int
 ) -> NewTokens:
     """The beginning of a generated text: the tokens of the right answer up to the first token that
-    the model would not choose, and then the model's choice. At most `max_tokens` tokens. Row i of
-    `logits` (n, V) predicts the token after the prompt and the first i tokens of the answer."""
+    the model would not choose, and then the model's choice. Row i of `logits` (n, V) predicts
+    the token after the prompt and the first i tokens of the answer."""
     tokens = answer.tokens[len(prompt) :] if answer else ()
     likeliest_tokens, largest_logits = _likeliest_tokens(logits[: len(tokens) + 1])
     choices = likeliest_tokens.tolist()
@@ -368,9 +343,8 @@ def _remove_answers(
     texts: Sequence[NewTokens],
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Remove the answer tokens that differ from the generated `texts`. Positions after the longest
-    text are removed from the cache. In the rows of shorter texts, the attention mask hides the
-    answer tokens after the text. Returns `ids` without the removed positions, and `inputs` with the
-    attention mask and the position ids for these `ids`."""
+    text are removed from the cache. The attention mask hides the other answer tokens. Returns `ids`
+    and `inputs` for the remaining positions."""
     longest = max(map(len, batch.prompts))
     # minus 1, as the model has chosen the last token of a text, but has not read it
     ends = [longest + len(text.tokens) - 1 for text in texts]

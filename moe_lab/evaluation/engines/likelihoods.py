@@ -1,9 +1,9 @@
 """Likelihoods of rows of tokens by a loaded model. Answers to the same question share the pass over
 the question.
 
-The question is read once, then its answers one after another. An attention mask lets the tokens of
-an answer see only the question and the same answer, and their positions continue those of the
-question. So each answer gets the likelihood that it has alone, up to rounding.
+An attention mask lets the tokens of an answer see only the question and the same answer, and their
+positions continue those of the question. So each answer gets the likelihood that it has alone, up
+to rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_lab.models.load import max_logit_tokens
 from moe_lab.models.transformers_private import attention_implementation
 
 TRIAL = ((5, 7, 11, 13), ((17, 3), (19, 23, 29)))
-"""Token ids of a question and of two answers. `_trial_agrees` reads these answers together."""
+"""Token ids of a question and of two answers."""
 TOLERANCE = 1e-4
 """Largest difference of logits in the trial, as a share of the largest logit, in fp32."""
 HALF_TOLERANCE = 0.05
@@ -36,8 +36,7 @@ class _Question:
 
     tokens: tuple[int, ...]
     answers: dict[tuple[int, ...], list[Row]] = field(default_factory=dict)
-    """Tokens of an answer without the last token, which is predicted and not read -> rows with this
-    question and this answer."""
+    """Tokens of an answer without the last token, which is not read -> rows with this answer."""
 
     def __len__(self) -> int:
         """Number of tokens that are read: the question and all answers."""
@@ -47,11 +46,7 @@ class _Question:
 @torch.inference_mode()
 def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
     """(log-likelihood in nats, whether all scored tokens are the likeliest) for each row.
-
-    A forward pass reads a batch of questions with their answers. The batch has at most `batch_size`
-    questions. With padding, it has at most as many tokens as `batch_size` copies of the longest
-    row, and at most `max_logit_tokens`.
-    """
+    `batch_size`: most questions in a forward pass."""
     questions = _questions(rows, can_share=bool(rows) and _can_share(model))
     most_tokens = min(
         batch_size * max((len(row.tokens) for row in rows), default=0), max_logit_tokens(model)
@@ -76,13 +71,11 @@ def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Li
 
 
 def _questions(rows: Sequence[Row], *, can_share: bool) -> list[_Question]:
-    """The rows, grouped by question and answer. The result is sorted by `len`, the longest first.
+    """The rows, grouped by question and answer, the longest `_Question` first.
 
-    If `can_share` is false, each `_Question` has one answer. If `can_share` is true, a `_Question`
-    can have several answers, which together have at most as many tokens as the question. Further
-    answers get another `_Question` with the same tokens. This limit bounds the memory of the
-    attention mask. It also separates the windows of a long document, because they share a question
-    of at most one token.
+    If `can_share` is true, a `_Question` can have several answers, which together have at most as
+    many tokens as the question. This limit bounds the memory of the attention mask. It also
+    separates the windows of a long document, because they share a question of at most one token.
     """
     # tokens of a question -> tokens of an answer without the last token -> rows
     answers_by_question: dict[tuple[int, ...], dict[tuple[int, ...], list[Row]]] = {}
@@ -93,8 +86,7 @@ def _questions(rows: Sequence[Row], *, can_share: bool) -> list[_Question]:
     for tokens, answers in answers_by_question.items():
         question = _Question(tokens)
         for answer, answer_rows in answers.items():
-            # `len(question)` counts the tokens of the question, `len(tokens)`, and of its answers
-            # so far. So all answers together have at most `len(tokens)` tokens.
+            # `len(question)` counts the question and its answers so far
             fits = can_share and len(question) + len(answer) <= 2 * len(tokens)
             if question.answers and not fits:
                 questions.append(question)
@@ -136,9 +128,9 @@ def _logits(model: Any, questions: Sequence[_Question]) -> list[torch.Tensor]:
 def _separate_answers(
     questions: Sequence[_Question], longest: int, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Arguments of the forward pass that reads several answers after each question: position ids
-    (B, S), and an attention mask (B, 1, S, S) that is added to the attention scores. The mask hides
-    the answers to a question from each other. `longest`: S, the width of the batch."""
+    """Arguments of the forward pass: position ids (B, S), and an attention mask (B, 1, S, S) that
+    is added to the attention scores. The mask hides the answers to a question from each other.
+    `longest`: S."""
     positions = torch.zeros(len(questions), longest, dtype=torch.int64)
     # for each token: 1 in the first answer, 2 in the second, ...; 0 in the question, -1 in padding
     answer_of = torch.full((len(questions), longest), -1)
@@ -147,7 +139,6 @@ def _separate_answers(
         positions[row, :end] = torch.arange(end)
         answer_of[row, :end] = 0
         for number, answer in enumerate(question.answers, start=1):
-            # every answer is read at the positions after the question
             offsets = torch.arange(len(answer))
             positions[row, end : end + len(answer)] = len(question.tokens) + offsets
             answer_of[row, end : end + len(answer)] = number
@@ -169,9 +160,7 @@ def likelihood(targets: Sequence[int], logits: torch.Tensor) -> Likelihood:
 
 
 def _can_share(model: Any) -> bool:
-    """Whether the model can read several answers after one question. For this, the model must take
-    position ids and a mask, every layer must have full attention, and `_trial_agrees` must be true.
-    The result is cached for each model."""
+    """Whether the model can read several answers after one question."""
     if model not in _sharing_results:
         takes_positions = "position_ids" in _arguments(model)
         takes_mask = attention_implementation(model) in ("sdpa", "eager")
@@ -200,8 +189,8 @@ def _arguments(model: Any) -> Collection[str]:
 
 
 def _trial_agrees(model: Any) -> bool:
-    """Whether the two answers of `TRIAL` get the same logits, up to rounding, whether one pass
-    reads both answers or two passes read one answer each."""
+    """Whether one pass that reads both answers of `TRIAL` gives the same logits, up to rounding, as
+    one pass for each answer."""
     tokens, answers = TRIAL
     # the answers have no rows ([]), because only logits are compared
     question = _Question(tokens, {answer: [] for answer in answers})

@@ -1,5 +1,4 @@
-"""A server with OpenAI's interface as an engine that generates texts. The server is started for a
-checkpoint, checked, and stopped."""
+"""A server with OpenAI's interface as an engine that generates texts."""
 
 from __future__ import annotations
 
@@ -44,11 +43,9 @@ from moe_lab.start import command
 GRACE = 20.0
 """Seconds between telling a server to stop and killing it."""
 STOPS = 4
-"""Most stop texts of one request, by OpenAI's limit and vLLM's default. At further stop texts the
-caller cuts the generated text."""
+"""Most stop texts of one request, by OpenAI's limit and vLLM's default."""
 COMPLETE = ("stop", "length")
-"""OpenAI's values of finish_reason for complete texts. Other values, such as abort or error, depend
-on the server."""
+"""OpenAI's values of finish_reason for complete texts."""
 _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 30.0
 """Seconds that a server may take for a list of models or a first text."""
@@ -62,15 +59,13 @@ _MOST_CHARACTERS = 1000
 
 @dataclass(frozen=True)
 class ServedModel(Engine):
-    """A causal language model that a server runs. The model's tokenizer is loaded in this
-    process."""
+    """A causal language model that a server runs."""
 
     url: str
     """Base address, such as http://127.0.0.1:8000/v1."""
     name: str
     """Name of the model at the server."""
     tokenizer: Any
-    """The tokenizer that the server uses."""
     max_length: int | None
     template_arguments: Mapping[str, Any]
     ready_seconds: float = BackendConfig.ready_seconds
@@ -85,8 +80,7 @@ class ServedModel(Engine):
     scores = False
 
     def __post_init__(self) -> None:
-        """Raise UserError for a tokenizer that appends tokens, such as an end token, to prompts. A
-        model cannot continue a prompt that ends with such tokens."""
+        """Raise UserError for a tokenizer that appends tokens, such as an end token, to prompts."""
         if appended_ids := appended_tokens(self.tokenizer):
             raise UserError(
                 "backend=server: the model's tokenizer appends "
@@ -99,11 +93,9 @@ class ServedModel(Engine):
     ) -> list[GeneratedText]:
         """Implement `Engine.generate`, with `generation.batch_size` requests at the same time.
 
-        Unavailable if the server finishes no text within backend.ready_seconds plus TOKEN_SECONDS
-        for each token of a text. A text may take longer while the server finishes other texts.
-
-        A server omits special tokens from texts. UserError if such a token is needed: as the mark
-        of a thought in a chat, or in a stop text.
+        Unavailable if the server finishes no text in time. A server omits special tokens from
+        texts. UserError if such a token is needed: as the mark of a thought in a chat, or in a stop
+        text.
         """
         end_token_ids = eos_tokens(self.end_token_ids, self.tokenizer)
         # An end token ends a text even if it is omitted. `generation.marks` are marks of thoughts
@@ -150,13 +142,10 @@ class ServedModel(Engine):
     def complete(
         self, client: openai.OpenAI, prompt: str, max_tokens: int, stop: Sequence[str]
     ) -> GeneratedText:
-        """The server's text after `prompt`, of at most `max_tokens` tokens, generated greedily and
-        without penalties.
-
-        At most STOPS stop texts are sent; the caller cuts the text at all stop texts. UserError for
-        a refused request, and for a text of another model. Unavailable for a text that the server
-        broke off, and for a server that has ended or fails.
-        """
+        """The server's text after `prompt`, generated greedily and without penalties. At most STOPS
+        stop texts are sent. UserError for a refused request, and for a text of another model.
+        Unavailable for a text that the server broke off, and for a server that has ended or
+        fails."""
         # if the prompt ends with the beginning of a stop text, some servers would stop at once
         sent_stops = [
             stop_text
@@ -208,8 +197,7 @@ class ServedModel(Engine):
     def _request_text(self, prompt: Prompt) -> str:
         """The text to send for `prompt`: the server tokenizes it to the prompt's tokens. UserError
         if there is no such text."""
-        # A server puts the tokenizer's BOS token, if there is one, before every text. So a prompt
-        # whose text already begins with this token is sent without it.
+        # a server puts the tokenizer's BOS token, if there is one, before every text
         for text in (prompt.text, prompt.text.removeprefix(self.tokenizer.bos_token or "")):
             if tuple(self.tokenizer(text).input_ids) == prompt.tokens:
                 return text
@@ -223,13 +211,11 @@ class ServedModel(Engine):
 def served_model(
     checkpoint: Path, backend: BackendConfig, model: ModelConfig, name: str
 ) -> Iterator[ServedModel]:
-    """Run a server with the model in `checkpoint` for the duration of a `with` block. The block
-    gets the model as an engine. The model's name at the server begins with `name`.
+    """Run a server with the model in `checkpoint` for the duration of a `with` block. The model's
+    name at the server begins with `name`.
 
-    The server reads a view of the checkpoint (`make_view`), because a server may take sampling
-    settings of the checkpoint's author as defaults. The functions called here raise UserError for a
-    folder that is no checkpoint, and Unavailable for a server that ends, serves another model or
-    does not answer within backend.ready_seconds.
+    UserError for a folder that is no checkpoint. Unavailable for a server that ends, serves another
+    model or does not answer within backend.ready_seconds.
     """
     from moe_lab.models.load import load_tokenizer
 
@@ -239,6 +225,7 @@ def served_model(
     max_length = (config.get("text_config") or config).get("max_position_embeddings")
     with tempfile.TemporaryDirectory(prefix="moe_lab-server-") as scratch:
         view = Path(scratch, "checkpoint")
+        # a server may take sampling settings of the checkpoint as defaults
         make_view(checkpoint, view, tokenizer)
         end_ids = end_token_ids(checkpoint, tokenizer)
         port = _free_port()
@@ -261,8 +248,8 @@ def served_model(
 
 def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
     """Make a folder `view` with links to the checkpoint's files. Two files are written instead of
-    linked: generation_config.json asks for greedy generation without penalties, and
-    tokenizer_config.json leaves spaces in decoded texts as they are."""
+    linked: generation_config.json asks for greedy generation, and tokenizer_config.json leaves
+    spaces in decoded texts as they are."""
     end_ids = end_token_ids(checkpoint, tokenizer)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_ids[0]
     tokenizer_config = read_json_if_there(checkpoint / "tokenizer_config.json")
@@ -283,33 +270,28 @@ def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
 
 
 def start_process(argv: Sequence[str]) -> ChildProcess:
-    """Start a server. `argv`: its program and arguments. The server ends when the returned
-    `ChildProcess` is closed or when this process dies."""
+    """Start a server. The server ends when the returned `ChildProcess` is closed or when this
+    process dies."""
     environment = {
         "HF_HUB_OFFLINE": "1",
         **os.environ,
         "PATH": search_path(),
         "XDG_CACHE_HOME": str(user_cache()),
     }
-    # server_process runs `argv`. When this process is gone, it tells the server to stop, and kills
-    # the server after GRACE seconds.
     return ChildProcess(
         command("moe_lab.evaluation.server_process", str(GRACE), *argv), environment
     )
 
 
 def _exit_reason(server: ChildProcess, seconds: float = 0.0) -> str | None:
-    """Why the server ended: the last lines of its log. None if the server still runs after waiting
-    for `seconds`."""
+    """Why the server ended; None if the server still runs after `seconds`."""
     with suppress(subprocess.TimeoutExpired):
         server.process.wait(seconds)
     return None if server.process.poll() is None else error_summary(server.log())
 
 
 def _free_port() -> int:
-    """A random port of `PORTS` that is free now. The server takes the port later, when its imports
-    are done. Outgoing connections cannot take the port before, because their ports are above
-    `PORTS`."""
+    """A random port of `PORTS` that is free now."""
     while True:
         port = secrets.choice(PORTS)
         with socket.socket() as probe, suppress(OSError):
@@ -319,9 +301,7 @@ def _free_port() -> int:
 
 def _wait_until_ready(engine: ServedModel, server: ChildProcess, path: str) -> ServedModel:
     """Wait until the server answers, and return `engine` with the model name that the server
-    accepts. The name stays as it is if the server lists it; otherwise it becomes `path`, the folder
-    that the server has loaded. Raises Unavailable if the server ends, does not answer in time or
-    does not serve the checkpoint."""
+    accepts. `path`: the folder that the server has loaded."""
     deadline = time.monotonic() + engine.ready_seconds
     while (listed_names := _listed_models(engine)) is None:
         if (reason := _exit_reason(server)) is not None:
@@ -360,7 +340,7 @@ def _listed_models(engine: ServedModel) -> list[str] | None:
             return [model.id for model in client.models.list()]
     except openai.APIConnectionError:
         return None
-    # The client does not check the form of an answer. If there is no list, any of these is raised.
+    # the client does not check the form of an answer
     except (openai.APIError, AttributeError, TypeError, ValueError) as error:
         # HTTP 503: the server is still loading
         return None if getattr(error, "status_code", None) == 503 else []

@@ -1,8 +1,4 @@
-"""vLLM as an engine, in a separate process and environment.
-
-Prompts are tokenized and tokens are decoded in this process, as for a loaded model. Imports no
-torch.
-"""
+"""vLLM as an engine, in a separate process and environment. Imports no torch."""
 
 from __future__ import annotations
 
@@ -56,8 +52,7 @@ class VllmModel(Engine):
     batches = 16  # vLLM makes its own batches of all prompts of a call
 
     def __init__(self, checkpoint: Path, backend: BackendConfig, model: ModelConfig) -> None:
-        """Start vLLM with `checkpoint`. Raises Unavailable, with vLLM's reason, when the engine
-        does not start."""
+        """Start vLLM with `checkpoint`. Raises Unavailable when the engine does not start."""
         from moe_lab.models.load import load_tokenizer, quiet_transformers
 
         print(f"vLLM starts with {checkpoint}", file=sys.stderr, flush=True)
@@ -130,8 +125,7 @@ class VllmModel(Engine):
     @contextmanager
     def _reply_limit(self, seconds: float = 0.0) -> Iterator[float]:
         """A context for one request to vLLM's process. Its `as` variable is the number of seconds
-        that a reply may take: `seconds` plus backend.ready_seconds. Errors of the process become
-        Unavailable."""
+        that a reply may take. Errors of the process become Unavailable."""
         limit = self.ready_seconds + seconds
         try:
             yield limit
@@ -155,9 +149,8 @@ class VllmModel(Engine):
     def generate(
         self, prompts: Sequence[Prompt], generation: GenerationSettings
     ) -> list[GeneratedText]:
-        """Do as `Engine.generate`, but vLLM makes the batches itself. Each of vLLM's replies is
-        (index of a prompt, new tokens after the prompt, sum of their log-likelihoods). The replies
-        come in the order in which vLLM finishes the texts."""
+        """Implement `Engine.generate`. The replies come in the order in which vLLM finishes the
+        texts."""
         replies = self.items(
             "generate",
             TOKEN_SECONDS * generation.max_tokens,
@@ -175,8 +168,7 @@ class VllmModel(Engine):
         return [texts[index] for index in range(len(prompts))]
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
-        """Do as `Engine.score`, but vLLM makes the batches itself: `batch_size` is not used. A
-        reply of vLLM is (index of a row, log-likelihood, whether each token was the likeliest)."""
+        """Implement `Engine.score`. `batch_size` is not used."""
         replies = self.items(
             "log_likelihoods",
             TOKEN_SECONDS * max(len(row.tokens) for row in rows),
@@ -200,13 +192,10 @@ class OpenEngine:
     def open(
         self, checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Plan | None
     ) -> VllmModel:
-        """An engine with the model in `checkpoint`, masked by `plan`. The open engine is returned
-        if it was started with the same checkpoint and settings, and if its process still runs.
-        Otherwise the open engine is closed and a new one starts.
-
-        Raises Unavailable if the new engine does not start. Later calls with the same settings then
-        raise the same error without a new attempt.
-        """
+        """An engine with the model in `checkpoint`, masked by `plan`: the open engine if its
+        settings are the same, otherwise a new one. Raises Unavailable if a new engine does not
+        start. Later calls with the same settings then raise the same error without a new
+        attempt."""
         settings = [
             str(checkpoint),
             asdict(backend),
@@ -235,16 +224,15 @@ class OpenEngine:
         return engine
 
     def close(self) -> None:
-        """End the process of vLLM. This frees its memory, for example for a model that this process
-        loads."""
+        """End the process of vLLM."""
         if self.engine:
             self.engine.close()
         self.engine = None
 
 
 def _dtype(checkpoint: Path, model: ModelConfig) -> str:
-    """Name of the dtype, such as bfloat16, in which backend=hf would load the model. vLLM gets this
-    name because by default vLLM loads fp32 weights in half precision."""
+    """Name of the dtype, such as bfloat16, in which backend=hf would load the model. By default,
+    vLLM would load fp32 weights in half precision."""
     from moe_lab.models.load import precision
     from moe_lab.models.streamed import stored_dtype
 
@@ -255,8 +243,8 @@ def _dtype(checkpoint: Path, model: ModelConfig) -> str:
 def _parallel_arguments(
     checkpoint: Path, model: ModelConfig, arguments: Mapping[str, Any]
 ) -> dict[str, int]:
-    """vLLM's argument that divides a model among as many GPUs of this process as possible. {} for
-    a single GPU, for the CPU, and if `arguments` (backend.arguments) already divide the model."""
+    """vLLM's argument that divides a model among as many GPUs of this process as possible.
+    `arguments`: backend.arguments."""
     if model.device == "cpu" or any(name.endswith("parallel_size") for name in arguments):
         return {}
     gpu_count = max(1, len(visible_gpus()))

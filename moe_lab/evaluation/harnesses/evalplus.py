@@ -39,12 +39,8 @@ class EvalPlus(Harness):
     two_phases = True
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """An item for each problem.
-
-        Without benchmark.chat, the model completes the problem's prompt, and the canonical solution
-        is the reference. With benchmark.chat, a message asks for a whole program. A chat has no
-        reference, because the canonical solution is only the text after the prompt.
-        """
+        """An item for each problem. A chat has no reference, because the canonical solution is only
+        the text after the prompt."""
         max_tokens = benchmark.max_new_tokens
         stop = self.stop_texts(benchmark)
         items = []
@@ -73,8 +69,6 @@ class EvalPlus(Harness):
         metric `plus`, it must pass all tests, the base tests included.
 
         For a benchmark with a mirror, EvalPlus's sanitizer extracts the programs from the answers.
-        For problems in a file there is no sanitizer: the shipped models answer the shipped problems
-        with nothing but code. An answer with an unfinished thought counts as an empty program.
 
         In a `LIMITED` sandbox, a program with imports or other forbidden parts is not run, and its
         status is "refused". UserError if programs may not be run, RuntimeError for a canonical
@@ -130,8 +124,7 @@ class EvalPlus(Harness):
         return dict(list(problems.items())[: benchmark.limit])
 
     def data_file(self, benchmark: BenchmarkConfig) -> Path:
-        """The file of the benchmark's problems. If the benchmark has a mirror, this is the file
-        that EvalPlus released."""
+        """The file of the benchmark's problems."""
         if benchmark.data is None:
             return self.data_files(benchmark)[-1]
         # the mirror has one subset, with one file for the split
@@ -144,9 +137,7 @@ HARNESS = EvalPlus()
 
 
 def _program(answer: Answer, problem: Mapping[str, Any], *, chat: bool) -> str:
-    """The complete program of an answer; "" if the answer's thought does not end. In a chat, the
-    program is a fenced block of the answer. Otherwise it is the prompt and the completion after it,
-    with four spaces for each tab of the completion."""
+    """The complete program of an answer; "" if the answer's thought does not end."""
     text = answer.reply.text
     if text is None:
         return ""
@@ -156,11 +147,8 @@ def _program(answer: Answer, problem: Mapping[str, Any], *, chat: bool) -> str:
 
 
 def fenced_program(text: str, entry_point: str) -> str:
-    """The last fenced block of `text` that defines the function `entry_point`.
-
-    If no block defines it, the longest block; if there is no block, all of the text. A block
-    without a closing fence ends with the text.
-    """
+    """The last fenced block of `text` that defines the function `entry_point`. If no block defines
+    it, the longest block; if there is no block, all of the text."""
     blocks = [textwrap.dedent(block) for block in _BLOCK.findall(text)]
     definition = re.compile(rf"^\s*(async\s+)?def\s+{re.escape(entry_point)}\b", re.MULTILINE)
     defining_blocks = [block for block in blocks if definition.search(block)]

@@ -57,12 +57,7 @@ class EvalScope(Harness):
     lists_items = False
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """Items with EvalScope's prompts. With benchmark.chat, a prompt is a conversation for the
-        chat template; otherwise it is the texts of the conversation's messages, joined by blank
-        lines.
-
-        There are no stop texts, because EvalScope reads complete answers.
-        """
+        """Items with EvalScope's prompts."""
         items = []
         # no policy, because the questions are listed without running programs
         for question in _call_worker(benchmark, None, "questions"):
