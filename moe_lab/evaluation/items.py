@@ -27,8 +27,7 @@ class Text:
     max_tokens: int
     """Largest number of tokens of the text."""
     stop: tuple[str, ...] = ()
-    """Stop texts: an answer ends before the first stop text in it. The prompt and the thought
-    before the answer are not searched."""
+    """Stop texts: an answer ends before the first stop text in the answer."""
     reference: str | None = None
     """A right answer, with exactly the text that follows the prompt."""
     tools: Tools = ()
@@ -130,12 +129,8 @@ class Answer:
     def sample(
         self, result_name: str, outcome: float, extracted: str, output: str | None = None
     ) -> Sample:
-        """The row of samples.parquet for this answer. The row belongs to the result `result_name`,
-        whose name is in the column `benchmark`.
-
-        `outcome`, `extracted`, `output`: values of these columns. If `output` is None, the column
-        has the generated text.
-        """
+        """The row of samples.parquet for this answer in the result `result_name`. `output`: None
+        for the generated text."""
         digest = hashlib.sha256(self.prompt.encode("utf-8", "surrogatepass")).hexdigest()
         return Sample(
             benchmark=result_name,
@@ -157,8 +152,7 @@ def text_items(requests: Iterable[tuple[str, Text]]) -> list[Item]:
 
 
 def replace_surrogates(text: str) -> str:
-    """Replace each character that UTF-8 cannot encode by "?". Such a character is half of a
-    surrogate pair, which a model may generate."""
+    """Replace each character that UTF-8 cannot encode by "?"."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -204,28 +198,25 @@ _HARMONY_ANSWER = re.compile(
     r"(?:\A\s*|assistant)(?:<\|channel\|>)?final\s*(?:<\|constrain\|>\w+)?(?:<\|message\|>)?"
     r"|(?:\A|(?:<\|start\|>)?assistant)(?=\s*(?:<\|channel\|>)?(?:(?:commentary|analysis)\s+)?to=functions\.)"
 )
-"""The header of a message to the user, or the empty text before a message to a function. In the
-harmony format the answer comes after it."""
+"""The header of a message to the user, or the empty text before a message to a function."""
 
 
 def answer_after_thought(text: str, prompt: str = "", *, chat: bool = True) -> str | None:
     """The answer in a text that a model wrote after `prompt`: the part after the thought, or the
     whole text if there is no thought. None if a thought does not end.
 
-    A thought is enclosed by an opening mark and a closing mark. Closing marks in quotes are
-    ignored. `chat`: whether a chat template made the prompt. The opening mark may then be missing,
-    because the template may have put it before the text.
+    `chat`: whether a chat template made the prompt. The opening mark of a thought may then be
+    missing.
     """
     if _is_harmony(text, prompt):  # the format of gpt-oss, which has other marks
         answer = _HARMONY_ANSWER.search(text)
         return None if answer is None else text[answer.end() :].lstrip()
-    # an opening mark right before the text or at its start
     for opening, closing in CLOSING_MARKS.items():
         if prompt.rstrip().endswith(opening) or text.lstrip().startswith(opening):
             return _after_thoughts(text, opening, closing)
     if not chat:
         return text
-    # no such opening mark: a closing mark without an opening mark before it still ends a thought
+    # a closing mark without an opening mark before it still ends a thought
     for opening, closing in CLOSING_MARKS.items():
         end = _end_of_mark(closing, text)
         if end is not None and opening not in text[:end]:
@@ -243,7 +234,7 @@ def may_think(tokenizer: Any) -> bool:
 
 def special_marks(tokenizer: Any, stop: Sequence[str]) -> tuple[tuple[int, str], ...]:
     """(token id, text) of each special token that is a mark of a thought or a part of a text in
-    `stop`. The text of an answer keeps these special tokens and loses all others."""
+    `stop`."""
     added_tokens: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     special_tokens = [
         (token_id, token.content) for token_id, token in added_tokens.items() if token.special
@@ -257,8 +248,8 @@ def special_marks(tokenizer: Any, stop: Sequence[str]) -> tuple[tuple[int, str],
 
 def _after_thoughts(text: str, opening: str, closing: str) -> str | None:
     """The part of `text` after its last thought; None if a thought does not end. The first thought
-    may have begun before `text`. Each later thought begins at the start of a line."""
-    rest = text  # the part that is not searched yet
+    may have begun before `text`."""
+    rest = text
     later_opening = re.compile(rf"^[ \t]*{re.escape(opening)}", re.MULTILINE)
     while True:
         end = _end_of_mark(closing, rest)
@@ -271,25 +262,22 @@ def _after_thoughts(text: str, opening: str, closing: str) -> str | None:
 
 
 def _end_of_mark(closing: str, text: str) -> int | None:
-    """The index in `text` at which the first mark `closing` ends; None if there is no such mark. A
-    mark in quotes is ignored, because it ends no thought."""
+    """The index in `text` at which the first mark `closing` that is not in quotes ends; None if
+    there is no such mark."""
     for mark in re.finditer(re.escape(closing), text):
         # "" if the text has no character there
         character_before = text[mark.start() - 1 : mark.start()]
         character_after = text[mark.end() : mark.end() + 1]
-        # the mark is in quotes if the same quote character is on both sides
         if character_before != character_after or character_before not in ("'", '"', "`"):
             return mark.end()
     return None
 
 
 def _is_harmony(text: str, prompt: str) -> bool:
-    """Whether `text`, which was generated after `prompt`, has the harmony format of gpt-oss: the
-    prompt ends with the opening of a thought in this format, or the text begins with a channel,
-    such as "analysis". After a prompt in another format, an ordinary text may begin with the word
-    "analysis". Such a text has the harmony format only if it contains the header of an answer."""
+    """Whether `text`, which was generated after `prompt`, has the harmony format of gpt-oss."""
     if prompt.endswith(_HARMONY_THOUGHT) or text.lstrip().startswith("<|channel|>"):
         return True
     if prompt.rstrip().endswith(_HARMONY):
         return bool(_CHANNEL.match(text))
+    # an ordinary text may begin with the word "analysis", too
     return text.lstrip().startswith("analysis") and bool(_HARMONY_ANSWER.search(text))

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     import openai
 
 _BUSY = (408, 409, 429)
-"""HTTP status codes below 500 after which the client repeats a request. It also repeats a request
-after every status code from 500 on."""
+"""HTTP status codes below 500 after which the client repeats a request."""
 _BROKEN = ("abort", "error", "content_filter")
 """Values of finish_reason of incomplete replies. The values of complete replies differ between
 endpoints."""
@@ -62,8 +61,7 @@ class Verdict:
 
 
 def missing_requirements(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-    """Yield a sentence for each requirement that is missing: the permission to use a judge, the
-    judge, or its key."""
+    """Yield a sentence for each requirement of the judge that is missing."""
     name = f"benchmark {benchmark.name}"
     judge = benchmark.judge
     if not policy.allow_judge:
@@ -82,20 +80,17 @@ def missing_requirements(benchmark: BenchmarkConfig, policy: Policy) -> Iterator
 
 
 def _key(judge: JudgeConfig) -> str:
-    """The API key of the judge's endpoint; "" if its environment variable is not set."""
+    """The API key of the judge's endpoint; "" if it is not set."""
     return os.environ.get(judge.key_variable, "").strip()
 
 
 def verdicts(
     judge: JudgeConfig, cache: Path, prompts: Sequence[str], max_unscored: int
 ) -> list[Verdict]:
-    """The judge's verdict on each prompt, in order. Replies with a score are stored in `cache`;
-    failures are not.
+    """The judge's verdict on each prompt, in order. Replies with a score are stored in `cache`.
 
-    Raises Unavailable as soon as more than `max_unscored` prompts have no score; the message has
-    the reason for the first missing score. Also raises Unavailable as soon as the endpoint refuses
-    a request. The grading can then be run again with another address or key, because neither is
-    part of its identity.
+    Raises Unavailable as soon as more than `max_unscored` prompts have no score, or as soon as the
+    endpoint refuses a request.
     """
     unscored_verdicts: list[Verdict] = []
     stop = threading.Event()
@@ -142,10 +137,8 @@ def _client(judge: JudgeConfig) -> openai.OpenAI:
 def _verdict(
     judge: JudgeConfig, cache: Path, client: openai.OpenAI, prompt: str, stop: threading.Event
 ) -> Verdict:
-    """The verdict on one prompt, from the cache or else from the endpoint. While replies have no
-    usable score, the request is sent again, at most UNPARSABLE_ATTEMPTS times in total. If the
-    endpoint refuses the request, sets `stop` and raises Unavailable. If another thread has set
-    `stop`, no request is sent, and the verdict has no score."""
+    """The verdict on one prompt, from the cache or else from the endpoint. If the endpoint refuses
+    the request, sets `stop` and raises Unavailable."""
     import openai
 
     settings = judge.identity  # without judge.url, so that a cached reply holds for every URL
@@ -154,7 +147,7 @@ def _verdict(
     with suppress(OSError, ValueError):  # if the cached reply is missing or unusable, request it
         reply = read_sealed(file, {"reply": str})["reply"]
         return Verdict(score(reply), reply)
-    reason = "canceled"  # if `stop` is set, the loop does not run
+    reason = "canceled"
     for _ in range(0 if stop.is_set() else UNPARSABLE_ATTEMPTS):
         try:
             response = client.chat.completions.with_raw_response.create(
@@ -189,7 +182,7 @@ def _verdict(
 
 def _message(body: bytes) -> str:
     """The judge's message in the `body` of a response. Raises Unparsable if the message is
-    incomplete, or if the body is something else, such as the error page of a proxy."""
+    missing or incomplete."""
     try:
         choice = json.loads(body)["choices"][0]
         content = choice["message"]["content"] or ""
@@ -207,10 +200,10 @@ def _message(body: bytes) -> str:
 
 
 def score(reply: str) -> float:
-    """The score in a judge's reply: the number from 1 to 10 after the last "score". Earlier ones do
-    not count, because a reply may first quote the form in which the judge was asked to reply.
+    """The score in a judge's reply: the number from 1 to 10 after the last "score". An earlier
+    "score" may quote the prompt.
 
-    Thoughts are not read. Raises Unparsable for a reply without such a number.
+    Raises Unparsable for a reply without such a number.
     """
     answer = answer_after_thought(reply)
     if answer is None:

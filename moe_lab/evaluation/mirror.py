@@ -35,8 +35,8 @@ _SHAPE = {"files": {str: {"subset": str, "split": str, "rows": int, "sha256": st
 """Expected form of a manifest."""
 ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 _SPLITS = {"train": "train", "validation": "validation|valid|val|dev", "test": "test"}
-"""Split -> regular expression of a part of a path. Without a dataset card, a file belongs to a
-split if its path has such a part. The package `datasets` has the same rule."""
+"""Split -> regular expression of a part of the paths of its files, for a data set without a card.
+The package `datasets` has the same rule."""
 
 Entries = Mapping[str, Mapping[str, Any]]
 """File of a mirror -> its subset, split, rows, sha256 and source."""
@@ -46,8 +46,7 @@ Entries = Mapping[str, Mapping[str, Any]]
 
 
 def folder(benchmark: BenchmarkConfig) -> Path:
-    """The folder of the benchmark's mirror. UserError, with the command that makes the mirror, if
-    there is no mirror."""
+    """The folder of the benchmark's mirror. UserError if there is no mirror."""
     path = _folder(benchmark)
     if not (path / MANIFEST).is_file():
         raise UserError(
@@ -58,8 +57,7 @@ def folder(benchmark: BenchmarkConfig) -> Path:
 
 
 def digest(benchmark: BenchmarkConfig) -> str:
-    """One sha256 over the subset, split and content of all files that a benchmark reads. Hashes of
-    the contents are taken from the manifest. The names of the files do not count."""
+    """One sha256 over the subset, split and content of all files that a benchmark reads."""
     entries = sorted(
         _entries_read(benchmark).values(), key=lambda entry: (entry["subset"], entry["split"])
     )
@@ -133,15 +131,14 @@ def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _entries_read(benchmark: BenchmarkConfig) -> Entries:
-    """The manifest's entries for the files that a benchmark reads. These are the files of
-    benchmark.split or, if benchmark.shots is not 0, of all splits: any split may have the solved
-    examples."""
+    """The manifest's entries for the files that a benchmark reads."""
+    # any split may have the solved examples
     return _entries(benchmark, None if benchmark.shots else benchmark.split)
 
 
 def _entries(benchmark: BenchmarkConfig, split: str | None) -> Entries:
     """The manifest's entries for the files of benchmark.subset (None: all subsets) and `split`
-    (None: all splits). UserError if there are none."""
+    (None: all splits)."""
     entries = read_manifest(folder(benchmark))
     selected_entries = {
         name: entry
@@ -172,9 +169,9 @@ def _command(benchmark: BenchmarkConfig) -> str:
 
 
 def _check_row_count(benchmark: BenchmarkConfig, entries: Entries) -> int:
-    """Check and return the number of rows of `entries`. UserError for fewer rows than
-    benchmark.expected; more rows are allowed, as a harness may use only some of them."""
+    """Check and return the number of rows of `entries`."""
     count: int = sum(entry["rows"] for entry in entries.values())
+    # more rows are allowed, as a harness may use only some of them
     if count < (benchmark.expected or 0):
         raise UserError(
             f"benchmark {benchmark.name}: {benchmark.data} has {count} rows and should have "
@@ -190,8 +187,7 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
     """Make the mirror of the benchmark's data and return a line for the log.
 
     `source` is a folder laid out as on the hub, or the file of the evaluated split. If `source` is
-    None, the data is downloaded from benchmark.url or, without a URL, from the hub. The manifest is
-    written last, after all files are copied and the rows of the evaluated split are counted.
+    None, the data is downloaded from benchmark.url or, without a URL, from the hub.
     """
     path = _folder(benchmark)
     path.mkdir(parents=True, exist_ok=True)
@@ -215,11 +211,10 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
         name: entry for name, entry in entries.items() if entry["split"] == benchmark.split
     }
     count = _check_row_count(benchmark, evaluated_entries)
-    # Of the old manifest, keep the entries for subsets and splits that were not copied now. The old
-    # files of a subset and split that was copied now may have had other names.
+    # Of the old manifest, keep the entries for subsets and splits that were not copied now.
     for name, entry in read_manifest(path).items():
         if (entry["subset"], entry["split"]) not in files.values():
-            entries.setdefault(name, entry)  # a new entry of the same name stays
+            entries.setdefault(name, entry)
     write_json(path / MANIFEST, {"files": entries})
     return f"{benchmark.name}: {benchmark.data}: {count} rows of {benchmark.split}, from {origin}"
 
@@ -229,8 +224,8 @@ Layout = dict[str, tuple[str, str]]
 
 
 def _download(benchmark: BenchmarkConfig, path: Path) -> tuple[str, Layout]:
-    """Download the files of the benchmark's subset from the hub to `path`, the mirror's folder.
-    Returns NAME@COMMIT of the data set, and the downloaded files: file -> (subset, split)."""
+    """Download the files of the benchmark's subset from the hub to the folder `path`. Returns
+    NAME@COMMIT of the data set, and the downloaded files."""
     from httpx import HTTPError
     from huggingface_hub import HfApi, snapshot_download
 
@@ -257,9 +252,8 @@ def _download(benchmark: BenchmarkConfig, path: Path) -> tuple[str, Layout]:
 
 
 def _copy_file(benchmark: BenchmarkConfig, source: Path | None, path: Path) -> tuple[str, Layout]:
-    """Copy the file `source` to `path`, the folder of the mirror. If `source` is None, download the
-    file at benchmark.url. Returns the address of the original file, and {copied file: (subset,
-    split)}. UserError for a format that is not in ENDINGS, and for a file that cannot be read."""
+    """Copy the file `source` (None: the file at benchmark.url) to the folder `path`. Returns the
+    address of the original file, and the copied file."""
     address = str(benchmark.url) if source is None else source.as_uri()
     ending = next((ending for ending in ENDINGS if address.endswith(ending)), None)
     if ending is None:
@@ -283,10 +277,8 @@ def _copy_file(benchmark: BenchmarkConfig, source: Path | None, path: Path) -> t
 
 
 def _copy_folder(benchmark: BenchmarkConfig, source: Path, path: Path) -> tuple[str, Layout]:
-    """Copy the files of the benchmark's subset to `path`, the folder of the mirror. The files are
-    read from the folder SOURCE/OWNER/NAME if it exists, else from `source`. The folder must be laid
-    out as on the hub. Returns the folder that was read, and the copied files: file -> (subset,
-    split)."""
+    """Copy the files of the benchmark's subset from SOURCE/OWNER/NAME or, if it does not exist,
+    from `source` to the folder `path`. Returns the folder that was read, and the copied files."""
     origin = source / str(benchmark.data)
     if not origin.is_dir():
         origin = source
@@ -301,10 +293,7 @@ def _copy_folder(benchmark: BenchmarkConfig, source: Path, path: Path) -> tuple[
 
 
 def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card: Path) -> Layout:
-    """File -> (subset, split), for each file of `names` that belongs to the benchmark's subset.
-    Subsets and splits are read from the dataset `card` or, without a card, from the file names.
-    UserError if no file belongs to the benchmark's split; the message names the `origin` of the
-    files."""
+    """File -> (subset, split), for each file of `names` that belongs to the benchmark's subset."""
     patterns = list(_patterns(card, benchmark.subset))
     files = {
         name: (subset, split)
@@ -325,8 +314,7 @@ def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card:
 def _patterns(card: Path, subset: str | None) -> Iterator[tuple[str, str, str]]:
     """Yield (subset, split, regular expression for the paths of the split's files), as listed in
     the dataset `card`. If `subset` is None, all subsets are yielded except the subset `all`, which
-    repeats the files of the other subsets. Without a card, or if the card has no `configs`, the
-    expressions find files that are named after their split."""
+    repeats the files of the other subsets."""
     from huggingface_hub import metadata_load
 
     # None without a card, and for a card without metadata
@@ -349,7 +337,7 @@ def _patterns(card: Path, subset: str | None) -> Iterator[tuple[str, str, str]]:
 
 
 def _as_list(value: Any) -> list[Any]:
-    """The value as a list: a card may have a single value in place of a list with one value."""
+    """The value as a list: a card may have a single value in place of a list."""
     return value if isinstance(value, list) else [value]
 
 
@@ -357,10 +345,9 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def benchmarks(names: Iterable[str], root: str) -> list[BenchmarkConfig]:
-    """The benchmarks with these `names`, and the benchmarks of suites with these `names`. Each is
-    listed once; benchmarks that need no mirror are left out. `root`: the folder of all mirrors,
-    which each benchmark gets as its root. UserError for an unknown name, and if no benchmark needs
-    a mirror."""
+    """The benchmarks with these `names`, and the benchmarks of suites with these `names`.
+    Benchmarks that need no mirror are left out. `root`: the folder of all mirrors. UserError for an
+    unknown name, and if no benchmark needs a mirror."""
     from omegaconf import OmegaConf
 
     # "benchmark" or "suite" -> name -> file of the settings
@@ -397,8 +384,7 @@ def benchmarks(names: Iterable[str], root: str) -> list[BenchmarkConfig]:
 def main(arguments: Sequence[str]) -> int:
     """NAME ... data_root=FOLDER [from=FOLDER|FILE]: make the mirrors of benchmarks or whole suites.
 
-    Returns 0; or 2 after printing all errors. A mirror that cannot be made does not stop the
-    others.
+    Returns 0; or 2 after printing all errors.
     """
     settings = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     names = [argument for argument in arguments if "=" not in argument]

@@ -31,10 +31,10 @@ def evaluate(
     cache: ResultCache | None = None,
 ) -> list[Result]:
     """Run the benchmark on a model, write out/result.json and out/samples.parquet, and return the
-    results. Results of the engine that are in `cache` are not computed again.
+    results.
 
     Raises UserError for wrong settings or files, and Unavailable for requirements that are missing
-    on this machine. If an item fails, the benchmark fails.
+    on this machine.
     """
     harness = harness_of(benchmark)
     harness.check(benchmark, policy)
@@ -44,8 +44,7 @@ def evaluate(
 def answer(
     engine: Engine, benchmark: BenchmarkConfig, cache: ResultCache | None = None
 ) -> list[Answer]:
-    """The model's answers to all items of the benchmark. Results of the engine that are in `cache`
-    are not computed again.
+    """The model's answers to all items of the benchmark.
 
     UserError if two items have the same name. Without a benchmark.limit, also UserError if the
     number of items is not benchmark.expected.
@@ -64,7 +63,7 @@ def grade(
     answers: Sequence[Answer], benchmark: BenchmarkConfig, out: Path, *, policy: Policy
 ) -> list[Result]:
     """Grade `answers` that a model gave earlier. Writes the same files, returns the same results
-    and raises the same errors as `evaluate`. Needs no model."""
+    and raises the same errors as `evaluate`."""
     harness = harness_of(benchmark)
     harness.check(benchmark, policy)
     return _grade(harness, answers, benchmark, out, policy)

@@ -70,12 +70,8 @@ class EvalScope(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """Let EvalScope grade the answers, without the thoughts before them. If a thought does not
-        end, the answer counts as empty.
-
-        If EvalScope could not compare an answer with the right one, the outcome is 0. RuntimeError
-        if it could not compare more than 1 % of the answers.
-        """
+        """Let EvalScope grade the answers. RuntimeError if EvalScope could not compare more than
+        1 % of the answers."""
         is_code = self.runs_programs(benchmark)
         texts = {answer.item: replace_surrogates(answer.reply.text or "") for answer in answers}
         graded = _call_worker(benchmark, policy, "grade", texts=texts)
@@ -112,14 +108,13 @@ class EvalScope(Harness):
             return None
 
     def setting_errors(self, benchmark: BenchmarkConfig) -> Iterator[str]:
-        """Do as `Harness.setting_errors`. Also check the task, the number of examples, and the
-        first and last contest day of the problems to select."""
+        """Do as `Harness.setting_errors`, and check the task, the number of examples and the
+        contest days."""
         yield from super().setting_errors(benchmark)
         name = f"benchmark {benchmark.name}"
         if benchmark.task not in SHOTS:
             yield str(unknown_name_error(f"{name}: task", benchmark.task, SHOTS))
             return
-        # the numbers of examples that the task can show; None: any number
         shots = SHOTS[benchmark.task]
         if shots is not None and benchmark.shots not in shots:
             numbers = " or ".join(map(str, shots))
@@ -136,8 +131,8 @@ class EvalScope(Harness):
                     yield f"{name}: parameters.{key}={value}: expected a day, such as 2025-01-31"
 
     def missing_requirements(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-        """Do as `Harness.missing_requirements`. Also check that the interpreter has EvalScope and,
-        if the answers are programs, that pickled tests are allowed."""
+        """Do as `Harness.missing_requirements`, and check that there is EvalScope and that pickled
+        tests are allowed."""
         yield from super().missing_requirements(benchmark, policy)
         # a lambda, so that a UserError of `_python` is yielded, too
         yield from user_errors(lambda: check_has("evalscope", _python(benchmark)))
@@ -156,25 +151,19 @@ HARNESS = EvalScope()
 
 
 def _python(benchmark: BenchmarkConfig) -> str:
-    """The Python interpreter with EvalScope. Raises UserError when there is none."""
+    """The Python interpreter with EvalScope; UserError if there is none."""
     return interpreter("evalscope", benchmark.python, f"benchmark {benchmark.name}")
 
 
 def _call_worker(
     benchmark: BenchmarkConfig, policy: Policy | None, method: str, **arguments: Any
 ) -> Any:
-    """Call the function `method` of `evalscope_worker` in a new process with EvalScope. Returns the
-    result of the function: the questions or the grades, as JSON.
-
-    `arguments`: arguments of the function besides those that describe the task. `policy`: None if
-    the function only lists questions. UserError for data that EvalScope cannot use, RuntimeError if
-    the process fails.
-    """
+    """The result, as JSON, of the function `method` of `evalscope_worker`, called in a new process.
+    `policy`: None if the function only lists questions."""
     dataset_args: dict[str, Any] = {
         "few_shot_num": benchmark.shots,
         "eval_split": benchmark.split,
     }
-    # for the task OWN_SUBSETS, EvalScope uses its own list of subsets
     if benchmark.task != OWN_SUBSETS:
         dataset_args["subset_list"] = [benchmark.subset or "default"]
     with tempfile.TemporaryDirectory(prefix="moe_lab-evalscope-") as scratch:
@@ -201,8 +190,7 @@ def _call_worker(
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """All environment variables of EvalScope's process. The process has its home and its caches in
-    `folder`."""
+    """All environment variables of EvalScope's process."""
     caches = ("HF_HOME", "MODELSCOPE_CACHE", "EVALSCOPE_CACHE")
     return {
         **{name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ},
@@ -217,16 +205,14 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _link_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
-    """Fill `folder` with a data set: a card, and links to the files of the benchmark's mirror.
-    Returns `folder`. EvalScope may delete files in the folder that it reads; these are then only
-    links."""
-    # lines of the card, which names the files of each subset and split
+    """Fill `folder` with a dataset card and links to the files of the benchmark's mirror. Returns
+    `folder`."""
     card = ["---", "configs:"]
     for subset, by_split in mirror.subsets(benchmark).items():
         card += [f"- config_name: {subset}", "  data_files:"]
         for split, files in by_split.items():
             (folder / subset / split).mkdir(parents=True)
-            for file in files:
+            for file in files:  # links, because EvalScope may delete files in `folder`
                 (folder / subset / split / file.name).symlink_to(file)
             card += [f"  - split: {split}", f"    path: {subset}/{split}/*"]
     (folder / "README.md").write_text("\n".join([*card, "---", ""]))
@@ -234,9 +220,7 @@ def _link_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
 
 
 def _code_settings(benchmark: BenchmarkConfig, policy: Policy | None) -> dict[str, Any]:
-    """The argument `code` of `evalscope_worker.load`: the contest days, whether pickled tests are
-    allowed, and the limits of programs. `policy` is None if only questions are listed: then no
-    program runs and no pickle is read."""
+    """The argument `code` of `evalscope_worker.load`."""
     parameters = benchmark.parameters
     # A limit of 0 or null is left out. `evalscope_code.Programs` then uses its default.
     limits = {key: parameters[key] for key in HARNESS.numeric_parameters if parameters.get(key)}

@@ -50,8 +50,7 @@ class Question:
 
 
 class FunctionCalls(Harness):
-    """Questions for which the model may call functions as tools. No stop texts are used: an answer
-    ends with an end token, or after max_new_tokens."""
+    """Questions for which the model may call functions as tools."""
 
     metrics = ("acc",)
     other_parameters = ("answers",)
@@ -62,8 +61,7 @@ class FunctionCalls(Harness):
     reads_path = True
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """An item for each question. The question's functions become tools that the model may
-        call."""
+        """An item for each question."""
         questions = self.questions(benchmark)[: benchmark.limit]
         max_tokens = benchmark.max_new_tokens
         return text_items(
@@ -77,8 +75,8 @@ class FunctionCalls(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """Grade the answers. The outcome of an answer is 1 if all its calls are right, else 0. The
-        field `extracted` of a sample says what is wrong with the answer, or "right"."""
+        """The outcome of an answer is 1 if all its calls are right, else 0. The field "extracted"
+        of a sample says what is wrong with the answer, or "right"."""
         questions = {question.name: question for question in self.questions(benchmark)}
 
         def verdict(answer: Answer, metric: str) -> tuple[float, str]:
@@ -89,22 +87,19 @@ class FunctionCalls(Harness):
         return graded_by_mean(answers, benchmark, verdict)
 
     def paths(self, benchmark: BenchmarkConfig) -> list[Path]:
-        """The file of right answers and the file of questions, which are in the same folder.
-        Without parameters.answers, only the file of questions."""
+        """The file of right answers, if parameters.answers is set, and the file of questions."""
         (question_file,) = super().paths(benchmark)
         answers = benchmark.parameters.get("answers")
         return [question_file.parent / str(answers), question_file] if answers else [question_file]
 
     def check_data(self, benchmark: BenchmarkConfig) -> None:
-        """Check the files of questions and right answers. UserError if a file is missing or in
-        another format, if the number of questions is not benchmark.expected, or if
-        parameters.answers is not set."""
+        """Raise UserError if parameters.answers is not set, if a file is missing or in another
+        format, or if the number of questions is not benchmark.expected."""
         if "answers" not in benchmark.parameters:
             raise UserError(
                 f"benchmark {benchmark.name}: parameters.answers is not set: expected the file of "
                 "right answers in the folder of the questions, or null if no question needs a call"
             )
-        # `questions` raises UserError for files that are missing or in another format
         check_count(benchmark, len(self.questions(benchmark)))
 
     def questions(self, benchmark: BenchmarkConfig) -> list[Question]:
@@ -130,8 +125,7 @@ HARNESS = FunctionCalls()
 def _check_ids(
     file: Path, ids: Collection[str], other_file: Path, other_ids: Collection[str]
 ) -> None:
-    """Raise UserError unless `file` has all ids of `other_file`. `ids`: the ids of `file`;
-    `other_ids`: the ids of `other_file`."""
+    """Raise UserError unless `file` has all ids of `other_file`."""
     for name in other_ids:
         if name not in ids:
             raise UserError(
@@ -141,10 +135,8 @@ def _check_ids(
 
 
 def _question(row: Mapping[str, Any], right_calls: Sequence[Any], source: str) -> Question:
-    """The question in `row`, which is a line of the file of questions. `right_calls`: the calls of
-    its right answer. `source`: where the line is, for error messages. UserError if the question has
-    several turns, if a parameter of a function has an unknown type, or if a right call fits no
-    function."""
+    """The question in `row`, a line of the file of questions. `source`: where the line is, for
+    error messages."""
     if len(row["question"]) != 1:
         raise UserError(
             f"{source} has {len(row['question'])} turns: expected one, as others need calls to be "
@@ -158,10 +150,8 @@ def _question(row: Mapping[str, Any], right_calls: Sequence[Any], source: str) -
 
 
 def _rows(file: Path, kind: str, shape: Any) -> dict[str, Any]:
-    """Id -> JSON object, for each line of a file of JSON lines. `kind`: what each line is,
-    "question" or "answer". `shape`: the form of every line, written as for `json_files.fits`.
-    UserError for a line of another form, for an id that occurs twice and for a file without
-    lines."""
+    """Id -> JSON object, for each line of a file of JSON lines. `kind`: "question" or "answer".
+    `shape`: the form of every line, as for `json_files.fits`."""
     rows: dict[str, Any] = {}
     for source, row in read_records(file, setting="task"):
         if not fits(row, shape):
@@ -177,9 +167,8 @@ def _rows(file: Path, kind: str, shape: Any) -> dict[str, Any]:
 
 
 def _check_types(properties: Mapping[str, Any], source: str) -> None:
-    """Raise UserError if the type of a parameter is not in `TYPES`. The items of lists and the
-    parameters inside objects are checked, too. `properties`: name of a parameter -> its JSON
-    schema. `source`: where the parameters are, for error messages."""
+    """Raise UserError if the type of a parameter is not in `TYPES`. `properties`: name of a
+    parameter -> its JSON schema."""
     for name, schema in properties.items():
         # "missing" is not in TYPES, so that `check_known` refuses it
         declared_type = str(schema.get("type")) if isinstance(schema, Mapping) else "missing"
@@ -191,7 +180,7 @@ def _check_types(properties: Mapping[str, Any], source: str) -> None:
 
 def _check_answer(question: Question, source: str) -> None:
     """Raise UserError unless each call of the right answer calls one function of the question, with
-    allowed values in BFCL's form. `source`: where the answer is, for error messages."""
+    allowed values in BFCL's form."""
     names = [function["name"] for function in question.functions]
     for call in question.right_calls:
         if len(call) != 1:
@@ -200,8 +189,7 @@ def _check_answer(question: Question, source: str) -> None:
         check_known(f"{source}: function", name, names)
         for argument, values in allowed_values.items():
             # An allowed value may be an object, or a list with objects. Every such object must have
-            # a list of allowed values under each key. `entries`: the allowed values, with the
-            # elements of a list in place of the list.
+            # a list of allowed values under each key.
             entries: list[Any] = []
             for value in values:
                 entries += value if isinstance(value, list) else [value]

@@ -23,7 +23,7 @@ class LmEval(Harness):
     shows_examples = True
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """The items of lm-eval's task or group of tasks, see `adapters/lm_eval.py`."""
+        """The items of lm-eval's task or group of tasks."""
         from moe_lab.evaluation.adapters import lm_eval
 
         return lm_eval.items(benchmark)
@@ -31,25 +31,22 @@ class LmEval(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """Grade the answers as lm-eval does, see `adapters/lm_eval.py`. No program runs, so
-        `policy` is not used."""
+        """Grade the answers as lm-eval does."""
         from moe_lab.evaluation.adapters import lm_eval
 
         return lm_eval.grade(answers, benchmark)
 
     def paths(self, benchmark: BenchmarkConfig) -> list[Path]:
-        """The file that defines the task, and the file of the task's items, which has the same name
-        with the suffix .jsonl. If parameters.definition defines the task, there is only the file of
-        the items."""
+        """The file that defines the task, unless parameters.definition defines the task, and the
+        file of the task's items."""
         (path,) = super().paths(benchmark)
         if "definition" in benchmark.parameters:
             return [path]  # benchmark.task is then the file of the items
         return [path, path.with_suffix(".jsonl")]
 
     def hashed_files(self, benchmark: BenchmarkConfig) -> tuple[list[Path], dict[str, str]]:
-        """(files, versions), as `Harness.hashed_files`. `files` define the task: the file of its
-        definition, all files that the definition uses, and last the file of the items. `versions`
-        maps each installed package that the task's code imports to its version."""
+        """(files, versions), as `Harness.hashed_files`. `files`: the definition of the task, all
+        files that the definition uses, and last the file of the items."""
         *task_files, items_file = self.data_files(benchmark)
         if not task_files:
             return [items_file], {}
@@ -68,11 +65,10 @@ class LmEval(Harness):
             )
 
     def setting_errors(self, benchmark: BenchmarkConfig) -> Iterator[str]:
-        """Do as `Harness.setting_errors`. Also refuse a chat template for a task of lm-eval itself
+        """Do as `Harness.setting_errors`, and refuse a chat template for a task of lm-eval itself
         that only computes likelihoods."""
         yield from super().setting_errors(benchmark)
-        # Tasks of lm-eval itself have `data`. With max_new_tokens=0 a task only computes
-        # likelihoods.
+        # tasks of lm-eval itself have `data`
         if benchmark.chat and benchmark.data is not None and not benchmark.max_new_tokens:
             yield (
                 f"benchmark {benchmark.name}: chat=true with max_new_tokens=0: expected "
@@ -84,8 +80,8 @@ class LmEval(Harness):
         """Do as `Harness.missing_requirements`, and check that the installed lm-eval has the
         task."""
         yield from super().missing_requirements(benchmark, policy)
-        # Tasks of lm-eval itself have `data`. `task_folder` raises UserError if lm-eval does not
-        # have the task; it can only be called if lm-eval is installed.
+        # Tasks of lm-eval itself have `data`. `task_folder` can only be called if lm-eval is
+        # installed.
         if benchmark.data is not None and self.version(benchmark) is not None:
             yield from user_errors(task_folder, benchmark)
 

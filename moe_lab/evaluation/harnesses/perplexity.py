@@ -16,11 +16,8 @@ from moe_lab.results import Sample, Scale
 
 
 class Perplexity(Harness):
-    """The likelihood of a text, in windows of `parameters.length` tokens. The last window may be
-    shorter.
-
-    The default length is 2048 tokens, or as many as the model can read if these are fewer.
-    """
+    """The likelihood of a text, in windows of `parameters.length` tokens. The default length is
+    2048 tokens, or as many as the model can read if these are fewer."""
 
     metrics = ("perplexity", "bits_per_byte", "loss")
     question_parameters = ("length",)
@@ -32,7 +29,7 @@ class Perplexity(Harness):
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
         """One item: the whole text. Rows of a mirror are joined by blank lines, as papers do with
-        WikiText. benchmark.limit is the largest number of windows."""
+        WikiText."""
         if benchmark.data is None:
             text = _text(self.data_files(benchmark)[0])  # the only file
         else:
@@ -52,10 +49,9 @@ class Perplexity(Harness):
         """
         (answer,) = answers
         text = answer.prompt
-        # predicted tokens of each window
         counts = [window.tokens for window in answer.reply.windows]
         nats_per_token = [-window.nats / window.tokens for window in answer.reply.windows]
-        # factor from nats per token to bits per byte; reply.tokens are the tokens of the whole text
+        # factor from nats per token to bits per byte
         factor = answer.reply.tokens / len(text.encode("utf-8")) / math.log(2)
         samples: list[Sample] = []
         results = []
@@ -68,7 +64,6 @@ class Perplexity(Harness):
             for number, (loss, count) in enumerate(zip(losses, counts, strict=True)):
                 sample = answer.sample(name, loss, extracted="", output="")
                 samples.append({**sample, "item": str(number), "units": count})
-            # for the scale "perplexity", the result is exp of the mean loss
             scale: Scale = "perplexity" if metric == "perplexity" else "loss"
             results.append(loss_result(name, metric, scale, unit, losses, counts, benchmark))
         protocol = {
@@ -80,11 +75,11 @@ class Perplexity(Harness):
 
     def check_data(self, benchmark: BenchmarkConfig) -> None:
         """Raise UserError if the file is missing or cannot be read as a text."""
-        _text(self.data_files(benchmark)[0])  # the only file
+        _text(self.data_files(benchmark)[0])
 
 
 def _text(file: Path) -> str:
-    """The file's text. Errors name suite.path, the setting that names the file."""
+    """The file's text. Errors name the setting suite.path."""
     return read_as_one_text(file, "suite.path")
 
 

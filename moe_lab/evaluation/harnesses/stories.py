@@ -16,11 +16,10 @@ from moe_lab.evaluation.items import Answer, Item, Text, text_items
 
 
 class Stories(Harness):
-    """Beginnings of stories, which the model continues without a chat template. Each story is
-    graded by the rules of a checklist.
+    """Beginnings of stories, which the model continues.
 
     Each line of the data file is {"id", "prompt", "checklist"}. Some lines also have a "reference":
-    a good continuation of the prompt. The model's loss on the reference is measured.
+    a good continuation of the prompt.
     """
 
     metrics = ("score",)
@@ -28,7 +27,7 @@ class Stories(Harness):
     chat = False
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """An item for each row: the prompt, and the reference if the row has one."""
+        """An item for each row of the data file."""
         max_tokens = benchmark.max_new_tokens
         return text_items(
             (str(row["id"]), Text(row["prompt"], max_tokens, reference=row.get("reference")))
@@ -38,8 +37,7 @@ class Stories(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """Grade the stories. A story's outcome is the share of the rules on its checklist that the
-        story follows."""
+        """A story's outcome is the share of the rules on its checklist that the story follows."""
         rows = {str(row["id"]): row for row in self._rows(benchmark)}
 
         def verdict(answer: Answer, metric: str) -> tuple[float, str]:
@@ -49,8 +47,7 @@ class Stories(Harness):
         return graded_by_mean(answers, benchmark, verdict)
 
     def _rows(self, benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
-        """The first benchmark.limit rows of the data file. UserError for a row without an id,
-        without a prompt or without a rule."""
+        """The first benchmark.limit rows of the data file."""
         (file,) = self.data_files(benchmark)
         rows = mirror.read_rows(file)[: benchmark.limit]
         for row in rows:
@@ -77,7 +74,6 @@ def _mentions(story: str, text: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(text)}(?!\w)", story) is not None
 
 
-# A story without a sentence breaks the rules opens_with and no_repeats.
 RULES: dict[str, Callable[..., bool]] = {
     "mentions": _mentions,
     "opens_with": lambda story, text: any(

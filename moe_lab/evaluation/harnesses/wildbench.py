@@ -22,7 +22,7 @@ from moe_lab.evaluation.judge import HIGHEST, LOWEST, Verdict, verdicts
 from moe_lab.paths import cache_folder
 
 UNSCORED_AT_MOST = 0.01
-"""Largest share of items without a score. If more items have no score, the benchmark fails."""
+"""Largest share of items without a score."""
 PLACEHOLDERS = ("{$history}", "{$user_query}", "{$model_output}", "{$checklist}")
 """Placeholders of a template. All but the history are required."""
 _DEFAULT_TEMPLATE = Path(__file__).parents[1] / "wildbench_template.md"
@@ -30,8 +30,7 @@ _PLACEHOLDER = re.compile(r"\{\$\w+\}")
 
 
 class WildBench(Harness):
-    """Conversations up to the user's last message, which the model answers. No stop texts are used:
-    an answer ends with an end token, or after max_new_tokens."""
+    """Conversations up to the user's last message, which the model answers."""
 
     metrics = ("score",)
     question_parameters = ("tag",)
@@ -54,11 +53,10 @@ class WildBench(Harness):
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
         """Let a judge score each answer from 1 to 10. The outcome is the score, rescaled to [0, 1].
-        An empty answer gets the score 1 without a request to the judge.
+        An empty answer gets the score 1.
 
-        The judge does not see the thought before an answer. If the judge gave an item no score, the
-        item is left out of the results and listed in the protocol. Raises Unavailable if more than
-        1 % of the items have no score.
+        An item without a score is left out of the results. Raises Unavailable if more than 1 % of
+        the items have no score.
         """
         assert benchmark.judge is not None
         rows = {row["session_id"]: row for row in _rows(benchmark)}
@@ -131,7 +129,7 @@ def _reason_of_empty_answer(answer: Answer) -> str | None:
 
 
 def _messages(row: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The conversation of a row: role and content of each message, and no other field."""
+    """The conversation of a row: role and content of each message."""
     return [
         {"role": message["role"], "content": message["content"]}
         for message in row["conversation_input"]
@@ -139,8 +137,7 @@ def _messages(row: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
-    """Rows of the data set, at most benchmark.limit. If parameters.tag is set, only the rows with
-    this tag. UserError for a tag that no row has."""
+    """The rows with the tag parameters.tag (not set: all rows), at most benchmark.limit."""
     rows = mirror.rows(benchmark)
     tag = benchmark.parameters.get("tag")
     selected_rows = [row for row in rows if tag is None or row["primary_tag"] == tag]
@@ -154,8 +151,7 @@ def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
 
 def template(benchmark: BenchmarkConfig) -> str:
     """The text of the file parameters.template, by default moe_lab's template. UserError if the
-    file cannot be read, or if the text has an unknown placeholder or lacks a placeholder. Only the
-    first of `PLACEHOLDERS` may be missing."""
+    file cannot be read, or if the text has an unknown placeholder or lacks a placeholder."""
     path = benchmark.parameters.get("template")
     file = Path(path).expanduser() if path else _DEFAULT_TEMPLATE
     setting = f"benchmark {benchmark.name}: parameters.template={file}"
@@ -163,7 +159,7 @@ def template(benchmark: BenchmarkConfig) -> str:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{setting} cannot be read: {error}") from None
-    # the first placeholder is optional: with it added, the set must equal PLACEHOLDERS
+    # the first placeholder is optional
     placeholders = {PLACEHOLDERS[0], *_PLACEHOLDER.findall(text)}
     if placeholders != set(PLACEHOLDERS):
         raise UserError(
@@ -176,9 +172,8 @@ def template(benchmark: BenchmarkConfig) -> str:
 def question(
     template: str, conversation: Sequence[Mapping[str, Any]], answer: str, checklist: Sequence[str]
 ) -> str:
-    """The prompt of the judge: the template with its placeholders filled in. The model's `answer`
-    replies to the `conversation`, whose last message is the user's. Inserted texts are not searched
-    for placeholders."""
+    """The prompt of the judge: the template with its placeholders filled in. Inserted texts are not
+    searched for placeholders."""
     *history, last_message = conversation
     turns = [f"{message['role'].upper()}: {message['content']}" for message in history]
     values = {
