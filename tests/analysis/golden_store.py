@@ -219,6 +219,7 @@ def _panel(axes: Axes) -> dict[str, Any]:
         )
     return {
         "title": axes.get_title(loc="left"),
+        "limits": _rounded_numbers([axes.get_xlim(), axes.get_ylim()]),
         "words": [axes.get_xlabel(), axes.get_ylabel(), *labels],
         "ticks": _rounded_numbers([position for _, position in ticks]),
         "lines": lines,

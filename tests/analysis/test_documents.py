@@ -265,6 +265,14 @@ def test_lead_names_the_calibration_sets_of_each_model(two_models: Study) -> Non
     assert ", with general calibration of a and general and code calibration of b)" in sentence
 
 
+@pytest.mark.parametrize(
+    ("machines", "sentence"),
+    [(["a", "", "b", "a"], "Measured on a and b. "), ([""], ""), ([], "")],
+)
+def test_captions_name_the_recorded_machines(machines: list[str], sentence: str) -> None:
+    assert captions.machines_sentence(machines) == sentence
+
+
 def test_figure_of_layers_is_drawn_for_each_model(two_models: Study) -> None:
     items = find("aimer.fig6").items(Results(two_models))
     figures = [item.name for item in items if isinstance(item, Figure)]

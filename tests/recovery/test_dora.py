@@ -437,3 +437,19 @@ def test_fit_needs_merged_experts(
     check_merging(RecoveryConfig(), *arguments)
     with nullcontext() if sentence is None else pytest.raises(UserError, match=sentence):
         check_merging(RecoveryConfig(fit="c4"), *arguments)
+
+
+def test_a_step_returns_the_mean_loss_of_learnt_tokens() -> None:
+    """The loss of each learnt token is twice the only parameter, which is 1."""
+    parameter = nn.Parameter(torch.ones(()))
+    model = nn.Module()
+    model.device = torch.device("cpu")
+    learnt = torch.tensor([False, True, True])
+    row = (torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool), learnt)
+
+    def loss(_: Any, ids: torch.Tensor, valid: torch.Tensor, learnt: torch.Tensor) -> torch.Tensor:
+        return 2 * parameter * learnt.sum()
+
+    assert finetune._backward(model, [row] * 3, loss, rows_at_once=2) == pytest.approx(2.0)
+    assert parameter.grad is not None
+    assert parameter.grad.item() == pytest.approx(2.0)

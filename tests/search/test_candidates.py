@@ -218,6 +218,8 @@ def test_spec_dec_of_the_unpruned_model_accepts_everything() -> None:
     assert unpruned == 1
     assert 0 < half < 1
     assert candidates.evaluate([(12, 12)]) == [half]
+    # the unpruned model checks at most four drafted tokens, all at once or one after the other
+    assert 0 < candidates.cost.full <= 2 * 4
     with pytest.raises(
         UserError, match=r"max_new_tokens=125 and a task of \d+ tokens do not fit the model's 128"
     ):
