@@ -36,8 +36,7 @@ from moe_lab.paths import PREFIX, valid_name
 
 @dataclass(frozen=True)
 class Cell:
-    """One point of the grid: model, criterion, calibration set, ratio, allocation, recovery, gate,
-    seed, protocol."""
+    """One point of the grid."""
 
     model: ModelConfig
     criterion: CriterionConfig
@@ -54,8 +53,7 @@ class Cell:
     """Changes to the settings of the benchmarks."""
 
     def __hash__(self) -> int:
-        # A generated hash would hash all fields, and fail: `texts` is a dict, and some groups have
-        # settings that are dicts. So this hash leaves `texts` out, and uses the groups' names.
+        # a generated hash would fail: `texts` is a dict, and some settings of groups are dicts
         groups = (
             self.model,
             self.criterion,
@@ -126,8 +124,7 @@ class Draft:
 
 
 def points(draft: Draft, files: Files) -> list[Point]:
-    """The points of all grids, without repetitions. Raises SettingsError with all mistakes in
-    values, names and files."""
+    """The points of all grids, without repetitions. Raises SettingsError with all mistakes."""
     point_of_key: dict[Point, Point] = {}
     with Mistakes() as mistakes:
         axes = _Axes(draft, files)
@@ -139,12 +136,11 @@ def points(draft: Draft, files: Files) -> list[Point]:
         grids = [axes.grid_lists(first)]
         for lists in further:
             grids += axes.further_grid_lists(first, lists)
-        # Load all files in one call, because each call takes time. `files` keeps their contents, so
-        # that `axes.values` need not wait for them.
+        # Load all files in one call, because each call takes time. `files` keeps their contents.
         with mistakes.caught():
             files.load(axes.named_files(grids))
         for lists in grids:
-            values = []  # one list per axis without mistakes
+            values = []
             for axis in AXES:
                 with mistakes.caught():
                     values.append(axes.values(axis, lists))
@@ -155,8 +151,8 @@ def points(draft: Draft, files: Files) -> list[Point]:
 
 
 def _key(point: Point) -> Point:
-    """A tuple that is equal for equal points, and that can be hashed. It has the `id` of a choice
-    in place of the choice, because `_Axes` returns the same object for equal choices."""
+    """A tuple that can be hashed, and is equal for equal points: `_Axes` returns the same object
+    for equal choices."""
     pairs = zip(AXES, point, strict=True)
     return tuple(value if axis in PLAIN_AXES else id(value) for axis, value in pairs)
 
@@ -166,9 +162,8 @@ Lists = Mapping[str, Sequence[Any]]
 
 
 def _valid_lists(lists: Any, field: str, mistakes: list[str]) -> Lists:
-    """`lists`, the lists of a grid, without invalid and empty lists. For each invalid list, a
-    sentence is added to `mistakes`. `field`: name of the setting that has the lists: `grid` or
-    `more`."""
+    """The lists of a grid without invalid and empty lists. For each invalid list, a sentence is
+    added to `mistakes`. `field`: `grid` or `more`, the setting that has the lists."""
     if not isinstance(lists, Mapping):
         mistakes.append(f"{field}={lists}: expected lists by axis, such as {{ratio: [0.25, 0.5]}}")
         return {}
@@ -186,8 +181,7 @@ def _valid_lists(lists: Any, field: str, mistakes: list[str]) -> Lists:
 
 
 def _pattern(name: Any) -> str:
-    """`name`, which stands in a list of names, as a pattern for fnmatch. The name glob(PATTERN)
-    gives PATTERN; another name stays as it is."""
+    """`name` as a pattern for fnmatch. The name glob(PATTERN) gives PATTERN."""
     return re.sub(r"^glob\((.*)\)$", r"\1", str(name))
 
 
@@ -203,9 +197,7 @@ class _Axes:
         """(axis, name, JSON of settings) -> the choice that `_choice` returned for them."""
 
     def grid_lists(self, lists: Lists) -> Lists:
-        """The lists of a grid: `lists`, which come from a file, changed by the command line. A list
-        of the command line replaces the list with the same key. The list of a setting is removed if
-        the command line sets the setting to one value."""
+        """The lists of a grid: `lists`, which come from a file, changed by the command line."""
         override_keys = [key for key, _ in self.draft.overrides]
         file_lists = {key: values for key, values in lists.items() if key not in override_keys}
         return {**file_lists, **self.draft.command_lists}

@@ -76,11 +76,7 @@ def _grade(
     out: Path,
     policy: Policy,
 ) -> list[Result]:
-    """Grade answers, write results and samples to the folder `out`, and return the results.
-
-    If the benchmark has no `limit`, raises RuntimeError when more items are graded than expected,
-    or when more than `grades.max_unscored` of the expected items are not graded.
-    """
+    """Grade answers, write results and samples to the folder `out`, and return the results."""
     grades = harness.grade(answers, benchmark, policy)
     for result in grades.results:
         # `n`: graded items. If `expected` is None, `n` takes its place, and no item is missing.
@@ -114,11 +110,10 @@ def _grade(
 
 
 def _write_samples(samples: Sequence[Sample], file: Path) -> None:
-    """Write the samples to a Parquet file. Characters that UTF-8 cannot encode are replaced."""
+    """Write the samples to a Parquet file."""
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
-    # most columns are texts
     types = dict.fromkeys(Sample.__annotations__, arrow.string())
     types |= dict.fromkeys(("outcome", "answer_loss", "units"), arrow.float64())
     types["replicate"] = arrow.int64()

@@ -21,9 +21,8 @@ from contextlib import suppress
 
 def main(grace: float, command: Sequence[str]) -> None:
     """Run the server by the command line `command`. When the server has ended, print its exit code
-    or signal, and kill the whole process group, including this process. When standard input ends,
-    the server gets SIGTERM, and is killed if it has not ended after `grace` seconds. SystemExit if
-    the server cannot be started."""
+    or signal, and kill the whole process group, including this process. SystemExit if the server
+    cannot be started."""
     # `_stop_at_end_of_input` sends SIGTERM to the whole process group, and this process must not
     # end by it. A handler is set instead of SIG_IGN, because the server would inherit SIG_IGN.
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -42,8 +41,7 @@ def main(grace: float, command: Sequence[str]) -> None:
 
 
 def _stop_at_end_of_input(server: subprocess.Popen[bytes], grace: float) -> None:
-    """Wait for the end of standard input. Then send SIGTERM to the whole process group, wait at
-    most `grace` seconds until the server has ended, and kill the group, including this process."""
+    """When standard input ends, end the whole process group, including this process."""
     os.read(0, 1)  # returns when moe_lab closes the pipe or ends
     os.killpg(0, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):

@@ -32,10 +32,9 @@ def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tu
     """Time `REPEATS` requests, after a warm-up, for each batch size and each prompt length. Returns
     a row for each timed request; `results.TIMINGS` has the names of its columns.
 
-    Prompts are cut from `tokens` (N,), repeated as often as needed. Generation is greedy, with a
-    cache of keys and values. Each prompt gets a first new token and `settings.new_tokens` further
-    tokens, even after an end token. Raises UserError if the model cannot read as many tokens as the
-    longest prompt and its new tokens have.
+    Prompts are cut from `tokens` (N,). Generation is greedy, with a cache of keys and values. Each
+    prompt gets a first new token and `settings.new_tokens` further tokens, even after an end token.
+    Raises UserError if the model cannot read the longest prompt and its new tokens.
     """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max(settings.prompt_lengths) + settings.new_tokens + 1  # 1: the first new token
@@ -47,7 +46,7 @@ def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tu
         )
     rows: list[tuple[Any, ...]] = []
     for batch_size, length in product(settings.batch_sizes, settings.prompt_lengths):
-        # batch_size * length / len(tokens), rounded up
+        # rounded up
         copies = -(-batch_size * length // len(tokens))
         ids = tokens.repeat(copies)[: batch_size * length].view(batch_size, length)
         request = partial(_time_request, model, ids.to(model.device), settings.new_tokens)
@@ -80,8 +79,8 @@ def _time_request(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float
 
 
 def _now(device: torch.device) -> float:
-    """Wait until the GPUs have finished their work, and return the time in seconds. `device`: the
-    device of the model; if it is a GPU, the model may use all GPUs."""
+    """Wait until the GPUs have finished their work, and return the time in seconds. If `device`
+    is a GPU, the model may use all GPUs."""
     if device.type == "cuda":
         for number in range(torch.cuda.device_count()):
             torch.cuda.synchronize(number)
@@ -89,9 +88,8 @@ def _now(device: torch.device) -> float:
 
 
 def _working_bytes(device: torch.device, request: Callable[[], object]) -> float:
-    """Peak memory during `request`, less the memory in use before the request, in bytes. On GPUs,
-    the memory that torch allocates is measured; otherwise the resident memory of this process. NaN
-    if the peak of resident memory cannot be reset."""
+    """Peak memory during `request`, less the memory in use before the request, in bytes. NaN if
+    the peak of resident memory cannot be reset."""
     if device.type == "cuda":
         gpus = range(torch.cuda.device_count())
         bytes_before = sum(torch.cuda.memory_allocated(number) for number in gpus)

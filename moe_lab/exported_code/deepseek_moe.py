@@ -51,9 +51,9 @@ class DeepseekConfig(LlamaConfig):
 
 
 class DeepseekGate(nn.Module):
-    """Router: softmax over all routed experts, in the dtype of the model. For each token, the
-    `top_k` experts with the highest probabilities are chosen. Their gates are these probabilities,
-    normalised to the sum 1 if the setting `norm_topk_prob` is true."""
+    """Router: softmax over all routed experts, in the dtype of the model. The gates of a
+    token are its `top_k` highest probabilities, normalised to the sum 1 if the setting
+    `norm_topk_prob` is true."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class DeepseekGate(nn.Module):
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(logits (T, E), gates (T, K), numbers of the chosen experts (T, K)) for the T tokens in
-        `hidden_states` (..., H). The chosen experts of a token are in no particular order."""
+        `hidden_states` (..., H)."""
         logits = linear(hidden_states.view(-1, self.hidden_dim), self.weight)
         gates, experts = torch.topk(logits.softmax(dim=-1), self.top_k, dim=-1, sorted=False)
         if self.normalised and self.top_k > 1:
@@ -117,8 +117,7 @@ class DeepseekPreTrainedModel(LlamaPreTrainedModel):
 
 
 class DeepseekModel(DeepseekPreTrainedModel, LlamaModel):
-    """Llama's decoder, with MoE blocks in some layers. The numbers of these layers are at least
-    `first_k_dense_replace`, and are multiples of `moe_layer_freq`."""
+    """Llama's decoder, with MoE blocks in some layers."""
 
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__(config)

@@ -68,9 +68,8 @@ def resize(
     uninitialised.
 
     `experts`: new number of experts, E'. `width`: new number of channels of each expert; None: not
-    changed. `widths` (E',): number of channels of each expert, if the numbers differ. In this case
-    the experts become `RaggedExperts`. `owners` and `constants` are arguments of `RaggedExperts`,
-    and are used only with `widths`.
+    changed. `widths` (E',): number of channels of each expert, if the numbers differ: the experts
+    become `RaggedExperts`, with the arguments `owners` and `constants`.
     """
     # each parameter of this module has the weights of all experts: (E, ...)
     stacks: Any = block.experts

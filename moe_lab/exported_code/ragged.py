@@ -26,18 +26,17 @@ COUNT_ATTRIBUTES = (
 
 
 class RaggedExperts(nn.Module):
-    """Gated experts without biases. Replaces a module whose experts all have the same width: here
-    each expert has its own width I_e.
+    """Gated experts without biases, each with its own width I_e.
 
     `gate_up_packed` (sum of 2 I_e, H): for each expert, I_e rows of the gate projection, then I_e
     rows of the up projection. `down_packed` (sum of I_e, H): the transposed down projections.
 
-    An expert of width 0 has no weights. It may have another expert as its owner: then its output
-    is computed with the weights of the owner. Otherwise it is a null expert. `constants` (N, H) has
-    the outputs of the N null experts; if `constants` is None, these outputs are 0.
+    An expert of width 0 may have another expert as its owner: then its output is computed with the
+    weights of the owner. Otherwise it is a null expert. `constants` (N, H) has the outputs of
+    the N null experts; if `constants` is None, these outputs are 0.
     """
 
-    # marks experts; a search for stacked ones refuses it
+    # attributes by which experts are recognised
     is_concatenated, is_transposed, has_gate = True, False, True
 
     constants: nn.Parameter | None
@@ -52,7 +51,7 @@ class RaggedExperts(nn.Module):
         """Create uninitialised experts. `experts`: the module to replace, which gives activation,
         dtype and device. `widths` (E',): width of each new expert. `constants`: whether null
         experts have outputs other than 0. `owners` (E',): for each new expert, the number of its
-        owner; None: each expert is its own owner."""
+        owner."""
         super().__init__()
         self.widths = tuple(widths)
         self.num_experts = len(self.widths)
@@ -71,7 +70,6 @@ class RaggedExperts(nn.Module):
             down.new_empty(sum(self.widths), down.shape[1]), down.requires_grad
         )
         self.owners = tuple(range(self.num_experts)) if owners is None else tuple(owners)
-        # numbers of the experts without weights and without another owner
         self.null_experts = [
             e for e, owner in enumerate(self.owners) if owner == e and not self.widths[e]
         ]
@@ -126,8 +124,8 @@ def constant_output(
 ) -> torch.Tensor:
     """The sum (T, H), for each token, of gate times output over those of its K experts that have a
     constant output. `index` (T, K): numbers of the experts of each token. `gates` (T, K): gates of
-    these experts. `n_experts`: number of experts in the layer, E. `experts`: numbers of the N
-    experts with a constant output. `constants` (N, H): these outputs."""
+    these experts. `experts`: numbers of the N experts with a constant output. `constants` (N, H):
+    these outputs."""
     gate_of_expert = gates.new_zeros(len(index), n_experts).scatter_add_(1, index, gates)  # (T, E)
     return (gate_of_expert[:, experts] @ constants.to(gates.dtype)).to(constants.dtype)
 
@@ -143,14 +141,12 @@ def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def count_attributes(module: nn.Module, n_experts: int) -> list[str]:
-    """Names of the attributes of `module` that hold its number of experts, `n_experts`: for
-    example, `out_features` of a router. Attributes of its submodules are not included."""
+    """Names of the attributes of `module` that hold its number of experts, `n_experts`."""
     return [name for name in COUNT_ATTRIBUTES if vars(module).get(name) == n_experts]
 
 
 def set_counts(modules: Iterable[nn.Module], before: int, after: int) -> None:
-    """Change the attributes of `modules` that hold the number of experts, from the number `before`
-    to the number `after`."""
+    """Change the attributes of `modules` that hold the number of experts."""
     for module in modules:
         for name in count_attributes(module, before):
             setattr(module, name, after)

@@ -39,13 +39,13 @@ class Outcome:
     """CPU seconds of each call."""
 
     def values(self) -> list[Any]:
-        """The values that the calls returned, decoded from the texts in `encoded`. Raises
-        ValueError if a text cannot be decoded."""
+        """The values that the calls returned. Raises ValueError if a text in `encoded` cannot be
+        decoded."""
         return [decode_text(text) for text in self.encoded]
 
 
 class RunnerError(RuntimeError):
-    """The process that runs programs could not be started, or died. The message has the reason."""
+    """The process that runs programs could not be started, or died."""
 
 
 class NoNamespaces(RunnerError):
@@ -66,9 +66,7 @@ class Runner(ChildProcess):
     processes and the network from the programs. Otherwise the programs only have limits."""
 
     def __init__(self, *, confined: bool) -> None:
-        """Start the process, and wait until it can run programs. If the process ends before, raises
-        NoNamespaces if the machine does not allow namespaces, and otherwise RunnerError."""
-        # `runner_command` gives the command line and the environment; / is the current folder
+        """Start the process, and wait until it can run programs."""
         super().__init__(*runner_command(confined=confined), Path("/"))
         try:
             self.call("start")
@@ -78,8 +76,7 @@ class Runner(ChildProcess):
             raise error_type(str(error)) from None
 
     def run(self, request: Request) -> Outcome:
-        """Run one program. The outcome tells whether the program failed; such a failure raises
-        nothing. Raises ProcessEnded if the runner itself ends."""
+        """Run one program. Raises ProcessEnded if the runner itself ends."""
         return Outcome(**self.call("run", request=vars(request)))
 
 
@@ -88,7 +85,7 @@ def start(*, confined: bool) -> Runner:
     `STARTS` tries failed."""
     last_error: Exception | None = None
     for number in range(STARTS):
-        time.sleep(PAUSE if number else 0)  # no pause before the first try
+        time.sleep(PAUSE if number else 0)
         try:
             return Runner(confined=confined)
         except NoNamespaces:  # another try would fail, too
@@ -103,8 +100,7 @@ Process = TypeVar("Process", bound=ChildProcess)
 
 class Pool(Generic[Process]):
     """Processes for several threads. A thread uses a process in a `with` block of `process`; until
-    the block ends, no other thread gets this process. Then the process is idle and can be used
-    again. If no process is idle, a new process is made by `start`, an argument of the pool."""
+    the block ends, no other thread gets this process."""
 
     def __init__(self, start: Callable[[], Process]) -> None:
         self._start = start
@@ -113,8 +109,7 @@ class Pool(Generic[Process]):
 
     @contextmanager
     def process(self) -> Iterator[Process]:
-        """A context manager that gives its `with` block a process which no other block uses. If the
-        block raises an error, the process is ended."""
+        """An idle or a new process. If the `with` block raises an error, the process is ended."""
         try:
             process = self._idle.get_nowait()
         except Empty:
@@ -130,14 +125,14 @@ class Pool(Generic[Process]):
         self._idle.put(process)
 
     def close(self) -> None:
-        """End all processes, including those in use. After this, `process` makes new processes."""
+        """End all processes, including those in use."""
         self._idle = SimpleQueue()
         while self._all:
             self._all.pop().close()
 
 
 class Runners(Pool[Runner]):
-    """A pool of runners. Programs that run at the same time have different runners."""
+    """A pool of runners."""
 
     def __init__(self, *, confined: bool) -> None:
         super().__init__(partial(start, confined=confined))
@@ -146,9 +141,7 @@ class Runners(Pool[Runner]):
     def run(self, request: Request) -> Outcome:
         """Run one program. If the runner ends, the program is run once more, on another runner.
 
-        If the second runner ends, too, an unconfined program counts as crashed. A confined program
-        cannot end its runner, so in this case RunnerError is raised. RunnerError is also raised
-        when no runner can start.
+        Raises RunnerError if no runner can start, or if two confined runners end.
         """
         # Two tries: an earlier unconfined program may have ended the first runner.
         for _ in range(2):
@@ -164,8 +157,7 @@ class Runners(Pool[Runner]):
 
 @lru_cache(maxsize=1)
 def check_namespaces() -> None:
-    """Start a confined runner and end it. Raises the errors of `start`. Success is cached, so that
-    later calls start nothing; an error is not cached."""
+    """Start a confined runner and end it. Raises the errors of `start`."""
     if not sys.platform.startswith("linux"):
         raise NoNamespaces(f"{sys.platform} has no namespaces")
     start(confined=True).close()
@@ -174,20 +166,18 @@ def check_namespaces() -> None:
 class LimitedCalls(Pool[ChildProcess]):
     """Calls functions of one module on texts that a model wrote, from several threads.
 
-    The functions are trusted. But a text may make a function take hours or gigabytes, or crash the
-    process. So the functions are called in child processes, one call at a time in each. Arguments
-    and results are JSON.
+    A text may make a function take hours or gigabytes, or crash the process. So the functions are
+    called in child processes. Arguments and results are JSON.
     """
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
-        """`module`: name of the module. `environment`: environment variables of the processes."""
         super().__init__(self._child)
         self._module = module
         self._environment = environment
 
     def __call__(self, function: str, arguments: list[Any], seconds: float, memory: int) -> Any:
-        """Call the function of the module that has the name `function`, and return its result; None
-        if the function took too much time or memory, or failed.
+        """Call `function` of the module and return its result; None if the function took too much
+        time or memory, or failed.
 
         `seconds`: limit on the CPU time of the call. `memory`: limit on the bytes by which the call
         enlarges its process (only on Linux). Raises RunnerError when no process can be started.
@@ -195,7 +185,7 @@ class LimitedCalls(Pool[ChildProcess]):
         try:
             with self.process() as child:
                 return child.call(
-                    "call",  # the function `call` of this file
+                    "call",
                     module=self._module,
                     function=function,
                     arguments=arguments,
@@ -206,7 +196,7 @@ class LimitedCalls(Pool[ChildProcess]):
 
     def _child(self) -> ChildProcess:
         """A new process that has imported the module."""
-        # the process serves the functions `load` and `call` of this file; its current folder is /
+        # the process serves the functions `load` and `call` of this file
         child = ChildProcess(
             command("moe_lab.child_process", __name__), self._environment, Path("/")
         )
@@ -222,8 +212,7 @@ class LimitedCalls(Pool[ChildProcess]):
 
 
 def load(module: str) -> None:
-    """Import a module, so that `call` can call its functions. From now on this process shows no
-    warnings and leaves no core dump."""
+    """Import a module, so that `call` can call its functions."""
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     importlib.import_module(module)
@@ -231,12 +220,10 @@ def load(module: str) -> None:
 
 def call(module: str, function: str, arguments: list[Any], limits: tuple[float, int]) -> Any:
     """Call a function of an imported module and return its result. `limits`: (CPU seconds, bytes by
-    which the call may enlarge this process). The limit on bytes is only set on Linux, and never
-    above a hard limit of the process."""
+    which the call may enlarge this process)."""
     seconds, memory = limits
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if _STATM.exists():
-        # bytes that the process has mapped already, plus `memory`
         limit = int(_STATM.read_text().split()[0]) * resource.getpagesize() + memory
         if hard != resource.RLIM_INFINITY:
             limit = min(limit, hard)

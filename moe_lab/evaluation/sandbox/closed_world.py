@@ -1,9 +1,8 @@
 """Check that a program cannot reach outside itself: no import, no private attribute, no builtin
 that opens anything.
 
-The check is used where programs of a shipped model run without namespaces. Everything that is not
-listed as allowed is refused. The check is a second barrier in addition to the limits of the
-subprocess, not a sandbox for programs of unknown models.
+The check is used where programs of a shipped model run without namespaces. The check is a second
+barrier in addition to the limits of the subprocess, not a sandbox for programs of unknown models.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ def closed_world_violation(program: str) -> str | None:
 
 
 def _forbidden_part(node: ast.AST) -> str | None:
-    """What is not allowed in a node, such as "the attribute format"; None if the node is allowed.
-    The children of the node are not checked."""
+    """What is not allowed in a node, such as "the attribute format"; None if the node is
+    allowed."""
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         return "an import"
     if isinstance(node, ast.Attribute) and node.attr not in _ATTRIBUTES:

@@ -17,8 +17,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-# Constants of Linux: flags of unshare(2) and clone(2), flags of mount(2), a flag of umount2(2),
-# options of prctl(2), and the id of the user `nobody`.
+# constants of Linux for unshare(2), clone(2), mount(2), umount2(2) and prctl(2)
 _NEW_MOUNTS, _NEW_UTS, _NEW_IPC, _NEW_USER, _NEW_PIDS, _NEW_NETWORK = (
     1 << bit for bit in (17, 26, 27, 28, 29, 30)
 )
@@ -40,8 +39,8 @@ _NOBODY = 65534
 _MOUNTS = Path("/proc/self/mountinfo")
 _SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store")
 _ROOT = "/sys"
-"""Folder on which the new file system is mounted, in a separate mount namespace. Every Linux has
-it, programs need nothing in it, and unlike a temporary folder it does not have to be removed."""
+"""Folder on which the new file system is mounted. Every Linux has it, programs need nothing in it,
+and unlike a temporary folder it does not have to be removed."""
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 # Machine -> (its number in the kernel's ABI, numbers of the system calls that are refused).
 # shmget, semget, msgget, mq_open, add_key, request_key, keyctl, memfd_create, memfd_secret: what
@@ -73,7 +72,7 @@ _python = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock dur
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Call a function of the C library. OSError if it does not return 0."""
+    """Call a function of the C library."""
     if getattr(_libc, name)(*arguments) != 0:
         error_number = ctypes.get_errno()
         raise OSError(error_number, f"{name}: {os.strerror(error_number)}")
@@ -82,15 +81,14 @@ def _call(name: str, *arguments: object) -> None:
 def _mount(
     source: str, target: str, kind: str | None, flags: int, options: str | None = None
 ) -> None:
-    """Mount a file system of the `kind` at `target`; see mount(2) for the arguments."""
+    """Mount a file system at `target`; see mount(2) for the arguments."""
     # an argument of None stays None, which ctypes passes as the null pointer
     texts = [text and text.encode() for text in (source, target, kind)]
     _call("mount", *texts, ctypes.c_ulong(flags), options and options.encode())
 
 
 def _visible_paths() -> list[str]:
-    """Paths that programs can read: system libraries, the interpreter and its packages. No path is
-    inside another."""
+    """Paths that programs can read: system libraries, the interpreter and its packages."""
     paths = {*_SYSTEM_FOLDERS, *_SYSTEM_FILES, sys.prefix, sys.base_prefix}
     # targets of links too, since `_bind` copies a link without its target
     paths |= {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)}
@@ -119,7 +117,7 @@ def _bind(source: str) -> None:
 def _mounts() -> dict[str, str]:
     """Mount id -> mount point, in this namespace."""
     rows = [line.split() for line in _MOUNTS.read_bytes().splitlines()]
-    # Columns 0 and 4 are id and mount point. A space in a path is written as \040.
+    # a space in a path is written as \040
     return {
         os.fsdecode(row[0]): os.fsdecode(row[4].decode("unicode_escape").encode("latin-1"))
         for row in rows
@@ -127,8 +125,7 @@ def _mounts() -> dict[str, str]:
 
 
 def _replace_root(hidden_folders: Iterable[str]) -> None:
-    """Replace the root by a read-only file system that has only the paths of `_visible_paths`. In
-    this file system, the `hidden_folders` are empty folders."""
+    """Replace the root by a read-only file system that has only the paths of `_visible_paths`."""
     # private, so that mounts made here do not appear in other namespaces
     _mount("none", "/", None, _RECURSIVE | _PRIVATE)
     mounts_before = _mounts()
@@ -139,8 +136,7 @@ def _replace_root(hidden_folders: Iterable[str]) -> None:
         if os.path.isdir(_ROOT + path):
             _mount("tmpfs", _ROOT + path, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=4k,mode=755")
     for mount_id, mount_point in _mounts().items():
-        # Mounts that were made above, or that came with a recursive bind, become read-only. The
-        # remount must repeat their flags that may not be cleared.
+        # the remount must repeat the flags that may not be cleared
         if mount_id not in mounts_before:
             flags = os.statvfs(mount_point).f_flag & _PRESERVED_FLAGS
             _mount("none", mount_point, None, _REMOUNT | _BIND | _READ_ONLY | flags)
@@ -163,16 +159,14 @@ def _install_seccomp_filter() -> None:
     """Make some system calls fail, in this process and in all processes that it starts.
 
     The calls in `_REFUSED_CALLS` fail with EPERM. `socket` fails with EAFNOSUPPORT, as does
-    `socketpair` unless the sockets are local. Calls that make IPC objects are refused because an
-    unprivileged user cannot limit the number of IPC objects in a namespace.
+    `socketpair` unless the sockets are local.
     """
     machine = os.uname().machine
     if machine not in _REFUSED_CALLS:
         raise OSError(errno.ENOSYS, f"the numbers of system calls on {machine} are not known")
     abi, refused_calls = _REFUSED_CALLS[machine]
     socket_call, socketpair_call = _SOCKET_CALLS[machine]
-    # Operations of BPF: load a field of the call, compare what was loaded, or end the filter with
-    # one of the results below. Each of the `steps` is
+    # Operations of BPF. Each of the `steps` is
     # (operation, number of steps to skip if true, number of steps to skip if false, operand).
     load = 0x20
     equal = 0x15
@@ -195,7 +189,7 @@ def _install_seccomp_filter() -> None:
     for number in refused_calls:
         steps += [(equal, 0, 1, number), (end, 0, 0, refuse)]
     steps += [(equal, 0, 1, socket_call), (end, 0, 0, no_family)]
-    # socketpair is allowed for local sockets; skipping 3 steps leads to the last step
+    # skipping 3 steps leads to the last step
     steps += [(equal, 0, 3, socketpair_call), (load, 0, 0, first_argument)]
     steps += [(equal, 1, 0, _LOCAL_SOCKETS), (end, 0, 0, no_family)]
     steps.append((end, 0, 0, allow))
@@ -210,8 +204,7 @@ _KINDS = ("user", "pid", "mnt", "net", "ipc", "uts")
 
 
 def is_refusal(error: OSError) -> bool:
-    """Whether `error`, which `enter` raised, means that this machine does not allow confinement.
-    Any other error may be temporary."""
+    """Whether `error`, which `enter` raised, means that this machine does not allow confinement."""
     # ENOSPC: the limit on namespaces is reached. Only a limit of 0 is a refusal.
     if error.errno == errno.ENOSPC:
         files = [Path(f"/proc/sys/user/max_{kind}_namespaces") for kind in _KINDS]
@@ -223,16 +216,12 @@ def is_refusal(error: OSError) -> bool:
 def enter(hidden_folders: Iterable[str] = ()) -> None:
     """Confine this process irrevocably.
 
-    Afterwards the process cannot reach the network, and can make no sockets except local pairs. It
-    sees no other processes and no IPC objects of other processes, and cannot change the machine's
-    host name. Its root is read-only and has no /proc, /home or /tmp; the `hidden_folders` are
-    empty. The process has no capability and cannot gain a capability. It cannot create shared
-    memory that outlives the process.
+    Afterwards the process cannot reach the network and sees no other processes. Its root is
+    read-only and has no /proc, /home or /tmp; the `hidden_folders` are empty.
 
-    The function returns only in a forked child, which is process 1 of a new process tree. The
-    parent waits for the child and exits. Root becomes the user `nobody`, because limits on the
-    number of processes do not apply to root. Raises OSError, with the name of the system call that
-    the kernel refused.
+    The function returns only in a forked child, which is process 1 of a new process tree. Root
+    becomes the user `nobody`, because limits on the number of processes do not apply to root.
+    Raises OSError, with the name of the system call that the kernel refused.
     """
     os.umask(0o022)  # the user `nobody` must be able to enter the parent folders of visible paths
     is_root = os.geteuid() == 0
@@ -264,19 +253,17 @@ def enter(hidden_folders: Iterable[str] = ()) -> None:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends for any reason (Linux; elsewhere
-    nothing happens)."""
+    """Let the kernel kill this process when its parent ends (only on Linux)."""
     if sys.platform.startswith("linux"):
         _call("prctl", _PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
 def fork_process_tree() -> int:
-    """Fork as os.fork does, but make the child process 1 of a new process tree. The child sees no
-    other processes, and the tree dies with the child. Returns 0 in the child, and the id of the
-    child in the parent. Raises OSError when the kernel refuses the clone.
+    """Fork as os.fork does, but make the child process 1 of a new process tree. The tree dies
+    with the child. Raises OSError when the kernel refuses the clone.
 
     The C library caches the id of the thread, and does not notice this clone: in the child, the
-    cached id is the id in the parent. It is right only if both ids are 1. So call this function
+    cached id is the id in the parent, which is right only if both ids are 1. So call this function
     only in a process that is process 1 and has a single thread, as after `enter`.
 
     The usual way takes twice as long: a fork, whose child changes its namespaces and forks again.
@@ -304,9 +291,8 @@ def fork_process_tree() -> int:
 
 
 def limit_process(memory: int, processes: int) -> None:
-    """Set hard limits of this process and its children: `memory` bytes of address space (only on
-    Linux, because macOS refuses this limit); `processes` processes of this user; 64 open files; no
-    file output; no core dump."""
+    """Set hard limits of this process and its children. `memory`: bytes of address space (only on
+    Linux, because macOS refuses this limit). `processes`: processes of this user."""
     limits = {
         resource.RLIMIT_NPROC: processes,
         resource.RLIMIT_FSIZE: 0,
@@ -317,6 +303,5 @@ def limit_process(memory: int, processes: int) -> None:
         limits[resource.RLIMIT_AS] = memory
     for kind, value in limits.items():
         _, hard = resource.getrlimit(kind)
-        # a lower limit that exists stays
         limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (limit, limit))

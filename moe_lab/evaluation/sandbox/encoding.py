@@ -25,7 +25,7 @@ _SHORT_INTEGER = 1 << 512  # longer integers would meet Python's limit on decima
 
 
 class Opaque:
-    """A value that cannot be represented. It equals nothing, and is not None."""
+    """A value that cannot be represented. It equals nothing."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,13 @@ class Huge:
     fingerprint: int
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this value as the only item. So two huge values with the same hash are also equal
-        for graders that compare values item by item."""
+        """Yield this value as the only item, for graders that compare values item by item."""
         return iter([self])
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """The items of an iterator, range or deque. It equals nothing, but can be iterated."""
+    """The items of an iterator, range or deque. It equals nothing."""
 
     items: list[Any]
 
@@ -62,9 +61,8 @@ class _Form(NamedTuple):
     """How values of a type are written as JSON and read again."""
 
     to_json: Callable[[Any], Any]
-    """Value -> JSON. Uses methods of the base type, because a subclass may have overridden them."""
+    """Uses methods of the base type, because a subclass may have overridden them."""
     from_json: Callable[[Any], Any]
-    """JSON -> value."""
 
 
 _FORMS: dict[type, _Form] = {
@@ -90,18 +88,17 @@ _SUBCLASSES = {base: type(f"Subclass_{base.__name__}", (base,), {}) for base in 
 
 def encode_result(value: Any, parts: int = HUGE) -> Any:
     """`value` in a form that json.dumps accepts. If the value has more than `parts` parts, only a
-    hash of the value is encoded. `_remaining_budget` says what a part is."""
+    hash of the value is encoded."""
     if _remaining_budget(value, parts) < 0:
         return {"kind": "huge", "value": _fingerprint(value)}
     return encode(value)
 
 
 def _remaining_budget(value: Any, budget: int) -> int:
-    """`budget` minus the number of parts of `value`. Counting stops below 0.
+    """`budget` minus the number of parts of `value`.
 
     A value is one part. Each character, each byte and each full 64 bits of an int add one part.
-    Each item of a container adds one part and the item's own parts. Each entry of a dict adds one
-    part and the parts of key and value.
+    Each item of a container adds one part and the item's own parts.
     """
     if isinstance(value, (str, bytes)):
         return budget - 1 - len(value)
@@ -120,9 +117,8 @@ def _remaining_budget(value: Any, budget: int) -> int:
 
 
 def _fingerprint(value: Any) -> int:
-    """A hash of a value that may contain lists, sets and dicts, for which `hash` raises TypeError.
-    Equal values have the same hash. With the same PYTHONHASHSEED, this also holds for values in
-    different processes."""
+    """A hash of a value that may contain lists, sets and dicts. Processes with the same
+    PYTHONHASHSEED give equal values the same hash."""
     try:
         return hash(value)
     except TypeError:
@@ -162,18 +158,12 @@ def encode(value: Any) -> Any:
 
 
 def _encode_subclass(base: type, value: Any) -> Any:
-    """Encode `value`, which equals a value of the type `base` but has another type: for example, an
-    instance of a subclass."""
+    """Encode `value`, which equals a value of the type `base` but has another type."""
     return {"kind": "like", "value": [base.__name__, _FORMS[base].to_json(value)]}
 
 
 def _encode_other(value: Any) -> Any:
-    """Encode a value whose type is not derived from a type in `_FORMS`.
-
-    For a numpy scalar, rational number, finite decimal, bytearray or set, a plain value that it
-    equals is encoded. For other iterables, except mappings, the first HUGE items are encoded. All
-    other values become an `Opaque`.
-    """
+    """Encode a value whose type is not derived from a type in `_FORMS`."""
     # Importing numpy and decimal would slow every start. So their types are recognized by the name
     # of the module.
     if (
@@ -203,11 +193,7 @@ def _encode_other(value: Any) -> Any:
 
 def decode(encoded: Any) -> Any:
     """The value that `encode` or `encode_result` has encoded. A value that cannot be rebuilt is
-    replaced by an Opaque, Huge, Stream, Fraction or instance of a class in `_SUBCLASSES`.
-
-    If `encoded` is something else, this raises an error that `decode_text` catches, or returns an
-    arbitrary value.
-    """
+    replaced by an Opaque, Huge, Stream, Fraction or instance of a class in `_SUBCLASSES`."""
     if isinstance(encoded, list):
         return _decode_items(encoded)
     if not isinstance(encoded, dict):

@@ -65,14 +65,13 @@ class Request:
     """One program to run."""
 
     program: str
-    """Source text; executed once, then the entry point is called."""
+    """Source text."""
     entry_point: str
     """Name of the function the program defines."""
     inputs: list[Any]
     """An encoded list of arguments for each call."""
     seconds: list[float]
-    """CPU limit of each call in seconds (`_wall_limit` gives the wall-clock limit); the first also
-    limits the time of loading the program."""
+    """CPU limit of each call in seconds; the first also limits the time of loading the program."""
     total_seconds: float
     """CPU limit of the whole program in seconds."""
     memory: int
@@ -82,16 +81,14 @@ class Request:
     parts: int = HUGE
     """Largest number of parts of a value that comes back as a whole, not as a hash."""
     processes: int = 2
-    """Limit on threads and processes of the program, including its first. `memory` limits each
-    process."""
+    """Limit on threads and processes of the program, including its first."""
 
 
 def main(confined: bool, hidden_folders: list[str]) -> None:
     """Serve requests until standard input ends.
 
     If `confined`, this process is in namespaces, in which `hidden_folders` are empty; otherwise
-    programs have only limits. The request `start` is answered once the process is confined; the
-    request `run` runs a program.
+    programs have only limits. The request `start` is answered once the process is confined.
     """
     for name in _USUAL_IMPORTS:
         __import__(name)
@@ -114,8 +111,7 @@ def main(confined: bool, hidden_folders: list[str]) -> None:
 
 
 def _run(request: Request, fork: Callable[[], int]) -> dict[str, Any]:
-    """Run one program. Returns the fields of its `client.Outcome` as a dictionary. SystemExit
-    when no process can be started, or when standard input ends."""
+    """Run one program. Returns the fields of its `client.Outcome` as a dictionary."""
     read_end, write_end = os.pipe()
     with suppress(OSError, AttributeError):  # _PIPE exceeds the user's limit, or not Linux
         fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, _PIPE)
@@ -149,7 +145,7 @@ def _run(request: Request, fork: Callable[[], int]) -> dict[str, Any]:
 
 
 def _kill(child: int) -> None:
-    """Kill the child and its process group, and wait until the child has ended."""
+    """Kill the child and its process group."""
     for target in (-child, child):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(target, signal.SIGKILL)
@@ -157,9 +153,8 @@ def _kill(child: int) -> None:
 
 
 def _cpu_seconds(process: int) -> float:
-    """CPU seconds that the process with the id `process` has used. Unlike wall-clock time, CPU time
-    does not depend on how busy the machine is. Systems other than Linux do not show the CPU time of
-    a process, so the result is a wall-clock time in seconds."""
+    """CPU seconds that the process with the id `process` has used. Systems other than Linux do
+    not show the CPU time of a process, so the result is a wall-clock time in seconds."""
     if not sys.platform.startswith("linux"):
         return time.monotonic()
     # Linux's number of the CPU clock of a process; Python has no clock_getcpuclockid.
@@ -190,15 +185,13 @@ class _Watch:
         """For each line in `lines`, the CPU seconds since the line before it. If several lines
         arrive together, the first of them has the seconds of all."""
         self.partial_line = bytearray()
-        """Bytes that the program has sent after its last complete line."""
         self.received_bytes = 0
         self.cpu_start = self.call_cpu_start = _cpu_seconds(child)
         self.call_wall_start = time.monotonic()
         self.wall_end = self.call_wall_start + _wall_limit(request.total_seconds)
 
     def seconds_remaining(self) -> float:
-        """Seconds until the first of four limits is reached: the CPU limit and the wall-clock limit
-        of the current call, and the same limits of the whole program."""
+        """Seconds until the first limit of the current call or of the whole program is reached."""
         used_seconds = _cpu_seconds(self.child)
         # each call ends with a line; the limit of the last call applies until the program ends
         limit = self.limits[min(len(self.lines), len(self.limits) - 1)]
@@ -212,8 +205,7 @@ class _Watch:
 
     def receive(self, chunk: bytes) -> dict[str, Any] | None:
         """Record the bytes `chunk`, which the program has sent; b"" means that the program has
-        ended. Returns the reply to the request if the program has ended, has failed, or has sent
-        something that is not allowed. Otherwise returns None."""
+        ended. Returns the reply to the request, or None while the program goes on."""
         if not chunk:
             is_complete = len(self.lines) == len(self.limits) and not self.partial_line
             return self.reply("ok" if is_complete else "crash")
@@ -230,8 +222,7 @@ class _Watch:
         now = _cpu_seconds(self.child)
         for line in complete_lines:
             if line.startswith(b"error "):
-                # Without "error ", and cut to 294 characters, because the program may send a line
-                # of any length. For the same reason, only the first bytes are decoded.
+                # cut, because the program may send a line of any length
                 return self.reply("failed", line[6:900].decode("utf-8", "replace")[:294])
             # JSON of results is ASCII, so the program itself has written to the pipe
             if not line.isascii():
@@ -245,7 +236,7 @@ class _Watch:
         return None
 
     def reply(self, status: str, error: str = "") -> dict[str, Any]:
-        """The reply to the request: the fields of a `client.Outcome`. The first line and its time
+        """The fields of a `client.Outcome`. The first line and its time
         are omitted, because the line only reports that the program was loaded."""
         return {
             "status": status,
@@ -259,8 +250,8 @@ class _Watch:
 
 
 def _run_and_exit(request: Request, results_pipe: int) -> None:
-    """In the child process: execute the program, call its entry point on each input, and send the
-    results. Then end the child process. `results_pipe`: file descriptor of the pipe for results."""
+    """Run the program, send its results to the file descriptor `results_pipe`, and end this child
+    process."""
     try:
         die_with_parent()
         os.setsid()  # a signal to "my process group" must not reach the runner
@@ -283,8 +274,7 @@ def _run_and_exit(request: Request, results_pipe: int) -> None:
 
 
 def _call_program(request: Request) -> None:
-    """Execute the program's source and send the line "loaded". Then call the entry point on each
-    input, and send each result as a line of JSON."""
+    """Execute the program, call its entry point on each input, and send each result as a line."""
     namespace: dict[str, Any] = {}
     exec(compile(request.program, "<program>", "exec"), namespace)
     function = namespace[request.entry_point]
@@ -300,12 +290,8 @@ def _send(line: str) -> None:
         data = data[os.write(3, data) :]
 
 
-# The command line by which another process starts this one.
-
-
 def runner_command(*, confined: bool) -> tuple[list[str], dict[str, str]]:
-    """(command line, environment variables) of a runner, which inherits no other variables. If
-    `confined`, the runner enters namespaces; otherwise its programs only have limits."""
+    """(command line, environment variables) of a runner, which inherits no other variables."""
     package = Path(__file__).resolve().parents[2]  # moe_lab: an empty folder in the namespaces
     mode = "confined" if confined else "limited"
     # some interpreters find their shared libraries only by LD_LIBRARY_PATH
