@@ -1,7 +1,6 @@
 """Errors for users: one sentence without a stack trace, and without secrets.
 
-Results show settings, so settings contain no secrets such as keys and passwords: programs read
-these from their environment.
+Results show settings, so settings contain no secrets: programs read secrets from their environment.
 """
 
 from __future__ import annotations
@@ -16,25 +15,23 @@ from importlib.util import find_spec
 from typing import Any, NoReturn
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers of a full disk and of an exhausted quota."""
 
 
 class UserError(ValueError):
     """A mistake that the user can correct. The message is one sentence with field, value,
-    expectation and nearest choice. Secrets of the environment are masked in the message."""
+    expectation and nearest choice."""
 
     code = 2
     """Exit code of a command that ends with this error."""
 
     def __init__(self, message: str) -> None:
         super().__init__(mask(message))
-        # one sentence for each mistake; only a SettingsError can have more than one
+        # only a SettingsError can have more than one
         self.sentences = [str(self)]
 
 
 class Unavailable(UserError):
-    """Something outside moe_lab, such as the hub or an endpoint, is not available now. The next run
-    tries the failed step again."""
+    """Something outside moe_lab, such as the hub or an endpoint, is not available now."""
 
     code = 3
 
@@ -46,8 +43,7 @@ def nearest(value: str, known: Iterable[str]) -> str | None:
 
 
 def unknown_name_error(field: str, value: str, known: Iterable[str]) -> UserError:
-    """The error for an unknown name `value` in the setting `field`. Its message has the nearest
-    known name, if one is close, and a list of all known names."""
+    """The error for an unknown name `value` in the setting `field`."""
     names = sorted(known)
     close = nearest(value, names)
     hint = f": did you mean {close}?" if close else ""
@@ -61,9 +57,8 @@ def check_known(field: str, value: str, known: Collection[str]) -> None:
 
 
 def check_installed(package: str, extra: str, reason: str) -> None:
-    """Raise UserError unless `package` is installed. The message has the pip command that installs
-    it. `extra`: the extra of moe-lab that contains the package. `reason`: the setting that needs
-    the package."""
+    """Raise UserError unless `package` is installed. `extra`: the extra of moe-lab that contains
+    the package. `reason`: the setting that needs the package."""
     if find_spec(package.replace("-", "_")) is None:
         error = UserError(f"{reason} needs the package {package}: pip install 'moe-lab[{extra}]'")
         # study/provenance.py recognises errors of installed software by their cause
@@ -71,9 +66,8 @@ def check_installed(package: str, extra: str, reason: str) -> None:
 
 
 def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[str]:
-    """Yield a sentence for each mistake that `check(*arguments)` reports. `check` reports mistakes
-    in one of two ways: it returns an iterator over sentences, or it raises UserError, whose message
-    is one sentence. Any other returned value is ignored."""
+    """Yield a sentence for each mistake that `check(*arguments)` reports. `check` returns an
+    iterator over sentences, or raises UserError."""
     try:
         result = check(*arguments)
         if isinstance(result, Iterator):
@@ -84,9 +78,7 @@ def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[st
 
 def run_and_exit(main: Callable[[], int | None]) -> NoReturn:
     """Run the command `main` and end the process with the exit code that `main` returns (0 for
-    None). Two exceptions end the process without a stack trace. Ctrl-C gives the exit code 130. A
-    closed output, such as a pipe to `head`, gives 141. If the current folder was removed, `main` is
-    not called, and the exit code is UserError.code."""
+    None). Ctrl-C gives the exit code 130. A closed output, such as a pipe to `head`, gives 141."""
     try:
         try:
             os.getcwd()
@@ -146,9 +138,7 @@ _VARIABLE = re.compile(r"(.*_)?(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)",
 
 
 def secrets_in(setting: str, value: Any) -> Iterator[str]:
-    """Yield one sentence if `value`, the value of a setting, is a text with a secret. There are
-    three signs of a secret: the text matches _SECRET, the name of the setting matches _SETTING, or
-    `mask` finds a secret from the environment in the text. `setting`: dotted name."""
+    """Yield one sentence if the `value` of a setting contains a secret. `setting`: dotted name."""
     name = setting.rpartition(".")[2]
     if (
         isinstance(value, str)
@@ -163,8 +153,7 @@ def secrets_in(setting: str, value: Any) -> Iterator[str]:
 
 
 def mask(text: str) -> str:
-    """`text` with MASK in place of the values of environment variables that hold secrets. These are
-    the variables whose names match _VARIABLE. Values shorter than SHORTEST are not replaced."""
+    """`text` with MASK in place of the values of environment variables that hold secrets."""
     values = {
         value
         for name, value in os.environ.items()

@@ -75,7 +75,6 @@ def _meanings(kind: Any) -> dict[str, str]:
     assert isinstance(class_definition, ast.ClassDef)
     meanings = {}
     for field, docstring in pairwise(class_definition.body):
-        # other pairs of statements are not a field and its docstring
         if (
             isinstance(field, ast.AnnAssign)
             and isinstance(field.target, ast.Name)
@@ -86,7 +85,7 @@ def _meanings(kind: Any) -> dict[str, str]:
 
 
 def _default(field: Field[Any]) -> str:
-    """The default of a field, as users type it. Nothing ("") for a field without a default."""
+    """The default of a field, as users type it."""
     if field.default is MISSING and field.default_factory is MISSING:
         return ""
     value = field.default_factory() if field.default_factory is not MISSING else field.default
@@ -95,8 +94,7 @@ def _default(field: Field[Any]) -> str:
 
 
 def basic_lines() -> str:
-    """A text for --help. It has one line for each basic setting, with SETTING=DEFAULT and the first
-    sentence of the setting's meaning."""
+    """A text for --help, with one line for each basic setting."""
     sentences = {
         f"{setting.key}={setting.default}": setting.meaning.split(". ")[0].rstrip(".")
         for setting in settings()

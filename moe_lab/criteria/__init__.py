@@ -1,7 +1,6 @@
 """Criteria by name: statistics or weights -> scores, higher always meaning keep. No torch.
 
-This module defines the layer that a criterion reads, the registry of criteria and `score`. The
-other modules of this folder register criteria; all of them are imported below.
+The other modules of this folder register criteria.
 """
 
 from __future__ import annotations
@@ -41,20 +40,20 @@ MISSING_REASONS = {
     "sums_double_softmax": _SOFTMAX,
     "shift_weighted": "; this needs MoE blocks that read a norm of the residual stream",
 }
-"""Statistic that some models lack -> end of the error message, which says why."""
+"""Statistic that some models lack -> end of the error message."""
 
 
 @dataclass(frozen=True)
 class Layer:
     """One MoE layer that `criterion` scores, with `n_experts` (E) experts of `width` (I) channels
-    each. layer["tokens"] is the statistic `tokens`, a read-only fp64 array. Names and shapes of all
-    statistics: docs/new_criterion.md."""
+    each. layer["tokens"] is the statistic "tokens". Names and shapes of all statistics:
+    docs/new_criterion.md."""
 
     criterion: Criterion
     index: int
     n_experts: int
     width: int
-    """0 when the caller of `score` gives no widths, which only criteria of channels need."""
+    """0 when `score` gets no widths."""
     _arrays: Mapping[str, Any]
     _gate: str
     _random: numpy.random.Generator
@@ -68,14 +67,14 @@ class Layer:
 
     @property
     def random(self) -> numpy.random.Generator:
-        """Random generator. In one call of `score`, all layers draw from the same generator, one
-        after the other by index. UserError unless the criterion declares uses_seed."""
+        """Random generator, shared by all layers of one call of `score`. UserError unless the
+        criterion declares uses_seed."""
         self._check_declared("uses_seed", "layer.random")
         return self._random
 
     def _check_declared(self, declaration: str, value: str) -> None:
-        """Raise UserError unless the criterion declares the flag `declaration`: uses_gate or
-        uses_seed. `value`: what the criterion reads, in the words of the message."""
+        """Raise UserError unless the criterion declares the flag `declaration`. `value`: what the
+        criterion reads, for the message."""
         if not getattr(self.criterion, declaration):
             name = self.criterion.name
             raise UserError(
@@ -104,7 +103,6 @@ class Layer:
         such statistic."""
         if name not in self._arrays:
             available = ", ".join(sorted(self._arrays)) or "nothing"
-            # MISSING_REASONS has ends of the sentence, which begin with a semicolon
             raise UserError(
                 f"layer {self.index} has no {name} for criterion={self.criterion.name}: it has "
                 f"{available}{MISSING_REASONS.get(name, '')}"
@@ -117,15 +115,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Criterion:
-    """A named way to score the experts of a layer, or the channels of its experts; higher means
-    keep."""
+    """A named way to score the experts of a layer, or the channels of its experts."""
 
     name: str
     granularity: Granularity
-    """Whether the criterion scores every expert, or every channel of every expert."""
     needs: tuple[str, ...]
-    """Steps whose results the criterion reads: passes over a calibration set (statistics, damage,
-    gradients, weight_gradients) or over the weights (weights, channel_weights)."""
+    """Steps whose results the criterion reads, such as "statistics" or "weights"."""
     reference: str
     """The paper that introduces the criterion."""
     uses_gate: bool
@@ -139,8 +134,7 @@ class Criterion:
 
     @property
     def needs_plain_weights(self) -> bool:
-        """Whether the criterion is refused for a quantised checkpoint. True for criteria that read
-        weights, and for all criteria of channels, even those that read no weights."""
+        """Whether the criterion is refused for a quantised checkpoint."""
         return self.granularity == "channel" or "weights" in self.needs
 
 
@@ -156,9 +150,8 @@ def criterion(
     uses_gate: bool = False,
     uses_seed: bool = False,
 ) -> Callable[[Function], Function]:
-    """Decorator that registers a function as the criterion `name` and leaves the function as it is.
-    The other arguments are fields of `Criterion`. UserError for a name that is not valid or is
-    registered already."""
+    """Decorator that registers a function as the criterion `name`. The other arguments are fields
+    of `Criterion`. UserError for a name that is not valid or is registered already."""
 
     def register(function: Function) -> Function:
         check_name(f"criterion of {function.__module__}", name)
@@ -178,12 +171,12 @@ def criterion(
 
 
 class IdentifiedCriterion(CriterionConfig):
-    """Settings of a criterion. `identity` tells apart criteria that may give different scores."""
+    """Settings of a criterion."""
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """`name`, `parameters` and `source` of the criterion. `source` is a digest of the code if a
-        plugin defines the criterion, and "" for a criterion of moe_lab."""
+        """Values that tell apart criteria with different scores. "source" is a digest of a
+        plugin's code, and "" for a criterion of moe_lab."""
         return {
             "name": self.name,
             "parameters": dict(self.parameters),
@@ -192,7 +185,7 @@ class IdentifiedCriterion(CriterionConfig):
 
 
 def get(name: str) -> Criterion:
-    """The criterion called `name`. UserError with the nearest name when there is none."""
+    """The criterion called `name`. UserError when there is none."""
     check_known("criterion", name, CRITERIA)
     return CRITERIA[name]
 
@@ -205,7 +198,7 @@ def reads_text(name: str) -> bool:
 def check(name: str, parameters: Mapping[str, Any]) -> None:
     """Raise UserError unless the criterion `name` exists, accepts all `parameters`, gets all
     parameters that it requires, and can score a trial layer of random numbers."""
-    # all arguments of the function except the first, which is the layer
+    # the first argument is the layer
     accepted = dict(list(inspect.signature(get(name).function).parameters.items())[1:])
     for key in parameters:
         check_known(f"criterion.parameters of {name}", key, accepted)
@@ -214,12 +207,10 @@ def check(name: str, parameters: Mapping[str, Any]) -> None:
             raise UserError(
                 f"criterion={name} needs the parameter {key}: set criterion.parameters.{key}"
             )
-    # layer 0, with the gate "model" and the seed 0
     layer = Layer(
         get(name), 0, EXPERTS, WIDTH, _TrialArrays(), "model", numpy.random.default_rng(0)
     )
-    # The trial layer has only statistics of known shape. A criterion that reads another statistic
-    # is accepted without a trial.
+    # a criterion that reads a statistic of unknown shape is accepted without a trial
     with contextlib.suppress(_UnknownStatistic), numpy.errstate(all="ignore"):
         _repeatable_scores(layer, parameters, "on a trial layer", hint="return one number for each")
 
@@ -266,7 +257,6 @@ def score(
         scores[index] = _repeatable_scores(
             layer, parameters, location, hint="the statistics are of another model"
         )
-        # one row for each score that is not finite: [expert] or [expert, channel]
         indices = numpy.argwhere(~numpy.isfinite(scores[index]))
         if len(indices):
             # such as "3" for an expert or "3, channel 7" for a channel
@@ -278,13 +268,8 @@ def score(
 def _repeatable_scores(
     layer: Layer, parameters: Mapping[str, Any], location: str, hint: str
 ) -> Array:
-    """The scores of a layer, shape (E,) or (E, I). The criterion is called twice, both times with
-    layer.random in the same state. UserError if the scores differ, or if `_call_criterion` raises
-    it.
-
-    `location`: where the criterion is called, for messages, such as "in layer 3". `hint`: the end
-    of the message about a wrong shape.
-    """
+    """The scores of a layer, shape (E,) or (E, I). UserError if a second call of the criterion
+    gives other scores. Arguments as in `_call_criterion`."""
     layer_copy = replace(layer, _random=deepcopy(layer._random))
     scores = _call_criterion(layer, parameters, location, hint)
     second_scores = _call_criterion(layer_copy, parameters, location, hint)
@@ -298,8 +283,8 @@ def _repeatable_scores(
 
 
 def _call_criterion(layer: Layer, parameters: Mapping[str, Any], location: str, hint: str) -> Array:
-    """The scores of a layer, shape (E,) or (E, I), from one call of the criterion. UserError if the
-    call fails, or if the result is not one real number for each expert or channel.
+    """The scores of a layer, shape (E,) or (E, I). UserError if the criterion fails, or if the
+    result is not one real number for each expert or channel.
 
     `location`: where the criterion is called, for messages, such as "in layer 3". `hint`: the end
     of the message about a wrong shape.
@@ -315,8 +300,7 @@ def _call_criterion(layer: Layer, parameters: Mapping[str, Any], location: str, 
     except (UserError, MemoryError, _UnknownStatistic):
         raise
     except Exception as error:
-        # Frame 0 is this function, frame 1 the criterion. There is only frame 0 if the criterion
-        # does not accept the arguments, or if numpy cannot convert its result.
+        # frame 0 is this function; frame 1, if any, is the criterion
         frame = traceback.extract_tb(error.__traceback__)[:2][-1]
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
@@ -361,25 +345,22 @@ _SHAPES: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("layer_loss", "scaling", "count"), ()),
     "router_entropy": (HIDDEN,),
 }
-"""Statistic -> its shape in the trial layer. Statistics of channels are not listed."""
+"""Statistic -> its shape in the trial layer."""
 
 
 class _UnknownStatistic(Exception):
-    """A criterion reads a statistic from the trial layer that is not in `_SHAPES`, so the trial
-    ends without a verdict."""
+    """A criterion reads a statistic from the trial layer that is not in `_SHAPES`."""
 
 
 class _TrialArrays(dict[str, Array]):
-    """The statistics of the trial layer: name of a statistic -> random numbers between .5 and 1.5,
-    made when the statistic is read, with a seed from its name."""
+    """The statistics of the trial layer: name -> random numbers, made when the statistic is
+    read."""
 
     def __contains__(self, name: object) -> bool:
-        """True for every name, because `__missing__` makes the statistic when it is read."""
         return True
 
     def __missing__(self, name: str) -> Array:
-        """Random numbers for the statistic `name`, the same in each call. Raises _UnknownStatistic
-        unless the shape of the statistic is known."""
+        """Random numbers for the statistic `name`, the same in each call."""
         is_of_channels = "channel_" in name or name.startswith("snip_")
         if not is_of_channels and name not in _SHAPES:
             raise _UnknownStatistic

@@ -1,9 +1,7 @@
 """Criteria of channels: one score for every intermediate unit c of every expert, (E, I).
 
-phi is the input of down_proj and w_c its column for c, t runs over the N tokens routed to the
-expert, g is the gate the model multiplies with, L the next-token cross-entropy summed over the
-calibration set. Criteria that read tokens give the channels of an expert that saw no token the
-lowest possible score.
+The loss L is the next-token cross-entropy, summed over the calibration set. Criteria that read
+tokens give the channels of an expert that saw no token the lowest possible score.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ def heapr(layer: Layer) -> Array:
 
     The paper's score is mean_t 1/2 e_c^T G e_c with G = mean_t d d^T and d = dL/df. Both scores are
     equal: w_c^T d = dL/dphi, so w_c^T G w_c = mean_t (dL/dphi)^2. dL/dphi contains the gate as a
-    factor, so the score contains the square of the gate. If an expert saw no token, its channels
-    score UNSEEN (-1), below all other scores."""
+    factor."""
     tokens = layer.tokens[:, None]
     divisor = numpy.maximum(tokens, 1)
     product = (layer["channel_square"] / divisor) * (layer["channel_gradient_square"] / divisor)
@@ -58,7 +55,7 @@ def camera(layer: Layer, alpha: float = 0.9) -> Array:
     The released code renormalises the gates over the top k for DeepSeekMoE, Qwen3 and Mixtral (here
     gate=renormalized). For Qwen1.5 and Qwen2 the released code takes the model's gates (here
     gate=model). UserError for other values of `gate`. The default of the released code is alpha =
-    1; the published runs have alpha = 0.9. UserError for an alpha outside [0, 1]."""
+    1; the published runs have alpha = 0.9."""
     check_known("gate of camera", layer.gate, CAMERA_GATES)
     if not (isinstance(alpha, (int, float)) and 0 <= alpha <= 1):
         raise UserError(
@@ -84,8 +81,7 @@ def channel_weight(layer: Layer, projection: str = "down") -> Array:
     """The Euclidean norm of the channel's weights in one projection, or (`projection=mean`) the
     mean of the norms.
 
-    UserError unless `projection` is down, gate, up or mean. UserError also if the experts have no
-    such projection: some models have experts without a gate projection."""
+    `projection` is down, gate, up or mean. UserError if the experts have no such projection."""
     names = _projections("channel_weight", projection)
     mean: Array = numpy.sqrt([layer[f"channel_{name}_square"] for name in names]).mean(axis=0)
     return mean
@@ -131,10 +127,9 @@ def snip(layer: Layer, projection: str = "down") -> Array:
     the mean of the sums.
 
     L is the loss. In MoE-Slimming's equation, w_oc leads from the input c to the output o of the
-    projection. A channel is an input of the down projection only, so `down` is the default. In the
-    gate and up projections, the channel is an output, and the sum is over its inputs. The paper's
-    code takes the mean of the three projections. UserError for an unknown projection, and for a
-    projection that the experts do not have."""
+    projection. In the gate and up projections, the channel is an output, and the sum is over its
+    inputs. The paper's code takes the mean of the three projections. UserError if the experts have
+    no such projection."""
     names = _projections("snip", projection)
     sums: Array = numpy.mean([layer[f"snip_{name}"] for name in names], axis=0)
     return sums
@@ -148,8 +143,6 @@ def channel_random(layer: Layer) -> Array:
 
 
 def _projections(name: str, projection: str) -> tuple[str, ...]:
-    """The names of the projections to read: all three if `projection` is `mean`, otherwise
-    `projection` alone. UserError for an unknown projection, with the criterion's `name` in the
-    message."""
+    """The names of the projections to read. `name`: the criterion, for the message."""
     check_known(f"criterion.parameters.projection of {name}", projection, [*PROJECTIONS, "mean"])
     return PROJECTIONS if projection == "mean" else (projection,)

@@ -1,10 +1,8 @@
-"""Criteria of experts, from statistics of calibration tokens, from weights alone, or from the seed
-alone.
+"""Criteria of experts.
 
-N is the number of tokens routed to an expert, t runs over them, g is the gate, f the expert's
-output before the gate, ||.|| the Euclidean norm over the hidden dimension. An expert that saw no
-token scores 0, which is the lowest possible score. w is the concatenation of an expert's gate, up
-and down weights (biases and router left out), P its length.
+||.|| is the Euclidean norm over the hidden dimension. An expert that saw no token scores 0, the
+lowest possible score. w is the concatenation of an expert's gate, up and down weights (biases and
+router left out), P its length.
 """
 
 from __future__ import annotations
@@ -46,8 +44,8 @@ def seer(layer: Layer) -> Array:
 def ean(layer: Layer) -> Array:
     """S(0,0,1) = sum_t ||f||.
 
-    f is the expert's output for the token, before the gate; t runs over the tokens routed to the
-    expert. `s_family` defines S."""
+    f is the expert's output before the gate; t runs over the tokens routed to the expert.
+    `s_family` defines S."""
     return layer.sum(0, 1)
 
 
@@ -83,7 +81,7 @@ def gate_ean(layer: Layer) -> Array:
     """S(0,1,1) = sum_t g ||f||: the proxy of the damage done by removing one expert.
 
     g is the gate of the token, f the expert's output before the gate; t runs over the tokens
-    routed to the expert. `s_family` defines S. `exact_damage` computes the damage itself."""
+    routed to the expert. `s_family` defines S."""
     return layer.sum(1, 1)
 
 
@@ -102,9 +100,7 @@ def easy_ep(layer: Layer) -> Array:
     block, m the routed output: s weights a token by how much the routed experts turn the stream.
     g is the gate that the model multiplies with.
 
-    f is the expert's output before the gate; t runs over the tokens routed to the expert. The
-    statistic `shift_weighted` is this sum.
-    """
+    f is the expert's output before the gate; t runs over the tokens routed to the expert."""
     return layer["shift_weighted"]
 
 
@@ -158,7 +154,7 @@ def s_family(layer: Layer, b: float, alpha: int, beta: int) -> Array:
 def exact_damage(layer: Layer) -> Array:
     """sum_t ||y - y without j||: change of the layer's output when expert j alone is removed.
 
-    y is the layer's output for the token t. The result has one number for each expert j."""
+    y is the layer's output for the token t."""
     return layer["damage"]
 
 
@@ -196,7 +192,7 @@ def s_family_scores(
 ) -> list[tuple[int, int, int, int, int, float]]:
     """The scores by the 17 criteria S(b, alpha, beta) of `s_family` with b = 0 or 1, as rows
     (layer, expert, b, alpha, beta, score). `statistics`: layer -> name of the statistic -> array.
-    `gate`: name of the gate g, such as "model"."""
+    `gate`: name of the gate g."""
     n_experts = {layer: len(arrays["tokens"]) for layer, arrays in statistics.items()}
     rows = []
     for b, alpha, beta in product((0, 1), EXPONENTS, EXPONENTS):
@@ -213,11 +209,10 @@ def s_family_scores(
 
 
 def _spread(layer: Layer) -> Array:
-    """How far the outputs f of each expert spread around their mean, shape (E,). This is the V that
-    `mone` defines; 0 for an expert with N <= 1 tokens. Computed from sums over the tokens as
+    """The V that `mone` defines, shape (E,). Computed from sums over the tokens as
     sqrt((sum ||f||^2 - ||sum f||^2 / N) / (N - 1))."""
     tokens = layer.tokens
-    # layer.sum(0, 2) is the sum of g^0 ||f||^2: power 0 of the gate g, power 2 of the norm
+    # layer.sum(0, 2) is the sum of ||f||^2
     scatter = layer.sum(0, 2) - numpy.square(layer["output_sum"]).sum(-1) / numpy.maximum(tokens, 1)
     # rounding can make the scatter negative
     variance = numpy.maximum(scatter, 0) / numpy.maximum(tokens - 1, 1)

@@ -1,5 +1,4 @@
-"""Evaluation of models on benchmarks. This module states what evaluation may do on this machine,
-and how programs are confined.
+"""Evaluation of models on benchmarks.
 
 Standard library only, as processes that run programs import this.
 """
@@ -27,7 +26,7 @@ class Policy:
     allow_judge: bool = False
     """Texts that the model wrote may be sent to a judge."""
     allow_pickled_data: bool = False
-    """Data may be read in formats that can run code when they are read."""
+    """Data may be read in formats that can run code."""
 
     def program_sandbox(self, *, closed_world: bool = False) -> str:
         """How programs that a model wrote must be run. NAMESPACES: in Linux namespaces. LIMITED: in
@@ -35,12 +34,10 @@ class Policy:
         UNCONFINED: in a subprocess with limits.
 
         `closed_world`: whether right answers need no import and no private attribute, as in the
-        shipped benchmarks. LIMITED is returned only for such a benchmark, when sandbox=auto and the
-        machine has no namespaces.
+        shipped benchmarks.
 
-        Raises UserError when allow_code_execution=false, and when this machine has none of the
-        sandboxes that the settings allow. Raises Unavailable when the machine has namespaces, but
-        no process in namespaces can be started now.
+        UserError when allow_code_execution=false, and when this machine has none of the sandboxes
+        that the settings allow. Unavailable when no process in namespaces can be started now.
         """
         from moe_lab.evaluation.sandbox.client import NoNamespaces, RunnerError, check_namespaces
 

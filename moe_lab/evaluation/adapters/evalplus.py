@@ -29,9 +29,9 @@ _MOST_SECONDS = 60.0
 _OUTPUT = 64 << 20
 """Bytes of encoded outputs that a program may send."""
 _SANITIZER_LIMITS = (20.0, 4 << 30)
-"""CPU seconds and bytes of memory that sanitizing a text may take."""
+"""CPU seconds and bytes of memory."""
 _COMPARISON_LIMITS = (20.0, 1 << 30)
-"""CPU seconds and bytes of memory that comparing the outputs of one program may take."""
+"""CPU seconds and bytes of memory for the outputs of one program."""
 _MOST_VERDICTS = 20_000  # cached in memory: about 40 MB
 
 
@@ -40,7 +40,7 @@ class GradeRequest:
     """Programs for the problems of one EvalPlus data file."""
 
     dataset: str
-    """humaneval or mbpp: the data set whose rules apply."""
+    """humaneval or mbpp."""
     data: str
     """Path of the data file."""
     programs: dict[str, str]
@@ -71,12 +71,11 @@ class Verdict:
     base: str
     plus: str
     reason: str = ""
-    """Why the program does not pass; "" if it passes."""
+    """Why the program does not pass."""
 
     def outcome(self, metric: str) -> tuple[float, str]:
         """(outcome, text) for `metric`, which is base or plus. The outcome is 1 if the program
-        passes the tests of the metric, else 0. The text has the status, the reason if the program
-        does not pass, and the program."""
+        passes, else 0."""
         status = self.base if metric == "base" else self.plus
         reason = f": {self.reason}" if self.reason and status != "pass" else ""
         return float(status == "pass"), f"{status}{reason}\n\n{self.program}"
@@ -94,11 +93,11 @@ class _DataFile:
 
 
 class Grader:
-    """Grades programs. Verdicts are cached for later requests, because copies of a model that are
-    pruned differently often write the same program. Processes are reused by later requests."""
+    """Grades programs. Verdicts are cached, because copies of a model that are pruned differently
+    often write the same program."""
 
     def __init__(self) -> None:
-        # the process that calls evalplus_rules gets only these variables and the three below
+        # the process that calls evalplus_rules gets no other variables
         names = ("PATH", "LD_LIBRARY_PATH", "TMPDIR")
         environment = {name: os.environ[name] for name in names if name in os.environ}
         environment |= {"PYTHONNOUSERSITE": "1", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
@@ -110,8 +109,8 @@ class Grader:
         """(data set, sha256 of the data file) -> problems and cached results."""
 
     def grade(self, request: GradeRequest) -> dict[str, Verdict]:
-        """Task id -> verdict, for each program of the request. Raises RuntimeError if a canonical
-        solution does not run. Each data file is parsed only once."""
+        """Task id -> verdict, for each program of the request. RuntimeError if a canonical
+        solution does not run."""
         key = (request.dataset, hashlib.sha256(Path(request.data).read_bytes()).hexdigest())
         if key not in self.files:
             problems = evalplus_rules.read_problems(request.dataset, request.data)
@@ -123,29 +122,27 @@ class Grader:
                 self.close()
 
     def close(self) -> None:
-        """End all processes. The next request starts new processes."""
+        """End all processes; the next request starts new ones."""
         self.rules.close()
         for runners in self.runners.values():
             runners.close()
 
 
 GRADER = Grader()
-"""The grader of this process, whose processes end with it."""
+"""The grader of this process."""
 atexit.register(GRADER.close)
 
 
 @dataclass(frozen=True)
 class _Grading:
-    """Grades the programs of one request. `file`: the problems of the request, and cached results.
-    `grader`: has the processes that run programs and compare outputs."""
+    """Grades the programs of one request."""
 
     request: GradeRequest
     file: _DataFile
     grader: Grader
 
     def verdicts(self) -> dict[str, Verdict]:
-        """Task id -> verdict, for each program of the request. Verdicts in the cache are reused;
-        the other programs are run."""
+        """Task id -> verdict, for each program of the request."""
         request = self.request
         canonical_results = self.file.canonical_results
         settings = (request.seconds, request.memory_mib, request.confined, request.sanitize)
@@ -171,21 +168,20 @@ class _Grading:
         return {task: verdicts[task] for task in keys}
 
     def _inputs(self, task: str, part: str) -> list[Any]:
-        """The encoded arguments of each test of a task. `part`: which tests, base or plus."""
+        """The encoded arguments of each test of a task. `part`: base or plus."""
         return [encode(list(arguments)) for arguments in self.file.problems[task][f"{part}_input"]]
 
     def _run(
         self, task: str, part: str, program: str, seconds: list[float], memory: int
     ) -> Outcome:
         """Run a program on all tests of a `part`, base or plus. `seconds`: CPU limit of each test.
-        The CPU limit of the program is the sum of `seconds`, cut to _MOST_SECONDS. One second is
-        then added for loading the program. `memory`: limit on the address space in bytes."""
+        `memory`: limit on the address space in bytes."""
         request = Request(
             program=program,
             entry_point=self.file.problems[task]["entry_point"],
             inputs=self._inputs(task, part),
             seconds=seconds,
-            total_seconds=min(_MOST_SECONDS, sum(seconds)) + 1.0,
+            total_seconds=min(_MOST_SECONDS, sum(seconds)) + 1.0,  # 1.0: loading the program
             memory=memory,
             output=_OUTPUT,
         )
@@ -193,7 +189,7 @@ class _Grading:
 
     def _run_canonical(self, task: str) -> dict[str, Any]:
         """Run the canonical solution of a task. Returns part -> {"encoded": encoded output of each
-        test, "seconds": CPU seconds of each test}. RuntimeError if the solution fails."""
+        test, "seconds": CPU seconds of each test}."""
         problem = self.file.problems[task]
         program = problem["prompt"] + problem["canonical_solution"]
         outputs = {}
@@ -209,9 +205,7 @@ class _Grading:
         return outputs
 
     def _verdict(self, task: str) -> Verdict:
-        """The verdict on the request's program for a task. The plus tests are run only if the task
-        has plus tests and the program passes the base tests. Otherwise the status `plus` equals
-        `base`."""
+        """The verdict on the request's program for a task."""
         program = self.request.programs[task]
         if self.request.sanitize:
             arguments = [program, self.file.problems[task]["entry_point"]]
@@ -224,9 +218,7 @@ class _Grading:
         return Verdict(program, base, plus, reason)
 
     def _part_verdict(self, task: str, part: str, program: str) -> tuple[str, str]:
-        """(status, reason) of a program on the tests of a `part`, base or plus. The CPU limit of a
-        test is 4 times the CPU time of the canonical solution, but at least the limit of the
-        request."""
+        """(status, reason) of a program on the tests of a `part`, base or plus."""
         canonical = self.file.canonical_results[task][part]
         limits = [max(self.request.seconds, 4.0 * seconds) for seconds in canonical["seconds"]]
         outcome = self._run(task, part, program, limits, self.request.memory_mib << 20)
@@ -235,14 +227,12 @@ class _Grading:
         if outcome.status != "ok":
             return outcome.status, outcome.error
         problem = self.file.problems[task]
-        # the fields that `compare` reads
         problem_fields = {
             "entry_point": problem["entry_point"],
             "atol": problem["atol"],
             "inputs": self._inputs(task, part),
         }
         arguments = [self.request.dataset, problem_fields, outcome.encoded, canonical["encoded"]]
-        # _STATUSES has a (status, reason) for each result of `compare`
         return _STATUSES[self.grader.rules("compare", arguments, *_COMPARISON_LIMITS)]
 
 

@@ -2,13 +2,10 @@
 
 EvalPlus compares outputs in the process that runs the program, where the program can see and change
 the verdict. Here EvalPlus compares the outputs of a stand-in, which returns the values that the
-model's program returned in the sandbox. Tolerances, set equality and the special cases of MBPP are
-EvalPlus's own.
+model's program returned in the sandbox.
 
-EvalPlus's sanitizer searches for the longest run of lines that is Python, in time cubic in the
-number of lines. Also, parsing a text of a model can crash a process. So here the sanitizer is
-called in a process with limits (`sandbox/client.py`), searches a limited number of lines, and tries
-the longest runs first.
+EvalPlus's sanitizer takes time cubic in the number of lines. So here the sanitizer searches a
+limited number of lines.
 """
 
 from __future__ import annotations
@@ -40,12 +37,9 @@ def sanitize(text: str, entry_point: str) -> str:
 
 def longest_program(text: str) -> str:
     """The longest block of two or more consecutive lines of `text` that is valid Python. The length
-    of a block is its number of non-blank lines. Of equally long blocks, the first is returned. If
-    there is no block, the first line of `text` is returned.
-
-    EvalPlus's `code_extract` searches all lines of a text. Here only the first MOST_LINES lines are
-    searched, unless the whole text is valid Python.
-    """
+    of a block is its number of non-blank lines. If there is no block, the first line of `text` is
+    returned. Only the first MOST_LINES lines are searched, unless the whole text is valid
+    Python."""
     lines = text.split("\n")
     if not _is_python(text):
         lines = lines[:MOST_LINES]
@@ -75,8 +69,7 @@ def _is_python(text: str) -> bool:
 
 def has_return_or_yield(function: Any) -> bool:
     """Whether the tree-sitter node `function` contains a return or a yield. EvalPlus's own check
-    accepts only a return. EvalPlus drops functions that its check does not accept, because they
-    look unfinished. The canonical solution of Mbpp/630 needs a generator, which has only a
+    accepts only a return. The canonical solution of Mbpp/630 needs a generator, which has only a
     yield."""
     return any(
         node.type in ("return_statement", "yield")
@@ -102,14 +95,13 @@ stand-in."""
 
 
 def next_recorded_output(*arguments: Any) -> Any:
-    """The next recorded output, for any `arguments`. EvalPlus calls this function in place of the
-    model's program."""
+    """The next recorded output. EvalPlus calls this function in place of the model's program."""
     return next(_recorded_outputs)
 
 
 def read_problems(dataset: str, data: str) -> dict[str, dict[str, Any]]:
-    """The problems in the file at the path `data`: task id -> problem. EvalPlus reads the file and
-    restores the types of inputs that JSON cannot represent. `dataset`: humaneval or mbpp."""
+    """The problems in the file at the path `data`: task id -> problem. `dataset`: humaneval or
+    mbpp."""
     get_problems = humaneval.get_human_eval_plus if dataset == "humaneval" else mbpp.get_mbpp_plus
     with (
         patch.object(humaneval, "HUMANEVAL_OVERRIDE_PATH", data),
@@ -124,7 +116,7 @@ def compare(
 ) -> str:
     """Compare the outputs of a program, `encoded`, with those of the canonical solution,
     `canonical`: one output per test. Returns "right", "wrong", or "no value" if an output of the
-    program cannot be decoded. Decoding runs no code.
+    program cannot be decoded.
 
     `problem` has the keys entry_point, atol (the absolute tolerance) and inputs (encoded).
     """
@@ -142,11 +134,10 @@ def compare(
 def _agrees(
     dataset: str, problem: Mapping[str, Any], outputs: list[Any], expected: list[Any]
 ) -> bool:
-    """Whether there are as many `outputs` as inputs, and EvalPlus accepts all outputs.
+    """Whether EvalPlus accepts all `outputs`.
 
-    EvalPlus gives a status for the program and, in `details`, True for each passed test. Only the
-    status is read here. EvalPlus 0.3.1 reads both, and sets no True for HumanEval/32. So EvalPlus
-    itself reports every program for HumanEval/32 as failed."""
+    Only EvalPlus's status of the program is read here. EvalPlus 0.3.1 also reads `details`, and
+    reports every program for HumanEval/32 as failed."""
     global _recorded_outputs
     inputs = [decode(arguments) for arguments in problem["inputs"]]
     if len(outputs) != len(inputs):

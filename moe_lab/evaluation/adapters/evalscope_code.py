@@ -3,8 +3,7 @@ wrote.
 
 EvalScope runs such programs in a process that has the expected outputs and the verdicts. Here
 programs run in `sandbox/runner.py`, which has neither, and EvalScope's own comparison gets the
-printed or returned outputs. The code that EvalScope puts around a program (imports, input, main
-block) is sent to the sandbox together with the program.
+printed or returned outputs.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runners
 from moe_lab.evaluation.sandbox.runner import Request
 
 _FIRST_TESTS = 4
-"""Number of tests that run before the others. Most wrong programs fail one of these tests, and the
-others, which may take hours, are not run then."""
+"""Number of tests that run before the others. Most wrong programs fail one of these tests."""
 _OUTPUT = 256 << 20
 """Bytes of encoded outputs that a program may send."""
 _MOST_PROCESSES = 4
@@ -34,7 +32,7 @@ _MOST_PROCESSES = 4
 has ended still counts for a moment."""
 _COMPARISON_LIMITS = (60.0, 4 << 30)  # CPU seconds and bytes of memory
 _COLUMNS = ("inputs", "outputs")
-"""Names of the lists of a problem that have one entry for each test."""
+"""Lists of a problem that have one entry for each test."""
 _WRONG = -2  # EvalScope's number for a wrong answer
 _PARTS = 1 << 30  # no output becomes a hash: EvalScope's comparison needs the values
 
@@ -71,8 +69,7 @@ def restrict_to_days(
     record_to_sample: Callable[[dict[str, Any]], Any], days: Sequence[str], *, hides_tests: bool
 ) -> Any:
     """A replacement for EvalScope's `record_to_sample`. The replacement returns [] for a problem
-    whose contest day is outside `days`, the first and the last day as YYYY-MM-DD. If `hides_tests`,
-    samples have no private tests."""
+    whose contest day is outside `days`, the first and the last day as YYYY-MM-DD."""
     first_day, last_day = days
 
     def select_samples(record: dict[str, Any]) -> Any:
@@ -106,10 +103,10 @@ def restrict_pickles(*, allowed: bool) -> Iterator[None]:
 
 
 class TextUnpickler(pickle.Unpickler):
-    """Reads pickles that need no import. Raises DataError for others."""
+    """Reads pickles that need no import."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Raise DataError: the pickle needs an import, which a pickle of text does not."""
+        """Raise DataError: the pickle needs an import."""
         raise DataError(
             f"its private tests are a pickle that would run {module}.{name}: the data is not to be "
             "trusted"
@@ -141,8 +138,7 @@ class Programs:
 
     def grade(self, adapter: Any, state: Any) -> dict[str, Any]:
         """Grade the program in an answer. Returns {"outcome": 1 if the program passes every test,
-        else 0; "extracted": ""; "why": the reason of a failure}. The program first runs on
-        _FIRST_TESTS tests. It runs on all tests only if it passes the first ones.
+        else 0; "extracted": ""; "why": the reason of a failure}.
 
         `adapter`: EvalScope's adapter of the task; `state`: EvalScope's state of the answer."""
         solution = adapter.filter_prediction(state.output.completion, state)
@@ -151,7 +147,6 @@ class Programs:
             raise DataError("it has a problem without tests")
         first_tests = {**tests, **{name: tests[name][:_FIRST_TESTS] for name in _COLUMNS}}
         results, notes = self.run_tests(solution, first_tests)
-        # run all tests, if there are more than the first ones and these have passed
         if first_tests != tests and all(result is True for result in results):
             results, notes = self.run_tests(solution, tests)
         why = " ".join(notes.get(name) or "" for name in ("error_message", "program_error")).strip()
@@ -164,12 +159,11 @@ class Programs:
     def run_tests(self, solution: str, tests: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Run a program on `tests` and compare the outputs. Returns EvalScope's (results, notes). A
         result is True for a passed test; the list ends with the first failed test. The notes say
-        why the test failed. Two notes are added: `program`, the status of the run, and
-        `program_error`, the reason of that status.
+        why the test failed. The note "program" is the status of the run; "program_error" is the
+        reason of the status.
 
         `tests`: {"fn_name": function to call, or None for a program that prints; "inputs" and
-        "outputs": one entry per test}. The CPU limit of the program is self.seconds + 1 per
-        test."""
+        "outputs": one entry per test}."""
         inputs = tests["inputs"]
         request = Request(
             program=program_source(solution, tests["fn_name"]),
@@ -218,7 +212,6 @@ def program_source(solution: str, function: str | None) -> str:
     result of the function of this name in the solution."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
-    # functions of EvalScope whose source becomes a part of the program
     names = (
         "Capturing",
         "clean_if_name",
@@ -247,7 +240,6 @@ def replayed_outcome(outcome: Outcome, function: str | None) -> Iterator[None]:
     # stands for the compiled solution, in which EvalScope calls the function of this name
     solution = SimpleNamespace(**{function or "wrapped_function": lambda *_: next(outputs)})
 
-    # replaces EvalScope's function, which would run a solution that prints
     def call_method(method: Any, _: str) -> None:
         printed_texts[:] = [method()]
 
@@ -262,8 +254,7 @@ def replayed_outcome(outcome: Outcome, function: str | None) -> Iterator[None]:
 
 def _outputs(outcome: Outcome) -> Iterator[Any]:
     """Yield the program's output for each call that returned, then raise RuntimeError with the
-    reason why the program ended. If an output cannot be decoded, raise RuntimeError before the
-    first output. The test for which EvalScope gets this error counts as failed."""
+    reason why the program ended. The test for which EvalScope gets this error counts as failed."""
     try:
         yield from outcome.values()
     except ValueError as error:
