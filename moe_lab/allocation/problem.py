@@ -272,15 +272,13 @@ class Limits:
     """Groups of a group-limited router, which must all lose the same number of experts; 1 for other
     routers."""
     step: int
-    """Numbers of retained experts are multiples of this."""
     minimum_experts: int
-    """The smallest number of experts that is enough for the router and for all protected
-    experts."""
+    """Fewest experts that are enough for the router and all protected experts."""
 
     @property
     def smallest(self) -> int:
-        """The smallest multiple of `step` that is at least `minimum_experts`. If it is above
-        `n_experts`, no number of experts is within the limits."""
+        """The smallest multiple of `step` that is at least `minimum_experts`. It may be above
+        `n_experts`."""
         return self.step * ceil(self.minimum_experts / self.step)
 
     @property
@@ -289,17 +287,15 @@ class Limits:
         return self.step * (self.n_experts // self.step)
 
     def retained_at(self, ratio: float) -> int:
-        """Number of experts that the layer retains if `ratio` is the share of experts to remove. It
-        is n_experts - int(n_experts * ratio), rounded up to a multiple of `step`. So it may be
-        above `n_experts`."""
+        """Number of experts that the layer retains if `ratio` is the share of experts to remove,
+        rounded up to a multiple of `step`. It may be above `n_experts`."""
         return self.step * ceil((self.n_experts - int(self.n_experts * ratio)) / self.step)
 
 
 def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dict[int, Limits]:
-    """Layer -> limits on the number of experts that the layer retains. The number must be a
-    multiple of `multiple_of`. `layers`: layer -> facts, of which n_experts, top_k, n_group,
-    topk_group and, if present, protected are read. UserError when a router needs more experts than
-    its layer has, or when no number of experts is within the limits."""
+    """Layer -> limits on the number of experts that the layer retains, a multiple of `multiple_of`.
+    `layers`: layer -> facts (see moe_lab/models/facts.py). UserError when a router needs more
+    experts than its layer has, or when no number of experts is within the limits."""
     layer_limits = {}
     for layer, facts in layers.items():
         n_experts = int(facts["n_experts"])
@@ -316,7 +312,6 @@ def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dic
         )
         # all groups retain equally many experts, so the group with most protected experts decides
         minimum = max(router_minimum, n_group * max(protected_counts.values(), default=0))
-        # every group retains equally many experts only if the total is a multiple of n_group
         step = lcm(multiple_of, n_group)
         limit = Limits(n_experts, top_k, n_group, step, minimum)
         if limit.smallest > n_experts:
@@ -331,8 +326,8 @@ def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dic
 
 def budget(layers: Mapping[int, Limits], ratio: float) -> int:
     """Number of experts to remove in all layers together: as many as allocation=uniform removes.
-    `layers`: layer -> limits. `ratio`: share of the experts to remove. RatioTooLarge when the
-    limits allow only a smaller number, RatioTooSmall when they require a larger number."""
+    `ratio`: share of the experts to remove. RatioTooLarge when the limits allow only a smaller
+    number, RatioTooSmall when they require a larger number."""
     check_ratio(ratio)
     removed = sum(limit.n_experts - limit.retained_at(ratio) for limit in layers.values())
     least = sum(limit.n_experts - limit.largest for limit in layers.values())
@@ -352,7 +347,7 @@ def budget(layers: Mapping[int, Limits], ratio: float) -> int:
 
 
 def check_ratio(ratio: float) -> None:
-    """Raise RatioTooSmall when `ratio` is below 0, RatioTooLarge when it is not below 1."""
+    """Raise RatioTooSmall or RatioTooLarge when `ratio` is not in [0, 1)."""
     if ratio < 0:
         raise RatioTooSmall("expected a number in [0, 1)")
     if not ratio < 1:

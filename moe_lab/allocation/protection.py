@@ -12,22 +12,18 @@ from numpy.typing import ArrayLike
 from moe_lab.allocation.problem import measurement
 
 STATISTIC = "output_abs_max"
-"""Statistic by which super experts are recognised, measured by the step `statistics`."""
+"""Statistic by which super experts are recognised."""
 PERCENTILE = 99.5
-"""The statistic of a super expert is above this percentile of all experts ..."""
 DIVISOR = 10
-"""... and above the largest value of all experts divided by this number: equation 8."""
 
 
 def super_experts(largest: Mapping[int, ArrayLike], end: int) -> dict[int, list[int]]:
     """Layer -> ids of its super experts (arXiv 2507.23279, equation 8), for layers that have any.
 
-    `largest`: layer -> (E,), the peak of each expert: the largest absolute value in the expert's
-    outputs for all tokens. An expert is a super expert if three conditions hold: its peak is
-    strictly above the 99.5th percentile of the peaks of all experts in all layers (with linear
-    interpolation), its peak is strictly above a tenth of the largest peak, and its layer number is
-    below `end`. The paper also requires that massive activations form in the layer, but gives no
-    numeric rule for this.
+    `largest`: layer -> (E,), the peak of each expert: the largest absolute value in its outputs for
+    all tokens. The peak of a super expert is strictly above the 99.5th percentile of the peaks of
+    all layers, and strictly above a tenth of the largest peak. Its layer is below `end`. The paper
+    also requires that massive activations form in the layer, but gives no numeric rule for this.
     """
     peaks = {layer: numpy.asarray(row, dtype=numpy.float64) for layer, row in largest.items()}
     pooled = numpy.concatenate(list(peaks.values()))
@@ -45,19 +41,17 @@ def add_super_experts(
     model: Mapping[str, Any],
     statistics: Mapping[int, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """A copy of `model` with a key `protected` in the facts of each MoE layer: the ids of the
-    layer's super experts, perhaps []. An unchanged copy if settings["protect"] is None.
+    """A copy of `model` with a key "protected" in the facts of each MoE layer: the ids of the
+    layer's super experts.
 
-    `settings`: fields of AllocationConfig. `model`: facts of a model (see
-    moe_lab/models/facts.py). `statistics`: layer -> name of a statistic -> array. UserError when a
-    layer lacks the statistic output_abs_max (E,).
+    `settings`: fields of AllocationConfig. `model`: facts of a model (see moe_lab/models/facts.py).
+    `statistics`: layer -> name of a statistic -> array. UserError when a layer lacks the statistic
+    output_abs_max (E,).
     """
     if settings.get("protect") is None:
         return dict(model)
-    # in the form that `measurement` reads: name of a step -> layer -> name -> array
     evidence = {"statistics": statistics}
-    # Only the first layers can have super experts. protect_layers is the share of these layers
-    # among all decoder layers.
+    # Only the first layers can have super experts.
     end = round(settings["protect_layers"] * model["decoder_layers"])
     protected = super_experts(
         {layer: measurement(evidence, "statistics", layer, STATISTIC) for layer in model["layers"]},
@@ -72,9 +66,8 @@ def add_super_experts(
 
 def protected_entry(model: Mapping[str, Any]) -> dict[str, Any]:
     """The entry of a plan's provenance that names the protected experts: {"protected": {layer: ids
-    of the protected experts}}. Layers without protected experts are left out. `model`: facts, as
-    `add_super_experts` returns them. The result is {} if the facts of no layer have the key
-    `protected`, which means that allocation.protect is not set."""
+    of the protected experts}}, or {} if allocation.protect is not set. `model`: facts, as
+    `add_super_experts` returns them."""
     protected = {
         str(layer): facts["protected"]
         for layer, facts in model["layers"].items()

@@ -1,8 +1,8 @@
 """Allocations by a rule: the same share, one ranking over all layers, a U over the depth, or the
 loss of each layer.
 
-Also the enumeration of the subsets of experts that a layer can retain at a given share, which
-allocation=reconstruction (NAEE) searches. No torch.
+Also the enumeration of the subsets of experts that allocation=reconstruction (NAEE) searches. No
+torch.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ LAYER_LOSSES: Mapping[str, tuple[str, str]] = {
     "loss": ("statistics", "layer_loss"),
     "nll": ("scaling", "scaling"),
 }
-"""Value of layer_prior -> (the step that measures this loss of each layer, the name of the loss
-among the step's results)."""
+"""Value of layer_prior -> (the step that measures this loss, the name of the loss in its
+results)."""
 MAX_SUBSETS = 10_000
 """Largest number of subsets per layer that are tried by default."""
 
@@ -53,13 +53,9 @@ def uniform_experts(problem: Experts) -> dict[int, int]:
 
 
 def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
-    """Layer -> number of experts to remove. A layer of n experts loses int(n * ratio) experts. It
-    loses fewer if the number of retained experts must be rounded up to a multiple of the `step` of
-    its limits.
-
-    `layers`: layer -> limits. RatioTooLarge when a layer would retain too few experts.
-    RatioTooSmall when the rounded number is above the number of experts of the layer.
-    """
+    """Layer -> number of experts to remove: int(n * ratio) of n experts, or fewer so that a
+    multiple of `Limits.step` is left. RatioTooLarge when a layer would retain too few experts,
+    RatioTooSmall when it would retain more than it has."""
     check_ratio(ratio)
     removed = {}
     for layer, limit in layers.items():
@@ -70,7 +66,7 @@ def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
                 f"(top_k={limit.top_k}) and allocation.protect need at least "
                 f"{limit.minimum_experts}"
             )
-        if retained > limit.n_experts:  # after rounding up to a multiple of `step`
+        if retained > limit.n_experts:
             raise RatioTooSmall(
                 f"retains {limit.n_experts - int(limit.n_experts * ratio)} of {limit.n_experts} "
                 f"experts in layer {layer}, and a multiple of {limit.step} is at most "
@@ -81,8 +77,8 @@ def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
 
 
 def uniform_channels(problem: Channels) -> Budgets:
-    """Layer -> number of channels that each expert retains (E,). Every expert retains the same
-    number: I * (1 - ratio) of its I channels, rounded down. RatioTooLarge when this number is 0."""
+    """Layer -> number of channels that each expert retains (E,), the same for every expert.
+    RatioTooLarge when this number is 0."""
     budgets = {}
     for layer, scores in problem.scores.items():
         n_experts, width = scores.shape
@@ -100,9 +96,8 @@ def u_shaped(
     problem: Experts | Channels, *, beta: float = 0.02, floor: Floor = 0.1
 ) -> dict[int, Any]:
     """For `Experts`: layer -> number of experts to remove. For `Channels`: layer -> number of
-    channels that each expert retains (E,). The share that a layer retains is proportional to the
-    layer's value of `u_shape`. If `beta` is above 0, the first and the last layer retain the
-    largest shares. beta, floor: see `u_shape`."""
+    channels that each expert retains (E,). The share that a layer retains is proportional to its
+    value of `u_shape`. beta, floor: see `u_shape`."""
     return problem.proportional_allocation(
         u_shape(len(problem.scores), 1 - problem.ratio, beta, floor)
     )
@@ -112,26 +107,22 @@ def loss_based(
     problem: Experts | Channels, *, layer_prior: LayerLoss = "loss", smoothing: Smoothing = "sqrt"
 ) -> dict[int, Any]:
     """For `Experts`: layer -> number of experts to remove. For `Channels`: layer -> number of
-    channels that each expert retains (E,). The share that a layer retains is proportional to the
-    smoothed loss of the layer. layer_prior: name of the loss, see `layer_losses`. smoothing: name
-    of the smoothing function, see `smooth`."""
+    channels that each expert retains (E,). The share that a layer retains is proportional to its
+    smoothed loss. layer_prior: see `layer_losses`. smoothing: see `smooth`."""
     losses = layer_losses(problem.evidence, problem.scores.keys(), layer_prior)
     return problem.proportional_allocation(smooth(losses, smoothing))
 
 
 def layerwise(problem: Channels) -> Budgets:
     """Layer -> number of channels that each expert retains (E,), by HEAPr-L. Every layer loses the
-    same share of its channels. `proportional_allocation` ranks the channels of all experts of a
-    layer together, and removes those with the lowest scores."""
+    same share of its channels, those with the lowest scores."""
     return problem.proportional_allocation(numpy.ones(len(problem.scores)))
 
 
 def global_channels(problem: Channels) -> Budgets:
-    """Layer -> number of channels that each expert retains (E,), by HEAPr-G. The channels of all
-    layers are ranked together, and the channels with the lowest scores are removed. So an expert
-    may retain no channel."""
+    """Layer -> number of channels that each expert retains (E,), by HEAPr-G. The channels with the
+    lowest scores in all layers are removed."""
     pooled = numpy.concatenate([scores.ravel() for scores in problem.scores.values()])
-    # 1 for a retained channel, 0 for a removed one
     flags = flag_highest(pooled, problem.total_retained)
     parts = numpy.split(flags, numpy.cumsum(problem.layer_channels)[:-1])
     budgets = {}
@@ -141,22 +132,21 @@ def global_channels(problem: Channels) -> Budgets:
 
 
 def global_experts(problem: Experts) -> dict[int, int]:
-    """Layer -> number of experts to remove. The experts of all layers are ranked together, and the
-    experts with the lowest scores are removed (EvoESAP, Fig. 1).
+    """Layer -> number of experts to remove. The experts with the lowest scores in all layers are
+    removed (EvoESAP, Fig. 1).
 
-    The experts are ranked by the scores of another criterion, evidence["by"], or, if there are
-    none, by problem.scores. With `multiple_of` or a group-limited router, a layer must lose
-    `limit.step` experts at once. Then such sets of experts are ranked, by their mean scores (see
+    The scores are those of another criterion, evidence["by"], or, if there are none,
+    problem.scores. Experts that a layer can only lose together are ranked by their mean score (see
     `_removal_steps`). If `limit.step` differs between layers, the total may be below the budget, by
     less than the largest `limit.step`.
     """
     ranking_scores = problem.evidence.get("by", problem.scores)
-    # First, every layer loses as many experts as it must lose to retain a multiple of `limit.step`.
+    # Every layer must lose these experts, so that a multiple of `limit.step` is left.
     removed = {layer: limit.n_experts - limit.largest for layer, limit in problem.limits.items()}
     remaining = budget(problem.limits, problem.ratio) - sum(removed.values())
     for _mean, layer, _number in sorted(_removal_steps(problem, ranking_scores)):
         limit = problem.limits[layer]
-        removable = limit.n_experts - limit.smallest - removed[layer]  # in this layer
+        removable = limit.n_experts - limit.smallest - removed[layer]
         if limit.step <= min(remaining, removable):
             removed[layer] += limit.step
             remaining -= limit.step
@@ -169,19 +159,18 @@ def _removal_steps(
     """(mean score, layer, number of the step in the layer) for every removal step of every layer.
 
     A removal step is a set of `limit.step` experts that a layer can only lose together. It has
-    equally many experts of each group of the router. The steps of a layer are numbered from 0, by
-    ascending score. A layer loses some experts in any case, so that a multiple of `limit.step` is
-    left. These experts belong to no step.
+    equally many experts of each group of the router. The steps of a layer are numbered by ascending
+    score.
     """
     steps = []
     for layer, limit in problem.limits.items():
         scores = numpy.array(ranking_scores[layer], dtype=numpy.float64)
         # Steps with protected experts come last, and the limits of the layer forbid these steps.
         scores[list(problem.protected.get(layer, ()))] = numpy.inf
-        # number of experts that each group loses in any case
+        # number of experts that each group loses in any case: they belong to no step
         forced = (limit.n_experts - limit.largest) // limit.n_group
         group_scores = numpy.sort(scores.reshape(limit.n_group, -1), axis=1)[:, forced:]
-        # (groups, steps, experts that a group loses in a step) -> mean score of each step
+        # (groups, steps, experts that a group loses in a step)
         by_step = group_scores.reshape(limit.n_group, -1, limit.step // limit.n_group)
         means = by_step.mean(axis=(0, 2))
         steps += [(float(mean), layer, number) for number, mean in enumerate(means)]
@@ -189,12 +178,11 @@ def _removal_steps(
 
 
 def u_shape(n_layers: int, retained_share: float, beta: float, floor: float) -> Array:
-    """For each of L = `n_layers` MoE layers (L,), the share that it retains, before the shares are
-    scaled to the budget: max(floor, retained_share * (1 + beta * z)).
+    """Shares that L = `n_layers` MoE layers retain (L,), before they are scaled to the budget:
+    max(floor, retained_share * (1 + beta * z)).
 
-    Layer i = 0 ... L - 1 has the depth x = i / (L - 1). The curve (x - 1/2)^2, standardised over
-    the layers to mean 0 and standard deviation 1, is z. For L < 3 the curve is constant, and z is
-    0.
+    z is (x - 1/2)^2, standardised over the layers to mean 0 and standard deviation 1. x is the
+    depth of a layer, from 0 to 1.
     """
     curve = (numpy.linspace(0, 1, n_layers) - 0.5) ** 2
     deviation = curve.std()
@@ -210,10 +198,9 @@ def layer_losses(evidence: Evidence, layers: Iterable[int], prior: LayerLoss) ->
     `prior` names the loss. For each token t, m is the sum of the gated outputs of the layer's
     routed experts, and y is the residual stream after the layer:
 
-    loss  sum over t of ||m||^2 / (||y||^2 + eps), proportional to the relative error of y
-          when m is scaled (MoE-Slimming's released code)
+    loss  sum over t of ||m||^2 / (||y||^2 + eps) (MoE-Slimming's released code)
     nll   rise of the language model's loss when m is multiplied by 0.9 in this layer alone
-          (MoE-Slimming, Appendix A.1); 0 if the loss falls
+          (MoE-Slimming, Appendix A.1)
     """
     step, name = LAYER_LOSSES[prior]
     losses: Array = numpy.array(
@@ -229,17 +216,16 @@ def layer_losses(evidence: Evidence, layers: Iterable[int], prior: LayerLoss) ->
 
 
 def layer_loss_steps(parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the steps that measure the losses of layers. There is always one such step.
-    `parameters`: parameters of the allocation, of which layer_prior names the loss."""
+    """Names of the steps that measure the losses of layers. `parameters`: parameters of the
+    allocation."""
     step, _name = LAYER_LOSSES[parameters.get("layer_prior", "loss")]
     return (step,)
 
 
 def smooth(values: Array, name: Smoothing) -> Array:
-    """The smoothed `values` (n,): g(x), where x = values / mean(values). The values are >= 0. If
-    all of them are 0, all results are 1. Results below 1e-6 times the sum of g(x) are raised to
-    this bound, so that no result is 0. `name` chooses g. Here mean is the mean of x, and std is
-    the standard deviation of x (of the population):
+    """The smoothed `values` (n,), which are >= 0: g(x), where x = values / mean(values). Results
+    are raised to 1e-6 times the sum of g(x), so that none is 0. `name` chooses g. mean and std are
+    those of x:
 
     sqrt   x^(1/2), as in MoE-Slimming's paper; the paper's code takes the root four times and clips
     log    ln(1 + 5x)
@@ -281,15 +267,13 @@ def removals_within_limit(
     """Layer -> number of experts to remove, by `same_share`.
 
     `layers`: layer -> facts. `ratio`: share of the experts to remove. `limit`: the largest allowed
-    number of choices per layer, where a choice is one possible set of removed experts.
-    `multiple_of`: each layer retains a multiple of this number. If `ratio` is infeasible, or a
-    layer has more choices than `limit`: UserError with the nearest feasible ratio.
+    number of choices of the removed experts in a layer. UserError with the nearest feasible ratio
+    if `ratio` is infeasible or a layer has more choices than `limit`.
     """
     layer_limits = limits(layers, multiple_of)
 
     def decide(ratio: float) -> dict[int, int]:
-        """Layer -> number of experts to remove at `ratio`. RatioTooLarge if more than `limit`
-        choices of the removed experts are possible in a layer."""
+        """Layer -> number of experts to remove at `ratio`."""
         removed = same_share(layer_limits, ratio)
         for layer, facts in layers.items():
             n_experts = facts["n_experts"]
@@ -318,8 +302,7 @@ def count_subsets(
 def _removable_by_group(
     n_experts: int, n_group: int, protected: Collection[int]
 ) -> list[list[int]]:
-    """For each of `n_group` groups of adjacent experts, the ids of the experts in the group that
-    are not `protected`."""
+    """For each of `n_group` groups of adjacent experts, the ids of its unprotected experts."""
     size = n_experts // n_group
     groups = [range(first, first + size) for first in range(0, n_experts, size)]
     return [[expert for expert in group if expert not in protected] for group in groups]
@@ -328,9 +311,8 @@ def _removable_by_group(
 def retained_subsets(
     n_experts: int, removed: int, n_group: int = 1, protected: Collection[int] = ()
 ) -> list[tuple[int, ...]]:
-    """For each possible choice of the removed experts: ids of the retained experts, ascending. See
-    `count_subsets` for the choices. In the first entry, each group loses its experts with the
-    lowest ids, apart from protected experts."""
+    """For each choice that `count_subsets` counts: ids of the retained experts, ascending. In the
+    first entry, each group loses its unprotected experts with the lowest ids."""
     groups = _removable_by_group(n_experts, n_group, protected)
     subsets = []
     for choice in product(*(combinations(group, removed // n_group) for group in groups)):

@@ -30,8 +30,8 @@ from moe_lab.paths import local_path
 
 
 def shares_and_sets(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
-    """(share of the tokens, settings) of each set of a mixture. A set without a seed gets the seed
-    of the mixture. If `settings` are those of a single set, the only entry is (1, settings)."""
+    """(share of the tokens, settings) of each set of a mixture; [(1, settings)] for a single
+    set."""
     entries = []
     for source in settings.sources:
         if part := source.settings:  # None only before the settings are composed
@@ -41,10 +41,9 @@ def shares_and_sets(settings: CalibrationConfig) -> list[tuple[float, Calibratio
 
 
 def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None:
-    """Raise UserError when the first record of a set is a conversation that only a chat template
-    can turn into text, and the model has no chat template, or a chat template that leaves out
-    content of the conversation. Only sets in local JSON files, and models in local folders, are
-    checked."""
+    """Raise UserError when the first record of a set needs a chat template, and the model has none,
+    or one that leaves out content of the record. Only sets in local JSON files, and models in local
+    folders, are checked."""
     for _, part in shares_and_sets(settings):
         for document in first_record(part):  # one document, or none
             if isinstance(document, Chat) and document.plain is None:
@@ -63,7 +62,6 @@ def unread_keys(settings: CalibrationConfig, model: ModelConfig) -> list[str]:
     """Keys in the first record of each set whose values are texts that the model would not read
     (see `unread_texts`), sorted. [] for a model that is not in a local folder."""
     sets = shares_and_sets(settings)
-    # `first_record` has one document, or none
     documents = [document for _, part in sets for document in first_record(part)]
     # If all texts are read even without a chat template, no tokenizer has to be loaded.
     if not any(unread_texts(document, None) for document in documents):
@@ -75,8 +73,7 @@ def unread_keys(settings: CalibrationConfig, model: ModelConfig) -> list[str]:
 
 
 def _local_tokenizer(model: ModelConfig) -> Any:
-    """The tokenizer of a model in a local folder. None for a model on the hub, and for a folder
-    without tokenizer.json."""
+    """The tokenizer of a model in a local folder, or None."""
     folder = local_path(model.path)
     if not (folder / "tokenizer.json").is_file():
         return None
@@ -87,30 +84,24 @@ def _local_tokenizer(model: ModelConfig) -> Any:
 
 def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:
     """Raise UserError when a local file of plain texts has too few tokens to fill the rows that
-    calibration.tokens requires.
-
-    Documents are tokenised with the model's tokenizer.json, until the rows are full. Nothing is
-    checked if the model has no local tokenizer.json, if `settings` are a mixture, if the source is
-    not a local file of plain texts, or if the file has more than 6 * calibration.tokens bytes.
-    """
+    calibration.tokens requires."""
     file = None if settings.sources else local_file(settings.path)
     tokenizer_file = local_path(model.path) / "tokenizer.json"
-    # Few tokens have more than 6 bytes, so a file of more than 6 * settings.tokens bytes is long
-    # enough.
+    # Few tokens have more than 6 bytes, so a larger file is long enough.
     if file is None or not tokenizer_file.is_file() or file.stat().st_size > 6 * settings.tokens:
         return
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokenizer.no_truncation()
-    rows = 0.0  # number of rows that the documents fill; a fraction counts for an unfinished row
+    rows = 0.0  # with a fraction for the unfinished row
     for document in read(settings):
         if rows >= settings.rows or not isinstance(document, Text):
             return
         ids = tokenizer.encode(document.text, add_special_tokens=settings.special_tokens).ids
         tokens = len(ids) + (settings.gap != "none")  # a gap after the document is one token
         rows += 1 if settings.packing == "none" else tokens / settings.length
-    filled_rows = int(rows + 1e-9)  # the sum may be rounded to a little less than a whole number
+    filled_rows = int(rows + 1e-9)  # the sum may be a little less than a whole number
     if filled_rows < settings.rows:
         expected = "a longer text"
         if filled_rows:
@@ -124,12 +115,11 @@ def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:
 
 def part_bounds(settings: CalibrationConfig) -> list[tuple[int, int]]:
     """(start row, end row) of each of the parts into which calibration.parts divides the rows. The
-    end row is not in the part. [] if calibration.parts is None or 1. Every part consists of
-    whole batches. So the batches, and what is computed from a batch, are the same as in a single
-    pass over all rows."""
+    end row is not in the part. Every part consists of whole batches, so the batches are the same as
+    in a single pass over all rows."""
     if settings.parts in (None, 1):
         return []
-    # the index of the first batch of each part and, at the end, the number of all batches
+    # the first batch of each part and, at the end, the number of all batches
     bounds = [settings.batches * part // settings.parts for part in range(settings.parts + 1)]
     return [
         (start_batch * settings.batch_size, min(end_batch * settings.batch_size, settings.rows))
@@ -138,8 +128,8 @@ def part_bounds(settings: CalibrationConfig) -> list[tuple[int, int]]:
 
 
 def order_seed(settings: CalibrationConfig) -> int | None:
-    """The seed by which documents are shuffled; None for order=first, which keeps the order of the
-    source. UserError for order=random without a seed."""
+    """The seed by which documents are shuffled; None for order=first. UserError for order=random
+    without a seed."""
     if settings.order == "first":
         return None
     if settings.seed is None:
@@ -150,18 +140,13 @@ def order_seed(settings: CalibrationConfig) -> int | None:
 
 
 class IdentifiedText(CalibrationConfig):
-    """A calibration set or mixture with an `identity`: the settings that determine its documents
-    and batches, with these changes.
-
-    A hash of the file at `path` replaces `path`, and the number of rows replaces the number of
-    tokens. The seed is None if documents are not shuffled. A mixture has the shares and identities
-    of its sets.
-    """
+    """A calibration set or mixture with an `identity`."""
 
     @cached_property
     def identity(self) -> dict[str, Any]:
         """JSON-ready fields that identify the documents and batches: the settings, by name, and
-        "rows", the number of rows."""
+        "rows", the number of rows. "path" has fields that identify the content of the file or data
+        set. "sources" has the share and the identity of each set of a mixture."""
         # all settings that change a result, except `sources` and `tokens`
         fields = {**identity_fields(self, "sources", "tokens"), "rows": self.rows}
         if not self.sources:
@@ -174,18 +159,15 @@ class IdentifiedText(CalibrationConfig):
 
 
 def _documents_identity(settings: CalibrationConfig) -> dict[str, Any]:
-    """Fields that identify the documents of one set, their order, and how each becomes text: the
-    settings in DOCUMENT_SETTINGS, by name, and "seed". In place of the path, "path" has fields
-    that identify the content of the file or data set. "seed" is None if documents are not
-    shuffled."""
+    """Fields that identify the documents of one set, their order, and how each becomes text."""
     fields = {name: getattr(settings, name) for name in DOCUMENT_SETTINGS}
     return {**fields, "path": _content_identity(settings.path), "seed": order_seed(settings)}
 
 
 def _content_identity(path: str) -> dict[str, Any]:
-    """Fields that identify the content at `path`. For a file, which is local or on the hub: its
-    "sha256" and "format". For a data set on the hub: "data", a digest of all its data files. If the
-    hub cannot be reached: {UNRESOLVED: path}."""
+    """Fields that identify the content at `path`. For a file: its "sha256" and "format". For a data
+    set on the hub: "data", a digest of all its data files. If the hub cannot be reached:
+    {UNRESOLVED: path}."""
     if (file := local_file(path)) is not None:
         return {"sha256": sha256_of(file), "format": file_format(path, file)}
     if is_hub_file(path):

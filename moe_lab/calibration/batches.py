@@ -38,17 +38,16 @@ TOLERANCE = 0.01
 the settings."""
 
 
-# Packing: a stream of documents becomes a stream of rows. A document is a list of token ids that is
-# not empty. A row has exactly `length` ids, some of which may be the filler. A row is yielded as
-# soon as it is full, so that no more documents are read than the rows need.
+# Packing: a stream of documents becomes a stream of rows. A document is a non-empty list of token
+# ids. A row has `length` ids, and is yielded as soon as it is full, so that no more documents are
+# read than the rows need.
 
 
 def reap(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterator[list[int]]:
     """Pack documents like the code of REAP and EvoESAP. A document that does not fit into the rest
-    of a row is cut at the end of the row, and the remainder of the document is dropped.
+    of a row is cut, and its remainder is dropped. An unfinished last row is dropped.
 
-    If a row is not full after a document, one `gap` token follows, unless `gap` is None. An
-    unfinished last row is dropped.
+    `gap`: token after a document that does not fill its row; None for no token.
     """
     row: list[int] = []
     for document in documents:
@@ -61,8 +60,8 @@ def reap(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterat
 
 
 def chunk(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterator[list[int]]:
-    """Join all documents, and cut the stream of tokens every `length` tokens. A `gap` token follows
-    each document, unless `gap` is None. An unfinished last row is dropped, and nothing else."""
+    """Join all documents, and cut the stream of tokens every `length` tokens. An unfinished last
+    row is dropped. `gap`: token after each document; None for no token."""
     stream: list[int] = []
     for document in documents:
         stream += document
@@ -76,8 +75,8 @@ def chunk(documents: Iterable[list[int]], length: int, gap: int | None) -> Itera
 
 
 def one_per_row(documents: Iterable[list[int]], length: int, padding: int) -> Iterator[list[int]]:
-    """Pack one document into each row. Documents that are longer than `length` are cut; shorter
-    documents are padded on the right with the token `padding`."""
+    """Pack one document into each row: cut to `length` tokens, or padded on the right with
+    `padding`."""
     for document in documents:
         # a list times a negative number is empty, so a longer document gets no padding
         yield document[:length] + [padding] * (length - len(document))
@@ -97,15 +96,14 @@ class Calibration:
 
     batches: list[tuple[torch.Tensor, torch.Tensor]]
     """Batches (ids, valid): token ids (B, S) int64, and valid (B, S) bool. valid is False at gaps
-    and padding, which no statistic counts. The last batch may have fewer rows."""
+    and padding. The last batch may have fewer rows."""
     report: dict[str, Any]
-    """Report on the sources and rows, see `_report`; the content of `calibration.json` of a
-    statistics step."""
+    """See `_report`."""
 
 
 @dataclass
 class Source:
-    """One set of documents, with counts of the documents and tokens that were packed so far."""
+    """One set of documents, with counts of what was packed so far."""
 
     settings: CalibrationConfig
     share: float
@@ -115,26 +113,21 @@ class Source:
     tokens_used: int = 0
     """Number of tokens of these documents."""
     tokens_assigned: int = 0
-    """Number of tokens that are in rows or wait for the next row. Tokens that were cut off do not
-    count. This number decides which set the next document is from."""
+    """Number of tokens that are in rows or wait for the next row."""
     tokens_retained: int = 0
     """Number of tokens in finished rows."""
     renderings: set[str] = field(default_factory=set)
-    """Descriptions of how documents became text, see `rendering`."""
+    """See `rendering`."""
     unread: set[str] = field(default_factory=set)
-    """Keys of texts in records that the model does not read, see `unread_texts`."""
+    """See `unread_texts`."""
 
 
 class PackedRows:
-    """Rows of a calibration set, or of a mixture of sets. The token ids of all documents are in
-    `ids`, one after another. A row is a list of positions. A position is the index of a token in
-    `ids`, or GAP (-1) where the row has a gap or padding.
+    """Rows of a calibration set, or of a mixture of sets. A row is a list of positions. A position
+    is the index of a token in `ids`, or GAP (-1) where the row has a gap or padding.
 
-    A position, unlike an id, also gives the set that the token is from, and the mark of the token:
-    a bool, for example whether the token belongs to an answer. The next document always comes from
-    the set that, in proportion to its share, has the fewest tokens so far. If several sets have
-    equally few, it comes from the set that is listed first. So the order of documents depends only
-    on the settings and the tokenizer.
+    The next document always comes from the set that, in proportion to its share, has the fewest
+    tokens so far.
     """
 
     def __init__(
@@ -146,12 +139,11 @@ class PackedRows:
     ) -> None:
         """Read the documents, and pack them into rows.
 
-        read: function settings of a set -> its documents. encode: function (document, whether to
-        add special tokens) -> (token ids, a mark for each id). UserError for rows longer than the
-        model reads, for a source that cannot be read or is too short, and for a mixture whose
-        shares of tokens differ from the settings by more than TOLERANCE.
+        encode: function (document, whether to add special tokens) -> (token ids, a mark for each
+        id, for example whether it belongs to an answer). UserError for rows longer than the model
+        reads, for a source that cannot be read or is too short, and for a mixture whose shares of
+        tokens differ from the settings by more than TOLERANCE.
         """
-        # The model was not trained on positions beyond this length.
         if settings.length > tokenizer.model_max_length:
             raise UserError(
                 f"calibration.length={settings.length} is more than the model reads at once: "
@@ -176,20 +168,20 @@ class PackedRows:
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield the batches as (token ids (B, S) int64, valid (B, S) bool, marks (B, S) bool).
-        valid is False at gaps and padding, where the id is `filler_id` and the mark is False."""
+        valid is False at gaps and padding."""
         ids = torch.tensor(self.ids)
         marks = torch.tensor(self.marks)
         for start in range(0, len(self.rows), self.settings.batch_size):
             positions = torch.tensor(self.rows[start : start + self.settings.batch_size])
             valid = positions != GAP
             # GAP is -1, so ids[GAP] is the last id, which the filler id replaces. If filler_id is
-            # None, all positions are valid, and the 0 replaces nothing.
+            # None, all positions are valid.
             batch = ids[positions].masked_fill(~valid, self.filler_id or 0)
             yield batch, valid, marks[positions] & valid
 
     def _pack(self) -> list[list[int]]:
-        """Pack documents into rows of positions. There are as many rows as the settings require, or
-        fewer if the next document must come from a set that has no more documents.
+        """Rows of positions: as many as the settings require, or fewer if a set has too few
+        documents.
 
         A row is only packed when the loop below takes it. `_documents` chooses the set of the next
         document by the counts that the loop has updated so far.
@@ -204,8 +196,8 @@ class PackedRows:
             for position in row:
                 if position != GAP:
                     self._sources_of_positions[position].tokens_retained += 1
-            # Tokens that were cut off at the end of the row do not count for the share of their
-            # set. packing=chunk cuts no tokens off: they go into the next row, and remain assigned.
+            # Tokens that were cut off do not count for the share of their set. packing=chunk cuts
+            # no tokens off.
             if self.settings.packing != "chunk":
                 for source in self.sources:
                     source.tokens_assigned = source.tokens_retained
@@ -216,7 +208,6 @@ class PackedRows:
         tokens. Ends when the next document must come from a set that has no more documents."""
         streams = {id(source): self._documents_of(source) for source in self.sources}
         while True:
-            # the set with the fewest assigned tokens in proportion to its share
             source = min(self.sources, key=lambda source: source.tokens_assigned / source.share)
             positions = next(streams[id(source)], None)
             if positions is None:
@@ -226,13 +217,9 @@ class PackedRows:
             yield positions
 
     def _documents_of(self, source: Source) -> Iterator[list[int]]:
-        """For each document of one set, yield the positions of its tokens. Documents without tokens
-        are left out. With packing=chunk, a document of a mixture is yielded in pieces of at most
-        `length` positions. So a long document does not take its set far beyond the set's share.
-
-        Each document is tokenised just before it is yielded. Then its tokens are added to `ids`,
-        `marks` and `_sources_of_positions`, and the fields of `source` are updated.
-        """
+        """For each document of one set, yield the positions of its tokens. With packing=chunk, a
+        document of a mixture is yielded in pieces of at most `length` positions. So a long document
+        does not take its set far beyond the set's share."""
         yields_pieces = len(self.sources) > 1 and self.settings.packing == "chunk"
         for document in source.documents:
             ids, marks = self._encode(document, source.settings.special_tokens)
@@ -271,8 +258,8 @@ class PackedRows:
         )
 
     def _check_shares(self) -> None:
-        """Raise UserError when a set's share of the tokens in the rows differs by more than
-        TOLERANCE from the share in the settings."""
+        """Raise UserError when a set's share of the tokens differs by more than TOLERANCE from its
+        share in the settings."""
         total = sum(source.tokens_retained for source in self.sources)
         for source in self.sources:
             share = source.tokens_retained / total
@@ -285,12 +272,11 @@ class PackedRows:
 
 
 def batches(settings: CalibrationConfig, tokenizer: Any) -> Calibration:
-    """The batches of a calibration set or mixture, with a report. The documents are read, ordered,
-    tokenised and packed. The same settings and tokenizer give the same tensors. Raises the errors
-    of `PackedRows`."""
+    """The batches of a calibration set or mixture, with a report. The same settings and tokenizer
+    give the same tensors. Raises the errors of `PackedRows`."""
 
     def encode(document: Document, special_tokens: bool) -> tuple[list[int], list[bool]]:
-        """(token ids of the document, for each id the mark False, which has no meaning here)."""
+        """(token ids of the document, marks that nothing reads)."""
         ids = tokenize(document, tokenizer, special_tokens)
         return ids, [False] * len(ids)
 
@@ -299,19 +285,17 @@ def batches(settings: CalibrationConfig, tokenizer: Any) -> Calibration:
 
 
 def _order_documents(documents: list[Document], settings: CalibrationConfig) -> list[Document]:
-    """The documents in the order in which they are packed: the order of the source, or a random
-    order drawn from the seed."""
+    """The documents in the order in which they are packed."""
     seed = order_seed(settings)
     return documents if seed is None else random.Random(seed).sample(documents, len(documents))
 
 
 def _filler_id(settings: CalibrationConfig, tokenizer: Any) -> int | None:
-    """The token id for positions without a token of a document: gaps between documents or, with
-    packing=none, padding. None if rows have neither gaps nor padding. UserError for
-    calibration.gap=eos if the tokenizer has no end-of-text token."""
+    """The token id for gaps between documents or, with packing=none, padding; None if rows have
+    neither. UserError for calibration.gap=eos if the tokenizer has no end-of-text token."""
     if settings.packing == "none" or settings.gap == "zero":
-        # gap=zero means the id 0. As padding, any id would do: padding is on the right, so causal
-        # attention hides it from all tokens, and no statistic counts it.
+        # As padding, any id would do: causal attention hides padding on the right from all tokens,
+        # and no statistic counts it.
         return 0
     if settings.gap == "none":
         return None
@@ -323,11 +307,9 @@ def _filler_id(settings: CalibrationConfig, tokenizer: Any) -> int | None:
 
 
 def _report(packed: PackedRows) -> dict[str, Any]:
-    """JSON-ready report on packed rows. It has the name and sha256 of each source, the numbers of
-    documents and tokens, the ways in which documents became text ("rendered"), the keys of texts
-    that the model does not read ("unread"), and the first row as text. "documents_used" is the
-    number of documents that were tokenised. "tokens_cut" is the number of their tokens that are in
-    no row."""
+    """JSON-ready report on packed rows. "rendered" has the ways in which documents became text, and
+    "unread" the keys of texts that the model does not read. "documents_used" is the number of
+    documents that were tokenised. "tokens_cut" is the number of their tokens that are in no row."""
     settings = packed.settings
     sources = packed.sources
     digests = [_digest(source) for source in sources]
@@ -339,7 +321,7 @@ def _report(packed: PackedRows) -> dict[str, Any]:
     first_row = packed.rows[0]
     while first_row[-1] == GAP:  # padding, or a gap at the end
         first_row = first_row[:-1]
-    # If filler_id is None, no position is GAP, and the 0 is not used.
+    # If filler_id is None, no position is GAP.
     filler_id = packed.filler_id or 0
     ids = [filler_id if position == GAP else packed.ids[position] for position in first_row]
     source_entries = [
@@ -372,7 +354,7 @@ def _report(packed: PackedRows) -> dict[str, Any]:
 
 
 def _digest(source: Source) -> str:
-    """sha256 of the local file of a source. For a source on the hub: sha256 of its documents."""
+    """sha256 of the local file of a source, or of the documents of a source on the hub."""
     if (file := local_file(source.settings.path)) is not None:
         return sha256_of(file)
     digest = hashlib.sha256()
@@ -384,28 +366,25 @@ def _digest(source: Source) -> str:
 # Batches of tasks with solutions, in which the tokens of answers are marked.
 
 AnswerBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""(ids (B, S) int64, valid (B, S) bool, answers (B, S) bool): ids and valid as in a calibration
-batch; answers is True at the tokens of answers."""
+"""(ids (B, S) int64, valid (B, S) bool, answers (B, S) bool): ids and valid as in `Calibration`;
+answers is True at the tokens of answers."""
 
 
 def answer_batches(
     settings: CalibrationConfig, tokenizer: Any, *, header: bool = False
 ) -> list[AnswerBatch]:
-    """The batches of `batches(settings, tokenizer)` as (ids, valid, answers), where answers (B, S)
-    bool is True at the tokens of answers.
+    """The batches of `batches(settings, tokenizer)`, with the tokens of answers.
 
-    An answer is the output, answer or completion of a record, or a turn of the assistant. A token
-    belongs to an answer if it contains a character of the answer. The tokens themselves are marked,
-    not the positions that predict them.
+    An answer is the output, answer or completion of a record, or a turn of the assistant. Its
+    tokens themselves are marked, not the positions that predict them.
 
-    header: whether `answers` is True also at the text that the chat template writes around an
-    answer (the name of the speaker and the end of the turn), as in the released code of EvoESAP. If
-    an instruction and its answer are read without a chat template, this text is the blank line
-    between them.
+    header: whether the text that the chat template writes around an answer (the name of the speaker
+    and the end of the turn) is marked too, as in the released code of EvoESAP. Without a chat
+    template, this text is the blank line between an instruction and its answer.
 
-    Raises the errors of `batches`. UserError also for a set without answers (from `read_answered`),
-    for rows that contain no token of an answer, and for a tokenizer that does not say which
-    characters a token stands for.
+    Raises the errors of `batches`. UserError also for a set without answers, for rows that contain
+    no token of an answer, and for a tokenizer that does not say which characters a token stands
+    for.
     """
     if not tokenizer.is_fast:
         raise UserError(
@@ -425,8 +404,8 @@ def answer_batches(
 def encode_with_answers(
     document: Document, special_tokens: bool, *, tokenizer: Any, header: bool
 ) -> tuple[list[int], list[bool]]:
-    """(token ids of a document, for each id whether the token belongs to an answer). The ids are
-    those of `tokenize`. header: see `answer_batches`."""
+    """(token ids of a document, for each id whether the token belongs to an answer). header: see
+    `answer_batches`."""
     text, adds_special = document_text(document, tokenizer, special_tokens)
     encoding = tokenizer(
         text, add_special_tokens=adds_special, verbose=False, return_offsets_mapping=True
@@ -443,17 +422,13 @@ def encode_with_answers(
 def _answer_spans(
     document: Document, text: str, tokenizer: Any, header: bool
 ) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each answer of a document: the answer is text[start:end]. With
-    `header`, this span also has the text around the answer, see `answer_batches`.
-
-    text: the document as the model reads it.
-    """
+    """Yield (start, end) of each answer in `text`, the document as the model reads it. header: see
+    `answer_batches`."""
     if isinstance(document, Chat) and tokenizer.chat_template:
         yield from _turn_spans(document, text, tokenizer, header)
     elif (plain := document.plain) and plain.answer_start is not None:
-        # `plain.answer_start` is the index in `text` at which the answer begins. The answer extends
-        # to the end of the text. A Chat without a chat template is an instruction and its answer,
-        # with a blank line between them.
+        # A Chat without a chat template is an instruction and its answer, with a blank line between
+        # them.
         separator = BLANK_LINE if header and isinstance(document, Chat) else ""
         yield plain.answer_start - len(separator), len(text)
 
@@ -468,9 +443,8 @@ def _turn_spans(
     from the rendering of only the messages before the turn. This is true also if the template
     writes something at the end of every conversation.
 
-    Without `header`, a span is the content of a turn of the assistant. A turn with empty content
-    has no span. UserError for a content that the template rewrites, and for a turn with more than a
-    content, such as tool calls.
+    Without `header`, a span is the content of a turn. UserError for a content that the template
+    rewrites, and for a turn with more than a content, such as tool calls.
     """
     turns = document.messages
     for number, message in enumerate(turns):
@@ -501,7 +475,7 @@ def _turn_spans(
 
 def _common_prefix_length(document: Chat, count: int, text: str, tokenizer: Any) -> int:
     """Number of characters before the first difference between `text` and the rendering of only the
-    first `count` messages of the document. The rendering is empty for count=0."""
+    first `count` messages of the document."""
     prefix_text = render(document.messages[:count], document.arguments, tokenizer) if count else ""
-    matches = map(operator.eq, prefix_text, text)  # for each character, whether it is the same
+    matches = map(operator.eq, prefix_text, text)
     return sum(takewhile(bool, matches))

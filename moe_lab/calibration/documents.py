@@ -38,14 +38,13 @@ class Text:
 
     text: str
     answer_start: int | None = data_field(default=None, repr=False)
-    """Index in `text` at which the answer begins, for example the completion of a prompt; None for
-    a text without an answer."""
+    """Index in `text` at which the answer begins; None for a text without an answer."""
     unread: tuple[str, ...] = data_field(default=(), compare=False, repr=False)
     """Keys of the record's other fields whose values are texts of one word that `text` lacks."""
 
     @property
     def plain(self) -> Text:
-        """The text itself. (For a `Chat`, `plain` is the text for models without a template.)"""
+        """The text itself, see `Chat.plain`."""
         return self
 
 
@@ -57,13 +56,11 @@ class Chat:
     """Messages with a role, a content and all other keys. Arguments of `tool_calls` are objects,
     not JSON texts."""
     arguments: Mapping[str, Any] = data_field(default_factory=dict)
-    """The other fields of the record, such as `tools`: the functions that the assistant may
-    call."""
+    """The other fields of the record, such as "tools"."""
     plain: Text | None = None
-    """The text that a model without a chat template reads; None if only a chat template can turn
-    the conversation into text."""
+    """The text that a model without a chat template reads; None if there is no such text."""
     location: str = data_field(default="calibration.path", compare=False, repr=False)
-    """Place of the record in its source, for messages of errors."""
+    """Place of the record, for error messages."""
 
 
 Document = Text | Chat
@@ -75,12 +72,10 @@ def instruction_document(
     arguments: Mapping[str, Any] | None = None,
     location: str = "calibration.path",
 ) -> Chat:
-    """A document with an instruction and its answer, the `output`. A chat template gets both as
-    messages. A model without a chat template reads both as text, with a blank line between them.
-    arguments, location: see `Chat`."""
+    """A document with an instruction and its answer, the `output`. arguments, location: see
+    `Chat`."""
     prompt = instruction + BLANK_LINE
     messages = ({"role": "user", "content": instruction}, {"role": "assistant", "content": output})
-    # the answer begins at the index len(prompt)
     return Chat(messages, arguments or {}, Text(prompt + output, len(prompt)), location)
 
 
@@ -91,18 +86,17 @@ def document(
     template: str | None = None,
     ignored: Collection[str] = (),
 ) -> Document:
-    """The document in one JSON record, which is at `location` in its source.
+    """The document in one JSON record. location: place of the record, for error messages.
 
     field: name of the field to read. None reads the first of these that the record has: `text`;
     `messages`; `instruction` and `output`, with the optional `input`; `question` and `answer`;
     `prompt` and `completion`; or `query` (a request), `answers` (the calls that answer it) and
-    `tools`. If the document is a Chat, the other fields become arguments of the chat template. In a
-    record with an instruction, question or prompt, the other fields must have no content that the
-    document lacks, because nothing would read this content: UserError if they do.
+    `tools`. UserError if a record with an instruction, question or prompt has content in other
+    fields that nothing would read.
 
-    template: None, or a text with names of fields in braces. Then the document is this text, with
-    the values of the fields in place of their names, and `field` is not used. ignored: keys of the
-    record and of its messages that are not read. A key whose value is null counts as missing.
+    template: a text with names of fields in braces, which becomes the document, with the values of
+    the fields in place of their names. `field` is not used then. ignored: keys of the record and of
+    its messages that are not read. A key whose value is null counts as missing.
     """
     if not isinstance(record, Mapping):
         raise UserError(
@@ -123,24 +117,21 @@ def document(
 
 
 def _without_null(value: Any) -> Any:
-    """The JSON value without keys that have the value null, at all levels. Arrow adds such keys: it
-    gives every object of a column the keys of all objects in the column."""
+    """The JSON value without keys that have the value null, at all levels. Arrow adds such keys to
+    the objects of a column."""
     if isinstance(value, Mapping):
         return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
     return [_without_null(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _without_keys(record: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    """The record without the `keys`."""
     return {key: value for key, value in record.items() if key not in keys}
 
 
 def _from_standard_fields(
     record: Mapping[str, Any], location: str, ignored: Collection[str]
 ) -> Document:
-    """The document that `document` returns for field=None. location, ignored: see `document`.
-    UserError if the record has none of the standard fields. UserError also if the record has an
-    instruction, question or prompt, and other fields have content that the document lacks."""
+    """The document that `document` returns for field=None."""
     if "text" in record:
         return _from_field(record, "text", location, ignored)
     if "messages" in record:
@@ -161,7 +152,6 @@ def _from_standard_fields(
         text = prompt + _string_field(record, "completion", location)
         other_fields = _without_keys(record, ["prompt", "completion"])
         _check_unread(other_fields, text, f"{location} holds")
-        # the completion begins at the index len(prompt)
         return Text(text, len(prompt), _keys_of_other_texts(other_fields, text))
     if all(name in record for name in ("query", "answers", "tools")):
         request = {"role": "user", "content": _string_field(record, "query", location)}
@@ -185,13 +175,7 @@ def is_content(value: Any) -> bool:
 
 
 def _check_unread(fields: Mapping[str, Any], text: str, error_start: str) -> None:
-    """Raise UserError if a value in `fields` is content that `text` lacks, because nothing would
-    read this content.
-
-    fields: further fields of a record, or arguments of a chat template: key -> value. text: the
-    text that the model reads. error_start: beginning of the error message, such as
-    "calibration.path holds".
-    """
+    """Raise UserError if a value in `fields` is content that `text` lacks."""
     for key, value in fields.items():
         is_in_text = isinstance(value, str) and not _missing_words([value], text)
         if is_content(value) and not is_in_text:
@@ -209,8 +193,7 @@ def _keys_of_other_texts(fields: Mapping[str, Any], text: str) -> tuple[str, ...
 
 
 def _unread_error(error_start: str, key: str, value: Any) -> UserError:
-    """The error for a field `key` whose content, `value`, would not be read. The error message
-    begins with `error_start`."""
+    """The error for a field `key` whose content, `value`, would not be read."""
     return UserError(
         f"{error_start} {key}={value!r:.60}, which is not read: expected a model whose chat "
         "template reads it, or, for a calibration set, calibration.template with the fields to "
@@ -222,8 +205,7 @@ def _from_field(
     record: Mapping[str, Any], field: str, location: str, ignored: Collection[str]
 ) -> Document:
     """The document in one field, which holds a string, a list of chat messages, or a list of chat
-    messages as JSON text. For messages, the record's `tools` and TEMPLATE_ARGUMENTS become
-    arguments of the chat template. location, ignored: see `document`."""
+    messages as JSON text."""
     value = record.get(field)
     is_messages_json = isinstance(value, str) and _MESSAGES.match(value)
     # The field `messages` always counts as messages, so that the error for another value says that
@@ -236,15 +218,13 @@ def _from_field(
 
 
 def _messages(value: Any, location: str, ignored: Collection[str]) -> tuple[Mapping[str, Any], ...]:
-    """The chat messages in `value`, a list or the JSON text of a list. `_message` checks each
-    message and removes `ignored` keys. Error messages begin with `location`."""
+    """The chat messages in `value`, a list or the JSON text of a list."""
     return tuple(_message(entry, location, ignored) for entry in _decode(value, location, list))
 
 
 def _arguments(record: Mapping[str, Any], used: Collection[str], location: str) -> dict[str, Any]:
-    """Arguments of a chat template, name -> value: the fields of a record, without the `used`
-    fields, which are already in the messages. If `tools` or TEMPLATE_ARGUMENTS hold JSON text, the
-    text is decoded. Error messages begin with `location`."""
+    """Arguments of a chat template, name -> value: the fields of a record without the `used`
+    fields."""
     arguments = _without_keys(record, [*used, "tools"])
     # An empty list of tools is left out, because some templates would write a heading for it.
     if tools := _tools(record.get("tools"), location):
@@ -256,8 +236,8 @@ def _arguments(record: Mapping[str, Any], used: Collection[str], location: str) 
 
 def _string_field(record: Mapping[str, Any], field: str, location: str, setting: str = "") -> str:
     """The string in a field of a record. UserError when the field is missing or holds no string.
-    The error message begins with `location`. setting: for the error message, the setting whose
-    value has the name of the field; "" if the field is certainly in the record."""
+    setting: the setting that names the field, for the error message; "" if the field is certainly
+    in the record."""
     if field not in record:
         nearest_name = nearest(field, record)
         hint = f"did you mean {nearest_name}? " if nearest_name else ""
@@ -272,9 +252,8 @@ def _string_field(record: Mapping[str, Any], field: str, location: str, setting:
 
 
 def _message(entry: Any, location: str, ignored: Collection[str]) -> Mapping[str, Any]:
-    """The chat message `entry` without `ignored` keys. Each of its tool calls gets the form that
-    `_tool_call` returns. UserError for a message without a role, and for a message with neither
-    content nor tool calls. The error message begins with `location`."""
+    """The chat message `entry` without `ignored` keys. UserError for a message without a role, and
+    for a message with neither content nor tool calls."""
     error = UserError(
         f"{location}: expected messages with a role and a content that are strings, found "
         f"{entry!r:.80}"
@@ -283,7 +262,7 @@ def _message(entry: Any, location: str, ignored: Collection[str]) -> Mapping[str
         raise error
     message = _without_keys(entry, ignored)
     if calls := _decode(message.pop("tool_calls", None) or [], f"{location}: tool_calls", list):
-        # A message with calls may have no content, which then becomes "".
+        # A message with calls may have no content.
         message = {
             "content": "",
             **message,
@@ -297,8 +276,7 @@ def _message(entry: Any, location: str, ignored: Collection[str]) -> Mapping[str
 def _tool_call(call: Any, location: str) -> dict[str, Any]:
     """A call of a function in the form that chat templates read: {"type": "function", "function":
     {"name": text, "arguments": object}}. `call` may have this form. Or it is only the object of
-    "function", perhaps with the keys "type" and "id". Its arguments may be JSON text. UserError for
-    a call without a name. The error message begins with `location`."""
+    "function", perhaps with the keys "type" and "id". Its arguments may be JSON text."""
     function: Any = call.get("function", call) if isinstance(call, Mapping) else None
     if not fits(function, {"name": str}):
         raise UserError(
@@ -316,10 +294,8 @@ def _tool_call(call: Any, location: str) -> dict[str, Any]:
 
 
 def _tools(value: Any, location: str) -> Tools:
-    """Functions that a model may call, each in the form that chat templates read: {"type":
-    "function", "function": {"name", ...}}. `value`: a list of functions, or the JSON text of such a
-    list. A function may have this form, or be only the object of "function". UserError for a
-    function without a name. The error message begins with `location`."""
+    """The functions in `value`, a list or the JSON text of a list. A function in `value` may be
+    only the object of "function"."""
     tools = []
     for tool in _decode(value or [], f"{location}: tools", list):
         entry = (
@@ -334,9 +310,8 @@ def _tools(value: Any, location: str) -> Tools:
 
 
 def _decode(value: Any, location: str, kind: type) -> Any:
-    """`value`, decoded if it is JSON text. kind: the expected type of the result, list or dict.
-    UserError for a result of another type, and for damaged JSON. The error message begins with
-    `location`."""
+    """`value`, decoded if it is JSON text. UserError for a result that is no `kind`, and for
+    damaged JSON."""
     try:
         decoded = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
@@ -350,7 +325,6 @@ def _decode(value: Any, location: str, kind: type) -> Any:
 
 
 def _field_names(record: Mapping[str, Any]) -> str:
-    """Text that lists the names of a record's fields."""
     return ", ".join(sorted(map(str, record))) or "no field"
 
 
@@ -372,7 +346,7 @@ def has_answer(document: Document) -> bool:
 
 
 def rendering(document: Document, tokenizer: Any) -> str:
-    """Description of how `tokenize` turns the document into text, for the report on a set."""
+    """Description of how `tokenize` turns the document into text."""
     if isinstance(document, Text):
         return "as it stands"
     if not tokenizer.chat_template:
@@ -385,12 +359,8 @@ def rendering(document: Document, tokenizer: Any) -> str:
 
 
 def unread_texts(document: Document, tokenizer: Any) -> tuple[str, ...]:
-    """Keys of the record whose values are texts that the model does not read. Such a text has a
-    word that the document lacks, and the chat template does not read its key. It is a single word,
-    because other functions raise UserError for a longer text that is not read.
-
-    tokenizer: the tokenizer with the chat template. None means that there is no chat template.
-    """
+    """Keys of the record whose values are texts that the model does not read. tokenizer: None means
+    that there is no chat template."""
     if isinstance(document, Text):
         return document.unread
     arguments = document.arguments
@@ -414,9 +384,8 @@ def document_text(document: Document, tokenizer: Any, special_tokens: bool) -> t
     """(text of a document as the model reads it, whether the tokenizer must add special tokens).
     special_tokens: see `tokenize`.
 
-    A chat template writes special tokens itself. If the tokenizer added special tokens, the first
-    special token would be there twice. UserError when the chat template leaves out content of the
-    document, or when the document needs a chat template and there is none.
+    A chat template writes special tokens itself. UserError when the chat template leaves out
+    content of the document, or when the document needs a chat template and there is none.
     """
     if isinstance(document, Chat) and tokenizer.chat_template:
         error_start = f"{document.location} holds conversations with"
@@ -436,10 +405,9 @@ def render(
     tokenizer: Any,
     **options: Any,
 ) -> str:
-    """The text into which the tokenizer's chat template renders the messages. The template gets the
-    `options`, and the `arguments` that are variables of the template. An option replaces an
-    argument of the same name. Where the template writes today's date, it writes the date of
-    `_date`. UserError when the template raises an error."""
+    """The text into which the tokenizer's chat template renders the messages. arguments: see
+    `Chat`. options: further arguments of apply_chat_template. UserError when the template raises an
+    error."""
     from jinja2 import TemplateError
 
     from moe_lab.models.transformers_private import template_variables, with_date
@@ -465,15 +433,15 @@ def render(
 
 
 def _date(tokenizer: Any) -> str:
-    """The date, as ISO text, that chat templates write as today's date. It is the date that
-    `load_tokenizer` has set on the tokenizer, or else the default of ModelConfig.date."""
+    """The date, as ISO text, that chat templates write as today's date. `load_tokenizer` sets it on
+    the tokenizer."""
     date: str = getattr(tokenizer, "date", ModelConfig.date)
     return date
 
 
 def _flat_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The `arguments`, name -> value. The object under the name TEMPLATE_ARGUMENTS is replaced by
-    its own items. If an item has the name of another argument, the value of the item counts."""
+    """The `arguments`, name -> value, with the items of the object TEMPLATE_ARGUMENTS in its
+    place."""
     return {
         **_without_keys(arguments, [TEMPLATE_ARGUMENTS]),
         **arguments.get(TEMPLATE_ARGUMENTS, {}),
@@ -482,7 +450,7 @@ def _flat_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _template(arguments: Mapping[str, Any], tokenizer: Any) -> str:
     """The text of the chat template that the tokenizer uses with the `arguments`. A tokenizer may
-    have one template for conversations with tools, and another for those without."""
+    have another template for conversations with tools."""
     template: str = tokenizer.get_chat_template(
         tools=_flat_arguments(arguments).get("tools") or None
     )
@@ -496,12 +464,12 @@ def render_whole(
     error_start: str,
     **options: Any,
 ) -> str:
-    """The text into which the tokenizer's chat template renders a conversation. UserError if the
-    template does not read all of the conversation. The error message begins with `error_start`.
-    arguments, options: see `render`.
+    """The text into which the tokenizer's chat template renders a conversation. arguments, options:
+    see `render`.
 
-    Templates ignore fields that they do not know, such as tools or documents. Some templates omit
-    the reasoning in earlier answers. UserError for each of these:
+    Templates ignore fields that they do not know. UserError, which begins with `error_start`, for
+    each of these:
+
     - a text has a word that the rendered text lacks
     - an argument in TEMPLATE_ARGUMENTS is no variable of the template
     - the template renders the same text without a certain list or object
@@ -517,8 +485,7 @@ def render_whole(
     texts = {key: value for key, value in flat_arguments.items() if isinstance(value, str)}
     _check_unread(texts, text, error_start)
     for key, value, remaining_messages, remaining_arguments in _omissions(messages, flat_arguments):
-        # The words of tools are not checked, because templates rewrite tools, for example as
-        # declarations of functions.
+        # The words of tools are not checked, because templates rewrite tools.
         if key != "tools" and _missing_words(list(filter(is_content, _texts(value))), text):
             raise _unread_error(error_start, key, value)
         try:
@@ -526,8 +493,7 @@ def render_whole(
                 remaining_messages, remaining_arguments, tokenizer, **options
             )
         except UserError:
-            # A template that refuses the conversation without the value does read the value, for
-            # example the calls of a message that has no other content.
+            # A template that refuses the conversation without the value does read the value.
             continue
         if text_without_value == text:
             raise _unread_error(error_start, key, value)
@@ -538,8 +504,7 @@ def _omissions(
     messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]]:
     """For each non-empty list or object among the values of `arguments` and of the messages, yield
-    (its key, the list or object, the messages without it, the arguments without it). The key is
-    only removed from the one message, or from the arguments, where the list or object is."""
+    (its key, the list or object, the messages without it, the arguments without it)."""
     for key, value in arguments.items():
         if is_content(value) and not isinstance(value, str):
             yield key, value, messages, _without_keys(arguments, [key])
@@ -556,7 +521,7 @@ def _omissions(
 
 
 def _texts(value: Any) -> list[str]:
-    """All texts within a JSON value, such as a list of documents or the arguments of a call."""
+    """All texts within a JSON value."""
     if isinstance(value, Mapping):
         return _texts(list(value.values()))
     if isinstance(value, list):
@@ -574,8 +539,7 @@ class _Content(NamedTuple):
 
 def _check_words(messages: Sequence[Mapping[str, Any]], text: str, error_start: str) -> None:
     """Raise UserError if `text`, into which a chat template rendered the messages, lacks a word of
-    a message. The words are those of its content, of its name, and of its other texts for which
-    `is_content` is true. The error message begins with `error_start`."""
+    a message."""
     contents = [
         _Content(message["role"], key, value)
         for message in messages
@@ -583,8 +547,8 @@ def _check_words(messages: Sequence[Mapping[str, Any]], text: str, error_start: 
         if key == "content" or (isinstance(value, str) and (key == "name" or is_content(value)))
     ]
     missing_words = _missing_words([content.text for content in contents], text)
-    # The error names the first content that has a missing word. Contents that are in `text` as they
-    # stand come last, because most likely the missing word is from another content.
+    # Contents that are in `text` as they stand come last, because most likely the missing word is
+    # from another content.
     contents.sort(key=lambda content: content.text.strip() in text)
     for role, key, content_text in contents:
         for word in _words(content_text):
