@@ -9,8 +9,8 @@
     moe_lab.export("pocket:olmoe", plan, "pruned")
 
 These functions need neither a configuration nor a store, and take any model of transformers with
-routed experts. They use the same code as the steps of a study, so the same settings give the same
-scores and plans. Importing moe_lab is cheap: torch is imported by the function that needs it.
+routed experts. The same settings give the same scores and plans as in a study. Importing moe_lab is
+cheap: torch is imported by the function that needs it.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The class `Plan` for `moe_lab.Plan`. AttributeError for any other name."""
+    """The class `Plan`."""
     if name != "Plan":
         raise AttributeError(f"module moe_lab has no attribute {name}")
-    # imported at the first use, because moe_lab.pruning.plan imports numpy, which takes time
+    # imported at the first use, because importing numpy takes time
     from moe_lab.pruning.plan import Plan
 
     return Plan
@@ -62,30 +62,25 @@ class ModelStatistics:
     layers: Mapping[int, Mapping[str, Any]]
     """Decoder layer -> name -> sums, fp64 arrays of the shapes in `moe_lab.statistics`."""
     sums: Mapping[str, Mapping[int, Mapping[str, Any]]]
-    """Name of a pass, such as statistics or gradients -> the sums in `layers` that the pass has
-    computed, in the form of `layers`."""
+    """Name of a pass, such as "gradients" -> the sums of the pass, in the form of `layers`."""
     facts: Mapping[str, Any]
     """Parameters of the model, and the numbers of experts, channels and groups of each layer; see
     `models.facts`."""
     text: Mapping[str, Any]
     """Report on the text that was read: tokens of each source, number of rows, length of rows."""
     identity: Mapping[str, str]
-    """Digests that differ between models of the same shape. Plans have these digests in their
-    provenance. See `models.identity`."""
+    """Digests that differ between models of the same shape; see `models.identity`."""
 
     def __deepcopy__(self, memory: Any) -> ModelStatistics:
-        """These statistics themselves. pandas deep-copies `attrs` of a data frame, which for large
-        statistics would take much time and memory."""
+        """These statistics themselves, because pandas deep-copies the `attrs` of a data frame."""
         return self
 
 
 def load(path: str, **settings: Any) -> tuple[Any, Any]:
-    """Load a model and its tokenizer. Returns (model, tokenizer). The model is in eval mode, and
-    its weights are frozen.
+    """Load (model, tokenizer). The model is in eval mode, and its weights are frozen.
 
     `path`: a folder with a transformers checkpoint, a hub id, or `pocket:NAME` for a shipped model.
-    `settings`: fields of `moe_lab.config.ModelConfig`, such as dtype="bfloat16", device="cuda" or
-    revision. Raises UserError when the model cannot be loaded.
+    `settings`: fields of `moe_lab.config.ModelConfig`, such as dtype="bfloat16" or device="cuda".
     """
     from moe_lab.config import ModelConfig
     from moe_lab.config.base import validated
@@ -113,21 +108,15 @@ def calibrate(
     **settings: Any,
 ) -> ModelStatistics:
     """Gather the statistics of a model that `criteria` need: sums over the tokens of a text, and
-    for some criteria sums over the model's weights.
+    for some criteria sums over the model's weights. The model must be in memory.
 
-    Most criteria that score whole experts need one forward pass. Some criteria, such as heapr, also
-    need a backward pass. The model must be in memory; it is not changed.
+    `text`: path of a file, hub id of a data set, or list of documents. `replacement`: as in `plan`.
+    `settings`: fields of `moe_lab.config.CalibrationConfig`. Defaults: tokens=32_768,
+    packing="chunk", and length=512 or the tokenizer's limit if the limit is lower.
 
-    `text`: path of a file, hub id of a data set, or list of documents. `replacement`: the value of
-    the argument `replacement` of `plan`; some replacements of dropped experts need more statistics.
-    `settings`: fields of `moe_lab.config.CalibrationConfig`. Defaults: tokens=32_768, length=512
-    tokens per row (or the tokenizer's limit if the limit is lower), packing="chunk" (documents are
-    joined into one stream).
-
-    Raises UserError for an unknown criterion, invalid settings, a text that is too short or has
-    tokens without an embedding, and a model without routed experts. Raises UserError if the
-    vocabulary or the added tokens of `tokenizer` differ from those in the model's checkpoint; with
-    `any_tokenizer`, this is not checked.
+    Raises UserError for an unknown criterion, invalid settings, or a text that is too short. Raises
+    UserError if the vocabulary of `tokenizer` differs from that in the model's checkpoint, unless
+    `any_tokenizer` is set.
     """
     from moe_lab import criteria as registry
     from moe_lab.allocation import grouping
@@ -135,7 +124,7 @@ def calibrate(
     from moe_lab.models.identity import check_tokenizer, model_digests
     from moe_lab.statistics import merge_passes
 
-    # each pass once; a dictionary keeps their order
+    # each pass once
     passes = dict.fromkeys(name for criterion in criteria for name in registry.get(criterion).needs)
     passes |= dict.fromkeys(grouping.required_passes(replacement))
     facts = model_facts(model)
@@ -154,13 +143,8 @@ def calibrate(
 def _calibration(
     tokenizer: Any, text: Any, seed: int, settings: Mapping[str, Any], caller: str
 ) -> Any:
-    """Read a text and pack its tokens into batches. Returns an object with two attributes.
-    `batches` is a list of pairs (token ids, valid) of tensors (B, S); `report` is a dictionary of
-    facts about the text.
-
-    `text`: as in `calibrate`. `settings`: fields of CalibrationConfig; fields that are not set get
-    the defaults of `calibrate`. `caller`: name of the public function that error messages mention.
-    """
+    """The `calibration.batches.Calibration` of a text. `caller`: name of the public
+    function that error messages mention."""
     from moe_lab.calibration.batches import batches
     from moe_lab.config import CalibrationConfig
     from moe_lab.config.base import validated
@@ -181,8 +165,7 @@ def _calibration(
 
 @contextmanager
 def _eval_mode(model: Any) -> Iterator[None]:
-    """A context in which the model is in eval mode. At the end of the context, the model gets back
-    the mode (train or eval) that it had before."""
+    """A context in which the model is in eval mode."""
     is_training = model.training
     model.eval()
     try:
@@ -193,13 +176,12 @@ def _eval_mode(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
-    """A context that yields a path. If `text` is a path or a hub id, this is `text`. If `text` is a
-    list of documents, it is a temporary file of JSON lines with these documents."""
+    """A context that yields a path or a hub id. Documents are written to a temporary file of JSON
+    lines."""
     if isinstance(text, (str, os.PathLike)):
         yield os.fspath(text)
         return
-    # imported here so that `import moe_lab` is fast: evaluation runs code written by models in many
-    # new processes, and each of them imports moe_lab
+    # imported here so that `import moe_lab` is fast: evaluation imports it in many processes
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -211,9 +193,8 @@ def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
 
 
 def _run_pass(name: str, model: Any, batches: Any) -> dict[int, dict[str, Any]]:
-    """Run the pass `name`. Returns the sums that the pass computes: layer -> name of a sum -> numpy
-    array. `batches`: pairs (token ids, valid) of tensors (B, S). Some passes read only the weights
-    of the model, and no batches."""
+    """Sums that the pass `name` computes: layer -> name of a sum -> numpy array. `batches`: pairs
+    (token ids, valid) of tensors (B, S)."""
     from moe_lab.statistics.damage import DamageHook, SimilarityHook
     from moe_lab.statistics.forward import ForwardHook
     from moe_lab.statistics.gradients import (
@@ -252,14 +233,13 @@ def score(
     """Score the experts or the channels of a model by a criterion. Experts or channels with lower
     scores are removed first.
 
-    Returns a data frame with the columns layer, expert and score (fp64), one row per expert. If the
-    criterion scores channels, the data frame also has a column channel, and one row per channel.
-    `attrs["statistics"]` of the data frame is `statistics`, for `plan`.
+    Returns a data frame with the columns "layer", "expert" and "score" (fp64), one row per expert.
+    If the criterion scores channels, there is also a column "channel", and one row per channel.
+    `attrs["statistics"]` of the data frame is `statistics`.
 
     `gate`: name of the gate value by which the criterion weights expert outputs; "model" is the
-    gate value that the model itself uses. `seed`: seed of criteria that draw random numbers.
-    `parameters`: parameters of the criterion. Raises UserError for an unknown criterion, gate or
-    parameter, and for statistics without the sums that the criterion needs.
+    gate value that the model itself uses. `parameters`: those of the criterion. Raises UserError
+    for statistics without the sums that the criterion needs.
     """
     import numpy as np
     import pandas as pd
@@ -294,13 +274,9 @@ def score(
 
 
 def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
-    """Layer -> scores of experts (E,), or of channels (E, I).
-
-    `scores`: a data frame with the columns `layer`, `expert`, `score`, and for scores of channels
-    also `channel`. The rows may be in any order. A number may be given as text. `layers`: layer ->
-    facts, of which n_experts and width are read. UserError unless the data frame has exactly one
-    row for each expert, or for each channel.
-    """
+    """Layer -> scores of experts (E,), or of channels (E, I). `scores`: as in `plan`. `layers`:
+    layer -> facts, such as "width". UserError unless the data frame has exactly one row for each
+    expert, or for each channel."""
     import numpy as np
     import pandas as pd
 
@@ -326,7 +302,6 @@ def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]])
         # [n_experts] for scores of experts, [n_experts, width] for scores of channels
         shape = [int(facts[size]) for size in ("n_experts", "width")[: len(id_columns)]]
         rows = numbers[numbers["layer"] == layer].sort_values(id_columns)
-        # the sorted ids must be those of all experts or channels, each once
         if not np.array_equal(
             rows[id_columns].to_numpy().T, np.indices(shape).reshape(len(shape), -1)
         ):
@@ -355,15 +330,15 @@ def plan(
 ) -> Plan:
     """The plan that removes the share `ratio` of the routed experts, or of their channels.
 
-    `scores`: the result of `score`, or your own data frame with the columns `layer`, `expert`, for
-    channels `channel`, and `score`, and one row per expert or channel. Low scores are removed
-    first. `statistics`: needed if `scores` is not from `score`. `allocation`: the rule that decides
-    how much of each layer is removed; rules that run the model work only in a study. `parameters`:
-    those of the allocation and of the replacement. Other arguments: fields of AllocationConfig.
+    `scores`: the result of `score`, or your own data frame with the same columns. Low scores are
+    removed first. `statistics`: needed if `scores` is not from `score`. `allocation`: the rule that
+    decides how much of each layer is removed; rules that run the model work only in a study.
+    `parameters`: those of the allocation and of the replacement. Other arguments: fields of
+    AllocationConfig.
 
-    A plan with replacement m_smoe or ream must be aligned by `align`. Warns when rounding changes
-    the removed share, and when a removed and a retained score are equal. UserError for an
-    infeasible ratio, and for missing or duplicate rows."""
+    A plan with replacement m_smoe or ream must be aligned by `align`. UserError for an infeasible
+    ratio, and for missing or duplicate rows.
+    """
     from moe_lab.allocation import check_evidence, protection
     from moe_lab.errors import UserError
     from moe_lab.pruning.plan import ROUNDED
@@ -407,10 +382,8 @@ def plan(
 def _allocation_identity(
     fields: Mapping[str, Any], granularity: Literal["expert", "channel"]
 ) -> dict[str, Any]:
-    """All settings of an allocation that affect the plan: name of the setting -> value. `fields`:
-    field of AllocationConfig -> value; missing fields get their defaults. `granularity`: whether
-    experts or channels have scores. UserError for fields that are invalid or do not apply to this
-    granularity."""
+    """Name of a setting -> value, for all settings of an allocation that affect the plan. `fields`:
+    field of AllocationConfig -> value."""
     from moe_lab import allocation
     from moe_lab.config import AllocationConfig
     from moe_lab.config.base import validated
@@ -434,16 +407,13 @@ def align(
     **settings: Any,
 ) -> Plan:
     """A copy of `plan` that also states, for each expert that is merged into another expert (the
-    owner), which channel of the expert is added to which channel of the owner. A plan with
-    replacement m_smoe or ream can be used only after this.
+    owner), which channel of the expert is added to which channel of the owner.
 
     Without a text, channels are matched by weights, as in M-SMoE (arXiv 2310.01334). With a text,
     channels are matched by weights and by activations on the text, as in REAM (arXiv 2604.04356).
-    The model is not changed.
 
     `text`, `seed`, `any_tokenizer` and `settings`: as in `calibrate`. `any_model`: as in `mask`.
-    Raises UserError when the plan does not fit the model, when the plan merges no experts, for a
-    text without a tokenizer, and for settings without a text.
+    Raises UserError when the plan does not fit the model or merges no experts.
     """
     from moe_lab.errors import UserError
     from moe_lab.models.discover import moe_layers
@@ -478,15 +448,12 @@ def align(
 
 @contextmanager
 def mask(model: Any, plan: Plan, *, any_model: bool = False) -> Iterator[None]:
-    """A context in which `model` computes what `prune(model, plan)` would compute. The weights of
-    the model are not changed.
+    """A context in which `model` computes what `prune(model, plan)` would compute; see
+    `moe_lab.pruning.mask.mask`.
 
     Raises UserError for a plan that was made for another model, or before the weights of this model
-    were changed. To find out, a digest of the weights or of the checkpoint is compared with the
-    digest in the plan. With `any_model=True`, no digests are compared: the plan only has to fit the
-    model's layers and their numbers of experts and channels. For a plan without digests, the same
-    holds, with a warning. `moe_lab.pruning.mask.mask` says how exactly results agree, and lists
-    further errors.
+    were changed. With `any_model`, the plan only has to fit the model's layers and their numbers of
+    experts and channels.
     """
     from moe_lab.pruning.mask import mask as mask_model
 
@@ -505,8 +472,7 @@ def prune(model: Any, plan: Plan, *, any_model: bool = False) -> Any:
 
 
 def _check_origin(plan: Plan, model: Any, any_model: bool) -> None:
-    """Raise UserError for a plan that was made for another model, by the digests in the plan's
-    provenance. With `any_model`, nothing is checked."""
+    """Raise UserError for a plan that was made for another model, unless `any_model` is set."""
     from moe_lab.models.identity import model_digests
 
     if not any_model:
@@ -526,7 +492,7 @@ def export(
     `source`: as `path` in `load`. `shape`: natural (only retained experts and channels), masked
     (the original shape, with zeros for what is removed) or padded; see `moe_lab.pruning.export`.
     Without `any_model`, raises UserError when the plan was made for a checkpoint with another
-    fingerprint. Needs at most about 50 MB of memory.
+    fingerprint.
     """
     from moe_lab.config import ModelConfig
     from moe_lab.models.files import local_folder

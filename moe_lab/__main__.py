@@ -35,8 +35,8 @@ to start with:
 `python -m moe_lab --help` lists every choice."""
 """Text that is printed without arguments."""
 HYDRA_WORD = re.compile(r"-(?!-config-|cd|cn)|[+~]*hydra(?!\.searchpath=)")
-"""Beginning of a word that Hydra itself handles: a flag, such as -m, --cfg or --help, or a setting
-of Hydra. `compose` reads the other flags and hydra.searchpath."""
+"""Beginning of a word that Hydra itself handles: a flag, such as -m, or a setting of Hydra.
+`compose` reads the other flags and hydra.searchpath."""
 
 
 def give_up(sentence: str, code: int = UserError.code) -> NoReturn:
@@ -47,9 +47,7 @@ def give_up(sentence: str, code: int = UserError.code) -> NoReturn:
 
 @contextmanager
 def _errors_as_sentences() -> Iterator[None]:
-    """A context that turns some errors into one sentence and an exit code, without a stack trace:
-    UserError, errors of Hydra and OmegaConf, and Ctrl-C. The same holds for an OSError if the
-    command line has a setting of Hydra, such as hydra.run.dir=DIR. Other errors are raised."""
+    """A context that turns errors of the user, and Ctrl-C, into one sentence and an exit code."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -77,9 +75,7 @@ def _errors_as_sentences() -> Iterator[None]:
 
 
 def main() -> None:
-    """Run the study that the command line describes, and exit with the exit code of the study. If
-    an argument is for Hydra (HYDRA_WORD), such as -m or --help, hydra.main runs the command line.
-    Without arguments, print the text START."""
+    """Run the study that the command line describes, and exit with the exit code of the study."""
     words = sys.argv[1:]
     if not words:
         print(START)
@@ -90,8 +86,7 @@ def main() -> None:
 
 
 def _run_study(words: Sequence[str]) -> int:
-    """Compose the settings of a study from the arguments `words` of a command line, and run the
-    study. Returns the exit code of the study."""
+    """Run the study that the arguments `words` describe. Returns the exit code of the study."""
     from moe_lab.compose import CONFIG, compose, hydra_context
 
     parser = argparse.ArgumentParser(prog="moe_lab", allow_abbrev=False, add_help=False)
@@ -108,9 +103,7 @@ def _run_study(words: Sequence[str]) -> int:
 
 
 def _run_hydra(words: Sequence[str]) -> int:
-    """Run hydra.main on the arguments `words` of a command line. It starts one job, or several in a
-    multirun (-m). Returns the highest exit code of the jobs. Hydra only selects the overrides of
-    each job; `compose` makes the settings of the study from them."""
+    """Run hydra.main on the arguments `words`. Returns the highest exit code of the jobs."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -123,8 +116,8 @@ def _run_hydra(words: Sequence[str]) -> int:
     models: Models | None = None  # loaded models, for all jobs of a multirun
 
     def job(_: object) -> float:
-        """Run the study of one job, and return the value of the setting `objective`, which a
-        sweeper of Hydra optimises. hydra.main passes its configuration, which is not used."""
+        """Run the study of one job. Returns the value of the setting `objective`, which a sweeper
+        of Hydra optimises."""
         from moe_lab.study.objective import objective_value
         from moe_lab.study.run import check_and_run
         from moe_lab.study.steps import files
@@ -136,14 +129,12 @@ def _run_hydra(words: Sequence[str]) -> int:
             # hydra.job.chdir=true changes the folder, but paths in settings are relative to the
             # folder of the command
             os.chdir(hydra_config.runtime.cwd)
-            # the overrides of this job; `compose` needs one setting of Hydra itself, too:
-            # hydra.searchpath, the folders with further configuration files
+            # hydra.searchpath: the folders with further configuration files
             settings = [
                 *(word for word in hydra_config.overrides.hydra if "searchpath" in word),
                 *hydra_config.overrides.task,
             ]
             is_multirun = hydra_config.mode == RunMode.MULTIRUN
-            # requests: the models to evaluate, pruned or not, with their benchmarks
             config, requests = compose(settings, hydra_config.job.config_name or CONFIG)
             if is_multirun:
                 check_sweeper(hydra_config.runtime.choices, config)

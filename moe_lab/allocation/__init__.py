@@ -1,7 +1,6 @@
 """Allocations by name: how many experts each layer loses, or how many channels each expert retains.
 
-This module also checks the settings of an allocation. A new allocation is a function and an entry
-of `ALLOCATIONS`. No torch.
+A new allocation is a function and an entry of `ALLOCATIONS`. No torch.
 """
 
 from __future__ import annotations
@@ -41,22 +40,21 @@ from moe_lab.source_code import function_digest
 
 Step: TypeAlias = Literal["plan", "search", "reconstruction", "sequential"]
 Function: TypeAlias = Callable[..., dict[int, Any]]
-"""Function of a problem (problem.py) and of parameters by keyword. It returns, by layer, the number
-of experts to remove, or the channels that each expert retains (E,)."""
+"""Problem (problem.py), and parameters by keyword -> by layer, the number of experts to remove, or
+the channels that each expert retains (E,)."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """A named rule for how many experts each layer loses, or how many channels each expert
-    retains."""
+    """A named rule of allocation."""
 
     name: str
     functions: Mapping[Granularity, Function | None]
     """Granularity that the allocation supports -> function that decides; None if a step other than
     the plan step decides."""
     needs: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda parameters: ()
-    """Function of the parameters that returns the evidence needed besides the scores: "statistics",
-    "gradients", "ablation", "scaling"."""
+    """Parameters -> the evidence needed besides the scores: "statistics", "gradients", "ablation",
+    "scaling"."""
     step: Step = "plan"
     """The step that makes the plan: "plan", from numbers alone, or a step that runs the model."""
     parameters: Mapping[str, Any] | None = field(default_factory=dict)
@@ -66,15 +64,12 @@ class Allocation:
     """Granularities at which the retained numbers differ by design: of experts between layers, or
     of channels between experts."""
     zero_expert: str = "keep_null"
-    """Default treatment of an expert without channels; the function `zero_expert` has the
-    values."""
+    """Default treatment of an expert without channels; see the function `zero_expert`."""
 
     @property
     def source(self) -> str:
         """Digests of the source code of `functions`, separated by spaces, if a plugin defines the
-        functions; "" for an allocation of moe_lab. Digests are part of the identity of a plan, so
-        that a plan is made again when a plugin's source changes."""
-        # function_digest returns "" for a function of moe_lab
+        functions; "" for an allocation of moe_lab."""
         return " ".join(
             sorted({function_digest(function) for function in self.functions.values() if function})
         )
@@ -130,7 +125,7 @@ ALLOCATIONS: dict[str, Allocation] = {
 
 
 def register(allocation: Allocation) -> None:
-    """Add an allocation to the registry. UserError when the registry already has its name."""
+    """Add an allocation to `ALLOCATIONS`."""
     check_name("allocation", allocation.name)
     if allocation.name in ALLOCATIONS:
         raise UserError(f"allocation={allocation.name} is registered already: expected a new name")
@@ -138,7 +133,7 @@ def register(allocation: Allocation) -> None:
 
 
 def get(name: str) -> Allocation:
-    """The allocation called `name`. UserError with the nearest name when there is none."""
+    """The allocation called `name`. UserError when there is none."""
     check_known("allocation", name, ALLOCATIONS)
     return ALLOCATIONS[name]
 
@@ -149,9 +144,7 @@ class IdentifiedAllocation(AllocationConfig):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Name of a setting -> value, for the settings that affect the plan. `path` has the digest
-        of the file's content as its value. The additional key `source` has the digests of a
-        plugin's source code."""
+        """Name of a setting -> value, for the settings that affect the plan."""
         fields = {**identity_fields(self), "source": get(self.name).source}
         if self.path is not None:
             content = json.dumps(list_file.read(self.path), sort_keys=True)
@@ -163,9 +156,7 @@ ZeroExpert = Literal["keep_null", "drop"]
 
 
 def check(settings: AllocationConfig, granularity: Granularity = "expert") -> None:
-    """Raise UserError unless the allocation exists and supports `granularity`, every field and
-    parameter in `settings` applies to the allocation, and every value is valid. `granularity`: what
-    the criterion scores."""
+    """Raise UserError unless `settings` are valid for a criterion that scores `granularity`."""
     allocation = get(settings.name)
     if granularity not in allocation.functions:
         unit = next(iter(allocation.functions))  # the only granularity that is supported
@@ -187,7 +178,7 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
             "allocation.parameters",
         )
     if settings.name == "list":
-        # raises UserError if the file lists channels for experts, or experts for channels
+        # called only for its errors
         list_file.read_for_granularity(settings.path, granularity)
     if settings.by is not None:  # a second criterion, which gets no parameters
         criteria.check(settings.by, {})
@@ -199,9 +190,8 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
 
 
 def required_evidence(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """What an allocation with `settings` (fields of AllocationConfig) needs besides the scores: the
-    names of the steps that measure it, each name once. If settings["by"] names a second criterion,
-    the first item is "by" instead of a step, for the scores of that criterion."""
+    """The evidence that an allocation needs besides the scores: names of steps, and "by" for the
+    scores of the criterion settings["by"]. `settings`: fields of AllocationConfig."""
     other_scores = ("by",) if settings.get("by") else ()
     steps = [
         *grouping.required_passes(settings.get("replacement", "none")),
@@ -213,8 +203,8 @@ def required_evidence(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_evidence(settings: Mapping[str, Any], sums: Collection[str]) -> None:
-    """Raise UserError when `sums` lacks a name in `required_evidence(settings)`. `sums`: names of
-    the passes that were run over the model, such as "statistics"."""
+    """Raise UserError when `sums`, names of passes, lacks a name in
+    `required_evidence(settings)`."""
     if missing := [name for name in required_evidence(settings) if name not in sums]:
         raise UserError(
             f"plan: allocation={settings['name']}, replacement={settings['replacement']} and "
@@ -225,14 +215,12 @@ def check_evidence(settings: Mapping[str, Any], sums: Collection[str]) -> None:
 
 def zero_expert(settings: Mapping[str, Any]) -> str:
     """How experts that retain no channel are treated: "keep_null" (the router can still select the
-    expert, whose output is 0) or "drop" (the expert and its row of the router are removed). This is
-    the parameter zero_expert, or the allocation's default if the parameter is not set."""
+    expert, whose output is 0) or "drop" (the expert and its row of the router are removed)."""
     return str(settings["parameters"].get("zero_expert", get(settings["name"]).zero_expert))
 
 
 def _check_channel_settings(settings: AllocationConfig) -> None:
-    """Raise UserError if `settings`, for a criterion that scores channels, has values that only
-    apply to whole experts."""
+    """Raise UserError if `settings` has values that only apply to whole experts."""
     for name, default in (("multiple_of", 1), ("replacement", "none"), ("by", None)):
         value = getattr(settings, name)
         if value != default:
@@ -249,9 +237,7 @@ def _check_channel_settings(settings: AllocationConfig) -> None:
 
 
 def _check_replacement(settings: AllocationConfig, allocation: Allocation) -> None:
-    """Raise UserError for an unknown value of allocation.replacement. Raise UserError for any value
-    except "none" in two cases: the file allocation.path is a plan, which has its own replacements,
-    or the plan is made by a step that runs the model, and not by the step "plan"."""
+    """Raise UserError if allocation.replacement is unknown or does not fit the other settings."""
     replacement = settings.replacement
     check_known("allocation.replacement", replacement, grouping.REPLACEMENTS)
     if replacement == "none":
@@ -272,11 +258,8 @@ def _check_replacement(settings: AllocationConfig, allocation: Allocation) -> No
 def _parameters(
     settings: AllocationConfig, allocation: Allocation, granularity: Granularity
 ) -> Any:
-    """A new dataclass, by which pydantic validates allocation.parameters. It has a field for each
-    parameter of the allocation at `granularity`, and of the replacement in `settings`. All defaults
-    are None."""
+    """A new dataclass, by which pydantic validates allocation.parameters."""
     function = allocation.functions[granularity]
-    # parameters of a step that makes the plan, or of the function that decides
     types = {**(allocation.parameters or {}), **(keyword_types(function) if function else {})}
     types |= grouping.parameters(settings.replacement)
     if granularity == "channel":
@@ -301,16 +284,12 @@ def allocate(
     scores: Mapping[int, Any],
     evidence: Evidence | None = None,
 ) -> dict[int, Any]:
-    """For scores of experts: layer -> number of experts to remove. For scores of channels:
-    layer -> number of channels that each expert retains, (E,) int64.
+    """For scores of experts: layer -> number of experts to remove. For scores of channels: layer ->
+    number of channels that each expert retains, (E,) int64.
 
-    `settings`: fields of AllocationConfig and the ratio. `layers`: layer -> facts, such as
-    n_experts. `scores`: layer -> scores of experts (E,), or of channels (E, I). `evidence` has the
-    keys `required_evidence(settings)`. evidence[step][layer] is a dictionary of arrays by name, but
-    evidence["by"][layer] is an array of scores (E,).
-
-    Numbers of channels are rounded to whole blocks if parameters.align is set. UserError for
-    infeasible settings, with the nearest feasible ratio.
+    `settings`: fields of AllocationConfig, and "ratio". `scores`: layer -> scores (E,), or (E, I)
+    of channels. `evidence` has the keys `required_evidence(settings)`. UserError for an infeasible
+    ratio, with the nearest feasible ratio.
     """
     granularity = granularity_of(scores)
     function = _function(settings, granularity)
@@ -336,8 +315,7 @@ def allocate(
 
 
 def granularity_of(scores: Mapping[int, Any]) -> Granularity:
-    """The granularity of scores: "expert" if each layer has one score per expert (E,), "channel" if
-    each layer has one score per channel (E, I)."""
+    """The granularity of scores: "expert" for shape (E,), "channel" for shape (E, I)."""
     return "channel" if numpy.ndim(next(iter(scores.values()))) == 2 else "expert"
 
 
@@ -349,13 +327,7 @@ def _budgets(
     ratio: float,
 ) -> Budgets:
     """Layer -> number of channels that each expert retains (E,) at `ratio`, as `function` decides.
-    If parameters.align is set, the numbers are rounded to whole blocks.
-
-    `inputs`: the fields of `Channels` except the ratio. `function` gets infinite scores for
-    protected experts, so that all channels of protected experts are retained. RatioTooLarge when
-    protected experts have more channels than the ratio allows to retain. Other errors are those of
-    `_check_channels` and `coverage.align`.
-    """
+    `inputs`: the fields of `Channels` except the ratio."""
     _check_channels(ratio, settings, layers)
     scores = {layer: array.copy() for layer, array in inputs["scores"].items()}
     for layer, experts in inputs["protected"].items():
@@ -373,9 +345,8 @@ def _budgets(
 
 
 def check_fits(settings: Mapping[str, Any], layers: Layers, granularity: Granularity) -> None:
-    """Raise UserError when the ratio, multiple_of or the block size is infeasible for a model. Only
-    what is independent of the scores is checked. `settings`: as in `allocate`. `layers`:
-    layer -> facts. A block size is checked only in layers with the fact `width`."""
+    """Raise UserError when the ratio, multiple_of or the block size is infeasible for a model,
+    whatever the scores are."""
     if granularity == "channel":
         with_width = {layer: facts for layer, facts in layers.items() if "width" in facts}
         call_or_suggest_ratio(
@@ -388,25 +359,20 @@ def check_fits(settings: Mapping[str, Any], layers: Layers, granularity: Granula
 
 
 def _check_channels(ratio: float, settings: Mapping[str, Any], layers: Layers) -> None:
-    """Raise UserError when channels cannot be allocated at `ratio`, whatever their scores are. That
-    is so for a ratio outside [0, 1), and for a block size or min_channels that does not fit the
-    widths in `layers` (layer -> facts)."""
+    """Raise UserError when channels cannot be allocated at `ratio`, whatever their scores are."""
     check_ratio(ratio)
     if (alignment := coverage.alignment_of(settings)) is not None:
         coverage.check_fits(alignment, layers, ratio)
 
 
 def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) -> None:
-    """Raise UserError when experts cannot be allocated at `ratio`, whatever their scores are: for a
-    ratio outside [0, 1), for a ratio that the router or another limit of a layer forbids, and when
-    group_size is too small to merge all dropped experts. `layers`: layer -> facts."""
+    """Raise UserError when experts cannot be allocated at `ratio`, whatever their scores are."""
     layer_limits = limits(layers, settings["multiple_of"])
     # same_share and budget are called only for their errors
     if settings["name"] in ("uniform", "reconstruction", "sequential"):
         # these allocations remove the same share of every layer
         shapes.same_share(layer_limits, ratio)
     else:
-        # all other allocations divide a total number of removed experts among the layers
         budget(layer_limits, ratio)
     for layer, limit in layer_limits.items():
         grouping.check_groups(
@@ -418,9 +384,8 @@ def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) ->
 
 
 def _function(settings: Mapping[str, Any], granularity: Granularity) -> Function:
-    """The function that computes the allocation at `granularity`, with the parameters in `settings`
-    bound as keyword arguments. UserError when the allocation does not support `granularity`, or
-    when a step other than "plan" makes the plan."""
+    """The function that computes the allocation, with the parameters in `settings` bound as keyword
+    arguments."""
     allocation = get(settings["name"])
     function = allocation.functions.get(granularity)
     if function is None:

@@ -85,7 +85,7 @@ def coverage(
     `layer_smoothing`, `expert_smoothing`: how `smooth` changes losses and priors before their use.
     """
     scores = problem.scores
-    # (L,): relative share of each layer; all equal for inter=uniform and layer_prior=none
+    # (L,): relative share of each layer
     shares = numpy.ones(len(scores))
     if inter in BY_LOSS and layer_prior != "none":
         shares = smooth(layer_losses(problem.evidence, scores.keys(), layer_prior), layer_smoothing)
@@ -102,7 +102,7 @@ def coverage(
         budgets[layer] = numpy.full(len(values), values.shape[1], dtype=numpy.int64)
         experts = problem.unprotected(layer)
         if not len(experts):
-            continue  # all experts of the layer are protected, and retain all channels
+            continue  # all experts are protected
         targets = None
         if intra in BY_PRIOR:
             priors = expert_prior(prior, problem.evidence, layer, len(values))
@@ -114,22 +114,19 @@ def coverage(
 
 def _divide_layer(intra: str, scores: Array, targets: Array | None, budget: int) -> Budget:
     """Number of channels that each expert of one layer retains (E,), by the rule `intra` of
-    `coverage`. The numbers sum to `budget`. `scores`: scores of the channels (E, I). `targets`: the
-    smoothed prior of each expert (E,); None if the rule uses no priors."""
+    `coverage`. `scores`: (E, I). `targets`: the smoothed prior of each expert (E,)."""
     if intra == "ranking":
         return count_highest(scores, budget)
     if targets is None:
         targets = numpy.ones(len(scores))
     if intra == "coverage":
         return cover(list(scores), targets, budget)
-    # intra=proportional; also intra=uniform, for which all targets are 1
     return apportion(targets, budget, low=0, high=scores.shape[1])
 
 
 def _cover_layers(problem: Channels, targets: Array) -> dict[int, int]:
-    """Layer -> number of channels that the layer retains. Protected experts retain all channels.
-    `cover` divides the rest of the budget among the layers: the channels of all unprotected experts
-    of a layer are one group. `targets`: the target of each layer (L,)."""
+    """Layer -> number of channels that the layer retains, as `cover` divides them among the
+    unprotected experts of each layer. `targets`: the target of each layer (L,)."""
     budgets = problem.protected_channels  # a new array at each access, so that it may be changed
     # whether a layer has unprotected experts
     has_room = problem.layer_channels > problem.protected_channels
@@ -146,8 +143,7 @@ def _cover_layers(problem: Channels, targets: Array) -> dict[int, int]:
 
 
 def needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Sorted names of the steps that must measure evidence before allocation=coverage with
-    `parameters` can be computed."""
+    """Sorted names of the steps whose measurements allocation=coverage needs with `parameters`."""
     steps: set[str] = set()
     if parameters.get("inter", "coverage") in BY_LOSS and parameters.get("layer_prior") != "none":
         steps.update(layer_loss_steps(parameters))
@@ -164,16 +160,12 @@ BEYOND = 1e300
 
 
 def cover(groups: Sequence[Array], targets: Array, budget: int) -> Budget:
-    """Divide `budget` channels among groups by CBA (Coverage-Maximized Budget Allocation). Returns
-    the number of channels that each of the G groups retains (G,). `groups`: for each group, the
-    scores of its channels (n_g,). `targets`: the target phi_g >= 0 of each group (G,).
+    """Divide `budget` channels among groups by CBA. Returns the number of channels that each of the
+    G groups retains (G,). `groups`: for each group, the scores of its channels (n_g,). `targets`:
+    the target phi_g >= 0 of each group (G,).
 
-    A group retains its channels with the highest scores, until these scores sum to the share
-    alpha * phi_g of the sum of all its scores. The level alpha is the same for all groups, and
-    rises from 0 until `budget` channels are retained. So each channel has a threshold, the alpha
-    above which it is retained (see `_thresholds`), and the channels with the lowest thresholds are
-    retained. Of channels with equal thresholds, the one in the group with the larger target comes
-    first; if targets are equal, too, the one in the earlier group.
+    Each channel has a threshold, the alpha of CBA above which it is retained. The channels with the
+    lowest thresholds are retained.
     """
     # groups with larger targets first: the stable sort below then prefers them in ties
     order = numpy.argsort(-targets, kind="stable")
@@ -185,9 +177,7 @@ def cover(groups: Sequence[Array], targets: Array, budget: int) -> Budget:
 
 
 def _thresholds(scores: Array, target: float) -> Array:
-    """Thresholds (n,) of the channels of one group, from the channel with the highest score to that
-    with the lowest. A channel is retained when alpha in `cover` is above its threshold. The
-    threshold is infinite for scores <= 0. `target`: the target of the group, >= 0."""
+    """Thresholds (n,) of the channels of one group, as in `cover`, by descending score."""
     descending = numpy.sort(numpy.maximum(scores, 0))[::-1]
     sums = numpy.cumsum(descending)
     if sums[-1] <= 0:
@@ -201,13 +191,8 @@ def _thresholds(scores: Array, target: float) -> Array:
 
 
 def expert_prior(prior: Prior, evidence: Evidence, layer: int, n_experts: int) -> Array:
-    """How much each expert of `layer` matters (E,), >= 0, by the measure `prior`. Only the ratios
-    between experts have a meaning.
-
-    docs/allocations.md has the formulas. A negative measurement, of an expert whose output opposes
-    the outputs of the other experts, counts as 0. UserError when `evidence` does not have the
-    measurement of `prior` that `PRIORS` names.
-    """
+    """How much each expert of `layer` matters (E,), >= 0, by the measure `prior`;
+    docs/allocations.md has the formulas. Only the ratios between experts have a meaning."""
     if prior == "none":
         return numpy.ones(n_experts)
     step, name, to_prior = PRIORS[prior]
@@ -230,14 +215,12 @@ function that turns this array into the prior."""
 
 @dataclass(config=SETTINGS, frozen=True)
 class Alignment:
-    """The setting allocation.parameters.align: the number of channels that an expert retains is
-    rounded to whole blocks."""
+    """The setting allocation.parameters.align, by which numbers of channels are rounded."""
 
     block: Positive
     """The number of retained channels of an expert is a multiple of this number."""
     min_channels: Count | None = None
-    """Experts with fewer channels than this number lose all their channels; null stands for the
-    value of `block`."""
+    """Experts with fewer channels than this number lose all their channels; null: `block`."""
     order: Literal["remainder", "scores"] = "remainder"
     """Order in which experts get the blocks that rounding down leaves over: see `align`."""
 
@@ -248,8 +231,8 @@ class Alignment:
 
 
 def alignment_of(settings: Mapping[str, Any]) -> Alignment | None:
-    """The setting parameters.align as an `Alignment`, or None if the setting is not set.
-    `settings`: fields of AllocationConfig. UserError for invalid values."""
+    """The setting parameters.align, or None if it is not set. `settings`: fields of
+    AllocationConfig."""
     value = settings["parameters"].get("align")
     return None if value is None else validated(Alignment, value, "allocation.parameters.align")
 
@@ -257,7 +240,7 @@ def alignment_of(settings: Mapping[str, Any]) -> Alignment | None:
 def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ratio: float) -> None:
     """Raise UserError when experts have fewer channels than one block, or fewer than min_channels.
     Raise RatioTooSmall when more channels are to be retained than the whole blocks of all experts
-    have. `layers`: layer -> facts, of which n_experts and width are read."""
+    have. `layers`: layer -> facts."""
     if not layers:
         return
     block = alignment.block
@@ -292,8 +275,6 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
 
     remainder  the experts that lost most channels by rounding
     scores     the experts that lost the largest sum of scores by rounding
-
-    RatioTooLarge when a layer whose budgets are not all 0 would retain no channel.
     """
     aligned = {}
     for layer, budget in budgets.items():
@@ -308,8 +289,7 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
 
 
 def _align_layer(budgets: Budget, scores: Array, alignment: Alignment) -> Budget:
-    """The `budgets` (E,) of the experts of one layer, rounded to whole blocks as in `align`.
-    `scores`: scores of the channels (E, I)."""
+    """The `budgets` (E,) of one layer, rounded as in `align`. `scores`: (E, I)."""
     block = alignment.block
     is_retained = (budgets >= alignment.minimum_channels) & (budgets > 0)
     rounded = numpy.where(is_retained, budgets // block * block, 0)
@@ -317,8 +297,7 @@ def _align_layer(budgets: Budget, scores: Array, alignment: Alignment) -> Budget
     losses: NDArray[Any] = budgets - rounded
     leftover_blocks = int(losses.sum()) // block
     if alignment.order == "scores":
-        # (E,): sum of the scores of these channels. An expert loses its channels of the ranks
-        # `rounded` to `budgets` - 1, where the channel of rank 0 has the highest score.
+        # (E,): sum of the scores of these channels; the channel of rank 0 has the highest score
         descending = -numpy.sort(-scores, axis=1)
         rank = numpy.arange(scores.shape[1])
         is_lost = (rank >= rounded[:, None]) & (rank < budgets[:, None])
@@ -328,7 +307,6 @@ def _align_layer(budgets: Budget, scores: Array, alignment: Alignment) -> Budget
     order = numpy.argsort(-losses, kind="stable")  # experts, those with the largest losses first
     added = numpy.zeros_like(room)
     while leftover_blocks > 0:
-        # the experts that get a block in this round: the first in `order` that still have room
         has_room = added < room
         experts = order[has_room[order]][:leftover_blocks]
         if not experts.size:

@@ -1,9 +1,8 @@
 """Groups of experts to merge, and the weights of their members, from the sums of one layer. No
 torch.
 
-An allocation decides how many experts a layer retains. A grouping decides which experts are merged
-into each retained expert. A new grouping is an entry of `GROUPINGS`: a distance between experts, a
-clustering by distance, and the weights of the members.
+A grouping decides which experts are merged into each retained expert. A new grouping is an entry of
+`GROUPINGS`.
 """
 
 from __future__ import annotations
@@ -40,19 +39,18 @@ class Grouping:
     """Distances (E, E), ids of the retained experts by descending score, and parameters by keyword
     -> groups, as many as retained experts."""
     weights: Literal["tokens", "scores"] = "tokens"
-    """Weights of a group's members, which are divided by their sum: routed tokens N_j, or the
-    criterion's scores, negative scores as 0. If the sum is 0, the weights are equal."""
+    """Weights of a group's members: numbers of routed tokens, or the criterion's scores, negative
+    scores as 0."""
     rows: Literal["all", "retained"] = "all"
     """Rows of the router that are retained: all, so that the gates of a token's merged experts add
     up, or only the rows of the retained experts, each of which owns a group."""
     align: Literal["weights", "activations_and_weights"] | None = None
-    """Features by which channels of the members are matched before averaging; None: no
-    matching."""
+    """Features by which channels of the members are matched before averaging."""
 
 
 def logit_distances(sums: Sums) -> Array:
     """Distances (E, E) of experts: 1 - cos(z_i, z_j), where z_i has the router's logits of expert i
-    for all tokens. `router_gram` has the inner products of z_i and z_j."""
+    for all tokens."""
     return 1 - _cosine(numpy.asarray(sums["router_gram"], dtype=float))
 
 
@@ -63,8 +61,8 @@ def output_distances(sums: Sums) -> Array:
 
 
 def routed_output_distances(sums: Sums) -> Array:
-    """Distances (E, E) of experts: Euclidean, between the experts' mean outputs. The mean output of
-    an expert is over the tokens that are routed to this expert."""
+    """Distances (E, E) of experts: Euclidean, between the experts' mean outputs over their routed
+    tokens."""
     from moe_lab.statistics import mean_output
 
     return _euclidean(mean_output(sums))
@@ -78,8 +76,7 @@ def output_and_logit_distances(sums: Sums) -> Array:
     r = 1 - d_ij / max(d)
 
     u_i is the sum of the outputs of expert i over all tokens, each weighted by the softmax of the
-    router's logits. d_ij is the Euclidean distance of z_i / |z_i| and z_j / |z_j|, with z_i as in
-    `logit_distances`. It is equal to sqrt(2 - 2 cos(z_i, z_j)).
+    router's logits. d_ij is sqrt(2 - 2 cos(z_i, z_j)), with z_i as in `logit_distances`.
     """
     distances = numpy.sqrt(numpy.maximum(2 * logit_distances(sums), 0))
     logit_similarity = 1 - distances / max(float(distances.max()), numpy.finfo(float).tiny)
@@ -98,8 +95,7 @@ def weight_distances(sums: Sums) -> Array:
 
 def nearest_groups(distances: Array, retained: Sequence[int]) -> Groups:
     """One group per retained expert: each dropped expert joins the group of the retained expert at
-    the smallest distance. Of retained experts at equal distance, it joins the expert with the lower
-    id. `distances`: (E, E). `retained`: ids, in any order."""
+    the smallest distance. `distances`: (E, E)."""
     groups = {owner: [owner] for owner in sorted(retained)}
     owners = list(groups)
     for expert in range(len(distances)):
@@ -110,8 +106,7 @@ def nearest_groups(distances: Array, retained: Sequence[int]) -> Groups:
 
 def average_linkage(distances: Array, retained: Sequence[int]) -> Groups:
     """Hierarchical clusters of experts by average linkage, as many clusters as retained experts.
-    Only the number of ids in `retained` matters. If all experts are retained, each expert is a
-    cluster. `distances`: (E, E)."""
+    `distances`: (E, E)."""
     from scipy.cluster.hierarchy import cut_tree, linkage
     from scipy.spatial.distance import squareform
 
@@ -128,10 +123,8 @@ def salience_groups(
     distances: Array, retained: Sequence[int], *, group_size: int = GROUP_SIZE
 ) -> Groups:
     """One group per retained expert. The groups are filled one after another, in the order of
-    `retained` (ids by descending score). The group of a retained expert gets the nearest dropped
-    experts that are in no group yet, until the group has `group_size` members or no expert is left.
-    Of experts at equal distance, the lower id comes first. UserError when the groups cannot hold
-    all experts. `distances`: (E, E)."""
+    `retained` (ids by descending score). Each group gets the nearest dropped experts that are in no
+    group yet, until it has `group_size` members. `distances`: (E, E)."""
     check_capacity(len(distances), len(retained), group_size=group_size)
     free = [expert for expert in range(len(distances)) if expert not in retained]
     groups = []
@@ -183,8 +176,7 @@ reads."""
 
 
 def required_passes(replacement: str) -> tuple[str, ...]:
-    """Names of the passes whose sums are read by `replacement`, a value of allocation.replacement.
-    UserError for an unknown replacement."""
+    """Names of the passes whose sums `replacement`, a value of allocation.replacement, reads."""
     check_known("allocation.replacement", replacement, REPLACEMENTS)
     return REPLACEMENTS[replacement]
 
@@ -195,12 +187,11 @@ def parameters(replacement: str) -> dict[str, Any]:
 
 
 def check_groups(settings: Mapping[str, Any], count: int, retained: int, protected: int) -> None:
-    """Raise UserError when the groups of a layer cannot hold all experts of the layer. Numbers of
-    experts: `count` in the layer, `retained` (one group each), and `protected`, which are retained
-    but never merged with another expert. `settings`: fields of AllocationConfig."""
+    """Raise UserError when the groups of a layer cannot hold all experts of the layer. `count`,
+    `retained`, `protected`: numbers of experts of the layer. `settings`: fields of
+    AllocationConfig."""
     grouping = GROUPINGS.get(settings.get("replacement", "none"))
-    # Only salience_groups limits the size of groups. If no expert is dropped, there is nothing to
-    # merge. If only protected experts are retained, `groups` raises the error.
+    # if only protected experts are retained, `groups` raises the error
     if (
         grouping is not None
         and grouping.cluster is salience_groups
@@ -223,10 +214,8 @@ def groups(
     """Groups of the experts of one layer, by the method settings["replacement"]: one group per
     retained expert. The ids in each group are sorted, and the groups are sorted by their first ids.
 
-    Each protected expert is alone in its group. `settings`: fields of AllocationConfig. `sums`:
-    sums of the layer by name. `scores`: the criterion's scores (E,). `retained`, `protected`: ids
-    of experts. UserError when all retained experts are protected but other experts are dropped.
-    UserError when the method compares router logits but the router computes none.
+    Each protected expert is alone in its group. `settings`: fields of AllocationConfig. `scores`:
+    the criterion's scores (E,). `retained`, `protected`: ids of experts.
     """
     name = settings["replacement"]
     grouping = GROUPINGS[name]
@@ -234,7 +223,6 @@ def groups(
     all_groups = [[expert] for expert in protected]
     if not unprotected:
         return all_groups
-    # unprotected retained experts by descending score
     owners = sorted(
         (expert for expert in retained if expert not in protected),
         key=lambda expert: -scores[expert],
@@ -266,13 +254,11 @@ def member_weights(
     name: str, groups: Groups, sums: Sums, scores: Array, retained: Sequence[int]
 ) -> dict[int, dict[int, float]]:
     """Id of the owner -> {id of the member: weight}, for each group of experts of one layer. The
-    members are merged into the owner, which is a member itself. `sums`: sums of the layer by name.
-    `scores`: the criterion's scores (E,). `retained`: ids of the retained experts, one per group.
+    members are merged into the owner, which is a member itself. `scores`: the criterion's scores
+    (E,). `retained`: ids of the retained experts, one per group.
 
-    GROUPINGS[name] decides between two weights and two owners. The weights are in proportion to the
-    members' numbers of routed tokens, or to their scores, negative scores as 0. They sum to 1; if
-    all these numbers are 0, they are equal. The owner is the member in `retained`, or the member
-    with the largest weight; of equal weights, the member with the lowest id.
+    The weights of a group sum to 1. The owner is the member in `retained`, or the member with the
+    largest weight, as GROUPINGS[name].rows says.
     """
     grouping = GROUPINGS[name]
     values = numpy.asarray(
@@ -291,8 +277,8 @@ def member_weights(
 
 
 def _cosine(gram: Array) -> Array:
-    """Cosines (E, E) of E vectors. `gram`: the inner products of the vectors (E, E). The cosine
-    with a vector of zeros is 0."""
+    """Cosines (E, E) of E vectors, 0 for a vector of zeros. `gram`: the inner products of the
+    vectors (E, E)."""
     norms = numpy.sqrt(numpy.maximum(numpy.diag(gram), numpy.finfo(float).tiny))
     return gram / norms[:, None] / norms
 

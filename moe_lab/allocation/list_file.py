@@ -19,8 +19,8 @@ digits."""
 
 
 def read(path: str) -> dict[str, Any]:
-    """The content of the JSON file at `path`: a schedule or a plan, see `is_plan`. UserError when
-    the file is missing, damaged, or neither a schedule nor a plan."""
+    """The content of the JSON file at `path`: a schedule or a plan, see `is_plan`. UserError for
+    any other file."""
     try:
         content: dict[str, Any] = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
@@ -39,17 +39,16 @@ def read(path: str) -> dict[str, Any]:
 
 
 def is_plan(content: Mapping[str, Any]) -> bool:
-    """Whether `content`, the content of a JSON file, is a plan. If not, it is a schedule: layer ->
-    number of experts to remove."""
+    """Whether `content` is a plan. If not, it is a schedule: layer -> number of experts to
+    remove."""
     return "schema" in content and fits(
         content, {"layers": {str: {"experts": int, "retained": list}}}
     )
 
 
 def read_for_granularity(path: str | None, granularity: str) -> dict[str, Any]:
-    """The content of the JSON file at `path`: a plan, or a schedule, that is, layer -> number of
-    experts to remove. `granularity`: what the file must list, "expert" or "channel". UserError when
-    it lists the other, and when `path` is None. Other errors are those of `read`."""
+    """The content of the JSON file at `path`, as in `read`. UserError unless the file lists
+    `granularity`, "expert" or "channel"."""
     if path is None:
         raise UserError("allocation=list needs allocation.path: a schedule or a plan.json")
     content = read(path)
@@ -67,8 +66,7 @@ def read_for_granularity(path: str | None, granularity: str) -> dict[str, Any]:
 
 def removals(problem: Experts) -> dict[int, int]:
     """Layer -> number of experts to remove, from the schedule or plan in the file problem.path.
-    A schedule has these numbers; a plan has the ids of the retained experts. UserError when the
-    numbers do not fit the model's layers, the limits of a layer, or the ratio problem.ratio."""
+    UserError when the numbers do not fit the model or the ratio."""
     content = read_for_granularity(problem.path, "expert")
     if is_plan(content):  # reduce the plan to a schedule
         content = {
@@ -94,8 +92,7 @@ def removals(problem: Experts) -> dict[int, int]:
 
 def budgets(problem: Channels) -> Budgets:
     """Layer -> number of channels that each expert retains (E,), from the plan in the file
-    problem.path. The number is 0 for an expert that the plan removes. UserError when the plan does
-    not fit the model's layers or the ratio problem.ratio."""
+    problem.path. UserError when the plan does not fit the model or the ratio."""
     layers = _layer_values(read_for_granularity(problem.path, "channel")["layers"], problem.scores)
     retained: Budgets = {}
     for number, scores in problem.scores.items():
@@ -118,9 +115,8 @@ def budgets(problem: Channels) -> Budgets:
 
 
 def _layer_values(content: Mapping[str, Any], expected: Mapping[int, Any]) -> dict[int, Any]:
-    """Layer number -> value of the layer in `content`, whose keys are layer numbers as text. The
-    result has the order of the keys of `expected`, which are layer numbers. UserError unless
-    `content` has exactly these layers."""
+    """Layer number -> value of the layer in `content`, whose keys are layer numbers as text.
+    UserError unless `content` has exactly the layers in `expected`."""
     numbered = {int(layer): value for layer, value in content.items()}
     if set(numbered) != set(expected):
         raise UserError(
@@ -130,8 +126,7 @@ def _layer_values(content: Mapping[str, Any], expected: Mapping[int, Any]) -> di
 
 
 def _check_ratio(share: float, ratio: float) -> None:
-    """Raise UserError when `share`, the share of experts or channels that the file removes, differs
-    from `ratio` by more than TOLERANCE."""
+    """Raise UserError when `share`, which the file removes, differs from `ratio`."""
     if abs(share - ratio) > TOLERANCE:
         raise UserError(
             f"ratio={ratio}, but allocation.path removes {share:.4g} of all: set "

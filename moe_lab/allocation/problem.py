@@ -26,8 +26,7 @@ Evidence: TypeAlias = Mapping[str, Mapping[int, Any]]
 
 
 def keyword_types(function: Callable[..., Any]) -> dict[str, Any]:
-    """Name -> type, for each keyword-only argument of `function`. These arguments are parameters
-    that users set."""
+    """Name -> type, for each keyword-only argument of `function`."""
     hints = get_type_hints(function, include_extras=True)
     arguments = inspect.signature(function).parameters.values()
     return {
@@ -40,8 +39,7 @@ def keyword_types(function: Callable[..., Any]) -> dict[str, Any]:
 def accepted_parameters(
     function: Callable[..., Any], parameters: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The items of `parameters` (name -> value) whose names are keyword-only arguments of
-    `function`."""
+    """The items of `parameters` whose names are keyword-only arguments of `function`."""
     return {name: value for name, value in parameters.items() if name in keyword_types(function)}
 
 
@@ -49,18 +47,16 @@ Result = TypeVar("Result")
 
 
 class RatioTooLarge(UserError):
-    """Infeasible at this ratio and all larger ratios, but perhaps feasible at a smaller ratio."""
+    """Infeasible at this ratio and all larger ratios."""
 
 
 class RatioTooSmall(UserError):
-    """Infeasible at this ratio and all smaller ratios, but perhaps feasible at a larger ratio."""
+    """Infeasible at this ratio and all smaller ratios."""
 
 
 def call_or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Result:
-    """The result of `decide(ratio)`. If `decide` raises RatioTooLarge, raise a UserError that
-    suggests the largest feasible ratio below `ratio`. If `decide` raises RatioTooSmall, the error
-    suggests the smallest feasible ratio above `ratio`. Only multiples of 0.001 are tried. If there
-    is no such ratio, the error says so."""
+    """The result of `decide(ratio)`. If `ratio` is infeasible, raise a UserError that suggests the
+    nearest feasible multiple of 0.001."""
 
     def error_at(thousandths: int) -> UserError | None:
         """The error of `decide` at the ratio thousandths / 1000; None if this ratio is feasible."""
@@ -76,8 +72,7 @@ def call_or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Re
     except RatioTooLarge as error:
         reason = error
         extreme, direction = "largest", "smaller"
-        # all thousandths below `ratio`; larger ratios are not tried, although rounding to blocks
-        # may make one feasible
+        # all thousandths below `ratio`
         smaller = range(ceil(1000 * ratio) if ratio < 1 else 1000)
         # the number before the first one in `smaller` that is too large
         nearest = (
@@ -117,14 +112,13 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts(Problem):
-    """The input of an allocation of experts, which decides how many experts each layer loses."""
+    """The input of an allocation of experts."""
 
     limits: dict[int, Limits]
 
     def proportional_allocation(self, shares: Array) -> dict[int, int]:
         """Layer -> number of experts to remove. `shares` (L,): the relative share of its experts
-        that each layer retains. A layer of n experts with the share s retains a number of experts
-        that is proportional to s * n, as far as the limits of the layer allow."""
+        that each layer retains, as far as the limits of the layer allow."""
         limits = self.limits.values()
         count = numpy.array([limit.n_experts for limit in limits])
         retained = apportion(
@@ -138,17 +132,17 @@ class Experts(Problem):
 
 
 class Channels(Problem):
-    """The input of an allocation of channels, which decides how many channels each expert retains.
-    Scores of protected experts are infinite, so that all their channels are retained."""
+    """The input of an allocation of channels. Scores of protected experts are infinite, so that all
+    their channels are retained."""
 
     @property
     def layer_channels(self) -> NDArray[numpy.int64]:
-        """Number of channels of each layer (L,): experts times channels per expert."""
+        """Number of channels of each layer (L,)."""
         return numpy.array([scores.size for scores in self.scores.values()], dtype=numpy.int64)
 
     @property
     def protected_channels(self) -> NDArray[numpy.int64]:
-        """For each layer, the number of channels of all its protected experts together (L,)."""
+        """Number of channels of all protected experts of each layer (L,)."""
         counts = [
             len(self.protected.get(layer, ())) * scores.shape[1]
             for layer, scores in self.scores.items()
@@ -161,15 +155,12 @@ class Channels(Problem):
 
     @property
     def total_retained(self) -> int:
-        """Number of channels to retain in all layers together: the number of channels times
-        1 - ratio, rounded down."""
+        """Number of channels to retain in all layers together."""
         return round_down(int(self.layer_channels.sum()) * (1 - self.ratio))
 
     def layer_budgets(self, shares: Array) -> dict[int, int]:
-        """Layer -> number of channels that the layer retains. The numbers sum to `total_retained`.
-        `shares` (L,): the relative share of its channels that each layer retains. The number for a
-        layer of n channels with the share s is proportional to s * n, but at least the number of
-        channels of its protected experts."""
+        """Layer -> number of channels that the layer retains. `shares` (L,): the relative share of
+        its channels that each layer retains."""
         retained = apportion(
             shares * self.layer_channels,
             self.total_retained,
@@ -179,9 +170,9 @@ class Channels(Problem):
         return dict(zip(self.scores, retained.tolist(), strict=True))
 
     def proportional_allocation(self, shares: Array) -> Budgets:
-        """Layer -> number of channels that each expert retains (E,). A layer retains
-        layer_budgets(shares)[layer] channels: those with the highest scores among all experts of
-        the layer. `shares` (L,): as in `layer_budgets`."""
+        """Layer -> number of channels that each expert retains (E,). Each layer retains the
+        channels with the highest scores among all its experts. `shares` (L,): as in
+        `layer_budgets`."""
         budgets = self.layer_budgets(shares)
         return {
             layer: count_highest(scores, budgets[layer]) for layer, scores in self.scores.items()
@@ -190,8 +181,7 @@ class Channels(Problem):
 
 def count_highest(scores: Array, n_retained: int) -> Budget:
     """Number of channels that each expert retains (E,), if the `n_retained` channels with the
-    highest scores among all experts are retained. `scores`: scores of the channels (E, I). Of equal
-    scores, the score with the higher index counts as higher."""
+    highest scores among all experts are retained. `scores`: (E, I)."""
     counts: Budget = flag_highest(scores.ravel(), n_retained).reshape(scores.shape).sum(axis=1)
     return counts
 
@@ -211,8 +201,7 @@ def round_down(value: float) -> int:
 
 
 def measurement(evidence: Evidence, step: str, layer: int, name: str) -> Array:
-    """The array `name` (fp64) that the step `step` measured for `layer`. UserError when `evidence`
-    does not have the array."""
+    """The array `name` (fp64) that the step `step` measured for `layer`."""
     arrays = evidence.get(step, {}).get(layer, {})
     if name not in arrays:
         raise UserError(
@@ -230,11 +219,10 @@ def apportion(
     Number i is low[i] plus a multiple of step[i], and at most high[i]. `low`, `high` and `step` are
     scalars or (n,), with sum(low) <= total <= sum(high). The numbers are found in three steps:
 
-    1. The exact shares are level * weights, clipped to [low, high]. `level` is the number with
-       which they sum to `total`.
+    1. The exact shares are level * weights, clipped to [low, high], where `level` makes them sum
+       to `total`.
     2. Each share is rounded down to low plus a multiple of step.
     3. What is left of `total` is given to the shares with the largest remainders, one `step` each.
-       Of equal remainders, the lower index comes first.
 
     When steps differ, the result may sum to less than `total`, by less than the largest step.
     """
