@@ -81,6 +81,7 @@ def load(path: str, **settings: Any) -> tuple[Any, Any]:
 
     `path`: a folder with a transformers checkpoint, a hub id, or `pocket:NAME` for a shipped model.
     `settings`: fields of `moe_lab.config.ModelConfig`, such as dtype="bfloat16" or device="cuda".
+    UserError when the model cannot be loaded.
     """
     from moe_lab.config import ModelConfig
     from moe_lab.config.base import validated
@@ -336,9 +337,9 @@ def plan(
     `parameters`: those of the allocation and of the replacement. Other arguments: fields of
     AllocationConfig.
 
-    A plan with replacement m_smoe or ream must be aligned by `align`. UserError for an infeasible
-    ratio, and for missing or duplicate rows.
-    """
+    A plan with replacement m_smoe or ream must be aligned by `align`. Warns when rounding changes
+    the removed share, and when a removed and a retained score are equal. UserError for an
+    infeasible ratio, and for missing or duplicate rows."""
     from moe_lab.allocation import check_evidence, protection
     from moe_lab.errors import UserError
     from moe_lab.pruning.plan import ROUNDED
