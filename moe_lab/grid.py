@@ -205,10 +205,10 @@ class _Axes:
     def further_grid_lists(self, first: Lists, lists: Lists) -> list[Lists]:
         """The lists of a further grid, changed by the command line, as the only item of the result.
         If the command line has a list of a group, the further grid keeps only its own names that
-        match a name in that list. The result is [] if it keeps no name of such a group.
+        match a name in that list.
 
-        `lists`: the lists that a file has for the further grid. `first`: the lists of the first
-        grid in that file, which also apply to the further grid unless `lists` replaces them."""
+        `first`: the lists of the first grid in the same file, which also apply unless `lists`
+        replaces them."""
         kept = {}
         for axis, command_names in self.draft.command_lists.items():
             if axis not in GROUPS or axis not in lists:
@@ -224,18 +224,16 @@ class _Axes:
         return [{**self.grid_lists({**first, **lists}), **kept}]
 
     def _list_setting(self, axis: str) -> str:
-        """The setting that lists the values of an axis, for messages: `axis` if the list comes from
-        the command line, grid.AXIS if it comes from a file."""
+        """The setting that lists the values of an axis, for messages."""
         return axis if axis in self.draft.command_lists else f"grid.{axis}"
 
     def values(self, axis: str, lists: Lists) -> list[Any]:
-        """The values of an axis, checked. Raises SettingsError with all mistakes in the values."""
+        """The checked values of an axis. SettingsError with all mistakes."""
         method = self._plain_values if axis in PLAIN_AXES else self._choices_of
         return method(axis, lists)
 
     def _plain_values(self, axis: str, lists: Lists) -> list[Any]:
-        """The checked values of an axis in PLAIN_AXES, without repetitions. An axis without a list
-        has one value: the value in the composed configuration, or the default if there is none."""
+        """The checked values of an axis in PLAIN_AXES, without repetitions."""
         values = []
         with Mistakes() as mistakes:
             if axis not in lists:
@@ -249,10 +247,8 @@ class _Axes:
         return list(dict.fromkeys(values))
 
     def _names(self, axis: str, lists: Lists) -> list[str | None]:
-        """Names of the files of a group that match its list of names, without repetitions. The file
-        from which the composed configuration has its content is given as None, because that content
-        is used as it is. The result is [None] if the group has no list. SettingsError with all
-        names in the list that no file matches."""
+        """Names of the files of a group that match its list of names. None stands for the content
+        of the composed configuration."""
         available = self.files.names(axis)
         names: list[str | None] = []
         with Mistakes() as mistakes:
@@ -268,8 +264,8 @@ class _Axes:
         return list(dict.fromkeys(names)) or [None]
 
     def named_files(self, grids: Iterable[Lists]) -> Iterator[Choice]:
-        """(group, name) of the files that the lists of `grids` name, without the files that are in
-        the composed configuration already."""
+        """(group, name) of the files that the lists of `grids` name, without those in the composed
+        configuration."""
         for axis, lists in itertools.product(GROUPS, grids):
             # skips a list with mistakes, which `values` reports
             with Mistakes().caught():
@@ -278,15 +274,14 @@ class _Axes:
                         yield axis, name
 
     def _choices_of(self, axis: str, lists: Lists) -> list[Any]:
-        """The checked choices of a group, without repetitions: one for each listed file and each
-        combination of the listed values of settings in the group."""
+        """The checked choices of a group: one for each listed file and each combination of the
+        listed values of settings."""
         prefix = f"{axis}."
         setting_lists = {
             key.removeprefix(prefix): values
             for key, values in lists.items()
             if key.startswith(prefix)
         }
-        # `_choice` returns the same object for equal arguments
         choices: dict[int, Any] = {}  # id of a choice -> the choice
         with Mistakes() as mistakes:
             names = self._names(axis, lists)
@@ -298,8 +293,7 @@ class _Axes:
 
     def _choice(self, axis: str, name: str | None, settings: Mapping[str, Any]) -> Any:
         """The choice of a group that is made from the file `name`, or from the composed
-        configuration if `name` is None. `settings`: setting in the group -> its value in this
-        choice. Equal arguments return the same object."""
+        configuration if `name` is None. `settings`: setting in the group -> its value."""
         key = (axis, name, json.dumps(settings, sort_keys=True, default=str))
         if key not in self._choices:
             choice = self._compose(axis, name, settings)
@@ -309,9 +303,7 @@ class _Axes:
         return self._choices[key]
 
     def _compose(self, axis: str, name: str | None, settings: Mapping[str, Any]) -> Any:
-        """Make a new choice, and check it. The arguments are those of `_choice`. The overrides of
-        the command line are set first, then `settings`, whose values are also appended to the name
-        of the choice. `_choice` adds the settings of a mixture's sources."""
+        """A new, checked choice from the arguments of `_choice`."""
         content = deepcopy(self._content(axis, name))
         for setting, value in self.draft.overrides:
             if setting.startswith(f"{axis}."):
@@ -330,9 +322,7 @@ class _Axes:
 
     def _checked_text(self, text: CalibrationConfig, name: str | None) -> CalibrationConfig:
         """`text`, a calibration set, with the field `is_default`, which is True for a shipped set
-        if no setting names a set. `name`: name of the file of the set; None if the set comes from
-        the composed configuration. UserError if the set itself is named "none", because that name
-        means no calibration."""
+        if no setting names a set."""
         if text.name == "none":
             raise UserError(
                 "calibration.name=none means no calibration: expected another name, such as none_1"
@@ -343,15 +333,9 @@ class _Axes:
         return text
 
     def _content(self, axis: str, name: str | None) -> dict[str, Any]:
-        """The settings of a choice, not yet checked.
-
-        If `name` is None, they are the settings of the group in the composed configuration.
-        Otherwise they are the content of the file `name`, with changes. The composed configuration
-        comes from another file of the group, and may have changed some of its settings, for example
-        in an experiment. The same changes are made here.
-
-        If no setting names a calibration set, the result is the content of the file SHIPPED_TEXT,
-        with all composed settings as changes."""
+        """The settings of a choice, not yet checked. If `name` is not None, they are the content of
+        the file `name`, with the changes that the composed configuration has made to its own file
+        of the group."""
         composed = self.draft.composed.get(axis) or {}
         if not isinstance(composed, dict):
             raise UserError(
@@ -360,9 +344,9 @@ class _Axes:
         if name is None and (axis != "calibration" or "name" in composed):
             return composed
         composed_name = self.draft.file_names.get(axis, "")
-        # `composed` before the changes; `composed` itself if it comes from no file of the group
+        # `composed` before the changes
         base = composed
-        if name is None:
+        if name is None:  # no setting names a calibration set
             name = SHIPPED_TEXT
             base = {}
         elif composed_name in self.files.names(axis):
@@ -375,7 +359,7 @@ class _Axes:
 
 def _changes(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     """(dotted key, value in `new`) for each key that is missing in `old`, or has another value
-    there. Mappings are compared key by key."""
+    there."""
     for key, value in new.items():
         if isinstance(value, dict) and isinstance(old.get(key), dict):
             for inner_key, inner_value in _changes(old[key], value):
@@ -385,9 +369,8 @@ def _changes(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> Iterator[tuple[s
 
 
 def assign(content: dict[str, Any], key: str, value: Any) -> None:
-    """Set the value under a dotted key in `content`, in place. If the old and the new value are
-    mappings, the entries of the new mapping are added to the old one. The value REMOVED removes the
-    key."""
+    """Set the value under a dotted key in `content`, in place. A mapping is merged into an old
+    mapping."""
     *parents, last = key.split(".")
     for part in parents:
         if not isinstance(content.get(part), dict):
@@ -410,8 +393,8 @@ def is_shipped(model: ModelConfig) -> bool:
 
 
 def suite_of(config: Config, model: ModelConfig, files: Files) -> SuiteConfig:
-    """The suite on which a model is evaluated. It is `config.suite`, but a shipped model has the
-    benchmarks of SHIPPED_SUITE if no suite is named."""
+    """The suite on which a model is evaluated. A shipped model has the benchmarks of SHIPPED_SUITE
+    if no suite is named."""
     if config.suite.benchmarks is not None or not is_shipped(model):
         return config.suite
     choice = ("suite", SHIPPED_SUITE)
@@ -419,27 +402,23 @@ def suite_of(config: Config, model: ModelConfig, files: Files) -> SuiteConfig:
 
 
 def requests(config: Config, points: Iterable[Point], files: Files) -> list[Request]:
-    """The cells at `points`, with their benchmarks. Shipped models may have other benchmarks, so
-    each protocol has at most two requests: one with the cells of shipped models, and one with all
-    other cells. SettingsError with all mistakes in benchmarks and in texts, which are calibration
-    sets that are used for other purposes than calibration (see `Cell.texts`)."""
+    """The cells at `points`, with their benchmarks. A request has the cells of one protocol, either
+    of shipped models or of other models. SettingsError with all mistakes in benchmarks and in texts
+    (see `Cell.texts`)."""
     # (id of a model, id of an allocation that searches) -> the allocation with the model's
     # search parameters
     allocations: dict[tuple[int, int], AllocationConfig] = {}
 
     @cache
     def text_of(setting: str, name: str, engine: Any = None) -> CalibrationConfig:
-        """The text `name`. Equal arguments return the same object. Overrides such as
-        calibration.X=... do not apply to the text. `setting`: the setting that names the text, for
-        messages. `engine`: engine that replaces the engine of the text; None: no replacement."""
+        """The text `name`. `setting`: the setting that names the text, for messages. `engine`
+        replaces the engine of the text."""
         text = add_sources(_text(setting, name, files, changes={}), files)
         return replace(text, engine=engine) if engine else text
 
     def cell_at(point: Point) -> Cell:
-        """The cell at `point`, with its texts. If its allocation searches on a text, the search
-        parameters of the model are added to the allocation."""
+        """The cell at `point`, with its texts and the search parameters of its model."""
         cell = Cell(**dict(zip(AXES, point, strict=True)))
-        # flops_text is read with the engine that reads the cell's calibration set
         texts = {"flops": text_of("flops_text", config.flops_text, cell.calibration.engine)}
         if cell.allocation.search is not None:
             texts["search"] = text_of("allocation.search", cell.allocation.search)
@@ -450,7 +429,6 @@ def requests(config: Config, points: Iterable[Point], files: Files) -> list[Requ
             return replace(cell, texts=texts)
         key = (id(cell.model), id(cell.allocation))
         if key not in allocations:
-            # parameters of the allocation replace equal parameters of the model
             parameters = {**cell.model.search, **cell.allocation.parameters}
             allocations[key] = replace(cell.allocation, parameters=parameters)
         return replace(cell, allocation=allocations[key], texts=texts)
@@ -471,9 +449,8 @@ def requests(config: Config, points: Iterable[Point], files: Files) -> list[Requ
 
 
 def _text(setting: str, name: str, files: Files, changes: Mapping[str, Any]) -> CalibrationConfig:
-    """The calibration set in the file `name` of conf/calibration, checked. `setting`: the setting
-    that names the set, for messages. `changes`: setting of the set -> value that replaces the value
-    in the file."""
+    """The checked calibration set in the file `name`. `setting`: the setting that names the set,
+    for messages. `changes`: setting of the set -> value that replaces the value in the file."""
     check_known(setting, name, files.names("calibration"))
     content = {**files.load([("calibration", name)])["calibration", name], **changes}
     text: CalibrationConfig = validated(
@@ -483,10 +460,9 @@ def _text(setting: str, name: str, files: Files, changes: Mapping[str, Any]) -> 
 
 
 def add_sources(text: CalibrationConfig, files: Files) -> CalibrationConfig:
-    """The calibration set `text`. If the set is a mixture, its sources get their `settings`: each
-    source names a file of conf/calibration, and may replace the path in that file by its own path.
-    Overrides such as calibration.X=... do not apply to sources. UserError for an unknown source,
-    for two sources with the same name, and for a source that is a mixture."""
+    """The calibration set `text`. If the set is a mixture, its sources get their `settings`.
+    UserError for an unknown source, for two sources with the same name, and for a source that is a
+    mixture."""
     if not text.sources:
         return text
     sources: list[SourceConfig] = []
@@ -517,8 +493,7 @@ EVERY = "every"
 def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[BenchmarkConfig]:
     """The benchmarks of `config.suite`, with the changes of the protocol and with the settings of
     `config` that apply to benchmarks. SettingsError with all unknown benchmarks in the suite and in
-    the protocol, where EVERY stands for all benchmarks with `data`; otherwise with all unknown or
-    invalid fields in the protocol."""
+    the protocol, or else with all invalid fields in the protocol."""
     names = config.suite.benchmarks or []
     known = files.names("benchmark")
     with Mistakes() as mistakes:
@@ -541,18 +516,14 @@ def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[B
 def _benchmark_config(
     name: str, content: Mapping[str, Any], config: Config, protocol: ProtocolConfig
 ) -> BenchmarkConfig:
-    """The config of the benchmark `name`. `content`: the content of its file. The fields of the
-    protocol replace those of the file: first the fields under EVERY, if the benchmark has `data`,
-    then the fields under `name`. The field `parameters` is merged, not replaced. After that,
-    settings of `config` such as suite.limit are added. UserError if suite.path is set, but the
-    harness of the benchmark reads no path. SettingsError for invalid fields."""
+    """The config of the benchmark `name`, from the `content` of its file, the changes of the
+    protocol, and `config`."""
     changes: dict[str, Any] = {}
     if content.get("data"):
         changes |= protocol.benchmarks.get(EVERY, {})
     changes |= protocol.benchmarks.get(name, {})
     if "parameters" in changes:
         changes["parameters"] = {**content.get("parameters", {}), **changes["parameters"]}
-    # where the settings come from, for messages
     origin = f"protocol={protocol.name}: benchmark {name}" if changes else f"benchmark={name}"
     benchmark: BenchmarkConfig = validated(BenchmarkConfig, {**content, **changes}, "", origin)
     harness = harness_of(benchmark)
@@ -563,7 +534,6 @@ def _benchmark_config(
         )
     task = benchmark.task
     if path := config.suite.path:
-        # path is the folder of the file `task`, or a file if the benchmark has no `task`
         task = str(Path(path, task)) if task else path
     return replace(
         benchmark,

@@ -27,9 +27,8 @@ TableRow = tuple[str, str]
 
 
 def main(arguments: list[str]) -> int:
-    """Print a description of the model that `arguments` name, or USAGE without arguments and for
-    --help. Returns the exit code: 0 if the model is supported, 1 if it is not supported, 2 for a
-    user's mistake."""
+    """Print a description of the model that `arguments` name. Returns the exit code: 0 if the model
+    is supported, 1 if it is not supported, 2 for a user's mistake."""
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return 0
@@ -53,10 +52,8 @@ def main(arguments: list[str]) -> int:
 
 
 def describe(model: ModelConfig) -> tuple[str, list[TableRow], bool]:
-    """(title, rows, whether moe_lab supports the model) of the description of a model. If the
-    model's config.json is not available, the rows are made from the setting `expected`, and the
-    model counts as supported. If there is no `expected` either, the model counts as not supported.
-    """
+    """(title, rows, whether moe_lab supports the model) of the description of a model. Without a
+    config.json, the rows come from `model.expected`."""
     from moe_lab.models.files import configuration_folder
 
     title = f"{model.name}: {model.path}"
@@ -88,7 +85,7 @@ _ABSENCE = "neither on this machine nor to be had from the hub"
 
 
 def _expected_rows(model: ModelConfig) -> Iterator[TableRow]:
-    """Rows about a model whose config.json is not available, from `expected` in its settings."""
+    """Rows about a model, from `expected` in its settings."""
     expected = model.expected
     assert expected is not None
     layers = (
@@ -100,14 +97,14 @@ def _expected_rows(model: ModelConfig) -> Iterator[TableRow]:
 
 
 def _parameter_rows(count: int) -> Iterator[TableRow]:
-    """A row with `count`, the number of parameters, and a row with the memory that they take."""
+    """A row with `count`, the number of parameters, and a row with their memory."""
     yield "parameters, all", f"{count:,}"
-    yield "loading memory", f"{2 * count / 2**30:.2f} GiB in bfloat16"  # 2 bytes per parameter
+    yield "loading memory", f"{2 * count / 2**30:.2f} GiB in bfloat16"
 
 
 def _architecture_rows(facts: Mapping[str, Any]) -> Iterator[TableRow]:
-    """Rows about the layers and parameters of a model. Layers with equal descriptions share a row.
-    `facts`: result of `models.facts.describe`."""
+    """Rows about the layers and parameters of a model. `facts`: result of
+    `models.facts.describe`."""
     parameters = facts["parameters"]
     total = sum(parameters.values())
     architecture = (
@@ -141,10 +138,10 @@ def _use_rows(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[TableRow
     method = quantization(model)
     # why criteria that need plain weights do not apply; None if they do
     storage = f"its weights are stored as {method}" if method else None
-    # such as "have biases", for all layers; None if their channels can be removed
+    # such as "have biases"; None if their channels can be removed
     experts_obstacle = facts["moe_layers"][0].family.channel_obstacle
     channel_obstacle = f"its experts {experts_obstacle}" if experts_obstacle else None
-    # obstacle: why no criterion of the granularity applies; None if some may apply
+    # obstacle: why no criterion of the granularity applies
     for granularity, obstacle in (("expert", None), ("channel", channel_obstacle)):
         names = [
             name

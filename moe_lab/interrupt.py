@@ -13,9 +13,7 @@ from types import TracebackType
 def _handle_uncaught(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """The hook for exceptions that the program does not catch. After Ctrl-C, print "stopped"
-    instead of a stack trace, and end the process at once. Other exceptions are handled by the
-    default hook."""
+    """After Ctrl-C, print "stopped" instead of a stack trace, and end the process at once."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
         return

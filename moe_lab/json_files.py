@@ -34,13 +34,13 @@ def digest(document: Any) -> str:
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write a document as indented JSON, atomically (see `write_text`)."""
+    """Write a document as indented JSON, atomically."""
     write_text(path, json.dumps(document, indent=1, sort_keys=True) + "\n")
 
 
 def write_text(path: Path, text: str, mode: int | None = None) -> None:
-    """Write a file atomically: a reader sees the whole old file or the whole new file. An error
-    leaves the old file. `mode`: permissions of the file; None: those of the umask."""
+    """Write a file atomically: a reader sees the whole old file or the whole new file. `mode`:
+    permissions of the file; None: those of the umask."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         temporary.write_text(text)
@@ -53,14 +53,12 @@ def write_text(path: Path, text: str, mode: int | None = None) -> None:
 
 
 def read_json(path: Path, shape: Any) -> Any:
-    """The document in a file. Raises FileNotFoundError if there is no file, and Damaged unless the
-    document fits `shape` (see `fits`)."""
+    """The document in a file. Raises Damaged unless the document fits `shape` (see `fits`)."""
     return parse(_content(path), shape, str(path))
 
 
 def _content(path: Path) -> bytes:
-    """The content of a file. Raises FileNotFoundError if there is no file, and Damaged if there is
-    a folder instead."""
+    """The content of a file. Raises Damaged if there is a folder instead."""
     try:
         with path.open("rb", buffering=0) as file:  # fewer system calls than with a buffer
             return file.read()
@@ -83,13 +81,12 @@ def parse(content: bytes, shape: Any, name: str) -> Any:
 
 
 DIGEST = ',"digest":"'
-"""Text before the sha256 in a sealed document. The hashed text is the text before DIGEST, followed
-by a closing brace."""
+"""Text before the sha256 in a sealed document."""
 
 
 def sealed(text: str) -> str:
-    """`text`, the JSON text of an object that is not empty, with one more key: the last key of the
-    object is `digest`, and its value is the sha256 of `text`."""
+    """`text`, the JSON text of an object that is not empty, with a last key "digest": the sha256 of
+    `text`."""
     # the closing brace of `text` moves behind the digest
     return f'{text[:-1]}{DIGEST}{sha256(text.encode()).hexdigest()}"}}'
 
@@ -97,8 +94,8 @@ def sealed(text: str) -> str:
 def write_sealed(
     path: Path, document: Mapping[str, Any], indent: int | None = None, mode: int | None = None
 ) -> None:
-    """Write a document as JSON with its digest (see `sealed`), atomically. `indent`: as in
-    `json.dumps`. `mode`: as in `write_text`."""
+    """Write a document as JSON with its digest (see `sealed`), atomically. `mode`: as in
+    `write_text`."""
     text = json.dumps(
         document, indent=indent, separators=(",", ": "), sort_keys=True, allow_nan=False
     )
@@ -106,8 +103,8 @@ def write_sealed(
 
 
 def read_sealed(path: Path, shape: Any) -> Any:
-    """The sealed document in a file, without its digest. Raises FileNotFoundError if there is no
-    file, and Damaged unless the digest is right and the document fits `shape` (see `fits`)."""
+    """The sealed document in a file, without its digest. Raises Damaged unless the digest is right
+    and the document fits `shape` (see `fits`)."""
     return parse_sealed(_content(path), shape, str(path))
 
 
@@ -154,29 +151,26 @@ def fits(document: Any, shape: Any) -> bool:
 class ResultCache:
     """Cache of the results of batches. Each result is appended to a file as soon as it is computed.
 
-    If a process is killed, the next process reads the results from the file, and computes only the
-    missing results. The division into batches does not depend on the file, so results have the same
-    bits whether a process was killed or not.
-    """
+    If a process is killed, the next process reads the results from the file. The division into
+    batches does not depend on the file, so results have the same bits whether a process was killed
+    or not."""
 
     def __init__(self, file: Path | None = None) -> None:
-        """Read the results in `file`, if it exists. If `file` is None, results are only kept in
-        memory."""
+        """If `file` is None, results are only kept in memory."""
         self.file = file
         self._results: dict[str, list[Any]] = {}
         if file is None or not file.exists():
             return
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            # a process that was killed may have left an incomplete line, which is not read
+            # a killed process may have left an incomplete line
             with suppress(ValueError):
                 key, result, digest = json.loads(line)
                 if digest == _line_digest(key, result):
                     self._results[key] = result
 
     def result(self, batch: Any, compute: Callable[[], list[Any]]) -> list[Any]:
-        """The result of `batch`. If the result was neither read from the file nor computed before,
-        `compute` computes it, and it is appended to the file. The batch and the result must be JSON
-        documents."""
+        """The result of `batch`, from the cache or else from `compute`. The batch and the result
+        must be JSON documents."""
         key = sha256(json.dumps(batch).encode()).hexdigest()
         if key not in self._results:
             self._results[key] = compute()
@@ -190,6 +184,5 @@ class ResultCache:
 
 
 def _line_digest(key: str, result: Any) -> str:
-    """The third item of a line in the file of a cache: the sha256 of the first two items, which are
-    the key of a batch and the result of the batch."""
+    """The third item of a line in the file of a cache: the sha256 of the first two items."""
     return sha256(json.dumps([key, result]).encode()).hexdigest()

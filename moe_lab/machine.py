@@ -30,7 +30,7 @@ included."""
 
 
 def processor() -> str:
-    """Name of the processor: its model on Linux; elsewhere the name that Python reports."""
+    """Name of the processor."""
     if CPUINFO.is_file():
         name = re.search(r"^model name\s*:\s*(.+)$", CPUINFO.read_text(), re.MULTILINE)
         if name:
@@ -39,14 +39,12 @@ def processor() -> str:
 
 
 def cores() -> int:
-    """Number of processors that this process may use. This is the least of several numbers: the
-    number of processors to which the process is bound, the limits of its control groups, and the
-    number that its Slurm job has requested."""
+    """Number of processors that this process may use, by its affinity, its control groups and its
+    Slurm job."""
     limits = [os.cpu_count() or 1]
     if hasattr(os, "sched_getaffinity"):
         limits = [len(os.sched_getaffinity(0))]
-    # A group may use `quota` microseconds of processor time in each `period`, which is wall-clock
-    # time. Control groups of version 2 have both in one file, groups of version 1 have two files.
+    # a group may use `quota` microseconds of processor time in each `period`
     quota_pairs: list[Sequence[str]] = [
         text.split() for text in _group_limits("cpu", file_v2="cpu.max")
     ]
@@ -54,7 +52,7 @@ def cores() -> int:
     periods = _group_limits("cpu", file_v1="cpu.cfs_period_us")
     quota_pairs += zip(quotas, periods, strict=True)
     for quota, period in quota_pairs:
-        if quota not in ("max", "-1"):  # these mean no limit, in version 2 and in version 1
+        if quota not in ("max", "-1"):  # these mean no limit
             limits.append(math.ceil(int(quota) / int(period)))
     # not all clusters bind processes to the processors that the job has requested
     if requested := os.environ.get("SLURM_CPUS_PER_TASK"):
@@ -63,10 +61,8 @@ def cores() -> int:
 
 
 def main_memory() -> float:
-    """Bytes of main memory that this process may use. This is the least of several numbers: the
-    memory of the machine, the limits of the process's control groups, and the memory that its Slurm
-    job has requested. It is divided by the number of worker processes, which share the memory (see
-    WORKERS)."""
+    """Bytes of main memory that this process may use, by the machine, its control groups and its
+    Slurm job. Worker processes share the memory (see WORKERS)."""
     limits = [float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))]
     for text in _group_limits("memory", "memory.max", "memory.limit_in_bytes"):
         if text.isdigit():
@@ -87,8 +83,7 @@ def release_memory() -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Ids of the GPUs (NVIDIA or AMD) that torch finds in this process. They are the ids in the
-    environment variable CUDA_VISIBLE_DEVICES; if that is not set, they are numbers from 0."""
+    """Ids of the GPUs (NVIDIA or AMD) that torch finds, as in CUDA_VISIBLE_DEVICES."""
     count = gpu_count()
     ids = os.environ.get("CUDA_VISIBLE_DEVICES")
     return ids.split(",")[:count] if ids else [str(number) for number in range(count)]
@@ -96,9 +91,8 @@ def visible_gpus() -> list[str]:
 
 @lru_cache(maxsize=1)
 def gpu_count() -> int:
-    """Number of GPUs that torch finds with the environment of this process; 0 if torch is not
-    installed, or is a build for CPUs. Torch is imported in another process, because the import
-    takes seconds."""
+    """Number of GPUs that torch finds with the environment of this process. Torch is imported in
+    another process, because the import takes seconds."""
     try:
         build = version("torch")
     except PackageNotFoundError:
@@ -112,10 +106,9 @@ def gpu_count() -> int:
 
 
 def _group_limits(controller: str, file_v2: str = "", file_v1: str = "") -> Iterator[str]:
-    """The texts of the files with a limit, one file per control group. The groups are those of this
-    process, and all groups around them; groups without the file are left out. `controller`: cpu or
-    memory. `file_v2`, `file_v1`: name of the file in control groups of version 2 and version 1; ""
-    leaves out all groups of that version."""
+    """The texts of the files with a limit, of the control groups of this process and of all groups
+    around them. `controller`: cpu or memory. `file_v2`, `file_v1`: name of the file in control
+    groups of version 2 and version 1; "" leaves out all groups of that version."""
     for line in CONTROL_GROUPS.read_text().splitlines() if CONTROL_GROUPS.is_file() else []:
         # a line of version 1 names the controllers of the group, such as "4:cpu,cpuacct:/path"; a
         # line of version 2 names none, such as "0::/path"
@@ -133,8 +126,7 @@ def _group_limits(controller: str, file_v2: str = "", file_v1: str = "") -> Iter
 
 @cache
 def package_version(package: str) -> str | None:
-    """The version of an installed package; None if the package is not installed. Cached, because
-    reading metadata takes milliseconds."""
+    """The version of an installed package; None if the package is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -142,15 +134,11 @@ def package_version(package: str) -> str | None:
 
 
 def interpreter(module: str, path: str | None, setting: str) -> str:
-    """Path of the Python interpreter for `module`. The first of these interpreters is taken:
+    """Path of the Python interpreter for `module`. UserError if no interpreter is found, or if
+    there is no file at `path`.
 
-    1. `path`, the value of interpreters.MODULE, unless it is None
-    2. the interpreter that `make MODULE` installs, if it exists
-    3. the interpreter of this process, if it has the module
-
-    UserError if there is none of them, or if there is no file at `path`. `setting`: the setting
-    that needs the module, for the message.
-    """
+    `path`: the value of interpreters.MODULE. `setting`: the setting that needs the module, for the
+    message."""
     if path is not None:
         python = Path(path).expanduser()
         if not python.is_file():
@@ -158,8 +146,8 @@ def interpreter(module: str, path: str | None, setting: str) -> str:
                 f"interpreters.{module}={path}, and there is no such file: run make {module}"
             )
         return str(python.absolute())
-    # Torch cannot compile for vLLM below a path with a space, so the folder may be a link to a path
-    # without a space. `resolve` gives that path.
+    # torch cannot compile for vLLM below a path with a space, so the folder may be a link to a path
+    # without a space
     installed_by_make = (_ROOT / f".venv-{module}").resolve() / "bin" / "python"
     if installed_by_make.is_file():
         return str(installed_by_make)
@@ -190,8 +178,7 @@ def check_has(module: str, python: str) -> None:
 
 
 def _output(python: str, program: str) -> str:
-    """Output of a program that the interpreter `python` runs; "" if the program fails, or if there
-    is no such interpreter."""
+    """Output of a program that the interpreter `python` runs; "" if the program fails."""
     command = [python, "-I", "-c", program]
     try:
         return subprocess.run(command, capture_output=True, text=True, env={}).stdout.strip()

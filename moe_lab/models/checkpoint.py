@@ -45,9 +45,8 @@ class Checkpoint:
     """Name of a tensor -> entry, in the order of the shards and of the bytes in each shard."""
 
     def slices(self, names: Iterable[str], files: ExitStack) -> dict[str, Any]:
-        """Name of a tensor -> its slice, for the tensors `names`. Indexing a slice reads bytes into
-        a torch tensor. The shards are opened in `files`; slices can be indexed until `files` is
-        closed."""
+        """Name of a tensor -> its slice. Indexing a slice reads bytes into a torch tensor. Slices
+        can be indexed until `files` is closed."""
         shards = {name: self.tensors[name].shard for name in names}
         shard_files = {
             shard: files.enter_context(safe_open(self.folder / shard, framework="pt"))
@@ -58,7 +57,7 @@ class Checkpoint:
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in a folder, from the headers of its shards. UserError when a shard is missing
-    or damaged, or when the shards and the index (tensor -> shard) list different tensors."""
+    or damaged, or when the shards and the index list different tensors."""
     shards, index = _shards_and_index(folder)
     metadata: dict[str, dict[str, str]] = {}
     tensors: dict[str, Entry] = {}
@@ -76,8 +75,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
-    """(metadata, name of a tensor -> where its bytes are), from the header of one safetensors file.
-    The tensors come in the order of their bytes. UserError when the file is damaged."""
+    """(metadata, name of a tensor -> entry) of one safetensors file. The tensors come in the order
+    of their bytes. UserError when the file is damaged."""
     try:
         with safe_open(path, framework="np") as safe_file:
             metadata: dict[str, str] = safe_file.metadata() or {}
@@ -98,8 +97,7 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; UserError when the file is missing or holds no JSON
-    object."""
+    """The JSON object in a file. UserError when the file is missing or holds no JSON object."""
     try:
         # any JSON object has the shape {}
         content: dict[str, Any] = json_files.read_json(path, {})
@@ -113,28 +111,26 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; {} when the file is missing. UserError when the file holds no
-    JSON object."""
+    """Like `read_json`, but {} when the file is missing."""
     return read_json(path) if path.is_file() else {}
 
 
 def bits_of(dtype: str) -> int:
-    """Number of bits that one value of a tensor takes. `dtype`: the name of its type in
-    safetensors, such as BF16 or F8_E4M3."""
+    """Number of bits of one value. `dtype`: the name of its type in safetensors, such as BF16 or
+    F8_E4M3."""
     number = re.search(r"\d+", dtype)
     return int(number[0]) if number else 8  # BOOL takes a byte
 
 
 def stated_dtype(config: Mapping[str, Any]) -> str:
     """The precision of the weights according to config.json, such as bfloat16. "None" if
-    config.json states no precision. Older files have the field `torch_dtype`."""
+    config.json states no precision."""
     return str(config.get("dtype", config.get("torch_dtype")))
 
 
 def _shards_and_index(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
-    """(names of the weight files, index: name of a tensor -> name of its file) of a checkpoint. The
-    index is None for a checkpoint of a single file. UserError when a file is missing, or the index
-    is missing or damaged."""
+    """(names of the shards, index: name of a tensor -> its shard) of a checkpoint. The index is
+    None for a single shard."""
     if (folder / SINGLE).exists():
         return (SINGLE,), None
     if not (folder / INDEX).exists():

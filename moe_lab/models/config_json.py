@@ -47,17 +47,14 @@ def config_of(settings: ModelConfig) -> dict[str, Any]:
 
 
 def tensor_parallel_sizes(config: Mapping[str, Any]) -> list[int]:
-    """The numbers of GPUs, out of GPU_COUNTS, among which vLLM can divide each layer of a model:
-    the numbers that divide the number of attention heads; all of GPU_COUNTS if config.json does not
-    state the heads. Whole layers are not distributed over GPUs, because masks need all layers in
-    each process."""
+    """The numbers of GPUs, out of GPU_COUNTS, among which vLLM can divide each layer of a model.
+    All of GPU_COUNTS if config.json does not state the attention heads."""
     heads = config.get("text_config", config).get("num_attention_heads") or 0
     return [count for count in GPU_COUNTS if heads % count == 0]
 
 
 def stated_numbers(config: Mapping[str, Any]) -> dict[str, int]:
-    """The numbers of a model that config.json states: name in FIELDS -> number. A name is left out
-    if config.json does not state its number."""
+    """Name in FIELDS -> number, for the numbers that config.json states."""
     text_config = config.get("text_config", config)
     numbers = {}
     for name, fields in FIELDS.items():
@@ -69,9 +66,8 @@ def stated_numbers(config: Mapping[str, Any]) -> dict[str, int]:
 
 def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
     """{"n_experts": experts per MoE layer, "top_k": experts per token, "width": channels per
-    expert}. The key width is left out if its number is not known; the result is None if another
-    number is not known. The numbers are read from config.json, or from `model.expected` if
-    config.json states no numbers. `model.top_k`, if set, overrides top_k."""
+    expert}. "width" is left out if it is not known; the result is None if another number is not
+    known."""
     numbers = stated_numbers(config_of(settings)) or _expected_numbers(settings)
     if settings.top_k:
         numbers["top_k"] = settings.top_k
@@ -82,25 +78,23 @@ def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
 
 
 def _expected_numbers(settings: ModelConfig) -> dict[str, int]:
-    """Name in model.expected -> number; {} if model.expected is null."""
+    """Name in model.expected -> number."""
     return dict(vars(settings.expected)) if settings.expected else {}
 
 
 def experts_implementation(device: str) -> str:
     """Name of the experts implementation of transformers to load a model with. `device`: a device
     or a device map."""
-    # On the CPU, grouped_mm would convert the weights on every call. Eager is slow there, too, so
-    # `load_model` replaces it by `cpu_experts` where this gives the same bits.
+    # on the CPU, grouped_mm would convert the weights on every call
     return "eager" if device == "cpu" else "grouped_mm"
 
 
 def fewest_experts(router: Mapping[str, Any]) -> int:
-    """The smallest number of experts that a layer can retain. `router`: top_k, n_group and
-    topk_group of the layer's router. Without groups (`n_group` = 1), the number is `top_k`.
+    """The smallest number of experts that a layer can retain. `router`: "top_k", "n_group" (1: no
+    groups) and "topk_group" (None: all groups) of the layer's router.
 
-    With groups, each group retains equally many experts. They are at least two, because groups are
-    ranked by their two best experts. They are also so many that a token finds `top_k` experts in
-    the `topk_group` groups that it reaches (None: all groups)."""
+    Each group retains equally many experts. Two are needed, because groups are ranked by their two
+    best experts. A token must find `top_k` experts in `topk_group` groups."""
     top_k = int(router["top_k"])
     n_group = int(router["n_group"])
     if n_group == 1:
@@ -109,21 +103,20 @@ def fewest_experts(router: Mapping[str, Any]) -> int:
 
 
 def has_packed_experts(config: Mapping[str, Any]) -> bool:
-    """Whether config.json describes a layer with packed experts: it lists the width of each
-    expert."""
+    """Whether config.json describes a layer with packed experts."""
     layers = config.get(LAYERS_FIELD, {}).get("layers", {})
     return any("widths" in layer for layer in layers.values())
 
 
 def quantization(settings: ModelConfig) -> str | None:
     """The method by which the weights of a model are quantised, such as fp8. None for plain
-    weights. None also if neither the model's folder nor the hub has a config.json."""
+    weights, or without a config.json."""
     return quantization_method(config_of(settings))
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:
     """The method by which the weights of a model with this config.json are quantised, such as fp8.
-    "quantised weights" if config.json does not name the method. None for plain weights."""
+    None for plain weights."""
     section = config.get("quantization_config") or config.get("text_config", {}).get(
         "quantization_config"
     )
@@ -136,7 +129,7 @@ def check_chat_template(
     settings: ModelConfig, setting: str, tools: bool, alternative: str = ""
 ) -> None:
     """Raise UserError when a model has no chat template. With `tools`, raise UserError also when
-    the chat template does not accept tools. Only a model in a local folder is checked.
+    the chat template does not accept tools.
 
     `setting`: the setting or benchmark that needs the template, for the message. `alternative`: the
     end of the message, such as ", or a set of plain texts"."""
@@ -164,15 +157,15 @@ def check_chat_template(
 
 
 def eos_tokens(configured: int | list[int] | None, tokenizer: Any) -> list[int]:
-    """Ids of the tokens that end a text, ascending: the `configured` ids (None: none) and the end
-    token of the tokenizer, if it has an end token."""
+    """Ids of the tokens that end a text, ascending: the `configured` ids and the end token of the
+    tokenizer."""
     tokens = configured if isinstance(configured, list) else [configured]
     return sorted({token for token in (*tokens, tokenizer.eos_token_id) if token is not None})
 
 
 def check_plain_weights(model: ModelConfig, setting: str) -> None:
     """Raise UserError when the model's weights are quantised. `setting`: the setting that needs
-    plain weights, such as timing=true, for the message."""
+    plain weights, for the message."""
     if (method := quantization(model)) is not None:
         raise UserError(
             f"{setting} needs plain weights, but model={model.name} is stored as {method}: "
@@ -181,9 +174,8 @@ def check_plain_weights(model: ModelConfig, setting: str) -> None:
 
 
 def check_trained_top_k(model: ModelConfig, setting: str) -> None:
-    """Raise UserError when model.top_k is set: model.top_k changes only loaded models, not the
-    files of a checkpoint. `setting`: the setting that needs such files, such as export=natural, for
-    the message."""
+    """Raise UserError when model.top_k is set. `setting`: the setting that gives a checkpoint, such
+    as export=natural, for the message."""
     if model.top_k is not None:
         raise UserError(
             f"{setting} gives a checkpoint that routes as it was trained, not by "
@@ -193,8 +185,8 @@ def check_trained_top_k(model: ModelConfig, setting: str) -> None:
 
 def check_expected(numbers: Mapping[str, int], settings: ModelConfig) -> None:
     """Raise UserError for the first number that differs from `model.expected`. `numbers`: name in
-    model.expected -> actual number; names that are not in `numbers` are not compared."""
-    # the number of parameters comes last (False sorts before True): it says least about the cause
+    model.expected -> actual number."""
+    # the number of parameters comes last: it says least about the cause
     for name, expected in sorted(
         _expected_numbers(settings).items(), key=lambda item: item[0] == "parameters"
     ):
@@ -217,8 +209,7 @@ if heads share keys and values."""
 
 @dataclass(frozen=True)
 class Size:
-    """The numbers of a model from which memory and time are estimated. They are fields of
-    ExpectedConfig, except `bytes_per_parameter`, the bytes of a loaded weight."""
+    """The numbers of a model from which memory and time are estimated (see ExpectedConfig)."""
 
     parameters: int
     moe_layers: int
@@ -240,19 +231,18 @@ class Size:
 
     @property
     def logit_bytes(self) -> float:
-        """Upper bound of the bytes of one token's logits in fp32. LOGITS suffices for all models. A
-        small model has fewer logits: each takes `hidden` parameters of the vocabulary head, so
-        there are at most parameters / hidden."""
+        """Upper bound of the bytes of one token's logits in fp32. Each logit takes `hidden`
+        parameters of the vocabulary head."""
         return min(LOGITS, 4 * self.parameters / self.hidden)
 
     def layer_weights(self, layers: int = 1) -> float:
         """Estimated bytes of the weights of `layers` decoder layers, of the embeddings and of the
-        vocabulary head, with an overhead for buffers (WEIGHT_OVERHEAD)."""
+        vocabulary head."""
         # the values of the variables are numbers of parameters
         routed = self.experts * self.expert
         unrouted = self.parameters - self.moe_layers * routed
-        # Embeddings and head are two matrices, with a row of `hidden` parameters for each logit. A
-        # token has at most LOGITS / 4 logits, because LOGITS is in bytes and a logit takes 4 bytes.
+        # Embeddings and head are two matrices, with a row of `hidden` parameters for each logit.
+        # LOGITS is in bytes, and a logit takes 4 bytes.
         vocabulary = min(unrouted, 2 * LOGITS // 4 * self.hidden)
         layer = routed + (unrouted - vocabulary) / self.moe_layers
         return WEIGHT_OVERHEAD * self.bytes_per_parameter * (layers * layer + vocabulary)
@@ -264,13 +254,12 @@ class Size:
         return self.bytes_per_parameter * layers * (20 * self.hidden + 6 * self.top_k * self.width)
 
     def kv_cache_bytes(self, tokens: int) -> float:
-        """Estimated bytes of the KV cache: keys and values of `tokens` tokens in all MoE layers,
-        each with CACHE * `hidden` bytes per token."""
+        """Estimated bytes of the KV cache of `tokens` tokens."""
         return float(tokens * CACHE * self.hidden * self.moe_layers)
 
     def hidden_states(self, tokens: int, *, backward: bool) -> float:
         """Upper bound of the bytes of the hidden states that a layer by layer pass over `tokens`
-        tokens stores. `backward`: whether a backward pass follows the forward pass."""
+        tokens stores."""
         # Three states of each token: before and after the current layer, and a copy from which the
         # next process resumes a killed pass. A backward pass also needs the states of all layers.
         states = self.moe_layers + 3 if backward else 3
@@ -278,8 +267,8 @@ class Size:
 
 
 def size_of(settings: ModelConfig) -> Size | None:
-    """The size of a model, from `model.expected`, or from the model's files if `model.expected` is
-    null. `model.top_k`, if set, overrides top_k. None if a number is missing."""
+    """The size of a model, from `model.expected` or else from the model's files. None if a number
+    is missing."""
     numbers = _expected_numbers(settings) or _numbers_from_files(settings.path, settings.revision)
     try:
         return Size(
@@ -297,13 +286,9 @@ def size_of(settings: ModelConfig) -> Size | None:
 
 @lru_cache(maxsize=64)
 def _numbers_from_files(path: str, revision: str | None) -> dict[str, int]:
-    """The numbers of a model that config.json and the headers of the weight files state: name in
-    model.expected -> number. The result also has the key "bytes": bytes of a weight in the
-    precision that config.json states.
-
-    The headers are not known for a model that is not downloaded. Its number of parameters is
-    estimated: the size of the weight files in the hub's list, divided by the bytes of a weight. All
-    its decoder layers count as MoE layers."""
+    """Name in model.expected -> number, and "bytes" -> bytes of a weight in the precision that
+    config.json states. If the model is not downloaded, its number of parameters is estimated from
+    the size of its weight files."""
     folder = local_path(path) if local_path(path).is_dir() else cached_folder(path, revision)
     config = read_json(folder / "config.json") if folder else hub_config(path, revision)
     numbers = stated_numbers(config)

@@ -88,19 +88,18 @@ class MoELayer:
 
     @property
     def stack(self) -> str:
-        """Module path of the list of all decoder layers, including those without experts, such as
-        model.layers."""
+        """Module path of the list of all decoder layers, such as model.layers."""
         path = self.name.split(".")
         return ".".join(path[: path.index(str(self.index))])
 
     @property
     def width(self) -> int:
-        """Number of channels of every expert, or of the widest expert if widths differ."""
+        """Number of channels of the widest expert."""
         return max(self.widths)
 
     def tensors(self, expert: int) -> dict[str, torch.Tensor]:
         """Name of a tensor with the weights of all experts, such as gate_up_proj -> view of the
-        part that belongs to one expert. Not for ragged experts, which have no such tensors."""
+        part that belongs to one expert. Not for ragged experts."""
         return {name: getattr(self.experts, name)[expert] for name in self.family.stacks}
 
     def projections(self, expert: int) -> dict[str, torch.Tensor]:
