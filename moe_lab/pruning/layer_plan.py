@@ -37,15 +37,14 @@ class Member(NamedTuple):
 
 
 class StoredExpert(NamedTuple):
-    """A stored expert: the weighted sum of its `members`, which are source experts by ascending id.
-    All weights of a stored expert without members are 0."""
+    """The weighted sum of `members`, which are source experts by ascending id. All weights of a
+    stored expert without members are 0."""
 
     members: tuple[Member, ...] = ()
 
     @property
     def copied(self) -> int | None:
-        """Id of the source expert of which the stored expert is a bit-for-bit copy; None if it is
-        no such copy."""
+        """Id of the source expert of which the stored expert is a bit-for-bit copy, or None."""
         if len(self.members) != 1:
             return None
         expert, weight, channels = self.members[0]
@@ -70,8 +69,7 @@ class StoredExpert(NamedTuple):
         `read(expert)` returns the projection (I, H) of a source expert: a torch tensor, or an array
         of numbers or of their bits. `widen(values)` converts a projection for the sum: fp64 stays
         fp64, all other types become fp32. `narrow(total, values)` rounds the sum `total` to the
-        type of the projection `values`. `widen` and `narrow` are not called if the only member has
-        no weight: its channels are copied.
+        type of the projection `values`.
         """
         total: Any = 0
         for expert, weight, channels in self.members:
@@ -83,7 +81,7 @@ class StoredExpert(NamedTuple):
 
 
 def _select_rows(values: Any, channels: Channels | None) -> Any:
-    """The rows `channels` of `values`, with zeros for -1; all of `values` if `channels` is None."""
+    """The rows `channels` of `values`, with zeros for -1."""
     if channels is None:
         return values
     rows = values[channels.clip(0)]  # row 0 stands in for -1, and is overwritten
@@ -94,25 +92,24 @@ def _select_rows(values: Any, channels: Channels | None) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
-    """What a plan retains of one layer, and what replaces the rest. Retained experts stay in their
-    original order. Experts can be merged in groups: the weighted sum of the group's weights is
-    stored for one expert of the group, its owner."""
+    """What a plan retains of one layer, and what replaces the rest. Experts can be merged in
+    groups: the weighted sum of the group's weights is stored for one expert of the group, its
+    owner."""
 
     n_experts: int
     """Number of experts before pruning."""
     retained: tuple[int, ...]
     """Ids of the experts whose router rows are retained, ascending."""
     channels: Mask | None = None
-    """(E, I) bool, True for retained channels, over all experts the layer had; None in a plan of
-    whole experts. Rows of dropped experts are False. A retained expert whose row is False is a null
-    expert: tokens are routed to it, and its output is its constant, or 0."""
+    """(E, I) bool, True for retained channels; None in a plan of whole experts. Rows of dropped
+    experts are False. A retained expert whose row is False is a null expert: tokens are routed to
+    it, and its output is its constant, or 0."""
     constants: Constants | None = None
     """Constant outputs of the null experts; None: 0."""
     merged: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     """Owner -> {expert: weight} for all members of the owner's group, including the owner. The
-    owner gets the weighted sum of the members' weights and keeps its channels; the other members
-    have no channels. Tokens that are routed to any retained member are computed with the owner, and
-    the gates add up. No token is routed to a member that is not retained."""
+    owner keeps its channels; the other members have no channels. Tokens that are routed to any
+    retained member are computed with the owner, and the gates add up."""
     alignment: Alignment | None = None
     """For each expert of `merged_members`, the channel that is added to each channel of its owner.
     None: channel i is added to channel i."""
@@ -124,8 +121,8 @@ class LayerPlan:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """(E,): for each expert, the owner of its group, with whose weights it is computed. An
-        expert that is in no group is its own owner."""
+        """(E,): for each expert, the owner of its group. An expert that is in no group is its own
+        owner."""
         owners = list(range(self.n_experts))
         for owner, group in self.merged.items():
             for member in group:
@@ -176,10 +173,8 @@ class LayerPlan:
         return is_whole and expert in self.retained and expert not in self.merged
 
     def stored_expert(self, expert: int, width: int | None = None) -> StoredExpert:
-        """The stored form of a retained expert. The owner of a group is stored as the weighted sum
-        of the group. Any other expert is copied with all its channels if `width` is None, and in a
-        plan of whole experts. Otherwise it is stored with `width` channels: its retained channels,
-        then zeros."""
+        """The stored form of a retained expert. An expert that owns no group is stored with `width`
+        channels: its retained channels, then zeros. `width` None: all its channels."""
         if expert in self.merged:
             return StoredExpert(tuple(self._members(expert)))
         if self.channels is None or width is None:
@@ -192,9 +187,7 @@ class LayerPlan:
         return StoredExpert((Member(expert, channels=channels),))
 
     def _members(self, owner: int) -> Iterator[Member]:
-        """The terms of the weighted sum that is stored for `owner`: the members of its group, by
-        ascending id. Channel `channels[i]` of a member is added to channel i of the owner. If
-        `channels` is None, channel i is added to channel i."""
+        """The terms of the weighted sum that is stored for `owner`, by ascending id."""
         for expert, weight in sorted(self.merged[owner].items()):
             channels = None
             if self.alignment is not None and expert != owner:
@@ -203,7 +196,7 @@ class LayerPlan:
 
     def masked_expert(self, expert: int) -> StoredExpert:
         """The stored form of an expert in its original shape, with zeros in place of its dropped
-        channels. A dropped expert has no members, so all its weights are 0."""
+        channels."""
         if expert not in self.retained:
             return StoredExpert()
         if self.channels is None or self.channels[expert].all():
@@ -220,9 +213,6 @@ class LayerPlan:
         channels       row of the mask of each retained expert: packed bits, in hex
         merged         owner -> member -> weight
         array's name   sha256 of the array, for each array in `arrays`
-
-        Plans of whole experts have no `width` and `channels`. Layers without merged experts have no
-        `merged`.
         """
         document: dict[str, Any] = {"experts": self.n_experts, "retained": list(self.retained)}
         if self.channels is not None:
@@ -236,16 +226,15 @@ class LayerPlan:
         return document | {name: _sha256(array) for name, array in self.arrays().items()}
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Name -> array, for each field in `ARRAYS` that is not None. The arrays are in
-        plan.npz."""
+        """Name -> array, for each field in `ARRAYS` that is not None."""
         return {name: getattr(self, name) for name in ARRAYS if getattr(self, name) is not None}
 
     @classmethod
     def from_json(
         cls, document: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
     ) -> LayerPlan:
-        """The layer whose fields in plan.json are `document`, see `as_json`, and whose arrays in
-        plan.npz are `arrays`. ValueError, TypeError or LookupError if `document` is damaged."""
+        """The layer whose fields in plan.json are `document`, and whose arrays in plan.npz are
+        `arrays`. ValueError, TypeError or LookupError if `document` is damaged."""
         merged = {}
         for owner, group in document.get("merged", {}).items():
             merged[int(owner)] = {int(expert): weight for expert, weight in group.items()}
@@ -256,8 +245,7 @@ class LayerPlan:
 
 
 def _unpack_mask(document: Mapping[str, Any]) -> Mask:
-    """The mask (E, I) of retained channels in `document`, a layer of plan.json. ValueError unless
-    each retained expert has a row, and each row has at least `width` bits."""
+    """The mask (E, I) of retained channels in `document`, a layer of plan.json."""
     mask: Mask = numpy.zeros((document["experts"], document["width"]), dtype=numpy.bool_)
     for expert, text in zip(document["retained"], document["channels"], strict=True):
         bits = numpy.frombuffer(bytes.fromhex(text), dtype=numpy.uint8)

@@ -33,11 +33,10 @@ def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
     """A context in which `model` computes what `prune(model, plan)` would compute.
 
     Results are equal bit for bit under eager experts for plans of whole experts, and within 1e-5
-    (fp32) for plans of channels. Each router runs on the rows and biases of its retained experts
-    only, and the ids it returns are mapped back. Expert weights are neither copied nor changed, but
-    the weights of merged experts are additional memory. Contexts of one model cannot be nested.
-    UserError when the plan does not fit the model or still has to be aligned, or when weights of
-    MoE blocks are offloaded.
+    (fp32) for plans of channels. Expert weights are neither copied nor changed, but the weights of
+    merged experts are additional memory. Contexts of one model cannot be nested. UserError when the
+    plan does not fit the model or still has to be aligned, or when weights of MoE blocks are
+    offloaded.
     """
     layers = moe_layers(model)
     plan.check_model(layers)
@@ -48,9 +47,8 @@ def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
 
 @contextmanager
 def mask_layers(layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
-    """A context in which the MoE layers `layers` are masked. `plan` may have more layers, because
-    some callers have only a part of the model in memory. It is not checked whether the plan
-    fits."""
+    """A context in which the MoE layers `layers` are masked. `plan` may have more layers. It is not
+    checked whether the plan fits."""
     with ExitStack() as stack:
         for layer in layers:
             stack.enter_context(_mask_layer(layer, plan.layers[layer.index]))
@@ -59,9 +57,7 @@ def mask_layers(layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
 
 @contextmanager
 def _mask_layer(layer: MoELayer, plan: LayerPlan) -> Iterator[None]:
-    """A context in which one layer is masked: its router, and its experts if `plan` has channels.
-    RuntimeError when `plan` has channels, but the experts already run a function other than their
-    own, which observes or masks them."""
+    """A context in which one layer is masked."""
     with ExitStack() as undo:
         if plan.channels is not None:
             if are_replaced(layer):
@@ -76,11 +72,8 @@ def _mask_layer(layer: MoELayer, plan: LayerPlan) -> Iterator[None]:
 
 def planned_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
     """A function that computes the experts of a layer under `plan`, a plan of channels. The
-    function gets original ids of experts. Dropped channels are set to 0 before the down projection.
-    Null experts put out their constants, and merged experts are computed with the summed weights of
-    their group. Models that use grouped_mm still use it, except in layers with merged experts.
-    Without grouped_mm, experts that retain all channels give the results of the eager forward bit
-    for bit."""
+    function gets original ids of experts. Without grouped_mm, experts that retain all channels give
+    the results of the eager forward bit for bit."""
     if not plan.merged and experts_implementation(layer.experts) == "grouped_mm":
         function = _grouped_experts(layer, _dropped_channels(layer, plan))
     else:
@@ -96,9 +89,8 @@ def _dropped_channels(layer: MoELayer, plan: LayerPlan) -> torch.Tensor:
 
 
 def _sequential_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
-    """A function that computes one expert after the other under `plan`, a plan of channels.
-    Dropped channels are set to 0, null experts put out 0, and merged experts are computed with the
-    summed weights of their group."""
+    """A function that computes one expert after the other under `plan`, a plan of channels. Null
+    experts put out 0."""
     dropped = _dropped_channels(layer, plan)
     owners = plan.owners
     widths = cast(Mask, plan.channels).sum(1).tolist()
@@ -142,13 +134,10 @@ def _add_constants(function: ExpertsFunction, layer: MoELayer, plan: LayerPlan) 
 
 def _grouped_experts(layer: MoELayer, dropped: torch.Tensor) -> ExpertsFunction:
     """A function that computes all experts at once, by transformers' grouped matrix products. These
-    have one row for each pair of a token and one of its experts. Right after the activation, the
-    channels that the expert of a row drops are set to 0 in this row. `dropped` (E, I): whether each
-    channel of each expert is dropped."""
+    have one row for each pair of a token and one of its experts. `dropped`: (E, I) bool."""
     experts: Any = layer.experts
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        """The routed output (T, H). The activation of the experts is masked during this call."""
         activate = activation(experts)
         # the expert of each row, in the order in which grouped_mm processes rows
         row_experts = index.reshape(-1).sort().values
@@ -171,8 +160,8 @@ def sliced_router(layer: MoELayer, retained: Sequence[int]) -> Iterator[dict[int
     `retained` (ascending ids), and returns positions in `retained` instead of ids.
 
     Yields a dictionary: Python's `id()` of an original tensor of the router -> the slice that
-    replaces it. Some blocks pass such a tensor to the router as an argument. For these blocks, a
-    caller that calls the router itself must pass the slice instead."""
+    replaces it. Some blocks pass such a tensor to the router as an argument: a caller of the router
+    must pass the slice instead."""
     check_in_memory(layer)
     expert_ids = torch.tensor(retained)
     slices = {}
@@ -181,7 +170,6 @@ def sliced_router(layer: MoELayer, retained: Sequence[int]) -> Iterator[dict[int
             original = part.tensor
             rows = original.detach().index_select(part.axis, expert_ids.to(original.device))
             slices[id(original)] = rows
-            # called at the end of the context
             undo.callback(replace_tensor, part.module, part.name, original)
             replace_tensor(part.module, part.name, rows)
         for module in layer.router.modules():
@@ -194,14 +182,13 @@ def sliced_router(layer: MoELayer, retained: Sequence[int]) -> Iterator[dict[int
 def masked_router(layer: MoELayer, retained: tuple[int, ...]) -> Iterator[None]:
     """A context in which the router of `layer` only chooses among the experts `retained`, and
     returns their original ids. RuntimeError when the block calls its experts with other ids than
-    the router returned, for example because it does not call its router."""
+    the router returned."""
     retained_ids = torch.tensor(retained, device=layer.routing[0].tensor.device)
     last_ids: list[torch.Tensor] = []  # the ids that the router returned last, as the only item
 
     def after_router(
         router: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """Map the router's positions in `retained` back to ids, and record these ids."""
         logits, gates, positions = output
         last_ids[:] = [retained_ids[positions]]
         return logits, gates, last_ids[0]
@@ -209,7 +196,6 @@ def masked_router(layer: MoELayer, retained: tuple[int, ...]) -> Iterator[None]:
     def before_experts(
         experts: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
-        """Raise RuntimeError unless the experts get the very ids that the router returned."""
         # hidden states, ids and gates: in this order, each by position or by keyword
         _, expert_ids, _ = (*inputs, *keywords.values())
         if not last_ids or expert_ids is not last_ids[0]:

@@ -78,8 +78,6 @@ class Plan:
         return hash(self.digest)
 
     def __post_init__(self) -> None:
-        """Raise UserError unless there are layers, all or none of them have channels, and the
-        fields of each layer agree."""
         if not self.layers:
             raise UserError("plan: layers={}, expected at least one layer")
         without_channels = [
@@ -94,8 +92,7 @@ class Plan:
             _check_layer(number, layer)
 
     def with_layers(self, layers: Mapping[int, LayerPlan]) -> Plan:
-        """A copy of the plan with some layers replaced. `layers`: number of a layer -> the layer
-        that replaces it."""
+        """A copy of the plan with some layers replaced."""
         return replace(self, layers={**self.layers, **layers})
 
     @property
@@ -140,24 +137,20 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """sha256 of what the plan retains and replaces: equal for plans that give the same
-        model."""
+        """sha256 of what the plan retains and replaces."""
         canonical = json.dumps(self._layers_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def check(self, routers: Routers) -> None:
         """Raise UserError unless the plan has exactly the layers of `routers`, each router works
         with the number of retained experts, all groups of a group-limited router retain equally
-        many experts, and protected experts are unchanged. An error about a number of experts
-        states the nearest number that is possible."""
+        many experts, and protected experts are unchanged."""
         self._check_layer_numbers(routers)
         for number, router in routers.items():
             _check_router(number, self.layers[number], router)
 
     def check_model(self, layers: Sequence[MoELayer]) -> None:
-        """Raise UserError unless the plan fits a model with the MoE layers `layers`: the numbers
-        and shapes of the layers agree, channels can be removed if the plan removes any, and `check`
-        accepts the plan for the routers."""
+        """Raise UserError unless the plan fits a model with the MoE layers `layers`."""
         # number of a layer -> its attributes by name, among them those that `check` needs
         routers = {layer.index: vars(layer) for layer in layers}
         self._check_layer_numbers(routers)
@@ -187,12 +180,9 @@ class Plan:
     ) -> None:
         """Raise UserError if the plan was made for another model.
 
-        `identity`: the digests of the given model, each as (name, function that computes it), for
-        example from `model_digests`. The plan's provenance has digests of its own model, by name.
-        Only one digest is compared: the first in `identity` whose name is in the provenance. If
-        there is none, but the provenance has a model_sha256, UserError is raised too. Without a
-        model_sha256, a warning says that only layers and counts are compared. `model`: name of the
-        given model in messages.
+        `identity`: the digests of the given model, each as (name, function that computes it). Only
+        one digest is compared: the first in `identity` whose name is in the provenance. `model`:
+        name of the given model in messages.
         """
         for name, compute_digest in identity:
             expected = self.provenance.get(name)

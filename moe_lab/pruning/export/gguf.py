@@ -99,9 +99,8 @@ def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
 
 
 def pre_tokenizer(folder: Path) -> str | None:
-    """llama.cpp's name of the pre-tokenizer in `folder`/tokenizer.json. None if its steps are not
-    in PRE_TOKENIZERS. None also for a tokenizer that is not BPE, has a normalizer, or sets
-    ignore_merges."""
+    """llama.cpp's name of the pre-tokenizer in `folder`/tokenizer.json; None if PRE_TOKENIZERS does
+    not have it."""
     tokenizer = read_json_if_there(folder / "tokenizer.json")
     model = tokenizer.get("model") or {}
     settings = tokenizer.get("pre_tokenizer") or {}
@@ -118,9 +117,8 @@ def pre_tokenizer(folder: Path) -> str | None:
 
 
 def _output_type(checkpoint: Path) -> str:
-    """The converter's output type with which it rounds no number: the type that all matrices have,
-    or fp32 if they have several types. Vectors and routers do not count, because the converter
-    stores them in fp32 with any output type. UserError for a type that GGUF cannot hold."""
+    """The converter's output type with which it rounds no number. Vectors and routers do not count,
+    because the converter stores them in fp32 with any output type."""
     types = set()
     for name, entry in open_checkpoint(checkpoint).tensors.items():
         if entry.dtype not in TYPES:
@@ -134,13 +132,10 @@ def _output_type(checkpoint: Path) -> str:
 
 
 def _run(path: Path, pre: str | None, arguments: list[str]) -> None:
-    """Run llama.cpp's converter, the script `path`, with the command line `arguments`, and wait
-    until it ends. It runs in a child process, which is killed if this process dies. `pre`: as in
-    `gguf_worker.convert`. If the converter fails, the end of its log is printed. Then Unavailable
-    is raised if the child was killed or the disk is full, otherwise UserError."""
+    """Run llama.cpp's converter, the script `path`, in a child process. `pre`: as in
+    `gguf_worker.convert`."""
     search_path = [*filter(None, [os.environ.get("PYTHONPATH")]), str(PACKAGES)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(search_path)}
-    # the child process answers calls of the functions in gguf_worker
     with ChildProcess(
         command("moe_lab.child_process", "moe_lab.pruning.export.gguf_worker"), environment
     ) as child:

@@ -10,19 +10,16 @@ from typing import Any
 
 
 def convert(converter: str, pre: str | None, arguments: list[str]) -> None:
-    """Run the main function of the script `converter` with the command line `arguments`. `pre`:
-    llama.cpp's name of the model's pre-tokenizer, for a vocabulary that the converter does not
-    recognise; None: not known."""
+    """Run the script `converter` with the command line `arguments`. `pre`: llama.cpp's name of the
+    model's pre-tokenizer, for a vocabulary that the converter does not recognise."""
     sys.path[:0] = [str(Path(converter).parent), str(Path(converter).parent / "gguf-py")]
     script = importlib.import_module(Path(converter).stem)
-    # No code of a checkpoint is run. Without this timeout, transformers would wait 15 s for a user
-    # to allow the code.
+    # without this timeout, transformers would wait 15 s for a user to allow code of the checkpoint
     dynamic_modules: Any = importlib.import_module("transformers.dynamic_module_utils")
     dynamic_modules.TIME_OUT_REMOTE_CODE = 0
     # some versions of the converter have their classes in conversion.base, others in the script
     module = sys.modules.get("conversion.base", script)
-    # Layers for multi-token prediction are not converted. The option --no-mtp has the same effect,
-    # but is an error for families without such layers.
+    # the option --no-mtp would be an error for families without layers for multi-token prediction
     if hasattr(module, "ModelBase"):
         module.ModelBase.no_mtp = True
     if pre:
@@ -32,13 +29,11 @@ def convert(converter: str, pre: str | None, arguments: list[str]) -> None:
 
 
 def _set_pre_tokenizer(module: Any, pre: str) -> None:
-    """Make the converter use the pre-tokenizer `pre` for a vocabulary that it does not recognise.
-    The converter recognises a vocabulary by a hash of the tokens of a fixed text, so it never
-    recognises a new vocabulary."""
+    """Make the converter use the pre-tokenizer `pre` for a vocabulary that it does not
+    recognise."""
     original = module.TextModel.get_vocab_base_pre
 
     def name_or_pre(model: Any, tokenizer: Any) -> str:
-        """The name that the converter finds; `pre` if it finds none."""
         try:
             name: str = original(model, tokenizer)
         except NotImplementedError:

@@ -43,16 +43,13 @@ NO_BIAS = (
 
 class Block:
     """One MoE block of the original checkpoint, and its tensors in the export. In the original,
-    each expert has tensors of its own, or a tensor is a stack of all experts. The export has the
-    same tensors for the experts that `form` stores. If `form.widths` is set, it has the tensors
-    `packed` instead."""
+    each expert has tensors of its own, or a tensor is a stack of all experts."""
 
     def __init__(
         self, tensors: Mapping[str, tuple[Entry, BlockTensor]], form: LayerForm, n_experts: int
     ) -> None:
         """`tensors`: name of each tensor of the block -> (where it is on disk, what it is in the
-        block). `form`: how the export stores the layer. `n_experts`: number of experts before
-        pruning."""
+        block). `n_experts`: number of experts before pruning."""
         self.tensors = tensors
         self.form = form
         self.n_experts = n_experts
@@ -64,14 +61,11 @@ class Block:
             if block_tensor.kind in ("expert", "stack")
         }
         self.matrices: dict[tuple[str, int], Matrix] = {}
-        """(role, expert) -> projection in the original's files. A role is gate, up or down. Empty
-        until `read_matrices`."""
+        """(role, expert) -> projection in the original's files. A role is gate, up or down."""
 
     def read_matrices(self, family: Family, width: int | None) -> None:
-        """Fill `matrices` with the projections of all experts, each of `width` channels. `matrices`
-        stays empty if the export does not need it: for a plan of whole experts (`width` None), and
-        if every stored expert is zeros or a copy of a whole expert. UserError for a tensor of
-        experts that is not a projection, and for a family whose experts cannot lose channels."""
+        """Fill `matrices` with the projections of all experts, each of `width` channels. `width` is
+        None for a plan of whole experts."""
         if width is None or not self.form.has_computed_experts:
             return
         if family.channel_obstacle:
@@ -85,8 +79,7 @@ class Block:
 
     def exported_tensor(self, name: str) -> ExportedTensor | None:
         """The tensor of the export that is made from the tensor `name` of the original. None if the
-        export has no such tensor, because its expert is not stored, or because `packed` tensors
-        take its place. UserError for a tensor of unknown kind."""
+        export has no such tensor."""
         entry, block_tensor = self.tensors[name]
         experts = self.form.experts
         if block_tensor.kind == "unknown":
@@ -119,9 +112,8 @@ class Block:
         return ExportedTensor(name, entry.dtype, self._resized_shape(shape, block_tensor), chunks)
 
     def _resized_shape(self, shape: tuple[int, ...], block_tensor: BlockTensor) -> tuple[int, ...]:
-        """The shape of a tensor of experts in the export: `shape`, with the new number of channels.
-        `shape` itself if the number of channels does not change (`form.width` None), or if the
-        tensor has no axis of channels."""
+        """The shape of a tensor of experts in the export: `shape`, with the new number of
+        channels."""
         if (
             self.form.width is None
             or block_tensor.axes is None
@@ -134,9 +126,7 @@ class Block:
         return tuple(resized)
 
     def _chunks(self, entry: Entry, block_tensor: BlockTensor) -> Iterator[Chunk]:
-        """The chunks of an exported tensor of experts. A stack has the chunks of all stored
-        experts, any other tensor those of its only expert. The chunks of an expert are zeros, a
-        copy of bytes, or computed projections."""
+        """The chunks of an exported tensor of experts."""
         is_stack = block_tensor.kind == "stack"
         size = entry.size // self.n_experts if is_stack else entry.size  # bytes of one expert
         for expert, stored in zip(self.form.experts, self.form.stored, strict=True):
@@ -179,9 +169,9 @@ class Block:
     def _projection(
         self, stored: StoredExpert, role: str, dtype: str, *, packs_channels_as_rows: bool = False
     ) -> Projection:
-        """The projection `role` (gate, up or down) of the expert `stored`, in the type `dtype`.
-        `packs_channels_as_rows`: whether channels are rows in the export. If False, they are rows
-        in gate and up, and columns in down, as in the original."""
+        """The projection `role` (gate, up or down) of the expert `stored`.
+        `packs_channels_as_rows`: whether channels are rows in the export; False: as in the
+        original."""
         matrices = {member.expert: self.matrices[role, member.expert] for member in stored.members}
         return Projection(
             stored,
@@ -193,8 +183,7 @@ class Block:
 
     def check_complete(self, folder: Path) -> None:
         """Raise UserError unless the block has one router and all experts, each with the same
-        tensors. If the export stores dropped experts (as zeros), the router must also have a bias
-        that can keep tokens from them. `folder`: the original checkpoint, for messages."""
+        tensors. `folder`: the original checkpoint, for messages."""
         block_tensors = [block_tensor for _, block_tensor in self.tensors.values()]
         kinds = Counter(block_tensor.kind for block_tensor in block_tensors)
         number = block_tensors[0].layer
@@ -231,9 +220,7 @@ def exported_tensors(
     """Name of a file of the export -> its tensors, in the order in which they are written: first
     packed tensors of experts, then all other tensors in the order of the original's bytes.
 
-    All layers for multi-token prediction are left out if any of them has experts. UserError when
-    the MoE blocks on disk are not those of the plan, experts or a router are missing, a tensor of a
-    block is of unknown kind, or `form` cannot be written."""
+    UserError when the checkpoint does not fit the plan, or `form` cannot be written."""
     block_tensors = family.block_tensors(checkpoint.tensors)
     left_out_prefixes = prediction_prefixes_with_experts(checkpoint.tensors)
     tensors: dict[int, dict[str, tuple[Entry, BlockTensor]]] = {}
@@ -260,7 +247,6 @@ def exported_tensors(
     for block in blocks.values():
         block.check_complete(checkpoint.folder)
         if block.form.widths is not None:
-            # packed tensors are written to the file of the last tensor of experts in the original
             shard = [entry.shard for entry, _ in block.expert_tensors.values()][-1]
             # at the start of the file: after tensors of some sizes, they would not be aligned
             by_shard[shard][:0] = block.packed()
@@ -271,9 +257,7 @@ def _matrices(
     name: str, entry: Entry, block_tensor: BlockTensor, n_experts: int, width: int
 ) -> Iterator[tuple[str, int, Matrix]]:
     """(role, expert, matrix) for each projection in the tensor `name`. A role is gate, up or down.
-    The tensor belongs to one expert, or is a stack of all `n_experts` experts. Each expert has
-    `width` channels. UserError for another shape, for biases, for tensors that do not hold plain
-    projections, and for types that are not in UNSIGNED."""
+    `width`: number of channels of each expert."""
     if block_tensor.axes is None or block_tensor.axes.is_bias or entry.dtype not in UNSIGNED:
         raise UserError(
             f"{name}, of type {entry.dtype}: channels can be removed from gate, up and down "
@@ -300,16 +284,14 @@ def _matrices(
 
 
 def _common_type(types: set[str]) -> str:
-    """The narrowest type that holds all numbers of `types` exactly: the type itself if there is
-    only one, otherwise F64 or F32."""
+    """The narrowest type that holds all numbers of `types` exactly."""
     if len(types) == 1:
         return next(iter(types))
     return "F64" if "F64" in types else "F32"
 
 
 def expert_type(checkpoint: Checkpoint) -> str:
-    """The type of the weights of routed experts. UserError when the checkpoint has no routed
-    experts."""
+    """The type of the weights of routed experts."""
     # any family will do: the kinds of tensors do not depend on it
     for name, block_tensor in Family().block_tensors(checkpoint.tensors).items():
         if block_tensor.kind in ("expert", "stack"):
@@ -319,8 +301,7 @@ def expert_type(checkpoint: Checkpoint) -> str:
 
 def can_bar(names: Iterable[str]) -> bool:
     """Whether the router has a bias per expert that can be set so low that the router never chooses
-    a dropped expert. A bias that is added after the softmax does not count. `names`: names of all
-    tensors of a MoE block or a checkpoint."""
+    a dropped expert. `names`: names of all tensors of a MoE block or a checkpoint."""
     vectors = tuple(f".{name}" for name in DISK_ROUTING_VECTORS)
     return any(name.endswith(vectors) and AFTER_SOFTMAX not in name for name in names)
 
@@ -335,9 +316,7 @@ def unchanged(name: str, entry: Entry) -> ExportedTensor:
 def _rows(
     name: str, entry: Entry, axis: int, experts: tuple[int, ...], n_experts: int
 ) -> ExportedTensor:
-    """The tensor `name` with only the entries of `experts` along `axis`, in this order. UserError
-    unless `axis` has `n_experts` entries, one for each expert, and all axes before it have
-    size 1."""
+    """The tensor `name` with only the entries of `experts` along `axis`, in this order."""
     outer = entry.shape[:axis]
     size = entry.shape[axis] if entry.shape else 0
     if size != n_experts or any(side != 1 for side in outer) or entry.size % n_experts:
@@ -354,9 +333,7 @@ def _rows(
 
 def _bar_dropped(vector: ExportedTensor, entry: Entry, layer: LayerForm) -> ExportedTensor:
     """A copy of the routing vector `vector` in which the dropped experts of `layer` have the bias
-    BARRING_BIAS, which is so low that the router never chooses them. `vector` itself if no expert
-    is dropped. UserError for a type that is not in BARRING_BIAS. `entry`: the vector in the
-    original."""
+    BARRING_BIAS. `entry`: the vector in the original."""
     if not layer.dropped:
         return vector
     if entry.dtype not in BARRING_BIAS:

@@ -50,8 +50,7 @@ class Changes:
 
 def rewrite(folder: Path, changes: Changes, out: Path) -> Path:
     """Write the exported checkpoint in `folder`, with `changes`, to the new folder `out`; returns
-    `out`. Each tensor stays in its shard. Files other than shards, index, config.json and model
-    card are copied unchanged. `out` only appears when it is complete."""
+    `out`. `out` only appears when it is complete."""
     checkpoint = open_checkpoint(folder)
     with new_folder(out) as work:
         for shard in checkpoint.shards:
@@ -62,9 +61,8 @@ def rewrite(folder: Path, changes: Changes, out: Path) -> Path:
 
 
 def _describe(folder: Path, shards: tuple[str, ...], changes: Changes, target: Path) -> None:
-    """Write config.json and the model card of `folder` into `target`, as `changes` changes them.
-    If `folder` has an index, also write the index of the changed `shards`, which `target` has
-    already."""
+    """Write config.json, the model card and the index into `target`, which already has the changed
+    `shards`."""
     entries = {
         name: entry for shard in shards for name, entry in read_header(target / shard)[1].items()
     }
@@ -94,7 +92,6 @@ def _write_shard(checkpoint: Checkpoint, shard: str, changes: Changes, folder: P
     ):
         target.seek(data_start)
         for name in names:
-            # a tensor may be replaced by several
             for new_name, tensor in changes.tensors(name, source.get_tensor(name)).items():
                 if tensor.nbytes % ALIGNMENT:
                     unaligned[new_name] = tensor
@@ -112,9 +109,8 @@ def _write_shard(checkpoint: Checkpoint, shard: str, changes: Changes, folder: P
 
 
 def _append(tensor: torch.Tensor, target: BinaryIO, data_start: int) -> dict[str, Any]:
-    """Write the bytes of a tensor at the current position of `target`. Returns the tensor's entry
-    for the header. The offsets in the entry count from byte `data_start` of the file, where the
-    data of the first tensor begin."""
+    """Write the bytes of a tensor to `target`. Returns the tensor's entry for the header. The
+    offsets in the entry count from byte `data_start` of the file."""
     begin = target.tell() - data_start
     target.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return {

@@ -12,14 +12,12 @@ from moe_lab.paths import local_path
 from moe_lab.pruning.export.layout import NO_BIAS, can_bar
 
 ZEROS = ("mxfp4",)
-"""Methods in which an expert whose bytes are all zero has weights of zero. Other methods store
-shapes or offsets beside the weights."""
+"""Methods in which an expert whose bytes are all zero has weights of zero."""
 
 
 def check_quantised(method: str | None, shape: str, channels: bool = False) -> None:
-    """Raise UserError if a checkpoint quantised by `method` cannot be exported in `shape` (a value
-    of export.shape), or if the plan removes channels of its experts (`channels`). A checkpoint that
-    is not quantised has the `method` None, and raises no error."""
+    """Raise UserError if a checkpoint quantised by `method` (None: not quantised) cannot be
+    exported in `shape`, a value of export.shape. `channels`: whether the plan removes channels."""
     if method is None:
         return
     if channels:
@@ -45,14 +43,12 @@ def export_conflicts(
 ) -> Iterator[str]:
     """A sentence for each reason why plans for the model cannot be exported with these settings.
 
-    `granularity`: what the plans remove, "expert" or "channel"; None: not known. `verify`: whether
-    exports are verified. The model's files are only checked if they are on this machine. If
-    export.shape is None, nothing is exported, and only the reasons in `conflicts` are checked."""
+    `granularity`: what the plans remove, "expert" or "channel"; None: not known."""
     shape_setting = f"export={export.shape}"
     format_setting = f"export.format={export.format}"
     recovery_setting = f"recovery={recovery.name}"
     is_recovered = recovery.name != "none"
-    # sentence about a conflict -> whether the settings have this conflict
+    # sentence -> whether the settings have this conflict
     conflicts = {
         f"verify=true compares an export with the masked model, which {recovery_setting} changes: "
         "expected verify=false with a recovery": verify and is_recovered,
@@ -70,8 +66,7 @@ def export_conflicts(
         return
     yield from user_errors(check_trained_top_k, model, shape_setting)
     yield from user_errors(check_quantised, quantization(model), export.shape)
-    # Two settings need plain weights: verify=true, and a format other than safetensors. A list
-    # times False is empty.
+    # settings that need plain weights; a list times False is empty
     for setting in ["verify=true"] * verify + [format_setting] * (export.format != "safetensors"):
         yield from user_errors(check_plain_weights, model, setting)
     folder = local_path(model.path)
@@ -83,8 +78,7 @@ def export_conflicts(
 
 def check_uneven(export: ExportConfig, allocation: str) -> None:
     """Raise UserError if the export is a GGUF file, in which layers and experts of unequal sizes
-    cannot be stored. No error for the shape masked, in which all sizes are equal. `allocation`:
-    name of an allocation that gives unequal sizes."""
+    cannot be stored. `allocation`: name of an allocation that gives unequal sizes."""
     if export.format == "gguf" and export.shape not in (None, "masked"):
         raise UserError(
             "export.format=gguf: a GGUF file has one number of experts and one width for all "

@@ -41,12 +41,11 @@ def verify(
     `plan`. Returns the largest `_relative_difference` of their outputs.
 
     Both models get TOKENS random tokens, and each decoder layer of the export gets the input of the
-    same layer in the masked model. One layer of each model is in memory, in the stored precision.
-    The outputs of each layer, of each retained expert (also if no token chose it) and the logits
-    are compared. On the CPU they must be equal bit for bit. MoE layers may differ by TOLERANCE if
-    the plan has channels, or if the export has zeros for dropped experts. On other devices, all may
-    differ by TOLERANCE. Code in `exported` is always run. UserError naming the first layer that
-    differs.
+    same layer in the masked model. The outputs of each layer, of each retained expert and the
+    logits are compared. On the CPU they must be equal bit for bit. MoE layers may differ by
+    TOLERANCE if the plan has channels, or if the export has zeros for dropped experts. On other
+    devices, all may differ by TOLERANCE. Code in `exported` is always run. UserError naming the
+    first layer that differs.
     """
     dtype = stored_dtype(source)
     masked = StreamedModel(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -74,7 +73,6 @@ def verify(
                     pairs.append(
                         _all_experts(masked_moe, exported_moe, plan.layers[number], hidden)
                     )
-            # whether both models add up the same outputs of experts in the same order
             has_same_order = exported_moe is None or (
                 not plan.has_channels and exported_moe.n_experts == len(plan.retained[number])
             )
@@ -94,14 +92,13 @@ def _all_experts(
     layer: MoELayer, exported: MoELayer, plan: LayerPlan, hidden: torch.Tensor
 ) -> Pair:
     """(name, expected outputs, actual outputs) of all retained experts of a layer. Each expert is
-    called for at least one row of `hidden` (T, H). `layer` under `plan` gives the expected outputs,
-    the layer `exported` gives the actual ones."""
+    called for at least one row of `hidden` (T, H)."""
     retained = torch.tensor(plan.retained, device=hidden.device)
     positions = retained  # of the retained experts in `exported`
     if exported.n_experts != layer.n_experts:
         positions = torch.arange(len(retained), device=hidden.device)
-    # (T, K): positions of experts in `retained`. 0, 1, 2, ... go down the first column, then the
-    # second and so on, and start again at 0 after the last expert. K is just large enough for all.
+    # (T, K): positions in `retained`. 0, 1, 2, ... go down the first column, then the second and
+    # so on, and start again at 0 after the last expert.
     indices = torch.arange(
         ceil(len(retained) / len(hidden)) * len(hidden), device=hidden.device
     ) % len(retained)
@@ -124,8 +121,8 @@ def _align(module: nn.Module) -> None:
 
 
 def _difference(location: str, compared: Pair, bound: float) -> float:
-    """The relative difference of the outputs in `compared`, see `_relative_difference`. UserError,
-    naming the `location`, when the difference is above `bound` or NaN."""
+    """The `_relative_difference` of the outputs in `compared`. UserError when it is above `bound`
+    or NaN."""
     name, expected, actual = compared
     difference = _relative_difference(expected.flatten(0, -2), actual.flatten(0, -2))
     if not difference <= bound:

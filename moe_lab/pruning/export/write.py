@@ -20,8 +20,7 @@ from moe_lab.pruning.export.chunks import Chunk, ExportedTensor, Span
 
 CARD = "README.md"
 NOT_COPIED = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
-"""Suffixes of weight files, which are not copied: the pruned model's weights are written
-instead."""
+"""Suffixes of weight files."""
 ALIGNMENT = 64
 """Bytes. Matrix products of mapped files can differ in the last bit if weights start in the middle
 of a cache line."""
@@ -33,7 +32,7 @@ NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A context with a new empty folder next to `target`. At the end, the new folder is renamed to
-    `target`. If the context fails, the new folder is removed."""
+    `target`."""
     work = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
     work.mkdir(parents=True)
@@ -47,8 +46,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A context with a new file for writing. At the end, the bytes of the file are on the disk, so
-    that the file is complete even if the machine crashes after `new_folder` renamed the folder."""
+    """A context with a new file for writing. At the end, the bytes of the file are on the disk."""
     with path.open("wb") as file:
         yield file
         file.flush()
@@ -58,9 +56,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 def write_weights(
     checkpoint: Checkpoint, content: Mapping[str, Sequence[ExportedTensor]], folder: Path
 ) -> None:
-    """Write safetensors files into `folder`. `content`: name of a file -> its tensors, in order.
-    Byte ranges of the original (`Span`) are copied by the kernel where possible. All other chunks
-    are computed one at a time."""
+    """Write safetensors files into `folder`. `content`: name of a file -> its tensors, in order."""
     for shard, tensors in content.items():
         if not tensors:
             continue
@@ -91,8 +87,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def copy_others(folder: Path, target: Path) -> None:
     """Copy the files of the checkpoint in `folder` other than weights, such as its tokenizer, to
-    the same relative paths in `target`. Indices of shards, hidden files and files with a suffix in
-    NOT_COPIED are not copied."""
+    the same relative paths in `target`."""
     for file in files_of(folder):
         if (
             file.suffix not in NOT_COPIED
@@ -111,12 +106,11 @@ def header_bytes(fields: Mapping[str, Any], min_size: int = 0) -> bytes:
     text = json.dumps(fields, separators=(",", ":")).encode()
     size = max(min_size, 8 + len(text))
     size += -size % ALIGNMENT
-    # the first 8 bytes are the length of the header with its padding
     return struct.pack("<Q", size - 8) + text.ljust(size - 8)
 
 
 def _header(tensors: Sequence[ExportedTensor], metadata: Mapping[str, str]) -> bytes:
-    """The beginning of a safetensors file with these `tensors`, in order, and `metadata`."""
+    """The beginning of a safetensors file with these `tensors` and `metadata`."""
     fields: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     position = 0
     for tensor in tensors:
@@ -144,8 +138,7 @@ def _merge_spans(tensors: Sequence[ExportedTensor]) -> list[Chunk]:
 
 
 def _copy(source: BinaryIO, target: BinaryIO, start: int, size: int) -> None:
-    """Append `size` bytes of `source`, from byte `start`, to `target`: by the kernel if possible,
-    otherwise through a buffer."""
+    """Append `size` bytes of `source`, from byte `start`, to `target`."""
     target.flush()
     end = start + size
     # below, `start` is always the first byte that has not been copied yet
