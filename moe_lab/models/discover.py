@@ -103,19 +103,16 @@ class MoELayer:
         return {name: getattr(self.experts, name)[expert] for name in self.family.stacks}
 
     def projections(self, expert: int) -> dict[str, torch.Tensor]:
-        """The projections and biases of one expert, as views of its tensors. The keys are roles:
-        gate, up, down, gate_bias, up_bias, down_bias. Every projection is (I, H), also that of
-        down."""
+        """Role (gate, up, down, gate_bias, up_bias or down_bias) -> view of one expert's projection
+        or bias. Every projection is (I, H), also that of down."""
         if is_ragged(self.experts):
-            # ragged experts already store `down` as (I, H)
             gate_up, down = self.experts.weights(expert)  # type: ignore[operator]
             return {**split(gate_up, GATE_UP), "down": down}
         return self.family.split(self.tensors(expert))
 
     def weights(self, expert: int, tensors: Mapping[str, torch.Tensor] | None = None) -> Weights:
-        """The weights of one expert, in the layout of `Weights`. `tensors`: the expert's tensors by
-        name, as from `self.tensors(expert)`; None for those that the expert has now. Ignored for
-        ragged experts."""
+        """The weights of one expert. `tensors`: name -> tensor, by default those of
+        `self.tensors(expert)`. Ignored for ragged experts."""
         if is_ragged(self.experts):
             inward, down = self.experts.weights(expert)  # type: ignore[operator]
             return Weights(inward, down.t())
@@ -134,16 +131,14 @@ class MoELayer:
         )
 
     def phi(self, states: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """phi (n, I), the input of an expert's down projection. `states` (n, H): the hidden states
-        of the expert's tokens. `weights`: the expert's weights."""
+        """phi (n, I), the input of an expert's down projection, for hidden states (n, H)."""
         projected = linear(states, weights.inward)
         if weights.inward_bias is not None:
             projected = projected + weights.inward_bias
         return activation(self.experts)(projected)
 
     def output(self, phi: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """f (n, H), the output of an expert, not multiplied by the gates. `phi` (n, I): the input
-        of the expert's down projection."""
+        """f (n, H), the output of an expert for `phi` (n, I), not multiplied by the gates."""
         f = linear(phi, weights.down)
         if weights.down_bias is not None:
             f = f + weights.down_bias
@@ -151,21 +146,20 @@ class MoELayer:
         return f if norm is None else norm(f)
 
     def expert_output(self, states: torch.Tensor, expert: int) -> torch.Tensor:
-        """f (n, H), the output of `expert`, not multiplied by the gates. `states` (n, H): the
-        hidden states of the expert's tokens."""
+        """f (n, H), the output of `expert` for hidden states (n, H), not multiplied by the
+        gates."""
         weights = self.weights(expert)
         return self.output(self.phi(states, weights), weights)
 
 
 def post_expert_norm(module: Any) -> nn.Module | None:
-    """The norm that is applied to the output of every expert; None for families without such a
-    norm."""
+    """The norm that is applied to the output of every expert."""
     return module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
 
 
 def check_in_memory(layer: MoELayer) -> None:
-    """Raise UserError when weights of the layer are offloaded. Such weights cannot be read:
-    accelerate loads them only while their module runs."""
+    """Raise UserError when weights of the layer are offloaded: accelerate loads them only while
+    their module runs."""
     if any(weight.is_meta for weight in layer.block.parameters()):
         raise UserError(
             f"{layer.name}: weights are offloaded, so they cannot be read: load the model without "
@@ -174,9 +168,8 @@ def check_in_memory(layer: MoELayer) -> None:
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:
-    """All layers of `model` with routed experts, in decoder order. The model may be on the meta
-    device. UserError, with the reason, for a model that is not supported, and for ragged experts,
-    which can be neither scored nor pruned."""
+    """All layers of `model` with routed experts, in decoder order. UserError for a model that is
+    not supported, and for ragged experts."""
     layers = routed_layers(model)
     for layer in layers:
         if is_ragged(layer.experts):
@@ -188,8 +181,8 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
 
 
 def routed_layers(model: nn.Module) -> list[MoELayer]:
-    """All layers of `model` with routed experts, in decoder order. Unlike `moe_layers`, this
-    function accepts ragged experts. UserError for a model that is not supported."""
+    """All layers of `model` with routed experts, also ragged ones, in decoder order. UserError for
+    a model that is not supported."""
     kind = _model_type(model)
     if kind in UNSUPPORTED:
         raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
@@ -197,8 +190,6 @@ def routed_layers(model: nn.Module) -> list[MoELayer]:
     if not names:
         config: Any = getattr(model, "config", None)
         counts = [getattr(config, field, None) for field in COUNT_FIELDS]
-        # if the configuration counts several experts, they are in modules that `is_experts` does
-        # not recognise
         has_experts = any(isinstance(count, int) and count > 1 for count in counts)
         reason = UNREGISTERED_EXPERTS if has_experts else "has no routed experts"
         raise UserError(f"model_type={kind} is not supported: it {reason}")
@@ -221,25 +212,20 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def is_ragged(module: nn.Module) -> bool:
-    """Whether the experts are ragged: experts of unequal width, packed into two matrices, as in
-    pruned models and their exports."""
+    """Whether the experts are ragged: of unequal width, packed into two matrices."""
     return hasattr(module, "gate_up_packed") and hasattr(module, "widths")
 
 
 def _model_type(model: nn.Module) -> str:
-    """The model_type of a model; the name of its class if its configuration has none."""
     return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
 
 
 def _moe_layer(model: nn.Module, name: str, kind: str) -> MoELayer:
-    """The MoE layer whose experts module has the path `name`. `kind`: model_type. UserError for a
-    layer that moe_lab cannot handle."""
+    """The MoE layer whose experts module has the path `name`. `kind`: model_type."""
     experts = model.get_submodule(name)
     block = model.get_submodule(name.rpartition(".")[0])
 
     def refusal(reason: str) -> UserError:
-        """The error for a layer that is not supported. `reason`: the end of a sentence whose
-        subject is the experts module."""
         return UserError(f"model_type={kind} is not supported: {name} {reason}")
 
     numbers = [part for part in name.split(".") if part.isdigit()]
@@ -282,14 +268,12 @@ def _moe_layer(model: nn.Module, name: str, kind: str) -> MoELayer:
 
 
 def _widths_and_hidden(experts: Any, family: Family, refusal: Any) -> tuple[tuple[int, ...], int]:
-    """(number of channels of each expert, hidden size). `experts`: an experts module. `refusal`: a
-    function from a reason to an error. The error is raised if the experts are not ragged and not
-    stored as `family` describes."""
+    """(number of channels of each expert, hidden size). `refusal`: a function from a reason to an
+    error."""
     if is_ragged(experts):
         return tuple(experts.widths), experts.down_packed.shape[1]
     # the first stack holds the projections before the activation
     inward_axes = next(iter(family.stacks.values()))
-    # whether the experts are transposed, are concatenated, have a gate projection, have biases
     expected = (
         inward_axes.channels == -1,
         not inward_axes.interleaved,
@@ -322,7 +306,7 @@ def _widths_and_hidden(experts: Any, family: Family, refusal: Any) -> tuple[tupl
 
 def _group_counts(router: nn.Module) -> tuple[int, int]:
     """(number of groups of experts, number of groups that a token can be routed to) of a router;
-    (1, 1) if it has no groups or ignores them."""
+    (1, 1) without groups."""
     n_group: Any = getattr(router, "num_group", None) or 1
     topk_group: Any = getattr(router, "topk_group", None) or 1
     if n_group == 1 or getattr(router, "topk_method", None) in UNGROUPED_METHODS:
@@ -333,13 +317,11 @@ def _group_counts(router: nn.Module) -> tuple[int, int]:
 def _routing_tensors(
     router: nn.Module, block: nn.Module, n_experts: int, refusal: Any
 ) -> tuple[RoutingTensor, ...]:
-    """All tensors of the router, and those of the block outside its submodules. Each must be the
-    weight (E, H) of the router, or a vector (E,) or (1, E) with a name in ROUTING_VECTORS. There
-    must be exactly one weight. `refusal`: a function from a reason to an error, which is raised if
-    this does not hold.
+    """All tensors of the router, and those of the block outside its submodules. `refusal`: a
+    function from a reason to an error.
 
-    The name of a tensor decides which axis is that of experts. Its shape does not suffice, because
-    the number of experts may equal the hidden size."""
+    The name of a tensor decides which axis is that of experts, because the number of experts may
+    equal the hidden size."""
     routing: list[RoutingTensor] = []
     for owner in (*router.modules(), block):
         for name, tensor in [
@@ -364,8 +346,8 @@ def _routing_tensors(
 
 
 def part_of(name: str) -> str:
-    """The part of the model to which a module or tensor belongs: experts, shared_experts, attention
-    or rest. `name`: path of the module or tensor in the model."""
+    """The part of the model to which the module or tensor `name` belongs: experts, shared_experts,
+    attention or rest."""
     path = name.split(".")
     # outside the numbered decoder layers, such as embeddings
     if not any(name_part.isdigit() for name_part in path):
@@ -380,9 +362,8 @@ def part_of(name: str) -> str:
 
 
 def linear_modules(model: nn.Module, part: str) -> Iterator[tuple[str, nn.Linear]]:
-    """(path, module) of each nn.Linear in `part`, which is shared_experts or attention. Modules
-    with a single output are left out: these are gates of shared experts, and such gates count as
-    routers."""
+    """(path, module) of each nn.Linear in `part`, which is shared_experts or attention. Gates of
+    shared experts, which have a single output, are left out."""
     for name, module in model.named_modules():
         if type(module) is nn.Linear and module.out_features > 1 and part_of(name) == part:
             yield name, module

@@ -1,9 +1,8 @@
 """Compute routed experts: tokens sorted by expert, hooks on experts modules, a faster forward on
 the CPU.
 
-The eager loop of transformers searches for the tokens of each expert in turn; `cpu_experts` sorts
-them once. Each matrix product has the same rows in the same order, and outputs are added in the
-same order, so the bits are the same.
+`cpu_experts` gives the same bits as the eager loop of transformers: each matrix product has the
+same rows in the same order, and outputs are added in the same order.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ TRIAL_TOKENS = 16
 
 @dataclass(frozen=True)
 class Rows:
-    """The T x K routed (token, expert) pairs of one call, sorted by expert; within an expert by k,
-    then by token. The eager forward of transformers uses the same order, so the same matrix
-    products give the same bits."""
+    """The T x K routed (token, expert) pairs of one call, sorted by expert, then by k, then by
+    token. The eager forward of transformers uses the same order."""
 
     token: torch.Tensor
     """(S,) row of the hidden states."""
@@ -50,13 +48,12 @@ class Rows:
     expert: torch.Tensor
     """(S,) expert id, ascending."""
     ends: list[int]
-    """For each expert, the end of its rows. They start where the rows of the previous expert
-    end."""
+    """For each expert, the end of its rows."""
 
 
 def expert_slices(ends: list[int]) -> Iterator[tuple[int, slice]]:
-    """(expert id, slice of the expert's rows in a `Rows`) for every expert that has rows. `ends`:
-    for each expert, the index after its last row."""
+    """(expert id, slice of the expert's rows) for every expert that has rows. `ends`: as in
+    `Rows`."""
     start = 0
     for expert, end in enumerate(ends):
         if end > start:
@@ -65,10 +62,9 @@ def expert_slices(ends: list[int]) -> Iterator[tuple[int, slice]]:
 
 
 def sort_by_expert(index: torch.Tensor, n_experts: int) -> Rows:
-    """The routed (token, expert) pairs, sorted by expert. `index` (T, K): the expert ids of each
-    token."""
-    # The flat transpose lists column 0 of all T tokens, then column 1, and so on: position p holds
-    # token p % T in column p // T. The stable sort keeps this order within an expert.
+    """The sorted pairs of `index` (T, K), the expert ids of each token."""
+    # Position p of the flat transpose holds token p % T in column p // T. The stable sort keeps
+    # this order within an expert.
     expert, order = torch.sort(index.t().reshape(-1), stable=True)
     return Rows(
         token=order % index.shape[0],
@@ -85,11 +81,10 @@ def routed_output(
     compute: Callable[[int, slice, torch.Tensor], torch.Tensor | None],
 ) -> torch.Tensor:
     """Gated sum (T, H) of expert outputs, added in the order of the eager forward of transformers.
-    `hidden` (T, H), `weights` (T, K): the hidden states and gates of the tokens.
+    `hidden`: (T, H). `weights`: the gates (T, K).
 
-    `compute(expert, part, states)` returns the output (n, H) of an expert, or None if the expert
-    adds nothing. `part`: the slice of the expert's rows in `rows`. `states` (n, H): the hidden
-    states of these rows."""
+    `compute(expert, slice of its rows, states (n, H))` returns the output (n, H) of an expert, or
+    None if the expert adds nothing."""
     gates = weights[rows.token, rows.column, None]
     output = torch.zeros_like(hidden)
     for expert, part in expert_slices(rows.ends):
@@ -101,15 +96,12 @@ def routed_output(
 
 
 def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """R weighted sums of expert outputs for each token, (T, R, H), at least fp32. Sum r of token t
-    is the sum over experts e of gates[t, r, e] times the output of expert e for `hidden[t]`.
-    `hidden`: (T, H). `gates`: (T, R, E). Experts with only zero gates for a token are not run for
-    this token."""
+    """R weighted sums of expert outputs for each token, (T, R, H), at least fp32. `hidden`: (T, H).
+    `gates` (T, R, E): the weights of the sums."""
     n_experts = gates.shape[2]
     has_gate = (gates != 0).any(1)  # (T, E): whether the token uses the expert
     n = max(int(has_gate.sum(1).max()), 1)  # the largest number of used experts of a token
-    # The sort puts the used experts of each token first. `chosen` (T, n) has the first n expert
-    # ids; those of a token with fewer used experts end with unused ones.
+    # the sort puts the used experts of each token first
     order = has_gate.int().sort(dim=1, descending=True, stable=True)
     is_used = order.values[:, :n].bool()
     chosen = order.indices[:, :n]
@@ -129,22 +121,22 @@ def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> t
 
 
 def dense_gates(index: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch.Tensor:
-    """The gates of all experts, (T, E), at least fp32: the gates `weights` (T, K) of the experts
-    `index` (T, K), and 0 for all other experts."""
+    """Gates (T, E), at least fp32: `weights` (T, K) for the experts `index` (T, K), 0 for all
+    others."""
     gates = at_least_fp32(weights)
     return gates.new_zeros(len(index), n_experts).scatter_(1, index, gates)
 
 
 def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` in at least fp32, so that sums and squares are not taken in half precision."""
+    """`tensor` in at least fp32, for sums and squares."""
     return tensor.float() if tensor.element_size() < 4 else tensor
 
 
 def replace_experts(
     layer: MoELayer, make: Callable[[ExpertsFunction], ExpertsFunction], undo: ExitStack
 ) -> None:
-    """Replace the function that computes the experts of `layer`, until `undo` is closed. `make`
-    gets the current function and returns the new function."""
+    """Replace the function that computes the experts of `layer`, until `undo` is closed. `make`:
+    current function -> new function."""
     name = _forward_name(layer.experts)
     function = make(getattr(layer.experts, name))
 
@@ -157,14 +149,13 @@ def replace_experts(
 
 
 def are_replaced(layer: MoELayer) -> bool:
-    """Whether `replace_experts` has replaced the function that computes the experts of `layer`."""
+    """Whether `replace_experts` is in effect for `layer`."""
     return hasattr(vars(layer.experts).get(_forward_name(layer.experts)), "replaces_experts")
 
 
 def _forward_name(module: nn.Module) -> str:
-    """Name of the attribute that holds the forward function of a module. If accelerate has added a
-    hook to the module, this is the original function, which the hook calls after it has loaded
-    offloaded weights."""
+    """Name of the attribute that holds the forward function of a module. A hook of accelerate loads
+    offloaded weights, then calls `_old_forward`."""
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
 
 
@@ -188,8 +179,7 @@ ExpertsInterface.register(CPU_EXPERTS, cpu_experts)
 
 def use_cpu_experts(model: PreTrainedModel, layers: Sequence[MoELayer]) -> None:
     """Switch a `model` that was loaded with eager experts to `cpu_experts`, if outputs stay the
-    same bit for bit. The experts of all `layers` must be fp32 and of the form that `cpu_experts`
-    computes. Equality is tried on a few tokens in the first layer only."""
+    same bit for bit. Equality is tried in the first layer only."""
     if layers and all(_is_plain(layer.experts) for layer in layers) and _has_eager_bits(layers[0]):
         model.set_experts_implementation(CPU_EXPERTS)
 
@@ -197,8 +187,7 @@ def use_cpu_experts(model: PreTrainedModel, layers: Sequence[MoELayer]) -> None:
 def _batched_output(
     module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The gated sum of expert outputs (T, H). Matrix products are computed for each expert, all
-    other operations for all experts at once."""
+    """The gated sum of expert outputs (T, H). Only matrix products are computed for each expert."""
     gathered = hidden.index_select(0, rows.token)
     slices = list(expert_slices(rows.ends))
     projected = torch.cat(
@@ -214,11 +203,9 @@ def _batched_output(
 def _sequential_output(
     module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The gated sum of expert outputs (T, H). Experts are computed one after the other, so that
-    memory holds the outputs of one expert at a time."""
+    """The gated sum of expert outputs (T, H). Memory holds the outputs of one expert at a time."""
 
     def compute(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor:
-        """The output (n, H) of an expert for its `states` (n, H)."""
         return linear(
             activation(module)(linear(states, module.gate_up_proj[expert])),
             module.down_proj[expert],
@@ -237,9 +224,8 @@ def _is_plain(module: Any) -> bool:
 
 
 def _has_eager_bits(layer: MoELayer) -> bool:
-    """Whether the output of `cpu_experts` equals that of the experts' own forward bit for bit, for
-    random tokens. Both functions that `cpu_experts` chooses from, for few and for many tokens, are
-    tried."""
+    """Whether `cpu_experts` and `_sequential_output` give the bits of the experts' own forward, for
+    random tokens."""
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(TRIAL_TOKENS, layer.hidden, generator=random)
     weights, index = torch.rand(TRIAL_TOKENS, layer.n_experts, generator=random).topk(layer.top_k)
@@ -252,26 +238,24 @@ def _has_eager_bits(layer: MoELayer) -> bool:
 
 
 def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> Any:
-    """The output of the decoder for one batch, without vocabulary logits or cache. `valid` (B, S)
-    is the attention mask. The output's last_hidden_state (B, S, H) is the input of the vocabulary
-    head."""
+    """The output of the decoder for one batch, without vocabulary logits or cache. `valid`: the
+    attention mask (B, S). The output's last_hidden_state is (B, S, H)."""
     embeddings: Any = model.get_input_embeddings()
     device = embeddings.weight.device
     # No token attends to later tokens, so padding on the right needs no mask. Without a mask,
-    # attention is faster and needs no memory for each pair of tokens.
+    # attention is faster and needs less memory.
     is_padded_right = bool((valid[:, 1:] <= valid[:, :-1]).all())
     mask = None if is_padded_right else valid.to(device, torch.int64)
     return model.base_model(input_ids=input_ids.to(device), attention_mask=mask, use_cache=False)
 
 
 def replace_output(layer: nn.Module, state: Any, undo: ExitStack) -> None:
-    """Make a decoder `layer` return `state` without computing anything, until `undo` is closed."""
+    """Make a decoder `layer` return `state`, until `undo` is closed."""
     undo.enter_context(patch.object(layer, "forward", lambda *inputs, **named: state))
 
 
 def check_output(layer: nn.Module, inputs: Any, output: Any) -> None:
-    """A hook of decoder layers: raise UserError unless the layer's output is a bare tensor, which
-    `replace_output` assumes."""
+    """A hook of decoder layers: raise UserError unless the layer's output is a bare tensor."""
     if not isinstance(output, torch.Tensor):
         raise UserError(
             f"{type(layer).__name__} gives {type(output).__name__} instead of hidden states, so "
@@ -281,12 +265,10 @@ def check_output(layer: nn.Module, inputs: Any, output: Any) -> None:
 
 
 def output_of(layer: nn.Module, run: Callable[[], Any]) -> torch.Tensor:
-    """The output of a decoder `layer` when `run()` runs the model. The run ends there: later layers
-    are not computed. UserError unless the output is a bare tensor, RuntimeError if `run()` does not
-    run the layer."""
+    """The output of a decoder `layer` when `run()` runs the model. Later layers are not computed.
+    UserError unless the output is a bare tensor."""
 
     def stop(module: nn.Module, inputs: Any, output: Any) -> None:
-        """A hook that ends `run()` with the output of the layer."""
         check_output(module, inputs, output)
         raise _Reached(output)
 

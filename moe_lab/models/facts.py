@@ -18,26 +18,24 @@ from moe_lab.models.transformers_private import NameMapping
 
 
 def facts(settings: ModelConfig) -> dict[str, Any]:
-    """The sizes of a model. No weight is read.
+    """The sizes of a model.
 
     model           name of the model
     model_type      model_type of its configuration
     parameters      number of all parameters
     decoder_layers  number of layers, including layers without experts
     shared_width    number of channels of all shared experts of a layer together
-    layers          for each layer with routed experts, its index -> sizes of this layer. If its
-                    experts have unequal widths, `width` and `expert_parameters` are rounded means,
-                    and `widths` lists all widths.
+    layers          index of a layer with routed experts -> its sizes. If widths differ, `width` and
+                    `expert_parameters` are rounded means, and `widths` lists all widths.
 
     UserError for a model that is not supported, that differs from `model.expected`, or whose weight
-    files do not fit its config.json.
-    """
+    files do not fit its config.json."""
     return {"model": settings.name, **model_facts(_build(local_folder(settings), settings))}
 
 
 def _build(folder: Path, settings: ModelConfig) -> Any:
-    """The model in `folder`, on the meta device. `model.top_k`, if set, is applied. UserError if
-    the model differs from `model.expected`, or its weight files do not fit its config.json."""
+    """The model in `folder`, on the meta device, checked against `model.expected` and its weight
+    files."""
     model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
     if any(folder.glob("*.safetensors")):
         checkpoint = open_checkpoint(folder)
@@ -48,8 +46,7 @@ def _build(folder: Path, settings: ModelConfig) -> Any:
 
 
 def model_facts(model: Any) -> dict[str, Any]:
-    """What `facts` returns, without the name of the model. `model`: a model object, which may be on
-    the meta device."""
+    """What `facts` returns, without the name of the model. `model`: a model object."""
     sizes = architecture(model)
     return {
         "model_type": model.config.model_type,
@@ -62,8 +59,7 @@ def model_facts(model: Any) -> dict[str, Any]:
 
 def architecture(model: Any) -> ExpectedConfig:
     """The sizes of a model in the form of `model.expected`. If layers differ in a size, the largest
-    value counts, but `shared_width` is the mean over layers, rounded down. SettingsError for a size
-    that `model.expected` does not accept."""
+    value counts, but `shared_width` is the mean over layers, rounded down."""
     layers = routed_layers(model)
     hidden = max(layer.hidden for layer in layers)
     shared = sum(linear.weight.numel() for _, linear in linear_modules(model, "shared_experts"))
@@ -82,8 +78,7 @@ def architecture(model: Any) -> ExpectedConfig:
 
 
 def _layer_facts(layer: MoELayer) -> dict[str, Any]:
-    """The sizes of one layer, by name. For ragged experts, `width` and `expert_parameters` are
-    rounded means, and `widths` lists all widths."""
+    """The sizes of one layer, by name."""
     parameters = sum(weight.numel() for weight in layer.experts.parameters())
     router_parameters = sum(part.tensor.numel() for part in layer.routing)
     facts_of_layer: dict[str, Any] = {
@@ -102,8 +97,7 @@ def _layer_facts(layer: MoELayer) -> dict[str, Any]:
 
 
 def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
-    """A description of the model in `folder`. The model is built on the meta device from its
-    configuration.
+    """A description of the model in `folder`.
 
     model_type  model_type of its configuration
     layers      number of decoder layers
@@ -135,8 +129,8 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
 
 
 def _describe_router(layer: MoELayer, config: Any) -> str:
-    """A description of the router of a layer, such as "Qwen3MoeTopKRouter, the best 8,
-    norm_topk_prob=True". `config`: the configuration of the model's text part."""
+    """A description of the router, such as "Qwen3MoeTopKRouter, the best 8,
+    norm_topk_prob=True"."""
     properties = [type(layer.router).__name__, f"the best {layer.top_k}"]
     if any(part.name in ("e_score_correction_bias", "expert_bias") for part in layer.routing):
         properties.append("chosen with a correction bias")
@@ -148,7 +142,7 @@ def _describe_router(layer: MoELayer, config: Any) -> str:
 
 
 def _parameters_by_part(model: Any, layers: list[MoELayer]) -> dict[str, int]:
-    """Part of the model -> its number of parameters; parts without parameters are left out."""
+    """Part of the model -> its number of parameters."""
     routers = {id(part.tensor) for layer in layers for part in layer.routing}
     counts = dict.fromkeys(("routed experts", "shared experts", "routers", "attention", "rest"), 0)
     labels = {"experts": "routed experts", "shared_experts": "shared experts"}

@@ -1,8 +1,6 @@
 """How families of models store their experts, in memory and on disk. No torch.
 
-`Axes` describes a tensor of experts, in memory or in a file, and `split` gives its projections as
-views with channels first, for torch and numpy. Model names appear only in this file, in the ports
-named below and in conf/model.
+Model names appear only in this file, in the ports named below and in conf/model.
 """
 
 from __future__ import annotations
@@ -37,10 +35,9 @@ UNSUPPORTED = {
     "switch_transformers": CROSS,
     "zaya": "has a router with one class more than experts",
 }
-"""model_type -> why it is refused. Other families are checked by their modules."""
+"""model_type -> why it is refused."""
 COUNT_FIELDS = ("n_routed_experts", "moe_num_experts", "num_local_experts", "num_experts")
-"""Configuration fields that hold the number of routed experts; which one is canonical differs by
-family."""
+"""Configuration fields that hold the number of routed experts."""
 TOP_K_FIELDS = ("num_experts_per_tok", "moe_k", "moe_topk")
 """Configuration fields that hold the number of experts a token is routed to."""
 WIDTH_FIELDS = ("moe_intermediate_size", "intermediate_size")
@@ -52,7 +49,7 @@ num_local_experts, but transformers 4 and servers read num_experts and would use
 UNGROUPED_METHODS = ("greedy",)
 """Values of a router's topk_method that ignore its groups."""
 ROUTING_VECTORS = ("bias", "e_score_correction_bias", "expert_bias")
-"""Names of routing tensors with one entry per expert in memory, besides the router's weight."""
+"""Names of routing tensors with one entry per expert in memory."""
 ROUTERS = ("gate", "router")
 """Attribute names of the router of a MoE block."""
 DISK_ROUTER_WEIGHTS = (
@@ -78,8 +75,7 @@ DISK_SHARED = ("shared_expert.", "shared_experts.", "shared_mlp.", "shared_exper
 EXTRA_PREDICTION_BLOCKS = ("mtp.", "model.mtp.")
 """Prefixes of the tensors of extra prediction layers, which have a numbering of their own."""
 PREDICTION_PROJECTION = ".eh_proj."
-"""Part of the name of the tensor that projects an embedding and a hidden state together to the
-input of a layer; numbered layers have such a tensor if, and only if, they predict several
+"""Part of the name of a tensor that a numbered layer has if, and only if, it predicts several
 tokens."""
 EXTRA_PREDICTION = re.compile(rf"(?:^|\.)mtp(?:_\w+)?\.|{re.escape(PREDICTION_PROJECTION)}")
 """Part of the names of tensors of layers that predict several tokens."""
@@ -87,8 +83,8 @@ NOT_LOADED = re.compile(
     rf"{EXTRA_PREDICTION.pattern}|rotary_emb\.inv_freq$|\.(?:[qkv]|kv|kv_cache|prob|input|output|activation)_scale$"
 )
 """Parts of the names of tensors that a checkpoint may have and its model lacks: tensors of extra
-prediction layers, frequencies that the configuration determines, and scales by which programs that
-compute in fewer bits round activations and caches."""
+prediction layers, frequencies that the configuration determines, and scales for rounding
+activations and caches."""
 EXTRA_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Configuration fields that count layers for predicting several tokens, which transformers does not
 load."""
@@ -109,8 +105,7 @@ PORTS = {"deepseek": Port("deepseek_moe", "Deepseek")}
 
 
 def port_files(kind: str) -> dict[str, str]:
-    """File name -> source code of the port (see `Port`) that loads models of the model_type `kind`.
-    {} for a model_type without a port: transformers has the code for it, or it is not supported."""
+    """File name -> source code of the port for the model_type `kind`; {} without a port."""
     if kind not in PORTS:
         return {}
     file = Path(__file__).parents[1] / "exported_code" / f"{PORTS[kind].file}.py"
@@ -126,20 +121,17 @@ class Axes(NamedTuple):
     channels: int | None
     """The axis of channels, -1 or -2; None for the bias of down, which has no channels."""
     interleaved: bool = False
-    """Whether the order along the axis of channels is gate_0, up_0, gate_1, up_1, instead of all of
-    gate, then all of up."""
+    """Whether the order along the axis of channels is gate_0, up_0, gate_1, up_1."""
 
     @property
     def is_bias(self) -> bool:
-        """Whether the tensor holds biases: a vector for each expert, not a matrix."""
+        """Whether the tensor holds biases."""
         return self.roles[0].endswith("_bias")
 
 
 def split(tensor: Any, axes: Axes) -> dict[str, Any]:
-    """For each role in `axes`, the view of `tensor` that belongs to it. The view of a projection
-    has the shape (..., I, H). The view of a bias is (..., I), but (..., H) for the bias of down.
-    `tensor`: a tensor of torch or an array of numpy."""
-    # without channels, there is nothing to divide: the tensor holds only the bias of down
+    """Role -> its view of `tensor`, of torch or numpy. A projection is (..., I, H), a bias is
+    (..., I), and the bias of down is (..., H)."""
     if axes.channels is None:
         return {role: tensor for role in axes.roles}
     if not axes.is_bias and axes.channels == -1:
@@ -167,10 +159,9 @@ class BlockTensor(NamedTuple):
     kind: str
     """expert, stack (of all experts), router, vector (of the router), shared or unknown."""
     expert: int | None = None
-    """The expert of a tensor of one expert."""
     axes: Axes | None = None
-    """The axes of a tensor of experts. None if the tensor does not hold plain projections, but
-    scales, or numbers packed in a quantised format."""
+    """None if the tensor does not hold plain projections, but, for example, scales or packed
+    numbers."""
 
 
 _GATE = Axes(("gate",), -2)
@@ -208,22 +199,21 @@ class Family:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles of all projections and biases of an expert, such as gate; see `Axes.roles`."""
+        """The roles of all projections and biases of an expert."""
         return tuple(role for axes in self.stacks.values() for role in axes.roles)
 
     def split(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """For each role, the view of its projection or bias. The function `split` of this module
-        makes the views and says which shape they have. `tensors`: name of a stack, a key of
-        `self.stacks` -> the whole stack, or the tensor of one expert in it."""
+        """Role -> view of its projection or bias, shaped as by the function `split`. `tensors`:
+        name of a stack -> the whole stack, or the tensor of one expert in it."""
         views: dict[str, Any] = {}
         for name, tensor in tensors.items():
             views |= split(tensor, self.stacks[name])
         return views
 
     def block_tensors(self, names: Iterable[str]) -> dict[str, BlockTensor]:
-        """For each tensor of a MoE block, its name -> what it is in the block. `names`: names of
-        all tensors of a checkpoint. Tensors of extra prediction layers (see `prediction_prefixes`)
-        are left out. UserError for a decoder layer with several MoE blocks."""
+        """Name of a tensor of a MoE block -> what it is in the block. `names`: names of all tensors
+        of a checkpoint. Tensors of extra prediction layers are left out. UserError for a decoder
+        layer with several MoE blocks."""
         names = list(names)
         extra_prefixes = prediction_prefixes(names)
         blocks: dict[str, int] = {}  # prefix of the block's tensors -> decoder layer
@@ -246,10 +236,8 @@ class Family:
         return block_tensors
 
     def _block_tensor(self, block: str, layer: int, name: str) -> BlockTensor:
-        """What a tensor is in its MoE block. `block`: prefix of the names of all tensors of the
-        block. `layer`: number of the decoder layer. `name`: name of the tensor without the
-        prefix."""
-        # the last argument: axes, None if the name is not in EXPERT_TENSORS
+        """What a tensor is in its MoE block. `name`: name of the tensor without the prefix
+        `block`."""
         if match := re.fullmatch(r"experts\.(\d+)\.(.+)", name):
             return BlockTensor(block, layer, "expert", int(match[1]), EXPERT_TENSORS.get(match[2]))
         if re.fullmatch(_STACKS, name):
@@ -267,8 +255,8 @@ class Family:
 
 def _transposed_stacks(*, interleaved: bool = False) -> dict[str, Axes]:
     """Name of a stack -> its axes, for transposed experts with biases. Transposed: hidden states h
-    are multiplied as h @ W, not as h @ W.T. `interleaved`: as in `Axes`."""
-    return {  # the second argument of `Axes` is the axis of channels
+    are multiplied as h @ W, not as h @ W.T."""
+    return {
         "gate_up_proj": Axes(("gate", "up"), -1, interleaved),
         "gate_up_proj_bias": Axes(("gate_bias", "up_bias"), -1, interleaved),
         "down_proj": Axes(("down",), -2),
@@ -296,7 +284,7 @@ FAMILIES = (
 
 
 def family_of(kind: str | None) -> Family:
-    """The family of a model_type: its entry in `FAMILIES`, or the default."""
+    """The family of a model_type."""
     kind = (kind or "").removeprefix(PRUNED)
     return next((family for family in FAMILIES if kind in family.kinds), Family())
 
@@ -311,16 +299,11 @@ _EXPERT_TENSOR = re.compile(rf"{_BLOCK}(?:experts\.\d+\..+|{_STACKS})")
 
 
 def prediction_prefixes(names: Iterable[str]) -> tuple[str, ...]:
-    """Prefixes of the names of the tensors of extra prediction layers, sorted. These layers predict
-    several tokens. `names`: names of all tensors of a checkpoint.
-
-    In some checkpoints, these layers have a prefix in EXTRA_PREDICTION_BLOCKS. In others, they are
-    numbered after the decoder layers. A numbered layer is an extra prediction layer if it has a
-    tensor whose name contains PREDICTION_PROJECTION."""
+    """Prefixes of the names of the tensors of extra prediction layers, sorted. `names`: names of
+    all tensors of a checkpoint."""
     prefixes = set()
     for name in names:
-        # for model.layers.9.eh_proj.weight, `layer` is model.layers.9; for a name without
-        # PREDICTION_PROJECTION, `projection` is ""
+        # for model.layers.9.eh_proj.weight, `layer` is model.layers.9
         layer, projection, _ = name.partition(PREDICTION_PROJECTION)
         block = next((block for block in EXTRA_PREDICTION_BLOCKS if name.startswith(block)), None)
         if block or projection:
@@ -329,8 +312,8 @@ def prediction_prefixes(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def prediction_prefixes_with_experts(names: Iterable[str]) -> tuple[str, ...]:
-    """Prefixes of the tensors of extra prediction layers, if at least one of these layers has
-    routed experts; otherwise (). `names`: names of all tensors of a checkpoint."""
+    """`prediction_prefixes(names)` if an extra prediction layer has routed experts; otherwise
+    ()."""
     names = list(names)
     prefixes = prediction_prefixes(names)
     have_experts = any(
@@ -340,10 +323,9 @@ def prediction_prefixes_with_experts(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def has_causal_model(kind: str) -> bool:
-    """Whether the installed transformers, or a port in PORTS, has a causal language model for the
-    model_type `kind`. The source of transformers is read as text, because importing transformers
-    takes seconds and much memory."""
-    # the folder `models` beside __init__.py of transformers
+    """Whether the installed transformers, or a port, has a causal language model for the model_type
+    `kind`. The source of transformers is read as text, because importing transformers takes seconds
+    and much memory."""
     models = Path(str(getattr(find_spec("transformers"), "origin", ""))).with_name("models")
     text = (models / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
     # the table ends before the next line that begins neither with a space nor with a parenthesis

@@ -38,8 +38,8 @@ NOT_DATA = (".md", ".gitattributes", ".png", ".jpg", ".svg")
 
 
 def sha256_of(file: Path) -> str:
-    """sha256 (hex) of a file's bytes. The digest of a large file is remembered in the user's cache,
-    and the file is read again only if its path, size, time of change or inode differs."""
+    """sha256 (hex) of a file's bytes. A large file is read again only if its path, size, time of
+    change or inode differs."""
     path = file.resolve()
     # the hub's cache names a large file by its sha256
     if path.parent.name == "blobs" and SHA256.fullmatch(path.name):
@@ -51,7 +51,7 @@ def sha256_of(file: Path) -> str:
     record = cache_folder("hashes") / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
     with suppress(OSError, json_files.Damaged):
         entry: dict[str, Any] = json_files.read_sealed(record, SHAPE)
-        # all fields of `state` are as they were when the file was hashed
+        # no field of `state` has changed
         if entry.items() >= state.items():
             return str(entry["sha256"])
     sha256 = _hash_file(path)
@@ -61,14 +61,12 @@ def sha256_of(file: Path) -> str:
 
 
 def _hash_file(file: Path) -> str:
-    """sha256 (hex) of a file's bytes, never from the cache."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def is_hub_reachable() -> bool:
-    """Whether the hub can be reached: HF_HUB_OFFLINE is not set, and the hub answers within
-    FIRST_SECONDS."""
+    """Whether HF_HUB_OFFLINE is not set and the hub answers within FIRST_SECONDS."""
     from huggingface_hub import constants
 
     return not constants.HF_HUB_OFFLINE and _is_reachable(constants.ENDPOINT)
@@ -117,8 +115,8 @@ def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[
 
 @lru_cache(maxsize=256)
 def hub_config(name: str, revision: str | None) -> dict[str, Any]:
-    """The content of config.json of a model on the hub, from the hub's local cache or the network;
-    {} when neither has the file. `name`: the model's repository."""
+    """The content of config.json of the model `name` on the hub, from the hub's local cache or the
+    network; {} when neither has the file."""
     from httpx import HTTPError
     from huggingface_hub import hf_hub_download
 
@@ -140,9 +138,8 @@ def data_set_digest(name: str) -> str | None:
 
 
 def data_file_sha256(name: str, file: str) -> str | None:
-    """sha256 (hex) of the file `file` of the data set `name` on the hub. If the file is not in the
-    cache, this is the sha256 that the hub states. None when the hub states none or cannot be
-    reached."""
+    """sha256 (hex) of the file `file` of the data set `name` on the hub. None when the file is not
+    in the cache and the hub states no sha256."""
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(name, file, repo_type="dataset")
@@ -158,11 +155,9 @@ DESCRIBING = {".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"}
 """Suffixes of files beside the weights that decide what a model computes and how text becomes
 tokens."""
 SUBFOLDERS = ("additional_chat_templates", "custom_generate")
-"""Folders beside the weights from which transformers reads files: further chat templates of the
-tokenizer, and code that generates with the model."""
+"""Folders beside the weights from which transformers reads files."""
 CODE_FIELDS = ("attn_implementation", "experts_implementation")
-"""Endings of the fields of config.json, at any depth, that name code. If a name has a slash,
-transformers fetches the code from the hub and runs it."""
+"""Endings of the fields of config.json, at any depth, that name code."""
 BUILT_IN = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 GENERATION = "generation_config.json"
 ADAPTER = "adapter_config.json"
@@ -171,8 +166,7 @@ ADAPTER = "adapter_config.json"
 
 def check_model_path(settings: ModelConfig) -> None:
     """Raise UserError for a model that cannot be loaded, as far as this can be known without torch
-    and network. For a folder, the files config.json and *.safetensors and the model's family are
-    checked. For a hub id, only the form owner/name is checked."""
+    and network. For a hub id, only the form owner/name is checked."""
     folder = local_path(settings.path)
     if folder.is_dir():
         if settings.revision is not None:
@@ -190,7 +184,7 @@ def check_model_path(settings: ModelConfig) -> None:
 
 def check_code(folder: Path, trust_remote_code: bool) -> None:
     """Raise UserError if the model in `folder` would make transformers fetch code or another model
-    from the hub. Does nothing if `trust_remote_code` is true."""
+    from the hub."""
     if trust_remote_code:
         return
     # for the first of these fields, if there is any
@@ -209,8 +203,7 @@ def check_code(folder: Path, trust_remote_code: bool) -> None:
 
 def _code_fields(content: Any, field: str = "") -> Iterator[tuple[str, str]]:
     """(field, name of the code) for each field of a config.json that names code to be fetched from
-    the hub, such as a kernel for attention. Fields that name built-in or installed code are left
-    out. `content`: all of config.json; in recursive calls, the value of `field`."""
+    the hub. `content`: all of config.json, or the value of `field`."""
     if isinstance(content, dict):
         for key, value in content.items():
             # a field of CODE_FIELDS may hold a mapping: part of the model -> name of the code
@@ -227,8 +220,8 @@ def _code_fields(content: Any, field: str = "") -> Iterator[tuple[str, str]]:
 
 def local_folder(settings: ModelConfig) -> Path:
     """The folder of a model, including its weights. A hub model that is not in the cache is
-    downloaded. UserError as from `check_model_path`, or when the hub has no such model. Unavailable
-    when the hub cannot be reached."""
+    downloaded. UserError for a model that cannot be loaded, Unavailable when the hub cannot be
+    reached."""
     check_model_path(settings)
     path = local_path(settings.path)
     if not path.is_dir():
@@ -238,9 +231,8 @@ def local_folder(settings: ModelConfig) -> Path:
 
 
 def configuration_folder(settings: ModelConfig) -> Path | None:
-    """The folder of a model, with at least its configuration and tokenizer. Those of a hub model
-    are downloaded if they are not in the cache. None when the hub cannot be reached or has no such
-    model. UserError as from `check_model_path`."""
+    """The folder of a model, with at least its configuration and tokenizer. None when the hub
+    cannot be reached or has no such model. UserError as from `check_model_path`."""
     path = local_path(settings.path)
     if path.is_dir():
         return path
@@ -251,8 +243,7 @@ def configuration_folder(settings: ModelConfig) -> Path | None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """All files in a model's folder, and in those of its subfolders that are named in SUBFOLDERS.
-    Sorted by path."""
+    """All files in a model's folder and in its SUBFOLDERS, sorted by path."""
     folders = [folder, *(folder / name for name in SUBFOLDERS)]
     return sorted(
         file
@@ -265,7 +256,7 @@ def files_of(folder: Path) -> list[Path]:
 
 def fingerprint(path: str | Path) -> str:
     """sha256 (hex) of a model's configuration, tokenizer and weights. `path`: the model's folder,
-    or pocket:NAME for a model that ships with moe_lab. UserError when there is no such folder."""
+    or pocket:NAME."""
     folder = local_path(str(path))
     if not folder.is_dir():
         raise UserError(
@@ -279,8 +270,8 @@ def fingerprint(path: str | Path) -> str:
 
 
 def cached_folder(path: str, revision: str | None) -> Path | None:
-    """The folder of the hub model `path` in the local cache; None unless the cache has all weights
-    of the model."""
+    """The folder of the hub model `path` in the local cache; None unless the cache has all
+    weights."""
     with suppress(OSError, ValueError):
         folder = _snapshot(path, revision, ["*.safetensors"], local_files_only=True)
         open_checkpoint(folder)  # raises UserError, a ValueError, if a shard is missing
@@ -289,14 +280,14 @@ def cached_folder(path: str, revision: str | None) -> Path | None:
 
 
 def is_weights(file: str) -> bool:
-    """Whether `file`, a path in a model's repository on the hub, is part of the model's weights.
-    Files in subfolders are not, because transformers does not load them."""
+    """Whether `file`, a path in a model's repository, is part of the model's weights. Transformers
+    loads no weights from subfolders."""
     return file.endswith(".safetensors") and "/" not in file
 
 
 def model_fingerprint(settings: ModelConfig) -> str | None:
-    """The fingerprint of a model in a folder or on the hub. None for a hub model whose weights are
-    not in the cache, if the hub cannot be reached or has no such model."""
+    """The fingerprint of a model in a folder or on the hub. None for a model that is neither in the
+    cache nor on a hub that can be reached."""
     folder = local_path(settings.path)
     if folder.is_dir():
         return fingerprint(folder)
@@ -305,9 +296,8 @@ def model_fingerprint(settings: ModelConfig) -> str | None:
 
 @lru_cache(maxsize=256)
 def _hub_fingerprint(path: str, revision: str | None) -> str | None:
-    """The fingerprint of the hub model `path`. If the weights are not in the cache, the digests
-    that the hub states are used. None when these are not known either: the hub cannot be reached or
-    has no such model."""
+    """The fingerprint of the hub model `path`, from the cache or from the digests that the hub
+    states."""
     if (cached := cached_folder(path, revision)) is not None:
         return fingerprint(cached)
     folder = configuration_folder(ModelConfig(name="any", path=path, revision=revision))
@@ -321,9 +311,8 @@ def _hub_fingerprint(path: str, revision: str | None) -> str | None:
 def _fingerprint(
     folder: Path, weights: list[Path], remote_weights: Mapping[str, tuple[int, str]]
 ) -> str:
-    """The fingerprint of a model, from the configuration and tokenizer files in `folder` and from
-    the weights. `weights`: weight files on this machine. `remote_weights`: name -> (size, sha256)
-    of weight files that are only on the hub."""
+    """The fingerprint of the model in `folder`. `weights`: weight files on this machine.
+    `remote_weights`: name -> (size, sha256) of weight files that are only on the hub."""
     descriptions = [
         file
         for file in files_of(folder)
@@ -345,16 +334,15 @@ def _digest(files: Mapping[str, tuple[int, str]]) -> str:
 
 class IdentifiedModel(ModelConfig):
     """A model that is identified by the content of its files, and by the settings that change what
-    the model computes. If the content is not known, its path and revision identify the model."""
+    the model computes."""
 
     @cached_property
     def identity(self) -> dict[str, Any]:
         """For the fields that change what the model computes, name -> `identity` of the value. The
-        value of `path` is replaced by {"sha256": the fingerprint of the model}. If the fingerprint
-        is not known, it is replaced by {UNRESOLVED: path, "revision": revision}."""
+        value of "path" is {"sha256": fingerprint}, or {UNRESOLVED: path, "revision": revision} if
+        the fingerprint is not known."""
         sha256 = model_fingerprint(self)
         files = {"sha256": sha256} if sha256 else {UNRESOLVED: self.path, "revision": self.revision}
-        # the call gives all such fields except `path`
         return {**identity_fields(self, "path"), "path": files}
 
 
@@ -368,16 +356,13 @@ def _check_folder(folder: Path, settings: ModelConfig) -> None:
     if kind in UNSUPPORTED:
         raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
     check_code(folder, settings.trust_remote_code)
-    # Both calls raise UserError for a damaged file. The generation config is read only for this:
-    # transformers would ignore the damage.
+    # both calls raise UserError for a damaged file; transformers would ignore damage in GENERATION
     read_json_if_there(folder / GENERATION)
     open_checkpoint(folder)
 
 
 def _download(settings: ModelConfig, weights: list[str]) -> Path:
-    """The folder of a hub model in the cache. Files that the cache lacks are downloaded. `weights`:
-    as for `_snapshot`. UserError when the hub has no such model, Unavailable when the hub cannot be
-    reached."""
+    """The folder of a hub model in the cache. `weights`: as for `_snapshot`."""
     from huggingface_hub.errors import HFValidationError
 
     try:
@@ -398,9 +383,8 @@ def _download(settings: ModelConfig, weights: list[str]) -> Path:
 
 
 def _snapshot(path: str, revision: str | None, weights: list[str], **options: Any) -> Path:
-    """The folder of the hub model `path` in the cache. It has the configuration and tokenizer, and
-    the weight files whose names match one of the patterns `weights`; [] for no weights. `options`:
-    further arguments of snapshot_download."""
+    """The folder of the hub model `path` in the cache. `weights`: patterns of names of weight
+    files. `options`: further arguments of snapshot_download."""
     from huggingface_hub import snapshot_download
 
     patterns = [*weights, *(f"*{suffix}" for suffix in sorted(DESCRIBING))]

@@ -23,13 +23,12 @@ from moe_lab.models.load import load_tokenizer, quiet_transformers
 from moe_lab.models.transformers_private import NameMapping
 
 SAMPLE = 1 << 24
-"""About how many weights of a model are hashed, at equal distances: all weights of a small model, a
-sample that takes a tenth of a second of a large model."""
+"""About how many weights of a model are hashed, at equal distances. This takes a tenth of a
+second."""
 
 
 def model_digests(model: Any) -> Iterator[tuple[str, Callable[[], str]]]:
-    """Up to two digests of `model`, each as (name, function that computes the digest). A plan may
-    store both; to check a plan, the first that it stores is compared.
+    """Up to two digests of `model`, each as (name, function that computes the digest).
 
     weights_DTYPES  sha256 of a sample of the current weights. DTYPES: their dtypes, such as
                     bfloat16. Left out if some weights are offloaded.
@@ -47,9 +46,8 @@ def model_digests(model: Any) -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def checkpoint_folder(model: Any) -> Path | None:
-    """The folder of the checkpoint that `model` was loaded from; None if there is no such folder. A
-    model that was loaded by its hub id does not record the revision. The default revision is
-    assumed, and its folder in the hub's cache is returned."""
+    """The folder of the checkpoint that `model` was loaded from. For a model that was loaded by its
+    hub id, the default revision is assumed."""
     path = getattr(model, "name_or_path", None)
     if not path:
         return None
@@ -57,8 +55,7 @@ def checkpoint_folder(model: Any) -> Path | None:
 
 
 def _digest(tensors: list[torch.Tensor]) -> str:
-    """sha256 (hex) of the shapes of `tensors` and of a sample of their numbers. The sample is every
-    `step`-th number of each tensor: about SAMPLE numbers in all, or all if there are fewer."""
+    """sha256 (hex) of the shapes of `tensors` and of about SAMPLE of their numbers."""
     step = 1 + sum(tensor.numel() for tensor in tensors) // SAMPLE
     content = hashlib.sha256()
     for tensor in tensors:
@@ -70,11 +67,11 @@ def _digest(tensors: list[torch.Tensor]) -> str:
 
 def _has_weights_of(model: Any, folder: Path) -> bool:
     """Whether `model` has the weights in the files of `folder`. Only the shape and the first row of
-    each matrix are compared, for every expert. True for any quantised checkpoint, because its
-    numbers cannot be compared. False if the files cannot be read."""
+    each matrix are compared. True for any quantised checkpoint, because its numbers cannot be
+    compared."""
     try:
         checkpoint = open_checkpoint(folder)
-    except UserError:  # for example, if there are no safetensors files
+    except UserError:
         return False
     if quantization_method(read_json(folder / "config.json")) is not None:
         return True
@@ -96,10 +93,10 @@ def _has_weights_of(model: Any, folder: Path) -> bool:
 
 
 def _stored_layout(model: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """(name in the checkpoint, tensor of `model` in the checkpoint's layout) for each tensor of the
-    checkpoint that `model` has too. (name, None) for a tensor of an expert that `model` lacks."""
+    """(name in the checkpoint, tensor of `model` in the checkpoint's layout). (name, None) for a
+    tensor of an expert that `model` lacks."""
     state = model.state_dict()
-    # tensors that have the same layout in the checkpoint and in the model
+    # tensors of the same layout in both
     for name, stored_name in NameMapping(model, checkpoint.tensors).copied.items():
         if name in state:
             yield stored_name, state[name]
@@ -119,8 +116,7 @@ def _stored_layout(model: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, to
 
 def check_tokenizer(model: Any, tokenizer: Any) -> None:
     """Raise UserError unless `tokenizer` has the same vocabulary and added tokens as the tokenizer
-    in the folder of the model's checkpoint. Does nothing if the model has no checkpoint, or the
-    folder has no tokenizer."""
+    of the model's checkpoint, if there is one."""
     folder = checkpoint_folder(model)
     if folder is None:
         return
@@ -148,15 +144,13 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
 
 
 def _vocabulary(tokenizer: Any) -> dict[str, tuple[int, bool]]:
-    """Token -> (id, whether the token is an added token). Added tokens are found in a text before
-    the rest of the text is split into tokens."""
+    """Token -> (id, whether the token is an added token)."""
     added = tokenizer.added_tokens_decoder  # id -> token
     return {token: (number, number in added) for token, number in tokenizer.get_vocab().items()}
 
 
 def _entry(vocabulary: dict[str, tuple[int, bool]], token: str) -> str:
-    """The entry of a token in `vocabulary`, as text for an error message, such as "id 7, added".
-    "missing" if `vocabulary` has no such token."""
+    """The entry of a token in `vocabulary`, as text, such as "id 7, added"."""
     if token not in vocabulary:
         return "missing"
     number, is_added = vocabulary[token]
