@@ -6,9 +6,8 @@
 `record` runs the tests once and records which test runs which line.
 
 `break` draws lines of moe_lab and analysis by the seed. In a copy of the last commit it changes one
-expression of each line, and runs the tests that run this line, the quickest first, and then the
-other tests of their files, up to ten minutes in all; first those that `-m quick` selects, then
-all. It prints each change that no test
+expression of each line, and runs tests of the files whose tests run this line: the quickest tests
+first, up to ten minutes in all; first those that `-m quick` selects, then all. It prints each change that no test
 noticed, so that a person can decide whether it is equivalent, and writes all results to
 FOLDER/SEED.jsonl. A run that was interrupted resumes where it stopped.
 """
@@ -184,16 +183,15 @@ def seconds_of_tests(file: Path) -> Mapping[str, float]:
 
 
 def select(tests: Sequence[str], seconds: Mapping[str, float]) -> list[str]:
-    """The tests to run for a line that `tests` run: the quickest of these, then the quickest other
-    tests of their files, as many as take SECONDS together, and at least one. The others are needed
-    because a fixture of a file runs only in the first test that asks for it. Tests without known
-    seconds are left out.
+    """The tests to run for a line that `tests` run: of all tests of their files the quickest, as
+    many as take SECONDS together, and at least one. All tests of a file are candidates, because a
+    fixture that several tests share runs only in the first of them. Tests without known seconds are
+    left out.
 
     seconds: id of a test -> seconds, as `seconds_of_tests` gives them."""
-    known = [test for test in tests if test in seconds]
-    files = {test.partition("::")[0] for test in known}
-    others = [test for test in seconds if test.partition("::")[0] in files and test not in known]
-    ordered = sorted(known, key=seconds.__getitem__) + sorted(others, key=seconds.__getitem__)
+    files = {test.partition("::")[0] for test in tests}
+    candidates = [test for test in seconds if test.partition("::")[0] in files]
+    ordered = sorted(candidates, key=seconds.__getitem__)
     ends = itertools.accumulate(seconds[test] for test in ordered)
     return [test for test, end in zip(ordered, ends, strict=True) if end <= SECONDS] or ordered[:1]
 
