@@ -200,9 +200,8 @@ class Plan:
         )
 
     def _origin_error(self, name: str, actual: str) -> UserError:
-        """The error that the plan was made for another model. `name`: the key in
-        `provenance` whose value is the digest of that model. `actual`: a clause for the message
-        that says which digest the given model has, or that it has the weights of no checkpoint."""
+        """The error that the plan was made for another model. `name`: key of that model's digest in
+        `provenance`. `actual`: clause of the message about the given model."""
         return UserError(
             "plan is for another model: it was made for the one of "
             f"{name}={str(self.provenance[name])[:12]}, and {actual}: give that model, or try the "
@@ -210,8 +209,8 @@ class Plan:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON to the file `path`, and its arrays, if it has any, to the file of
-        the same name with the suffix .npz. Each file is written atomically, the arrays first."""
+        """Write the plan as JSON to the file `path`, and its arrays to the file of the same name
+        with the suffix .npz. Each file is written atomically, the arrays first."""
         target = Path(path)
         arrays: dict[str, Any] = {}
         for number, layer in self.layers.items():
@@ -233,17 +232,15 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """The plan that `save` wrote to the file `path` and, if the plan has arrays, to the .npz
-        file beside it. UserError when a file of the plan is missing, or when the plan is damaged or
-        of another schema."""
+        """The plan that `save` wrote to the file `path`. UserError when a file of the plan is
+        missing, damaged or of another schema."""
         files = {".json": Path(path), ".npz": Path(path).with_suffix(".npz")}
         return cls.read(lambda suffix: files[suffix].read_bytes(), str(path))
 
     @classmethod
     def read(cls, read_file: Callable[[str], bytes], path: str) -> Plan:
-        """The plan from the contents of its files. `read_file(suffix)` returns the content of the
-        file with the suffix ".json" or ".npz". `path`: path of the plan for error messages.
-        UserError as in `load`."""
+        """The plan from its files. `read_file(suffix)`: content of the file ".json" or ".npz".
+        `path`: path of the plan for error messages. UserError as in `load`."""
         try:
             content = json.loads(read_file(".json"))
             if content["schema"] != SCHEMA:
@@ -270,23 +267,20 @@ class Plan:
             raise UserError(
                 f"plan={path} is damaged: expected a plan as it was saved: {error}"
             ) from None
-        # The JSON of the layers differs from that of `plan` if the file has an unknown field, or if
-        # the arrays belong to another plan. The digest differs if the file was edited.
+        # the layers differ if the file has an unknown field, or if the arrays are of another plan
         if (content["layers"], content.get("digest")) != (plan._layers_json(), plan.digest):
             raise UserError(f"plan={path} is damaged: expected the layers and arrays of its digest")
         return plan
 
     def _layers_json(self) -> dict[str, Any]:
-        """The field `layers` of plan.json: number of the layer -> JSON of the layer."""
+        """The field `layers` of plan.json."""
         return {str(number): layer.as_json() for number, layer in self.layers.items()}
 
 
 def _read_layers(
     documents: Mapping[str, Any], read_file: Callable[[str], bytes]
 ) -> dict[int, LayerPlan]:
-    """Layer number -> plan of the layer. `documents`: the field `layers` of plan.json, layer number
-    as text -> JSON of the layer. `read_file`: as in `Plan.read`. plan.npz is only read if a layer
-    has arrays."""
+    """Layer number -> plan of the layer. `documents`: the field `layers` of plan.json."""
     layers = {}
     with ExitStack() as stack:
         npz: Any = None
@@ -304,13 +298,10 @@ def _read_layers(
 
 
 def _check_layer(number: int, layer: LayerPlan) -> None:
-    """Raise UserError unless the layer retains at least one expert and the ids of its retained
-    experts are valid and ascending. Raise UserError also unless the mask of channels, if there is
-    one, has a row for each expert and retains no channel of a dropped expert."""
+    """Raise UserError for invalid ids of retained experts, or an invalid mask of channels."""
     retained = layer.retained
     count = layer.n_experts
     mask = layer.channels
-    # the sorted set has no repeated ids and no ids outside of the layer
     if not retained or list(retained) != sorted(set(retained) & set(range(count))):
         raise UserError(
             f"plan: layer {number} retains experts {list(retained)}: expected ids from 0 to "
@@ -331,9 +322,9 @@ def _check_layer(number: int, layer: LayerPlan) -> None:
 
 
 def _check_router(number: int, layer: LayerPlan, router: Mapping[str, Any]) -> None:
-    """Raise UserError unless layer `number` retains at least as many experts as its router needs,
-    and equally many in each group of the router. Raise UserError also unless protected experts are
-    unchanged. `router`: facts of the router, as in `Routers`."""
+    """Raise UserError unless layer `number` retains as many experts as its router needs, equally
+    many in each group of the router, and protected experts unchanged. `router`: facts as in
+    `Routers`."""
     retained = layer.retained
     count = layer.n_experts
     fewest = fewest_experts(router)
@@ -366,8 +357,8 @@ def _check_router(number: int, layer: LayerPlan, router: Mapping[str, Any]) -> N
 
 
 def _check_shape(plan: LayerPlan, layer: MoELayer) -> None:
-    """Raise UserError unless `plan` has the sizes of `layer`. Raise UserError also if `plan` has
-    channels, but experts of the layer's family cannot lose channels."""
+    """Raise UserError if `plan` has other sizes than `layer`, or removes channels of experts that
+    cannot lose channels."""
     # a plan without channels fits any width, a plan without constants fits any hidden size
     width = layer.width if plan.width is None else plan.width
     hidden = layer.hidden if plan.constants is None else plan.constants.shape[1]

@@ -24,11 +24,9 @@ from moe_lab.statistics.observe import Batch
 def profile(
     model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]
 ) -> list[tuple[Any, ...]]:
-    """One row for each decoder layer of `model`, with the values of the columns
-    `results.PROFILES`. All columns but the last are measured in a forward pass over `batches`, in
-    which the model is masked by `plan`, or not masked if `plan` is None. The last column is from
-    `output_losses`, or NaN if `plan` is None. UserError when the plan does not fit, or when the
-    hidden states of a layer are not finite."""
+    """The rows of `results.PROFILES`, one for each decoder layer of `model`. The model is masked by
+    `plan`. If `plan` is None, the column `output_loss` is NaN. UserError when the plan does not
+    fit, or when hidden states are not finite."""
     routed = {layer.index: layer for layer in routed_layers(model)}
     # each layer has the same `stack`, the path of the list of decoder layers
     decoder_layers = list(model.get_submodule(next(iter(routed.values())).stack).children())
@@ -46,9 +44,8 @@ def profile(
 
 
 def output_losses(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch]) -> dict[int, float]:
-    """Number of each MoE layer -> the column `output_loss` of `results.PROFILES`: the relative
-    squared error of the layer's output, mean over tokens, if `plan` masks this layer alone. The
-    errors of all layers are measured in one pass of the unmasked model over `batches`."""
+    """Number of each MoE layer -> relative squared error of the layer's output, mean over tokens,
+    if `plan` masks this layer alone."""
     losses = [_Loss(layer, plan) for layer in moe_layers(model)]
     with ExitStack() as hooks:
         for loss in losses:
@@ -65,8 +62,8 @@ def output_losses(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch]) 
 def _run(
     model: PreTrainedModel, batches: Sequence[Batch], observers: Sequence[_Sums] | Sequence[_Loss]
 ) -> None:
-    """Run the model on each batch. Before each run, set the attribute `valid` of every observer to
-    the batch's mask (B * S,), which is True for the tokens that are measured."""
+    """Run the model on each batch, with the batch's mask (B * S,) of measured tokens as `valid` of
+    every observer."""
     for ids, valid in batches:
         for observer in observers:
             observer.valid = valid.flatten()
@@ -81,39 +78,33 @@ def _hidden(output: Any) -> torch.Tensor:
 
 
 class _Loss:
-    """Measures, with forward hooks, how much the routed output of one MoE layer changes if `plan`
-    masks this layer alone. The hooks run the MoE block of the layer a second time, under the mask.
-    The error of a token is the squared distance between its two routed outputs, divided by the
-    squared norm of its hidden state after the decoder layer. `total` is the sum of the errors of
-    all valid tokens, `tokens` the number of these tokens."""
+    """Measures how much the routed output of one MoE layer changes if `plan` masks this layer
+    alone. The error of a token is the squared distance between the outputs without and with the
+    mask, divided by the squared norm of the token's hidden state after the decoder layer."""
 
     valid: torch.Tensor
     total = 0.0
     tokens = 0
 
     def __init__(self, layer: MoELayer, plan: Plan) -> None:
-        """`layer`: the only layer that is masked. `plan`: a plan of all layers, of which only the
-        part for `layer` is used."""
         self.layer = layer
         self.plan = plan
 
     def after_experts(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Record the routed output (T, H), which is the output of the experts module."""
+        """Record the routed output (T, H)."""
         self.routed = _hidden(output)
 
     def after_block(self, module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
-        """Run the block again on the same input under the mask. Record, for each token, the squared
-        distance (T,) between the routed outputs without and with the mask."""
+        """Run the block again under the mask. Record the squared distance (T,) between the two
+        routed outputs."""
         unmasked = self.routed
         with mask_layers([self.layer], self.plan):
-            # This runs the experts again, so `after_experts` records the output under the mask.
-            # module() instead of module.forward() would also call this hook again.
+            # `after_experts` records the masked output. module() would call this hook again.
             module.forward(*inputs, **keywords)
         self.square_error = (unmasked.double() - self.routed.double()).square().sum(-1)
 
     def after_layer(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Add the error of each valid token to `total`, and count these tokens in `tokens`.
-        `output`: the output of the decoder layer, which is the residual stream after the layer."""
+        """Add the error of each valid token to `total`."""
         stream = _hidden(output).double()
         valid = self.valid.to(stream.device)
         error = self.square_error.to(stream.device) / (stream.square().sum(-1) + EPSILON)
@@ -122,11 +113,10 @@ class _Loss:
 
 
 class _Sums:
-    """Sums over the valid tokens of one decoder layer, in fp64, with the forward hooks that collect
-    them. `states` (H,): the hidden states after the layer. `squares` (H,): the squares of these
-    states. `router_entropy`: the entropy of the softmax of the router's logits. `gate_entropy`: the
-    entropy of a token's K gates after division by their sum. `load` (E,): the number of tokens that
-    are routed to each expert."""
+    """Sums over the valid tokens of one decoder layer, in fp64. `states` (H,): the hidden states
+    after the layer. `squares` (H,): the squares of these states. `router_entropy`: the entropy of
+    the softmax of the router's logits. `gate_entropy`: the entropy of a token's K gates after
+    division by their sum. `load` (E,): the number of tokens routed to each expert."""
 
     valid: torch.Tensor
     states: Any = 0
@@ -136,13 +126,12 @@ class _Sums:
     tokens = n_experts = 0
 
     def __init__(self, index: int, moe: MoELayer | None) -> None:
-        """`index`: number of the decoder layer. `moe`: its MoE layer; None without routed
-        experts."""
+        """`moe`: MoE layer of the decoder layer; None without routed experts."""
         self.index = index
         self.moe = moe
 
     def after_layer(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Add the hidden states after the layer, their squares and their number to the sums."""
+        """Add the hidden states and their squares."""
         hidden = _hidden(output)
         states = hidden[self.valid.to(hidden.device)].double()
         self.states = self.states + states.sum(0).cpu()
@@ -152,9 +141,9 @@ class _Sums:
     def after_router(
         self, module: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]
     ) -> None:
-        """Add the two entropies of each valid token to the sums, and count the tokens of each
-        expert. `output`: (logits (T, E'), gates (T, K), ids of the chosen experts (T, K)). E' is
-        the number of experts that the router chooses from; a mask makes it smaller than E."""
+        """Add the entropies and the load. `output`: (logits (T, E'), gates (T, K), ids of the
+        chosen experts (T, K)). A mask makes E', the number of experts to choose from, smaller than
+        E."""
         assert self.moe is not None
         logits, gates, chosen = (part.detach().flatten(0, -2) for part in output)
         logits = logits.double()
@@ -167,16 +156,14 @@ class _Sums:
         self.n_experts = logits.shape[-1]  # E'
 
     def row(self) -> tuple[Any, ...]:
-        """The row of the layer in `results.PROFILES`, without the last column, output_loss. In the
-        row of a layer without a router, entropies are NaN and the number of experts is 0. UserError
-        if a hidden state is not finite."""
+        """The row of the layer in `results.PROFILES`, without the last column, output_loss.
+        UserError if a hidden state is not finite."""
         # mean over coordinates of the variance over tokens, mean(x^2) - mean(x)^2
         variance = float((self.squares / self.tokens - (self.states / self.tokens).square()).mean())
         if not math.isfinite(variance):
             raise UserError(f"NaN or Inf in layer {self.index}: its hidden states are not finite")
         if self.moe is None:
             return (self.index, variance, *(float("nan"),) * 3, 0)  # 3 entropies, 0 experts
-        # the load as a single row
         load_entropy = _total_entropy(_normalized_rows(self.load.double()[None]))
         return (
             self.index,
@@ -189,10 +176,9 @@ class _Sums:
 
 
 def _normalized_rows(values: torch.Tensor) -> torch.Tensor:
-    """The rows of `values`, each row divided by its sum."""
     return values / values.sum(-1, keepdim=True)
 
 
 def _total_entropy(distributions: torch.Tensor) -> float:
-    """The sum of the entropies of all rows of `distributions`, in nats. Each row sums to 1."""
+    """The sum of the entropies of all rows, in nats."""
     return float(torch.special.entr(distributions).sum())

@@ -21,25 +21,23 @@ from moe_lab.pruning.plan import Plan
 
 Model = TypeVar("Model", bound=nn.Module)
 WIDTH_ATTRIBUTES = ("intermediate_dim", "intermediate_size")
-"""Attributes of experts modules that hold their width, the channels per expert."""
+"""Attributes of experts modules that hold the channels per expert."""
 
 
 def prune(model: Model, plan: Plan) -> Model:
     """A smaller copy of `model` that only has the experts and channels that `plan` retains. The
-    copy shares all other weights with `model`, and is on the meta device if `model` is.
+    copy shares all other weights with `model`.
 
-    A layer keeps the experts module of its family if this module can hold the retained channels
-    (see `fits_family_module`). In other layers, RaggedExperts replaces this module. If all layers
-    retain equally many experts, the configuration gets the new number. If these experts have all
-    their channels too, `save_pretrained` writes a stock checkpoint. All other models have to be
-    written by `export`. UserError when the plan does not fit the model, when channels of merged
-    experts still have to be matched, and when weights are offloaded.
+    If the experts module of the family cannot hold the retained channels of a layer (see
+    `fits_family_module`), RaggedExperts replaces this module. `save_pretrained` of the copy works
+    only if all layers retain equally many experts with all their channels. UserError when the plan
+    does not fit the model, when channels of merged experts still have to be matched, and when
+    weights are offloaded.
     """
     layers = moe_layers(model)
     plan.check_model(layers)
     plan.check_aligned()
-    # Weights that accelerate has offloaded are on meta too. Then the model has a `_hf_hook`, and
-    # `check_in_memory` raises the UserError.
+    # weights that accelerate has offloaded are on meta too; then the model has a `_hf_hook`
     is_on_meta = all(weight.is_meta for weight in model.parameters()) and not hasattr(
         model, "_hf_hook"
     )
@@ -59,10 +57,9 @@ def prune(model: Model, plan: Plan) -> Model:
 
 
 def _update_config(pruned: Any) -> None:
-    """Write the number of experts into the configuration of a pruned model, if all layers have the
-    same number. If a layer has another number or width of experts than the configuration then says,
-    `save_pretrained` of the model is replaced by a function that raises UserError: transformers
-    would load the saved checkpoint with random experts."""
+    """Write the number of experts into the configuration, if all layers have the same number. If a
+    layer differs from the configuration, `save_pretrained` will raise UserError: transformers would
+    load the checkpoint with random experts."""
     config = pruned.config.get_text_config()
     layers = routed_layers(pruned)
     counts = {layer.n_experts for layer in layers}
@@ -92,8 +89,7 @@ def share_copy(model: Model) -> Model:
 
 
 def prune_experts(layer: MoELayer, form: LayerForm) -> None:
-    """Replace the experts of `layer` by the experts of `form`. Packed experts need a new module;
-    stacked experts are new stacks in the module that the layer already has."""
+    """Replace the experts of `layer` by the experts of `form`."""
     if form.widths is not None:  # experts with a width each are packed
         setattr(layer.block, layer.name.rpartition(".")[2], _pack_experts(layer, form))
         return
@@ -110,15 +106,14 @@ def prune_experts(layer: MoELayer, form: LayerForm) -> None:
     for path, stack in stacks.items():
         owner, _, name = path.rpartition(".")
         replace_tensor(experts.get_submodule(owner), name, stack)
-    # form.width is the new width of all stacked experts; None: the width stays
     for attribute in WIDTH_ATTRIBUTES:
         if form.width is not None and vars(experts).get(attribute) == layer.width:
             setattr(experts, attribute, form.width)
 
 
 def _restack(layer: MoELayer, form: LayerForm, name: str) -> nn.Parameter:
-    """A new stack with the stored experts of `form`. It is to replace the stack `name` of the
-    layer's experts module, which is not changed here."""
+    """The stored experts of `form`, as a stack to replace the stack `name` of the experts
+    module."""
     stack = getattr(layer.experts, name)
     axes = layer.family.stacks[name]
     shape = [len(form.stored), *stack.shape[1:]]
@@ -132,7 +127,7 @@ def _restack(layer: MoELayer, form: LayerForm, name: str) -> nn.Parameter:
 
 
 def _pack_experts(layer: MoELayer, form: LayerForm) -> RaggedExperts:
-    """The experts of `form` in packed matrices, each expert with its own width."""
+    """The experts of `form` in packed matrices."""
     packed = RaggedExperts(
         layer.experts,
         form.widths or (),  # never None here
@@ -149,13 +144,12 @@ def _pack_experts(layer: MoELayer, form: LayerForm) -> RaggedExperts:
 
 
 def write_expert(views: Mapping[str, torch.Tensor], stored: StoredExpert, layer: MoELayer) -> None:
-    """Write the weights of one stored expert into `views`: role -> view (W, H) with channels as
-    rows. `layer`: the layer of the source experts, of which the stored expert is a weighted sum."""
+    """Write the weights of `stored` into `views`: role -> view (W, H) with channels as rows.
+    `layer`: the layer of the source experts."""
     # source expert -> role -> projection
     sources = {member.expert: layer.projections(member.expert) for member in stored.members}
     for role, view in views.items():
         projections = {expert: roles[role].detach() for expert, roles in sources.items()}
-        # the weighted sum is computed in at least fp32, and rounded to the dtype of the sources
         view.copy_(
             stored.projection(
                 read=projections.__getitem__,
@@ -166,16 +160,15 @@ def write_expert(views: Mapping[str, torch.Tensor], stored: StoredExpert, layer:
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
-    """Replacement of a model's `save_pretrained` that raises UserError for any arguments."""
+    """Replacement of a model's `save_pretrained`."""
     raise UserError(
         "a model whose layers differ in shape cannot be saved by save_pretrained: export its plan"
     )
 
 
 def merged_weights(layer: MoELayer, plan: LayerPlan) -> dict[int, dict[str, torch.Tensor]]:
-    """The merged weights of each group in `plan.merged`: id of the owner -> name of a stack in the
-    experts module -> the weighted sum of the group's experts. This tensor has the shape of one
-    expert in the stack."""
+    """Id of an owner in `plan.merged` -> name of a stack in the experts module -> the weighted sum
+    of the group's experts, in the shape of one expert."""
     check_in_memory(layer)
     merged = {}
     for owner in plan.merged:
@@ -186,8 +179,7 @@ def merged_weights(layer: MoELayer, plan: LayerPlan) -> dict[int, dict[str, torc
 
 
 def slice_router(layer: MoELayer, retained: Sequence[int]) -> None:
-    """Reduce the router of one layer to the experts `retained`, in place: slice the routing
-    tensors, and set all attributes of the MoE block's modules that hold the number of experts."""
+    """Reduce the router of `layer` to the experts `retained`, in place."""
     ids = torch.tensor(retained)
     for part in layer.routing:
         tensor = part.tensor.detach()

@@ -31,10 +31,8 @@ def plan_from_scores(
     `replace_dropped`.
 
     `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> (E,) scores of experts,
-    or (E, I) scores of channels. `routers`: layer -> facts of its router, see `Routers`.
-    `evidence`: step -> layer -> name -> array, for each step that
-    `allocation.required_evidence(settings)` names. UserError as from `allocation.allocate` and
-    `replace_dropped`.
+    or (E, I) scores of channels. `evidence`: step -> layer -> name -> array, for each step that
+    `allocation.required_evidence(settings)` names.
     """
     granularity = allocation.granularity_of(scores)
     # layer -> number of experts to drop, or numbers (E,) of channels to retain
@@ -57,11 +55,10 @@ def make_plan(
 ) -> Plan:
     """The plan that drops, in each layer, the `n_dropped[layer]` experts of lowest score.
 
-    `scores`: layer -> (E,), higher means retain. `n_dropped`: layer -> number of experts to drop.
-    Of experts with equal scores, the lower id is dropped first. Experts that `routers` protects are
-    dropped last. A layer with a group-limited router (`n_group` > 1) loses the same number of
-    experts in each group. UserError for scores that are not finite, and for plans that `Plan.check`
-    rejects.
+    `scores`: layer -> (E,). Of experts with equal scores, the lower id is dropped first. Experts
+    that `routers` protects are dropped last. A layer with a group-limited router (`n_group` > 1)
+    loses the same number of experts in each group. UserError for scores that are not finite, and
+    for plans that `Plan.check` rejects.
     """
     layers = {}
     for number in sorted(scores):
@@ -84,8 +81,7 @@ def make_channel_plan(
     """The plan that retains, of each expert, the `n_retained[layer][expert]` channels of highest
     score.
 
-    `scores`: layer -> (E, I), higher means retain. Of channels with equal scores, the lower number
-    is dropped first. `n_retained`: layer -> (E,) numbers of channels to retain, from 0 to I.
+    `scores`: layer -> (E, I). Of channels with equal scores, the lower number is dropped first.
     `zero_expert`: "keep_null" if an expert without channels stays as a null expert, "drop" if it is
     dropped with its router row. UserError if all channels would be dropped; other errors are those
     of `make_plan`.
@@ -111,9 +107,8 @@ def make_channel_plan(
 
 
 def _retained_ids(scores: NDArray[numpy.float64], n_dropped: int, n_group: int) -> tuple[int, ...]:
-    """Ids of the retained experts of a layer, ascending. Each of the layer's `n_group` groups loses
-    its `n_dropped // n_group` experts of lowest `scores` (E,). A group has experts with consecutive
-    ids."""
+    """Ids of the retained experts of a layer, ascending. Each group of experts with consecutive ids
+    loses its `n_dropped // n_group` experts of lowest `scores` (E,)."""
     ids = numpy.arange(len(scores)).reshape(n_group, -1)
     order = scores.reshape(n_group, -1).argsort(axis=1, kind="stable")
     retained = numpy.take_along_axis(ids, order, axis=1)[:, n_dropped // n_group :]
@@ -127,10 +122,9 @@ def replace_dropped(
     evidence: Evidence,
     routers: Routers,
 ) -> Plan:
-    """A copy of `plan`, a plan of whole experts, in which the dropped experts are replaced as
+    """A copy of `plan`, a plan of whole experts, that replaces dropped experts as
     settings["replacement"] says. "mean_output": by constants. A name in `grouping.GROUPINGS`: by
-    merging, with one group of experts for each retained expert. "none": `plan` itself is returned.
-    Other arguments are as in `plan_from_scores`. UserError as in `grouping.groups`."""
+    merging. "none": `plan` itself. Other arguments are as in `plan_from_scores`."""
     name = settings.get("replacement", "none")
     if name == "none":
         return plan
@@ -139,7 +133,7 @@ def replace_dropped(
     for number, layer in plan.layers.items():
         width = int(routers[number]["width"])
         protected = routers[number].get("protected", ())
-        sums: dict[str, Any] = {}  # name -> sum over tokens, from all passes that are needed
+        sums: dict[str, Any] = {}  # name -> sum over tokens
         for pass_name in grouping.required_passes(name):
             sums |= evidence[pass_name][number]
         if method is None:
@@ -158,11 +152,10 @@ def replace_dropped(
 def replace_by_constants(
     layer: LayerPlan, outputs: NDArray[numpy.float64], width: int
 ) -> LayerPlan:
-    """A plan of the same layer as `layer`, in which dropped experts are replaced by constants.
-    The router still selects replaced experts. A token that is routed to a replaced expert j with
-    gate g_j gets g_j c_j. `layer`: a plan of whole experts. `outputs` (E, H): the constant c_j of
-    each expert j; in MoNE (arXiv 2507.00390), c_j is the mean output of j. `width`: number of
-    channels of an expert."""
+    """`layer`, a plan of whole experts, with dropped experts replaced by constants. A token that is
+    routed to a replaced expert j with gate g_j gets g_j c_j. `outputs` (E, H): the constant c_j of
+    each expert j; in MoNE (arXiv 2507.00390), the mean output of j. `width`: number of channels of
+    an expert."""
     channels: Mask = numpy.zeros((layer.n_experts, width), dtype=numpy.bool_)
     channels[list(layer.retained)] = True
     constants = None
@@ -179,10 +172,9 @@ def merge_experts(
 ) -> LayerPlan:
     """The plan of a layer that merges experts.
 
-    `groups`: owner -> {expert: weight}, as in `LayerPlan.merged`. Every expert is in one group; an
-    expert that stays unchanged is the only member of its group. `width`: number of channels of an
-    expert. `rows`: "all" if the router retains all rows, so that tokens are routed to all members
-    of a group; "retained" if the router only retains the rows of owners.
+    `groups`: owner -> {expert: weight}. Every expert is in one group; an expert that stays
+    unchanged is the only member of its group. `width`: number of channels of an expert. `rows`:
+    "all" if the router retains all rows, "retained" if only the rows of owners.
     """
     n_experts = sum(map(len, groups.values()))
     channels: Mask = numpy.zeros((n_experts, width), dtype=numpy.bool_)
@@ -194,9 +186,8 @@ def merge_experts(
 
 def count_ties(plan: Plan, scores: Mapping[int, ArrayLike], routers: Routers) -> dict[int, int]:
     """Layer -> number of experts (or channels) with a tied score. A score is tied if a retained
-    expert and a dropped expert both have it, so that their ids decided which one is retained.
-    Experts are compared within each group of the router, channels within the layer. Layers without
-    ties are left out. Arguments are as in `make_plan` and `make_channel_plan`."""
+    expert and a dropped expert both have it. Experts are compared within each group of the router,
+    channels within the layer. Layers without ties are left out."""
     counts = {}
     for number, layer in plan.layers.items():
         values = _competing_scores(number, scores[number], routers[number])
@@ -226,16 +217,14 @@ def _is_retained(layer: LayerPlan, scores: NDArray[numpy.float64]) -> Mask:
 def _competing_scores(
     layer: int, scores: ArrayLike, router: Mapping[str, Any]
 ) -> NDArray[numpy.float64]:
-    """A copy of the scores of a layer, (E,) or (E, I), in which protected experts have the score
-    infinity, so that they are dropped last."""
+    """The scores of a layer, (E,) or (E, I), with infinity for protected experts."""
     values = finite_scores(layer, scores).copy()
     values[list(router.get("protected", ()))] = numpy.inf
     return values
 
 
 def finite_scores(layer: int, scores: ArrayLike) -> NDArray[numpy.float64]:
-    """`scores`, of experts (E,) or of channels (E, I), in fp64. Raises UserError for the first
-    score that is not finite."""
+    """`scores`, (E,) or (E, I), in fp64. UserError for a score that is not finite."""
     values = numpy.asarray(scores, dtype=numpy.float64)
     if indices := numpy.argwhere(~numpy.isfinite(values)).tolist():
         first = indices[0]

@@ -16,10 +16,9 @@ from moe_lab.pruning.plan import Plan
 
 
 def check(settings: RecoveryConfig) -> None:
-    """Raise UserError if the recovery is named none but quantises, trains or fits. Raise UserError
-    also if it quantises but bitsandbytes is not installed."""
-    # The name of a setting that is set, and by which the recovery changes the model; None if there
-    # is none. `text_setting` is the name of the setting with the text to train or fit on.
+    """Raise UserError if a recovery named none is to change the model, or if bitsandbytes is needed
+    but not installed."""
+    # the name of a setting by which the recovery changes the model, or None
     active_setting = "bits" if settings.bits == 4 else settings.text_setting
     if settings.name == "none" and active_setting is not None:
         raise UserError(
@@ -31,15 +30,14 @@ def check(settings: RecoveryConfig) -> None:
 
 
 def check_model(settings: RecoveryConfig, model: ModelConfig) -> None:
-    """Raise UserError if there is a recovery (one that is not named none) but the files of the
-    model have quantised weights."""
+    """Raise UserError if a model with quantised weights is to be recovered."""
     if settings.name != "none":
         check_plain_weights(model, f"recovery={settings.name}")
 
 
 def check_merging(settings: RecoveryConfig, allocation: AllocationConfig, ratio: float) -> None:
-    """Raise UserError if the recovery fits merged experts, but the allocation and ratio of the cell
-    merge no experts."""
+    """Raise UserError if the recovery fits merged experts, but the allocation and ratio merge
+    none."""
     if settings.fit is None:
         return
     path = allocation.path
@@ -57,8 +55,8 @@ def check_merging(settings: RecoveryConfig, allocation: AllocationConfig, ratio:
 
 
 def training_sentence(settings: RecoveryConfig, text: str | None) -> str:
-    """A sentence for the model card that says how a model was fine-tuned or fitted on the
-    calibration set with the name `text`; "" if `text` is None."""
+    """A sentence for the model card on the fine-tuning or fit. `text`: name of the calibration
+    set."""
     if text is None:
         return ""
     if settings.fit is not None:

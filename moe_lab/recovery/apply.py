@@ -30,12 +30,11 @@ REPORT = "finetune.json"
 def recovered(
     model: Any, plan: Plan | None, *, bits: int, modules: Sequence[str], tuned: Path | None
 ) -> Any:
-    """A copy of `model` to which a recovery was applied. The copy is pruned by `plan`, then gets
-    the tensors of a fine-tuning or fit, and then is quantised.
+    """A copy of `model`, pruned by `plan`, with the tensors of a fine-tuning or fit, and quantised.
+    The copy shares unchanged tensors with `model`.
 
-    plan: None to prune nothing; tuned: output folder of the fine-tuning or fit, None if there was
-    none; bits: 4 to store the weights of `modules` as NF4, any other number to leave them.
-    `model` is not changed. Both models share the tensors that stay the same.
+    tuned: output folder of the fine-tuning or fit; bits: 4 to store the weights of `modules` as
+    NF4, any other number to leave them.
     """
     result = pruned(model, plan)
     if tuned is not None:
@@ -46,14 +45,12 @@ def recovered(
 
 
 def pruned(model: Any, plan: Plan | None) -> Any:
-    """A copy of `model`, pruned by `plan`, or not pruned if `plan` is None. The copy and `model`
-    share the tensors that stay the same."""
+    """A copy of `model`, pruned by `plan`, that shares unchanged tensors with `model`."""
     return share_copy(model) if plan is None else prune(model, plan)
 
 
 def save_tuned(out: Path, tensors: Mapping[str, torch.Tensor], report: Mapping[str, Any]) -> None:
-    """Write the changed tensors of a fine-tuning or fit, and the report about it, to the folder
-    `out`."""
+    """Write the changed tensors and the report of a fine-tuning or fit to the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
     save_file(
         {name: tensor.detach().contiguous() for name, tensor in tensors.items()}, out / TENSORS
@@ -62,8 +59,8 @@ def save_tuned(out: Path, tensors: Mapping[str, torch.Tensor], report: Mapping[s
 
 
 def load_tuned(model: nn.Module, file: Path, prefix: str = "") -> list[str]:
-    """Replace parameters of `model` by the tensors of the same names in `file`. Returns the names.
-    Only tensors whose names begin with `prefix` are read."""
+    """Replace parameters of `model` by the tensors in `file` whose names begin with `prefix`.
+    Returns these names."""
     with safe_open(file, framework="pt") as tensors:
         names = [name for name in tensors.keys() if name.startswith(prefix)]  # noqa: SIM118
         for name in names:
@@ -98,10 +95,8 @@ def storage_bytes(model: nn.Module) -> dict[str, int]:
 def quantize(model: Any, modules: Iterable[str]) -> None:
     """Store the weights of some parts of `model` as NF4 with double quantisation, in place.
 
-    modules: names of the parts (experts, shared_experts, attention). A matrix is dequantised to its
-    original dtype when it is used. Experts run one after another, because grouped kernels would
-    need the matrices of all experts at once. Tensors are replaced and not overwritten, because
-    other models may share them. UserError when bitsandbytes is missing.
+    modules: names of the parts (experts, shared_experts, attention). Tensors are replaced and not
+    overwritten, because other models may share them. UserError when bitsandbytes is missing.
     """
     for part in modules:
         if part == "experts":
@@ -112,7 +107,7 @@ def quantize(model: Any, modules: Iterable[str]) -> None:
 
 
 def _quantize_experts(model: Any) -> None:
-    """Store the weights of all routed experts as NF4, see `quantize`."""
+    """Store the weights of all routed experts as NF4."""
     for layer in routed_layers(model):
         experts: Any = layer.experts
         for name, matrices in _matrices(experts).items():
@@ -121,22 +116,20 @@ def _quantize_experts(model: Any) -> None:
             setattr(experts, name, stack)
         if is_ragged(experts):  # RaggedExperts.forward calls `weights` for the weights of an expert
             experts.weights = partial(_ragged_weights, experts.gate_up_packed, experts.down_packed)
-    model.set_experts_implementation("eager")  # one expert after another
+    model.set_experts_implementation("eager")  # grouped kernels need all matrices at once
 
 
 def _ragged_weights(
     gate_up: FourBitMatrices, down: FourBitMatrices, expert: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gate and up, down): the dequantised weights of one expert. This function replaces
-    `RaggedExperts.weights`."""
+    """Replacement of `RaggedExperts.weights`: (gate and up, down) of one expert, dequantised."""
     return gate_up[expert], down[expert]
 
 
 def _matrices(experts: Any) -> dict[str, Sequence[torch.Tensor]]:
-    """Name of a stack of weights in an experts module -> the matrix (rows, columns) of each
-    expert. Stacks of biases, which have only two axes, are left out."""
+    """Name of a stack of weights -> the matrix (rows, columns) of each expert. Stacks of biases,
+    which have only two axes, are left out."""
     if is_ragged(experts):
-        # each expert has a pair (gate and up, down)
         gate_up, down = zip(*map(experts.weights, range(experts.num_experts)), strict=True)
         return {"gate_up_packed": gate_up, "down_packed": down}
     return {
@@ -147,8 +140,8 @@ def _matrices(experts: Any) -> dict[str, Sequence[torch.Tensor]]:
 
 
 def rounded_experts(experts: Any) -> dict[str, torch.Tensor]:
-    """Name of a stack of weights in an experts module -> a stack of the same shape with the numbers
-    to which `quantize` rounds the weights."""
+    """Name of a stack of weights -> a stack of the same shape with the numbers to which `quantize`
+    rounds the weights."""
     return {
         name: torch.cat([nf4_rounded(matrix) for matrix in matrices]).view_as(
             getattr(experts, name)
@@ -158,16 +151,15 @@ def rounded_experts(experts: Any) -> dict[str, torch.Tensor]:
 
 
 def nf4_rounded(weight: torch.Tensor) -> torch.Tensor:
-    """A copy of the matrix `weight` with the numbers to which `quantize` rounds the weights."""
+    """The matrix `weight` with the numbers to which `quantize` rounds the weights."""
     values: torch.Tensor = FourBitMatrix(weight)()
     return values
 
 
 def nf4_tensors(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """The matrix `weight` (rows, columns) in NF4, as bitsandbytes stores it in a checkpoint: suffix
-    of the weight's name -> tensor. The suffix of the packed weights is "". The tensors encode the
-    numbers that `nf4_rounded` returns if the number of columns is a multiple of NF4_BLOCK, so that
-    no block has parts of two rows."""
+    of the weight's name -> tensor. The tensors encode the numbers of `nf4_rounded` if the number of
+    columns is a multiple of NF4_BLOCK."""
     packed, state = _to_nf4(weight.detach())
     return {
         "": packed,
@@ -179,25 +171,21 @@ class FourBitMatrix(nn.Module):
     """A matrix in NF4 with double quantisation. A call of the module returns the matrix,
     dequantised to its original dtype.
 
-    The matrix is cut row by row into blocks of 64 weights; the last block is padded with zeros. The
-    scale of a block is the largest magnitude of its weights. A weight is stored in 4 bits, as the
-    index of one of 16 quantiles of the normal distribution. The quantile times the scale is the
-    rounded weight. A scale is stored in 8 bits, as the difference between this scale and the mean
-    of all scales. Each 256 differences are stored relative to the largest of them, which takes 32
-    bits. In all, this makes 4.127 bits per weight.
+    The matrix is cut row by row into blocks of 64 weights. A weight is stored in 4 bits, relative
+    to the scale of its block. A scale, the largest magnitude in the block, is stored in 8 bits. In
+    all, this makes 4.127 bits per weight.
     """
 
     packed: torch.Tensor
-    """uint8 (blocks * 32, 1), with two weights in a byte. Further buffers: `scales` has the scales
-    of the blocks, `nested` the scales of these scales, and `mean` the mean of the scales."""
+    """uint8 (blocks * 32, 1), with two weights in a byte."""
 
     def __init__(self, matrix: torch.Tensor) -> None:
-        """Quantise `matrix` (rows, columns) of float32, bfloat16 or float16."""
+        """`matrix` (rows, columns): float32, bfloat16 or float16."""
         super().__init__()
         self.shape = matrix.shape
         flat = matrix.detach().reshape(-1)
-        # Zeros fill up the last block. Each block is made a row, because bitsandbytes 0.50 on the
-        # CPU dequantises rows that end inside a block wrongly.
+        # Each block is made a row, because bitsandbytes 0.50 on the CPU dequantises rows that end
+        # inside a block wrongly.
         packed, self.state = _to_nf4(pad(flat, (0, -len(flat) % NF4_BLOCK)).view(-1, NF4_BLOCK))
         if not len(flat):
             self.state.offset.zero_()  # the mean of no scales would be NaN
@@ -209,7 +197,6 @@ class FourBitMatrix(nn.Module):
         self.register_buffer("mean", self.state.offset)
 
     def forward(self) -> torch.Tensor:
-        """The matrix (rows, columns)."""
         self.state.to(self.packed.device)  # the model may have been moved
         blocks = bitsandbytes_functional().dequantize_4bit(self.packed, self.state)
         matrix: torch.Tensor = blocks.reshape(-1)[: self.shape.numel()].view(self.shape)
@@ -218,23 +205,17 @@ class FourBitMatrix(nn.Module):
 
 class FourBitMatrices(nn.ModuleList):
     """A stack of matrices in NF4 that replaces a stack of weights in an experts module.
-
-    `matrices[e]` dequantises matrix e, where e is a number or a tensor with one number. So the
-    eager forward of the experts module dequantises one expert after another.
-    """
+    `matrices[e]` is the dequantised matrix e."""
 
     def __getitem__(self, expert: Any) -> Any:
-        """The dequantised matrix (rows, columns) of an expert. `expert`: id of the expert; the
-        forward of an experts module passes a tensor with one number."""
+        """`expert`: a number, or a tensor with one number."""
         return super().__getitem__(int(expert))()
 
 
 class FourBitLinear(nn.Module):
-    """A linear map that replaces the linear map `original`. The weight is stored in 4 bits, the
-    bias is shared with `original`."""
+    """A linear map that replaces the linear map `original`, with the weight in 4 bits."""
 
     def __init__(self, original: nn.Linear) -> None:
-        """Quantise the weight of `original`; the bias is not quantised."""
         super().__init__()
         self.in_features = original.in_features
         self.out_features = original.out_features
@@ -247,8 +228,8 @@ class FourBitLinear(nn.Module):
 
 
 def _to_nf4(matrix: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Convert a matrix to the NF4 format of bitsandbytes. Returns (packed weights, state with the
-    scales and the mean of the scales)."""
+    """(packed weights, state with the scales and their mean): `matrix` in the NF4 format of
+    bitsandbytes."""
     packed, state = bitsandbytes_functional().quantize_4bit(
         matrix, blocksize=NF4_BLOCK, quant_type="nf4", compress_statistics=True
     )
@@ -257,8 +238,7 @@ def _to_nf4(matrix: torch.Tensor) -> tuple[torch.Tensor, Any]:
 
 @cache
 def bitsandbytes_functional() -> Any:
-    """The module bitsandbytes.functional. If bitsandbytes is not installed, raise a UserError with
-    the command that installs bitsandbytes."""
+    """The module bitsandbytes.functional. UserError if bitsandbytes is not installed."""
     check_installed("bitsandbytes", "quantisation", "recovery.bits=4")
     log = logging.getLogger("bitsandbytes")
     level = log.level

@@ -25,8 +25,7 @@ from moe_lab.models.experts import at_least_fp32, routed_output, sort_by_expert
 from moe_lab.models.transformers_private import activation
 
 SCALING = 4.0
-"""The scaling s of adapters, which other programs call alpha / rank. MoE-Slimming has this
-value."""
+"""The scaling s of adapters (alpha / rank), as in MoE-Slimming."""
 
 
 class Dora(nn.Module):
@@ -41,8 +40,7 @@ class Dora(nn.Module):
     def __init__(
         self, weight: torch.Tensor, rank: int, scaling: float, dropout: float = 0.0
     ) -> None:
-        """Make the adapter of the weight W (out, in). At first W' = W, because B is 0. scaling: s;
-        dropout: share of the inputs of W' - W that are set to 0 in training."""
+        """`weight`: W. `scaling`: s. `dropout`: share of the inputs of W' - W that are set to 0."""
         super().__init__()
         matrix = at_least_fp32(weight.detach())
         self.a = nn.Parameter(matrix.new_empty(rank, matrix.shape[1]))
@@ -53,19 +51,17 @@ class Dora(nn.Module):
         self.dropout = dropout
 
     def weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """The adapted weight W' (out, in) in the dtype of `weight`, which is W. The norm in W' is
-        detached, so gradients treat it as a constant."""
+        """The adapted weight W' (out, in) in the dtype of `weight`, which is W."""
         adapted = weight.to(self.a.dtype) + self.scaling * (self.b @ self.a)
         return (self._factor(adapted.detach())[:, None] * adapted).to(weight.dtype)
 
     def forward(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The output (n, out) of the map W' with `bias` for the input `rows` (n, in). weight: W. In
-        training, dropout changes the input of W' - W, but not of W."""
+        """The output (n, out) of the map W' with `bias` for `rows` (n, in). `weight`: W."""
         output = linear(rows, weight)
         wide_weight = weight.to(self.a.dtype)  # wide: in at least fp32, like the adapter
-        # x, the input of W' - W, and W x. Without dropout, x are the `rows`, and W x is `output`.
+        # x, the input of W' - W, and W x
         wide_rows = rows.to(self.a.dtype)
         plain_output = output
         if self.training and self.dropout:
@@ -80,37 +76,34 @@ class Dora(nn.Module):
         return output if bias is None else output + bias
 
     def _factor(self, adapted: torch.Tensor) -> torch.Tensor:
-        """The factor m / ||adapted|| of each row (out,), where `adapted` is W + s B A. The factor
-        is 0 for a row of zeros, because m is 0 there."""
+        """The factor m / ||adapted|| of each row (out,). `adapted`: W + s B A."""
         norm = adapted.norm(dim=1).clamp(min=torch.finfo(adapted.dtype).tiny)
         factor: torch.Tensor = self.magnitude / norm
         return factor
 
 
 class DoraLinear(nn.Module):
-    """The linear map `plain` with an adapter. This module replaces `plain` in the model."""
+    """The linear map `plain` with an adapter."""
 
     plain: nn.Linear
-    """The map without adapter. It is no submodule, because it is frozen."""
+    """The map without adapter; no submodule, because it is frozen."""
 
     def __init__(self, plain: nn.Linear, settings: RecoveryConfig) -> None:
-        """Make the adapter for `plain`."""
         super().__init__()
         self.__dict__["plain"] = plain  # self.plain = plain would make a submodule
         self.adapter = Dora(plain.weight, settings.rank, SCALING, settings.dropout)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """The output (..., out) of the adapted map for its input `rows` (..., in)."""
+        """(..., in) -> (..., out)."""
         output: torch.Tensor = self.adapter(rows, self.plain.weight, self.plain.bias)
         return output
 
 
 class DoraWeight(nn.Module):
     """Parametrisation (`torch.nn.utils.parametrize`) by which a router's forward reads the adapted
-    weight. So the adapter works with the router of each family, without changes to its forward."""
+    weight."""
 
     def __init__(self, weight: torch.Tensor, settings: RecoveryConfig) -> None:
-        """Make the adapter for the router's `weight`, without dropout."""
         super().__init__()
         self.adapter = Dora(weight, settings.router_rank, SCALING)
 
@@ -120,12 +113,10 @@ class DoraWeight(nn.Module):
 
 
 class DoraExperts(nn.Module):
-    """The experts of a layer with adapters. This module replaces the layer's experts module in the
-    model, and does not change the experts module. `adapters[e]` has the adapters gate, up and down
-    of expert e."""
+    """The experts of a layer with adapters. `adapters[e]` has the adapters gate, up and down of
+    expert e."""
 
     def __init__(self, layer: MoELayer, settings: RecoveryConfig) -> None:
-        """Make an adapter for each linear map of each expert of `layer`."""
         super().__init__()
         self.layer = layer
         self.adapters = nn.ModuleList()
@@ -141,22 +132,20 @@ class DoraExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Sum (T, H) of the outputs of experts `top_k_index` (T, K), weighted by the gates
-        `top_k_weights` (T, K). The output of a null expert is its constant, if there is one."""
+        `top_k_weights` (T, K)."""
 
         def expert_output(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
-            """The output of one expert for hidden `states`. None for an expert without channels,
-            which has no adapters. The slice, which `routed_output` passes too, is not used."""
+            """The output of one expert. None for an expert without channels, which has no
+            adapters."""
             return self._expert_output(expert, states) if len(self.adapters[expert]) else None  # type: ignore[arg-type]
 
         original: Any = self.layer.experts
-        # `index` (T, K): the experts whose weights compute the outputs of `top_k_index`. A merged
-        # expert is computed with the weights of its owner.
+        # a merged expert is computed with the weights of its owner
         index = top_k_index
         if is_ragged(original):
             index = torch.tensor(original.owners, device=index.device)[index]
         rows = sort_by_expert(index, len(self.adapters))
         output = routed_output(hidden_states, rows, top_k_weights, expert_output)
-        # null experts add their constants, multiplied by the gates
         if is_ragged(original) and original.constants is not None:
             output = output + constant_output(
                 top_k_index,
@@ -168,14 +157,12 @@ class DoraExperts(nn.Module):
         return output
 
     def _expert_output(self, expert: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The output (n, H) of one expert for hidden states (n, H), not yet multiplied by the gates
-        of the router."""
+        """The output (n, H) of one expert for hidden states (n, H), without gates of the router."""
         experts: Any = self.layer.experts
         adapters: Any = self.adapters[expert]
         maps = linear_maps(self.layer, expert)
         parts = [adapters[name](hidden, *maps[name]) for name in maps if name != "down"]
-        # The activation expects gate and up on one axis: first all channels of gate, then all of
-        # up, or else gate and up of channel 0, of channel 1 and so on.
+        # the activation expects gate and up on one axis, one after the other or interleaved
         gate_up = (
             torch.cat(parts, -1) if experts.is_concatenated else torch.stack(parts, -1).flatten(-2)
         )
@@ -193,8 +180,8 @@ def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> Adapted:
     """Put adapters on all routed and shared experts of `model`, in place. Routers get adapters
     unless recovery.router_rank=0. Returns part of the model -> path -> module with adapters.
 
-    Adapters are in training mode; all other parameters of the model are frozen. `seed` determines
-    the random initial A of each adapter.
+    All other parameters of the model are frozen. `seed` determines the random initial A of each
+    adapter.
     """
     model.requires_grad_(False)
     paths = {module: path for path, module in model.named_modules()}
@@ -210,7 +197,6 @@ def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> Adapted:
                 # unsafe: torch does not check that the adapted weight has the same shape and dtype
                 parametrize.register_parametrization(router, "weight", adapter, unsafe=True)
                 adapted["routers"][paths[router]] = router
-            # the shared experts of the same decoder layer
             for path, plain in shared_maps:
                 if path.startswith(f"{layer.stack}.{layer.index}."):
                     adapted["shared_experts"][path] = DoraLinear(plain, settings)
@@ -220,14 +206,12 @@ def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> Adapted:
 
 
 def router_weight(layer: MoELayer) -> nn.Module:
-    """The module whose `weight` has one row for each expert: the layer's router or a child of the
-    router."""
+    """The router, or the child of it, whose `weight` has one row for each expert."""
     return next(part.module for part in layer.routing if part.name == "weight")
 
 
 def trainable(adapted: Adapted) -> dict[str, dict[str, nn.Parameter]]:
-    """Part of the model -> name -> parameter to train. These parameters belong to the adapters; all
-    other parameters are frozen."""
+    """Part of the model -> name -> parameter to train."""
     parameters: dict[str, dict[str, nn.Parameter]] = {part: {} for part in adapted}
     for part, modules in adapted.items():
         for path, module in modules.items():
@@ -240,9 +224,9 @@ def trainable(adapted: Adapted) -> dict[str, dict[str, nn.Parameter]]:
 
 @torch.no_grad()
 def merge(model: nn.Module, adapted: Adapted) -> dict[str, torch.Tensor]:
-    """Merge the adapters into new weights. The original modules are put back into `model`, and get
-    the new weights. Returns name of a weight in the model's state dict -> new weight. UserError for
-    a weight that is not finite."""
+    """Merge the adapters into new weights, and put the original modules with these weights back
+    into `model`. Returns name in the model's state dict -> new weight. UserError for a weight that
+    is not finite."""
     merged_tensors: dict[str, torch.Tensor] = {}
     for path, experts in adapted["experts"].items():
         merged_tensors |= {
@@ -269,9 +253,8 @@ def merge(model: nn.Module, adapted: Adapted) -> dict[str, torch.Tensor]:
 
 
 def _merge_experts(adapted: DoraExperts) -> dict[str, torch.Tensor]:
-    """Merge the adapters of a layer's experts into new stacks of weights, and put these stacks into
-    the layer's original experts module. Returns name -> new stack. The old stacks are not changed,
-    because other models may share them."""
+    """Put stacks of merged weights into the layer's original experts module. Returns name -> new
+    stack. The old stacks are not changed, because other models may share them."""
     module = adapted.layer.experts
     stacks = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -289,8 +272,7 @@ def linear_maps(
     layer: MoELayer, expert: int
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
     """The linear maps of one expert: name (gate, up or down) -> (weight (out, in), bias (out,) or
-    None). {} for an expert without channels. Weights and biases are views, so writing to these
-    tensors changes the experts module."""
+    None). {} for an expert without channels. The tensors are views into the experts module."""
     views = layer.projections(expert)  # with channels as rows
     maps: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
     for name in ("gate", "up", "down"):

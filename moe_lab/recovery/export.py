@@ -33,17 +33,16 @@ def recovery_changes(
     tuned: Path | None,
     sentence: str,
 ) -> Changes:
-    """The changes that turn the pruned checkpoint in `folder` into the model that
-    `apply.recovered` returns.
+    """The changes that turn the pruned checkpoint in `folder` into the model that `apply.recovered`
+    returns.
 
-    dtype: the dtype in which the model was evaluated; bits: 4 to round the weights of `modules` to
-    NF4, any other number to leave them; modules: names of parts of the model; tuned: output folder
-    of the fine-tuning or fit, or None; sentence: description of the training for the model card, or
-    "". Changed weights are computed on the CPU and stored in `dtype`.
+    dtype: the dtype of changed weights, in which the model was evaluated; bits: 4 to round the
+    weights of `modules` to NF4, any other number to leave them; tuned: output folder of the
+    fine-tuning or fit; sentence: description of the training for the model card, or "".
 
-    With `bits` 4, linear maps that bitsandbytes can use on every machine are stored in the NF4
-    format of bitsandbytes instead. All other rounded weights are stored as plain numbers, also
-    those of routed experts, because transformers has no 4-bit form for stacked experts.
+    Rounded linear maps that bitsandbytes can use on every machine are stored in NF4. All other
+    rounded weights are stored as plain numbers, also those of routed experts, because transformers
+    has no 4-bit form for stacked experts.
     """
     recovered = _RecoveredTensors(folder, dtype, modules if bits == 4 else (), tuned)
     dtype_name = str(dtype).removeprefix("torch.")
@@ -64,17 +63,13 @@ def recovery_changes(
 
 def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
     """Raise UserError if experts of a layer are stacked in the recovered model but packed in the
-    exported model, or the other way round.
-
-    Pruned experts are stacked if their widths and the bytes of a weight fit the kernels for stacked
-    experts, otherwise packed. The model that `plan` prunes is recovered in `dtype`, but exported
-    with experts modules for the precision of the files in `source`.
-    """
+    exported model, or the other way round. The recovered model is in `dtype`, the exported model in
+    the precision of the files in `source`."""
     # bytes of one weight in the files
     stored_bytes = bits_of(expert_type(open_checkpoint(source))) // 8
     for number, layer in plan.layers.items():
         if layer.width is None or min(layer.widths) == layer.width:
-            continue  # the layer retains all channels, with the width of the files in `source`
+            continue  # no channels are dropped
         if fits_family_module(layer.widths, stored_bytes) != fits_family_module(
             layer.widths, dtype.itemsize
         ):
@@ -89,14 +84,12 @@ def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
 
 class _RecoveredTensors:
     """Computes the changed tensors of the pruned checkpoint in `folder`, with one decoder layer in
-    memory at a time. modules: parts of the model whose weights are rounded to NF4; () rounds
-    nothing. tuned: output folder of a fine-tuning or fit, or None."""
+    memory at a time. modules: parts of the model whose weights are rounded to NF4. tuned: output
+    folder of a fine-tuning or fit."""
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, modules: Sequence[str], tuned: Path | None
     ) -> None:
-        """Open the checkpoint in `folder`, and find the linear maps to store in 4 bits. dtype: the
-        dtype in which weights are rounded and stored."""
         # the code in the folder is moe_lab's own, since the folder is an export
         self.streamed = StreamedModel(folder, dtype=dtype, device="cpu", trust_remote_code=True)
         self.dtype = dtype
@@ -119,15 +112,12 @@ class _RecoveredTensors:
                 self.nf4_names[path] = names[0]
 
     def change(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """What is written in place of the checkpoint's `tensor` called `name`: name -> new tensor,
-        or {name: tensor} if the recovery does not change the tensor."""
+        """Name -> tensor to write in place of the checkpoint's `tensor` called `name`."""
         number = self.streamed.layer_of.get(name, OUTSIDE)
-        # cached_tensors(number): name of a changed tensor of the layer -> what replaces it
         return self.cached_tensors(number).get(name, {name: tensor})
 
     def config(self) -> dict[str, Any]:
-        """{"quantization_config": value} for config.json. The value lists all linear maps that are
-        not stored in 4 bits as modules to skip."""
+        """{"quantization_config": value} for config.json."""
         from transformers import BitsAndBytesConfig
 
         skipped = [
@@ -145,8 +135,8 @@ class _RecoveredTensors:
         return {"quantization_config": quantization.to_dict()}
 
     def _maps_to_round(self, prefix: str = "") -> Iterator[tuple[str, nn.Linear]]:
-        """Yield (path, module) of each linear map to round whose path begins with `prefix`. Routed
-        experts are left out, because their weights are stacks and not linear maps."""
+        """Path and module of each linear map to round whose path begins with `prefix`. Routed
+        experts are left out, because their weights are stacks."""
         for part in self.modules:
             if part != "experts":
                 for path, module in linear_modules(self.streamed.model, part):
