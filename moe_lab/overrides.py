@@ -26,12 +26,10 @@ _UNQUOTED = r"""(?:[^,\[\]{}()'":]|:(?! ))+"""
 def for_hydra(text: str) -> str:
     """An override in the form that Hydra accepts. An override of a setting gets ++ in front, so
     that the setting need not be in a file. The value of a setting that is a text gets quotes:
-    study=2026_11_25 becomes ++study='2026_11_25'. In other overrides, such as those of groups,
-    experiments and Hydra's own settings, only `quote_letters` changes something."""
+    study=2026_11_25 becomes ++study='2026_11_25'."""
     match = _OVERRIDE.fullmatch(text)
     key = match["key"] if match else ""
-    # A key without a dot can be a setting, too. It is not if its type has fields (a group), or if
-    # it has no type (an experiment).
+    # a key without a dot is a group if its type has fields, and an experiment if it has no type
     is_setting = "." in key or (_type(key) and not fields_of(_type(key)))
     if match is None or key.startswith("hydra.") or not is_setting:
         return quote_letters(text)
@@ -50,7 +48,6 @@ def quote_letters(text: str) -> str:
     grammar accepts such letters only in quotes."""
 
     def quote(match: re.Match[str]) -> str:
-        """The matched value, with quotes if needed."""
         value = match[0]
         if value.isascii() or value[0] in "'\"":
             return value
@@ -63,8 +60,7 @@ def quote_letters(text: str) -> str:
 
 def _type(key: str) -> Any:
     """The type of the setting or group `key`, such as model.top_k or model; None if there is no
-    such setting or group. Axes of the grid, and settings in them, are in `CellConfig`, all others
-    in `Config`."""
+    such setting or group."""
     group, _, _ = key.partition(".")
     return setting_type(CellConfig if group in grid.AXES else Config, key.split("."))
 
@@ -88,9 +84,8 @@ def parse(texts: Iterable[str]) -> list[tuple[str, Override]]:
 
 
 def list_of_texts(key: str, parsed: Iterable[tuple[str, Override]]) -> list[str]:
-    """All texts in the lists that overrides give the setting `key`. `parsed`: result of `parse`.
-    Values that are not lists, and entries that are not texts, are skipped without an error, because
-    overrides are checked later."""
+    """All texts in the lists that overrides give the setting `key`. Other values are skipped,
+    because overrides are checked later."""
     texts: list[str] = []
     for _, override in parsed:
         value = override.value() if override.key_or_group == key else None
@@ -100,8 +95,7 @@ def list_of_texts(key: str, parsed: Iterable[tuple[str, Override]]) -> list[str]
 
 
 def _quote_override(text: str) -> str:
-    """An override as it can be typed in a shell: in double quotes, and inside them the value in
-    single quotes for Hydra."""
+    """An override as it can be typed in a shell."""
     key, _, value = text.partition("=")
     escaped = value.strip("'\"").replace("\\", "\\\\").replace("'", "\\'")
     return f"\"{key}='{escaped}'\""
@@ -112,9 +106,8 @@ def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.D
     setting in an axis, such as model.top_k. Returns the overrides that Hydra must apply: a list of
     one override as text, or []. The choice of one file, as in model=NAME, is added and returned.
 
-    `text`: the override as typed. `override`: the same override, parsed. `files`: the files of
-    groups. UserError for an unknown setting or file, for an override without values, and for
-    several values of a setting that can have only one in a study.
+    UserError for an unknown setting or file, for an override without values, and for several values
+    of a setting that can have only one in a study.
     """
     key = override.key_or_group
     group = key.partition(".")[0]
@@ -134,7 +127,6 @@ def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.D
     has_several = len(override_values) > 1 or override.is_sweep_override()
     if not override_values or (override.is_sweep_override() and not override.is_discrete_sweep()):
         raise UserError(f"{text} names no values: expected some, separated by commas")
-    # for the grid: values of an axis such as ratio, or several values of a setting in a group
     if key in grid.PLAIN_AXES or (has_several and group in grid.GROUPS):
         draft.command_lists[key] = override_values
         return []
@@ -151,8 +143,7 @@ def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.D
 
 def _add_choices(text: str, override: Override, files: grid.Files, draft: grid.Draft) -> list[str]:
     """Add an override that names files of a group to `draft`, if the group is an axis of the grid.
-    Returns the overrides that Hydra must apply: [text] if the override names one file that exists,
-    otherwise []. UserError as from `add_to_draft`."""
+    Returns the overrides that Hydra must apply."""
     group = override.key_or_group
     available = files.names(group)
     names: list[str] = []
@@ -174,7 +165,7 @@ def _add_choices(text: str, override: Override, files: grid.Files, draft: grid.D
 
 def values_of(override: Override) -> list[Any]:
     """The values of an override. There are several if the override has commas or one of Hydra's
-    functions for sweeps, such as choice(...). Otherwise, the list has one value."""
+    functions for sweeps, such as choice(...)."""
     if not override.is_discrete_sweep():
         return [override.value()]
     return [

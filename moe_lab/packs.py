@@ -1,10 +1,9 @@
 """Packs: files of a store that each hold the results of many small steps, since clusters limit the
 number of files.
 
-A finished step is first a folder. When a store has many small steps, they are copied into a pack,
-and their folders are removed. A pack, packs/NAME.sqlite, is a database that needs no locks: it is
-written once, under another name, and then never changed. A new pack can replace older packs. These
-are then no longer read, and are removed some time later.
+When a store has many small steps, they are copied into a pack, and their folders are removed. A
+pack, packs/NAME.sqlite, is a database that needs no locks: it is written once, under another name,
+and then never changed. A new pack can replace older packs.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class PackedStep(NamedTuple):
 
 
 class Packs:
-    """The packs in one folder, and an index of their steps. A pack is a file with the results of
-    many steps. The folder need not exist. Threads can share an object of this class.
+    """The packs in one folder, and an index of their steps. The folder need not exist. Threads can
+    share an object of this class.
 
     In all methods, `id_start` is the first digits of a step's id, and `pack` is the name of a pack.
     The name of a step is KIND/LABEL-START, where START stands for its `id_start`.
@@ -70,7 +69,6 @@ class Packs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.damaged_packs: list[Path] = []
-        """Packs that cannot be read."""
         self.damaged_steps: set[str] = set()
         """`id_start` of each damaged step. A damaged step counts as missing until it is removed
         from its pack."""
@@ -89,8 +87,7 @@ class Packs:
         return packs_in, (self.folder.parent,)
 
     def refresh(self) -> None:
-        """Update the index: open packs that are new in the folder, and close packs that were
-        removed from the folder."""
+        """Update the index to the packs that are now in the folder."""
         with self._lock:
             damaged = {path.stem for path in self.damaged_packs}
             names = {path.stem for path in self.folder.glob(f"[!.]*{ENDING}")} - damaged
@@ -107,8 +104,7 @@ class Packs:
             )
 
     def _load(self, name: str) -> None:
-        """Open a pack and add it to the index. A pack that cannot be read is added to
-        `damaged_packs` instead."""
+        """Open a pack and add it to the index."""
         path = self.path(name)
         try:
             # no process writes to a finished pack, so no locks are needed
@@ -130,15 +126,14 @@ class Packs:
         return self._pack_of(id_start) is not None and id_start not in self.damaged_steps
 
     def _pack_of(self, id_start: str) -> str | None:
-        """Name of the pack that has a step, as of the last `refresh`; None if no pack has it."""
+        """Name of the pack that has a step, as of the last `refresh`."""
         with self._lock:
             return next(
                 (pack for pack in self._current_packs if id_start in self._steps[pack]), None
             )
 
     def find(self, id_start: str) -> str | None:
-        """Name of a step, KIND/LABEL-START; None when no pack has the step, or the step is damaged.
-        New packs are opened if no pack in the index has the step."""
+        """Name of a step; None when no pack has the step, or the step is damaged."""
         with self._lock:
             if self._pack_of(id_start) is None:
                 self.refresh()
@@ -148,33 +143,32 @@ class Packs:
             return f"{self._steps[pack][id_start]}-{id_start}"
 
     def read(self, id_start: str, file: str) -> bytes:
-        """Content of a file of a step. Raises FileNotFoundError when no pack has the file or the
-        step is damaged, and Damaged when the file or the pack cannot be read."""
+        """Content of a file of a step. Raises FileNotFoundError when no pack has the file, and
+        Damaged when the file or the pack cannot be read."""
         query = "select content from file where start = ? and name = ?"
         rows = self._rows(id_start, query, id_start, file)
         if not rows:
             raise FileNotFoundError(f"{self.folder}: {id_start} has no {file}")
         try:
-            return zlib.decompress(rows[0][0])  # there is one row, with one column
+            return zlib.decompress(rows[0][0])
         except zlib.error:
             raise Damaged(f"{file} of {id_start} is damaged in {self.folder}") from None
 
     def files(self, id_start: str) -> list[str]:
-        """Names of the files of a step, including step.json; [] when no pack has the step, or the
-        step is damaged. Raises Damaged when the pack cannot be read."""
+        """Names of the files of a step, including step.json; [] when no pack has the step. Raises
+        Damaged when the pack cannot be read."""
         rows = self._rows(id_start, "select name from file where start = ?", id_start)
         return [name for (name,) in rows]
 
     def size(self, id_start: str) -> int:
-        """Bytes of a step's compressed files; 0 when no pack has the step, or the step is damaged.
-        Raises Damaged when the pack cannot be read."""
+        """Bytes of a step's compressed files; 0 when no pack has the step. Raises Damaged when the
+        pack cannot be read."""
         rows = self._rows(id_start, "select length(content) from file where start = ?", id_start)
         return sum(size for (size,) in rows)
 
     def _rows(self, id_start: str, query: str, *values: str) -> list[tuple[Any, ...]]:
         """Rows that the SQL `query` selects in the pack with step `id_start`; [] when no pack has
-        the step, or the step is damaged. New packs are opened if no pack in the index has the step.
-        `values`: parameters of the query. Raises Damaged when the pack cannot be read."""
+        the step."""
         with self._lock:
             # try again if another process has replaced and removed the pack meanwhile
             for _ in range(2):
@@ -191,8 +185,7 @@ class Packs:
         raise Damaged(f"the pack with {id_start} in {self.folder} is damaged")
 
     def id_starts(self) -> set[str]:
-        """The `id_start` of every step in packs, as of the last `refresh`. Steps in
-        `damaged_steps` are left out."""
+        """The `id_start` of every undamaged step in packs, as of the last `refresh`."""
         with self._lock:
             return (
                 set().union(*(self._steps[pack] for pack in self._current_packs))
@@ -200,8 +193,7 @@ class Packs:
             )
 
     def steps(self) -> dict[str, str]:
-        """`id_start` -> name, for all steps in packs, as of the last `refresh`. Steps in
-        `damaged_steps` are left out."""
+        """`id_start` -> name, for all undamaged steps in packs, as of the last `refresh`."""
         names = {}
         with self._lock:
             for pack in self._current_packs:
@@ -212,8 +204,7 @@ class Packs:
 
     def inputs(self) -> dict[str, str]:
         """`id_start` of a step -> the `id_start` of each of its inputs, in one text with spaces
-        between them. All steps in packs are included, as of the last `refresh`. Raises Damaged when
-        a pack cannot be read."""
+        between them. Raises Damaged when a pack cannot be read."""
         inputs: dict[str, str] = {}
         with self._lock:
             for pack in self._current_packs:
@@ -229,17 +220,14 @@ class Packs:
 
     def rewrite(self, packs: Collection[str], dropped: Collection[str] = ()) -> Path:
         """Write the steps of some packs to one new pack, and return its path. The new pack replaces
-        them once `publish` is called. `packs`: names of these packs. `dropped`: `id_start` of each
-        step that is left out. Raises Damaged, with the name of the pack, when one cannot be
-        read."""
+        them once `publish` is called. `dropped`: `id_start` of each step that is left out. Raises
+        Damaged when a pack cannot be read."""
         return self._write(self._remaining_steps(packs, dropped), packs)
 
     def _remaining_steps(
         self, packs: Iterable[str], dropped: Collection[str]
     ) -> Iterator[PackedStep]:
-        """The steps of some packs, with compressed files. `packs`: names of these packs. `dropped`:
-        `id_start` of each step that is left out. A step in several packs is yielded once. Raises
-        Damaged, with the name of the pack, when one cannot be read."""
+        """The steps of some packs except `dropped`, with compressed files."""
         for pack in packs:
             try:
                 inputs = _document(self._connections[pack], "inputs")
@@ -256,9 +244,8 @@ class Packs:
                 raise Damaged(pack) from None
 
     def _write(self, steps: Iterable[PackedStep], replaces: Iterable[str] = ()) -> Path:
-        """Write a new pack, which is not published yet, and return its path. `steps`: the steps of
-        the pack, with compressed files. `replaces`: names of the packs that the new pack
-        replaces."""
+        """Write a new pack, which is not published yet, and return its path. `steps`: steps with
+        compressed files. `replaces`: names of the packs that the new pack replaces."""
         self.folder.mkdir(exist_ok=True)
         path = self.folder / f".{uuid.uuid4().hex}{PART_ENDING}"
         names = {}
@@ -280,8 +267,8 @@ class Packs:
         return path
 
     def publish(self, path: Path) -> None:
-        """Flush the pack in `path` to the disk, and give the pack its final name, under which
-        readers see it. `path`: result of `add` or `rewrite`."""
+        """Flush the pack in `path` to the disk, and give the pack its final name. `path`: result of
+        `add` or `rewrite`."""
         with path.open("rb") as file:
             os.fsync(file.fileno())
         # the name without the dot that hides unfinished packs
@@ -302,8 +289,7 @@ class Packs:
         self.refresh()
 
     def packs_with(self, id_starts: Iterable[str]) -> set[str]:
-        """Names of the packs that have at least one of some steps. `id_starts`: `id_start` of each
-        of these steps."""
+        """Names of the packs that have at least one of the steps `id_starts`."""
         return {pack for id_start in id_starts if (pack := self._pack_of(id_start))}
 
     def sizes(self) -> dict[str, int]:
@@ -312,15 +298,12 @@ class Packs:
 
 
 def _compress(step: PackedStep) -> PackedStep:
-    """A copy of the step with compressed files."""
     files = {name: zlib.compress(content, 1) for name, content in step.files.items()}
     return step._replace(files=files)
 
 
 def _document(database: sqlite3.Connection, name: str) -> Any:
-    """The content of the JSON document `name` in the table "about" of a pack: a dictionary for
-    "names" and "inputs", a list for "replaces". TABLES describes them. `database`: the pack. Raises
-    Damaged if the document cannot be read."""
+    """The JSON document `name` in the table "about" of a pack; TABLES describes the documents."""
     try:
         # one row, with one column
         ((content,),) = database.execute("select content from about where what = ?", (name,))

@@ -32,8 +32,7 @@ def resolve(path: str) -> str:
     returned unchanged.
 
     NAME is the folder of a shipped model, such as pocket:olmoe, or a shipped file, such as
-    pocket:calibration/general.jsonl. Raises UserError, with similar names, when nothing with this
-    name is shipped.
+    pocket:calibration/general.jsonl. Raises UserError when nothing with this name is shipped.
     """
     if not path.startswith(PREFIX):
         return path
@@ -51,7 +50,7 @@ def resolve(path: str) -> str:
 
 def local_path(path: str) -> Path:
     """The path on this machine that `path` stands for. `path` may be pocket:NAME (see `resolve`) or
-    begin with ~. The file or folder need not exist."""
+    begin with ~."""
     return Path(resolve(path)).expanduser()
 
 
@@ -80,10 +79,9 @@ def cache_folder(name: str) -> Path:
 
 
 def private_cache(name: str) -> Path:
-    """The folder `name` in the user's cache of moe_lab, for files that are executed. The folder is
-    made if it is missing. Its permissions let no other user enter or replace it. Raises UserError
-    when the folder or its parent belongs to another user, and when the home folder cannot be
-    written."""
+    """The folder `name` in the user's cache of moe_lab, for files that are executed. Its
+    permissions let no other user enter or replace it. Raises UserError when the folder or its
+    parent belongs to another user, and when the home folder cannot be written."""
     # `user_cache` returns a temporary folder of this name if the home folder cannot be written;
     # other nodes do not see that folder
     if user_cache().name == f"moe_lab-{os.getuid()}":

@@ -1,5 +1,4 @@
-"""Load a model for scoring and evaluation: check it before reading weights, freeze it, and choose
-its experts implementation."""
+"""Load a model for scoring and evaluation."""
 
 from __future__ import annotations
 
@@ -45,15 +44,11 @@ from moe_lab.models.transformers_private import (
 
 def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     """(model, tokenizer) for `settings`. The model is in eval mode with frozen weights, and the
-    tokenizer has a pad token. If model.threads is given, torch's number of CPU threads is set.
+    tokenizer has a pad token. Settings and sizes are checked before the weights are read.
 
-    model.dtype=auto is float32 on the CPU and the dtype of the checkpoint on CUDA. Experts are
-    computed by the grouped_mm of transformers on CUDA, and by its eager implementation on the CPU.
-    In fp32 on the CPU, `use_cpu_experts` replaces eager if outputs stay the same bit for bit.
-
-    Settings and sizes are checked before the weights are read. UserError for a folder that is
-    incomplete or damaged, for an unsupported architecture, for weights that are missing, of the
-    wrong shape, NaN or infinite, and for a GPU that this machine does not have.
+    UserError for a folder that is incomplete or damaged, for an unsupported architecture, for
+    weights that are missing, of the wrong shape, NaN or infinite, and for a GPU that this machine
+    does not have.
     """
     dtype = precision(settings)
     device = resolve_device(settings)
@@ -88,9 +83,9 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
 def skeleton(
     folder: Path, *, trust_remote_code: bool = False, dtype: torch.dtype | None = None
 ) -> Any:
-    """The model that config.json in `folder` describes, on the meta device, without weights.
-    `dtype`: dtype of the model's tensors; None: the dtype in config.json. UserError when
-    transformers cannot build the model."""
+    """The model that config.json in `folder` describes, on the meta device. `dtype`: dtype of the
+    model's tensors; None: the dtype in config.json. UserError when transformers cannot build the
+    model."""
     config = _configuration(folder, trust_remote_code)
     try:
         with quiet_transformers(), torch.device("meta"):
@@ -106,11 +101,7 @@ def skeleton(
 
 def set_top_k(model: Any, top_k: int | None) -> None:
     """Change `model` in place, so that every router selects `top_k` experts per token; None changes
-    nothing. Routers that normalise gates normalise them over the `top_k` selected experts.
-
-    UserError unless every router can select `top_k` experts for a token. UserError also for
-    families whose routers use a formula that is only valid for the top_k of the configuration.
-    """
+    nothing. UserError unless every router can select `top_k` experts."""
     if top_k is None:
         return
     for layer in routed_layers(model):
@@ -133,20 +124,19 @@ def set_top_k(model: Any, top_k: int | None) -> None:
     config = model.config.get_text_config()
     for field in TOP_K_FIELDS:
         value = vars(config).get(field)
-        if value is not None:  # in some families, `value` is a list with one number per layer
+        if value is not None:  # some families have a list, with one number per layer
             setattr(config, field, [top_k] * len(value) if isinstance(value, list) else top_k)
 
 
 def check_finite(model: nn.Module, prefix: str = "") -> None:
-    """Raise UserError if a parameter or buffer of `model` contains NaN or Inf. The message names
-    the tensor and the indices of the first such number. Only tensors whose names begin with
-    `prefix` are checked. Tensors on the meta device are skipped."""
+    """Raise UserError if a parameter or buffer of `model` contains NaN or Inf. Only tensors whose
+    names begin with `prefix` are checked."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not name.startswith(prefix) or not tensor.is_floating_point() or tensor.is_meta:
             continue
-        # If the sum is finite, all numbers are. If it is not, it may only have overflowed, so each
-        # number is looked at. sum() accumulates in fp32 by default; sum(dtype=float32) would take
-        # thirty times as long. Eight-bit numbers are converted, because torch cannot add them.
+        # If the sum is finite, all numbers are. If it is not, it may only have overflowed. sum()
+        # accumulates in fp32 by default; sum(dtype=float32) would take thirty times as long. torch
+        # cannot add eight-bit numbers.
         numbers = tensor.float() if tensor.element_size() == 1 else tensor
         if bool(numbers.sum().isfinite()):
             continue
@@ -159,10 +149,7 @@ def check_finite(model: nn.Module, prefix: str = "") -> None:
 
 
 def _configuration(folder: Path, trust_remote_code: bool) -> Any:
-    """The configuration of the model in `folder`, as an object of transformers. If the folder has
-    its own code for the model and `trust_remote_code` is true, that code is used. In all other
-    cases, UserError for a damaged config.json, and for a model_type of which neither transformers
-    nor exported_code has a causal language model. `check_code` may raise UserError, too."""
+    """The configuration of the model in `folder`, as an object of transformers."""
     check_code(folder, trust_remote_code)
     content = read_json(folder / "config.json")
     kind = content["model_type"]
@@ -189,10 +176,8 @@ def _configuration(folder: Path, trust_remote_code: bool) -> Any:
 def _load_weights(
     folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str
 ) -> Any:
-    """The model in `folder`, with its weights. `dtype`: dtype of the weights; "auto": the dtype of
-    the checkpoint. `device`: a device, or a device map for several GPUs. UserError when weights are
-    missing, unused, of the wrong shape or too large for the GPUs, and when transformers cannot load
-    a quantised checkpoint."""
+    """The model in `folder`, with its weights. `device`: a device, or a device map for several
+    GPUs."""
     method = quantization_method(read_json(folder / "config.json"))
     source = f"{folder}, stored as {method}" if method else str(folder)
     arguments: dict[str, Any] = {}
@@ -200,8 +185,7 @@ def _load_weights(
         arguments["quantization_config"] = dequantisation_config(method)
     try:
         with warnings.catch_warnings(), dequantised_by_stated_blocks():
-            # The argument only asks for dequantised weights. transformers warns that config.json
-            # has a quantization_config as well.
+            # transformers warns that config.json has a quantization_config as well
             warnings.filterwarnings("ignore", "You passed `quantization_config`")
             result: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -211,7 +195,7 @@ def _load_weights(
                 experts_implementation=experts_implementation(device),
                 trust_remote_code=settings.trust_remote_code,
                 use_safetensors=True,
-                ignore_mismatched_sizes=True,  # `check_shapes` below reports them in one sentence
+                ignore_mismatched_sizes=True,  # `check_shapes` below reports them
                 output_loading_info=True,
             )
     except (AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -246,7 +230,7 @@ def _load_weights(
 def check_unused(source: Path | str, unused: Iterable[str]) -> None:
     """Raise UserError if a checkpoint has tensors that its model lacks, unless they are tensors of
     multi-token prediction layers or have names that NOT_LOADED matches. `unused`: names of all
-    tensors in the checkpoint that the model lacks. `source`: the checkpoint, for the message."""
+    tensors in the checkpoint that the model lacks."""
     names = list(unused)
     prefixes = prediction_prefixes(names)
     if disallowed := sorted(
@@ -262,12 +246,7 @@ def check_unused(source: Path | str, unused: Iterable[str]) -> None:
 def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
     """Raise UserError if a checkpoint lacks tensors that config.json asks for, or experts of a
     layer, and if a tensor has the wrong number of elements. UserError also as from `check_unused`.
-    `names`: the mapping from the checkpoint to the model that config.json describes. That model may
-    be on the meta device.
-
-    Only numbers of elements are compared, not shapes, because some experts are stored transposed.
-    Quantised checkpoints are not checked.
-    """
+    Shapes are not compared, because some experts are stored transposed."""
     folder = checkpoint.folder
     stored = checkpoint.tensors
     if quantization_method(read_json(folder / "config.json")) is not None:
@@ -304,8 +283,7 @@ def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
 
 def check_shapes(source: Path | str, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
     """Raise UserError if `mismatched` has an item. Items are (name of a tensor, stored shape, shape
-    that config.json asks for). The message is about the item whose name sorts first. `source`: the
-    checkpoint, for the message."""
+    that config.json asks for)."""
     for name, shape, expected in sorted(mismatched):  # raises for the first item
         raise UserError(
             f"{source}: {name} has shape {tuple(shape)}, but config.json asks for "
@@ -314,9 +292,8 @@ def check_shapes(source: Path | str, mismatched: Iterable[tuple[str, Any, Any]])
 
 
 def load_tokenizer(folder: Path, settings: ModelConfig) -> Any:
-    """The tokenizer in `folder`. If it has no pad token, its end-of-text token becomes the pad
-    token. A new attribute `date` holds model.date, which chat templates write as today's date.
-    UserError when the folder has no tokenizer, or one with neither of the two tokens."""
+    """The tokenizer in `folder`, with a pad token. A new attribute `date` holds model.date, which
+    chat templates write as today's date. UserError when the folder has no tokenizer."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=settings.trust_remote_code
@@ -342,8 +319,7 @@ def load_tokenizer(folder: Path, settings: ModelConfig) -> Any:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """A context in which transformers shows no progress bars and no warnings. moe_lab itself raises
-    an error for each problem that needs the user's attention."""
+    """A context in which transformers shows no progress bars and no warnings."""
     verbosity = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -364,15 +340,12 @@ LOGITS = 1 << 30
 
 
 def max_logit_tokens(model: Any) -> int:
-    """The number of tokens whose logits together take LOGITS bytes in fp32, rounded down. One
-    forward pass should compute the logits of at most so many tokens."""
-    # 4 bytes for each entry of the vocabulary
+    """The number of tokens whose logits together take LOGITS bytes in fp32, rounded down."""
     return LOGITS // (4 * int(model.get_output_embeddings().weight.shape[0]))
 
 
 def resolve_device(settings: ModelConfig) -> str:
-    """The device, or the device map, on which the model is loaded. It is model.device, unless this
-    is "auto": then it is cuda, or cpu on a machine without a GPU. UserError for a GPU that this
+    """The device, or the device map, on which the model is loaded. UserError for a GPU that this
     machine does not have."""
     device = settings.device
     if device == "auto":
@@ -395,8 +368,7 @@ def precision(settings: ModelConfig) -> torch.dtype | str:
 
 
 def device_name(device: str) -> str:
-    """Name of the GPU or of the processor that `device`, a value of model.device, selects. For a
-    device map on several GPUs, the name is "COUNT x NAME OF THE FIRST GPU"."""
+    """Name of the GPU or of the processor that `device`, a value of model.device, selects."""
     target = resolve_device(ModelConfig(name="any", path="any", device=device))
     if target == "cpu":
         return processor()

@@ -17,35 +17,29 @@ from moe_lab.models.transformers_private import NameMapping
 UNQUANTISED = ("F64", "F32", "F16", "BF16")
 """Types of numbers without a scale."""
 LINEAR = ("weight", "bias")
-"""Names of the routing tensors of a linear map: hidden states are multiplied with the weight, and
-the bias is added to the product."""
+"""Names of the routing tensors of a linear map."""
 
 
 class StoredRouting:
     """The routing tensors of a model, as they are in the files of its checkpoint."""
 
     def __init__(self, model: Any, checkpoint: Checkpoint, names: NameMapping) -> None:
-        """`names`: the mapping from the checkpoint's tensors to the tensors of `model`."""
         self.checkpoint = checkpoint
         self.names = names
         self.paths = {module: path for path, module in model.named_modules()}
-        """Module of the model -> its path in the model."""
         self.usual_bits = _usual_bits(checkpoint)
         """Bits per number in most weights of the checkpoint."""
 
     def restore(self, layer: MoELayer) -> None:
-        """Replace the routing tensors of `layer`, whose weights are loaded, by those in the files.
+        """Replace the routing tensors of `layer` by those in the files.
 
         In some families, transformers rounds routing tensors to the precision of the model. Biases
         that differ by little then become equal, and tokens are routed to other experts.
 
-        So a tensor with a name outside LINEAR gets the higher of two precisions: that of the loaded
-        model, and that of the files, at most fp32. The weight and the bias of the router, whose
-        names are in LINEAR, keep the precision of the loaded model, unless they are stored in a
-        higher precision than most weights in the files.
+        The weight and the bias of the router keep the precision of the loaded model, unless they
+        are stored in a higher precision than most weights in the files.
         """
         stored = self._stored_tensors(layer)
-        # tensors that `stored` lacks are taken from the model
         linear = {
             part: stored.get(part, part.tensor) for part in layer.routing if part.name in LINEAR
         }
@@ -68,8 +62,8 @@ class StoredRouting:
 
     def _stored_tensors(self, layer: MoELayer) -> dict[RoutingTensor, torch.Tensor]:
         """Routing tensor of `layer` -> its numbers in the files. Tensors that are stored quantised
-        or in another layout than the model's are left out. Numbers in fp64 are converted to fp32,
-        because scores in fp64 would only work with experts and statistics in fp64."""
+        or in another layout are left out. Numbers in fp64 are converted to fp32, because scores in
+        fp64 would only work with experts and statistics in fp64."""
         stored_names = {}
         for part in layer.routing:
             name = self.names.copied.get(f"{self.paths[part.module]}.{part.name}")

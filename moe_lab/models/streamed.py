@@ -49,8 +49,7 @@ head."""
 
 def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
     """(model that is read layer by layer, tokenizer) for `settings`. A device map as model.device
-    means the first GPU, or the CPU if there is no GPU. UserError as from `load_model`, and for
-    quantised models."""
+    means the first GPU. UserError as from `load_model`, and for quantised models."""
     folder = local_folder(settings)
     if (method := quantization_method(read_json(folder / "config.json"))) is not None:
         raise UserError(
@@ -73,19 +72,13 @@ def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype of the weights, as stated in config.json of `folder`; fp32 if config.json states
-    no dtype or one that is not in DTYPES."""
+    """The dtype of the weights, as stated in config.json of `folder`."""
     return DTYPES.get(stated_dtype(read_json(folder / "config.json")), torch.float32)
 
 
 class StreamedModel:
     """A causal language model whose decoder layers have weights only while they are needed, and
-    otherwise are on the meta device. All other modules always have their weights. Methods load
-    these modules as if they were one more layer, whose number is the constant OUTSIDE.
-
-    with streamed.layer(3):
-        ...   # decoder layer 3 of streamed.model has its weights; the others cannot be run
-    """
+    otherwise are on the meta device. All other modules always have their weights."""
 
     def __init__(
         self,
@@ -98,8 +91,7 @@ class StreamedModel:
     ) -> None:
         """Open the checkpoint in `folder`, check it, and load all weights outside decoder layers.
         `top_k`: number of experts per token; None: the number in config.json. UserError as from
-        `check_sizes`, and for loaded weights that are missing, of the wrong shape, NaN or
-        infinite."""
+        `check_sizes` and `layer`."""
         self.checkpoint = open_checkpoint(folder)
         self.device = device
         self.dtype = dtype
@@ -113,7 +105,6 @@ class StreamedModel:
         check_sizes(self.checkpoint, names)
         self.routing = StoredRouting(self.model, self.checkpoint, names)
         self.moe_layers = {layer.index: layer for layer in routed_layers(self.model)}
-        """Layer number -> MoE layer, for the decoder layers with routed experts."""
         self.layers_path = next(iter(self.moe_layers.values())).stack
         """Module path of the list of decoder layers, such as model.layers."""
         self.layers: Any = self.model.get_submodule(self.layers_path)
@@ -129,9 +120,8 @@ class StreamedModel:
         self._fill(OUTSIDE, self.model)
 
     def _tensor_layers(self) -> Iterator[tuple[str, int]]:
-        """(name, layer) for each tensor in the checkpoint: `layer` is the number of its decoder
-        layer, or OUTSIDE. Tensors of multi-token prediction layers are left out, and so are tensors
-        of layers that the model does not have."""
+        """(name, number of the decoder layer or OUTSIDE) for each tensor in the checkpoint that the
+        model has."""
         prefixes = prediction_prefixes(self.checkpoint.tensors)
         for name in self.checkpoint.tensors:
             match = _NUMBER.search(name)  # the first number in the name is that of the layer
@@ -140,7 +130,6 @@ class StreamedModel:
                 yield name, number
 
     def _tensor_names(self, number: int) -> list[str]:
-        """Names of the tensors in the checkpoint that belong to `number`: a layer or OUTSIDE."""
         return [name for name, layer in self.layer_of.items() if layer == number]
 
     @contextmanager
@@ -196,7 +185,7 @@ class StreamedModel:
 
     def _fill(self, number: int, module: nn.Module) -> None:
         """Load the weights of `number`, a layer or OUTSIDE. `module`: the layer, or for OUTSIDE the
-        whole model. UserError for weights that are missing, of the wrong shape, NaN or infinite."""
+        whole model."""
         # wait until `_read_ahead` has read the weights into the system's cache; if that failed,
         # `load_tensors` fails in the same way
         wait([self._pending.pop(number)])
@@ -213,8 +202,7 @@ class StreamedModel:
         if number in self.moe_layers:
             self.routing.restore(self.moe_layers[number])
         module.requires_grad_(False)
-        # The names of a layer's tensors begin with the prefix of the layer. The names of OUTSIDE do
-        # not begin with the prefix of all decoder layers.
+        # the names of OUTSIDE do not begin with the prefix of all decoder layers
         prefix = f"{self.layers_path}." if is_outside else f"{self.layers_path}.{number}."
         for name, tensor in self.model.state_dict().items():
             is_in_module = name.startswith(prefix) != is_outside
@@ -227,8 +215,7 @@ class StreamedModel:
         check_finite(self.model, prefix="" if is_outside else prefix)
 
     def _read_ahead(self, number: int) -> None:
-        """Start to read the bytes of `number`, a layer or OUTSIDE, into the system's cache, unless
-        such a read is pending already."""
+        """Start to read the bytes of `number`, a layer or OUTSIDE, into the system's cache."""
         # posix_fadvise would not do: it reads only the first few MB of each range
         if number not in self._pending:
             folder = self.checkpoint.folder
@@ -238,12 +225,10 @@ class StreamedModel:
 
 
 def _read_ranges(ranges: Sequence[tuple[Path, int, int]]) -> None:
-    """Read parts of files and discard the bytes, which are then in the system's cache. `ranges`:
-    (file, first byte, number of bytes)."""
+    """Read parts of files and discard the bytes, which are then in the system's cache."""
     buffer = memoryview(bytearray(BLOCK))
     for path, start, size in ranges:
         with path.open("rb", buffering=0) as file:
             file.seek(start)
-            # in blocks, until all of `size` bytes or the end of the file is read
             while size and (count := file.readinto(buffer[:size])):
                 size -= count

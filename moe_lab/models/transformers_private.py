@@ -4,8 +4,7 @@ Tested with transformers 5.23, which pyproject.toml allows. A version that renam
 private names that are imported or called here fails in tests/test_repository.py.
 
 Files that are written beside the weights of an export cannot import this module (exported_code).
-families.py reads a source file of transformers as text; its tests compare the result with the
-classes.
+families.py reads a source file of transformers as text.
 """
 
 from __future__ import annotations
@@ -43,14 +42,13 @@ down_proj (n, I)."""
 
 
 def dequantisation_config(method: str) -> Any:
-    """The quantization_config with which from_pretrained dequantises weights while it reads them.
-    `method`: quantisation of the checkpoint, such as fp8."""
+    """The quantization_config with which from_pretrained dequantises weights. `method`:
+    quantisation of the checkpoint, such as fp8."""
     return AutoQuantizationConfig.from_dict({"quant_method": method, "dequantize": True})
 
 
 def activation(experts: Any) -> Activation:
-    """The activation function between the projections of an experts module. It differs by family:
-    SwiGLU, clamped SwiGLU, GELU."""
+    """The activation function between the projections of an experts module."""
     function: Activation = experts._apply_gate if experts.has_gate else experts.act_fn
     return function
 
@@ -62,29 +60,26 @@ def with_activation(experts: Any, function: Activation) -> AbstractContextManage
 
 
 def attention_implementation(model: Any) -> str | None:
-    """Registered name of the function that computes attention, such as sdpa; None if the
-    configuration states none."""
+    """Registered name of the function that computes attention, such as sdpa."""
     name: str | None = getattr(model.config.get_text_config(), "_attn_implementation", None)
     return name
 
 
 def experts_implementation(experts: Any) -> str | None:
-    """Registered name of the function that computes an experts module; None if its configuration
-    states none."""
+    """Registered name of the function that computes an experts module."""
     name: str | None = getattr(experts.config, "_experts_implementation", None)
     return name
 
 
 def next_inputs(model: Any, output: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of the next forward pass when text is generated token by token. `inputs`:
-    keyword arguments of the last pass. `output`: output of the last pass."""
+    keyword arguments of the last pass."""
     extended: dict[str, Any] = model._update_model_kwargs_for_generation(output, inputs)
     return extended
 
 
 def template_variables(template: str) -> frozenset[str]:
-    """Names of the variables that a chat template reads but does not set itself. The template is
-    parsed in transformers' dialect of jinja."""
+    """Names of the variables that a chat template reads but does not set itself."""
     variables: frozenset[str] = _get_template_variables(template)
     return variables
 
@@ -100,8 +95,7 @@ def with_date(day: datetime, template: str) -> AbstractContextManager[Any]:
 
 def compute_buffers(model: PreTrainedModel, root: nn.Module, device: str) -> None:
     """Compute the non-persistent buffers, such as rotary frequencies, of `root` and of all modules
-    in it, on `device`. Checkpoints do not contain these buffers. from_pretrained computes them in
-    the same way. Modules without such a buffer on the meta device are left alone."""
+    in it, on `device`."""
     for module in root.modules():
         buffers = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
         tensors = {name: buffer for name, buffer in buffers.items() if buffer is not None}
@@ -139,16 +133,14 @@ def dequantised_by_stated_blocks() -> AbstractContextManager[Any]:
 
 class _DequantizeStatedBlocks(Fp8Dequantize):
     """Dequantises FP8 weights in blocks of the size that config.json states, `weight_block_size`.
-    The base class instead makes all blocks equal. For example, if 192 rows have 2 scales and the
-    stated size is 128, the blocks have 128 and 64 rows, but the base class makes two of 96."""
+    The base class instead makes all blocks equal."""
 
     def _dequantize_one(
         self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """Dequantise the weights `quantized` (..., rows, columns), with one entry of `scales` per
-        block. Blocks at the edges may be smaller, so the weights are padded to whole blocks first.
-        The base class dequantises weights with a single scale, and weights that are not FP8.
-        ValueError unless there are as many scales as blocks."""
+        block. Blocks at the edges may be smaller, so the weights are padded to whole blocks
+        first."""
         # (rows, columns) of a block, or None if config.json states no size
         size = self.hf_quantizer.quantization_config.weight_block_size
         # four-bit experts of an FP8 checkpoint have blocks of another size, and always whole blocks
@@ -177,8 +169,8 @@ class NameMapping:
     @cached_property
     def renamed(self) -> list[tuple[str, str, str | None]]:
         """(name in the checkpoint, name in the model, converter) for each tensor of the checkpoint.
-        A converter changes the layout of tensors; for example, it stacks experts. It is given as
-        the pattern that the names of its tensors match; None for a tensor that keeps its layout."""
+        `converter`: the pattern of names whose tensors change their layout together; None for a
+        tensor that keeps its layout."""
         mapping = get_model_conversion_mapping(self.model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -186,7 +178,6 @@ class NameMapping:
         prefix = self.model.base_model_prefix
         # some renamings only start after a certain name, so the order is that of from_pretrained
         ordered = sorted(self.names, key=dot_natural_key)
-        # rename_source_key returns (name in the model, converter)
         return [
             (name, *rename_source_key(name, renamings, converters, prefix, expected))
             for name in ordered
@@ -194,15 +185,13 @@ class NameMapping:
 
     @cached_property
     def copied(self) -> dict[str, str]:
-        """Name in the model -> name in the checkpoint, for tensors that keep their layout. Only
-        their dtype can differ between the checkpoint and the model."""
+        """Name in the model -> name in the checkpoint, for tensors that keep their layout."""
         return {renamed: name for name, renamed, converter in self.renamed if converter is None}
 
     def unmatched(self) -> tuple[list[str], list[str]]:
         """(unused, missing) for an unquantised checkpoint. `unused`: names in the checkpoint of
         tensors that the model does not have. `missing`: names in the model of tensors that the
-        checkpoint does not have. Names that the model's class ignores on purpose are left out of
-        both. Tied tensors are not missing."""
+        checkpoint does not have."""
         expected = self.model.state_dict()
         unused = {}  # name after renaming -> name in the checkpoint
         for name, renamed, _ in self.renamed:
