@@ -7,9 +7,9 @@
 
 `break` draws lines of moe_lab and analysis by the seed. In a copy of the last commit it changes one
 expression of each line, and runs tests of the files whose tests run this line: the quickest tests
-first, up to ten minutes in all; first those that `-m quick` selects, then all. It prints each change that no test
-noticed, so that a person can decide whether it is equivalent, and writes all results to
-FOLDER/SEED.jsonl. A run that was interrupted resumes where it stopped.
+first, up to ten minutes in all; first those that `-m quick` selects, then all. It prints each
+change that no test noticed, so that a person can decide whether it is equivalent, and writes all
+results to FOLDER/SEED.jsonl. A run that was interrupted resumes where it stopped.
 """
 
 from __future__ import annotations
