@@ -93,8 +93,8 @@ def private_cache(name: str) -> Path:
 
 
 def _make_private(folder: Path, mode: int) -> Path:
-    """Make `folder` if it does not exist, remove its permissions that are not in `mode`, and return
-    `folder`. Raises UserError when the folder, or a link in its place, belongs to another user."""
+    """Make `folder` if it does not exist, and remove its permissions that are not in `mode`.
+    UserError when the folder belongs to another user."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     # if `folder` is a link, lstat has the owner of the link, and stat the owner of its target
     if {folder.lstat().st_uid, folder.stat().st_uid} != {os.getuid()}:
@@ -107,11 +107,10 @@ def _make_private(folder: Path, mode: int) -> Path:
 
 def user_cache() -> Path:
     """The folder of the user's caches: $XDG_CACHE_HOME, by default ~/.cache. If the folder cannot
-    be written, the result is a temporary folder of the user. Raises UserError when the temporary
-    folder belongs to another user."""
+    be written, a temporary folder of the user. UserError when the temporary folder belongs to
+    another user."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    # `default`, or the nearest folder above it that exists. Not by Path.exists, which raises an
-    # error below a folder that may not be entered.
+    # not Path.exists, which raises an error below a folder that may not be entered
     nearest_existing = next(filter(os.path.exists, (default, *default.parents)))
     # without a home folder, expanduser does not replace "~"
     if default.parts[0] != "~" and os.access(nearest_existing, os.W_OK | os.X_OK):
@@ -120,8 +119,8 @@ def user_cache() -> Path:
 
 
 def store_folder(store: str, field: str = "store") -> Path:
-    """`store`, the value of the setting `field`, as a path. Raises UserError for an empty path and
-    for a URL. A URL with a secret in it is not shown in the error message."""
+    """`store`, the value of the setting `field`, as a path. UserError for an empty path and for a
+    URL."""
     if not store:
         raise UserError(f"{field}= names no folder: write {field}=FOLDER")
     if "://" in store:
@@ -142,13 +141,13 @@ NAME = re.compile(r"\w[\w.+-]*")
 
 
 def validate_name(text: str) -> str:
-    """Return `text` unchanged, as pydantic requires of a validator. Raises ValueError unless `text`
-    can be part of a folder's name. The error's message says what is expected."""
+    """Return `text` unchanged, as pydantic requires of a validator. ValueError unless `text` can be
+    part of a folder's name."""
     # "replace": a surrogate, which cannot be encoded, counts as one byte
     if len(text.encode("utf-8", "replace")) > LONGEST_NAME:
         raise ValueError(f"expected at most {LONGEST_NAME} bytes, since folders are named by it")
     if not NAME.fullmatch(text):
-        suggestion = valid_name(text, "")  # "" if `text` has no letter and no digit
+        suggestion = valid_name(text, "")
         hint = f", such as {suggestion}" if suggestion else ""
         raise ValueError(
             f"expected a valid folder name: letters, digits and _, after the first also . + -{hint}"
@@ -157,18 +156,15 @@ def validate_name(text: str) -> str:
 
 
 def valid_name(text: str, default: str = "unnamed") -> str:
-    """A valid part of a folder's name, made from `text`. Each run of characters that are not valid
-    becomes one _, punctuation at both ends is removed, and a long text is cut. The result is
-    `default` if nothing is left of `text`."""
+    """A valid part of a folder's name, made from `text`; `default` if nothing is left of `text`."""
     name = re.sub(r"[^\w.+-]+", "_", text).strip("_.+-")
     # "ignore" removes the bytes of a last character that the cut has split
     return name.encode()[:LONGEST_NAME].decode(errors="ignore") or default
 
 
 def check_name(field: str, name: str) -> None:
-    """Raise UserError when `name` cannot be part of a folder's name. Raise it also for the name
-    "none": a setting with this value chooses nothing. `field`: the setting that has the value
-    `name`, for the message."""
+    """Raise UserError when `name`, the value of the setting `field`, cannot be part of a folder's
+    name. "none" is reserved: a setting with this value chooses nothing."""
     if name == "none":
         raise UserError(f"{field}={name} is reserved: expected another name, such as {name}_1")
     try:
@@ -178,8 +174,8 @@ def check_name(field: str, name: str) -> None:
 
 
 def shorten(name: str, longest: int = LONGEST_NAME) -> str:
-    """`name` if it has at most `longest` bytes. Otherwise a name of at most `longest` bytes, in
-    which a digest of the whole `name` replaces the end."""
+    """`name` with at most `longest` bytes: in a longer `name`, a digest of the whole replaces the
+    end."""
     encoded = name.encode()
     if len(encoded) <= longest:
         return name
@@ -189,6 +185,6 @@ def shorten(name: str, longest: int = LONGEST_NAME) -> str:
 
 def is_of_group(folder: Path) -> bool:
     """Whether a folder is shared by a group: all members may write in it, and new files in it
-    belong to the group. False if the folder does not exist."""
-    shared = stat.S_ISGID | stat.S_IWGRP  # new files get the group; the group may write
+    belong to the group."""
+    shared = stat.S_ISGID | stat.S_IWGRP
     return folder.exists() and folder.stat().st_mode & shared == shared

@@ -19,9 +19,9 @@ ENTRY_POINTS = "moe_lab.plugins"
 
 
 def load(modules: Iterable[str] = ()) -> list[str]:
-    """Import `modules` and the modules of all entry points in ENTRY_POINTS, and return the names of
-    all imported modules. Raises UserError for a module that cannot be imported, that registers
-    neither a criterion nor an allocation, or that registers a name which exists already."""
+    """Import `modules` and the modules of all entry points in ENTRY_POINTS. Returns the names of
+    the modules. UserError for a module that cannot be imported, that registers neither a criterion
+    nor an allocation, or that registers a name which exists already."""
     names = list(
         dict.fromkeys([*(point.module for point in entry_points(group=ENTRY_POINTS)), *modules])
     )
@@ -43,7 +43,7 @@ def load(modules: Iterable[str] = ()) -> list[str]:
             function
             for allocation in ALLOCATIONS.values()
             for function in allocation.functions.values()
-            if function  # None where no function of the allocation decides, but a step
+            if function  # None where a step decides
         ]
         # the functions may be in a module that `module` imports, so only top packages are compared
         if not any(
@@ -57,10 +57,8 @@ def load(modules: Iterable[str] = ()) -> list[str]:
 
 
 def plugin_files(modules: Iterable[str]) -> dict[Path, Path]:
-    """Path relative to a folder of sys.path -> full path, for all files and folders of plugins.
-    `modules`: as for `load`, which also adds the modules of entry points. The result has the whole
-    top package of each of these modules: a for the module a.b.c. If a is not a package, the result
-    has only its file."""
+    """Path relative to a folder of sys.path -> full path, for all files and folders of the plugins'
+    top packages. `modules`: as for `load`."""
     files: dict[Path, Path] = {}
     for module in load(modules):
         top = sys.modules[module.partition(".")[0]]
@@ -71,22 +69,20 @@ def plugin_files(modules: Iterable[str]) -> dict[Path, Path]:
 
 
 def module_location(function: Callable[..., object]) -> dict[str, str]:
-    """Where the module of a plugin's function is, in the form that `import_modules_at` needs:
-    `module` (name), `folder` (the folder of sys.path from which the module is imported), and
-    `source` (`function_digest`, which is the digest of the whole module)."""
+    """Where the module of a plugin's function is. "module": name. "folder": the folder of sys.path
+    from which the module is imported. "source": digest of the whole module."""
     name = function.__module__
     folder = folder_of(name, Path(sys.modules[name].__file__ or ""))
     return {"module": name, "folder": str(folder), "source": function_digest(function)}
 
 
 def import_modules_at(locations: Iterable[Mapping[str, str]]) -> None:
-    """Import the modules at `locations`, which are results of `module_location`. Their folders are
-    put at the end of sys.path, so that their modules shadow no other modules. UserError if the code
-    of a module has changed since `module_location` took its digest."""
+    """Import the modules at `locations`, which are results of `module_location`. UserError if the
+    code of a module has changed since."""
     for location in locations:
         name = location["module"]
         if location["folder"] not in sys.path:
-            sys.path.append(location["folder"])
+            sys.path.append(location["folder"])  # at the end: shadows no other modules
         import_module(name)
         # the digest is part of the ids of steps, so changed code needs new ids
         if module_digest(name) != location["source"]:

@@ -13,16 +13,15 @@ FILE = "MOE_LAB_PROGRESS"
 """Environment variable with the path of the file."""
 NAME = "progress.json"
 INTERVAL = 2.0
-"""Fewest seconds between two writes, which keeps their cost small."""
+"""Fewest seconds between two writes."""
 _latest = (0.0, 0.0, "")
 _last_write = 0.0
 
 
 def update(done: float, total: float, unit: str) -> None:
-    """Set the progress of this process to `done` of `total` units. `unit`: name of the units, such
-    as batches. If the environment variable MOE_LAB_PROGRESS (`FILE`) is set, the progress is also
-    written to the file whose path is its value, at most once in INTERVAL seconds. Errors of the
-    disk are ignored."""
+    """Set the progress of this process to `done` of `total` units. It is also written to the file
+    in the environment variable `FILE`, at most once in INTERVAL seconds. `unit`: name of the units,
+    such as batches."""
     global _latest, _last_write
     _latest = (done, total, unit)
     if FILE in os.environ and time.monotonic() - _last_write >= INTERVAL:
@@ -34,16 +33,15 @@ def update(done: float, total: float, unit: str) -> None:
 
 
 def add(units: float) -> None:
-    """Add `units` to the number of units that are done; the total stays the same."""
+    """Add `units` to the number of units that are done."""
     done, total, unit = _latest
     update(done + units, total, unit)
 
 
 def read(file: Path) -> tuple[float, str]:
-    """(share of the work that is done, from 0 to 1; text such as "3 of 40 batches"). The result is
-    (0, "") if the progress `file` is missing or damaged, or has a total of 0 units."""
+    """(share of the work that is done, from 0 to 1; text such as "3 of 40 batches"). (0, "") if
+    `file` is missing or damaged."""
     with suppress(OSError, Damaged, ZeroDivisionError):
-        # the second argument is the expected shape
         done, total, unit = read_json(file, (Number, Number, str))
         return min(1.0, done / total), f"{done:g} of {total:g} {unit}"
     return 0.0, ""

@@ -31,17 +31,17 @@ class LayerForm:
     """How one MoE layer is stored."""
 
     experts: tuple[int, ...]
-    """Ids of the experts that are stored, in order."""
+    """Ids of the stored experts."""
     stored: tuple[StoredExpert, ...]
-    """The stored experts, in the order of `experts`."""
+    """In the order of `experts`."""
     dropped: frozenset[int] = frozenset()
     """Ids among `experts` that are zeros, and which the router never chooses."""
     width: int | None = None
     """Channels of each stored expert, if all have the same number; None: as many as before, or
     packed experts."""
     widths: tuple[int, ...] | None = None
-    """Channels of each stored expert, for packed experts: they are stored one after the other, each
-    with its own number of channels. None: the experts are stacked, not packed."""
+    """Channels of each stored expert, for packed experts: they are stored one after the other.
+    None: the experts are stacked."""
     owners: tuple[int, ...] | None = None
     """(E',) for packed experts: the position of each expert's owner, with whose weights it is
     computed; None: each expert is its own owner."""
@@ -51,8 +51,7 @@ class LayerForm:
     @property
     def has_computed_experts(self) -> bool:
         """Whether the weights of any stored expert have to be computed, because some channels are
-        dropped or several experts are added. A copy of a whole source expert is not computed, and
-        neither is an expert whose weights are all 0."""
+        dropped or several experts are added."""
         return any(expert.members and expert.copied is None for expert in self.stored)
 
 
@@ -61,10 +60,9 @@ Form: TypeAlias = dict[int, LayerForm]
 
 
 def make_form(plan: Plan, shape: str, element_size: int) -> Form:
-    """Number of a layer -> form of the layer, for a model that is pruned by `plan` and stored in
-    the shape `shape`. `element_size`: bytes of one weight. UserError for an unknown shape.
-    UserError also if `plan` replaces experts by constants, or computes experts with the weights of
-    another expert, and `shape` is not natural."""
+    """Number of a layer -> form of the layer, for a model that is pruned by `plan`. `element_size`:
+    bytes of one weight. UserError for an unknown shape. UserError also if `shape` is not natural
+    and `plan` has constants or shares experts."""
     check_known("export", shape, SHAPES)
     if shape != "natural" and (plan.has_constants or plan.shares_experts):
         raise replacement_error(shape)
@@ -81,16 +79,13 @@ def replacement_error(shape: str) -> UserError:
 
 
 def fits_family_module(widths: Sequence[int], element_size: int) -> bool:
-    """Whether the experts module of the model's family can hold experts of these `widths`. The
-    widths must be equal and not 0, and the bytes of a row of down (`width * element_size`) must be
-    a multiple of KERNEL_BYTES. `element_size`: bytes of one weight."""
+    """Whether the experts module of the model's family can hold experts of these `widths`.
+    `element_size`: bytes of one weight."""
     return len(set(widths)) == 1 and widths[0] > 0 and widths[0] * element_size % KERNEL_BYTES == 0
 
 
 def _natural_form(layer: LayerPlan, element_size: int) -> LayerForm:
-    """The layer in the shape "natural": the retained experts, each with its retained channels. The
-    experts are stacked if the family's own module can hold them, otherwise packed one after the
-    other. `element_size`: bytes of one weight."""
+    """The layer in the shape "natural": the retained experts, each with its retained channels."""
     widths = layer.widths
     if layer.channels is None or min(widths) == layer.width:  # no channel is dropped
         return _stacked_form(layer, layer.width)
@@ -113,7 +108,7 @@ def _natural_form(layer: LayerPlan, element_size: int) -> LayerForm:
 
 def _masked_form(layer: LayerPlan, element_size: int) -> LayerForm:
     """The layer in the shape "masked": all experts with all channels, and with zeros for dropped
-    experts and dropped channels. `element_size` is not used."""
+    experts and dropped channels."""
     experts = range(layer.n_experts)
     stored = tuple(layer.masked_expert(expert) for expert in experts)
     return LayerForm(tuple(experts), stored, dropped=frozenset(layer.dropped))
@@ -121,22 +116,19 @@ def _masked_form(layer: LayerPlan, element_size: int) -> LayerForm:
 
 def _padded_form(layer: LayerPlan, element_size: int) -> LayerForm:
     """The layer in the shape "padded": all retained experts, each with as many channels as the
-    widest of them. This number is rounded up to a multiple of KERNEL_BYTES / `element_size`, so
-    that the bytes of a row of down are a multiple of KERNEL_BYTES. It never exceeds the original
-    width. `element_size`: bytes of one weight."""
+    widest of them. This number is rounded up so that the bytes of a row of down are a multiple of
+    KERNEL_BYTES."""
     if layer.width is None:  # a plan of whole experts: no channel is dropped
         return _stacked_form(layer, None)
-    step = max(1, KERNEL_BYTES // element_size)  # channels in KERNEL_BYTES
+    step = max(1, KERNEL_BYTES // element_size)
     # if all retained experts have width 0, they get one step of channels
     aligned = step * ceil(max(1, *layer.widths) / step)
     return _stacked_form(layer, min(layer.width, aligned))
 
 
 def _stacked_form(layer: LayerPlan, width: int | None) -> LayerForm:
-    """A form in which each retained expert has `width` channels. `width` None stands for the
-    original width."""
+    """A form in which each retained expert has `width` channels. None: the original width."""
     stored = tuple(layer.stored_expert(expert, width) for expert in layer.retained)
-    # in a LayerForm, too, the width None stands for the original width
     return LayerForm(layer.retained, stored, width=None if width == layer.width else width)
 
 

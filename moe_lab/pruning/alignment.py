@@ -25,14 +25,12 @@ COMPONENTS = 64
 
 
 def align_by_weights(plan: Plan, layers: Iterable[MoELayer]) -> Plan:
-    """A copy of `plan` in which the channels of merged experts are matched by the weights of the
-    channels, as in M-SMoE (arXiv 2310.01334).
+    """A copy of `plan` in which the channels of merged experts are matched by the channels' weights,
+    as in M-SMoE (arXiv 2310.01334).
 
     For an expert m that is merged into an expert o, the order p of the channels of m maximises the
     sum over channels i of <gate_o[i], gate_m[p(i)]> + <up_o[i], up_m[p(i)]> + <down_o[:, i],
-    down_m[:, p(i)]>. `layers`: the model's MoE layers. The weights of a layer are read before the
-    next layer is requested.
-    """
+    down_m[:, p(i)]>. The weights of a layer are read before the next layer is requested."""
     alignments = {}
     for layer in layers:
         layer_plan = plan.layers[layer.index]
@@ -45,13 +43,13 @@ def align_by_weights(plan: Plan, layers: Iterable[MoELayer]) -> Plan:
 
 def _weight_cost(layer: MoELayer, owner: int, member: int) -> torch.Tensor:
     """(I, I): the cost of adding each channel of the expert `member` (column) to each channel of
-    the expert `owner` (row). It is the negative inner product of the two channels' weights."""
+    the expert `owner` (row)."""
     return -(channel_weights(layer, owner) @ channel_weights(layer, member).T)
 
 
 def with_alignments(plan: Plan, alignments: Mapping[int, Alignment]) -> Plan:
-    """A copy of `plan` that has the `alignments` and is marked as aligned. `alignments`: number of
-    a layer -> alignment of the layer."""
+    """A copy of `plan` with the `alignments` (number of a layer -> alignment), marked as
+    aligned."""
     layers = {
         number: replace(plan.layers[number], alignment=alignment)
         for number, alignment in alignments.items()
@@ -63,10 +61,9 @@ def match_channels(
     plan: LayerPlan, layer: MoELayer, cost: Callable[[int, int], torch.Tensor]
 ) -> Alignment:
     """(M, I): entry (m, i) is the channel of the merged expert m that is added to channel i of its
-    owner. The M merged experts are `plan.merged_members`. The matching of an expert's channels with
-    its owner's channels has the least total cost. `plan`: the plan of `layer`. The function `cost`
-    returns costs (I, I): entry (i, j) of `cost(owner, member)` is the cost of adding channel j of
-    expert `member` to channel i of expert `owner`."""
+    owner. The matching of the channels has the least total cost. The M merged experts are
+    `plan.merged_members`. Entry (i, j) of `cost(owner, member)` (I, I) is the cost of adding
+    channel j of expert `member` to channel i of expert `owner`."""
     orders = []
     for member in plan.merged_members:
         costs = cost(plan.owners[member], member).double().cpu().numpy()
@@ -78,7 +75,7 @@ def match_channels(
 
 def channel_weights(layer: MoELayer, expert: int) -> torch.Tensor:
     """(I, 3 H) in at least fp32: for each channel, its row of gate, its row of up and its column of
-    down, one after the other."""
+    down."""
     check_in_memory(layer)
     projections = layer.projections(expert)  # channels are rows, also in down
     return torch.cat(
@@ -93,9 +90,7 @@ class AlignmentHook(StatisticsHook):
     The cost of adding channel j of expert m to channel i of expert o is the sum of two Euclidean
     distances, |a - b| + |v - w|. The vectors a and b are the activations of the two channels, with
     one entry for each valid token. The vectors v and w are the coordinates of the two channels that
-    `principal_components` returns. Each of the four vectors is divided by its norm. The activations
-    of a merged expert are computed for all tokens, not only for tokens routed to it.
-    """
+    `principal_components` returns. Each of the four vectors is divided by its norm."""
 
     kind = "alignment"
     resumes = False
@@ -104,12 +99,11 @@ class AlignmentHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H), computed as without the hook. Arguments as in `StatisticsHook`.
+        """The routed output (T, H).
 
-        Adds two kinds of sums over valid tokens to the sums of the hook. `squares.ID` (I,): the
-        squared activations of the expert ID, which is an owner or is merged into one. `products.ID`
-        (I, I): the products of the activations of an owner (rows) and of the expert ID that is
-        merged into it (columns)."""
+        Adds sums over all valid tokens, routed to an expert or not. `squares.ID` (I,): the squared
+        activations of the expert ID, an owner or a merged expert. `products.ID` (I, I): the
+        products of the activations of an owner (rows) and of its merged expert ID (columns)."""
         layer = self.layer
         valid = self.valid_tokens(hidden)
         states = hidden if valid is None else hidden[valid]
@@ -124,9 +118,7 @@ class AlignmentHook(StatisticsHook):
         return self.unobserved(hidden, index, weights)
 
     def result(self) -> dict[str, torch.Tensor]:
-        """{"order": the result (M, I) of `match_channels`}. The cost of two channels is the
-        distance of their normalised activations over all valid tokens plus the distance of their
-        normalised principal components."""
+        """{"order": the result (M, I) of `match_channels`}."""
         plan = self.plan.layers[self.layer.index]
         if not plan.merged:
             return {"order": torch.zeros(0, self.layer.width)}
@@ -157,7 +149,7 @@ def alignment_hook(plan: Plan) -> type[AlignmentHook]:
 
 def align_by_activations(plan: Plan, sums: Layers) -> Plan:
     """A copy of `plan` in which the channels of merged experts are matched as `AlignmentHook`
-    describes. `sums`: number of a layer -> result of the hook, {"order": (M, I)}."""
+    describes. `sums`: number of a layer -> result of the hook."""
     return with_alignments(
         plan,
         {layer: sums[layer]["order"].numpy().astype(numpy.int32) for layer in plan.merged_layers},
@@ -168,8 +160,7 @@ def principal_components(layer: MoELayer) -> torch.Tensor:
     """(E, I, R): the coordinates of each channel of each expert in R principal components of all
     channels of the layer. A coordinate is multiplied by the singular value of its component. Before
     the decomposition, the weights of each channel are divided by their norm, and the mean over all
-    channels is subtracted. The decomposition is randomised with a fixed seed. R is COMPONENTS, or
-    less in small models."""
+    channels is subtracted. R is at most COMPONENTS."""
     first = channel_weights(layer, 0)
     # filled expert by expert, so that there is only one copy of the weights of all experts
     flat = first.new_empty(layer.n_experts * layer.width, first.shape[1])
@@ -187,11 +178,10 @@ def normalised_distance(
     products: torch.Tensor, first: torch.Tensor, second: torch.Tensor
 ) -> torch.Tensor:
     """(I, I): the Euclidean distance of each vector of a first set (rows) and each vector of a
-    second set (columns), after each vector is divided by its norm. A vector of zeros stays zero.
+    second set (columns), after each vector is divided by its norm.
 
-    `products` (I, I): the inner products of the vectors. `first` (I,): the squared norms of the
-    first set. `second` (I,): the squared norms of the second set.
-    """
+    `products` (I, I): the inner products of the vectors. `first` (I,) and `second` (I,): the
+    squared norms of the two sets."""
     cosine = products / (first.sqrt()[:, None] * second.sqrt()).clamp_min(
         torch.finfo(products.dtype).tiny
     )

@@ -47,10 +47,8 @@ def cost(
     flops_ratio               flops_per_token / flops_per_token_unpruned
     flops_saving              1 - flops_ratio
 
-    `pruned` is made from `model`, or is `model` itself. `unpruned_flops`: the result of `row_flops`
-    for `model`. The FLOPs of both models are for rows of the length with which `row_flops` was
-    called. `routing`: the routing in `pruned`. `options`: further arguments of
-    `parameters_and_bytes`.
+    `unpruned_flops`: the result of `row_flops` for `model`. `routing`: the routing in `pruned`.
+    `options`: further arguments of `parameters_and_bytes`.
     """
     layers = routed_layers(model)
     parts = flops_per_token(layers, routed_layers(pruned), unpruned_flops, routing)
@@ -73,8 +71,8 @@ def cost(
 def parameters_and_bytes(
     model: PreTrainedModel, pruned: PreTrainedModel, *, bits: int = 16, modules: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Parameters and bytes of `pruned`, which is made from `model`. Both models may be on the meta
-    device. `modules`: kinds of modules, such as experts, whose matrices are in NF4 if `bits` is 4.
+    """Parameters and bytes of `pruned`. `modules`: kinds of modules, such as experts, whose
+    matrices are in NF4 if `bits` is 4.
 
     parameters           number of parameters of `pruned`
     parameters_unpruned  number of parameters of `model`
@@ -117,9 +115,8 @@ def nf4_bytes(weights: int) -> int:
 
 
 def _nf4_weight_counts(model: nn.Module, modules: Sequence[str]) -> Iterator[int]:
-    """For each matrix that is stored in NF4, the number of its weights. `modules`: the kinds of
-    modules whose matrices are in NF4: "experts", "shared_experts", "attention". Each routed expert
-    has two matrices, which have 0 weights if the expert has no channels."""
+    """For each matrix that is stored in NF4, the number of its weights. `modules`: any of
+    "experts", "shared_experts", "attention"."""
     if "experts" in modules:
         for layer in routed_layers(model):
             for width in layer.widths:
@@ -169,18 +166,16 @@ class Routing:
 
 def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
     """Name of a part (PARTS) -> FLOPs per token of the unpruned `model`, which runs on one row of
-    `length` tokens. Routed experts count as 0. On the meta device the model runs without computing
-    anything."""
+    `length` tokens. Routed experts count as 0."""
     layers = routed_layers(model)
-    device = layers[0].routing[0].tensor.device  # of a router's tensor, and so of the model
+    device = layers[0].routing[0].tensor.device
     ids = torch.zeros(1, length, dtype=torch.int64, device=device)
     # transformers uses a mask with four axes as it is. It would read the values of any other mask,
     # and tensors on the meta device have none.
     mask = torch.zeros(1, 1, length, length, dtype=model.dtype, device=device)
     with ExitStack() as undo, torch.no_grad():
         for layer in layers:
-            # The FLOPs of routed experts depend on the routing, so a function that returns zeros
-            # replaces them. The outer lambda ignores the function that it replaces.
+            # the FLOPs of routed experts depend on the routing, so they are left out here
             replace_experts(
                 layer, lambda _: lambda hidden, index, gates: torch.zeros_like(hidden), undo
             )
@@ -192,8 +187,7 @@ def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
     head: Any = model.get_output_embeddings()
     head_weights = 0 if head is None else int(head.weight.numel())
     parts = _by_part(counter.get_flop_counts(), layers, model)
-    # The head, which is not in the base model, multiplies and adds once for each of its weights.
-    # The Counter `parts` gives 0 for parts that it does not have, such as experts.
+    # the head, which is not in the base model, multiplies and adds once for each of its weights
     return {**{part: parts[part] / length for part in PARTS}, "lm_head": 2.0 * head_weights}
 
 
@@ -205,7 +199,7 @@ def flops_per_token(
 ) -> dict[str, float]:
     """Name of a part (PARTS) -> FLOPs per token, for a model whose `unpruned_layers` are pruned to
     `pruned_layers`. `unpruned_flops`: the result of `row_flops` for the unpruned model. `routing`:
-    the routing in the pruned model, over whose tokens the FLOPs of experts are averaged."""
+    the routing in the pruned model."""
     # each weight multiplies and adds once for each token: 2 FLOPs
     expert_flops = 0
     for layer in pruned_layers:
@@ -223,8 +217,7 @@ def _router_weights(layers: Sequence[MoELayer]) -> int:
 
 
 def even_routing(layers: Sequence[MoELayer]) -> Routing | None:
-    """The routing of one token. None if experts of a layer differ in width, because the number of
-    channels then depends on the experts to which the token is routed."""
+    """The routing of one token. None if experts of a layer differ in width."""
     channels = {}
     for layer in layers:
         widths = set(computed_widths(layer).tolist())
@@ -235,8 +228,7 @@ def even_routing(layers: Sequence[MoELayer]) -> Routing | None:
 
 
 class LoadHook(StatisticsHook):
-    """Counts the valid tokens that are routed to each expert. The sums (E,) are called "tokens".
-    The hook also works in a model whose channels are masked by a plan."""
+    """Counts the valid tokens that are routed to each expert: the sums "tokens" (E,)."""
 
     kind = "load"
     computes = False
@@ -244,8 +236,7 @@ class LoadHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H), computed as without the hook. Arguments as in `StatisticsHook`.
-        Adds to the sums of the hook how many valid tokens are routed to each expert."""
+        """The routed output (T, H)."""
         valid = self.valid_tokens(hidden)
         experts = index if valid is None else index[valid]
         self.add("tokens", torch.bincount(experts.flatten(), minlength=self.layer.n_experts))
@@ -255,9 +246,8 @@ class LoadHook(StatisticsHook):
 def measured_routing(
     model: PreTrainedModel, plan: Plan | None, pruned: Sequence[MoELayer], batches: Sequence[Batch]
 ) -> Routing:
-    """The routing of the valid tokens of `batches`, measured in one forward pass of each batch.
-    During the passes, `model` is masked by `plan`; if `plan` is None, the routing is that of the
-    unpruned model. `pruned`: the MoE layers of the pruned model, with whose widths channels are
+    """The routing of the valid tokens of `batches` in `model` masked by `plan`. `plan` None: no
+    pruning. `pruned`: the MoE layers of the pruned model, with whose widths channels are
     counted."""
     layers = routed_layers(model)
     with (
@@ -282,7 +272,6 @@ def layered_routing(
 
     if plan is not None:
         plan.check_model(moe_layers(streamed.model))
-        # `stream` runs each MoE layer in this context, in which the layer is masked
         options["layer_context"] = lambda layer: mask_layers([layer], plan)
     load = stream(streamed, LoadHook, batches, **options).layers
     return _routing(plan, pruned, load, batches)
@@ -291,9 +280,8 @@ def layered_routing(
 def _routing(
     plan: Plan | None, pruned: Sequence[MoELayer], load: Layers, batches: Sequence[Batch]
 ) -> Routing:
-    """The routing of the valid tokens of `batches`. `plan`: the plan of the pruned model; None: no
-    pruning. `pruned`: the MoE layers of the pruned model. `load`: number of a layer -> sums of a
-    `LoadHook`."""
+    """The routing of the valid tokens of `batches`. `pruned`: the MoE layers of the pruned model.
+    `load`: number of a layer -> sums of a `LoadHook`."""
     channels = {}
     for layer in pruned:
         token_counts = load[layer.index]["tokens"]
@@ -305,7 +293,7 @@ def _routing(
 
 def channel_parameters(layer: MoELayer) -> int:
     """Number of weights of one channel of one expert: its rows of gate and up and its column of
-    down. Biases do not count."""
+    down."""
     if is_ragged(layer.experts):
         return 3 * layer.hidden
     # stacks of weights have three axes, and stacks of biases two
@@ -314,8 +302,8 @@ def channel_parameters(layer: MoELayer) -> int:
 
 
 def computed_widths(layer: MoELayer) -> torch.Tensor:
-    """(E,) int64: the number of channels with which each expert is computed. An expert that is
-    merged into another one is computed with the channels of its owner."""
+    """(E,) int64: the number of channels with which each expert is computed. A merged expert is
+    computed with the channels of its owner."""
     widths = torch.tensor(layer.widths)
     owners = getattr(layer.experts, "owners", None)  # only packed experts have them
     return widths if owners is None else widths[list(owners)]
@@ -325,13 +313,8 @@ def _by_part(
     counts: Mapping[str, Mapping[Any, int]], layers: Sequence[MoELayer], model: PreTrainedModel
 ) -> Counter[str]:
     """Name of a part (PARTS) -> FLOPs, without routed experts and vocabulary head. `counts`: path
-    of a module -> operation -> FLOPs, from torch's counter.
-
-    The part is decided by the child module of a decoder layer that an operation is in. The child
-    with the name of the MoE block is that block in layers with experts, and the dense block in
-    other layers. Some families have another child for shared experts. All other children are
-    attention.
-    """
+    of a module -> operation -> FLOPs, from torch's counter. The part is decided by the child module
+    of a decoder layer that an operation is in."""
     by_part: Counter[str] = Counter()
     base: nn.Module = model.base_model
     paths = {module: f"{type(base).__name__}.{name}" for name, module in base.named_modules()}
@@ -369,6 +352,5 @@ def _fused_attention(
     **kwargs: Any,
 ) -> int:
     """FLOPs of a fused attention operation, from the shapes (B, heads, S, d) of its inputs. Counted
-    are the products of queries with all keys, and of attention weights with all values. torch's
-    counter also passes `args` and `kwargs`, which do not matter."""
+    are the products of queries with all keys, and of attention weights with all values."""
     return 2 * query[0] * query[1] * query[2] * key[2] * (query[3] + value[3])

@@ -1,12 +1,5 @@
-"""Write a pruned checkpoint from the files of the original checkpoint.
-
-Imports no torch, unless all experts get one new width: a child process builds the model that the
-export describes, without weights, if this process has not imported torch already.
-
-Dropping whole experts removes entries along the expert axis, which are contiguous in a file. A
-tensor of a single expert is copied or left out, and of a tensor of all experts the retained entries
-are copied. Where experts lose channels, their tensors are read, cut and written one at a time.
-"""
+"""Write a pruned checkpoint from the files of the original checkpoint. Imports no torch, unless all
+experts get one new width."""
 
 from __future__ import annotations
 
@@ -59,9 +52,9 @@ def export(
     equal those of `prune` bit for bit. `out` gets the pruned weights, an edited config.json,
     plan.json, a model card, and the other files of the original. If the family's configuration
     cannot describe the layers, the export has its own model type, with code beside the weights.
-    UserError if `plan` does not fit, is not aligned, or is for another model (unless `any_model`),
-    if `shape` cannot hold the plan, if the checkpoint is damaged or has an unknown tensor in a MoE
-    block, and if transformers could not load the export."""
+    UserError if `plan` does not fit the model or `shape`, is not aligned, or is for another model
+    (unless `any_model`). UserError also if the checkpoint is damaged or has an unknown tensor in a
+    MoE block, and if transformers could not load the export."""
     folder = Path(source)
     target = Path(out)
     _check_target(target)
@@ -117,23 +110,19 @@ def _open_source(
     folder: Path, plan: Plan, shape: str, any_model: bool
 ) -> tuple[dict[str, Any], Checkpoint]:
     """(content of config.json, checkpoint) in the `folder` of the original model. UserError unless
-    `plan` suits the model and the checkpoint can be written in this `shape`. `any_model`: as for
-    `export`."""
+    `plan` suits the model and the checkpoint can be written in this `shape`."""
     config = read_json(folder / "config.json")
     check_routing(config, plan)
     plan.check_aligned()
     checkpoint = open_checkpoint(folder)
     if not any_model:
-        # a pair: a digest's name in the plan's provenance, the function that computes the digest
         plan.check_origin([("model_sha256", partial(fingerprint, folder))], folder)
     check_quantised(quantization_method(config), shape, channels=plan.has_channels)
     return config, checkpoint
 
 
 def _kind(new_config: Mapping[str, Any], code: Mapping[str, str]) -> str:
-    """The key of `card.LOADING` for an export: "uneven" if its config.json, `new_config`, describes
-    layers of different shapes; otherwise "ported" if the export has files of `code`; otherwise
-    "stock"."""
+    """The key of `card.LOADING` for an export with this config.json and these files of `code`."""
     if LAYERS_FIELD in new_config:
         return "uneven"
     return "ported" if code else "stock"
@@ -142,13 +131,8 @@ def _kind(new_config: Mapping[str, Any], code: Mapping[str, str]) -> str:
 def _check(
     source: Path, written: Path, shape: str, tensors: dict[str, tuple[str, tuple[int, ...]]]
 ) -> None:
-    """Call `check.check`, which raises UserError if transformers could not load the export in the
-    folder `written`, which has no weights yet.
-
-    `source`: folder of the original model. `shape`: a value of export.shape. `tensors`: name of a
-    tensor of the export -> (type, shape). The check runs in this process if torch is imported
-    already, otherwise in a child process, so that this process stays small. A UserError in the
-    child process is raised here as UserError, and any other error as RuntimeError."""
+    """Call `check.check`, in a child process unless torch is imported already, so that this process
+    stays small. Arguments as for `check.check`."""
     arguments: dict[str, Any] = {
         "source": str(source),
         "written": str(written),
@@ -167,14 +151,14 @@ def _check(
 
 
 def _card_of(folder: Path) -> str:
-    """The text of the model card in the `folder` of a checkpoint; "" if there is no card."""
+    """The text of the model card in `folder`."""
     card = folder / CARD
     return card.read_text(encoding="utf-8") if card.is_file() else ""
 
 
 def _model_name(folder: Path) -> str:
-    """The name of the original model in `folder`, for the card: OWNER/NAME if `folder` is in the
-    hub's cache, otherwise the name of `folder`."""
+    """The name of the original model: OWNER/NAME if `folder` is in the hub's cache, otherwise the
+    name of `folder`."""
     resolved = folder.resolve()
     # in the cache, the path ends with models--OWNER--NAME/snapshots/COMMIT
     if resolved.parent.name == "snapshots":

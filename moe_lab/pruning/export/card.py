@@ -55,15 +55,12 @@ def model_card(
     padding_bytes: int,
     left_out: Sequence[str],
 ) -> str:
-    """The model card in Markdown: what was pruned and how, how to load the model, how large it is,
-    and the text of `original`, the card of the original model. The front matter (licence and so
-    on) is that of `original` without the fields in `OF_ORIGINAL`.
+    """The model card in Markdown. Its front matter (licence and so on) is that of `original`, the
+    card of the original model, without the fields in `OF_ORIGINAL`.
 
-    `name`: name of the original model. `shape`: a value of export.shape. `kind`: a key of
-    `LOADING`. `unpruned_bytes`: bytes of all weights before pruning. `written`: bytes of all
-    weights of the export. `padding_bytes`: bytes of zeros in place of dropped experts and channels.
-    `left_out`: names of the original's layers that the export does not have.
-    """
+    `name`: name of the original model. `kind`: a key of `LOADING`. `written`: bytes of all weights
+    of the export. `padding_bytes`: bytes of zeros in place of dropped experts and channels.
+    `left_out`: names of the original's layers that the export does not have."""
     front, body = split_card(original)
     front = _inherited_fields(front)
     trust_argument = "" if kind == "stock" else ", trust_remote_code=True"
@@ -93,16 +90,16 @@ def model_card(
 
 
 def with_section(card: str, heading: str, text: str) -> str:
-    """`card`, the model card of an export, with one more section. The section stands before the
-    original model's card, which may follow in `card`."""
+    """`card`, the model card of an export, with one more section before the original model's
+    card."""
     pruned, marker, original = card.partition(ORIGINAL)
     extended = f"{pruned.rstrip()}\n\n## {heading}\n\n{text}\n"
     return f"{extended}\n{marker}{original}" if marker else extended
 
 
 def _summary(plan: Plan) -> str:
-    """A text for the card: how many experts and channels are retained, and what replaces dropped
-    experts (constants, or weighted sums of weights). The text ends without a full stop."""
+    """A text for the card, without a full stop: how many experts and channels are retained, and
+    what replaces dropped experts."""
     layers = plan.layers.values()
     n_experts = sum(layer.n_experts for layer in layers)
     n_constants = sum(len(layer.null_experts) for layer in layers if layer.constants is not None)
@@ -131,7 +128,7 @@ def _summary(plan: Plan) -> str:
         f"{len(layers)} layers. "
     )
     masks = [layer.channels for layer in layers if layer.channels is not None]
-    if not masks:  # a plan of whole experts
+    if not masks:
         return f"{experts}Whole experts were removed, with their rows of the router"
     total = sum(mask.size for mask in masks)
     channels = sum(int(mask.sum()) for mask in masks)
@@ -142,9 +139,7 @@ def _summary(plan: Plan) -> str:
 
 
 def _inherited_fields(front: str) -> str:
-    """`front`, the front matter of the original's card, without the fields in `OF_ORIGINAL`. If
-    `front` has none of these fields, or is not a mapping in YAML, it is returned unchanged. The
-    result is "" if no field remains."""
+    """`front`, the front matter of the original's card, without the fields in `OF_ORIGINAL`."""
     try:
         fields = yaml.safe_load(front)
     except yaml.YAMLError:
@@ -156,7 +151,6 @@ def _inherited_fields(front: str) -> str:
 
 
 def split_card(card: str) -> tuple[str, str]:
-    """(front matter of the card without its fences, text after the front matter). A card without
-    front matter gives ("", `card`)."""
+    """(front matter of the card without its fences, or ""; text after the front matter)."""
     match = FRONT_MATTER.match(card)
     return (f"{match['front']}\n", card[match.end() :]) if match else ("", card)

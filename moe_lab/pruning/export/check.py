@@ -1,7 +1,4 @@
-"""Check that what an export would write can be loaded, before it is written.
-
-`python -m moe_lab.child_process` serves this module where a process without torch writes an export.
-"""
+"""Check that what an export would write can be loaded, before it is written."""
 
 from __future__ import annotations
 
@@ -26,18 +23,16 @@ def check(
     """Raise UserError unless transformers could load the export in folder `written`, which has no
     weights yet.
 
-    Three conditions must hold. The plan in `written` fits the model in folder `source`. The model
-    that config.json in `written` describes has the experts and routers of the pruned model in
-    `shape`. This model can load `tensors`: name -> (type, shape). transformers builds both models
-    without weights. A model type for which transformers has no code is not checked.
-    """
+    The plan in `written` must fit the model in folder `source`. The model that config.json in
+    `written` describes must have the experts and routers of the pruned model in `shape`. This model
+    must be able to load `tensors`: name -> (type, shape). A model type for which transformers has
+    no code is not checked."""
     if not has_causal_model(str(read_json(Path(source, "config.json")).get("model_type"))):
         return
     plan = Plan.load(Path(written, "plan.json"))
     layers = routed_layers(skeleton(Path(source)))
     plan.check_model(layers)
-    # weights are not written yet, so the checkpoint has no shards and no metadata, and its entries
-    # have no shard, start 0 and size 0
+    # weights are not written yet: no shards, start 0 and size 0
     entries = {
         name: Entry("", dtype, tuple(lengths), 0, 0) for name, (dtype, lengths) in tensors.items()
     }

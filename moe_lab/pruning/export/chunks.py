@@ -48,13 +48,12 @@ class Constant:
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes of zeros in place of dropped experts and channels. 0 if the bytes are not zeros but
-        values, such as the bias with which a router never chooses an expert."""
+        """Bytes of zeros in place of dropped experts and channels. Other bytes are values, such as
+        the bias with which a router never chooses an expert."""
         return 0 if any(self.pattern) else self.size
 
     def read(self, folder: Path) -> Iterator[bytes]:
-        """The bytes of the repeated pattern, in blocks of about BLOCK bytes. No file in `folder` is
-        read."""
+        """The repeated pattern, in blocks of about BLOCK bytes."""
         repeats = self.size // len(self.pattern)
         per_block = max(BLOCK // len(self.pattern), 1)
         for start in range(0, repeats, per_block):
@@ -72,8 +71,7 @@ class Matrix:
     dtype: str
 
     def read(self, folder: Path) -> NDArray[Any]:
-        """(rows, columns): the bits of each number of the matrix, as an unsigned integer of the
-        same size. `folder`: the folder of the file."""
+        """(rows, columns): the bits of each number, as an unsigned integer of the same size."""
         bits = numpy.fromfile(
             folder / self.shard, UNSIGNED[self.dtype], self.rows * self.columns, offset=self.start
         )
@@ -82,10 +80,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Projection:
-    """One projection (gate, up or down) of the expert `stored` in the export. The members of
-    `stored` are experts of the original. If it has a single member without a weight, the projection
-    is a copy of all or some channels of the member's projection. Otherwise it is the weighted sum
-    of the members' projections."""
+    """One projection (gate, up or down) of the expert `stored` in the export."""
 
     stored: StoredExpert
     matrices: Mapping[int, Matrix]
@@ -99,7 +94,7 @@ class Projection:
 
     @property
     def matrix(self) -> Matrix:
-        """The matrix of the first member. The matrices of all members have its shape and type."""
+        """The matrix of the first member."""
         return self.matrices[self.stored.members[0].expert]
 
     @property
@@ -114,28 +109,25 @@ class Projection:
 
     @property
     def _width(self) -> int:
-        """Number of channels in the export. It is the number in the original, unless channels are
-        dropped or channels of zeros are added."""
+        """Number of channels in the export."""
         original_width = self.matrix.columns if self.channels_are_columns else self.matrix.rows
         channels = self.stored.members[0].channels  # all members have equally many
         return original_width if channels is None else len(channels)
 
     @property
     def _bytes_of_channel(self) -> int:
-        """Bytes of one channel in the export, which has H (hidden size) numbers."""
+        """Bytes of one channel in the export."""
         hidden = self.matrix.rows if self.channels_are_columns else self.matrix.columns
         return hidden * int(numpy.dtype(UNSIGNED[self.dtype]).itemsize)
 
     def read(self, folder: Path) -> Iterator[memoryview]:
-        """Yields the bytes of the projection in the export, row-major, in one block; nothing if the
-        projection has no channels. `folder`: the folder of the original. The original's bits are
-        converted to numbers only if they are added, or get another type."""
+        """Yields the bytes of the projection in the export, row-major, in one block. `folder`: the
+        folder of the original."""
         is_sum = self.stored.members[0].weight is not None
         converts = is_sum or self.matrix.dtype != self.dtype
 
         def read_member(expert: int) -> NDArray[Any]:
-            """(I, H): the projection of a member, with channels as rows. The values are numbers if
-            `converts`, otherwise bits."""
+            """(I, H): the projection of a member, with channels as rows."""
             matrix = self.matrices[expert]
             values = matrix.read(folder)
             if converts:
@@ -149,7 +141,7 @@ class Projection:
             )
             if converts:
                 result = _bits(result, self.dtype)
-            # in `result`, channels are rows: transposed if the export has them as columns
+            # in `result`, channels are rows
             yield numpy.ascontiguousarray(
                 result.T
                 if self.channels_are_columns and not self.packs_channels_as_rows
@@ -197,5 +189,5 @@ class ExportedTensor:
 
     @property
     def padding_bytes(self) -> int:
-        """Number of bytes that are zeros in place of dropped experts or channels."""
+        """Bytes of zeros in place of dropped experts and channels."""
         return sum(chunk.padding_bytes for chunk in self.chunks)

@@ -50,7 +50,7 @@ ANY_DIGIT = "[0-9]"
 
 def check_routing(config: dict[str, Any], plan: Plan) -> None:
     """Raise UserError unless the model's routers can work with the experts that `plan` retains.
-    `config`: the model's config.json, which has the settings of the routers."""
+    `config`: the model's config.json."""
     text_config = config.get("text_config", config)
     # a field holds a number, or a list with a number for each layer: the largest is checked
     top_k = int(max(numpy.max(text_config.get(field, 1)) for field in TOP_K_FIELDS))
@@ -58,7 +58,6 @@ def check_routing(config: dict[str, Any], plan: Plan) -> None:
     if text_config.get("topk_method") in UNGROUPED_METHODS:
         n_group = 1
     router = {"top_k": top_k, "n_group": n_group, "topk_group": text_config.get("topk_group")}
-    # the routers of all layers have the same settings
     plan.check(dict.fromkeys(plan.layers, router))
 
 
@@ -66,13 +65,11 @@ def describe_export(
     config: dict[str, Any], form: Form, names: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """(config.json of the export, file name -> source code of the files that load the export).
+    There are no such files if transformers alone can load the export.
 
-    There are no such files if transformers alone can load the export. `config`: config.json of the
-    original. `form`: the export's MoE layers. `names`: names of the export's tensors. If no name is
-    of a layer for multi-token prediction, the new config.json counts no such layers. Names of
-    modules in config.json get the new numbers of experts. UserError when `config` is of a pruned
-    model whose layers differ. If experts or layers get another shape, UserError also from
-    `check_causal`."""
+    `config`: config.json of the original. `names`: names of the export's tensors. UserError when
+    `config` is of a pruned model whose layers differ. If experts or layers get another shape,
+    UserError also from `check_causal`."""
     if LAYERS_FIELD in config:
         raise UserError(
             "the source is a pruned checkpoint whose layers differ already "
@@ -107,8 +104,7 @@ def describe_export(
     elif edited.get("output_router_logits"):
         # these logits are for the balancing loss, which needs equal numbers of experts
         edited["output_router_logits"] = False
-    # the family's own configuration may be enough: all layers have equally many experts of the same
-    # width (None: the original width), and no layer has packed experts, which have `widths`
+    # the family's own configuration may be enough; packed experts have `widths`
     if (
         len(expert_counts) == 1
         and len(widths) == 1
@@ -122,13 +118,11 @@ def describe_export(
 
 
 def _uneven_config(config: dict[str, Any], form: Form) -> dict[str, Any]:
-    """`config`, edited in place for an export that the family's own configuration cannot describe,
-    for example because its layers differ.
+    """`config`, edited in place for an export that the family's own configuration cannot describe.
 
     The export gets a new model type: the family's own class would fill missing weights with random
-    numbers. The new field `LAYERS_FIELD` has the shape of each layer. Its key "stock" has the
-    original values of the fields that are replaced here. A program that loads the export by the
-    family's own class restores these values."""
+    numbers. In the field `LAYERS_FIELD`, "layers" has the shape of each layer, and "stock" the
+    original values of the fields that are replaced here."""
     kind = config.get("model_type", "")
     check_causal(kind)
     replaced_fields = ("model_type", "architectures", *(["auto_map"] if kind in PORTS else []))
@@ -137,7 +131,6 @@ def _uneven_config(config: dict[str, Any], form: Form) -> dict[str, Any]:
     }
     layers = {}
     for number, layer in form.items():
-        # fields that are None are left out; of constants, only the presence is stated
         fields = {"width": layer.width, "widths": layer.widths, "owners": layer.owners}
         fields["constants"] = True if layer.constants is not None else None
         present_fields = {name: value for name, value in fields.items() if value is not None}
@@ -153,9 +146,8 @@ def _uneven_config(config: dict[str, Any], form: Form) -> dict[str, Any]:
 
 
 def _uneven_code(kind: str) -> dict[str, str]:
-    """File name -> source code of the files that build a model whose layers differ. The code builds
-    on the classes of the model type `kind`: those of its port in `PORTS`, if it has one, otherwise
-    those of transformers."""
+    """File name -> source code of the files that build a model whose layers differ. `kind`: model
+    type of the original."""
     folder = Path(__file__).parents[2] / "exported_code"
     ported_code = port_files(kind)
     files = {
@@ -178,7 +170,7 @@ def _uneven_code(kind: str) -> dict[str, str]:
 
 def check_causal(kind: str) -> None:
     """Raise UserError unless transformers, or a port in `PORTS`, has a causal language model of the
-    model type `kind`. A port is moe_lab's code for a family that transformers lacks."""
+    model type `kind`."""
     if not has_causal_model(kind):
         raise UserError(
             f"model_type={kind}: layers and experts of another shape can only be exported for "
@@ -187,10 +179,8 @@ def check_causal(kind: str) -> None:
 
 
 def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
-    """A copy of `config` whose routed experts have `width` channels. None if such a copy cannot be
-    made, because no field of `config` sets the width of routed experts, or because the field that
-    does also sets another size, such as the width of shared experts. UserError as for
-    `check_causal`."""
+    """A copy of `config` whose routed experts have `width` channels. None if no field of `config`
+    sets the width of routed experts alone. UserError as for `check_causal`."""
     check_causal(config.get("model_type", ""))
     field = next((field for field in WIDTH_FIELDS if isinstance(config.get(field), int)), None)
     if field is None:  # the width is the default of the model's class
@@ -228,10 +218,9 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def renumbered(content: Any, written: Mapping[int, Sequence[int]]) -> Any:
     """A copy of the JSON `content` in which names of modules have the new numbers of experts.
 
-    Such names are keys or list items, for example in a quantisation's list of modules that are not
-    quantised. `written`: layer -> original ids of the experts that the export has, in their new
-    order. Keys and items that name an expert which the export does not have are removed. A name may
-    be a regular expression; UserError if it names experts of several layers by number."""
+    `written`: layer -> original ids of the experts that the export has, in their new order. Keys
+    and items that name an expert which the export does not have are removed. A name may be a
+    regular expression; UserError if it names experts of several layers by number."""
     if isinstance(content, dict):
         renamed = {
             _renumbered_name(key, written): renumbered(value, written)
@@ -256,8 +245,7 @@ def renumbered(content: Any, written: Mapping[int, Sequence[int]]) -> Any:
 def renumbered_files(
     folder: Path, written: Mapping[int, Sequence[int]]
 ) -> dict[str, dict[str, Any]]:
-    """File name -> content as `renumbered` returns it, for each of `FILES` that `folder` has.
-    `written`: as for `renumbered`."""
+    """File name -> content as `renumbered` returns it, for each of `FILES` that `folder` has."""
     return {
         name: renumbered(read_json(folder / name), written)
         for name in FILES
@@ -266,9 +254,8 @@ def renumbered_files(
 
 
 def _renumbered_name(name: str, written: Mapping[int, Sequence[int]]) -> str | None:
-    """`name` with the new number of the expert that it names. None if this expert is not written.
-    `name` itself if it names no expert, or an expert of a layer that is not in `written`. UserError
-    as for `renumbered`."""
+    """`name` with the new number of the expert that it names. None if this expert is not
+    written."""
     match = EXPERT_NAME.search(name)
     # A number that is left in the rest of the name would name an expert in several layers. The text
     # [0-9] is no such number: in a regular expression, it stands for any digit.

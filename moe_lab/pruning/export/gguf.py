@@ -51,8 +51,8 @@ AutoModelForCausalLM.from_pretrained(folder, gguf_file="{file}", config=config)
 
 
 def converter(export: ExportConfig) -> Path:
-    """Path of llama.cpp's converter: the setting export.converter. If the setting is null, it is
-    the converter that `make llama` fetched. UserError when the file does not exist."""
+    """Path of llama.cpp's converter: the setting export.converter, by default the converter that
+    `make llama` fetched. UserError when the file does not exist."""
     path = FETCHED if export.converter is None else Path(export.converter).expanduser().absolute()
     if path.is_file():
         return path
@@ -66,13 +66,11 @@ def converter(export: ExportConfig) -> Path:
 
 
 def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
-    """Convert the exported checkpoint in folder `checkpoint` to GGUF. Returns the new folder `out`
-    with model.gguf and the checkpoint's files other than weights.
+    """Convert the exported checkpoint in folder `checkpoint` to GGUF without rounding. Returns the
+    new folder `out` with model.gguf and the checkpoint's files other than weights.
 
-    `path`: llama.cpp's converter, a script. `name`: the model's name in model.gguf. No number is
-    rounded: matrices keep their type if all have the same, otherwise they become fp32. UserError
-    for a checkpoint whose layers differ. If the converter fails, the message of the error has the
-    reason."""
+    `path`: llama.cpp's converter, a script. `name`: the model's name in model.gguf. UserError for a
+    checkpoint whose layers differ."""
     if LAYERS_FIELD in read_json(checkpoint / "config.json"):
         raise UserError(
             "export.format=gguf: a GGUF file has one number of experts and one width for all "
