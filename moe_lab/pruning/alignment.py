@@ -25,8 +25,8 @@ COMPONENTS = 64
 
 
 def align_by_weights(plan: Plan, layers: Iterable[MoELayer]) -> Plan:
-    """A copy of `plan` in which the channels of merged experts are matched by the channels' weights,
-    as in M-SMoE (arXiv 2310.01334).
+    """A copy of `plan` in which the channels of merged experts are matched by the channels'
+    weights, as in M-SMoE (arXiv 2310.01334).
 
     For an expert m that is merged into an expert o, the order p of the channels of m maximises the
     sum over channels i of <gate_o[i], gate_m[p(i)]> + <up_o[i], up_m[p(i)]> + <down_o[:, i],
