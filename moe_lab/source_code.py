@@ -36,13 +36,12 @@ provenance of steps, and not in ids."""
 MODULE_NAME = re.compile(r"\.*[^\W\d]\w*(\.[^\W\d]\w*)*")
 """Pattern of an absolute or relative name of a module."""
 _distributions = cache(metadata.packages_distributions)
-"""Function that returns: top package -> names of the distributions that installed it."""
+"""Returns top package -> names of the distributions that installed it."""
 
 
 def function_digest(function: Callable[..., Any]) -> str:
-    """Digest of the code of `function`: the digest of the module that defines the function. For a
-    function that was typed into an interpreter, the digest of the function's bytecode. "" for a
-    function of moe_lab."""
+    """Digest of the module that defines `function`. For a function that was typed into an
+    interpreter, the digest of the function's bytecode. "" for a function of moe_lab."""
     name = function.__module__
     if name.startswith("moe_lab."):
         return ""
@@ -54,14 +53,13 @@ def function_digest(function: Callable[..., Any]) -> str:
 
 @cache
 def module_digest(name: str) -> str:
-    """`code_digest` of the imported module `name`. The first call computes it from the code on
-    disk, and later calls return the same digest."""
+    """`code_digest` of the imported module `name`."""
     return code_digest(name, Path(str(sys.modules[name].__file__)))
 
 
 def code_digest(name: str, file: Path) -> str:
-    """sha256 of the content of all local modules and the versions of all installed packages that
-    `local_files_and_versions` returns for the module `name` in `file`."""
+    """sha256 of the files and versions that `local_files_and_versions` returns for the module
+    `name` in `file`."""
     files, versions = local_files_and_versions(name, file)
     digests = {module: sha256(path.read_bytes()).hexdigest() for module, path in files.items()}
     return sha256(json.dumps([digests, versions], sort_keys=True).encode()).hexdigest()
@@ -73,9 +71,7 @@ def local_files_and_versions(name: str, file: Path) -> tuple[dict[str, Path], di
     version, for installed packages.
 
     Local modules are the module `name`, the modules in its folder or package (or in another folder
-    of its namespace package), and packages that are installed as editable. The code is parsed and
-    not run. All import statements count, also inside functions. If the code contains
-    `import_module` or `__import__`, every string in the code may be the name of an imported module.
+    of its namespace package), and packages that are installed as editable.
     """
     # top: the part of a module's name before the first dot
     main_top = name.partition(".")[0]
@@ -95,7 +91,6 @@ def local_files_and_versions(name: str, file: Path) -> tuple[dict[str, Path], di
             if top in IGNORED:
                 continue
             folders = _folders_on_path(top)
-            # `root` is searched first for `main_top`, and it alone if `top` is not on sys.path
             if top == main_top or not folders:
                 folders = [root, *folders]
             files = dict(_files(imported_name, folders))
@@ -109,8 +104,8 @@ def local_files_and_versions(name: str, file: Path) -> tuple[dict[str, Path], di
 
 
 def file_of(name: str, folder: Path) -> Path | None:
-    """The file of the module `name`, or None if there is no such file. `folder` is searched first,
-    then sys.path. The module is not imported."""
+    """The file of the module `name`, searched in `folder`, then on sys.path. The module is not
+    imported."""
     folders = [folder, *_folders_on_path(name.partition(".")[0])]
     return dict(_files(name, folders)).get(name)
 
@@ -125,8 +120,7 @@ def folder_of(name: str, file: Path) -> Path:
 def _imports(content: bytes, package: str) -> Iterator[str]:
     """Absolute names of everything that a module imports. `content`: the code of the module.
     `package`: the package in which relative imports begin. `from a import b` gives the name "a.b",
-    whether b is a module or a value in the module a. If the code contains `import_module` or
-    `__import__`, every string that can be the name of a module counts as imported."""
+    whether b is a module or a value in the module a."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):  # Python could not import this module
@@ -142,15 +136,15 @@ def _imports(content: bytes, package: str) -> Iterator[str]:
                     yield _absolute("." * node.level + module + alias.name, package)
             case ast.Constant(str(text)) if MODULE_NAME.fullmatch(text):
                 texts.add(text)
+    # then every string may be the name of an imported module
     if b"import_module" in content or b"__import__" in content:
         # import_module(".b", "a") imports a.b, so any other string may be the package
         yield from {_absolute(name, parent) for name, parent in product(texts, (package, *texts))}
 
 
 def _absolute(name: str, package: str) -> str:
-    """The absolute form of a name that a module in `package` imports. A relative name begins with
-    dots: one for `package` itself, and one more for each package above."""
-    level = len(name) - len(name.lstrip("."))  # number of dots at the beginning
+    """The absolute form of a name that a module in `package` imports."""
+    level = len(name) - len(name.lstrip("."))
     if not level:
         return name
     parent = package.rsplit(".", level - 1)[0]
@@ -158,9 +152,8 @@ def _absolute(name: str, package: str) -> str:
 
 
 def _files(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """Yield (name, file) of each package that contains the module `name`, and of the module itself.
-    Each file is searched in `folders`, in order. Packages and modules without a file are left
-    out."""
+    """Yield (name, file) of each package that contains the module `name`, and of the module
+    itself."""
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
         paths = [folder.joinpath(*parts[:count]) for folder in folders]
@@ -175,8 +168,7 @@ def _files(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, Path]]:
 
 
 def _folders_on_path(top: str) -> list[Path]:
-    """The folders of sys.path from which the top module or package `top` is imported. A namespace
-    package may have several folders. [] if Python does not find `top`."""
+    """The folders of sys.path from which the top module or package `top` is imported."""
     # find_spec raises ValueError for an imported module whose __spec__ is None
     with contextlib.suppress(ValueError):
         if spec := find_spec(top):

@@ -25,14 +25,12 @@ PLUGINS = "moe_lab_plugins"
 
 
 def command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
-    """The command line that runs `module` of moe_lab or analysis with the interpreter `python`, by
-    means of this file."""
+    """The command line that runs `module` of moe_lab or analysis by means of this file."""
     return [python, FILE, "-m", module, *arguments]
 
 
 def _run() -> None:
-    """Run the module that follows -m on the command line of this process, with the arguments after
-    the module."""
+    """Run the module that follows -m on the command line of this process."""
     sys.path.insert(0, _ROOT)
     for package in ("moe_lab", "analysis"):
         __import__(package)  # an imported package finds its modules without sys.path

@@ -89,15 +89,14 @@ class Space:
         return self.schedule(tuple(units))
 
     def sample(self, random: numpy.random.Generator) -> Schedule:
-        """A random feasible schedule. Each schedule has the probability 1 / size."""
-        # numpy draws integers of at most 64 bits, and `size` may be larger. So Python's generator
-        # draws the number, and is seeded with more bits than `size` has.
+        """A feasible schedule, drawn uniformly."""
+        # numpy draws integers of at most 64 bits, and `size` may be larger
         bits = random.bytes(16 + self.size.bit_length() // 8)
         return self.schedule_at(Random(bits).randrange(self.size))
 
 
 def feasible_space(layers: Sequence[Limits], budget: int, granularity: int) -> Space:
-    """The space of schedules that remove `budget` experts. `layers`: limits of each layer.
+    """The space of schedules that remove `budget` experts.
 
     The number of experts that a layer retains is a multiple of the layer's step: the least common
     multiple of `granularity` and of the step in the layer's limits. UserError when the steps of the
@@ -112,7 +111,6 @@ def feasible_space(layers: Sequence[Limits], budget: int, granularity: int) -> S
             "allocation.multiple_of such that it is a multiple of every router's groups"
         )
     step = steps.pop()
-    # without this remainder, the number of experts is a multiple of `step`
     lowest = tuple(limit.n_experts % step for limit in layers)
     capacity = tuple(
         (limit.n_experts - low - limit.minimum_experts) // step
@@ -129,14 +127,12 @@ def feasible_space(layers: Sequence[Limits], budget: int, granularity: int) -> S
 
 
 def _units(budget: int, lowest: int, capacity: int, step: int) -> int:
-    """Number of units of `step` experts to remove beyond `lowest`. `budget`: number of experts to
-    remove. `lowest`: number of experts that all layers together must lose. `capacity`: number of
-    units that all layers together can lose. If `budget` is infeasible: UserError with the nearest
-    feasible budgets."""
+    """Number of units of `step` experts to remove, beyond the `lowest` experts that all layers
+    together must lose. `capacity`: largest number of units."""
     units, remainder = divmod(budget - lowest, step)
     if remainder == 0 and 0 <= units <= capacity:
         return units
-    # the numbers of units just below and just above the budget, moved into 0 to `capacity`
+    # the feasible numbers just below and just above the budget
     feasible = sorted(
         {lowest + step * min(max(count, 0), capacity) for count in (units, units + 1)}
     )
@@ -161,17 +157,15 @@ _SHAPES: dict[str, Callable[[int, int], float]] = {
     "alt": lambda i, n: 2.0 if i % 2 == 0 else 1.0,
     "deep_flat": lambda i, n: 0.5 + 0.5 * (1 - abs(2 * i / max(1, n - 1) - 1)),
 }
-"""Name of a pattern -> function of layer i and number of layers n that gives the layer's weight."""
+"""Name of a pattern -> weight of layer i of n layers."""
 
 PATTERNS = ("uniform", "random", *list(_SHAPES)[1:])
-"""All twelve patterns. Weights of random are U(0, 1) + 1e-4, which is not uniform over the feasible
-schedules."""
+"""All twelve patterns. The schedules of "random" are not drawn uniformly."""
 
 
 def pattern(name: str, space: Space, random: numpy.random.Generator) -> Schedule:
-    """The feasible schedule of the pattern called `name`. A pattern has a weight for each layer,
-    and layers lose experts nearly in proportion to their weights (see `project`). `random` draws
-    the weights of the pattern "random", and is not used for other patterns."""
+    """The feasible schedule of the pattern `name`. Layers lose experts nearly in proportion to the
+    weights of the pattern."""
     n_layers = len(space.capacity)
     if name == "random":
         # weights must be greater than 0
@@ -183,17 +177,14 @@ def project(weights: Sequence[float], space: Space) -> Schedule:
     """A feasible schedule in which the units that layers lose are nearly proportional to the
     positive `weights` (L,).
 
-    `space.units` divided exactly in proportion to the weights gives each layer's share, which need
-    not be an integer. First, every layer loses the integer part of its share, at most its capacity.
-    Then the remaining units are assigned in rounds, at most one unit per layer and round. The first
-    round goes from the largest fractional part to the smallest; layers with equal fractional parts
-    keep their order. Later rounds go from the first layer to the last.
+    Each layer's share of `space.units` is rounded down. The remaining units go first to the layers
+    with the largest fractional parts.
     """
     total = fsum(weights)  # results of `sum` differ between versions of Python
     shares = [space.units * weight / total for weight in weights]
     removed = [min(int(share), room) for share, room in zip(shares, space.capacity, strict=True)]
     remaining = space.units - sum(removed)
-    # sorted by minus the fractional part
+    # the largest fractional part first
     order = sorted(range(len(shares)), key=lambda layer: int(shares[layer]) - shares[layer])
     while remaining:
         for layer in order:

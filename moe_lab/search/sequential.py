@@ -32,19 +32,16 @@ def prune_sequentially(
     provenance: Mapping[str, Any],
 ) -> Plan:
     """Plan all MoE layers from the first to the last, with one decoder layer in memory at a time.
-    Returns the plan of all layers, which contains `provenance`.
 
-    `choose(number, sums)` returns a plan of layer `number` alone. `sums` are the forward statistics
-    of this layer, collected when all earlier layers are pruned. `choose` is called twice for each
-    layer, and must return the same plan for the same sums. Each MoE layer runs twice over
-    `batches`: unpruned to collect the sums, then pruned to compute the input of the next layer.
+    `choose(number, sums)` returns a plan of layer `number` alone, the same plan for the same sums.
+    `sums` are the forward statistics of this layer, collected when all earlier layers are pruned.
     `out`: folder of checkpoints, from which an interrupted run resumes.
     """
     layer_pass = LayerPass(
         streamed,
         batches,
         pass_header(streamed.model, batches, "sequential"),
-        len(streamed.layers),  # parts of the pass: one for each decoder layer
+        len(streamed.layers),  # parts of the pass
         out,
     )
     with layer_pass.running():
@@ -60,7 +57,7 @@ def prune_sequentially(
                     plan = choose(number, sums[number])
                     masks.enter_context(mask_layers([streamed.moe_layers[number]], plan))
                 if number + 1 < len(streamed.layers):
-                    # no hook, because this run collects no statistics
+                    # without a hook: computes the input of the next layer
                     layer_pass.run(number, None, keep=True)
             layer_pass.finish(sums, [number + 1])  # only the input of the next layer is kept
     layers: dict[int, LayerPlan] = {}

@@ -30,11 +30,10 @@ evaluated positions, fp64 on the CPU."""
 
 class DraftingCandidates:
     """The fitness "spec_dec" of schedules. The model under the mask of a schedule drafts tokens,
-    and the model without the mask verifies the drafts. Candidates share no hidden states, because
-    they generate different texts.
+    and the model without the mask verifies the drafts.
 
-    `rows`: batches from `answer_batches`, with one task and its answer in each row of a batch.
-    `ends`: ids of the tokens that end a text.
+    `rows`: batches with one task and its answer in each row. `ends`: ids of the tokens that end a
+    text.
     """
 
     def __init__(
@@ -45,10 +44,8 @@ class DraftingCandidates:
         settings: SearchSettings,
         ends: frozenset[int],
     ) -> None:
-        """Take the task of each row, which is the text before the answer, and draw all random
-        numbers from `settings.seed`. UserError if a row has several tasks, if no row has an answer
-        after a task, and if the longest task and `settings.max_new_tokens` new tokens do not fit
-        the model."""
+        """UserError if a row has several tasks, if no row has an answer after a task, and if the
+        longest task and `settings.max_new_tokens` new tokens do not fit the model."""
         self.model = model
         self.plans = plans
         self.settings = settings
@@ -57,13 +54,12 @@ class DraftingCandidates:
         texts = [prompts(*batch) for batch in rows]  # batch -> row -> tokens of the task
         sizes = list(map(len, texts))  # number of rows of each batch
         generator = torch.Generator().manual_seed(settings.seed)
-        # three random numbers for each row and step; see `accepted_and_proposed`
+        # three for each row and step, see `accepted_and_proposed`
         draws = torch.rand(
             sum(sizes), settings.max_new_tokens, 3, generator=generator, dtype=torch.float64
         )
         self.batches = list(zip(texts, draws.split(sizes), strict=True))
         self.n_rows = sum(sizes)
-        """Number of rows of the search set."""
         self.cost = Cost()
         longest = max(len(text) for batch in texts for text in batch)
         if not longest:
@@ -85,18 +81,15 @@ class DraftingCandidates:
         return [self._evaluate(schedule) for schedule in schedules]
 
     def _evaluate(self, schedule: Schedule) -> float:
-        """The fitness of one schedule: accepted / proposed tokens, averaged over rows by
-        `settings.averaging`."""
+        """The fitness of one schedule."""
         plan = self.plans.plan(schedule)
 
         def full(*batch: torch.Tensor) -> torch.Tensor:
-            """`_probabilities` of the unpruned model. Adds this forward pass to the cost."""
             # a cost of 1 is a forward pass over all rows
             self.cost.full += len(batch[0]) / self.n_rows
             return self._probabilities(*batch)
 
         def candidate(*batch: torch.Tensor) -> torch.Tensor:
-            """`_probabilities` of the masked model. Adds this forward pass to the cost."""
             self.cost.forwards += len(batch[0]) / self.n_rows
             with mask(self.model, plan):
                 return self._probabilities(*batch)
@@ -110,8 +103,8 @@ class DraftingCandidates:
     def _probabilities(
         self, ids: torch.Tensor, valid: torch.Tensor, is_evaluated: torch.Tensor
     ) -> torch.Tensor:
-        """Next-token probabilities (N, V), fp64 on the CPU, of the model with its current mask, at
-        the N positions that `is_evaluated` (B, S) selects. `valid` (B, S): the attention mask."""
+        """Next-token probabilities (N, V), fp64 on the CPU, at the N positions that `is_evaluated`
+        (B, S) selects."""
         # `schedule` () and `states` {}: all decoder layers run, and no hidden states are stored
         logits, _ = self.decoder.logits(ids, valid, is_evaluated, (), {})
         return logits.float().softmax(-1).double().cpu()
@@ -119,8 +112,8 @@ class DraftingCandidates:
 
 def prompts(ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor) -> list[list[int]]:
     """The prompt of each row of `ids` (B, S): the tokens before the first answer token. [] for a
-    row without an answer or without a prompt. `valid`, `answers` (B, S): which tokens are valid,
-    and which are answer tokens. UserError for rows with several documents."""
+    row without an answer. `valid`, `answers`: (B, S) bool. UserError for rows with several
+    documents."""
     texts = []
     for row, is_valid, is_answer in zip(ids, valid, answers, strict=True):
         # index of the first answer token; an invalid token before it separates two documents
@@ -145,14 +138,10 @@ def accepted_and_proposed(
     """(number of accepted tokens, number of proposed tokens) of each text; (0, 0) for an empty
     text.
 
-    In each step, `candidate` draws one token y, the draft, from its distribution q. `full`, with
-    the distribution p, accepts the draft with probability min(1, p_y / q_y). Then one more token is
-    drawn: from p after an accepted draft, otherwise from max(0, p - q). `draws` (texts, steps, 3):
-    random numbers for the draft, the acceptance and the next token. A text ends with one of the
-    tokens `ends`, or when it has `steps` new tokens.
-
-    `candidate` and `full` compute next-token probabilities at the evaluated positions. Their
-    arguments are the three results of `_pad_right`."""
+    `candidate` computes the distribution q of the drafts. `full` computes the distribution p of the
+    full model. `draws` (texts, steps, 3): random numbers for the draft, the acceptance and the next
+    token. A text ends with one of the tokens `ends`, or when it has `steps` new tokens.
+    """
     ids = [list(text) for text in texts]
     max_lengths = [len(text) + draws.shape[1] for text in texts]
     accepted = [0] * len(ids)
@@ -195,8 +184,7 @@ def accepted_and_proposed(
 def _pad_right(
     texts: Sequence[Sequence[int]], n_evaluated: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(ids, valid, is_evaluated), each (B, S), of the `texts`, padded on the right. The last
-    `n_evaluated` positions of each text are evaluated."""
+    """(ids, valid, is_evaluated), each (B, S), of the `texts`, padded on the right."""
     ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
     position = torch.arange(ids.shape[1])[None]
     length = torch.tensor([[len(text)] for text in texts])

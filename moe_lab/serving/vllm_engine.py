@@ -25,24 +25,22 @@ from moe_lab.child_process import serve
 PROBE_TOKENS = 24
 """Tokens of the text that shows whether a mask takes effect."""
 EFFECT = 1e-3
-"""A mask of half of the experts takes effect if it changes a log-probability of the text by more
-than this number."""
+"""A mask takes effect if it changes a log-probability of the text by more than this number."""
 REPEAT_TOLERANCE = 1e-4
 """Largest change of a log-probability of the text when it is computed again without a mask."""
 
 
 class Engine:
-    """A vLLM engine that holds one checkpoint. No expert is masked before `set_plan` is called."""
+    """A vLLM engine that holds one checkpoint."""
 
     def __init__(self) -> None:
         self.llm: Any = None
         self.masks_take_effect = False
-        """Whether `_prove_masks` has shown that masks take effect on this engine."""
+        """Whether `_prove_masks` has succeeded."""
 
     def open(self, folder: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Load the checkpoint in `folder`. `arguments`: further arguments of vllm.LLM. The result
-        has three keys: "vllm" (the version of vLLM), and "max_length" (in tokens) and "dtype" of
-        the model."""
+        """Load the checkpoint in `folder`. `arguments`: further arguments of vllm.LLM. Keys of the
+        result: "vllm" (the version of vLLM), "max_length" (in tokens) and "dtype" of the model."""
         import vllm
         from vllm.platforms import current_platform
 
@@ -66,11 +64,8 @@ class Engine:
 
     def set_plan(self, retained_experts: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Mask the experts that a plan drops. `retained_experts`: pairs (layer, ids of the experts
-        that the layer retains). Layers without a pair retain all experts, so [] removes the mask.
-
-        The first call that masks experts tests whether masks take effect on this engine. ValueError
-        if masks have no effect, and for experts that the model does not have.
-        """
+        that the layer retains). Layers without a pair retain all experts. ValueError if masks have
+        no effect on this engine, and for experts that the model does not have."""
         if retained_experts and not self.masks_take_effect:
             self._prove_masks()
         # layer -> number of experts
@@ -84,9 +79,9 @@ class Engine:
         self._mask(retained_experts)
 
     def _mask(self, retained_experts: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Mask experts as `set_plan` does, but without its checks. Then clear vLLM's prefix cache,
-        whose values were computed with the earlier mask. ValueError if vLLM does not clear it."""
+        """Mask experts as `set_plan` does, but without its checks."""
         self._call_workers("set_plan", retained_experts)
+        # the cached values were computed with the earlier mask
         if not self.llm.reset_prefix_cache():
             raise ValueError(
                 "vLLM did not forget what it had computed of earlier prompts: are requests under "
@@ -131,11 +126,7 @@ class Engine:
     ) -> Iterator[tuple[int, float, bool]]:
         """Yield (index of the row, sum of the log-probabilities of the scored tokens in nats,
         whether every scored token is the likeliest token) for each of `rows`, which are token ids.
-        The scored tokens of row i begin at position starts[i] and end with the row.
-
-        The last token of a row is no input of the model. Rows that differ only in the last token
-        share a request.
-        """
+        The scored tokens of row i begin at position starts[i] and end with the row."""
         from vllm import SamplingParams
 
         # all tokens of a row but the last -> indices of the rows that differ only in the last token
@@ -144,7 +135,6 @@ class Engine:
             rows_of_prefix[*row[:-1]].append(number)
         requests = []
         for prefix, numbers in rows_of_prefix.items():
-            # log-probabilities in the prefix are computed only if a row has scored tokens there
             is_prefix_scored = min(starts[number] for number in numbers) < len(prefix)
             sampling = SamplingParams(
                 temperature=0,
@@ -154,10 +144,9 @@ class Engine:
                 detokenize=False,
             )
             requests.append((prefix, sampling))
-        # for each of `requests`, the indices of its rows
         rows_of_request = list(rows_of_prefix.values())
         for request, output in self._finished_outputs(requests):
-            # the one token generated after the prefix, at the position of each row's last token
+            # generated at the position of each row's last token
             (generated_token,) = output.outputs[0].token_ids
             (last_logprobs,) = output.outputs[0].logprobs
             for number in rows_of_request[request]:
@@ -165,15 +154,13 @@ class Engine:
                 nats = last_logprobs[row[-1]].logprob
                 is_likeliest = row[-1] == generated_token
                 for index in range(starts[number], len(row) - 1):
-                    # log-probability and rank of the token at this position
                     entry = output.prompt_logprobs[index][row[index]]
                     nats += entry.logprob
                     is_likeliest &= entry.rank == 1
                 yield number, nats, is_likeliest
 
     def _call_workers(self, method: str, *arguments: Any) -> Any:
-        """Call `method` of all workers of vLLM. Returns the result of the first worker, because all
-        workers have the same result."""
+        """Call `method` of all workers of vLLM, which return the same result."""
         return self.llm.collective_rpc(method, args=arguments)[0]
 
     def _finished_outputs(self, requests: Any) -> Iterator[tuple[int, Any]]:
@@ -188,15 +175,14 @@ class Engine:
                     yield int(output.request_id), output
 
     def _prove_masks(self) -> None:
-        """Raise ValueError if the model has no router that can be masked, if a mask of half of the
-        experts does not change the log-probabilities of a text, or if a change remains after the
-        mask is removed. Otherwise set `masks_take_effect`."""
+        """Set `masks_take_effect`, or raise ValueError if masks do not take effect on this
+        engine."""
         vocabulary = self.llm.llm_engine.vllm_config.model_config.get_vocab_size()
         # arbitrary token ids: multiples of a prime
         tokens = [number * 7919 % vocabulary for number in range(1, PROBE_TOKENS + 1)]
         plan = []
         for layer, count, top_k in self._call_workers("experts_of_layers"):
-            # retain half of the experts, or top_k if this is more: even ids first, then odd ids
+            # half of the experts, but at least top_k: even ids first, then odd ids
             order = [*range(0, count, 2), *range(1, count, 2)]
             plan.append((layer, sorted(order[: max(top_k, (count + 1) // 2)])))
         if not plan:
@@ -223,26 +209,24 @@ class Engine:
     def _log_probabilities(
         self, tokens: list[int], retained_experts: list[tuple[int, list[int]]]
     ) -> list[float]:
-        """Log-probability in nats of each of the `tokens` except the first. Sets the mask that
-        `retained_experts` describes (see `set_plan`), and does not remove it."""
+        """Log-probability in nats of each of the `tokens` except the first. The mask of
+        `retained_experts` stays."""
         self._mask(retained_experts)
-        # row i is the text up to token i + 1, the only token of the row that is scored
+        # only the last token of each row is scored
         rows = [tokens[:length] for length in range(2, len(tokens) + 1)]
-        # sorted by row, because requests may finish in another order
+        # requests may finish in another order
         likelihoods = sorted(self.log_likelihoods(rows, [len(row) - 1 for row in rows]))
         return [nats for _, nats, _ in likelihoods]
 
 
 def _difference(first: Sequence[float], second: Sequence[float]) -> float:
-    """The largest absolute difference of two values with the same index in `first` and
-    `second`."""
     return max(abs(value - other) for value, other in zip(first, second, strict=True))
 
 
 def _add_to_search_path(folder: str) -> None:
-    """Make this moe_lab importable in the processes that vLLM starts: put a link to the package
-    into `folder`, and `folder` on the search path. The folder around the package itself may contain
-    other packages of moe_lab's environment, which vLLM must not import."""
+    """Make this moe_lab importable in the processes that vLLM starts, by a link in `folder`. The
+    folder around the package itself may contain other packages of moe_lab's environment, which vLLM
+    must not import."""
     Path(folder, "moe_lab").symlink_to(Path(__file__).resolve().parents[1])
     folders = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(folders)  # for programs that vLLM starts

@@ -22,7 +22,7 @@ from moe_lab.serving.vllm_plugin import register, replace_method, routers
 
 
 def mask_routers() -> None:
-    """Add a mask to every router that is built after this call. A second call changes nothing."""
+    """Add a mask to every router that is built after this call."""
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
     replace_method(BaseRouter, "__init__", _init_with_mask)
@@ -30,8 +30,7 @@ def mask_routers() -> None:
 
 
 def _init_with_mask(original: Any) -> Any:
-    """A new `__init__` of routers. It calls the `original` and adds the attribute `moe_lab_mask`
-    (E,). The mask is added to logits, so that a mask of zeros drops no expert."""
+    """A new `__init__` of routers that adds the attribute `moe_lab_mask` (E,)."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -41,8 +40,7 @@ def _init_with_mask(original: Any) -> Any:
 
 
 def _select_with_mask(original: Any) -> Any:
-    """A new `_select_experts` of routers. It calls the `original` with the logits plus
-    `moe_lab_mask`, which is minus infinity for dropped experts."""
+    """A new `_select_experts` of routers that adds `moe_lab_mask` to the logits."""
 
     def _select_experts(
         self: Any, hidden_states: Any, router_logits: Any, *args: Any, **kwargs: Any
@@ -72,12 +70,7 @@ class PlanWorker:
     @torch.inference_mode()
     def set_plan(self, retained_experts: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Set the masks of all routers. `retained_experts`: pairs (layer, ids of the experts that
-        the layer retains). Layers without a pair retain all experts.
-
-        Some routers add a correction bias to the scores that they compute from the masked logits. A
-        large bias could bring a dropped expert back, so the bias of dropped experts is minus
-        infinity, too.
-        """
+        the layer retains). Layers without a pair retain all experts."""
         experts_of_layer = {layer: list(experts) for layer, experts in retained_experts}
         for layer, router in routers(self.model_runner.model):
             mask = torch.zeros(router.global_num_experts)
@@ -85,6 +78,7 @@ class PlanWorker:
                 mask.fill_(-torch.inf)
                 mask[experts_of_layer[layer]] = 0.0
             router.moe_lab_mask.copy_(mask)
+            # a large bias of a dropped expert could bring the expert back
             bias = getattr(router, "e_score_correction_bias", None)
             if bias is not None:
                 # moe_lab_bias: the bias as the checkpoint has it

@@ -56,8 +56,7 @@ Layers = Mapping[int, Mapping[str, Any]]
 
 
 def register() -> None:
-    """Register with vLLM a class of this module for each architecture of vLLM, and patch vLLM. A
-    second call changes nothing."""
+    """Register with vLLM a class of this module for each architecture of vLLM, and patch vLLM."""
     from vllm import ModelRegistry
     from vllm.platforms import current_platform
 
@@ -71,8 +70,7 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> type:
-    """The class `name`, which is `PREFIX` followed by the name of a class of vLLM. Python calls
-    this function when vLLM imports the class from this module, and the class is made then."""
+    """The class `name`, which is `PREFIX` followed by the name of a class of vLLM."""
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__} has no attribute {name}")
     return _uneven_class(name.removeprefix(PREFIX))
@@ -90,12 +88,11 @@ def replace_method(owner: type, name: str, make: Callable[[Any], Any]) -> None:
 
 def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration by which vLLM loads the model in `folder`. `config`: the content of
-    config.json in `folder`. The result is a copy of `config`, unless the model is an uneven export:
-    an export whose layers differ in the number or the width of their experts.
+    config.json in `folder`. The result is a copy of `config`, unless the model is an uneven export.
 
     For an uneven export, the result has the model type of the original model. Where layers differ,
-    a field has the largest value of any layer. The new field `LAYERS` (layer -> field -> value) has
-    the values of each layer. ValueError for an export that this module cannot read.
+    a field has the largest value of any layer. The new field `LAYERS` has the values of each layer.
+    ValueError for an export that this module cannot read.
     """
     if EXPORT_FIELD not in config:
         return dict(config)
@@ -122,7 +119,7 @@ def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
             changes[index][width_field] = layer["width"]
     # names of the fields that differ between layers
     names = {name for changed_fields in changes.values() for name in changed_fields}
-    # the original values, for fields that the export does not change in a layer
+    # for fields that the export does not change in a layer
     default_fields = {name: config[name] for name in names}
     fields = {index: {**default_fields, **changed} for index, changed in changes.items()}
     maxima = {name: max(layer_fields[name] for layer_fields in fields.values()) for name in names}
@@ -142,7 +139,7 @@ def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _patch_config_parser() -> None:
-    """Make vLLM's parser of config.json apply `family_config` to the content of the file."""
+    """Make vLLM's parser of config.json apply `family_config`."""
     from transformers import PreTrainedConfig
     from vllm.transformers_utils.config import HFConfigParser
 
@@ -166,9 +163,7 @@ def _patch_config_parser() -> None:
 @cache
 def _uneven_class(name: str) -> type:
     """A subclass of vLLM's class `name`, for models whose layers differ. It builds each layer with
-    the values that `LAYERS` has for the layer. Building a model raises ValueError if vLLM does not
-    support the export, or builds a layer with another number of experts than `LAYERS` has. Loading
-    weights raises ValueError if the experts in the files are not those that vLLM has built."""
+    the values that `LAYERS` has for the layer."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.utils import extract_layer_index
 
@@ -194,7 +189,7 @@ def _uneven_class(name: str) -> type:
         # layer -> number of experts that were built
         self.moe_lab_counts = {layer: router.global_num_experts for layer, router in routers(self)}
         for layer, count in self.moe_lab_counts.items():
-            # a family has one of the fields COUNT_FIELDS; None if `layers` does not have the layer
+            # a family has one of the fields COUNT_FIELDS
             expected = next(
                 (value for name, value in layers.get(layer, {}).items() if name in COUNT_FIELDS),
                 None,
@@ -221,9 +216,8 @@ def _uneven_class(name: str) -> type:
 
 
 def _check_support(name: str, module: Any, vllm_config: Any, layers: Layers) -> None:
-    """Raise ValueError if vLLM would serve the export wrongly. `name`, `module`: the architecture,
-    and the module of vLLM that defines the architecture. `vllm_config`: the settings of vLLM.
-    `layers`: layer -> field -> value, as in `LAYERS`."""
+    """ValueError if vLLM would serve the export wrongly. `module`: the module of vLLM that defines
+    the architecture `name`. `layers`: layer -> field -> value, as in `LAYERS`."""
     import vllm
 
     if name in UNIFORM_ARCHITECTURES or not hasattr(module, "make_layers"):
@@ -250,8 +244,8 @@ def _check_support(name: str, module: Any, vllm_config: Any, layers: Layers) -> 
 
 @contextmanager
 def _field_values(config: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """A context in which the fields of `config` have the `values` (field -> value) of one layer.
-    `config` is changed and not copied, because some classes of vLLM keep a reference to it."""
+    """A context in which the fields of `config` have the `values` (field -> value). `config` is
+    changed and not copied, because some classes of vLLM keep a reference to it."""
     original = {name: getattr(config, name) for name in values}
     try:
         for name, value in values.items():
@@ -275,8 +269,8 @@ def routers(model: torch.nn.Module) -> Iterator[tuple[int, Any]]:
 def _record_experts(
     weights: Iterable[tuple[str, torch.Tensor]], experts: dict[tuple[int, str], set[int]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield `weights`, pairs (name, tensor), unchanged. Adds to `experts`: (layer, name of a tensor
-    in an expert) -> ids of the experts that have this tensor."""
+    """Yield `weights` unchanged. Adds to `experts`: (layer, name of a tensor in an expert) -> ids
+    of the experts that have this tensor."""
     for name, tensor in weights:
         if match := EXPERT.search(name):
             layer, expert, name_in_expert = match.groups()
@@ -285,10 +279,8 @@ def _record_experts(
 
 
 def _check_files(counts: Mapping[int, int], experts: Mapping[tuple[int, str], set[int]]) -> None:
-    """Raise ValueError when the experts in the files are not the experts that vLLM has built. vLLM
-    alone would load such files without an error. `counts`: layer -> number of built experts.
-    `experts`, from the files: (layer, name of a tensor in an expert) -> ids of the experts that
-    have this tensor."""
+    """ValueError when the experts in the files are not the experts that vLLM has built. `counts`:
+    layer -> number of built experts. `experts`: what `_record_experts` found in the files."""
     for (layer, name), ids in experts.items():
         expected = set(range(counts.get(layer, 0)))
         if layer in counts and ids != expected:
@@ -328,8 +320,7 @@ def _repair_bias() -> None:
         def _compute_routing(
             self: Any, hidden_states: Any, router_logits: Any, indices_type: Any, **kwargs: Any
         ) -> Any:
-            """(gates, ids) of the experts of each token, both (T, K): the experts are selected by
-            scores plus bias, and the gates are scores without bias."""
+            """(gates, ids) of the experts of each token, both (T, K)."""
             bias = self.e_score_correction_bias
             is_softmax = self.custom_routing_function is None and self.scoring_func == "softmax"
             if bias is None or self.use_grouped_topk or not is_softmax:

@@ -28,15 +28,15 @@ Layers: TypeAlias = "dict[int, dict[str, torch.Tensor]]"
 
 @dataclass
 class Statistics:
-    """Sums per MoE layer, with a header that says what was summed. `header`: JSON data with `kind`
-    (forward, damage, similarity, gradients, weight_gradients, weights, channel_weights or
-    weight_distances), and `batches`, a digest of the text, for sums over a text."""
+    """Sums per MoE layer. `header`: JSON data with `kind` (forward, damage, similarity, gradients,
+    weight_gradients, weights, channel_weights or weight_distances), and `batches`, a digest of the
+    text, for sums over a text."""
 
     layers: Layers
     header: dict[str, Any] = field(default_factory=dict)
 
     def save(self, path: Path | str) -> None:
-        """Write the safetensors file `path` atomically. Its metadata has the header as JSON."""
+        """Write the safetensors file `path` atomically."""
         from safetensors.torch import save_file
 
         path = Path(path)
@@ -77,8 +77,8 @@ def read(
 
 
 def merge_passes(passes: Iterable[Mapping[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
-    """Layer -> name -> array, with the arrays of all `passes` over one model. Each pass is layer ->
-    name -> array. If passes have an array of the same name, the last one is taken."""
+    """Layer -> name -> array, with the arrays of all `passes` over one model. If passes have an
+    array of the same name, the last one is taken."""
     merged: dict[int, dict[str, Any]] = {}
     for layers in passes:
         for layer, arrays in layers.items():
@@ -100,16 +100,15 @@ def header(path: Path | str) -> dict[str, Any]:
 
 def combine(name: str, total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """The statistic `name` over two disjoint sets of tokens. `total` and `part` are the values over
-    one set each. The result is their maximum if the name ends in _max, otherwise their sum."""
+    one set each."""
     return total.maximum(part) if name.endswith("_max") else total + part
 
 
 def merge(parts: Iterable[Layers]) -> Layers:
-    """The statistics over all tokens. Each of `parts` has statistics over a set of tokens, and the
-    sets are disjoint. UserError when the names of the parts' statistics differ."""
+    """The statistics over all tokens. The sets of tokens of the `parts` are disjoint. UserError
+    when the names of the parts' statistics differ."""
     total: Layers = {}
     for layers in parts:
-        # layer n -> names of the layer's statistics
         if total and {n: total[n].keys() for n in total} != {n: layers[n].keys() for n in layers}:
             raise UserError(
                 "calibration.parts: parts of one pass have different statistics: remove the older "
@@ -126,9 +125,8 @@ def merge(parts: Iterable[Layers]) -> Layers:
 
 def merge_means(parts: Sequence[Statistics]) -> Layers:
     """Layer -> name -> mean over the tokens of all `parts`. Each part has the means over its own
-    tokens, and their number is header["predicted"] of the part."""
+    tokens."""
     counts = [int(part.header["predicted"]) for part in parts]
-    # one item per part: layer -> name -> sum over its tokens
     sums = [
         {
             layer: {name: mean * count for name, mean in means.items()}
@@ -143,8 +141,8 @@ def merge_means(parts: Sequence[Statistics]) -> Layers:
 
 
 def check_finite(layers: Mapping[int, Mapping[str, torch.Tensor]], source: str) -> None:
-    """Raise UserError when a value in `layers` (layer -> name -> tensor) is NaN or infinite. The
-    message names the layer, the expert and `source`, which says what batches were read."""
+    """UserError when a value in `layers` (layer -> name -> tensor) is NaN or infinite. `source`
+    says in the message what batches were read."""
     for layer, tensors in layers.items():
         for name, tensor in tensors.items():
             if tensor.isfinite().all():
@@ -158,11 +156,8 @@ def check_finite(layers: Mapping[int, Mapping[str, torch.Tensor]], source: str) 
 
 def mean_output(sums: Mapping[str, Any]) -> NDArray[numpy.float64]:
     """The mean output (E, H) of each expert of a layer, over the tokens routed to the expert and
-    without the gate; 0 for an expert without tokens. `sums`: name -> statistic of the layer.
-
-    Among constants that replace an expert, the mean has the smallest mean square error. MoNE (arXiv
-    2507.00390) calls it the expert's novice.
-    """
+    without the gate; 0 for an expert without tokens. MoNE (arXiv 2507.00390) calls it the expert's
+    novice. `sums`: name -> statistic of the layer."""
     tokens = numpy.maximum(numpy.asarray(sums["tokens"], dtype=float), 1)
     means: NDArray[numpy.float64] = numpy.asarray(sums["output_sum"], dtype=float) / tokens[:, None]
     return means

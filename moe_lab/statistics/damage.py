@@ -25,28 +25,22 @@ TOKENS = 2048
 
 
 class DamageHook(StatisticsHook):
-    """Adds the statistic `damage` (E,): || y - y without the expert ||, summed over the valid
-    tokens routed to the expert. y is the routed output of a token. Without the expert, the router
-    chooses again among the other experts.
-
-    The routed output equals the output of eager experts up to rounding. For each token, usually one
-    more expert runs than in a forward pass: the expert that replaces a removed one.
-    """
+    """Adds the statistic `damage` (E,): the exact damage of each expert. The routed output equals
+    the output of eager experts up to rounding."""
 
     kind = "damage"
     call: tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]
     """Arguments and keyword arguments of the router's last call, and its logits (T, E)."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Record the router's arguments and logits (T, E). `experts` then repeats the router's call
-        to find where a token goes without one of its chosen experts."""
+        """Record the router's arguments and logits."""
         self.call = args, kwargs, result[0].reshape(-1, self.layer.n_experts)
 
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H). Adds the damage (E,) to the sums. UserError if repeating the
-        router's call gives other gates than the router gave."""
+        """The routed output (T, H). Adds `damage`. UserError if repeating the router's call gives
+        other gates than the router gave."""
         valid = self.valid_tokens(hidden)
         damage = torch.zeros(self.layer.n_experts, dtype=torch.float64, device=hidden.device)
         routed = torch.empty_like(hidden)
@@ -72,10 +66,9 @@ class DamageHook(StatisticsHook):
         return routed
 
     def _factors(self, tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Factors (t, 1 + K, E) by which the outputs of all E experts are multiplied and summed.
-        `tokens` (t,): indices of the tokens. `index` (t, K): ids of their experts. Each token has
-        1 + K sums. Sum 0 is the routed output y. Sum 1 + k is the change of y by the token's k-th
-        expert: y minus the routed output without this expert."""
+        """Factors (t, 1 + K, E) of the outputs of all E experts. `tokens` (t,): indices of the
+        tokens. `index` (t, K): ids of their experts. Row 0 of a token gives its routed output y.
+        Row 1 + k gives y minus the routed output without the token's k-th expert."""
         t, k = index.shape
         n_experts = self.layer.n_experts
         gates = dense_gates(*self._reroute(tokens, None), n_experts)[:, None]
@@ -90,17 +83,11 @@ class DamageHook(StatisticsHook):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(expert ids, gates), each (R, K), that the router gives R tokens. `tokens` (R,): indices
         of the tokens. `removed` (R,): the expert that each of them cannot use; None: no expert is
-        removed.
-
-        The router's own code runs with two differences. Its linear map returns the logits of the
-        recorded call, with -inf for the removed expert. When it selects the best of all experts,
-        the score of the removed expert is also -inf, so that a correction bias cannot bring the
-        expert back. Deleting the expert from the router's weights instead would change the groups
-        of a group-limited router.
-        """
+        removed."""
         args, kwargs, logits = self.call
         logits = logits[tokens]
         if removed is not None:
+            # deleting it from the router's weights would change the groups of some routers
             logits = logits.scatter(1, removed[:, None], float("-inf"))
         hidden = args[0] if args else kwargs["hidden_states"]
         # only the number of these hidden states matters, because the logits are replayed
@@ -127,8 +114,6 @@ class _Replay(TorchFunctionMode):
         self.removed = removed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace the results of the router's linear map and of its choices of experts. All other
-        functions run unchanged."""
         # a linear map with one output for each expert
         if func is torch.nn.functional.linear and args[1].shape[0] == self.logits.shape[1]:
             return self.logits
@@ -136,15 +121,14 @@ class _Replay(TorchFunctionMode):
         is_choice = (
             func in (torch.topk, torch.Tensor.topk) and args[0].numel() == self.logits.numel()
         )
+        # a correction bias could bring the removed expert back
         if is_choice and self.removed is not None:
             return self._topk_without_removed(args[0], func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _topk_without_removed(self, scores: torch.Tensor, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of topk for `scores` without the removed experts. If too few other experts are
-        left, topk also selects a removed expert. Its value is 0, so that a sum of the values,
-        such as the score of a group of experts, stays finite. `func`, `args`, `kwargs`: the
-        function topk and its arguments; args[0] is `scores`."""
+        """The result of topk for `scores` without the removed experts. If topk selects a removed
+        expert nevertheless, its value is 0, so that a sum of the values stays finite."""
         assert self.removed is not None
         remaining = (
             scores.reshape(self.logits.shape)
@@ -158,10 +142,8 @@ class _Replay(TorchFunctionMode):
 
 
 class SimilarityHook(StatisticsHook):
-    """Adds `dense_output_sum`, sums of the experts' outputs. If the router returns the logits of
-    all experts, adds also `router_gram`, products of logits, and `dense_gated_output_sum`, sums of
-    outputs weighted by probabilities. All E experts run on all tokens, which takes about E / K
-    times the expert work of a forward pass."""
+    """Adds `dense_output_sum`. If the router returns the logits of all experts, adds also
+    `router_gram` and `dense_gated_output_sum`. All E experts run on all tokens."""
 
     kind = "similarity"
     probabilities: torch.Tensor | None = None
@@ -170,8 +152,7 @@ class SimilarityHook(StatisticsHook):
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Add `router_gram` (E, E): the products of the logits of every two experts, summed over
-        valid tokens. Set `probabilities` (valid tokens, E) to the softmax of the logits, or to None
-        if the router does not return the logits of all experts."""
+        valid tokens. Set `probabilities`."""
         self.probabilities = None
         logits = result[0] if isinstance(result, tuple) else None
         if not isinstance(logits, torch.Tensor) or logits.shape[-1] != self.layer.n_experts:
@@ -186,8 +167,8 @@ class SimilarityHook(StatisticsHook):
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """The routed output (T, H). Adds `dense_output_sum` (E, H): the outputs of each expert,
-        summed over all valid tokens, also those not routed to the expert. If `probabilities` is not
-        None, adds `dense_gated_output_sum` (E, H): the same sum, weighted by the probabilities."""
+        summed over all valid tokens. Adds `dense_gated_output_sum` (E, H): the same sum, weighted
+        by `probabilities`."""
         valid = self.valid_tokens(hidden)
         states = hidden if valid is None else hidden[valid]
         output_sums = []

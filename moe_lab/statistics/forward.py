@@ -36,9 +36,7 @@ class ForwardHook(StatisticsHook):
     """The last call of the experts, until the decoder layer returns."""
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
-        """`observer`: the observer that registers this hook. `layer`: the MoE layer. `start`:
-        name -> sum over the batches that were read before; {} for a new pass. The names in `start`
-        tell whether the router is a softmax."""
+        """`start`: name -> sum over the batches that were read before; {} for a new pass."""
         super().__init__(observer, layer, start)
         self.is_softmax_router = "sums_double_softmax" in start if start else None
         """Whether the router is a softmax over all experts; None until the first call of a new
@@ -48,25 +46,22 @@ class ForwardHook(StatisticsHook):
         module."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Set `logits` to the router's logits (T, E), which `experts` reads next, or to None if the
-        router does not return the logits of all experts."""
+        """Set `logits` to the router's logits of all experts, or to None."""
         logits = result[0] if isinstance(result, tuple) else None
         self.logits = None
         if isinstance(logits, torch.Tensor) and logits.shape[-1] == self.layer.n_experts:
             self.logits = logits.detach().reshape(-1, self.layer.n_experts)
 
     def register_hooks(self, decoder_layer: torch.nn.Module) -> Iterable[RemovableHandle]:
-        """Register hooks that record the residual stream before the MoE block, and yield the hooks'
-        handles. A norm lies between the residual stream and the block: the stream is the norm's
-        input, and the norm's output is the block's input."""
+        """Register hooks that record the residual stream before the MoE block: the input of the
+        norm whose output is the block's input."""
         for child in decoder_layer.children():
             if child is not self.layer.block:
                 yield child.register_forward_hook(self._after_child)
         yield self.layer.block.register_forward_pre_hook(self._before_block)
 
     def _after_child(self, module: torch.nn.Module, args: Any, result: Any) -> None:
-        """Record the input and the output of `module`, which may be the norm before the block. A
-        module that does not map one tensor to one tensor is no norm, and is not recorded."""
+        """Record the input and the output of `module`, which may be the norm before the block."""
         if (
             len(args) == 1
             and isinstance(args[0], torch.Tensor)
@@ -75,8 +70,8 @@ class ForwardHook(StatisticsHook):
             self.module_inputs_and_outputs[id(module)] = (args[0].detach(), result)
 
     def _before_block(self, module: torch.nn.Module, args: Any) -> None:
-        """Set `residual` (T, H) to the input of the norm before the block. The norm is the recorded
-        module that returned the block's input. None if not exactly one module returned it."""
+        """Set `residual` to the input of the norm before the block. The norm is the recorded module
+        that returned the block's input."""
         block_input = args[0] if args else None
         inputs = [
             state
@@ -89,8 +84,7 @@ class ForwardHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output m (T, H). Adds the statistics of this call. `hidden` (T, H): hidden
-        states. `index` (T, K): ids of the experts of each token. `weights` (T, K): gates."""
+        """The routed output m (T, H). Adds the statistics of this call."""
         layer = self.layer
         rows = sort_by_expert(index, layer.n_experts)
         gates = weights.detach()
@@ -103,8 +97,8 @@ class ForwardHook(StatisticsHook):
         )
 
         def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
-            """The output f (n, H) of an expert. Adds the expert's statistics to `call`. `part`: the
-            slice of the expert's `rows`. `states` (n, H): the hidden states of these rows."""
+            """The output f (n, H) of an expert for the `states` (n, H). `part`: the slice of the
+            expert's `rows`."""
             expert_weights = layer.weights(expert)
             phi = layer.phi(states, expert_weights)
             f = layer.output(phi, expert_weights)
@@ -133,8 +127,7 @@ class ForwardHook(StatisticsHook):
 
     def _softmax_gates(self, index: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """Kind of gate -> gates (T, K), for the kinds "full_softmax" and "double_softmax"; {} if
-        the router is not a softmax over all experts. `index` (T, K): ids of the experts of each
-        token. `weights` (T, K): the router's gates. Only the first call tests the router."""
+        the router is not a softmax over all experts."""
         if self.is_softmax_router is None:
             self.is_softmax_router = self.logits is not None and is_softmax(
                 self.logits, index, weights
@@ -152,7 +145,7 @@ def entropy_histogram(logits: torch.Tensor, valid: torch.Tensor | None) -> torch
     """Histogram (ENTROPY_BINS,) of router entropies: numbers of valid tokens in equal bins from 0
     to ln E. `logits` (T, E). `valid` (T,): which tokens count; None: all."""
     logits = logits if valid is None else logits[valid]
-    # divided by ln E, the largest entropy; by ln 2 if there is only one expert, because ln 1 is 0
+    # divided by ln 2 if there is only one expert, because ln 1 is 0
     entropies = torch.special.entr(logits.double().softmax(-1)).sum(-1) / math.log(
         max(2, logits.shape[-1])
     )
@@ -162,9 +155,9 @@ def entropy_histogram(logits: torch.Tensor, valid: torch.Tensor | None) -> torch
 
 def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> bool:
     """Whether the gates g = `weights` (T, K) of a router are softmax probabilities p of `logits`
-    (T, E), renormalised or not. `index` (T, K): ids of the chosen experts. The test is whether
-    log g - log p is the same for all chosen experts of a token. If only one expert is chosen, it is
-    whether log g - log p is the same for all tokens."""
+    (T, E), renormalised or not. `index` (T, K): ids of the chosen experts. The test is whether log
+    g - log p is the same for all chosen experts of a token. If only one expert is chosen, it must
+    be the same for all tokens."""
     # gates in half precision are rounded
     tolerance = 1e-3 if weights.dtype in (torch.float32, torch.float64) else 0.05
     log_probabilities = logits.double().log_softmax(-1).gather(-1, index)
@@ -176,11 +169,9 @@ def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor)
 
 def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     """1 - cos(x, x + a) of every token, (T,) fp64, at least 0, for x = `stream` (T, H) and a =
-    `added` (T, H); 1 where x or x + a is 0. Small angles are computed from their sine, because 1 -
-    cos cancels in fp32."""
+    `added` (T, H); 1 where x or x + a is 0."""
     x = at_least_fp32(stream)
     a = at_least_fp32(added)
-    # inner products of x and x, x and a, a and a
     xx, xa, aa = (
         (left_vector * right_vector).sum(-1).double()
         for left_vector, right_vector in ((x, x), (x, a), (a, a))
@@ -189,7 +180,7 @@ def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     squares = xx * sum_square
     cosine = (xx + xa) / squares.sqrt()
     sine_square = (xx * aa - xa.square()).clamp(min=0) / squares
-    # 1 - cos = sin^2 / (1 + cos)
+    # 1 - cos = sin^2 / (1 + cos), which does not cancel for small angles
     shift = torch.where(cosine > 0, sine_square / (1 + cosine), 1 - cosine)
     return torch.where(squares > 0, shift, 1.0)
 
@@ -198,9 +189,8 @@ class ExpertsCall:
     """The statistics of one call of a layer's experts. Call `add` for each expert, then `finish`,
     then `normalize`.
 
-    `rows`: the routed (token, expert) pairs. `weights` (T, K): the gates by which the model
-    multiplies expert outputs. `further_gates`: kind of gate -> gates (T, K). `valid` (T,) bool:
-    which tokens count; None: all.
+    `rows`: the routed (token, expert) pairs. `weights` (T, K): the gates of the model.
+    `further_gates`: kind of gate -> gates (T, K). `valid` (T,) bool: which tokens count; None: all.
     """
 
     def __init__(
@@ -211,7 +201,6 @@ class ExpertsCall:
         further_gates: Mapping[str, torch.Tensor],
         valid: torch.Tensor | None,
     ) -> None:
-        """Compute the gates of each kind: "model", "renormalized" and those of `further_gates`."""
         self.n_experts = n_experts
         self.rows = rows
         self.gates = {"model": weights.double()}
@@ -219,7 +208,7 @@ class ExpertsCall:
         self.gates |= {name: gates.double() for name, gates in further_gates.items()}
         self.valid = valid
         self.valid_rows = None if valid is None else valid[rows.token]
-        # the next tensors have one entry for each of `rows`: first the squares of the gates
+        # the next tensors have one entry for each of `rows`
         self.gate_square = at_least_fp32(weights)[rows.token, rows.column].square()
         renormalized = self.gates["renormalized"][rows.token, rows.column]
         self.gate_squares = (self.gate_square, renormalized.to(self.gate_square.dtype).square())
@@ -232,9 +221,8 @@ class ExpertsCall:
         `finish`."""
 
     def add(self, expert: int, part: slice, phi: torch.Tensor, f: torch.Tensor) -> None:
-        """Add one expert to the statistics of outputs and channels, and store its outputs for
-        `finish`. Call it once for each expert. `part`: the slice of the expert's rows. `phi` (n,
-        I): the input of down_proj. `f` (n, H): the output of the expert."""
+        """Add one expert. `part`: the slice of the expert's rows. `phi` (n, I): the input of
+        down_proj. `f` (n, H): the output of the expert."""
         phi = at_least_fp32(phi)
         f = at_least_fp32(f)
         self.outputs.append((part, f))
@@ -258,7 +246,7 @@ class ExpertsCall:
 
     def finish(self, routed: torch.Tensor) -> dict[str, torch.Tensor]:
         """Name -> sum, for all statistics that do not need the decoder layer's output. `routed` (T,
-        H): the routed output m of the call."""
+        H): the routed output m."""
         self._compute_numerators(at_least_fp32(routed))
         moments = self._moments()
         names = [f"sums_{gate}" for gate in self.gates]
