@@ -1,5 +1,4 @@
-"""Formats of the files that steps write and the analysis reads: results of evaluations
-(result.json and samples.parquet), records of runs (record.json), and columns of tables."""
+"""Formats of the files that steps write and the analysis reads."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import Any, Literal, NotRequired, TypedDict, get_args
 from moe_lab.json_files import Number, read_sealed
 
 SCHEMA = 1
-"""Version of result.json, samples.parquet and record.json; a reader refuses a higher one."""
+"""Version of result.json, samples.parquet and record.json."""
 
 
 RANDOM = ("random", "channel_random")
@@ -32,7 +31,7 @@ class Result(TypedDict):
     score: float
     """Mean outcome of the items; for a perplexity, the exponential of the mean outcome."""
     scale: Scale
-    """Meaning of the number, as set by the harness; it is not inferred from the metric's name."""
+    """Meaning of the number, as set by the harness."""
     unit: str
     """Unit of a loss, such as nats per token; for a perplexity, the unit of the loss whose
     exponential it is. "" for a score."""
@@ -128,11 +127,11 @@ records no longer count."""
 
 def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
     """Name of a run -> record of the run, oldest run first, for the runs of a study. A run is left
-    out, and the record of the run is not opened, if a later record names the run in the entry
-    `replaces`. `root`: folder of the store. Raises Damaged for a damaged record."""
+    out if a later record names the run in the entry "replaces". `root`: folder of the store. Raises
+    Damaged for a damaged record."""
     records: dict[str, dict[str, Any]] = {}
     replaced_runs: set[str] = set()
-    # the name of a run begins with the run's number, so this order is from the newest to the oldest
+    # newest run first, because the name of a run begins with its number
     for path in sorted(root.glob(f"runs/{study}/*/{RECORD}"), reverse=True):
         if path.parent.name not in replaced_runs:
             record = read_sealed(path, RECORD_SHAPE)
@@ -142,8 +141,8 @@ def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
 
 
 def read_record(root: Path, study: str) -> dict[str, Any] | None:
-    """The current records of a study, joined to one record by `join_records`. None if the study has
-    no record. Raises Damaged for a damaged record."""
+    """The current records of a study, joined to one record. None if the study has no record. Raises
+    Damaged for a damaged record."""
     current = current_records(root, study)
     return join_records(current) if current else None
 
@@ -151,11 +150,11 @@ def read_record(root: Path, study: str) -> dict[str, Any] | None:
 def join_records(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """One record from all records in `current`, the result of `current_records`. The record has the
     cells of all records, and the rows of all records in the entries FIGURE_STEPS. All other entries
-    are copied from the last record. The entry `run` has the name of the last record's run.
+    are copied from the last record. The entry "run" has the name of the last record's run.
 
     A cell in several records gets the benchmarks of all these records. If two records name
-    different steps for the cell, because settings differed, the cell is copied from the later
-    record, and added to the entry `differing`.
+    different steps for the cell, the cell is copied from the later record, and added to the entry
+    "differing".
     """
     cells: dict[str, dict[str, Any]] = {}
     # entry in FIGURE_STEPS -> key of a row -> row
@@ -163,8 +162,7 @@ def join_records(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     differing = {}
     for record in current.values():
         for entry in record["cells"]:
-            # Models may have the same name, so the key also has the id of the step "model": the
-            # last digits of the step's folder.
+            # models may have the same name, so the key also has the id of the step "model"
             key = _key({**entry["cell"], "id": (entry.get("model") or "")[-ID_DIGITS:]})
             merged = _merge(cells[key], entry) if key in cells else entry
             if merged is None:  # the two records name different steps
@@ -173,7 +171,6 @@ def join_records(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         for figure, rows in figures.items():
             for row in record[figure]:
                 key = _key({name: row[name] for name in KEY})
-                # a row without a step does not replace a row with a step
                 if row["step"] or key not in rows:
                     rows[key] = row
     last_run = list(current)[-1]
@@ -187,13 +184,12 @@ def join_records(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _key(document: Mapping[str, Any]) -> str:
-    """`document` as JSON, with sorted keys so that equal documents give equal texts."""
+    """`document` as JSON; equal documents give equal texts."""
     return json.dumps(document, sort_keys=True)
 
 
 STEPS = ("model", "statistics", "scores", "plan", "finetune", "export", "cost", "profile", "timing")
-"""Fields of a cell in a record whose value is the folder of a step, or None. The folders of
-evaluations are in the field `evaluate`."""
+"""Fields of a cell in a record whose value is the folder of a step, or None."""
 ID_DIGITS = 12
 """Number of digits of a step's id at the end of the name of the step's folder."""
 Folders = Mapping[str, str | None]
@@ -202,8 +198,7 @@ Folders = Mapping[str, str | None]
 
 def _merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | None:
     """Merge the entries of one cell in two records: `old` in the earlier record, `new` in the later
-    record. Folders and errors that only `old` has are added to `new`. Errors of steps that finished
-    in one of the two records are left out. Returns None if `old` and `new` name different steps."""
+    record. Returns None if `old` and `new` name different steps."""
     steps = _merge_folders(
         {name: old.get(name) for name in STEPS}, {name: new.get(name) for name in STEPS}
     )
@@ -217,9 +212,8 @@ def _merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def _merge_folders(old: Folders, new: Folders) -> dict[str, str | None] | None:
-    """Field or benchmark -> folder of the step, from `old` and `new` together. If both name a
-    folder, both must end with the same id, which means the same step; otherwise returns None. The
-    folder in `new` is taken, because the label before the id may have changed."""
+    """Field or benchmark -> folder of the step, from `old` and `new` together. None if the folders
+    of a field have different ids. Of folders with the same id, `new` has the current label."""
     merged = dict(old)
     for name, folder in new.items():
         old_folder = old.get(name)
@@ -230,8 +224,7 @@ def _merge_folders(old: Folders, new: Folders) -> dict[str, str | None] | None:
 
 
 def finished_steps(record: Mapping[str, Any]) -> set[str]:
-    """Folders (KIND/LABEL-ID) of all finished steps that a record names: the steps of cells, of
-    benchmarks and of FIGURE_STEPS. Empty for the record {}."""
+    """Folders (KIND/LABEL-ID) of all finished steps that a record names."""
     names: set[str | None] = set()
     for entry in record.get("cells", ()):
         names.update(entry.get(step) for step in STEPS)
@@ -241,7 +234,7 @@ def finished_steps(record: Mapping[str, Any]) -> set[str]:
     return {name for name in names if name}
 
 
-# Columns of the tables that steps write for figures. Most of these steps also write large arrays.
+# Columns of the tables that steps write for figures.
 COVERAGE = ("layer", "expert", "tokens")
 """coverage.parquet of a pass over a text: how many tokens the router sent to each expert."""
 SCORES = ("layer", "expert", "score")

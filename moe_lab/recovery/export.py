@@ -145,9 +145,8 @@ class _RecoveredTensors:
 
     @torch.no_grad()
     def _tensors_of_layer(self, number: int) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """The changed tensors of decoder layer `number`. Returns name of a tensor in the checkpoint
-        -> tensors to write instead of this tensor, by name. {} for OUTSIDE, because tensors outside
-        of decoder layers do not change."""
+        """For the changed tensors of decoder layer `number`: name of a tensor in the checkpoint ->
+        tensors to write instead of this tensor, by name."""
         if number == OUTSIDE:
             return {}
         model: Any = self.streamed.model
@@ -175,6 +174,5 @@ class _RecoveredTensors:
                 else:
                     new_tensors[f"{path}.weight"] = nf4_rounded(module.weight)
             renamed = to_checkpoint(model, new_tensors)  # by name in the checkpoint
-            # Each of these tensors replaces the tensor of the same name. Copies are needed, since
-            # tensors may be views of weights that are freed with the layer.
+            # copies, since tensors may be views of weights that are freed with the layer
             return {name: {name: tensor.clone()} for name, tensor in renamed.items()} | nf4_by_name

@@ -1,8 +1,7 @@
 """Fine-tune a pruned model, and save its changed tensors.
 
 The model learns the answers of an instruction set, or the next-token distributions of the unpruned
-model on any text. The seed determines the order of rows. A stopped training resumes from its last
-checkpoint, and ends with the same weights as an uninterrupted training.
+model on any text.
 """
 
 from __future__ import annotations
@@ -53,14 +52,11 @@ Loss = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Function (model, ids (B, S), valid (B, S), learnt (B, S)) that returns the sum of the loss over
 the learnt tokens, in nats."""
 WARMUP = 0.1
-"""Share of the steps, at the beginning, in which learning rates rise from 0 to their peak, because
-AdamW has seen too few gradients to scale them."""
+"""Share of the steps, at the beginning, in which learning rates rise to their peak."""
 CLIP = 0.5
-"""Gradients of a step with a larger norm are scaled down to this norm, so that no single step
-undoes many steps."""
+"""Gradients of a step with a larger norm are scaled down to this norm."""
 SAVE_EVERY = 50
-"""Number of steps between two checkpoints. A killed run then loses a few minutes, and writing
-checkpoints takes a few percent of a run's time."""
+"""Number of steps between two checkpoints. Writing them takes a few percent of a run's time."""
 PROGRESS_FILE = "progress.pt"
 
 
@@ -77,18 +73,15 @@ def finetune(
 ) -> None:
     """Prune a copy of `model` by `plan` (None prunes nothing), and train the copy on `text`.
 
-    recovery.train=routers trains the router weights, other values train DoRA adapters on the MoE
-    blocks. With recovery.distill, the copy learns the next-token distributions of the unpruned
-    `model`, otherwise the answers in `text`. The folder `out` gets two files, from which
-    `apply.recovered` makes the fine-tuned model:
+    With recovery.distill, the copy learns the next-token distributions of the unpruned `model`,
+    otherwise the answers in `text`. The folder `out` gets two files:
 
     tuned.safetensors  name in the pruned model's state dict -> tensor, for the changed tensors
     finetune.json      loss of each step; numbers of trained parameters, rows, tokens, steps and
                        seconds
 
-    Checkpoints are saved in the folder `partial`, from which a stopped run resumes; no other run
-    may use this folder. seed: determines the initial adapters, the order of the rows, and all
-    random numbers. UserError when `text` has no token to learn, and for a loss that is not finite.
+    A stopped run resumes from the checkpoint in the folder `partial`; no other run may use this
+    folder. UserError when `text` has no token to learn, and for a loss that is not finite.
     """
     is_distilled = settings.distill is not None
     rows = text_rows(text, tokenizer) if is_distilled else answer_rows(text, tokenizer)
@@ -126,20 +119,19 @@ def finetune(
 
 
 def answer_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
-    """The rows of an instruction set in which at least one answer token can be predicted. The first
-    token of a row cannot be predicted. UserError for a set without such rows."""
+    """The rows of an instruction set with an answer token after the first token. UserError for a
+    set without such rows."""
     reason = "no row holds an answer after its first token: expected answers"
     # with `header`, the text that the chat template writes around an answer is learnt, too
     return _rows_to_learn(answer_batches(text, tokenizer, header=True), text, reason)
 
 
 def text_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
-    """The rows of a text, which may be without answers. The model learns each valid token that
-    follows a valid token. Rows without such a token are left out. UserError when no row is left."""
+    """The rows of a text. The model learns each valid token that follows a valid token. UserError
+    when no row has such a token."""
     marked_batches = []
     for ids, valid in batches(text, tokenizer).batches:
-        # (B, S): whether the token before is valid. The value in the first column has no effect,
-        # because the first token of a row is never learnt.
+        # the first column has no effect, because the first token of a row is never learnt
         follows_valid = pad(valid[:, :-1], (1, 0), value=True)
         marked_batches.append((ids, valid, valid & follows_valid))
     return _rows_to_learn(
@@ -151,7 +143,7 @@ def _rows_to_learn(
     marked_batches: Iterable[Sequence[torch.Tensor]], text: CalibrationConfig, reason: str
 ) -> list[Row]:
     """The rows of the batches (ids, valid, learnt) that have a learnt token after their first
-    token. UserError with the message `reason` when no batch has such a row."""
+    token."""
     rows: list[Row] = []
     for batch in marked_batches:
         for ids, valid, learnt in zip(*batch, strict=True):
@@ -173,14 +165,12 @@ def train(
     partial: Path,
     seed: int,
 ) -> list[float]:
-    """Train the parameters of `model` in `groups` (part of the model -> name -> parameter) on
-    `rows`, by AdamW without weight decay. Returns the loss of each step, in nats per learnt token.
+    """Train the parameters of `model` in `groups` on `rows`, by AdamW without weight decay. Returns
+    the loss of each step, in nats per learnt token.
 
-    A step reads `settings.rows_per_step` rows, with `rows_at_once` rows in each forward pass. The
-    loss of the step is the mean over all learnt tokens of its rows. All random numbers of a step
-    are drawn from (seed, step). So a training that resumes from the checkpoint in the folder
-    `partial` gives exactly the weights of an uninterrupted training. UserError for a loss that is
-    not finite.
+    A step reads `settings.rows_per_step` rows, with `rows_at_once` rows in each forward pass. A
+    training that resumes from the checkpoint in the folder `partial` gives exactly the weights of
+    an uninterrupted training. UserError for a loss that is not finite.
     """
     parameters = {name: parameter for group in groups.values() for name, parameter in group.items()}
     trained_parts = [part for part in groups if groups[part]]
@@ -192,7 +182,6 @@ def train(
     )
     steps = step_count(settings, len(rows))
     rows_digest = digest(tensor for row in rows for tensor in row)
-    # a checkpoint is only read if it is of a training with the same settings, seed and rows
     identity = json.dumps(
         {"settings": settings.identity, "seed": seed, "rows": rows_digest}, sort_keys=True
     )
@@ -205,7 +194,7 @@ def train(
             torch.manual_seed(_derive_seed(seed, step))
             losses.append(_backward(model, [rows[index] for index in indices], loss, rows_at_once))
         if not math.isfinite(losses[-1]):
-            setting = RATES[trained_parts[0]]  # the message names one rate, that of the first part
+            setting = RATES[trained_parts[0]]  # the message names one rate
             rate = f"recovery.{setting}={getattr(settings, setting)}"
             raise UserError(
                 f"fine-tuning: the loss of step {step + 1} is {losses[-1]}, expected a number: "
@@ -223,15 +212,13 @@ def train(
 
 
 def step_count(settings: RecoveryConfig, n_rows: int) -> int:
-    """Number of steps for `settings.epochs` passes over `n_rows` rows, rounded up, at least 1. If
-    too few rows remain for the last step, the step also reads rows of one more pass."""
+    """Number of steps for `settings.epochs` passes over `n_rows` rows."""
     return max(1, math.ceil(settings.epochs * n_rows / settings.rows_per_step))
 
 
 def rate_factor(step: int, steps: int) -> float:
     """The factor of the peak learning rate in step number `step` (from 0) of `steps` steps. The
-    factor rises linearly to 1 in the first WARMUP * steps steps. Then the factor falls along a half
-    cosine, and would be 0 in step number `steps`, which is not made."""
+    factor rises linearly in the first WARMUP * steps steps, then falls along a half cosine."""
     warmup = math.ceil(WARMUP * steps)
     if step < warmup:
         return (step + 1) / warmup
@@ -240,11 +227,10 @@ def rate_factor(step: int, steps: int) -> float:
 
 
 def rows_of_step(step: int, size: int, n_rows: int, seed: int) -> list[int]:
-    """Indices of the `size` rows, out of `n_rows`, that step number `step` reads. The steps pass
-    over all rows repeatedly. Each pass has its own order of the rows, drawn from `seed` and the
-    number of the pass."""
+    """Indices of the `size` rows, out of `n_rows`, that step number `step` reads. Each pass over
+    all rows has its own random order."""
     indices = []
-    # n_read: number of rows that were read before, in this step and all earlier steps
+    # n_read: number of rows that were read before
     for n_read in range(step * size, (step + 1) * size):
         epoch, position = divmod(n_read, n_rows)
         # numbers from 0 on are for the seeds of steps, so passes take the negative numbers
@@ -254,8 +240,8 @@ def rows_of_step(step: int, size: int, n_rows: int, seed: int) -> list[int]:
 
 
 def _backward(model: Any, rows: Sequence[Row], loss: Loss, rows_at_once: int) -> float:
-    """Compute the mean of `loss` over the learnt tokens of `rows`, add the gradients of this mean
-    to the gradients of `model`, and return the mean. A forward pass reads `rows_at_once` rows."""
+    """Add the gradients of the mean of `loss` over the learnt tokens of `rows` to the gradients of
+    `model`. Returns the mean."""
     tokens = sum(int(learnt[1:].sum()) for _, _, learnt in rows)
     mean_loss = 0.0
     for start in range(0, len(rows), rows_at_once):
@@ -269,9 +255,8 @@ def _backward(model: Any, rows: Sequence[Row], loss: Loss, rows_at_once: int) ->
 def answer_loss(
     model: Any, ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor
 ) -> torch.Tensor:
-    """Sum of -log p(token | tokens before it) over the tokens that `answers` (B, S) marks, except
-    the first token of a row; computed in fp32. ids: tokens (B, S); valid (B, S): False at gaps
-    between documents and at padding."""
+    """Sum of -log p(token | tokens before it) over the tokens that `answers` marks, except the
+    first token of a row; computed in fp32. All arguments but `model` are (B, S)."""
     logits = _predictions(model, ids, valid, answers)
     return cross_entropy(logits.float(), ids[:, 1:][answers[:, 1:]], reduction="sum")
 
@@ -285,13 +270,12 @@ def distillation_loss(
     teacher: Any,
     temperature: float,
 ) -> torch.Tensor:
-    """Sum of tau^2 KL(p || q) over the tokens that `learnt` (B, S) marks, except the first token of
-    a row; computed in fp32.
+    """Sum of tau^2 KL(p || q) over the tokens that `learnt` marks, except the first token of a row;
+    computed in fp32. `ids`, `valid` and `learnt` are (B, S).
 
-    p and q are the next-token distributions of `teacher` and `model` over the whole vocabulary, at
-    the temperature tau = `temperature`. Divided by the number of learnt tokens, the sum is the loss
-    of Router-KD (arXiv 2603.02217, equations 1 to 3). No gradient flows into the teacher. ids:
-    tokens (B, S); valid (B, S): False at gaps between documents and at padding.
+    p and q are the next-token distributions of `teacher` and `model` at the temperature
+    tau = `temperature`. Divided by the number of learnt tokens, the sum is the loss of Router-KD
+    (arXiv 2603.02217, equations 1 to 3).
     """
     with torch.no_grad():
         log_p = log_softmax(_predictions(teacher, ids, valid, learnt).float() / temperature, -1)
@@ -302,10 +286,9 @@ def distillation_loss(
 def _predictions(
     model: Any, ids: torch.Tensor, valid: torch.Tensor, learnt: torch.Tensor
 ) -> torch.Tensor:
-    """Logits (N, V) with which `model` predicts the N tokens that `learnt` (B, S) marks. The first
-    token of a row is not counted, because no position predicts it. ids: tokens (B, S); valid
-    (B, S): False at gaps between documents and at padding."""
-    # whether a position predicts a learnt token, which is the next token in the row
+    """Logits (N, V) with which `model` predicts the N tokens that `learnt` (B, S) marks, except the
+    first token of a row."""
+    # whether a position predicts a learnt token
     predicts_learnt = learnt[:, 1:]
     # positions that do so in at least one row: `logits_to_keep` takes the same ones of all rows
     columns = predicts_learnt.any(0).nonzero()[:, 0]
@@ -317,24 +300,20 @@ def _predictions(
 
 
 def _stack_rows(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The rows as a batch (ids, valid, learnt), each (B, S). Columns at the right end without any
-    valid token are cut off."""
+    """The rows as a batch (ids, valid, learnt), each (B, S)."""
     ids, valid, learnt = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
     end = int(valid.any(0).nonzero().max()) + 1
     return tuple(tensor[:, :end].to(device) for tensor in (ids, valid, learnt))
 
 
 def _derive_seed(seed: int, step: int) -> int:
-    """The seed of step number `step` (from 0), derived from the `seed` of the training. A negative
-    `step` gives the seed of a pass over the rows: -1 for the first pass, -2 for the second. Seeds
-    are hashes, so different seeds are unrelated. A seed has 7 bytes, because torch takes at most
-    8."""
+    """The seed of step number `step`, or of a pass over the rows if `step` is negative. The seed
+    has 7 bytes, because torch takes at most 8."""
     return int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:7], "big")
 
 
 def save_progress(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write a checkpoint with `content` to `folder`, where `load_progress` reads it. The file is
-    replaced atomically."""
+    """Write a checkpoint with `content` to `folder`. The file is replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary_file = folder / f"{PROGRESS_FILE}.part"
     torch.save(content, temporary_file)
@@ -348,8 +327,8 @@ def load_progress(
     optimizer: torch.optim.Optimizer,
 ) -> list[float]:
     """Restore the parameters and the state of the optimiser from the checkpoint in `folder`, and
-    return the losses of the finished steps. If the checkpoint is missing, damaged or of a training
-    with another `identity`, change nothing and return []."""
+    return the losses of the finished steps. Returns [] if the checkpoint is missing, damaged or of
+    another `identity`."""
     try:
         content = torch.load(folder / PROGRESS_FILE, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, UnpicklingError):
@@ -364,8 +343,7 @@ def load_progress(
     return losses
 
 
-# Models to train: a pruned copy with DoRA adapters on its MoE blocks, or a masked copy with
-# trainable routers.
+# Models to train.
 
 
 @dataclass(frozen=True)
@@ -375,8 +353,8 @@ class Student:
     model: Any
     parameters: Groups
     finish: Callable[[], dict[str, torch.Tensor]]
-    """Function that ends the training and returns the changed tensors, as name in the pruned
-    model's state dict -> tensor."""
+    """Ends the training and returns the changed tensors: name in the pruned model's state dict ->
+    tensor."""
 
 
 @contextmanager
@@ -386,8 +364,7 @@ def student(
     """A context that yields a copy of `model` and the copy's parameters to train. With
     recovery.train=routers, the copy is masked by `plan`, and its router weights are trained.
     Otherwise the copy is pruned by `plan`, and DoRA adapters on its MoE blocks are trained. If
-    `plan` is None, the copy has all experts. `seed` determines the initial adapters; router weights
-    begin as in `model`. `model` is not changed."""
+    `plan` is None, the copy has all experts."""
     if settings.train == "routers":
         with trained_routers(model, plan) as learner:
             yield learner
@@ -402,11 +379,9 @@ def trained_routers(model: Any, plan: Plan | None) -> Iterator[Student]:
     """A context that yields a copy of `model` under the mask of `plan` (None for no mask). The
     weights of the copy's routers are trained, and everything else is frozen.
 
-    The copy shares the frozen tensors with `model`, so that `model` as the teacher needs no further
-    memory. Under the mask, a router's weight only has the rows of retained experts. Biases of
-    routers and correction biases are frozen. Weights of 16 bits are trained as fp32 copies, because
-    rounding to 16 bits would lose small steps. Each forward pass rounds the copies to 16 bits, as
-    in the model that is evaluated later.
+    The copy shares the frozen tensors with `model`. Under the mask, a router's weight only has the
+    rows of retained experts. Weights of 16 bits are trained as fp32 copies, because rounding to 16
+    bits would lose small steps.
     """
     masked = share_copy(model)
     masked.requires_grad_(False)
@@ -419,14 +394,12 @@ def trained_routers(model: Any, plan: Plan | None) -> Iterator[Student]:
         for layer, module in modules.items():
             copies[layer] = PreciseWeight(module.weight)  # type: ignore[arg-type]
             parametrize.register_parametrization(module, "weight", copies[layer], unsafe=True)
-            # When the stack ends, it first undoes this, and then ends the mask. The mask puts the
-            # original weight, with the rows of all experts, back.
+            # undone before the mask ends, because the mask puts the original weight back
             stack.callback(
                 parametrize.remove_parametrizations, module, "weight", leave_parametrized=False
             )
 
         def finish() -> dict[str, torch.Tensor]:
-            """Name in the model's state dict -> trained weight, rounded to the model's dtype."""
             return {
                 f"{paths[module]}.weight": module.weight.detach()  # type: ignore[operator]
                 for module in modules.values()
@@ -440,7 +413,6 @@ class PreciseWeight(nn.Module):
     """Parametrisation that replaces a weight by a trained copy in at least fp32."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        """Make the trained copy of `weight`."""
         super().__init__()
         self.precise = nn.Parameter(at_least_fp32(weight.detach()).clone())
 

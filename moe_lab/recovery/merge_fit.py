@@ -1,6 +1,5 @@
 """Fit the down projection of each merged expert to the outputs of its members by least squares, the
-method of MergeMoE (arXiv 2510.14436). docs/recovery.md has the formula, and what the paper leaves
-open."""
+method of MergeMoE (arXiv 2510.14436). docs/recovery.md has the formula."""
 
 from __future__ import annotations
 
@@ -41,11 +40,11 @@ def fit(
     members on `text`. Returns the report: number of fitted experts, number of experts that stay
     averaged, seconds, and for each merged expert the members and the result of `_fit_expert`.
 
-    The folder `out` gets two files for `apply.recovered`. tuned.safetensors has the weights of all
-    experts in layers with merged experts, under their names in the pruned model's state dict.
-    finetune.json has the report. Sums are saved in the folder `partial`, from which a stopped fit
-    resumes; no other fit may use this folder. UserError for a plan without merged experts, for
-    outputs that are not finite, and for a text in which no merged expert has enough tokens.
+    The folder `out` gets two files. tuned.safetensors has the weights of all experts in layers with
+    merged experts, under their names in the pruned model's state dict. finetune.json has the
+    report. A stopped fit resumes from the sums in the folder `partial`; no other fit may use this
+    folder. UserError for a plan without merged experts, for outputs that are not finite, and for a
+    text in which no merged expert has enough tokens.
     """
     if not plan.merged_layers:
         raise UserError(
@@ -54,7 +53,7 @@ def fit(
     start_time = time.monotonic()
     pruned = prune(model, plan)
     weights_by_layer = merged_weights(pruned, plan)
-    # `collect_statistics` makes a hook of this class for each layer: the class has these values
+    # `collect_statistics` makes a hook of this class for each layer
     hook = type("FitHook", (MergeHook,), {"plan": plan, "merged": weights_by_layer})
     sums = collect_statistics(model, hook, batches(text, tokenizer).batches, out=partial).layers
     summaries = []
@@ -91,7 +90,7 @@ def fit(
 
 def merged_weights(pruned: Any, plan: Plan) -> dict[int, dict[int, Weights]]:
     """Layer -> id of a merged expert -> weights of the merged expert in the model `pruned`, which
-    `plan` pruned. The weights are views: writing to the weights changes the model."""
+    `plan` pruned. Writing to the weights changes the model."""
     by_layer: dict[int, dict[int, Weights]] = {}
     for layer in routed_layers(pruned):
         layer_plan = plan.layers[layer.index]
@@ -121,18 +120,16 @@ class MergeHook(StatisticsHook):
     kind = "merge_fit"
     plan: ClassVar[Plan]
     merged: ClassVar[Mapping[int, Mapping[int, Weights]]]
-    """Layer -> id of a merged expert -> weights of this expert, see `merged_weights`."""
+    """The result of `merged_weights`."""
 
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Add the T tokens of a batch to the sums of each merged expert. Returns the routed output
-        (T, H) of the unpruned layer. hidden: hidden states (T, H); index: ids of the experts of
-        each token (T, K); weights: gates (T, K)."""
+        """Add the tokens to the sums of each merged expert. Returns the routed output (T, H) of the
+        unpruned layer. hidden: hidden states (T, H); index: expert ids (T, K); weights: gates."""
         valid = self.valid_tokens(hidden)  # None if all tokens are valid
         for j, weights_of_j in self.merged.get(self.layer.index, {}).items():
             members = self.plan.layers[self.layer.index].merged[j]  # id -> share
-            # whether the router sends a token to at least one member
             is_routed = torch.isin(index, torch.tensor(list(members), device=index.device)).any(1)
             states = hidden[is_routed if valid is None else is_routed & valid]
             y = hidden.new_zeros(states.shape, dtype=torch.float64)
@@ -153,15 +150,12 @@ def _fit_expert(
     down: torch.Tensor, expert: int, sums: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
     """Fit the down projection `down` of the merged expert with id `expert` in place, if the expert
-    has at least as many tokens as channels. Before the fit, `down` is W_D, the average of the
-    members' down projections.
-
-    sums: sums that `MergeHook` gathered in the layer; y and phi are defined there. Returns a
-    dictionary:
+    has at least as many tokens as channels. sums: the layer's sums of `MergeHook`, which defines y,
+    phi and W_D. Returns:
 
     tokens          number of tokens
     error_averaged  sum ||y - W_D phi||^2 / sum ||y||^2
-    error_fitted    the same with the fitted projection in place of W_D; None without a fit
+    error_fitted    the same with the fitted projection; None without a fit
     """
     tokens, square, error = (
         float(sums[f"{name}.{expert}"]) for name in ("tokens", "square", "error")
@@ -183,14 +177,14 @@ def _fit_expert(
 
 
 def _correction(gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
-    """The fitted down projection minus W_D, the averaged down projection. Returns (H, I) fp64:
+    """The fitted down projection minus W_D, (H, I) fp64:
 
     (Y - W_D P) P^T (P P^T + r I)^-1
 
     The columns of P and Y are the phi and y of all tokens, as defined in `MergeHook`. gram is
     P P^T, and cross is (Y - W_D P) P^T. r is RIDGE times the mean of the diagonal of gram.
     """
-    # without any active channel, gram is 0, but r must not be 0
+    # r must not be 0 if no channel is active
     ridge = (RIDGE * gram.diagonal().mean()).clamp(min=torch.finfo(torch.float64).tiny)
     damped_gram = gram + ridge * torch.eye(len(gram), dtype=torch.float64)
     # cross damped_gram^-1 is the transpose of damped_gram^-1 cross^T

@@ -4,9 +4,8 @@ layer scaled down.
     ablation_j = (NLL with g_j f_j = 0 - NLL) / N
     scaling    = (NLL with m = SCALE sum_j g_j f_j - NLL) / N
 
-over the N valid tokens that follow a valid token in their row. Attribution scores approximate the
-ablation; the scaling is the layer loss of MoE-Slimming's Appendix A.1, step 3. The ablation changes
-no other gate of the layer.
+over the N valid tokens that follow a valid token in their row. The scaling is the layer loss of
+MoE-Slimming's Appendix A.1, step 3.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from moe_lab.statistics.gradients import check_loss
 from moe_lab.statistics.observe import Batch, load_checkpoint, pass_header, save_checkpoint
 
 SCALE = 0.9
-"""Factor of the routed output of one layer. The paper gives no value; its code uses 0.9, for
-another kind of layer loss."""
+"""Factor of the routed output of one layer. The paper gives no value; its code uses 0.9."""
 
 
 def loss_rises(
@@ -44,11 +42,9 @@ def loss_rises(
     ablation  (E,): increase without the output of one expert, for each expert
     scaling   (): increase when the routed output, without shared experts, is multiplied by SCALE
 
-    One piece, a few rows, is read at a time. The inputs of all MoE layers are stored, so after a
-    change in a layer the model only runs from this layer on. Of L MoE layers, (L + 1) / 2 run on
-    average for each change. Sums are saved in the folder `out` (None: nowhere) after every layer,
-    and an interrupted run resumes from these sums. UserError when no two valid tokens are adjacent,
-    and for a loss that is not finite, with the layer and expert.
+    Sums are saved in the folder `out` (None: nowhere) after every layer, and an interrupted run
+    resumes from these sums. UserError when no two valid tokens are adjacent, and for a loss that is
+    not finite, with the layer and expert.
     """
     check_loss(batches)
     pieces = _small_batches(model, batches)
@@ -64,7 +60,6 @@ def loss_rises(
             piece_losses = _BatchLosses(model, layers, *pieces[piece])
         index = layers[position].index
         rise = KINDS[kind](piece_losses, position)
-        # the first piece begins the sum of a layer
         sums[index] = {kind: sums[index][kind] + rise if index in sums else rise}
         check_finite({index: sums[index]}, "the changed loss")
         save_checkpoint(out, sums, metadata, step + 1)
@@ -84,9 +79,7 @@ class _BatchLosses:
         ids: torch.Tensor,
         valid: torch.Tensor,
     ):
-        """Run the unchanged model on `ids` (B, S). `valid` (B, S) is False at gaps between
-        documents and at padding. `layers`: all MoE layers of the model. UserError when the loss is
-        not finite."""
+        """Run the unchanged model on `ids` (B, S). `layers`: all MoE layers of the model."""
         self.decoder = Decoder(model)
         self.layers = layers
         self.ids = ids
@@ -106,7 +99,6 @@ class _BatchLosses:
         loss without this expert."""
 
         def rise(expert: int) -> torch.Tensor:
-            """() fp64: the increase when the gates of one expert become 0."""
             return self._rise(position, lambda index, gates: gates.masked_fill(index == expert, 0))
 
         return torch.stack([rise(expert) for expert in range(self.layers[position].n_experts)])
@@ -126,7 +118,6 @@ class _BatchLosses:
         prefix = (0,) * position
 
         def with_change(experts: ExpertsFunction) -> ExpertsFunction:
-            """A function that calls `experts` with the changed gates."""
             return lambda hidden, index, gates: experts(hidden, index, change(index, gates))
 
         with ExitStack() as undo:
@@ -136,9 +127,8 @@ class _BatchLosses:
         return self.log_likelihood - changed  # the summed loss is minus the log-likelihood
 
     def _log_likelihood(self, states: States) -> torch.Tensor:
-        """() fp64: the log-likelihood of the batch, summed over the predicted tokens. `states` has
-        inputs of MoE layers. The model runs from the last of these layers on, or as a whole if
-        `states` is empty, and the inputs of all later MoE layers are added to `states`."""
+        """() fp64: the log-likelihood of the batch, summed over the predicted tokens. `states`: as
+        in `Decoder.logits`."""
         unpruned = (0,) * len(self.layers)  # the schedule in which no layer loses experts
         is_evaluated = _is_predictor(self.valid)
         logits, _ = self.decoder.logits(self.ids, self.valid, is_evaluated, unpruned, states)
@@ -151,8 +141,7 @@ class _BatchLosses:
 
 
 KINDS = {"ablation": _BatchLosses.ablation_rises, "scaling": _BatchLosses.scaling_rise}
-"""Name of a sum, which is also the kind of its step -> method that computes the sum over a few
-rows."""
+"""Name of a sum -> method that computes the sum over a few rows."""
 
 
 def _is_predictor(valid: torch.Tensor) -> torch.Tensor:
@@ -161,8 +150,7 @@ def _is_predictor(valid: torch.Tensor) -> torch.Tensor:
 
 
 def _small_batches(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Batch]:
-    """The batches, split into smaller batches whose logits fit into memory. Rows are not split: if
-    the logits of a single row need more memory, the row is a batch by itself."""
+    """The batches, split into smaller batches whose logits fit into memory."""
     max_tokens = min(device.PASS_TOKENS, device.max_logit_tokens(model))
     parts: list[Batch] = []
     for ids, valid in batches:

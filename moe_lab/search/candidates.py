@@ -55,8 +55,6 @@ class Plans:
         scores: Mapping[int, Sequence[float]],
         protected: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        """Store the scores of all MoE layers of `model`. For `make_plan`, also store the attributes
-        and the protected experts of each layer."""
         self.layers = moe_layers(model)
         self.scores = {layer.index: list(scores[layer.index]) for layer in self.layers}
         self.routers = {
@@ -65,8 +63,7 @@ class Plans:
         }
 
     def plan(self, schedule: Schedule, provenance: Mapping[str, Any] | None = None) -> Plan:
-        """The plan of one schedule. `provenance` is recorded in the plan. UserError when a layer
-        retains too few experts."""
+        """The plan of one schedule. UserError when a layer retains too few experts."""
         counts = {layer.index: count for layer, count in zip(self.layers, schedule, strict=True)}
         return make_plan(self.scores, counts, self.routers, provenance=provenance or {})
 
@@ -86,27 +83,18 @@ class Batch:
 
 
 class Candidates:
-    """The fitness of schedules over a search set, for one model and one ranking of the experts. A
-    schedule has one entry per MoE layer: the number of experts that the layer loses.
+    """The fitness of schedules over a search set, for one model and one ranking of the experts.
+    `rows`: the search set, from `answer_batches`.
 
-    `rows`: the search set, from `answer_batches`. The fitness is computed at positions that
-    `evaluated_positions` chooses. It is exactly the fitness of the masked model on the whole set,
-    but some computations are saved:
-
-    - If schedules have the same first entries, the hidden states of these layers are equal. Such
-      states are computed once for all schedules of a call, and stored for the elites (the best
-      schedules so far).
-    - The vocabulary head runs at the evaluated positions only.
-    - The unpruned model's log-probabilities are stored if they fit `settings.memory_budget`.
-
-    The stored hidden states use the rest of `settings.memory_budget`.
+    The fitness is exactly that of the masked model on the whole set. Two results are stored within
+    `settings.memory_budget`: the unpruned model's log-probabilities, and the hidden states that
+    schedules with the same first entries share.
     """
 
     def __init__(
         self, model: Any, plans: Plans, rows: Sequence[AnswerBatch], settings: SearchSettings
     ) -> None:
-        """Prepare the search set, and divide `settings.memory_budget`. UserError for a search set
-        without positions to evaluate."""
+        """UserError for a search set without positions to evaluate."""
         self.model = model
         self.plans = plans
         self.settings = settings
@@ -114,7 +102,6 @@ class Candidates:
         self.batches = _batches(rows, settings)
         self.cost = Cost()
         self.rows = sum(len(batch.ids) for batch in self.batches)
-        """Number of rows of the search set."""
         self._counts = [
             int(count) for batch in self.batches for count in batch.positions.is_evaluated.sum(1)
         ]
@@ -127,7 +114,6 @@ class Candidates:
             if settings.fitness == "nll"
             else sum(len(batch.positions.rows) for batch in self.batches)
         )
-        # each position has a log-probability per entry of the vocabulary
         needed_bytes = n_positions * int(model.get_output_embeddings().weight.shape[0]) * FP32_BYTES
         self._log_p: dict[int, torch.Tensor] = {}
         """Batch number -> log-probabilities of the unpruned model."""
@@ -136,8 +122,7 @@ class Candidates:
         self.prefix_states = PrefixStates(len(self.batches), remaining)
 
     def evaluate(self, schedules: Sequence[Schedule]) -> list[float]:
-        """The fitness of each schedule, higher is better. Afterwards, only hidden states of the
-        elites stay stored. UserError when a value is not finite."""
+        """The fitness of each schedule, higher is better. UserError when a value is not finite."""
         plans = {schedule: self.plans.plan(schedule) for schedule in schedules}
         sums: dict[Schedule, list[float]] = {schedule: [] for schedule in plans}
         for number in range(len(self.batches)):
@@ -153,7 +138,7 @@ class Candidates:
 
     def _row_sums(self, number: int, plans: Mapping[Schedule, Plan]) -> dict[Schedule, list[float]]:
         """Schedule -> for each row of batch `number`, the fitness summed over the row's evaluated
-        positions. `plans`: schedule -> plan of the schedule."""
+        positions."""
         batch = self.batches[number]
         sums: dict[Schedule, list[float]] = {}
         log_p = self._full_log_probabilities(number)
@@ -169,9 +154,8 @@ class Candidates:
         return sums
 
     def _average(self, schedule: Schedule, sums: Sequence[float]) -> float:
-        """The fitness of a schedule: the average over evaluated positions. `sums`: for each row of
-        the search set, the sum of the fitness at the row's evaluated positions. UserError for an
-        average that is not finite."""
+        """The fitness of a schedule. `sums`: for each row of the search set, the fitness summed
+        over the row's evaluated positions."""
         value = average(sums, self._counts, self.settings.averaging)
         if not math.isfinite(value):
             raise UserError(
@@ -182,7 +166,7 @@ class Candidates:
 
     def _full_log_probabilities(self, number: int) -> torch.Tensor | None:
         """Log-probabilities (N, V) of the unpruned model at the evaluated positions of batch
-        `number`. None if the fitness does not read them."""
+        `number`, if the fitness reads them."""
         if self.settings.fitness == "nll":
             return None
         if number in self._log_p:
@@ -205,10 +189,7 @@ class Candidates:
 
 
 def _batches(marked_batches: Sequence[AnswerBatch], settings: SearchSettings) -> list[Batch]:
-    """The batches to evaluate, from `marked_batches` (ids, valid, answers). `settings.seed`
-    determines the random number of each evaluated position. Tokens after the last evaluated
-    position of a batch are cut off. Batches without evaluated positions are left out. UserError
-    when no batch is left."""
+    """The batches with evaluated positions, from `marked_batches` (ids, valid, answers)."""
     generator = torch.Generator().manual_seed(settings.seed)
     batches = []
     for ids, valid, answers in marked_batches:
@@ -240,7 +221,6 @@ class Decoder:
     positions only."""
 
     def __init__(self, model: Any) -> None:
-        """Find the decoder layers of `model`, and the MoE layers among them."""
         self.model = model
         layers = moe_layers(model)
         self.layers: Sequence[nn.Module] = model.get_submodule(layers[0].stack)
@@ -259,10 +239,9 @@ class Decoder:
         run).
 
         `ids`, `valid` (the attention mask) and `is_evaluated` are (B, S). The caller must have
-        masked the model as `schedule` says. `states`: first k entries of a schedule -> input of MoE
-        layer k. The model runs from the last MoE layer on that has an input for `schedule` in
-        `states`, or as a whole if no layer has. The inputs of all later MoE layers are added to
-        `states`.
+        masked the model as `schedule` says. The model runs from the last MoE layer on that has an
+        input for `schedule` in `states`, or as a whole if no layer has. The inputs of all later MoE
+        layers are added to `states`.
         """
         n_layers = len(schedule)
         # number k of the last MoE layer with a stored input, or -1
@@ -276,8 +255,7 @@ class Decoder:
                 state = states[schedule[:start]].clone()  # layers may write into their input
                 for layer in self.layers[:first_layer]:
                     replace_output(layer, state, undo)
-            # later runs may replace the output of these layers by a stored state, which is a
-            # tensor, so these layers must return a tensor
+            # later runs may replace the output of these layers by a tensor
             for k in range(max(start, 0), n_layers):
                 undo.callback(
                     self.layers[self.moe_indices[k]].register_forward_hook(check_output).remove
@@ -296,8 +274,7 @@ class Decoder:
 
 
 def _store_input(layer: nn.Module, prefix: Schedule, states: States) -> RemovableHandle:
-    """Add a hook that stores a copy of the input of `layer` as `states[prefix]`. Returns the handle
-    that removes the hook."""
+    """Add a hook that stores a copy of the input of `layer` as `states[prefix]`."""
 
     def store(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states[prefix] = (args[0] if args else kwargs["hidden_states"]).clone()
@@ -310,9 +287,7 @@ class PrefixStates:
     The states of all `batches` take at most `budget` bytes, an equal part for each batch."""
 
     def __init__(self, batches: int, budget: int) -> None:
-        """batches: number of batches; budget: bytes for the stored states of all batches."""
         self.states: list[States] = [{} for _ in range(batches)]
-        """Stored states of each batch."""
         self.budget = budget // max(batches, 1)
         """Bytes for the states of one batch."""
 
@@ -323,9 +298,7 @@ class PrefixStates:
         common prefix follow each other. `batch`: number of the batch.
 
         `states` maps prefixes of the schedule to the hidden states that are known. The caller adds
-        the hidden states of the schedule's other prefixes before it takes the next schedule. Those
-        of prefixes that the next schedule has, too, are yielded again with that schedule. Hidden
-        states that fit the budget are stored for later calls."""
+        the hidden states of the schedule's other prefixes before it takes the next schedule."""
         states: States = {}
         for schedule in sorted(schedules):
             available = {**states, **self.states[batch]}
@@ -343,8 +316,7 @@ class PrefixStates:
                     room -= state.nbytes
 
     def retain(self, best: Iterable[Schedule]) -> None:
-        """Drop the states of all prefixes that no schedule in `best` has. `best`: the parents of
-        the next generation."""
+        """Drop the states of all prefixes that no schedule in `best` has."""
         prefixes = {schedule[:k] for schedule in best for k in range(len(schedule))}
         for batch, states in enumerate(self.states):
             self.states[batch] = {

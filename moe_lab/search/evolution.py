@@ -8,9 +8,8 @@ is for
     argmax f(r)   subject to   sum_l r_l = B,   0 <= r_l <= n_l - fewest_l,
                                n_l - r_l a multiple of step
 
-The caller gives f: higher is always better. The algorithm, and where the released code differs:
-docs/search.md. A search is deterministic: the same fitness values lead to the same schedules. No
-torch.
+The algorithm, and where the released code differs: docs/search.md. A search is deterministic: the
+same fitness values lead to the same schedules.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ predict them."""
 
 
 def _validate_pattern(name: str) -> str:
-    """Returns `name`. UserError unless `name` is the name of a pattern."""
     check_known("pattern", name, PATTERNS)
     return name
 
@@ -87,8 +85,7 @@ class SearchSettings:
 
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
-        """Raise ValueError if the elites fill the population, so that it has no place for children.
-        Raise ValueError also if `shift` is False and the fitness is not in UNSHIFTED."""
+        """Raise ValueError for fields that do not fit each other."""
         if self.elites >= self.population:
             raise ValueError(
                 f"elites={self.elites}: expected fewer than the population of {self.population}, "
@@ -103,8 +100,8 @@ class SearchSettings:
 
 
 def parse(parameters: Mapping[str, Any], seed: int = 0) -> SearchSettings:
-    """The settings of a search, from `parameters` of allocation=evolutionary. `seed`: the seed of
-    the search if `parameters` have no seed. UserError for invalid parameters."""
+    """The settings of a search, from `parameters` of allocation=evolutionary. `seed`: used if
+    `parameters` have no seed. UserError for invalid parameters."""
     return validated(SearchSettings, {"seed": seed, **parameters}, "allocation.parameters")
 
 
@@ -112,13 +109,11 @@ def space_to_search(
     settings: Mapping[str, Any], facts: Mapping[str, Any], parameters: SearchSettings
 ) -> Space:
     """The space of the schedules to search. `settings`: fields of AllocationConfig and the ratio.
-    `facts`: facts of the model. `parameters`: settings of the search. UserError for an infeasible
-    ratio, for layers without a feasible number of experts at `parameters.granularity`, and for a
-    `parameters.max_transfer` below the step of the space."""
+    UserError for an infeasible ratio, for layers without a feasible number of experts at
+    `parameters.granularity`, and for a `parameters.max_transfer` below the step of the space."""
     layer_limits = limits(
         {int(layer): router for layer, router in facts["layers"].items()}, settings["multiple_of"]
     )
-    # if the ratio is infeasible, the error suggests a feasible ratio
     n_removed = call_or_suggest_ratio(lambda ratio: budget(layer_limits, ratio), settings["ratio"])
     space = feasible_space(
         [layer_limits[layer] for layer in sorted(layer_limits)], n_removed, parameters.granularity
@@ -137,7 +132,7 @@ Evaluate: TypeAlias = Callable[[Sequence[Schedule]], Sequence[float]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a search: the best schedule, and the history of all proposed schedules."""
+    """Result of a search."""
 
     best: Schedule
     fitness: float
@@ -155,8 +150,7 @@ _Proposal: TypeAlias = tuple[Schedule, str, Schedule | None]
 def evolve(space: Space, settings: SearchSettings, evaluate: Evaluate) -> Outcome:
     """Search for the schedule of highest fitness, by EvoESAP's Algorithm 1 (docs/search.md).
 
-    `evaluate` is called at most once per generation, with schedules that no earlier call had. The
-    search ends early when all schedules of `space` are evaluated.
+    `evaluate` is called at most once per generation, with schedules that no earlier call had.
 
     Columns of the history:
 
@@ -164,7 +158,7 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Evaluate) -> Outcom
     schedule    list of int
     origin      name of a pattern, uniform_feasible or mutation
     parent      list of int; None for a schedule without a parent
-    evaluated   True for the first row with this schedule, False for repetitions of the schedule
+    evaluated   True for the first row with this schedule
     fitness     fitness of the schedule
     elite       whether the schedule is one of the best `settings.elites` after this generation
     """
@@ -174,13 +168,12 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Evaluate) -> Outcom
     elites: list[Schedule] = []
     generation = 0
     while generation < settings.generations and len(fitness) < space.size:
-        # each proposal is (schedule, origin, parent); the first generation has no elites yet
+        # the first generation has no elites yet
         proposals = (
             _children(space, settings, elites, random)
             if elites
             else _first_population(space, settings, random)
         )
-        # each new schedule once, in the order of the proposals
         new_schedules = [
             schedule
             for schedule in dict.fromkeys(schedule for schedule, *_ in proposals)
@@ -215,9 +208,7 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Evaluate) -> Outcom
 
 
 def _first_population(space: Space, settings: SearchSettings, random: Generator) -> list[_Proposal]:
-    """The `settings.population` schedules of the first generation, each as (schedule, origin,
-    None). There is one for each pattern, and the others are drawn uniformly from all feasible
-    schedules. Patterns beyond `settings.population` are not used."""
+    """The schedules of the first generation: one for each pattern, then uniform draws."""
     names = settings.patterns[: settings.population]
     n_draws = settings.population - len(names)
     return [
@@ -229,9 +220,7 @@ def _first_population(space: Space, settings: SearchSettings, random: Generator)
 def _children(
     space: Space, settings: SearchSettings, elites: Sequence[Schedule], random: Generator
 ) -> list[_Proposal]:
-    """The children of a later generation, each as (child, "mutation", parent). There are
-    `settings.population` - `settings.elites` children. The parent of each child is an elite, drawn
-    at random with replacement."""
+    """The children of a later generation. The parent of each child is a random elite."""
     parents = random.integers(len(elites), size=settings.population - settings.elites)
     return [
         (mutate(elites[parent], space, settings, random), "mutation", elites[parent])
@@ -241,9 +230,8 @@ def _children(
 
 def mutate(parent: Schedule, space: Space, settings: SearchSettings, random: Generator) -> Schedule:
     """A child of `parent` by level-switch mutation, which moves removed experts from layer to
-    layer. The number of transfers is the smaller of two uniform draws from 1 to
-    `settings.max_transfers`. One transfer moves at most `settings.max_transfer` experts. `space`
-    must have at least two schedules."""
+    layer. The number of transfers is the smaller of two uniform draws. `space` must have at least
+    two schedules."""
     units = numpy.array(space.units_removed(parent))
     capacity = numpy.array(space.capacity)
     largest = settings.max_transfer // space.step  # units of `step` experts that a transfer moves
@@ -262,12 +250,10 @@ def _transfer(
 ) -> tuple[int, int, int]:
     """A feasible transfer, drawn uniformly: (source, destination, number of units, at most
     `largest`). The layer `source` then loses fewer units, the layer `destination` more units.
-    A unit is `Space.step` experts. `units_removed` (L,): units that each layer loses now.
     `capacity` (L,): the most units that each layer can lose.
 
-    The paper draws source, destination and size until the transfer is feasible. This is the same as
-    one uniform draw from all feasible transfers. A transfer of size 1 is always feasible if the
-    space has two or more schedules.
+    The paper draws source, destination and size until the transfer is feasible: the transfer has
+    the same distribution.
     """
     sizes = numpy.arange(1, largest + 1)[:, None]
     can_give = units_removed >= sizes

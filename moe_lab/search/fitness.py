@@ -35,43 +35,40 @@ class Positions:
 
 def esap(log_p: torch.Tensor, log_q: torch.Tensor, positions: Positions) -> torch.Tensor:
     """Expected speculative acceptance, sum_v min(p_v, q_v) = 1 - TV(p, q), at N positions: (N,)
-    fp64. p and q are the next-token distributions of the unpruned model and of a candidate. `log_p`
-    and `log_q` are (N, V). `positions` is not used."""
+    fp64. `log_p` (N, V): of the unpruned model; `log_q` (N, V): of a candidate."""
     return torch.minimum(log_p, log_q).exp_().sum(-1, dtype=torch.float64)
 
 
 def sap(log_p: torch.Tensor, log_q: torch.Tensor, positions: Positions) -> torch.Tensor:
     """The probability min(1, p_y / q_y) that speculative decoding accepts a token y, at N
-    `positions`: (N,) fp64. p and q are the next-token distributions of the unpruned model and of a
-    candidate. `log_p` and `log_q` are (N, V). y is drawn from q by the random number of the
-    position. The expectation of the probability over y is `esap`."""
+    `positions`: (N,) fp64. y is drawn from q by the random number of the position. `log_p` (N, V):
+    of the unpruned model; `log_q` (N, V): of a candidate."""
     y = draw_tokens(log_q.exp(), positions.draws)[:, None]
     ratio = log_p.gather(1, y).double() - log_q.gather(1, y).double()
     return ratio.clamp(max=0).exp()[:, 0]
 
 
 def kl(log_p: torch.Tensor, log_q: torch.Tensor, positions: Positions) -> torch.Tensor:
-    """-KL(p || q) at N positions, (N,) fp64. p and q are the next-token distributions of the
-    unpruned model and of a candidate. `log_p` and `log_q` are (N, V). `positions` is not used."""
+    """-KL(p || q) at N positions, (N,) fp64. `log_p` (N, V): of the unpruned model; `log_q` (N, V):
+    of a candidate."""
     return -(log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64)
 
 
 def kl_reversed(log_p: torch.Tensor, log_q: torch.Tensor, positions: Positions) -> torch.Tensor:
-    """-KL(q || p) at N positions, (N,) fp64. p and q are the next-token distributions of the
-    unpruned model and of a candidate. `log_p` and `log_q` are (N, V). `positions` is not used."""
+    """-KL(q || p) at N positions, (N,) fp64. `log_p` (N, V): of the unpruned model; `log_q` (N, V):
+    of a candidate."""
     return kl(log_q, log_p, positions)
 
 
 def nll(log_p: torch.Tensor, log_q: torch.Tensor, positions: Positions) -> torch.Tensor:
-    """log q_y at N `positions`, (N,) fp64: y is the token that follows the position in the text,
-    and q the next-token distribution of a candidate. `log_q` is (N, V). `log_p` is not used."""
+    """log q_y at N `positions`, (N,) fp64: y is the token that follows the position in the text.
+    `log_q` (N, V): of a candidate."""
     return log_q.gather(1, positions.targets[:, None]).double()[:, 0]
 
 
 POSITION_FITNESS = {function.__name__: function for function in (esap, sap, kl, kl_reversed, nll)}
-"""Name -> function of log p (N, V), log q (N, V) and `Positions` (N) that returns (N,) fp64, higher
-is better. p and q: next-token distributions of the unpruned model and of a candidate. spec_dec is
-not defined by position, see speculative_decoding.py."""
+"""Name -> function whose result is higher for better candidates. spec_dec is not defined by
+position, see speculative_decoding.py."""
 
 
 def draw_tokens(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
@@ -88,12 +85,11 @@ def evaluated_positions(
     ids: torch.Tensor, answers: torch.Tensor, *, shift: bool, generator: torch.Generator
 ) -> Positions:
     """The positions at which to compute the fitness, in a batch of `ids` (B, S). `answers` (B, S)
-    is True at answer tokens. `generator` draws the random number of each position.
+    is True at answer tokens.
 
-    At each position, the model predicts the next token. With `shift`, a position is evaluated if
-    the next token is an answer token. Without `shift`, a position is evaluated if its own token is
-    an answer token, as in the released code of EvoESAP. Then the token after an answer is
-    predicted, too, but the first token of an answer is not."""
+    With `shift`, a position is evaluated if the next token is an answer token. Without `shift`, a
+    position is evaluated if its own token is an answer token, as in the released code of
+    EvoESAP."""
     is_evaluated = pad(answers[:, 1:], (0, 1)) if shift else answers.clone()
     draws = torch.rand(int(is_evaluated.sum()), generator=generator, dtype=torch.float64)
     targets = pad(ids[:, 1:], (0, 1))[is_evaluated]
@@ -133,10 +129,8 @@ def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
 def average(sums: Iterable[float], counts: Iterable[int], averaging: str) -> float:
     """The average fitness. `sums`: for each row, the fitness summed over the positions of the row
     (for spec_dec: number of accepted tokens). `counts`: for each row, the number of positions (for
-    spec_dec: number of proposed tokens).
-
-    `averaging`: macro is the mean of the means of the rows, micro the mean over all positions. Rows
-    without positions are left out."""
+    spec_dec: number of proposed tokens). `averaging`: macro is the mean of the means of the rows,
+    micro the mean over all positions."""
     # fsum rounds once: results of `sum` differ between versions of Python
     rows = [(total, count) for total, count in zip(sums, counts, strict=True) if count]
     if averaging == "macro":

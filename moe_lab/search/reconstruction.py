@@ -50,19 +50,15 @@ def reconstruct(
     limit: int = MAX_SUBSETS,
     multiple_of: int = 1,
 ) -> Reconstruction:
-    """Find the best choice of retained experts in each layer. The errors of all choices are
-    computed in a single forward pass.
+    """Find the best choice of retained experts in each layer, in a single forward pass.
 
     Each layer loses the share `ratio` of its experts, as with allocation=uniform. Of choices with
-    equal errors, the choice that drops the lower ids is best. The pass runs every expert on every
-    token, and each router once for each choice. Errors are computed from inner products of the
-    experts' outputs, so memory does not grow with the number of choices.
+    equal errors, the choice that drops the lower ids is best.
 
-    `read(hook)` makes the pass, by `collect_statistics` or `stream`, and returns the sums that
-    `hook` collects. `facts`: facts of the model. `limit`: the most choices that a layer may have.
-    `multiple_of`: each layer retains a multiple of this number. UserError for an infeasible ratio,
-    for more than `limit` choices, for routers that cannot be called again, and for outputs that are
-    not finite.
+    `read(hook)` makes the pass and returns the sums that `hook` collects. `limit`: the most choices
+    that a layer may have. `multiple_of`: each layer retains a multiple of this number. UserError
+    for an infeasible ratio, for more than `limit` choices, for routers that cannot be called again,
+    and for outputs that are not finite.
     """
     layers = {int(layer): router for layer, router in facts["layers"].items()}
     removed = removals_within_limit(layers, ratio, limit=limit, multiple_of=multiple_of)
@@ -72,14 +68,14 @@ def reconstruct(
         choices[layer] = retained_subsets(
             router["n_experts"], removed[layer], router["n_group"], protected
         )
-    # `read` gets a class, and makes a hook of the class for each layer: the class has the choices
+    # `read` makes a hook of this class for each layer
     hook = type("Choices", (SubsetHook,), {"subsets": choices})
     return _best_choices(choices, read(hook).layers)
 
 
 def _best_choices(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers) -> Reconstruction:
     """The choice of least error in each layer, and the errors of all choices. `choices`: layer ->
-    retained ids of each choice. `sums`: the sums that SubsetHook collects."""
+    retained ids of each choice."""
     retained: dict[int, tuple[int, ...]] = {}
     table = []
     for layer, subsets in choices.items():
@@ -89,7 +85,6 @@ def _best_choices(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers
         retained[layer] = best
         for subset, error in zip(subsets, errors, strict=True):
             relative_error = error / norm if norm else 0.0
-            # the columns COLUMNS
             table.append((layer, list(subset), error, relative_error, subset == best))
     return Reconstruction(retained, table)
 
@@ -109,17 +104,15 @@ class SubsetHook(StatisticsHook):
     """Layer -> the choices, each as the ids of the retained experts."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Record `args` and `kwargs`, with which the router was called, so that the router can be
-        called with the same arguments for each choice."""
+        """Record the router's arguments, to call the router again for each choice."""
         self.call = args, kwargs
 
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Add the T tokens of a batch to the sums. Returns the routed output (T, H), equal to the
-        output of the eager experts up to rounding. hidden: hidden states (T, H); index: ids of the
-        experts of each token (T, K); weights: gates (T, K). UserError when a second call of the
-        router gives other gates."""
+        """Add the tokens to the sums. Returns the routed output (T, H). hidden: hidden states
+        (T, H); index: expert ids (T, K); weights: gates. UserError when a second call of the router
+        gives other gates."""
         n = self.layer.n_experts
         subsets = self.subsets[self.layer.index]
         gates = dense_gates(index, weights, n)
@@ -138,7 +131,6 @@ class SubsetHook(StatisticsHook):
         for tokens in torch.arange(len(hidden), device=hidden.device).split(
             max(1, BUDGET // (8 * n * n))  # a token's inner products have 8 n^2 bytes
         ):
-            # products: inner products of the outputs of all experts, for each token
             output[tokens], products = self._products(hidden[tokens], gates[tokens])
             is_valid = valid[tokens]
             products = products[is_valid]
@@ -162,9 +154,8 @@ class SubsetHook(StatisticsHook):
     def _products(
         self, hidden: torch.Tensor, gates: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (routed output (t, H), inner products (t, E, E) fp64) for t tokens. The inner
-        products are between the outputs of all experts for the same token. hidden: hidden states
-        (t, H); gates: (t, E). UserError for an output that is not finite."""
+        """Returns (routed output (t, H), inner products (t, E, E) fp64 of all experts' outputs) for
+        t tokens. hidden: (t, H); gates: (t, E)."""
         n = self.layer.n_experts
         width = hidden.shape[1]
         outputs = []

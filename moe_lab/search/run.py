@@ -46,13 +46,12 @@ def search(
 
     `facts`: facts of the model, which may list protected experts of each layer. `scores`: layer ->
     a score per expert; the experts with the lowest scores are dropped first. `settings`: fields of
-    AllocationConfig and the ratio. `text`: the search set, which has tasks with answers. `seed`:
-    seed of the search, unless the parameters in `settings` have a seed.
+    AllocationConfig and the ratio. `text`: the search set. `seed`: used if the parameters in
+    `settings` have no seed.
 
-    The fitness values of every generation are saved in the folder `partial`, which no other search
-    may use. An interrupted search resumes from these values, and ends with the same plan and
-    history. UserError for invalid settings, an infeasible ratio, an unsuitable search set, and a
-    fitness that is not finite.
+    An interrupted search resumes from the fitness values in the folder `partial`, which no other
+    search may use. UserError for invalid settings, an infeasible ratio, an unsuitable search set,
+    and a fitness that is not finite.
     """
     parameters = parse(settings["parameters"], seed)
     space = space_to_search(settings, facts, parameters)
@@ -69,7 +68,6 @@ def search(
         candidates = Candidates(model, plans, rows, parameters)
     start = time.perf_counter()
     cache = ResultCache(partial / FITNESS_CACHE)
-    # only fitness values that are not in the cache are computed
     outcome = evolve(
         space,
         parameters,
@@ -100,8 +98,7 @@ def _report(
     seconds: float,
 ) -> dict[str, Any]:
     """The content of search.json. `cost` and `seconds` only count this process, not the earlier
-    runs of a resumed search. The entry "uniform" is None if the first population did not have the
-    pattern "uniform"."""
+    runs of a resumed search."""
     uniform = next((row for row in outcome.history if row["origin"] == "uniform"), None)
     return {
         "schema": SCHEMA,

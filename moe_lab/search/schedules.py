@@ -22,9 +22,8 @@ Schedule: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Space:
-    """All feasible schedules. A schedule is the number of experts that each layer loses. In a
-    feasible schedule, layer l loses lowest[l] + step * u_l experts: lowest[l] experts, and u_l
-    units of `step` experts. The u_l satisfy 0 <= u_l <= capacity[l] and sum_l u_l = units."""
+    """All feasible schedules. In a feasible schedule, layer l loses lowest[l] experts and u_l units
+    of `step` experts. The u_l satisfy 0 <= u_l <= capacity[l] and sum_l u_l = units."""
 
     step: int
     lowest: tuple[int, ...]
@@ -40,22 +39,19 @@ class Space:
         return tuple(low + self.step * count for low, count in zip(self.lowest, units, strict=True))
 
     def units_removed(self, schedule: Schedule) -> tuple[int, ...]:
-        """Number of units u_l that each layer loses in `schedule`, beyond `lowest`. This is the
-        inverse of the method `schedule`."""
+        """Number of units u_l that each layer loses in `schedule`, beyond `lowest`."""
         return tuple(
             (lost - low) // self.step for low, lost in zip(self.lowest, schedule, strict=True)
         )
 
     @cached_property
     def _ways(self) -> list[list[int]]:
-        """Entry [l][u]: number of ways in which layers l, l + 1, ... can lose u units together.
-        The numbers are exact integers, computed from the last layer to the first."""
+        """Entry [l][u]: number of ways in which layers l, l + 1, ... can lose u units together."""
         # after the last layer, there is one way to lose 0 units, and none to lose more
         rows = [[1] + [0] * self.units]
         for most in reversed(self.capacity):
             sums = list(accumulate(rows[-1]))
-            # This layer loses at most `most` of u units, so the later layers lose u - most to u
-            # units. The sum of their ways over this range is a difference of cumulative sums.
+            # the later layers lose u - most to u units: sum their ways over this range
             rows.append(
                 [total - (sums[u - most - 1] if u > most else 0) for u, total in enumerate(sums)]
             )
@@ -72,14 +68,12 @@ class Space:
         return self._ways[0][self.units]
 
     def schedule_at(self, number: int) -> Schedule:
-        """The feasible schedule at position `number` in lexicographic order. Positions begin with
-        0 and end with `size` - 1."""
+        """The feasible schedule at position `number` (from 0) in lexicographic order."""
         units = []  # that each layer loses
         remaining = self.units
         for ways in self._ways[1:]:
             # ways[u]: number of ways in which the layers after this layer can lose u units. The
-            # schedules in which this layer loses 0 units come first, then those with 1 unit, and so
-            # on: skip them until `number` falls among those with `count` units.
+            # schedules in which this layer loses fewer units come first.
             count = 0
             while number >= ways[remaining - count]:
                 number -= ways[remaining - count]
