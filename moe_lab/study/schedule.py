@@ -221,12 +221,11 @@ def _input_error(damaged_input: Step) -> StepError:
 
 
 class WorkerProcess(AbstractContextManager["WorkerProcess"]):
-    """A process that computes steps. The function `work` calls this object with each step. The
-    process starts with the first step, starts again if it has died, and ends with the `with` block.
+    """A process that computes steps. It starts with the first step, starts again if it has died,
+    and ends with the `with` block.
 
-    The process keeps loaded models for its next steps. It ends when its standard input is closed,
-    even in the middle of a step, so that it writes nothing after its parent was killed. It replies
-    in JSON: it may have run a model's own code, and a pickle from it could run such code here.
+    The process keeps loaded models for its next steps. It replies in JSON: it may have run a
+    model's own code, and a pickle from it could run such code here.
     """
 
     def __init__(self, store: Store, environment: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -235,20 +234,17 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
         self.store = store
         self.environment = environment
         self.log = store.root / "logs" / f"{os.getpid()}-worker.log"
-        """Log of all worker processes that this process starts: the names of the computed steps,
-        and the output of small steps (`Step.small`). Other steps have a log of their own."""
+        """The names of the computed steps, and the output of small steps (`Step.small`)."""
         self.child: ChildProcess | None = None
-        """The worker process; None before the first step."""
+        """None before the first step."""
 
     def __exit__(self, *_: object) -> None:
-        """End the process, if it was started."""
         if self.child:
             self.child.close()
 
     def __call__(self, step: Step, scratch: Path) -> None:
         """Compute `step` in the worker process, which writes the results to the folder `scratch`.
-        Raises StepError when the step fails or the process dies. Each step has a log of its own. If
-        a small step succeeds, its log is moved to the end of `self.log`."""
+        Raises StepError when the step fails or the process dies."""
         if self.child is None or self.child.process.poll() is not None:
             self.child = self._start()
         self._append_to_log(f"{time.strftime('%H:%M:%S')} {step.folder}\n")
@@ -270,8 +266,7 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
             message = f"{step.folder}: the worker died ({death})"
             if step_log.exists():
                 message += f"; its log is {step_log}"
-            # A negative code means that a signal ended the process. The signal need not come again:
-            # the error is transient, and the next run computes the step again.
+            # A negative code means that a signal ended the process. The signal need not come again.
             raise StepError({"message": message, "transient": code < 0}) from None
         if error:
             raise StepError(error)
@@ -281,11 +276,9 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
                     step_log.unlink()
 
     def _start(self) -> ChildProcess:
-        """Start the process, in which the signal USR2 is ignored."""
-        # `child_process` answers requests by functions of `moe_lab.study.steps`
         worker = command("moe_lab.child_process", "moe_lab.study.steps")
-        # Before the time of a job is up, Slurm sends USR2 to all processes of the job. The worker
-        # ignores the signal. Its parent handles the signal, and then calls the method `end`.
+        # Before the time of a job is up, Slurm sends USR2 to all processes of the job. Only the
+        # parent of the worker handles the signal.
         shell_command = ["sh", "-c", 'trap "" USR2; exec "$0" "$@"', *worker]
         return ChildProcess(
             shell_command, {**os.environ, **self.environment}, umask=self.store.umask
@@ -293,8 +286,7 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
 
     def end(self, seconds: float) -> None:
         """End the process by SIGTERM, even in the middle of a step, and wait at most `seconds` for
-        its end. If the step collects statistics, it first saves its sums, see
-        `observe.SaveTimer`."""
+        its end. A step that collects statistics first saves its sums."""
         if self.child:
             self.child.process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -302,7 +294,7 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
 
     def _append_to_log(self, text: str) -> bool:
         """Append a text to `self.log`. Returns False if the text is empty or cannot be written."""
-        # errors are ignored here: if the disk is full, the step itself reports it
+        # if the disk is full, the step itself reports it
         with suppress(OSError):
             self.store.make_folder(self.log.parent)
             with self.log.open("a") as log:
@@ -311,19 +303,17 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
 
 
 class InProcessExecutor(WorkerProcess):
-    """Computes steps in this process. Steps that run foreign code (`Resources.isolated`) are
-    computed in a worker process. If a group of users shares the store, all steps are computed in a
-    worker process, which has the umask of the store."""
+    """Computes steps in this process. A worker process computes steps that run foreign code. If a
+    group of users shares the store, a worker process with the umask of the store computes all
+    steps."""
 
     def __init__(self, store: Store, models: Models | None = None) -> None:
-        """`models`: loaded models that this executor shares with others; None for a new, empty
-        set of models."""
+        """`models`: loaded models that this executor shares with others."""
         super().__init__(store)
         self.models = models or Models()
 
     def __call__(self, step: Step, scratch: Path) -> None:
-        """Compute `step` in this process; in a worker process if the step runs foreign code, or if
-        a group of users shares the store. Raises StepError when the step fails."""
+        """Compute `step`. Raises StepError when the step fails."""
         if step.resources().isolated or self.store.shared:
             super().__call__(step, scratch)
             return
@@ -339,13 +329,13 @@ console = Console(stderr=True, highlight=False)
 
 
 def inform(sentence: str, style: str | None = None) -> None:
-    """Print a sentence for the user on standard error, in one line. Brackets in the sentence are
-    not taken for rich's markup. `style`: a style of rich, such as red."""
+    """Print a sentence for the user on standard error, in one line. `style`: a style of rich, such
+    as red."""
     console.print(sentence, markup=False, soft_wrap=True, style=style)
 
 
 def print_notices(store: Store) -> None:
-    """Print the notices in `store.notices`, the oldest first, and empty this list."""
+    """Print and remove the notices in `store.notices`."""
     while store.notices:
         inform(f"moe_lab: {store.notices.pop(0)}")
 
@@ -355,16 +345,14 @@ def show_progress(
 ) -> AbstractContextManager[None]:
     """A context in which the progress of `schedule` is shown. `workers`: number of steps that can
     run at the same time, for the estimate of the time left; 0: as many as are running."""
-    # a function: step -> estimated seconds; cached, as it is called for the same steps every second
+    # cached, as it is called for the same steps every second
     seconds_of = cache(seconds_estimator(store))
     return show_regularly(lambda: progress_line(schedule, store, seconds_of, workers))
 
 
 def progress_line(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -> str:
     """A line of text for the user: the progress of each kind of steps that is not complete, and the
-    time left. The progress is the number of ended steps of the kind, and for each running step a
-    text such as "3 of 40 batches". `seconds`: step -> estimated seconds. `workers`: see
-    `show_progress`."""
+    time left. `workers`: see `show_progress`."""
     with schedule.condition:
         # a step that a Slurm job is computing is in both `waiting` and `running`
         waiting = [step for step in schedule.waiting.values() if step.id not in schedule.running]
@@ -375,7 +363,7 @@ def progress_line(schedule: Schedule, store: Store, seconds: Seconds, workers: i
     running_texts = defaultdict[str, str](str)
     step_times: list[StepTime] = []
     for step, start_time in running:
-        # part of the step's work that is done, from 0 to 1, and this part as text
+        # part of the step's work that is done, from 0 to 1, and a text such as "3 of 40 batches"
         done, text = progress.read(store.partial(step) / progress.NAME)
         step_times.append(StepTime(step, schedule.clock() - start_time, done))
         if text:
@@ -392,8 +380,7 @@ def progress_line(schedule: Schedule, store: Store, seconds: Seconds, workers: i
 
 
 def _time_text(seconds: float, unknown_kinds: Sequence[str]) -> str:
-    """The time left as text for the user. `seconds`: estimated time left, without steps for which
-    there is no estimate. `unknown_kinds`: kinds of the steps without an estimate."""
+    """The time left as text. `seconds`: estimate, without steps of `unknown_kinds`."""
     if seconds < 60:
         return "time left unknown" if unknown_kinds else "less than 1 min left"
     text = f"about {seconds / 60:.0f} min left"
@@ -402,14 +389,12 @@ def _time_text(seconds: float, unknown_kinds: Sequence[str]) -> str:
 
 @contextmanager
 def show_regularly(status: Callable[[], str]) -> Iterator[None]:
-    """A context in which a text is shown to the user: the minutes since the context began, and the
-    result of `status`. On a terminal, one line is overwritten every second. Otherwise, a line is
-    printed every LINE_EVERY seconds."""
+    """A context in which the user is shown the minutes since the context began, and the result of
+    `status`. On a terminal, one line is overwritten every second."""
     start = time.monotonic()
     end_event = threading.Event()
 
     def show() -> None:
-        # without a terminal, `line` is None
         with console.status("") if console.is_terminal else nullcontext() as line:
             while not end_event.wait(1.0 if line else LINE_EVERY):
                 text = f"{(time.monotonic() - start) / 60:.0f} min: {status()}"

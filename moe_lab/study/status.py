@@ -63,7 +63,6 @@ class StepState:
 
     @property
     def kind(self) -> str:
-        """Kind of the step: the first part of `name`."""
         return self.name.partition("/")[0]
 
 
@@ -83,15 +82,15 @@ class StudyState:
 
 
 def study_state(store: Store, study: str) -> StudyState:
-    """The state of a study that was run at least once. Its steps are those in the plan of the last
-    run. If a job should have written the record and has not, the record is one more step, with the
-    state missing. A damaged document adds a notice to `store.notices`; for a damaged plan, the plan
-    of an earlier run is used. Raises UserError when no run has an undamaged plan."""
+    """The state of a study that was run at least once. Its steps are those in the last undamaged
+    plan of a run. If a job should have written the record and has not, the record is one more step,
+    with the state "missing". A damaged document adds a notice to `store.notices`. Raises UserError
+    when no run has an undamaged plan."""
     _check_records(store, study)
     study_runs = runs(store, study)
     jobs = {job.id: job for run in study_runs for job in run.jobs}
     queue, queue_error = queued_jobs(jobs) if jobs else ({}, "")
-    # the last undamaged plan: `plan` of a run is None if it is missing or damaged
+    # `plan` of a run is None if it is missing or damaged
     plan = next(filter(None, (run.plan for run in reversed(study_runs))), None)
     if plan is None:
         error = f"study={study}: the record is missing: start the study again to write it"
@@ -109,10 +108,8 @@ def _step_states(
     jobs: Mapping[str, SubmittedJob],
     queue: Mapping[str, QueuedJob],
 ) -> list[StepState]:
-    """The states of all steps in `plan`, in the order of the plan. If several states apply to a
-    step, the first in the conditions below is taken. `plan`: the content of run.json: names of
-    steps, and for each step the indices of its inputs. `jobs`: id -> job, for all jobs of the
-    study. `queue`: id -> job, for the jobs of the study in Slurm's queue."""
+    """The states of all steps in `plan`, the content of run.json. plan["steps"]: names of steps.
+    plan["inputs"]: for each step, the indices of its inputs. `jobs`, `queue`: id -> job."""
     job_of = _job_of_steps(jobs, queue)
     finished = store.finished_names()
     claim_times = store.claims.active()
@@ -132,7 +129,7 @@ def _step_states(
             state = "failed"
         elif any(needed.state in ("failed", "blocked") for needed in inputs):
             state = "blocked"
-        elif job_id is None and id_start in active_steps:  # a run without jobs will compute it
+        elif job_id is None and id_start in active_steps:
             state = "pending"
         else:
             state = "missing"
@@ -143,8 +140,8 @@ def _step_states(
 def _job_of_steps(
     jobs: Mapping[str, SubmittedJob], queue: Mapping[str, QueuedJob]
 ) -> dict[str, str]:
-    """First ID_DIGITS digits of a step's id -> id of the job for the step. If several jobs were
-    submitted for a step, it is the first job that is in the queue; if none is, it is the last."""
+    """First ID_DIGITS digits of a step's id -> id of the job for the step: the first in the queue,
+    else the last submitted job."""
     job_of: dict[str, str] = {}
     for job in jobs.values():
         for step in job.steps:
@@ -156,17 +153,14 @@ def _job_of_steps(
 def _check_records(store: Store, study: str) -> None:
     """Add a notice to the store if a record of the study is damaged."""
     try:
-        current_records(store.root, study)  # raises Damaged; the records are not used
+        current_records(store.root, study)  # raises Damaged
     except Damaged as error:
         store.notices.append(f"{error}: remove it, and start the study again")
 
 
 def _unfinished_record_job(store: Store, study_runs: Sequence[Run]) -> str | None:
     """Id of the record job of a study, if it has not finished its work: the record, the report and
-    the tracker's runs. Otherwise None. `study_runs`: all runs of the study, the oldest first.
-
-    The runs are searched from the last to the first. The search ends at a run that is active or
-    complete (None), that has a record job (its id), or that has a record (None)."""
+    the tracker's runs. `study_runs`: all runs of the study, the oldest first."""
     for run in reversed(study_runs):
         if run.folder.name in active_runs(store) or (run.folder / ENDED).exists():
             return None
@@ -180,8 +174,7 @@ def _unfinished_record_job(store: Store, study_runs: Sequence[Run]) -> str | Non
 
 def queued_jobs(jobs: Mapping[str, SubmittedJob]) -> tuple[dict[str, QueuedJob], str]:
     """(id -> job, for those of `jobs` that are in Slurm's queue; ""). If the scheduler does not
-    answer: ({}, the error as text). The error is not raised, because the store alone still gives a
-    useful state. `jobs`: id -> submitted job."""
+    answer: ({}, the error as text)."""
     try:
         queue = scheduler.queue(job.user for job in jobs.values())
     except UserError as error:
@@ -206,8 +199,7 @@ def seconds_left(steps: Sequence[StepState], seconds: float) -> float:
 
 def status(study: StudyState, steps: Sequence[StepState]) -> None:
     """Print a table with a row for each kind of step: number of steps in each state, mean time of a
-    step, and time left. Then print the jobs in the queue, and the commands that explain failed
-    steps and start missing steps."""
+    step, and time left. Then print the jobs in the queue."""
     steps_by_kind: dict[str, list[StepState]] = defaultdict(list)
     for step in steps:
         steps_by_kind[step.kind].append(step)
@@ -238,7 +230,6 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
     if total["failed"]:
         print(f"why the failed ones failed: {why_command}")
     if total["missing"] and not study.queue_error:
-        # one missing step for each job
         step_of_job = {step.job: step for step in steps if step.state == "missing" and step.job}
         if step_of_job:
             print(f"jobs that ended without their steps: {len(step_of_job)}; why: {why_command}")
@@ -247,8 +238,8 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
 
 
 def _print_jobs(study: StudyState) -> None:
-    """Print the number of jobs in the queue by kind, state and, for pending jobs, Slurm's reason.
-    The job that writes the record is left out."""
+    """Print the number of jobs in the queue by kind, state and, for pending jobs, Slurm's
+    reason."""
     counts: Counter[str] = Counter()
     for job_id, queued in study.queue.items():
         kind = study.jobs[job_id].kind
@@ -260,7 +251,7 @@ def _print_jobs(study: StudyState) -> None:
 
 
 def _duration(seconds: float) -> str:
-    """A number of seconds as text in hours, minutes and seconds, such as 1:05:00."""
+    """A text such as 1:05:00."""
     return str(timedelta(seconds=round(seconds)))
 
 
@@ -280,9 +271,8 @@ def cancel(study: StudyState, steps: Sequence[StepState]) -> None:
 
 
 def explain(study: StudyState, steps: Sequence[StepState]) -> None:
-    """Print a line for each reason why steps are not done. The line has the name of the first step
-    with this reason, and the number of other steps with it. If the first step has failed, is
-    running or is missing, the end of its log follows."""
+    """Print each reason why steps are not done, with the first step that has this reason and the
+    end of its log."""
     reasons: dict[str, list[StepState]] = defaultdict(list)
     for step in steps:
         if step.state != "done":
@@ -297,12 +287,10 @@ def explain(study: StudyState, steps: Sequence[StepState]) -> None:
 
 
 def _print_log(study: StudyState, step: StepState, lines: int) -> None:
-    """Print the last `lines` lines of the log of a step, or nothing if there is no log. For a
-    missing step, the log of the step's Slurm job is preferred, because the job may have died before
-    it began the step."""
+    """Print the last `lines` lines of the log of a step, if there is one."""
     logs = [study.store.log(step.name)]
     if step.state == "missing":
-        # submitit's name for the log of a job; no log has this name if `step.job` is None
+        # the job may have died before it began the step; the name is submitit's
         name = f"{step.job}_0_log.err"
         logs = [*(run.logs / name for run in runs(study.store, study.study)), *logs]
     for log in logs:
@@ -315,8 +303,8 @@ def _print_log(study: StudyState, step: StepState, lines: int) -> None:
 
 def verify(study: StudyState, steps: Sequence[StepState]) -> int:
     """Hash all files of the finished steps, and print the files that are missing or damaged.
-    Damaged steps are removed from packs, but not from folders. Returns the exit code: 1 if a file
-    is missing or damaged, or if the store has notices of damaged documents, otherwise 0."""
+    Damaged steps are removed from packs. Returns the exit code: 1 if a file is missing or damaged,
+    or if the store has notices of damaged documents, otherwise 0."""
     store = study.store
     names = [step.name for step in steps if step.state == "done"]
     damaged_count = 0
@@ -338,8 +326,7 @@ def verify(study: StudyState, steps: Sequence[StepState]) -> int:
 
 def unpack(study: StudyState, steps: Sequence[StepState]) -> None:
     """Print the folder of each finished step among `steps`. The files of a step in a pack are first
-    copied to the folder unpacked/KIND/NAME in the current folder, and this folder is printed.
-    KIND/NAME is the step's `name`."""
+    copied to the folder unpacked/KIND/NAME in the current folder."""
     for step in steps:
         if step.state != "done":
             continue
@@ -363,8 +350,7 @@ COMMANDS: Mapping[str, Callable[[StudyState, list[StepState]], int | None]] = {
 
 
 def _reason(study: StudyState, step: StepState) -> str:
-    """Why a step is not done, as text. For a step that no command and no job will compute, the text
-    also says what starts the step again."""
+    """Why a step is not done, and what starts it again if no run will compute it."""
     if step.state == "failed":
         error = study.store.error(step.name[-ID_DIGITS:]) or {}
         return f"{error.get('message')} (retry=failed tries again)"
@@ -389,8 +375,7 @@ def _reason(study: StudyState, step: StepState) -> str:
 
 @cache
 def _job_end(study: StudyState, job: str) -> str:
-    """How a job of a study ended, as text. If Slurm does not know it, the text says so. The result
-    is cached per study state, so that Slurm is asked once about a job with many steps."""
+    """How a job of a study ended, as text. Cached, as a job may have many steps."""
     with suppress(UserError):
         if state := scheduler.job_fields(job).get("JobState"):
             return state.lower()
@@ -398,8 +383,7 @@ def _job_end(study: StudyState, job: str) -> str:
 
 
 def _mean_seconds(store: Store, steps: Sequence[StepState]) -> float | None:
-    """Mean seconds of the finished steps among `steps`, from the first SAMPLE of them. A step whose
-    time cannot be read does not count. None if no time can be read."""
+    """Mean seconds of the first SAMPLE finished steps; None if no time can be read."""
     seconds: list[float] = []
     done = [step for step in steps if step.state == "done"]
     for step in done[:SAMPLE]:

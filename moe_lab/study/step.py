@@ -20,7 +20,7 @@ folders are longer than the label."""
 
 MEANING = "4"
 """Part of the id of every step. It is raised when results of earlier versions may be wrong, so that
-these results are not found; CHANGELOG.md lists these versions."""
+these results are not found."""
 
 
 class IdentityEntry(NamedTuple):
@@ -34,18 +34,17 @@ class IdentityEntry(NamedTuple):
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
 class StepFields:
-    """A group of fields that several kinds of steps share. A step has the group as one field, and
-    the fields of the group count as fields of the step. Subclasses become frozen dataclasses."""
+    """A group of fields that several kinds of steps share. The fields of the group count as fields
+    of the step. Subclasses become frozen dataclasses."""
 
     runtime: ClassVar[frozenset[str]] = frozenset()
     """Fields that determine how the work is done (device, paths, permissions), and not its
     result."""
     _identity_fields: ClassVar[tuple[str, ...]] = ()
-    """Names of the fields that are not in `runtime`, which determine the identity."""
+    """Names of the fields that determine the identity."""
 
     def __init_subclass__(cls) -> None:
-        """Make the subclass a frozen dataclass, and set its `_identity_fields`. Fields that the
-        subclass or one of its base classes lists in `runtime` are left out."""
+        """Make the subclass a frozen dataclass, and set its `_identity_fields`."""
         dataclass(frozen=True, eq=False)(cls)
         runtime = {name for base in cls.__mro__ for name in vars(base).get("runtime", ())}
         as_dataclass: Any = cls  # type checkers do not see that it is a dataclass
@@ -58,9 +57,8 @@ class StepFields:
     @cached_property
     def identity_entries(self) -> dict[str, IdentityEntry]:
         """Role -> what a field contributes to the identity of the step, for all fields that are not
-        None and not in `runtime`. The role is the name of the field. If a field is a dictionary,
-        each of its keys is the role of an entry. If a field is a group of fields, the entries of
-        the group are taken."""
+        None and not in `runtime`. The role is the name of the field, or a key of a field that is a
+        dictionary. A group of fields contributes its own entries."""
         return self.collect_entries()
 
     def collect_entries(self) -> dict[str, IdentityEntry]:
@@ -77,10 +75,7 @@ class StepFields:
 
 
 def _entries(role: str, value: Any) -> Mapping[str, IdentityEntry]:
-    """Role -> entry, for `value`, the value of a field or of a key of a dictionary. If `value` is a
-    step, the only entry has the role `role` and a line with the id of the step. If it is a setting,
-    the only entry has the role `role` and a line with the hash of the setting. If it is a group of
-    fields, the entries are those of the group, and `role` is not used."""
+    """Role -> entry, for the value of a field or of a key of a dictionary."""
     if isinstance(value, Step):
         return {role: IdentityEntry(value, f"{role}<{value.id}")}
     if isinstance(value, StepFields):
@@ -92,16 +87,15 @@ def _entries(role: str, value: Any) -> Mapping[str, IdentityEntry]:
 class Step(StepFields):
     """One cached, restartable piece of work. A kind of step is a subclass.
 
-    Fields whose values are steps are the inputs. All other fields are settings, which
-    `config.base.identity` converts to JSON. If a field is a group (`StepFields`) or a dictionary,
-    each of its values is an input or a setting. Fields that are None, and fields in `runtime`, are
-    neither. Inputs and settings together are the identity of the step."""
+    Fields whose values are steps are the inputs. All other fields are settings. If a field is a
+    group (`StepFields`) or a dictionary, each of its values is an input or a setting. Fields that
+    are None, and fields in `runtime`, are neither. Inputs and settings together are the identity of
+    the step."""
 
     kind: str = field(default="", init=False)
-    """Name of the kind in settings and tables, and of its folder in the store. A class that sets
-    `kind` is registered in `KINDS`. A class with several kinds has a dictionary `kinds` instead:
-    name of a kind -> what is particular to the kind. Each step of such a class sets its own
-    `kind`."""
+    """Name of the kind in settings and tables, and of its folder in the store. A class with several
+    kinds has a dictionary `kinds` instead: name of a kind -> what is particular to the kind. Each
+    step of such a class sets its own `kind`."""
     reads_text: ClassVar[bool] = False
     """Whether a criterion or an allocation that needs such a step depends on the calibration
     set."""
@@ -123,8 +117,7 @@ class Step(StepFields):
     runtime: ClassVar[frozenset[str]] = frozenset({"kind", "merged_steps", "plugins"})
 
     def __post_init__(self) -> None:
-        """Set `id` and `needs`, by `object.__setattr__`, as the dataclass is frozen. The step needs
-        its inputs, and the steps in `merged_steps`, whose results it merges."""
+        """Set `id` and `needs`."""
         # the property `identity_entries` is cached: many steps would keep it and never use it again
         entries = self.collect_entries().values()
         lines = [MEANING, self.kind, *sorted([entry.line for entry in entries])]
@@ -137,44 +130,40 @@ class Step(StepFields):
         raise NotImplementedError
 
     def resources(self) -> Resources:
-        """Resources and amount of work of the step, as `Resources`. Implementations call a function
-        of `moe_lab.study.resources`."""
+        """Resources and amount of work of the step."""
         raise NotImplementedError
 
     def work(self, files: Any) -> None:
         """Read the results of the inputs, and write the result of this step to the folder
-        `files.out`. `files`: a `steps.files.Files`. Implementations import torch inside this
-        method, because the import takes seconds."""
+        `files.out`. `files`: a `steps.files.Files`."""
         raise NotImplementedError
 
     @property
     def inputs(self) -> dict[str, Step]:
-        """Role -> step whose result this step reads. The steps in `merged_steps`, which each do a
-        share of this step's work, are left out."""
+        """Role -> step whose result this step reads, without `merged_steps`."""
         values = {role: entry.value for role, entry in self.identity_entries.items()}
         return {role: value for role, value in values.items() if isinstance(value, Step)}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Role -> JSON document of the setting, for all settings in the identity."""
+        """Role -> JSON document of the setting."""
         values = {role: entry.value for role, entry in self.identity_entries.items()}
         return {role: value for role, value in values.items() if not isinstance(value, Step)}
 
     @property
     def folder(self) -> str:
-        """Path inside the store: kind, readable label, and the first ID_DIGITS digits of the id,
-        which suffice to be unique."""
+        """Path inside the store."""
         return f"{self.kind}/{shorten(self.label(), LONGEST_LABEL)}-{self.id[:ID_DIGITS]}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Fields and identity entries. The entries are pickled, too, so that the process that
-        unpickles the step does not compute them again: files may have changed by then."""
+        """Fields and identity entries. The process that unpickles the step must not compute the
+        entries again: files may have changed by then."""
         return {**self.__dict__, "identity_entries": self.identity_entries}
 
 
 def identity_document(step: Step) -> dict[str, Any]:
-    """The identity of a step as a JSON document, which is stored with the result of the step.
-    `settings`: role -> JSON document. `inputs`: role -> folder of the input step."""
+    """The identity of a step as a JSON document. "settings": role -> JSON document. "inputs": role
+    -> folder of the input step."""
     inputs = {role: needed.folder for role, needed in step.inputs.items()}
     return {"id": step.id, "kind": step.kind, "settings": step.settings, "inputs": inputs}
 

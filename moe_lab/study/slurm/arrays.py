@@ -30,10 +30,9 @@ JobSteps = list[Step]
 Stage = tuple[str, int]
 """(kind, depth) of jobs; depth: number of earlier stages of the same kind that must end first."""
 STEPS_PER_JOB = 256
-"""Maximum number of short steps per job. A short step takes about a second, which is less than the
-time of a job in the queue."""
+"""Maximum number of short steps per job. A short step takes about a second."""
 DEFAULT_MEMORY = 16.0 * GIB
-"""Bytes of GPU memory that are assumed if the size of a model is unknown before its download."""
+"""Assumed bytes of GPU memory if the size of a model is unknown before its download."""
 MINUTES_STEP = 30
 """Estimated minutes are rounded up to multiples of this number, and jobs of similar length then
 share an array."""
@@ -49,24 +48,21 @@ HOST_MEMORY = 8.0
 
 
 def is_for_gpus(option: str, value: Any) -> bool:
-    """Whether an option of sbatch requests GPUs, so that it replaces the settings `gpus` and
-    `gpu_type`. `option`: name. The value of `gres` is a list such as gpu:a100:2,nvme:1. It requests
-    GPUs if one of its parts does."""
+    """Whether an option of sbatch requests GPUs. A value of `gres` is a list such as
+    gpu:a100:2,nvme:1."""
     if option == "gres":
         return any(part.partition(":")[0] == "gpu" for part in str(value).split(","))
     return option in ("gpus", "gpus-per-task", "gpus-per-socket")
 
 
 def job_options(sbatch: Mapping[str, Any], on_gpus: bool) -> dict[str, Any]:
-    """Name -> value of the options of sbatch for a job. `sbatch`: options in the settings, of which
-    those with the value None or False are left out. `on_gpus`: whether the job uses GPUs. If not,
-    options about GPUs are left out as well."""
+    """Name -> value of the options of sbatch for a job. `sbatch`: options in the settings. Options
+    about GPUs are left out unless `on_gpus`."""
     options = {
         name: value for name, value in sbatch.items() if value is not None and value is not False
     }
     if on_gpus:
         return options
-    # the list `gres` may contain other resources than GPUs, which remain
     other_gres = [
         part
         for part in str(options.pop("gres", "")).split(",")
@@ -98,21 +94,18 @@ def divide_into_arrays(
     settings: LauncherConfig,
     longest: int = MAX_ARRAY_TASKS,
 ) -> list[Array]:
-    """Divide steps into jobs, and jobs into arrays. The jobs of an array have the same stage, which
-    is the kind of the jobs and a depth (see `Stage`), and the same resources. Each array comes
-    after the arrays whose results it needs.
+    """Divide steps into jobs, and jobs into arrays. The jobs of an array have the same `Stage` and
+    the same resources. Each array comes after the arrays whose results it needs.
 
-    `steps`: steps in an order in which each comes after its inputs. `resources_of`: function from
-    the steps of a job to the resources of the job. `longest`: maximum number of jobs in an
-    array."""
+    `steps`: each step comes after its inputs. `resources_of`: steps of a job -> resources of the
+    job. `longest`: maximum number of jobs in an array."""
     stage_of: dict[str, Stage] = {}
     steps_of: dict[Stage, list[Step]] = defaultdict(list)
     earlier_stages: dict[Stage, set[Stage]] = defaultdict(set)
     for step in steps:
         input_stages = {stage_of[needed.id] for needed in step.needs if needed.id in stage_of}
         kind = step.resources().job or step.kind
-        # jobs of one array run at the same time, so a step is one stage later than its inputs of
-        # the same kind
+        # jobs of one array run at the same time
         depths = (depth + 1 for input_kind, depth in input_stages if input_kind == kind)
         stage = (kind, max(depths, default=0))
         stage_of[step.id] = stage
@@ -134,8 +127,7 @@ def divide_into_arrays(
 
 def array_table(arrays: Iterable[Array], longest: int, seconds: Seconds) -> Table:
     """A table with a row for each array: numbers of jobs and steps, and the resources of one job.
-    `longest`: requested minutes of a job whose time is unknown. `seconds`: step -> estimated
-    seconds, None if unknown."""
+    `longest`: requested minutes of a job whose time is unknown."""
     header = ("array", "jobs", "steps", "GPUs", "CPUs", "GiB", "minutes", "partition")
     table = Table(*header, title="what would be requested from Slurm for each job")
     for array in arrays:
@@ -154,16 +146,11 @@ def array_table(arrays: Iterable[Array], longest: int, seconds: Seconds) -> Tabl
 
 
 def _jobs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[JobSteps]:
-    """Divide the steps of a stage into jobs with about equal numbers of steps. In a job, steps of
-    the kind `kind` come before steps of other kinds. `Resources.steps_per_job` determines which
-    steps may share a job.
-
-    The steps are first divided into blocks, each of which stays in one job. With
-    steps_per_job=models, a block has the steps of one pruned model, and all blocks of a job read
-    the same unpruned model. Otherwise a block is a single step."""
-    # A job has blocks of one group. Key of a group: the unpruned model, or "" unless
-    # steps_per_job=models. Key of a block in its group: the id of the plan that prunes the model,
-    # "" for steps of the unpruned model itself; or the id of the only step of the block.
+    """Divide the steps of a stage into jobs, see `Resources.steps_per_job`. In a job, steps of the
+    kind `kind` come before steps of other kinds."""
+    # A block of steps stays in one job. A job has blocks of one group. Key of a group: the unpruned
+    # model, or "". Key of a block: the id of the plan that prunes the model, "" for steps of the
+    # unpruned model itself; or the id of the only step of the block.
     groups: dict[str, dict[str, JobSteps]] = defaultdict(lambda: defaultdict(list))
     for step in sorted(steps, key=lambda step: step.kind != kind):
         needed = step.resources()
@@ -179,7 +166,6 @@ def _jobs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[Jo
     for group in groups.values():
         blocks = list(group.values())
         job_count = ceil(len(blocks) / max_blocks)
-        # job 0 has the blocks from bounds[0] to bounds[1], job 1 those from bounds[1] to bounds[2]
         bounds = [index * len(blocks) // job_count for index in range(job_count + 1)]
         for start, end in pairwise(bounds):
             jobs.append(list(chain.from_iterable(blocks[start:end])))
@@ -193,10 +179,10 @@ def job_resources(
     time_limits: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Field of JobConfig -> value, for a job that computes `steps` one after another. The kind and
-    the model of the first step select the settings. gpus, cpus, memory (GiB) and minutes are
-    estimated if they are not set. `seconds`: step -> estimated seconds, or None. `time_limits`:
-    partition -> minutes. Raises UserError if options of sbatch and other settings both request
-    GPUs, or if a step is too large for the GPUs."""
+    the model of the first step select the settings. "gpus", "cpus", "memory" (GiB) and "minutes"
+    are estimated if they are not set. `time_limits`: partition -> minutes. Raises UserError if
+    options of sbatch and other settings both request GPUs, or if a step is too large for the
+    GPUs."""
     resources = list(map(_known_resources, steps))
     model = resources[0].model
     kind_config = settings.jobs.get(steps[0].kind)
@@ -207,7 +193,7 @@ def job_resources(
     gpu_options = [
         f"sbatch.{name}={value}" for name, value in options.items() if is_for_gpus(name, value)
     ]
-    # gpus=0 contradicts no option: a job on the CPU is submitted without the options for GPUs
+    # a job on the CPU (gpus=0) is submitted without the options for GPUs
     if gpu_options and count != 0 and (count or job_config["gpu_type"]):
         setting = f"gpus={count}" if count else f"gpu_type={job_config['gpu_type']}"
         raise UserError(
@@ -233,7 +219,7 @@ def job_resources(
                 f"{'' if can_divide else 'model.device=auto, '}or weights of fewer bits"
             )
     elif count and all(needs.weights == "layers" for needs in resources):
-        # one decoder layer at a time is on a GPU, and always on the same GPU
+        # only one decoder layer at a time is on a GPU
         count = job_config["gpus"] = 1
     max_gib = max(needs.memory or 0.0 for needs in resources) / GIB
     minutes = _minutes([seconds(step) for step in steps], settings.longest)
@@ -249,8 +235,7 @@ def job_resources(
 
 
 def _known_resources(step: Step) -> Resources:
-    """Resources of a step. If the memory of the step is unknown, the memory is assumed to be
-    DEFAULT_MEMORY, and the possible numbers of GPUs to be GPU_COUNTS."""
+    """Resources of a step, with assumptions in place of unknown ones."""
     needs = step.resources()
     if needs.memory is None:
         return needs._replace(memory=DEFAULT_MEMORY, gpu_counts=GPU_COUNTS)
@@ -258,21 +243,17 @@ def _known_resources(step: Step) -> Resources:
 
 
 def _minutes(times: Sequence[float | None], longest: float) -> float:
-    """Requested minutes of a job: TIME_FACTOR times the estimate, rounded up to a multiple of
-    MINUTES_STEP. The result is at most `longest`, and is `longest` if the time of a step is
-    unknown. `times`: estimated seconds of each step, None if unknown."""
+    """Requested minutes of a job. `times`: estimated seconds of each step, None if unknown."""
     if None in times:
         return longest
-    # no time is None here, but type checkers need the filter
+    # the filter is for type checkers
     expected = TIME_FACTOR * sum(filter(None, times)) / 60
     return min(longest, MINUTES_STEP * max(1, ceil(expected / MINUTES_STEP)))
 
 
 def merge_configs(settings: Iterable[JobConfig | None]) -> dict[str, Any]:
-    """Field of JobConfig -> value, merged from several settings. `settings`: settings of all jobs,
-    of the job's kind and of the job's model, in this order. None stands for no settings. The last
-    settings in which a field is set determine its value. The options in the field `sbatch` are
-    merged in the same way, one by one."""
+    """Field of JobConfig -> value, merged from several settings. The last settings in which a field
+    is set determine its value. The options in the field "sbatch" are merged one by one."""
     job_config: dict[str, Any] = {field.name: None for field in fields(JobConfig)} | {
         "sbatch": {},
         "setup": [],
@@ -288,9 +269,8 @@ def merge_configs(settings: Iterable[JobConfig | None]) -> dict[str, Any]:
 
 
 def _time_limit(job_config: Mapping[str, Any], time_limits: Mapping[str, float]) -> float:
-    """The time limit of a job in minutes: the longest limit of the partitions in which the job may
-    run. Infinite if the limits of these partitions are unknown, or if a quality of service (qos)
-    determines the limit. `time_limits`: partition -> minutes."""
+    """The time limit of a job in minutes: the longest limit of its partitions. Infinite if unknown,
+    or if a quality of service (qos) determines the limit. `time_limits`: partition -> minutes."""
     if job_config["sbatch"].get("qos"):
         return inf
     # sbatch reads the variable if no partition is set; "" is the default partition

@@ -1,5 +1,5 @@
 """Slurm jobs, which submitit runs on nodes: jobs that compute steps, and a last job that writes the
-record. Also waits for the jobs of a study."""
+record."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ warning signal."""
 class StepsJob:
     """A job that computes steps. submitit calls this object on the node.
 
-    `store`: folder of the store. `run`: STUDY/RUN, the run to which the job belongs. `launcher`:
-    settings, in which `max_requeues` is the number of times that the job may still be requeued.
+    `store`: folder of the store. `run`: STUDY/RUN. `launcher`: settings, in which `max_requeues` is
+    the number of times that the job may still be requeued.
     """
 
     store: str
@@ -55,19 +55,15 @@ class StepsJob:
     @cached_property
     def worker(self) -> WorkerProcess:
         """The process that computes the steps of this job."""
-        # another process may take over a claim after `limit` seconds without a heartbeat, unless
-        # `in_queue` says that the job of the claim is in Slurm's queue
         limit = 60 * self.launcher.stale_minutes
         return WorkerProcess(Store(self.store, limit, in_queue))
 
     def __call__(self) -> dict[str, int]:
-        """Compute the steps that have no result yet. Returns the numbers of steps by state: done,
-        failed or skipped. When a step fails, its error is stored, and the job continues with the
-        steps that do not need the failed step."""
+        """Compute the steps that have no result yet. Returns the numbers of steps by state: "done",
+        "failed" or "skipped"."""
         signal.signal(signal.SIGTERM, self.handle_sigterm)
         store = self.worker.store
-        # `create` permits writing to the store, but would also create a missing store. If this node
-        # does not see the store, `check_exists` raises an error first.
+        # `create` permits writing to the store, but would also create a missing store
         store.check_exists()
         store.create()
         schedule = Schedule(self.steps)
@@ -85,26 +81,23 @@ class StepsJob:
     def handle_sigterm(self, _: int, __: FrameType | None) -> None:
         """Requeue this job or exit, depending on the job's state in Slurm.
 
-        RUNNING: the job is being preempted. SIGUSR2 requeues the job, as when its time is up. An
-        unknown state, as in a container without scontrol, is treated as RUNNING. Any other state:
-        the job exits, which releases its claims. If Slurm itself requeues the job, the running step
-        may save its state before the exit. If the job was cancelled, the exit is immediate."""
+        RUNNING: the job is being preempted, and SIGUSR2 requeues the job. Any other state: the job
+        exits. If Slurm itself requeues the job, the running step may save its state before the
+        exit."""
         state: dict[str, str] = {}
         with suppress(UserError):
             state = scheduler.job_fields(str(own_job()), limit=5.0)
         if state.get("JobState", "RUNNING") == "RUNNING":
             os.kill(os.getpid(), signal.SIGUSR2)
             return
-        # if Slurm requeues the job, it has raised the number of restarts since this process started
+        # Slurm raises the number of restarts when it requeues the job
         if int(state.get("Restarts", "0")) > restart_count():
             self.worker.end(SAVE_SECONDS)
         sys.exit(128 + signal.SIGTERM)
 
     def checkpoint(self) -> DelayedSubmission | None:
-        """The job that continues this job; None if this job may not be requeued again. submitit
-        calls this method when the job must stop. The worker process is ended first. The running
-        step has SAVE_SECONDS to save its state, but at most half of `signal_seconds`, the time
-        between Slurm's warning signal and the end of the job."""
+        """End the worker process, and return the job that continues this job; None if this job may
+        not be requeued again. submitit calls this method when the job must stop."""
         self.worker.end(min(SAVE_SECONDS, self.launcher.signal_seconds / 2))
         requeues = self.launcher.max_requeues
         if requeues == 0:
@@ -115,8 +108,8 @@ class StepsJob:
 
 def missing_inputs(schedule: Schedule, store: Store) -> list[Step]:
     """Steps of other jobs that are inputs of this job's steps, and that have no result in the
-    store. Waits for their results for a while, as other nodes may just have written results. Does
-    not wait if an input has failed. Inputs with a result are added to `schedule.finished`."""
+    store. Waits a while for results that other nodes have just written. Inputs with a result are
+    added to `schedule.finished`."""
     step_ids = {step.id for step in schedule.steps}
     inputs = [
         needed for step in schedule.steps for needed in step.needs if needed.id not in step_ids
@@ -141,7 +134,7 @@ def _has_failed(step: Step, store: Store) -> bool:
 
 @dataclass(frozen=True)
 class RecordJob:
-    """The last job of a submission, which writes the record and the report of the study."""
+    """The last job of a submission."""
 
     study: Study
     run: Run
@@ -159,8 +152,7 @@ class RecordJob:
 def update_from_store(schedule: Schedule, store: Store) -> None:
     """Change the state of waiting steps to finished or failed, according to the store. A step with
     neither a result nor an error counts as failed if its inputs are finished, because its job was
-    lost. A finished step no longer needs its `merged_steps` (steps that each did a share of its
-    work). They are removed from `schedule.waiting`."""
+    lost. The `merged_steps` of finished steps are removed from `schedule.waiting`."""
     _finish_present(schedule, store)
     needed = {step.id for step in unmerged(schedule.steps, schedule.finished)}
     schedule.waiting = {
@@ -196,7 +188,7 @@ def wait_for_jobs(schedule: Schedule, study: Study) -> None:
             if not queue and not queue_error:
                 break
             time.sleep(INTERVAL)
-            # A job that computes a step holds a claim. The claim's name is the start of the id.
+            # keys: first ID_DIGITS digits of the ids
             claimed = study.store.claims.active()
             with schedule.condition:
                 _finish_present(schedule, study.store)
@@ -207,8 +199,7 @@ def wait_for_jobs(schedule: Schedule, study: Study) -> None:
 
 
 def _finish_present(schedule: Schedule, store: Store) -> None:
-    """Change the state of waiting steps that have a result in the store to finished. Steps that are
-    in `schedule.running` count as computed by this run."""
+    """Change the state of waiting steps that have a result in the store to finished."""
     # keys: first ID_DIGITS digits of the ids
     finished_names = store.finished_names()
     for step in list(schedule.waiting.values()):

@@ -17,7 +17,7 @@ from unittest.mock import patch
 from moe_lab.errors import UserError
 
 MAX_ARRAY_TASKS = 1001
-"""Maximum number of tasks of an array, Slurm's default MaxArraySize."""
+"""Slurm's default MaxArraySize."""
 ENDED_STATES = (
     *(
         "COMPLETING",
@@ -40,8 +40,7 @@ ENDED_MESSAGE = re.compile(r"Invalid job id|already completing")
 NEVER_REASON = "DependencyNeverSatisfied"
 """squeue's reason of a pending job that cannot start because a job that it waits for failed."""
 IDS_PER_CALL = 500
-"""Maximum number of job ids in one call of scancel, since the length of a command line is
-limited."""
+"""Maximum number of job ids in one call of scancel."""
 ANSWER_SECONDS = 120
 """Seconds in which a Slurm command must answer."""
 SLURM_PREFIXES = (
@@ -54,8 +53,7 @@ SLURM_PREFIXES = (
     "SCANCEL_",
     "SACCT_",
 )
-"""Prefixes of environment variables that change what Slurm's commands do and show. They may be set
-in a shell, or by a job in which this process runs."""
+"""Prefixes of environment variables that change what Slurm's commands do and show."""
 CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 """Variables by which Slurm's commands find their cluster."""
 SHELL_OPTIONS = ("partition", "account", "qos", "constraint", "reservation")
@@ -74,14 +72,13 @@ class QueuedJob:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the job waits in the queue."""
         return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 
 
 def queue(users: Iterable[int] = ()) -> dict[str, QueuedJob]:
     """Id of a job -> job, for all pending and running jobs of this user and of `users`. Pending
-    jobs that can never start are left out. `users`: ids of users. Raises UserError, with the
-    scheduler's message, when squeue fails."""
+    jobs that can never start are left out. Raises UserError, with the scheduler's message, when
+    squeue fails."""
     # one call for each user, since a call for several users would load the jobs of all users
     command = ("squeue", "--noheader", "--array", "--format=%i|%T|%r|%M|%j")
     jobs = {}
@@ -89,7 +86,7 @@ def queue(users: Iterable[int] = ()) -> dict[str, QueuedJob]:
         # %i id, %T state, %r reason, %M elapsed time, %j name
         rows = ROW.findall(command_output(*command, f"--user={user}"))
         for job_id, state, reason, elapsed, name in rows:
-            # squeue still lists ended jobs for a while; a requeued job only looks like one of them
+            # squeue still lists ended jobs for a while
             has_ended = state in ENDED_STATES and (state, reason, elapsed) != REQUEUED_STATE
             if not has_ended and reason != NEVER_REASON:
                 jobs[job_id] = QueuedJob(job_id, name, state, reason, elapsed)
@@ -97,8 +94,8 @@ def queue(users: Iterable[int] = ()) -> dict[str, QueuedJob]:
 
 
 ROW = re.compile(r"^(\d[\d_+]*)\|([A-Z_]+)\|([^|\n]*)\|([^|\n]*)\|(.*)", re.MULTILINE)
-"""The line of a job in the output of squeue: id, state, reason, time and name. Lines that do not
-match are the rest of a job's name, which may contain newlines."""
+"""The line of a job in the output of squeue. Other lines are the rest of a job's name, which may
+contain newlines."""
 
 
 def job_ids_from(folder: Path) -> set[str]:
@@ -115,8 +112,7 @@ def job_ids_from(folder: Path) -> set[str]:
 
 def longest_array() -> int:
     """Maximum number of tasks of an array on this cluster: the smaller of the cluster's settings
-    MaxArraySize and SchedulerParameters=max_array_tasks. If the cluster states neither:
-    MAX_ARRAY_TASKS."""
+    MaxArraySize and SchedulerParameters=max_array_tasks."""
     limits = re.findall(
         r"(?:^MaxArraySize\s*=\s*|\bmax_array_tasks=)(\d+)",
         command_output("scontrol", "show", "config"),
@@ -127,7 +123,7 @@ def longest_array() -> int:
 
 def time_limits() -> dict[str, float]:
     """Partition -> time limit in minutes; inf for a partition without a limit. The key "" stands
-    for the default partition, which sinfo marks with an asterisk."""
+    for the default partition."""
     limits = {}
     for line in command_output("sinfo", "--all", "--noheader", "--format=%P|%l").splitlines():
         partition, limit = line.split("|")
@@ -148,18 +144,17 @@ def minutes(limit: str) -> float:
     seconds = 0
     for part in parts:
         seconds = 60 * seconds + int(part)
-    return seconds / 60 + 1440 * int(days or 0)  # a day has 1440 minutes
+    return seconds / 60 + 1440 * int(days or 0)
 
 
 def cancel(jobs: Iterable[str]) -> None:
-    """Cancel the jobs with the ids `jobs`. Jobs that have already ended are no error. Raises
-    UserError, with the first error message of scancel, when a job could not be cancelled."""
+    """Cancel the jobs with the ids `jobs`. Raises UserError, with the first error message of
+    scancel, when a job could not be cancelled and has not ended."""
     ids = list(jobs)
     errors: list[str] = []
     for start in range(0, len(ids), IDS_PER_CALL):
         answer = _run("scancel", *ids[start : start + IDS_PER_CALL])
         if answer.returncode:
-            # if the call fails without a message, the error is "scancel says: nothing"
             lines = answer.stderr.strip().splitlines() or ["nothing"]
             errors += [line for line in lines if not ENDED_MESSAGE.search(line)]
     if errors:
@@ -167,9 +162,9 @@ def cancel(jobs: Iterable[str]) -> None:
 
 
 def job_fields(job: str, limit: float | None = None) -> dict[str, str]:
-    """All that Slurm states about a job: name of a field, such as JobState -> value. {} for a job
-    that Slurm has forgotten. By default Slurm forgets a job five minutes after the job's end
-    (MinJobAge). `limit`: seconds in which Slurm must answer; None for ANSWER_SECONDS."""
+    """All that Slurm states about a job: name of a field, such as "JobState" -> value. {} for a job
+    that Slurm has forgotten, by default five minutes after the job's end (MinJobAge). `limit`:
+    seconds in which Slurm must answer."""
     answer = _run("scontrol", "--oneliner", "show", "job", job, limit=limit)
     return dict(item.split("=", 1) for item in answer.stdout.split() if "=" in item)
 
@@ -184,9 +179,8 @@ def command_output(*command: str) -> str:
 
 
 def _run(*command: str, limit: float | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a Slurm command, and return the exit code and the output, also when the command fails.
-    Raises UserError when the command cannot be started or takes longer than `limit` seconds. If
-    `limit` is None, it is ANSWER_SECONDS."""
+    """Run a Slurm command. Raises UserError when the command cannot be started or takes longer than
+    `limit` seconds."""
     limit = ANSWER_SECONDS if limit is None else limit
     # if a folder in PATH may not be read, `which` finds the program, and `subprocess` does not
     program = shutil.which(command[0])
@@ -211,9 +205,8 @@ def _run(*command: str, limit: float | None = None) -> subprocess.CompletedProce
 
 
 def environment(retained: Collection[str] = ()) -> dict[str, str]:
-    """Environment variables of this process without those for Slurm's commands (SLURM_PREFIXES):
-    name -> value. `retained`: names of variables for Slurm's commands that stay, in addition to
-    CLUSTER_VARIABLES."""
+    """Environment variables of this process without those for Slurm's commands: name -> value.
+    `retained`: variables for Slurm's commands that stay, in addition to CLUSTER_VARIABLES."""
     variables = {}
     for name, value in os.environ.items():
         is_for_slurm = name.startswith(SLURM_PREFIXES)
@@ -224,12 +217,11 @@ def environment(retained: Collection[str] = ()) -> dict[str, str]:
 
 @contextmanager
 def submission_environment(options: Collection[str]) -> Iterator[None]:
-    """A context with the environment variables for calls of sbatch. `options`: options of sbatch
-    that the script of the job sets. A variable SBATCH_* of the shell would override the script, and
-    is removed. It stays if it is for one of SHELL_OPTIONS, and the script does not set this option.
-    Jobs inherit the variables, with HF_HUB_OFFLINE=1, because all downloads are done before the
-    submission."""
+    """A context with the environment variables for calls of sbatch, which jobs inherit. `options`:
+    options of sbatch that the script of the job sets."""
+    # other variables SBATCH_* of the shell would override the script
     retained = [f"SBATCH_{name.upper()}" for name in SHELL_OPTIONS if name not in options]
+    # all downloads are done before the submission
     variables = {**environment(retained), "HF_HUB_OFFLINE": "1"}
     with patch.dict(os.environ, variables, clear=True):
         yield
@@ -252,8 +244,7 @@ NO_ANSWER = re.compile(r"Socket timed out|Unable to contact slurm controller|^ti
 
 
 def advice(message: str, kind: str) -> str:
-    """Advice for the user after sbatch has refused jobs. `message`: error message of sbatch.
-    `kind`: kind of the jobs."""
+    """Advice for the user after sbatch has refused jobs. `message`: error message of sbatch."""
     if NO_ANSWER.search(message):
         return (
             "the scheduler has not answered, and may have accepted them: see squeue before you "

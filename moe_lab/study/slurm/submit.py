@@ -56,17 +56,16 @@ RECORD_MEMORY = 4
 """GiB of memory of the last job."""
 
 
-# `timeout` limits how long sbatch may take. The class is patched, since submitit creates further
-# executors for arrays.
+# the class is patched, since submitit creates further executors for arrays
 SlurmExecutor._make_submission_command = lambda _, script: [  # type: ignore[assignment]
     *("timeout", "--verbose", str(scheduler.ANSWER_SECONDS), "sbatch", str(script))
 ]
 
 
 def submit(schedule: Schedule, study: Study, run: Run) -> None:
-    """Submit jobs for the waiting steps of `schedule`, except steps that pending jobs of earlier
-    submissions will do. If the submission fails, all its jobs are cancelled, and the run is
-    removed. Raises UserError, with the scheduler's message, when the scheduler refuses a job."""
+    """Submit jobs for the waiting steps of `schedule` that no pending job of an earlier submission
+    will do. If the submission fails, all its jobs are cancelled, and the run is removed. Raises
+    UserError, with the scheduler's message, when the scheduler refuses a job."""
     submission = Submission(study, run)
     try:
         _submit_missing(schedule, submission)
@@ -86,8 +85,8 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
 
 
 def _download(steps: Iterable[Step]) -> None:
-    """Download the models and the calibration sets that steps read from the hub, because nodes may
-    have no network. A model or set that several steps read is downloaded once."""
+    """Download the models and the calibration sets that steps read, because nodes may have no
+    network."""
     # settings of the model or set, as text -> function that downloads it
     downloads: dict[str, Callable[[], object]] = {}
     for step in steps:
@@ -95,7 +94,6 @@ def _download(steps: Iterable[Step]) -> None:
             downloads[repr(model)] = partial(files.local_folder, model)
         for value in vars(step).values():
             if isinstance(value, CalibrationConfig):
-                # a mixture has several sets, each with its share of the tokens
                 for _, calibration_set in shares_and_sets(value):
                     downloads[repr(calibration_set)] = partial(sources.download, calibration_set)
     for download in downloads.values():
@@ -103,12 +101,8 @@ def _download(steps: Iterable[Step]) -> None:
 
 
 def _submit_missing(schedule: Schedule, submission: Submission, *, may_repeat: bool = True) -> None:
-    """Download what the waiting steps read. Then submit jobs for the waiting steps that no pending
-    job will do, and the job that writes the record.
-
-    Pending jobs may end during a long download. If the download has taken more than a minute and
-    `may_repeat` is true, this function therefore calls itself with may_repeat=False. The second
-    call looks for pending jobs again, and submits the jobs."""
+    """Download what the waiting steps read, and submit the jobs. `may_repeat`: whether to look for
+    pending jobs again after a long download, as some may have ended meanwhile."""
     study = submission.study
     config = study.config
     store = study.store
@@ -116,12 +110,12 @@ def _submit_missing(schedule: Schedule, submission: Submission, *, may_repeat: b
     pending = pending_jobs(
         earlier_jobs, scheduler.queue(job.user for job in earlier_jobs), schedule.waiting
     )
-    # If a pending job will do a step, the step's `merged_steps` (steps whose results it merges) are
-    # left out. The earlier submission may have divided the work in another way.
+    # the `merged_steps` of pending steps are left out, as an earlier submission may have divided
+    # the work in another way
     steps = unmerged(schedule.waiting.values(), pending.job_of.keys())
     new_steps = [step for step in steps if step.id not in pending.job_of]
     submission.jobs.update(pending.job_of)
-    if not new_steps and pending.record_jobs:  # pending jobs will do all steps and the record
+    if not new_steps and pending.record_jobs:
         return
     resources_of = partial(
         job_resources,
@@ -151,8 +145,8 @@ def _submit_missing(schedule: Schedule, submission: Submission, *, may_repeat: b
 
 @dataclass
 class Submission:
-    """The submission of a run's jobs, one array after another. `jobs`: step id -> id of the job or
-    the array that will do the step. Jobs that need the step's result wait for this job or array."""
+    """The submission of a run's jobs. `jobs`: step id -> id of the job or the array that will do
+    the step."""
 
     study: Study
     run: Run
@@ -160,7 +154,7 @@ class Submission:
 
     @cached_property
     def starter(self) -> Path:
-        """Path of the start.py in a copy of the present code. Jobs run this file."""
+        """Path of the start.py in a copy of the present code."""
         return copy_code(private_cache("jobs"), self.study.config.plugins)
 
     def add(self, array: Array) -> None:
@@ -198,10 +192,10 @@ class Submission:
         condition: str,
         needed_jobs: Iterable[str],
     ) -> str:
-        """Submit jobs with the same resources as one array, and add them to the run. Returns the
-        array's id. `functions`: for each job, what it calls. `steps`: for each job, its steps.
-        `needed_jobs`: ids of jobs and arrays that the new jobs wait for. `condition`: how these
-        must end, as a type of Slurm's dependencies: afterok (successfully) or afterany."""
+        """Submit one array of jobs, and return the array's id. `functions`, `steps`: for each job,
+        what it calls, and its steps. `needed_jobs`: ids of jobs and arrays that the new jobs wait
+        for. `condition`: how these must end, as a type of Slurm's dependencies: afterok
+        (successfully) or afterany."""
         after = tuple(sorted(set(needed_jobs)))
         name = f"{self.study.config.study}.{kind}"
         settings = self.study.config.launcher
@@ -234,7 +228,7 @@ class Submission:
             with scheduler.submission_environment([*node_options, *sbatch_options]):
                 ids = self._submit_array(executor, functions)
         except (FailedJobError, FailedSubmissionError) as error:
-            requested = {**resources, **sbatch_options, "sbatch": None}  # None is left out below
+            requested = {**resources, **sbatch_options, "sbatch": None}
             message = " ".join(str(error).split())
             request = " ".join(
                 f"{key}={value}" for key, value in requested.items() if value not in (None, [])
@@ -254,8 +248,7 @@ class Submission:
         self, executor: SlurmExecutor, job_functions: Sequence[Callable[[], Any]]
     ) -> list[str]:
         """Submit jobs as one array, and return the jobs' ids. If Slurm's controller does not
-        answer, sbatch is called again after each of the PAUSES. A call without an answer may have
-        submitted jobs. These are cancelled after a later call has succeeded."""
+        answer, sbatch is called again after each of the PAUSES."""
         retries = 0
         while True:
             try:
@@ -266,7 +259,7 @@ class Submission:
                     raise
             time.sleep(PAUSES[retries])
             retries += 1
-        if retries:
+        if retries:  # the calls without an answer may have submitted jobs
             confirmed_arrays = {ids[0].partition("_")[0], *(job.array for job in self.run.jobs)}
             scheduler.cancel(scheduler.job_ids_from(self.run.logs.absolute()) - confirmed_arrays)
         return ids
@@ -279,9 +272,8 @@ ERR, since a setup line may source a file that calls `exit`."""
 
 
 def setup_lines(setup: Iterable[str]) -> list[str]:
-    """Shell lines that a job runs before Python: the lines `setup`, and lines that handle failures.
-    The first line of `setup` that fails ends the job. The shell code SETUP_TRAP then prints this
-    line, the value of MOE_LAB_SETUP, to the log."""
+    """Shell lines that a job runs before Python. The first line of `setup` that fails ends the job,
+    and SETUP_TRAP prints this line to the log."""
     lines = [SETUP_TRAP, "set -e"]
     for line in setup:
         lines += [f"MOE_LAB_SETUP={shlex.quote(line)}", line]
@@ -289,9 +281,8 @@ def setup_lines(setup: Iterable[str]) -> list[str]:
 
 
 def _announce(submission: Submission) -> None:
-    """Print the id, the kind and the size of each submitted array. Then print the ids of jobs of
-    earlier submissions that will do the other missing steps, and the command that shows the state
-    of the study."""
+    """Print the submitted arrays, and the ids of jobs of earlier submissions that will do the other
+    missing steps."""
     study = submission.study.config.study
     jobs = submission.run.jobs
     for array, kind in dict.fromkeys((job.array, job.kind) for job in jobs):
@@ -331,10 +322,8 @@ class PendingJobs:
 def pending_jobs(
     jobs: Iterable[SubmittedJob], queue: Mapping[str, QueuedJob], missing: Iterable[str]
 ) -> PendingJobs:
-    """The jobs of earlier submissions that are in Slurm's queue: jobs that will do missing steps
-    (`job_of`), lost jobs (`failed_jobs`), and jobs that will write the record (`record_jobs`).
-    `jobs`: all jobs of earlier submissions, in order. `queue`: id -> job, for Slurm's queue.
-    `missing`: ids of missing steps.
+    """The jobs of earlier submissions that are in Slurm's queue. `jobs`: all jobs of earlier
+    submissions, in order. `queue`: id -> job. `missing`: ids of missing steps.
 
     A job is lost if it has left the queue and one of its steps is missing. Slurm cancels jobs that
     wait for an array as soon as one task of the array fails. So a job that is still pending is
@@ -366,13 +355,9 @@ FOLDERS = ("moe_lab", "analysis", "conf")
 
 
 def copy_code(jobs_folder: Path, modules: Iterable[str] = ()) -> Path:
-    """Copy the present code and plugins to a folder in `jobs_folder`/code, unless
-    `jobs_folder`/code already has a copy of the same code. Returns the path of start.py in the
-    copy. `jobs_folder`: folder for files of jobs. `modules`: names of plugins.
-
-    Jobs and the processes that they start run the copy. Edits and updates of the code while jobs
-    wait in the queue then do not change the jobs.
-    """
+    """Copy the present code and plugins to a folder in `jobs_folder`/code, unless it already has
+    the same copy. Edits of the code while jobs wait in the queue then do not change the jobs.
+    Returns the path of start.py in the copy. `modules`: names of plugins."""
     root = Path(moe_lab.__file__).parents[1]
     # path in the copy -> path of the original, for files and folders
     paths = {path.relative_to(root): path for name in FOLDERS for path in (root / name).rglob("*")}
@@ -384,7 +369,6 @@ def copy_code(jobs_folder: Path, modules: Iterable[str] = ()) -> Path:
         for file, path in paths.items()
         if path.is_file() and "__pycache__" not in file.parts
     }
-    # `code_state` has the version of the code and its git commit
     digests = {str(file): sha256(path.read_bytes()).hexdigest() for file, path in originals.items()}
     folder = (
         jobs_folder.absolute() / "code" / digest({"state": code_state(), "files": digests})[:12]
