@@ -59,9 +59,9 @@ class Store:
     file or folder is set aside: it is moved to the folder `damaged`, and a notice, which is a
     sentence for the user, is added to `notices`.
 
-    Before `create` is called, nothing is written or moved, so the folder may be missing or
-    read-only. The constructor raises UserError for an empty path, a URL, a file, a folder that is
-    no store, and a store of a newer moe_lab. Its arguments `limit` and `in_queue`: see `Claims`.
+    Before `create` is called, nothing is written or moved. The constructor raises UserError for an
+    empty path, a URL, a file, a folder that is no store, and a store of a newer moe_lab. Its
+    arguments `limit` and `in_queue`: see `Claims`.
     """
 
     def __init__(
@@ -74,30 +74,28 @@ class Store:
         self.notices: list[str] = []
         """Sentences about damage that have not been printed yet."""
         self.shared = self.claims.shared = is_of_group(self.root)
-        """Whether the folder belongs to a group, whose members may all resume unfinished steps."""
+        """Whether the folder belongs to a group of users."""
         self._is_writable = False
         """Whether `create` was called."""
         self._hashed_ids: set[str] = set()
         """Ids of the steps whose files this process has hashed or published."""
         self._awaited_ids: set[str] = set()
-        """Ids of the steps that were given to `is_readable`. If the files of a step are missing,
-        only the first call waits for them."""
+        """Ids of the steps that were given to `is_readable`, which waits only once for missing
+        files."""
         self._index: dict[str, tuple[int, dict[str, Path]]] = {}
-        """Kind of steps -> (modification time in ns of the kind's folder, steps in this folder).
-        The steps are a dictionary: start of the id -> folder of the step."""
+        """Kind of steps -> (modification time in ns of the kind's folder, start of a step's id ->
+        folder of the step)."""
         self._check_marker()
 
     @cached_property
     def packs(self) -> Packs:
-        """The packs of the store, which hold small steps."""
         return packs_in(self.root.absolute())
 
     def create(self) -> Store:
         """Create the folder of the store if it is missing, and let all methods write to the store
-        from now on. Returns this object. UserError when this user cannot write to the folder."""
+        from now on. UserError when this user cannot write to the folder."""
         self._is_writable = True
-        # The notices so far say that damaged files will be set aside. The files are now set aside
-        # when they are read again, and this adds a new notice.
+        # damaged files get a new notice when they are read again
         self.notices.clear()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -116,10 +114,8 @@ class Store:
         return self
 
     def _check_marker(self) -> None:
-        """Check the marker, the file MARKER with the schema of the store. A missing marker is no
-        error. UserError when a newer moe_lab wrote the marker. When the marker is damaged, the
-        folder is known to be a store only if it has a folder `runs`: then the marker is set aside.
-        Without `runs`, UserError."""
+        """Raise UserError when a newer moe_lab wrote the file MARKER. A damaged MARKER is set aside
+        if there is a folder `runs`; otherwise, UserError."""
         marker = self.root / MARKER
         try:
             schema = read_sealed(marker, {"schema": int})["schema"]

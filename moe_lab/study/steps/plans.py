@@ -54,8 +54,7 @@ def _settings_with_ratio(cell: Cell) -> dict[str, Any]:
 
 
 def check_ratio(cell: Cell) -> None:
-    """Raise UserError when the model cannot be pruned by the cell's ratio. Nothing is checked while
-    `_layer_facts` returns None, because the number of experts is not known yet."""
+    """Raise UserError when the model cannot be pruned by the cell's ratio."""
     if facts := _layer_facts(cell):
         # layer 0 stands for all layers, which are assumed to be equal
         allocation.check_fits(
@@ -64,12 +63,9 @@ def check_ratio(cell: Cell) -> None:
 
 
 def removed_share(cell: Cell) -> float:
-    """The share of experts that the cell's plan removes: the ratio, rounded to whole experts.
-
-    The ratio itself is returned for channels, which are so many that rounding hardly matters, and
-    if the number of experts is not known yet. It is also returned for allocation=list: the file
-    allocation.path has the numbers of experts, and the step that makes the plan compares them with
-    the ratio."""
+    """The share of experts that the cell's plan removes: the ratio, rounded to whole experts. It is
+    the ratio itself for channels, for allocation=list, and while the number of experts is not
+    known."""
     facts = _layer_facts(cell)
     is_listed = cell.allocation.name == "list"
     if facts is None or is_listed or criteria.get(cell.criterion.name).granularity == "channel":
@@ -81,8 +77,7 @@ def removed_share(cell: Cell) -> float:
 
 def check_engine(cell: Cell) -> None:
     """Raise UserError when the cell has calibration.engine=streamed, and the plan needs a step that
-    must have the whole model in memory. This is checked for the step that makes the plan, such as
-    a search, and for the input steps of the allocation."""
+    must have the whole model in memory."""
     if cell.calibration.engine != "streamed":
         return
     name = cell.allocation.name
@@ -98,11 +93,10 @@ def check_engine(cell: Cell) -> None:
 
 def check_channels_removable(cell: Cell) -> None:
     """Raise UserError when the cell's plan would change channels of experts, but the experts of the
-    model's family do not allow this. Nothing is checked if config.json is not available. The
-    experts are checked again when the plan is applied to the model."""
+    model's family do not allow this."""
     if drops_whole_experts(cell):
         return
-    # the end of a sentence about the experts, such as "have biases"; None if nothing is in the way
+    # such as "have biases"
     reason = family_of(config_of(cell.model).get("model_type")).channel_obstacle
     if not reason:
         return
@@ -116,12 +110,9 @@ def check_channels_removable(cell: Cell) -> None:
 
 
 def check_plan_file(cell: Cell) -> None:
-    """Check the plan in the file allocation.path. Nothing is checked if the file has no plan.
-
-    Raise UserError when the plan merges experts, but their channels are not matched to each other
-    yet ("aligned"). Raise UserError also when the plan was made for another model than the cell's.
-    Here, the models are compared only if the cell's model is a folder on this machine. The step
-    that makes the cell's plan compares them in any case."""
+    """Raise UserError when the plan in the file allocation.path merges experts whose channels are
+    not matched to each other yet, or was made for another model. The models are compared only if
+    the cell's model is a folder on this machine."""
     plan = plan_in(cell.allocation)
     if plan is None:
         return
@@ -129,13 +120,12 @@ def check_plan_file(cell: Cell) -> None:
     if cell.allocation.replacement == "none":  # otherwise a further step aligns the plan
         plan.check_aligned()
     if plan.provenance.get("model_sha256") and folder.is_dir():
-        # UserError unless `fingerprint(folder)` is the model_sha256 of the plan
         plan.check_origin([("model_sha256", partial(fingerprint, folder))], cell.model.path)
 
 
 def plan_in(settings: AllocationConfig) -> Any:
     """The plan (a `Plan`) in the file allocation.path. None if allocation.path is null, or if the
-    file has a number of experts for each layer instead of a plan."""
+    file has numbers of experts instead of a plan."""
     from moe_lab.pruning.plan import Plan
 
     path = settings.path
@@ -145,8 +135,7 @@ def plan_in(settings: AllocationConfig) -> Any:
 
 
 def drops_whole_experts(cell: Cell) -> bool:
-    """Whether the cell's plan drops whole experts and does nothing else. Such a plan merges no
-    experts, replaces none by constants, and retains all channels of the other experts."""
+    """Whether the cell's plan drops whole experts and does nothing else."""
     if cell.allocation.replacement != "none":
         return False
     if plan := plan_in(cell.allocation):
@@ -155,16 +144,14 @@ def drops_whole_experts(cell: Cell) -> bool:
 
 
 def check_schedules(cell: Cell) -> None:
-    """Raise UserError for invalid parameters of an evolutionary search. Raise UserError also when
-    no schedule that the search can try removes the share `cell.ratio` of the experts. A schedule is
-    a number of experts to remove for each layer."""
+    """Raise UserError for invalid parameters of an evolutionary search, and when no candidate of
+    the search can remove the share `cell.ratio` of the experts."""
     from moe_lab.search.evolution import parse, space_to_search
 
     parameters = parse(cell.allocation.parameters)
     check_ratio(cell)
     if facts := _layer_facts(cell):
-        # Called only for its UserErrors. Layers 0 and 1 stand for all layers, which are assumed to
-        # be equal. There are two, as a search moves removals from one layer to another.
+        # called only for its UserErrors; two layers, as a search moves removals between layers
         space_to_search(_settings_with_ratio(cell), {"layers": {0: facts, 1: facts}}, parameters)
 
 
@@ -173,7 +160,7 @@ def check_choices(cell: Cell) -> None:
     than allocation.parameters.limit ways to choose the removed experts of a layer."""
     check_ratio(cell)
     if facts := _layer_facts(cell):
-        # {} if the parameter "limit" is not set, so that `removals_within_limit` uses its default
+        # empty if "limit" is not set, so that the default applies
         limit_argument = {
             name: value for name, value in cell.allocation.parameters.items() if name == "limit"
         }
@@ -184,12 +171,10 @@ def check_choices(cell: Cell) -> None:
 
 
 def check_sequential(cell: Cell) -> None:
-    """Raise UserError unless the criterion needs forward statistics, which the step `statistics`
-    computes. The criterion may also need sums over weights, but no other step that reads a text:
-    only the forward statistics are computed again once earlier layers are pruned."""
+    """Raise UserError unless the criterion needs forward statistics, and needs no other sums over a
+    text. Only forward statistics are computed again once earlier layers are pruned."""
 
     def can_use(needs: Sequence[str]) -> bool:
-        """Whether a criterion can be used. `needs`: kinds of the steps that the criterion needs."""
         return "statistics" in needs and not any(
             KINDS[need].reads_text for need in needs if need != "statistics"
         )
@@ -204,7 +189,7 @@ def check_sequential(cell: Cell) -> None:
 
 
 class PlanSetup(StepFields):
-    """Settings and input steps of a cell's plan, for every kind of step that makes a plan."""
+    """Settings and input steps of a cell's plan."""
 
     allocation: IdentifiedAllocation
     ratio: float
@@ -216,20 +201,18 @@ class PlanSetup(StepFields):
 
     @property
     def merges_experts(self) -> bool:
-        """Whether dropped experts are merged into retained ones, which changes weights."""
+        """Whether dropped experts are merged into retained ones."""
         return self.allocation.replacement in GROUPINGS
 
     @property
     def allocation_settings(self) -> dict[str, Any]:
-        """Name of a setting -> value: the ratio, and those settings of the allocation that are part
-        of the identity of the step. The value of "path" is not a path: it is the digest that the
-        content of the file had when the id of the step was computed."""
+        """Name of a setting -> value: the ratio, and the settings of the allocation that identify
+        the step. The value of "path" is a digest of the content of the file."""
         return {**self.identity_entries["allocation"].value, "ratio": self.ratio}
 
     def facts_of(self, facts_step: Facts, files: Files) -> dict[str, Any]:
-        """The result of `facts_step`, the step with the facts of the model. With
-        allocation.protect, the facts of each layer also have the key "protected": ids of experts
-        that the plan must retain."""
+        """The result of `facts_step`. With allocation.protect, the facts of each layer also have
+        the key "protected": ids of experts that the plan must retain."""
         facts = files.facts(facts_step)
         if self.allocation_settings["protect"] is None:
             return facts
@@ -243,8 +226,7 @@ class PlanSetup(StepFields):
 
     def origin(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Provenance of the plan: settings of the allocation, the hash of the model's files and,
-        with allocation.protect, the ids of protected experts. `facts`: the facts of the model, from
-        `facts_of`."""
+        with allocation.protect, the ids of protected experts. `facts`: the result of `facts_of`."""
         origin = {"allocation": self.allocation_settings, "model_sha256": facts["sha256"]}
         if self.allocation_settings["protect"] is not None:
             from moe_lab.allocation import protection
@@ -254,8 +236,7 @@ class PlanSetup(StepFields):
 
 
 def plan_setup(cell: Cell) -> PlanSetup:
-    """The settings and input steps of a cell's plan, and the label of the step that makes the
-    plan."""
+    """Settings, input steps and label of a cell's plan."""
     settings = cell.allocation
     parts = [cell.model.name, cell.calibration.name, cell.criterion.name]
     if settings.name != "uniform":
@@ -273,8 +254,7 @@ def save_plan(
     plan: Any, facts: Mapping[str, Any], files: Files, ties: Mapping[int, int] | None = None
 ) -> None:
     """Write a plan, and `ties` if there are any. UserError if the plan does not fit the model.
-    `facts`: facts of the model. `ties`: layer -> number of experts or channels with tied scores,
-    the result of `pruning.selection.count_ties`."""
+    `ties`: layer -> number of experts or channels with tied scores."""
     plan.check(facts["layers"])
     plan.save(files.out / "plan.json")
     if ties:
@@ -305,13 +285,10 @@ class FromScores(CellPlan):
     scores: Scores
 
     def resources(self) -> Resources:
-        """Resources of a step that takes seconds. As the time depends on the model, `pace` has the
-        id of the step with the facts of the model."""
         return Resources(pace=[self.facts.id], steps_per_job="short")
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
-        """The step that makes a cell's plan."""
         return cls(
             plan_setup(cell),
             loaded_field(cell.model).facts,
@@ -320,18 +297,15 @@ class FromScores(CellPlan):
         )
 
     def work(self, files: Files) -> None:
-        """Write the plan made from scores. If the file allocation.path has a plan, write that plan
-        instead. If the scores are scores of channels and the plan states which channels are
-        retained, also write a table of budgets: which share of a layer's channels and of their
-        scores is retained."""
+        """Write the plan made from scores, or the plan in the file allocation.path. For scores of
+        channels, also write a table of budgets."""
         from safetensors.numpy import load
 
         from moe_lab.pruning.selection import count_ties, plan_from_scores
 
         facts = self.setup.facts_of(self.facts, files)
         origin = {**self.setup.origin(facts), "scores": Path(self.scores.folder).name}
-        # `plan_from_scores` reads the file allocation.path, so it needs the path. In
-        # `allocation_settings`, the value of "path" is only a digest.
+        # `plan_from_scores` reads the file; "path" in `allocation_settings` is only a digest
         settings = {**self.setup.allocation_settings, "path": self.setup.allocation.path}
         evidence: dict[str, Any] = files.sums(self.setup.evidence)
         if "by" in self.setup.evidence:
@@ -344,12 +318,10 @@ class FromScores(CellPlan):
             scores = files.expert_scores(self.scores)
         plan = plan_from_scores(settings, scores, facts["layers"], evidence, provenance=origin)
         tie_counts = count_ties(plan, scores, facts["layers"])
-        # If the file allocation.path has a plan, `plan_from_scores` has used only the numbers of
-        # experts or channels in it, and has checked them. The plan to write is that of the file.
+        # `plan_from_scores` uses only the numbers of experts or channels of a plan in the file
         if plan_of_file := plan_in(self.setup.allocation):
             plan = plan_of_file
             tie_counts = {}
-            # UserError unless facts["sha256"] is the model_sha256 of the plan
             plan.check_origin([("model_sha256", lambda: str(facts["sha256"]))], "this model")
         save_plan(plan, facts, files, tie_counts)
         if granularity == "channel" and plan.has_channels:
@@ -362,8 +334,7 @@ class FromScores(CellPlan):
 
 
 class Search(CellPlan):
-    """A plan that an evolutionary search finds, and the history of the search. The search starts
-    from scores, and evaluates candidates on a text."""
+    """A plan that an evolutionary search finds, and the history of the search."""
 
     kind = "search"
     whole_model = True
@@ -374,9 +345,8 @@ class Search(CellPlan):
     seed: int
 
     def resources(self) -> Resources:
-        """Resources of P + (T - 1)(P - m) passes over the text, one for each candidate. P is the
-        population, T the number of generations, and m the number of elites. Elites are not
-        evaluated again in the next generation."""
+        """Resources of one pass over the text for each candidate. Elites are not evaluated again in
+        the next generation."""
         from moe_lab.search.evolution import parse
 
         search = parse(self.setup.allocation.parameters)
@@ -388,13 +358,10 @@ class Search(CellPlan):
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
-        """The step that searches for a cell's plan. Candidates are evaluated on the text "search"
-        of the cell."""
         text = IdentifiedText.of(cell.texts["search"])
         return cls(plan_setup(cell), loaded_field(cell.model), text, Scores.of(cell), cell.seed)
 
     def work(self, files: Files) -> None:
-        """Search for the plan. Write the plan and the records of the search."""
         from moe_lab.search.run import search
 
         network, tokenizer = files.models.load(self.loaded.model)
@@ -427,20 +394,17 @@ class Reconstruction(CellPlan):
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
-        """The step that makes a cell's plan on its calibration set."""
         text = IdentifiedText.of(cell.calibration)
         return cls(plan_setup(cell), loaded_field(cell.model), text, cell.seed)
 
     def work(self, files: Files) -> None:
-        """Write the plan whose retained experts reconstruct the outputs of the layers best. Also
-        write a table with the error of every set of experts that was compared."""
+        """Write the plan, and a table with the error of every set of experts that was compared."""
         from moe_lab.pruning.plan import Plan
         from moe_lab.search.reconstruction import COLUMNS, reconstruct
 
         facts = self.setup.facts_of(self.loaded.facts, files)
         settings = self.setup.allocation_settings
         result = reconstruct(
-            # a function, which `reconstruct` calls once to run the model over the text
             text_passes(self.loaded.model, self.text, files).collect_statistics,
             facts=facts,
             ratio=settings["ratio"],
@@ -458,7 +422,7 @@ class Sequential(CellPlan):
     earlier layers are already pruned.
 
     Each layer retains as many experts as with allocation=uniform, or as many channels as with
-    allocation=layerwise. The model is always streamed, since only one layer is needed at a time.
+    allocation=layerwise. The model is always streamed.
     """
 
     kind = "sequential"
@@ -477,9 +441,7 @@ class Sequential(CellPlan):
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
-        """The step that makes a cell's plan on its calibration set. If the criterion needs sums
-        over weights, they are inputs of the step. The forward statistics, which the criterion also
-        needs, are computed in the step itself."""
+        # without the step of the forward statistics, which `work` computes itself
         weight_steps = {
             kind: input_step(kind, cell)
             for kind in criteria.get(cell.criterion.name).needs
@@ -498,7 +460,6 @@ class Sequential(CellPlan):
         )
 
     def work(self, files: Files) -> None:
-        """Prune the model layer by layer, and write the plan."""
         from moe_lab.models.streamed import open_streamed
         from moe_lab.pruning.selection import count_ties, plan_from_scores
         from moe_lab.search.sequential import prune_sequentially
@@ -507,8 +468,7 @@ class Sequential(CellPlan):
         streamed, tokenizer = open_streamed(self.loaded.model)
         facts = self.setup.facts_of(self.loaded.facts, files)
         weight_steps = {**self.sums, **self.setup.evidence}
-        # the step `statistics` runs the unpruned model; `choose` gets statistics for which all
-        # earlier layers are pruned
+        # statistics of the unpruned model; `choose` gets those of the model pruned so far
         weight_steps.pop("statistics", None)
         weight_sums = merge_passes(files.sums(weight_steps).values())
         granularity = criteria.get(self.criterion.name).granularity
@@ -521,8 +481,7 @@ class Sequential(CellPlan):
         tie_counts: dict[int, int] = {}
 
         def choose(layer: int, sums: Any) -> Any:
-            """The plan of the layer with the number `layer`. `sums`: forward statistics of the
-            layer, by name."""
+            """The plan of a layer. `sums`: forward statistics of the layer, by name."""
             layer_facts = {layer: facts["layers"][layer]}
             scores = score(self, {layer: {**weight_sums.get(layer, {}), **sums}}, layer_facts)
             plan = plan_from_scores(settings, scores, layer_facts, evidence={}, provenance={})

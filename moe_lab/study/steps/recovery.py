@@ -29,9 +29,8 @@ NO_RECOVERY = RecoveryConfig()
 
 
 def plan_of(cell: Cell) -> PlanStep:
-    """The step whose result is the cell's plan. The kind of this step depends on the allocation. If
-    the allocation merges experts whose channels must be aligned, an `AlignedPlan` is returned: a
-    step that aligns the plan of its input step."""
+    """The step whose result is the cell's plan. It is an `AlignedPlan` if the allocation merges
+    experts whose channels must be aligned."""
     step_class: Any = KINDS[allocation.get(cell.allocation.name).step]
     plan: PlanStep = step_class.of(cell)
     grouping = GROUPINGS.get(cell.allocation.replacement)
@@ -58,13 +57,11 @@ class AlignedPlan(Step):
 
     @property
     def setup(self) -> PlanSetup:
-        """Settings and inputs of the plan."""
         return self.plan.setup
 
 
 class Alignment(AlignedPlan):
-    """A plan whose channels are matched by their weights. Of `text`, only the engine is used: it
-    determines whether the model is streamed."""
+    """A plan whose channels are matched by their weights. Of `text`, only the engine is used."""
 
     kind = "alignment"
     runtime = frozenset({"text"})
@@ -73,7 +70,6 @@ class Alignment(AlignedPlan):
         return text_pass(self.loaded.model, self.text, self.loaded.pace)
 
     def work(self, files: Files) -> None:
-        """Match the channels of merged experts by weights, and write the aligned plan."""
         from moe_lab.models.discover import moe_layers
         from moe_lab.models.streamed import open_streamed
         from moe_lab.pruning.alignment import align_by_weights
@@ -98,9 +94,6 @@ class ActivationAlignment(AlignedPlan):
     reads_text = True
 
     def resources(self) -> Resources:
-        """Resources of a pass over the text. It also needs memory for products between activations
-        of channels, in each layer that is loaded, and for the weights of one layer's experts in
-        fp32."""
         return text_pass(
             self.loaded.model,
             self.text,
@@ -110,8 +103,6 @@ class ActivationAlignment(AlignedPlan):
         )
 
     def work(self, files: Files) -> None:
-        """Match the channels of merged experts by weights and by activations on the text, and write
-        the aligned plan."""
         from moe_lab.pruning.alignment import align_by_activations, alignment_hook
 
         plan = files.plan(self.plan)
@@ -136,11 +127,10 @@ class Storage:
 
 
 def storage_of(recovery: RecoveryConfig) -> Storage | None:
-    """How a recovery with bits=4 stores weights. None with bits=16, which leaves all weights as
-    they are loaded."""
+    """How a recovery stores weights. None if it leaves all weights as they are loaded."""
     if recovery.bits != 4:
         return None
-    # sorted, as the order of the modules in the settings must not change the id of a step
+    # sorted, as the order of the modules must not change the id of a step
     return Storage(4, tuple(sorted(set(recovery.modules))))
 
 
@@ -160,17 +150,13 @@ class Finetune(Step):
         return f"{self.plan.label()}-{self.recovery.name}"
 
     def resources(self) -> Resources:
-        """Resources of fine-tuning or fitting. Memory holds two copies of the model's weights if
-        adapters are trained or experts are merged. Otherwise the loaded model is masked, and memory
-        holds its weights once."""
+        # a loaded model that is only masked needs no second copy
         copies = 2 if self.recovery.train == "adapters" or self.plan.setup.merges_experts else 1
         return resources.finetuning(
             self.loaded.model, self.text, self.recovery, self.loaded.pace, copies=copies
         )
 
     def work(self, files: Files) -> None:
-        """Fit the merged experts if `recovery.fit` is set, else fine-tune the pruned model, and
-        write the weights that have changed."""
         from moe_lab.recovery.finetune import finetune
         from moe_lab.recovery.merge_fit import fit
 
@@ -183,8 +169,7 @@ class Finetune(Step):
 
 
 class Pruned(StepFields):
-    """A model with the plan by which it is pruned and the recovery that follows. If `plan` is None,
-    the model is not pruned."""
+    """A model with the plan by which it is pruned and the recovery that follows."""
 
     loaded: ModelIdentity
     plan: PlanStep | None = None
@@ -192,23 +177,19 @@ class Pruned(StepFields):
     storage: Storage | None = None
     recovery: RecoveryConfig = NO_RECOVERY
     drops_whole_experts: bool = True
-    """Whether the plan removes experts from the router, and retained experts keep all channels;
-    True without a plan."""
+    """Whether the plan drops whole experts and does nothing else; True without a plan."""
     runtime = frozenset({"recovery", "drops_whole_experts"})
 
     @property
     def model(self) -> ModelConfig:
-        """The config of the model."""
         return self.loaded.model
 
     @property
     def label(self) -> str:
-        """Label of the plan, or the model's name."""
         return self.plan.label() if self.plan else self.model.name
 
     @property
     def recovered_label(self) -> str:
-        """`label`, followed by the name of the recovery if there is one."""
         recovery = self.recovery.name
         return self.label if recovery == NO_RECOVERY.name else f"{self.label}-{recovery}"
 
@@ -219,15 +200,14 @@ class Pruned(StepFields):
 
     @property
     def is_changed(self) -> bool:
-        """Whether weights differ from the unpruned model, because they were fine-tuned or
-        quantised, or because experts were merged."""
+        """Whether weights differ from those of the unpruned model."""
         return self.is_recovered or (self.plan is not None and self.plan.setup.merges_experts)
 
     @contextmanager
     def open(self, files: Files) -> Iterator[tuple[Any, Any]]:
-        """Yield (model, tokenizer). With a recovery, the yielded model is a changed copy of the
-        loaded model, and stays in the cache for the next benchmark. Without a recovery, it is the
-        loaded model, which is masked by the plan, if any, until the context ends."""
+        """Yield (model, tokenizer). With a recovery, the model is a changed copy of the loaded
+        model. Without a recovery, it is the loaded model, masked by the plan until the context
+        ends."""
         from moe_lab.pruning.mask import mask
 
         network, tokenizer = files.models.load(self.model)
@@ -245,20 +225,17 @@ class Pruned(StepFields):
 
     def recovery_arguments(self, files: Files) -> dict[str, Any]:
         """Keyword arguments of `recovery.apply.recovered`: "bits", "modules" and "tuned". The value
-        of "tuned" is the folder with the result of the step `finetune`, or None without this
-        step."""
-        # the fields of `Storage` are "bits" and "modules"; by default, it quantises nothing
+        of "tuned" is the folder with the result of the step `finetune`."""
         tuned = files.folders[self.finetune.id] if self.finetune else None
         return {**vars(self.storage or Storage()), "tuned": tuned}
 
 
 def pruned_of(cell: Cell) -> Pruned:
-    """The model of a cell with its plan and recovery. If the recovery trains or fits weights on a
-    text, the field `finetune` is the step that does so."""
+    """The model of a cell with its plan and recovery."""
     plan = plan_of(cell)
     model = loaded_field(cell.model)
     finetune = None
-    # the key of the text of the recovery in `cell.texts`; None if the recovery reads no text
+    # None if the recovery reads no text
     if role := cell.recovery.text_setting:
         finetune = Finetune(
             model, IdentifiedText.of(cell.texts[role]), plan, cell.recovery, cell.seed
@@ -274,14 +251,12 @@ def pruned_of(cell: Cell) -> Pruned:
 
 
 def unpruned_model(model: ModelConfig) -> Pruned:
-    """A `Pruned` of `model` without a plan and a recovery."""
     return Pruned(loaded_field(model))
 
 
 class Export(Step):
-    """The checkpoint of a pruned and recovered model. `shape` has all settings of the export, such
-    as its format (safetensors or gguf) and its shape (natural, masked or padded). If `verify` is
-    set and the model is not recovered, the checkpoint is compared with the masked model."""
+    """The checkpoint of a pruned and recovered model. If `verify` is set and the model is not
+    recovered, the checkpoint is compared with the masked model."""
 
     kind = "export"
     facts: Facts
@@ -291,7 +266,7 @@ class Export(Step):
     dtype: str | None
     """The precision in which a recovered model is evaluated; None without a recovery."""
     shape: ExportConfig
-    """Settings of the export, with format and shape."""
+    """All settings of the export, such as its format and its shape."""
     verify: bool | None
     pruned: Pruned
     runtime = frozenset({"pruned"})
@@ -300,8 +275,6 @@ class Export(Step):
         return self.pruned.recovered_label
 
     def resources(self) -> Resources:
-        """Resources of writing the checkpoint. For the format GGUF, they have a check that
-        llama.cpp's converter is installed."""
         pruned = self.pruned
         is_converted = self.shape.format == "gguf"
         pace = [self.facts.id, self.shape.format]
@@ -315,11 +288,9 @@ class Export(Step):
         return export_resources._replace(installation_checks=[(gguf.converter, self.shape)])
 
     def work(self, files: Files) -> None:
-        """Write up to three checkpoints, each from the one before: the pruned model; with a
-        recovery, the recovered model; for the format GGUF, the converted model. The last checkpoint
-        is the result. Earlier checkpoints are in `files.partial`, from which an interrupted step
-        resumes. If a group of users shares the store, `files.partial` is emptied first. After an
-        error in recovery or conversion, `files.partial` is removed."""
+        """Write up to three checkpoints, each from the one before: the pruned model, the recovered
+        model, and the model converted to GGUF. The last checkpoint is the result. Earlier
+        checkpoints are in `files.partial`, from which an interrupted step resumes."""
         from moe_lab.models.files import local_folder
         from moe_lab.pruning.export import export as write_pruned
 
@@ -331,15 +302,12 @@ class Export(Step):
         if is_recovered:
             from moe_lab.recovery.export import check_widths
 
-            # before any work, as this raises UserError for numbers of retained channels for which
-            # the exported model would compute its experts in another way than the recovered model
+            # before any work, as it raises UserError for some numbers of retained channels
             check_widths(source, plan, self._evaluation_dtype(source))
-        # another member of the group may have written code into a checkpoint, and that code would
-        # be run
+        # another member of the group may have put code, which would be run, into a checkpoint
         if is_of_group(files.partial):
             for leftover in files.partial.glob("*/"):
                 shutil.rmtree(leftover)
-        # in `out` if the pruned model is the last checkpoint
         pruned_folder = files.partial / "natural" if is_recovered or is_converted else out
         if not pruned_folder.exists():
             write_pruned(source, plan, pruned_folder, shape=str(self.shape.shape))
@@ -365,10 +333,9 @@ class Export(Step):
             raise
 
     def _compare(self, source: Path, pruned_folder: Path, files: Files) -> None:
-        """Compare outputs of the checkpoint in `pruned_folder` with outputs of the model in
-        `source`, masked by the plan. Write the largest relative difference to verified.json.
-        `verify` raises UserError if the difference is too large. Both models run on the CPU,
-        because outputs on GPUs need not be equal bit for bit."""
+        """Write the largest relative difference between the outputs of the pruned checkpoint and of
+        the masked model. Both run on the CPU, because outputs on GPUs need not be equal bit for
+        bit."""
         from moe_lab.pruning.export.verify import verify
 
         trust = self.pruned.model.trust_remote_code
@@ -378,8 +345,8 @@ class Export(Step):
         write_json(files.out / "verified.json", {"difference": difference})
 
     def _write_recovered(self, pruned_folder: Path, out: Path, files: Files) -> None:
-        """Write a copy of the checkpoint in `pruned_folder` to the folder `out`, with the weights
-        of the recovered model and, in the model card, a sentence about the training."""
+        """Write a copy of the checkpoint in `pruned_folder` to `out`, with the weights of the
+        recovered model."""
         from moe_lab.pruning.export.rewrite import rewrite
         from moe_lab.recovery import training_sentence
         from moe_lab.recovery.export import recovery_changes
@@ -393,9 +360,8 @@ class Export(Step):
         rewrite(pruned_folder, changes, out)
 
     def _evaluation_dtype(self, folder: Path) -> Any:
-        """The torch dtype in which the recovered model is evaluated: the dtype that `self.dtype`
-        names, or the dtype of the checkpoint in `folder` if `self.dtype` is "stored". The default
-        dtype of this machine is not used, since evaluations may run on another machine."""
+        """The torch dtype in which the recovered model is evaluated: `self.dtype`, or the dtype of
+        the checkpoint in `folder` if `self.dtype` is "stored"."""
         from moe_lab.models.load import DTYPES
         from moe_lab.models.streamed import stored_dtype
 
@@ -405,16 +371,14 @@ class Export(Step):
 def export_of(
     pruned: Pruned, export: ExportConfig, verify: bool, default: Shape = "natural"
 ) -> Export:
-    """The step that writes the model `pruned` as a checkpoint. `export`: settings of the export.
-    `verify`: whether the checkpoint is compared with the masked model. `default`: shape of the
-    checkpoint (natural, masked or padded) if `export.shape` is not set."""
+    """The step that writes `pruned` as a checkpoint. `verify`: whether the checkpoint is compared
+    with the masked model. `default`: shape of the checkpoint if `export.shape` is not set."""
     settings = replace(export, shape=export.shape or default)
     return Export(
         pruned.loaded.facts,
         pruned.plan,
         pruned.finetune,
         pruned.storage,
-        # the precision in which the recovered model is evaluated
         pruned.loaded.arithmetic.dtype if pruned.is_recovered else None,
         settings,
         verify or None,  # fields that are None do not change the id of the step

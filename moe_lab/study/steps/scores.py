@@ -25,8 +25,8 @@ ByLayer = Mapping[int, Mapping[str, Any]]
 
 
 def step_class(name: str) -> Any:
-    """The class of the steps of the kind `name`, which a criterion or an allocation has in its
-    `needs`. UserError, with the nearest known name, if there is no such kind."""
+    """The class of the steps of the kind `name`. UserError, with the nearest known name, if there
+    is no such kind."""
     check_known("step in needs", name, KINDS)
     return KINDS[name]
 
@@ -38,12 +38,11 @@ def input_roles(cell: Cell) -> tuple[str, ...]:
 
 
 def reads_text(cell: Cell) -> bool:
-    """Whether the cell's plan depends on the calibration set: whether the set is read by the step
-    that makes the plan, or by one of the input steps. Input steps are those that the cell's
-    criterion, the allocation and the criterion `allocation.by` need."""
+    """Whether the step that makes the cell's plan, or one of its input steps, reads the calibration
+    set."""
     kinds = [
         *criteria.get(cell.criterion.name).needs,
-        # "by" is no kind of step: it stands for the criterion `allocation.by`, which follows
+        # "by" is no kind of step
         *(role for role in input_roles(cell) if role != "by"),
         allocation.get(cell.allocation.name).step,
     ]
@@ -53,8 +52,7 @@ def reads_text(cell: Cell) -> bool:
 
 
 def input_step(role: str, cell: Cell) -> Step:
-    """The input step with the role `role`. The role is a kind of step, or "by" for the scores of
-    the criterion `allocation.by`."""
+    """The input step with the role `role`, see `input_roles`."""
     if role == "by":
         return Scores.of(replace(cell, criterion=CriterionConfig(name=str(cell.allocation.by))))
     step: Step = step_class(role).of(cell, role)
@@ -62,8 +60,8 @@ def input_step(role: str, cell: Cell) -> Step:
 
 
 class Scores(Step):
-    """The scores of experts by a criterion, or the scores of their channels by a criterion of
-    channels. What has the lowest scores is removed first."""
+    """The scores of experts, or of their channels, by a criterion. What has the lowest scores is
+    removed first."""
 
     kind = "scores"
     small = True
@@ -85,8 +83,6 @@ class Scores(Step):
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
-        """The step that scores experts, or channels, by a cell's criterion. Its input steps gather
-        the sums that the criterion needs."""
         criterion = criteria.get(cell.criterion.name)
         name = f"{cell.model.name}-{cell.calibration.name}-{criterion.name}"
         sums = {need: input_step(need, cell) for need in criterion.needs}
@@ -100,9 +96,8 @@ class Scores(Step):
         )
 
     def work(self, files: Files) -> None:
-        """Write a table with the scores of experts. For a criterion of channels, write two other
-        files: the scores of channels as arrays, and a table with the concentration curve of each
-        expert, see `tables.concentration`."""
+        """Write a table with the scores of experts. For a criterion of channels, write arrays with
+        the scores of channels and a table with concentration curves instead."""
         values = score(self, files.evidence(self.sums), files.facts(self.facts)["layers"])
         if criteria.get(self.criterion.name).granularity == "channel":
             from safetensors.numpy import save_file
@@ -132,9 +127,8 @@ def gate_and_seed(cell: Cell) -> tuple[str | None, int | None]:
 
 
 def plugin_locations(cell: Cell) -> tuple[Mapping[str, str], ...]:
-    """Where the modules of the plugins are that define the cell's criterion and allocation: one
-    result of `plugins.module_location` (module, folder and digest) for each function that a plugin
-    defines. () if moe_lab defines both the criterion and the allocation."""
+    """One result of `plugins.module_location` for each function of the cell's criterion and
+    allocation that a plugin defines."""
     criterion = criteria.get(cell.criterion.name)
     cell_allocation = allocation.get(cell.allocation.name)
     functions: list[Callable[..., Any]] = []
@@ -149,8 +143,7 @@ def plugin_locations(cell: Cell) -> tuple[Mapping[str, str], ...]:
 def score(step: Any, inputs: ByLayer, layers: ByLayer) -> dict[int, Any]:
     """Layer -> scores of its experts, of shape (E,), or of its channels, of shape (E, I). `step`: a
     step with the fields `criterion`, `gate` and `seed`. `inputs`: layer -> name of a statistic ->
-    array. `layers`: layer -> facts about the layer, for each layer to score. Of the facts,
-    `n_experts` (E) and `width` (I) are read."""
+    array. `layers`: layer -> facts about the layer."""
     return criteria.score(
         step.criterion.name,
         inputs,
@@ -170,9 +163,7 @@ def check_weights(criterion: CriterionConfig, model: ModelConfig) -> None:
 
 
 class Family(Step):
-    """Scores of every expert by 17 criteria, for figures of the overlap between criteria. They are
-    the criterion `s_family` with 17 choices of its parameters b, alpha and beta, see
-    `criteria.experts.s_family_scores`."""
+    """Scores of every expert by 17 criteria, see `criteria.experts.s_family_scores`."""
 
     kind = "family"
     small = True
@@ -187,11 +178,8 @@ class Family(Step):
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
-        """The step that computes the scores from forward statistics on a cell's calibration
-        set."""
         return cls(Pass.of(cell, "statistics"), cell.gate)
 
     def work(self, files: Files) -> None:
-        """Write a table with the 17 scores of each expert."""
         table = s_family_scores(files.evidence({"statistics": self.statistics}), gate=self.gate)
         files.table("family.parquet", results.FAMILY, table)

@@ -23,8 +23,7 @@ POINTS = 21
 
 
 def _expert_rows(layer: int, *columns: Sequence[Any]) -> list[Row]:
-    """One row (layer, expert, value in each column) per expert of a layer. A column has one value
-    per expert."""
+    """One row (layer, expert, value in each column) per expert of a layer."""
     return [(layer, expert, *values) for expert, values in enumerate(zip(*columns, strict=True))]
 
 
@@ -47,7 +46,6 @@ def experts(layers: Layers) -> list[Row]:
         sums = _array(arrays["sums_model"])
         # (E, I): sums over tokens of the squared activation of each channel
         squares = _array(arrays["channel_square"])
-        # the columns `tokens` to `channel_max` of EXPERTS; `channels` and `channel_root_sum` follow
         columns = (
             tokens,
             sums[:, 1, 0],  # gates
@@ -65,10 +63,9 @@ def experts(layers: Layers) -> list[Row]:
 
 
 def _root_sums(squares: Array, tokens: Array) -> list[float]:
-    """For each expert, the sum over channels of sqrt(squares / tokens), or 0 without tokens. Each
-    term is a root mean square: of the values of the channel (activations or gradients) over the
-    expert's tokens. `squares` (E, I): for each channel, the sum over tokens of its squared values.
-    `tokens` (E,): number of tokens of each expert."""
+    """For each expert, the sum over channels of sqrt(squares / tokens), or 0 without tokens.
+    `squares` (E, I): for each channel, the sum over tokens of its squared values. `tokens` (E,):
+    number of tokens of each expert."""
     return [
         float(np.sqrt(channel_squares / count).sum()) if count > 0 else 0.0
         for channel_squares, count in zip(squares, tokens.tolist(), strict=True)
@@ -81,10 +78,9 @@ def losses(layers: Layers) -> list[Row]:
 
 
 def entropies(layers: Layers) -> list[Row]:
-    """Rows of ENTROPIES: (layer, upper end of a bin, number of tokens in the bin). Each layer has a
-    histogram of the entropies of its router, with one row per bin. The bins are equal parts of the
-    range from 0 to 1, where 1 stands for the largest possible entropy. A layer has no rows if its
-    router does not return the logits of all experts."""
+    """Rows of ENTROPIES: (layer, upper end of a bin, number of tokens in the bin). The bins are
+    equal parts of the range from 0 to 1, where 1 stands for the largest possible entropy of the
+    router. A layer has no rows if its router does not return the logits of all experts."""
     rows = []
     for layer, arrays in layers.items():
         counts = _array(arrays.get("router_entropy", ()))
@@ -129,9 +125,7 @@ def ablations(layers: Layers) -> list[Row]:
 
 def concentration(scores: Mapping[int, Array]) -> list[Row]:
     """Rows of CONCENTRATION: (layer, expert, share of the channels, share of the score). The two
-    shares are a point of `_curve`; an expert has at most POINTS rows. `scores`: layer -> scores
-    (E, I) of channels. Negative scores count as 0. If no channel of an expert has a positive score,
-    its shares of the score are NaN."""
+    shares are a point of `_curve`. `scores`: layer -> scores (E, I) of channels."""
     rows = []
     for layer, layer_scores in scores.items():
         for expert, channel_scores in enumerate(layer_scores):
@@ -142,8 +136,7 @@ def concentration(scores: Mapping[int, Array]) -> list[Row]:
 def _curve(scores: Array) -> Iterator[tuple[float, float]]:
     """Points (x, y) of the concentration curve of an expert. x is a share of the expert's channels,
     those with the highest scores. y is the share that these channels have of the sum of all scores.
-    Negative scores count as 0. y is NaN if no score is positive. `scores` (I,): scores of the
-    expert's channels."""
+    y is NaN if no score is positive. `scores` (I,): scores of the expert's channels."""
     ordered = np.sort(_positive(scores))[::-1]
     total = ordered.sum()
     score_shares = np.concatenate([[0.0], np.cumsum(ordered)]) / (total if total > 0 else np.nan)
@@ -156,7 +149,7 @@ def budgets(scores: Mapping[int, Array], retained: Mapping[int, NDArray[np.bool_
     """One row of BUDGETS per layer: (layer, share of the layer's score that the retained channels
     have, share of the layer's channels that is retained). `scores`: layer -> scores (E, I) of
     channels. `retained`: layer -> mask (E, I) of the channels that a plan retains. Negative scores
-    count as 0. If no channel of a layer has a positive score, the share of the score is NaN."""
+    count as 0."""
     rows = []
     for layer, mask in retained.items():
         values = _positive(scores[layer])
@@ -172,10 +165,8 @@ def budgets(scores: Mapping[int, Array], retained: Mapping[int, NDArray[np.bool_
 
 
 def _array(values: Any) -> Array:
-    """The values as a numpy array of fp64."""
     return np.asarray(values, dtype=float)
 
 
 def _positive(values: Array) -> Array:
-    """The values in fp64, with 0 in place of negative values."""
     return np.maximum(_array(values), 0)
