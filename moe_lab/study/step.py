@@ -173,9 +173,8 @@ KINDS: dict[str, type[Step]] = {}
 
 
 def unmerged(steps: Iterable[Step], finished: Set[str]) -> list[Step]:
-    """`steps` without those that need not be computed, because their results were merged already: a
-    finished step has merged the results of its `merged_steps`. `finished`: ids of finished
-    steps."""
+    """`steps` without the steps whose results were merged by a finished step. `finished`: ids of
+    finished steps."""
     steps = list(steps)
     merged_ids = {part.id for step in steps if step.id in finished for part in step.merged_steps}
     return [step for step in steps if step.id not in merged_ids]

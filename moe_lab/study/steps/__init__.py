@@ -34,10 +34,7 @@ for _module in pkgutil.iter_modules(__path__):
 
 
 def perform(step: Step, files: Files) -> None:
-    """Do the work of `step`, and write its result and provenance.json. Any exception means that the
-    step has failed. provenance.json includes `units` and `pace` of the step's `Resources`, because
-    the time of later steps is estimated from them. For a step with `merged_steps`, the entry
-    "merged" has the names of their folders."""
+    """Do the work of `step`, and write its result and provenance.json."""
     start = time.time()
     plugins.import_modules_at(step.plugins)
     # the work, and programs that it starts, report progress to this file
@@ -45,6 +42,7 @@ def perform(step: Step, files: Files) -> None:
     step.work(files)
     resources = step.resources()
     document = provenance(start)
+    # the time of later steps is estimated from these two entries
     document["units"] = resources.units
     document["pace"] = list(resources.pace)
     if step.merged_steps:
@@ -58,8 +56,7 @@ _MODELS = Models()
 
 def perform_pickled(pickled_step: str) -> dict[str, Any]:
     """Do a step in this worker process. `pickled_step`: the pickled pair (step, `Files`), in
-    base64. Returns the `error_document` if the step failed, else {}. All output of the process is
-    appended to the log of the step. An empty log is deleted."""
+    base64. Returns the `error_document` if the step failed, else {}."""
     step, files = pickle.loads(b64decode(pickled_step))
     # the cache of this process, instead of the empty one that was pickled
     files = replace(files, models=_MODELS)
@@ -67,7 +64,7 @@ def perform_pickled(pickled_step: str) -> dict[str, Any]:
         # only the last folder is created: if the store was deleted, this fails, and there is no log
         files.log.parent.mkdir(exist_ok=True)
         with files.log.open("a") as log:
-            # stdout (1) and stderr (2) of this process and of its children
+            # stdout (1) and stderr (2), also of child processes
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
     error: dict[str, Any] = {}

@@ -25,9 +25,8 @@ from moe_lab.study.steps.recovery import Finetune, PlanStep, Pruned, Storage
 
 
 def timing_of(timed: TimingConfig, model: ModelConfig) -> TimingConfig:
-    """The settings `timed`. If their `device` is None, it is set to the name of the hardware that
-    `model.device` selects on this machine. If this machine has no such hardware, `device` remains
-    None, and a start check of the timing step reports the error."""
+    """`timed`, with a `device` of None replaced by the name of the hardware that `model.device`
+    selects. It remains None if this machine has no such hardware."""
     if not timed.device:
         with suppress(UserError):
             return replace(timed, device=hardware_name(model.device))
@@ -35,9 +34,8 @@ def timing_of(timed: TimingConfig, model: ModelConfig) -> TimingConfig:
 
 
 class Cost(Step):
-    """Parameters, storage, and FLOPs per token of a model. FLOPs depend on the number of tokens per
-    row. If experts of a layer may differ in width, FLOPs also depend on routing, which is measured
-    on a calibration set."""
+    """Parameters, storage, and FLOPs per token of a model. If experts of a layer may differ in
+    width, FLOPs depend on routing, which is measured on a calibration set."""
 
     kind = "cost"
     small = True
@@ -47,22 +45,19 @@ class Cost(Step):
     row: int
     """Tokens per row."""
     unpruned: Cost | None
-    """The cost of the unpruned model, whose FLOPs are counted once for all plans; None for this
-    cost itself."""
+    """The cost of the unpruned model; None for this cost itself."""
     text: IdentifiedText | None
-    """The text on which routing is measured; None if FLOPs do not depend on it."""
+    """The text on which routing is measured; None if FLOPs do not depend on routing."""
     arithmetic: Arithmetic | None
-    """Settings of the pass in which routing is measured; None without a text."""
+    """None if `text` is None."""
     pruned: Pruned
     runtime = frozenset({"pruned"})
 
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, unpruned: Cost | None = None) -> Self:
-        """The step for the cost of a pruned model. `text`: the calibration set. Its row length is
-        used and, if necessary, routing is measured on it. `unpruned`: the step for the cost of the
-        unpruned model; None if `pruned` is the unpruned model."""
-        # experts of a layer may differ in width in two cases: in a checkpoint that lists the width
-        # of each expert (packed), and after a plan that does not only remove whole experts
+        """The step for the cost of a pruned model. `text`: calibration set whose row length is
+        used, and on which routing is measured if necessary."""
+        # whether experts of a layer may differ in width
         if pruned.plan is None:
             needs_routing = has_packed_experts(config_of(pruned.model))
         else:
@@ -82,21 +77,17 @@ class Cost(Step):
         return self.pruned.recovered_label
 
     def resources(self) -> Resources:
-        """If routing is measured, the resources of a pass over the text. Otherwise the resources of
-        a process without weights, because parameters are counted on the meta device. The cost of a
-        pruned model is computed in the Slurm job of its evaluations, which loads the model anyway.
-        """
         model = self.pruned.model
-        # the time depends on the model, and on whether routing is measured
         pace = [self.facts.id, self.text is not None]
         run = Resources(model=model, pace=pace)
         if self.text:
             run = text_pass(model, self.text, pace)
+        # the Slurm job of evaluations loads the pruned model anyway
         return run._replace(job="evaluate", steps_per_job="models") if self.plan else run
 
     def work(self, files: Files) -> None:
-        """Write cost.json: parameters, storage and FLOPs of the pruned model. Raises UserError if
-        experts of a layer differ in width, but the step has no text on which to measure routing."""
+        """Write cost.json. Raises UserError if experts of a layer differ in width, but `text` is
+        None."""
         from moe_lab.models.discover import routed_layers
         from moe_lab.pruning.cost import cost, even_routing, row_flops
         from moe_lab.pruning.prune import prune
@@ -105,12 +96,11 @@ class Cost(Step):
         plan = files.plan(self.plan)
         pruned = prune(network, plan) if plan else network
         layers = routed_layers(pruned)
-        # FLOPs per token of the unpruned model, by part; counted once for all plans
+        # FLOPs per token of the unpruned model, counted once for all plans
         if self.unpruned:
             flops = json.loads(files.read(self.unpruned, "cost.json"))["flops_by_part"]
         else:
             flops = row_flops(network, self.row)
-        # without a measurement: the channels that any one token uses
         routing: Any = even_routing(layers)
         if not routing:  # None, because experts of a layer differ in width
             if self.text is None:
@@ -138,15 +128,13 @@ class Profile(Step):
         return self.plan.label() if self.plan else self.loaded.model.name
 
     def resources(self) -> Resources:
-        """Resources of a pass over the text with the whole model in memory. Merged experts are new
-        weights; for these, the memory of a second copy of the model is assumed."""
+        # merged experts are new weights, for which a second copy of the model is assumed
         copies = 2 if self.plan and self.plan.setup.merges_experts else 1
         return text_pass(
             self.loaded.model, self.text, self.loaded.pace, engine="resident", copies=copies
         )
 
     def work(self, files: Files) -> None:
-        """Write profile.parquet: the profile of the pruned model, measured on the text."""
         from moe_lab.pruning.profile import profile
 
         network, tokenizer = files.models.load(self.loaded.model)
@@ -167,15 +155,14 @@ class Timing(Step):
     finetune: Finetune | None
     storage: Storage | None
     timed: TimingConfig
-    """Settings, which include the name of the device that is timed."""
     threads: int | None
     pruned: Pruned
     runtime = frozenset({"pruned"})
 
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, timed: TimingConfig) -> Self:
-        """The step that times a pruned model. `text`: calibration set from which prompts are taken.
-        `timed`: number and length of prompts, and the name of the device that is timed."""
+        """The step that times a pruned model. `text`: calibration set from which prompts are
+        taken."""
         return cls(
             pruned.loaded,
             IdentifiedText.of(text),
@@ -191,24 +178,20 @@ class Timing(Step):
         return self.pruned.recovered_label
 
     def resources(self) -> Resources:
-        """Resources of a pass on one GPU, or on several if `timed.device` names several. If
-        `timed.device` is None, this machine does not have the device that `model.device` selects,
-        and the step gets a start check that reports this."""
         model = self.loaded.model
         device = self.timed.device
         # two copies: the loaded model and the deployed one
         run = text_pass(model, self.text, self.loaded.pace, engine="resident", copies=2)
         run_on_one_gpu = run._replace(gpu_counts=[1])
         if device is None:
-            # the check calls `hardware_name`, which raises UserError
+            # `hardware_name` will raise UserError, because this machine does not have the device
             return run_on_one_gpu._replace(start_checks=[(hardware_name, model.device)])
         # several GPUs are named as in "8 x NVIDIA H100"
         return run if " x " in device else run_on_one_gpu
 
     def work(self, files: Files) -> None:
-        """Measure times and memory. Writes timing.parquet, and timing.json with the conditions of
-        the measurement. Raises Unavailable if the device of this machine is not `timed.device`,
-        because the step's id says that the times are of `timed.device`."""
+        """Write timing.parquet, and timing.json with the conditions of the measurement. Raises
+        Unavailable if the device of this machine is not `timed.device`."""
         import torch
 
         from moe_lab.evaluation.timing import measure
@@ -225,7 +208,6 @@ class Timing(Step):
             )
         network, tokenizer = files.models.load(self.loaded.model)
         model = self.deployed_model(network, files)
-        # the valid tokens of all batches, one after another
         tokens = torch.cat([ids[valid] for ids, valid in read_text(self.text, tokenizer, files)])
         # read before the measurement, because the measurement raises it
         load_average = os.getloadavg()[0]
@@ -244,7 +226,7 @@ class Timing(Step):
 
     def deployed_model(self, network: Any, files: Files) -> Any:
         """The model as a server would load it: pruned, fine-tuned and quantised. `network`: the
-        unpruned model. Without a plan and without quantised storage, `network` is returned."""
+        unpruned model."""
         from moe_lab.recovery.apply import recovered
 
         if not (self.plan or self.storage):
@@ -255,9 +237,7 @@ class Timing(Step):
 def timing_mistakes(
     launcher: LauncherConfig, timed: TimingConfig, model: ModelConfig
 ) -> Iterator[str]:
-    """Yield a sentence for each reason why `model` cannot be timed with these settings. A timing
-    step must run alone on its machine. `timed.device` is part of the step's id, so it must be known
-    before jobs are submitted. The weights of the model must not be quantised."""
+    """Yield a sentence for each reason why `model` cannot be timed with these settings."""
     if launcher.name == "local":
         yield "timing=true beside other work would measure that too: expected launcher=inline"
     if launcher.name == "slurm" and timed.device is None:

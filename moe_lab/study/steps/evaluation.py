@@ -50,36 +50,27 @@ Template = tuple[tuple[str, Any], ...]
 
 
 def results_step_of(benchmark: BenchmarkConfig, config: Config) -> Task:
-    """A function from a pruned model to the step with the model's results on `benchmark`.
-
-    If the harness of `benchmark` has two phases, the step is `Grade`; its input is a step
-    `Generate`, which runs the model. Otherwise the step is `Evaluate`. `Evaluate` needs
-    likelihoods, which a server does not give, so backend=server is replaced by backend=hf.
-
-    With sandbox=auto, a machine without namespaces may run the model's programs in the sandbox
-    LIMITED, which can change results. If this machine does not grade in LIMITED, sandbox=auto is
-    replaced by sandbox=namespaces, so that no other machine grades in LIMITED.
-    """
+    """A function from a pruned model to the step with the model's results on `benchmark`."""
     # the Python in which vLLM is installed
     backend = replace(config.backend, python=config.interpreters.get("vllm"))
     harness = harness_of(benchmark)
     two_phases = harness.two_phases
     if backend.name == "server" and not two_phases:
+        # a server does not give likelihoods, which `Evaluate` needs
         backend = BackendConfig(name="hf")
     policy = Policy(
         config.allow_code_execution, config.sandbox, config.allow_judge, config.allow_pickled_data
     )
-    # this value is part of the step's id, because LIMITED changes results: it does not run some
-    # programs, which then count as wrong
+    # part of the step's id, because LIMITED does not run some programs, which then count as wrong
     limited_or_none = LIMITED if harness.uses_limited_sandbox(benchmark, policy) else None
     if policy.sandbox == "auto" and limited_or_none is None:
+        # with "auto", another machine might grade in LIMITED
         policy = replace(policy, sandbox=NAMESPACES)
 
     grading = Grading(IdentifiedBenchmark.of(benchmark), policy, limited_or_none)
     setup = BenchmarkSetup(benchmark, Questions(benchmark) if two_phases else None, backend)
 
     def results_of(pruned: Pruned) -> Evaluate | Grade:
-        """The step with the results of one pruned model."""
         # part of the id only if the benchmark uses the chat template
         template = tuple(pruned.model.template_arguments.items()) if benchmark.chat else None
         checkpoint = _export_step(pruned, backend.name, config)
@@ -91,16 +82,12 @@ def results_step_of(benchmark: BenchmarkConfig, config: Config) -> Task:
 
 
 def _export_step(pruned: Pruned, backend: str, config: Config) -> Export | None:
-    """The step that exports the checkpoint for a server or vLLM; None if no export is needed.
-
-    None for the unpruned model. None for backend=hf, which prunes the loaded model. None for vLLM
-    if the plan only removes whole experts and there is no recovery: vLLM then masks the unpruned
-    model."""
+    """The step that exports the checkpoint for a server or vLLM; None if no export is needed."""
     if pruned.plan is None or backend == "hf":
         return None
     if backend == "vllm" and not pruned.is_recovered:
         if pruned.drops_whole_experts:
-            return None
+            return None  # vLLM masks the unpruned model
         # vLLM needs experts of equal width in a layer, so narrower experts are padded
         return export_of(pruned, config.export, config.verify, default="padded")
     return export_of(pruned, config.export, config.verify)
@@ -112,14 +99,13 @@ class Grading(StepFields):
     benchmark: IdentifiedBenchmark
     policy: Policy
     sandbox: str | None
-    """The sandbox if some programs of the benchmark are not run without namespaces, which changes
-    results; else None."""
+    """LIMITED if the benchmark's programs run in this sandbox, which changes results; else None."""
     runtime = frozenset({"policy"})
 
     @property
     def start_checks(self) -> list[Check]:
-        """Check for `Resources.start_checks`, as (function, *arguments). The function yields a
-        sentence for each reason why grading is impossible or not permitted on this machine."""
+        """For `Resources.start_checks`: whether grading is possible and permitted on this
+        machine."""
         return [(harness_of(self.benchmark).missing_requirements, self.benchmark, self.policy)]
 
 
@@ -128,16 +114,15 @@ class BenchmarkSetup(StepFields):
 
     benchmark: BenchmarkConfig
     questions: Questions | None
-    """The settings of the benchmark that change answers, if another step grades. None if the same
-    step grades, since its field `grading` then identifies the whole benchmark."""
+    """The settings of the benchmark that change answers. None if the step also grades: its field
+    `grading` then identifies the benchmark."""
     backend: BackendConfig
     runtime = frozenset({"benchmark"})
 
 
 def _check_data(benchmark: BenchmarkConfig, identity: Mapping[str, Any]) -> None:
-    """Raise Unavailable when the benchmark's data has changed since the step's id was computed,
-    because results on the new data belong to a step with another id. `identity`: the entry of
-    `Step.settings` for the benchmark; identity["data"] is the digest of the data at that time."""
+    """Raise Unavailable when the benchmark's data has changed since the step's id was computed.
+    `identity`: the entry of `Step.settings` for the benchmark."""
     if identity["data"] != harness_of(benchmark).data_digest(benchmark):
         raise Unavailable(
             f"benchmark {benchmark.name}: its data has changed since the study was started: start "
@@ -154,40 +139,33 @@ class BenchmarkRun(Step):
     pruned: Pruned
     checkpoint: Export | None
     template: Template | None
-    """Arguments of the model's chat template; None if the benchmark does not use a chat
-    template."""
+    """None if the benchmark does not use a chat template."""
 
     @property
     def benchmark(self) -> BenchmarkConfig:
-        """The config of the benchmark."""
         return self.setup.benchmark
 
     @property
     def backend(self) -> BackendConfig:
-        """The config of the backend."""
         return self.setup.backend
 
     def label(self) -> str:
         return f"{self.pruned.recovered_label}-{self.benchmark.name}"
 
     def resources(self) -> Resources:
-        """Resources of running the pruned model on the benchmark. If weights are changed, memory
-        holds two copies of the model, with and without the changes. All benchmarks of a pruned
-        model are in one Slurm job, which loads the model once."""
         return benchmark_run(
             self.pruned.model,
             self.benchmark,
             self.backend,
             self.pruned.loaded.facts.id,
+            # the weights with and without the changes
             copies=2 if self.pruned.is_changed else 1,
             installation_checks=[(engines.check_installed, self.backend)],
         )
 
     @contextmanager
     def engine(self, files: Files) -> Iterator[Engine]:
-        """A context with an engine that runs the pruned and recovered model. With backend=server,
-        a server is started for this step. With backend=vllm, the engine is a process of vLLM, which
-        stays for the next step. With backend=hf, the model runs in this process."""
+        """A context with an engine that runs the pruned and recovered model."""
         if self.backend.name == "server":
             from moe_lab.evaluation.engines.server import served_model
 
@@ -196,7 +174,7 @@ class BenchmarkRun(Step):
             ) as server_engine:
                 yield server_engine
         elif self.backend.name == "vllm":
-            # an exported checkpoint is already pruned; the unpruned model is masked by the plan
+            # an exported checkpoint is already pruned
             plan = None if self.checkpoint else files.plan(self.pruned.plan)
             engine = files.models.engine(self.weights(files), self.backend, self.pruned.model, plan)
             write_json(files.out / "backend.json", engine.metadata)
@@ -214,8 +192,7 @@ class BenchmarkRun(Step):
         return ResultCache(files.partial / COMPUTED)
 
     def weights(self, files: Files) -> Path:
-        """Folder of the checkpoint that a server or vLLM reads: the exported checkpoint, or the
-        unpruned model if none is exported."""
+        """Folder of the checkpoint that a server or vLLM reads."""
         from moe_lab.models.files import local_folder
 
         if self.checkpoint:
@@ -223,14 +200,13 @@ class BenchmarkRun(Step):
         return local_folder(self.pruned.model)
 
     def log_prompt(self, prompt: str) -> None:
-        """Write a prompt of the benchmark to the log, as an example. `prompt`: the text that the
-        model has read, formatted by the chat template if there is one."""
+        """Write `prompt` to the log, as an example of what the model has read."""
         print(f"{self.folder} asks, for example: {prompt!r}", file=sys.stderr, flush=True)
 
 
 class Evaluate(BenchmarkRun):
-    """The results of a pruned model on one benchmark. The model's outputs are computed and graded
-    in this step."""
+    """The results of a pruned model on one benchmark. This step runs the model and grades its
+    outputs."""
 
     kind = "evaluate"
     grading: Grading
@@ -239,7 +215,6 @@ class Evaluate(BenchmarkRun):
         return super().resources()._replace(start_checks=self.grading.start_checks)
 
     def work(self, files: Files) -> None:
-        """Run the model on the benchmark, grade its outputs, and write the results."""
         from moe_lab.evaluation import run
 
         _check_data(self.benchmark, self.settings["benchmark"])
@@ -255,21 +230,19 @@ class Evaluate(BenchmarkRun):
 
 
 class Generate(BenchmarkRun):
-    """The answers of a pruned model to one benchmark. Another step (`Grade`) grades them."""
+    """The answers of a pruned model to one benchmark, which `Grade` grades."""
 
     kind = "generate"
 
     def resources(self) -> Resources:
-        """Resources of the run on the benchmark, with disk space for the answers."""
         run = super().resources()._replace(disk=answer_bytes(self.benchmark))
         # each step starts a server of its own, so steps gain nothing from sharing a job
         return run._replace(job=None, steps_per_job="one") if self.backend.name == "server" else run
 
     def work(self, files: Files) -> None:
-        """Write the model's answers to the benchmark."""
         from moe_lab.evaluation import run
 
-        # the id of this step depends on the questions only, and not on settings of grading
+        # the id of this step does not depend on settings of grading
         _check_data(self.benchmark, self.settings["questions"])
         with self.engine(files) as engine:
             answers = run.answer(engine, self.benchmark, self.cache(files))
@@ -289,9 +262,7 @@ class Grade(Step):
         return self.generate.label()
 
     def resources(self) -> Resources:
-        """Resources of grading the benchmark's items without a model. Grading may run programs that
-        the model wrote. So it happens in a worker process (`isolated`), with memory for such
-        programs."""
+        """Resources of a worker process, as grading may run programs that the model wrote."""
         benchmark = self.grading.benchmark
         return Resources(
             memory=PROGRAMS,
@@ -303,7 +274,6 @@ class Grade(Step):
         )
 
     def work(self, files: Files) -> None:
-        """Grade the answers of the step `generate`, and write the results."""
         from moe_lab.evaluation import run
 
         benchmark = self.grading.benchmark
@@ -328,10 +298,9 @@ class Contamination(Step):
     def of(
         cls, model: ModelConfig, text: CalibrationConfig, benchmarks: Mapping[str, BenchmarkConfig]
     ) -> Self:
-        """The step that counts items of `benchmarks` (name -> benchmark) that share a phrase with
-        `text`. Settings that do not change the counts get fixed values, so that studies with other
-        values share the step. batch_size and parts are set to 1. shots is set to 0, because
-        few-shot examples, which are items of another split, are not compared with the text."""
+        """The step that compares `text` with the items of `benchmarks` (name -> benchmark)."""
+        # settings that do not change the counts are fixed, so that more studies share the step;
+        # few-shot examples are items of another split, and are not compared with the text
         questions = []
         for name in sorted(benchmarks):
             benchmark = replace(benchmarks[name], shots=0, batch_size=1)
@@ -343,17 +312,14 @@ class Contamination(Step):
         return f"{self.text.name}-{self.facts.model.name}"
 
     def resources(self) -> Resources:
-        """Resources of a worker process (`isolated`) that compares texts, without a model. The step
-        shares a Slurm job with other short steps."""
         return Resources(
             memory=PROGRAMS, isolated=True, pace=[self.facts.id], steps_per_job="short"
         )
 
     def work(self, files: Files) -> None:
-        """Write the counts of `count_contamination` for each benchmark. Raises Unavailable when the
+        """Write the result of `count_contamination` for each benchmark. Raises Unavailable when the
         data of a benchmark has changed since the step's id was computed."""
-        # `asked` has a pair (name, questions) for each benchmark. The setting "asked" has the same
-        # pairs as JSON, with the digests of the data at the time when the id was computed
+        # the setting "asked" has the pairs of the field `asked` as JSON
         for (_, questions), (_, identity) in zip(self.asked, self.settings["asked"], strict=True):
             _check_data(questions.benchmark, identity)
         text_phrases = {phrase for text in self._texts() for phrase in phrases(text)}
@@ -365,7 +331,7 @@ class Contamination(Step):
 
     def _texts(self) -> Iterator[str]:
         """Yield the texts of the calibration set: each sequence of adjacent valid tokens of a row,
-        decoded. The tokens that are not valid are padding, and gaps between documents."""
+        decoded."""
         from moe_lab.calibration.batches import batches
         from moe_lab.models.files import local_folder
         from moe_lab.models.load import load_tokenizer
@@ -373,7 +339,7 @@ class Contamination(Step):
         model = self.facts.model
         tokenizer = load_tokenizer(local_folder(model), model)
         for ids, valid in batches(self.text, tokenizer).batches:
-            # a batch has one row, as batch_size is 1; the row as pairs (token id, is_valid)
+            # a batch has one row, as batch_size is 1
             row = zip(ids[0].tolist(), valid[0].tolist(), strict=True)
             for is_valid, pairs in groupby(row, key=lambda pair: pair[1]):
                 if is_valid:
@@ -393,11 +359,9 @@ def phrases(text: str) -> Iterator[str]:
 
 
 def count_contamination(items: Iterable[Item], text_phrases: Set[str]) -> dict[str, int]:
-    """How many items have a phrase (`comparable`), and how many have a phrase that is also in a
-    text (`found`). For `found`, phrases that more than ITEMS_PER_PHRASE items have are ignored.
-
-    `text_phrases`: all phrases of the text. Each paragraph of a `Document` counts as an item of its
-    own. Similar to the analysis of GPT-3 (arXiv 2005.14165, appendix C)."""
+    """How many items have a phrase ("comparable"), and how many have a phrase that is also in
+    `text_phrases` ("found"). Each paragraph of a `Document` counts as an item. Similar to the
+    analysis of GPT-3 (arXiv 2005.14165, appendix C)."""
     comparable = 0
     shared_phrases = []  # for each item, its phrases that are also in the text
     for item in items:
@@ -414,10 +378,7 @@ def count_contamination(items: Iterable[Item], text_phrases: Set[str]) -> dict[s
 
 
 def _item_texts(item: Item) -> Iterator[list[str]]:
-    """Yield lists of texts; each list is compared as one item. Each non-empty paragraph of a
-    `Document` is a list of its own. All other requests of `item` together are one list. A prompt
-    that is a text is one text with its answer. If the prompt is a conversation, each message is a
-    text, and so is the answer. An unknown answer counts as ""."""
+    """Yield lists of texts; each list is compared as one item."""
     texts: list[str] = []
     for request in item.requests:
         if isinstance(request, Document):

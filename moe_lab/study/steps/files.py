@@ -1,8 +1,4 @@
-"""Objects that the work of steps uses: `Files`, the `Models` in memory, and passes over a text.
-
-Passes have the same methods with the whole model in memory (`Resident`) and with one decoder layer
-at a time (`Streamed`).
-"""
+"""Objects that the work of steps uses: `Files`, the `Models` in memory, and passes over a text."""
 
 from __future__ import annotations
 
@@ -30,9 +26,8 @@ ROLES_WITHOUT_SUMS = ("facts", "scores", "by")
 
 
 class Models:
-    """Cache of the models in this process, so that the next step need not load a model again. The
-    cache has at most one loaded model, one copy of this model that is pruned and recovered, one
-    skeleton (a model without weights), and one engine of vLLM."""
+    """Cache of the models in this process. It has at most one loaded model, one copy of this model
+    that is pruned and recovered, one skeleton (a model without weights), and one engine of vLLM."""
 
     def __init__(self) -> None:
         # slots: loaded, recovered and skeleton
@@ -43,8 +38,7 @@ class Models:
         self._engine: OpenEngine | None = None
 
     def _cached(self, slot: str, key: Any, make: Callable[[], Any]) -> Any:
-        """The object in `slot`. If the slot is empty, or was filled for another key, the result
-        of `make` is put into the slot first."""
+        """The object in `slot`, made first unless the slot was filled for `key`."""
         if self._keys.get(slot) != key:
             self._free(slot)  # before `make`, as memory may not be enough for both objects
             self._objects[slot] = make()
@@ -52,16 +46,15 @@ class Models:
         return self._objects[slot]
 
     def _free(self, slot: str) -> None:
-        """Drop the object in a slot, if any."""
         self._keys.pop(slot, None)
         self._objects.pop(slot, None)
 
     def load(self, model: ModelConfig) -> tuple[Any, Any]:
-        """Load a model, unless it is in the cache, and return (model, tokenizer). An open engine is
-        closed first, as the engine and the model may each need all the memory of a device."""
+        """The loaded (model, tokenizer)."""
         from moe_lab.models.load import load_model
 
         if self._engine:
+            # the engine and the model may each need all the memory of a device
             self._engine.close()
         if self._keys.get("loaded") != model:
             # the recovered copy shares tensors with the loaded model, which is about to be replaced
@@ -70,8 +63,7 @@ class Models:
         return pair
 
     def recover(self, model: ModelConfig, plan: Any, **changes: Any) -> Any:
-        """A copy of the loaded model that is pruned by `plan` and changed by a recovery. It is only
-        made if the cache does not have it. `changes`: settings of the recovery, which are arguments
+        """A copy of the loaded model that is pruned by `plan` and recovered. `changes`: arguments
         of `recovery.apply.recovered`."""
         from moe_lab.recovery.apply import recovered
 
@@ -81,13 +73,11 @@ class Models:
         )
 
     def skeleton(self, model: ModelConfig) -> Any:
-        """The model on the meta device, that is, without weights, in eval mode. Its routers select
-        `model.top_k` experts if this setting is set."""
+        """The model on the meta device, that is, without weights, in eval mode."""
         from moe_lab.models import load
         from moe_lab.models.files import local_folder
 
         def make() -> Any:
-            """A new skeleton, made from config.json."""
             folder = local_folder(model)
             network = load.skeleton(folder, trust_remote_code=model.trust_remote_code).eval()
             load.set_top_k(network, model.top_k)
@@ -98,8 +88,7 @@ class Models:
     def engine(
         self, checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Any
     ) -> VllmModel:
-        """An engine of vLLM that runs the checkpoint in the folder `checkpoint`, masked by `plan`
-        unless `plan` is None. All cached models are dropped first, as the engine needs the memory.
+        """An engine of vLLM that runs `checkpoint`, masked by `plan` unless `plan` is None.
         `model`: settings with which the engine loads the checkpoint, such as the dtype."""
         from moe_lab.evaluation.engines.vllm import OpenEngine
 
@@ -130,9 +119,7 @@ class Files:
 
     @classmethod
     def of(cls, step: Step, store: Store, scratch: Path, models: Models | None = None) -> Files:
-        """The `Files` of `step`. `scratch`: folder to which the step writes its result. `store`:
-        has the results of the inputs, and the log and the partial results of `step`. `models`: the
-        cache of this process; None for an empty cache."""
+        """The `Files` of `step`. `scratch`: folder to which the step writes its result."""
         return cls(
             out=scratch.absolute(),
             partial=store.partial(step).absolute(),
@@ -144,29 +131,26 @@ class Files:
 
     def path(self, step: Step, name: str) -> Path:
         """Path of the file `name` of the input step `step`. The class of the step must have
-        small=False. Files of small steps may be in a pack, a database, and then have no path."""
+        small=False, as files of small steps may be in a pack."""
         return self.folders[step.id] / name
 
     def read(self, step: Step, name: str) -> bytes:
-        """Content of the file `name` of the input step `step`. The file is in the folder of the
-        step or, for a small step, in a pack: a database with the results of many steps."""
+        """Content of the file `name` of the input step `step`, from the step's folder or from a
+        pack."""
         try:
             return (self.folders[step.id] / name).read_bytes()
         except FileNotFoundError:  # the step may be moved to a pack at any time
-            # in a pack, a step is found by the first digits of its id
             return packs_in(self.store).read(step.id[:ID_DIGITS], name)
 
     def facts(self, step: Step) -> dict[str, Any]:
-        """The result of a `Facts` step. The keys of "layers" are numbers, which in JSON are
-        strings."""
+        """The result of a `Facts` step. The keys of "layers" are numbers."""
         content: dict[str, Any] = json.loads(self.read(step, "facts.json"))
         layers = {int(layer): facts for layer, facts in content["layers"].items()}
         return {**content, "layers": layers}
 
     def sums(self, steps: Mapping[str, Step]) -> dict[str, dict[int, dict[str, Any]]]:
         """Role -> layer -> name of a sum -> array: the sums that input steps have computed.
-        `steps`: role -> input step. The role is the name of the input, such as "statistics". Inputs
-        without sums (ROLES_WITHOUT_SUMS) are left out."""
+        `steps`: role (such as "statistics") -> input step."""
         from moe_lab.statistics import read
 
         return {
@@ -176,14 +160,13 @@ class Files:
         }
 
     def evidence(self, steps: Mapping[str, Step]) -> dict[int, dict[str, Any]]:
-        """Layer -> name of a sum -> array: the result of `sums`, with the arrays of all roles in
-        one dictionary for each layer. `steps`: role -> input step."""
+        """Layer -> name of a sum -> array: the result of `sums`, merged over roles."""
         from moe_lab.statistics import merge_passes
 
         return merge_passes(self.sums(steps).values())
 
     def expert_scores(self, step: Step) -> dict[int, list[float]]:
-        """Layer -> score of each expert of the layer, from the result of a `Scores` step."""
+        """Layer -> score of each expert, from the result of a `Scores` step."""
         import pyarrow as arrow
         import pyarrow.parquet as parquet
 
@@ -194,22 +177,21 @@ class Files:
         return scores
 
     def plan(self, step: Step | None) -> Any:
-        """The plan that `step` has made. None if `step` is None, which stands for the unpruned
-        model."""
+        """The plan that `step` has made; None for the unpruned model."""
         from moe_lab.pruning.plan import Plan
 
         if step is None:
             return None
-        # the files of a plan are plan.json and, if the plan has arrays, plan.npz
+        # plan.json and, if the plan has arrays, plan.npz
         return Plan.read(lambda suffix: self.read(step, f"plan{suffix}"), step.folder)
 
     def table(self, name: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
-        """Write a Parquet table to the file `name` of this step's result. `columns`: names of the
-        columns. `rows`: the values of each row, in the order of `columns`."""
+        """Write a Parquet table to the file `name` of this step's result. `rows`: values in the
+        order of `columns`."""
         import pyarrow as arrow
         import pyarrow.parquet as parquet
 
-        # the values of each column; without rows, zip gives nothing, and each column is empty
+        # without rows, zip gives nothing, and each column is empty
         column_values = list(zip(*rows, strict=True)) or [()] * len(columns)
         parquet.write_table(
             arrow.table(dict(zip(columns, map(list, column_values), strict=True))), self.out / name
@@ -217,10 +199,9 @@ class Files:
 
 
 def read_text(text: CalibrationConfig, tokenizer: Any, files: Files, rows: Rows = None) -> Any:
-    """The batches of `text`: a list of (ids, valid), where ids are token ids (B, S), and valid
-    (B, S) is False at gaps and padding. `rows`: (first row, end) of the rows whose batches are
-    returned, at bounds of batches; None for all rows. Also writes the report on the whole text to
-    the file REPORT of the result."""
+    """The batches of `rows` of `text`: a list of (ids, valid), where ids are token ids (B, S), and
+    valid (B, S) is False at gaps and padding. Also writes the report on the whole text to the file
+    REPORT."""
     from moe_lab.calibration.batches import batches
 
     tokenised = batches(text, tokenizer)
@@ -228,7 +209,7 @@ def read_text(text: CalibrationConfig, tokenizer: Any, files: Files, rows: Rows 
     if rows is None:
         return tokenised.batches
     start, end = rows
-    # indices of batches; the end is rounded up, as the last batch of the text may have fewer rows
+    # the end is rounded up, as the last batch of the text may have fewer rows
     return tokenised.batches[start // text.batch_size : -(-end // text.batch_size)]
 
 
@@ -260,8 +241,8 @@ class Resident:
 
     def routing(self, plan: Any, pruned: Any) -> Any:
         """How many channels the text's tokens use in each MoE layer, as a `pruning.cost.Routing`.
-        `plan`: the `Plan` by which the model is masked while it runs; None for no mask. `pruned`:
-        the MoE layers of the pruned model, which have the widths of the experts."""
+        `plan`: the `Plan` by which the model is masked; None for no mask. `pruned`: the MoE layers
+        of the pruned model."""
         from moe_lab.pruning.cost import measured_routing
 
         return measured_routing(self.model, plan, pruned, self.text)
@@ -272,22 +253,16 @@ class Streamed(Resident):
     time."""
 
     def collect_statistics(self, hook: type) -> Any:
-        """The sums that hooks of class `hook` compute in a forward pass, as a `Statistics`."""
         from moe_lab.statistics.streaming import stream
 
         return stream(self.model, hook, self.text, out=self.out)
 
     def collect_gradient_statistics(self, hook: type) -> Any:
-        """The sums that hooks of class `hook` compute in a forward and a backward pass, as a
-        `Statistics`."""
         from moe_lab.statistics.streaming import stream_gradients
 
         return stream_gradients(self.model, hook, self.text, out=self.out)
 
     def routing(self, plan: Any, pruned: Any) -> Any:
-        """How many channels the text's tokens use in each MoE layer, as a `pruning.cost.Routing`.
-        `plan`: the `Plan` by which the model is masked while it runs; None for no mask. `pruned`:
-        the MoE layers of the pruned model, which have the widths of the experts."""
         from moe_lab.pruning.cost import layered_routing
 
         return layered_routing(self.model, plan, pruned, self.text, out=self.out)
@@ -296,10 +271,8 @@ class Streamed(Resident):
 def text_passes(
     model: ModelConfig, text: CalibrationConfig, files: Files, rows: Rows = None
 ) -> Resident:
-    """An object whose methods run `model` over `text`: a `Streamed` if `text.engine` is "streamed",
-    otherwise a `Resident`, for which the whole model is loaded here. `rows`: (first row, end) of
-    the rows that are run; None for all rows. `read_text`, called here, also writes the report on
-    the whole text."""
+    """An object whose methods run `model` over `rows` of `text`. Also writes the report of
+    `read_text`."""
     if text.engine != "streamed":
         network, tokenizer = files.models.load(model)
         return Resident(network, read_text(text, tokenizer, files, rows), files.partial)

@@ -49,13 +49,11 @@ class Facts(Step):
         return self.model.name
 
     def resources(self) -> Resources:
-        """Resources of a step that takes a few seconds. The exact time depends on the model, so
-        each step has a pace of its own."""
         return Resources(pace=[self.id], steps_per_job="short")
 
     def work(self, files: Files) -> None:
-        """Write the facts of the model, the hash of its files, and its commit on the Hugging Face
-        hub. The commit is None for a model outside the cache of the hub."""
+        """Write facts.json. Its "commit" on the Hugging Face hub is None for a model outside the
+        hub's cache."""
         from moe_lab.models.facts import facts
         from moe_lab.models.files import fingerprint, local_folder
 
@@ -81,8 +79,7 @@ class Arithmetic:
 
 
 class ModelIdentity(StepFields):
-    """The model that a step will load: settings without weights. `facts`, the step with the model's
-    facts, and `arithmetic` are part of the id of the step that loads the model; `model` is not."""
+    """The model that a step will load, identified by `facts` and `arithmetic`."""
 
     facts: Facts
     arithmetic: Arithmetic
@@ -91,21 +88,16 @@ class ModelIdentity(StepFields):
 
     @property
     def pace(self) -> list[Any]:
-        """What determines how fast the model runs, for `Resources.pace`: the id of the step with
-        the model's facts, and the device."""
+        """What determines how fast the model runs, for `Resources.pace`."""
         return [self.facts.id, self.model.device]
 
 
 class StepModel(IdentifiedModel):
-    """The config of a model whose device is resolved, that is, not auto. It caches one
-    `ModelIdentity`, which all steps that load the model have as their field `loaded`."""
+    """The config of a model whose device is resolved, that is, not auto."""
 
     @cached_property
     def loaded_field(self) -> ModelIdentity:
-        """The `ModelIdentity` of this model, for the field `loaded` of all steps that load the
-        model. In its `arithmetic`, the device is "cpu", or "cuda" for any other device. dtype=auto
-        becomes "float32" on the CPU. On a GPU it becomes "stored", the precision in the model's
-        files."""
+        """The `ModelIdentity` that all steps which load the model share."""
         device = "cpu"
         auto_dtype = "float32"
         if self.device != "cpu":
@@ -117,15 +109,13 @@ class StepModel(IdentifiedModel):
 
 
 def loaded_field(model: ModelConfig) -> ModelIdentity:
-    """The `ModelIdentity` of `model`, for the field `loaded` of steps that load the model. The
-    device in `model` must be resolved (not auto). The model is not loaded here."""
+    """The `ModelIdentity` of `model`, for the field `loaded` of steps. The device in `model` must
+    be resolved (not auto)."""
     return StepModel.of(model).loaded_field
 
 
 def save_sums(sums: Any, tables: Iterable[Table], files: Files) -> None:
-    """Write `sums`, a `Statistics`, to the file STATISTICS, and small tables for figures. `tables`:
-    for each table (name of its file, names of its columns, function that computes its rows from the
-    sums)."""
+    """Write `sums`, a `Statistics`, to the file STATISTICS, and small tables for figures."""
     sums.save(files.out / STATISTICS)
     for name, columns, compute_rows in tables:
         files.table(name, columns, compute_rows(sums.layers))
@@ -141,7 +131,6 @@ class Measurement:
     tables: tuple[Table, ...] = ()
     """Small tables for figures."""
     has_backward: bool = False
-    """Whether the pass has a backward pass through the layers."""
     can_divide: bool = True
     """Whether sums of several rows can be added, so that calibration.parts divides the pass."""
     per_layer: Bytes | None = None
@@ -150,8 +139,7 @@ class Measurement:
 
 class Pass(Step):
     """Sums over the tokens of a calibration set, or of a share of its rows. A step with
-    `merged_steps` adds the sums that the steps in `merged_steps` have computed from shares, and
-    reads no text."""
+    `merged_steps` adds the sums of these steps."""
 
     kinds: ClassVar[Mapping[str, Measurement]] = {
         # one forward pass: all sums, tokens per expert, and tables for figures
@@ -188,19 +176,15 @@ class Pass(Step):
     loaded: ModelIdentity
     text: IdentifiedText
     rows: Rows = field(default=None, kw_only=True)
-    """(first row, end) of a share of the text; None for all rows."""
 
     def label(self) -> str:
-        """The names of the model and of the text, and the rows of a share."""
         rows = f"-rows{self.rows[0]}-{self.rows[1]}" if self.rows else ""
         return f"{self.loaded.model.name}-{self.text.name}{rows}"
 
     @classmethod
     def of(cls, cell: Cell, kind: str) -> Self:
-        """The step that computes sums over the calibration set of `cell`. `kind`: which sums, a key
-        of `kinds`. If calibration.parts divides the set, each part has a step of its own, and the
-        returned step merges their sums. The set is not divided if sums of parts cannot be added, or
-        if the model needs several GPUs."""
+        """The step that computes sums over the calibration set of `cell`, or merges them from parts
+        of the set. `kind`: which sums, a key of `kinds`."""
         model = loaded_field(cell.model)
         text = IdentifiedText.of(cell.calibration)
         # the engine is "streamed" if one GPU does not hold the model, but a step with
@@ -213,8 +197,6 @@ class Pass(Step):
         return cls(kind, model, text, merged_steps=shares)
 
     def resources(self) -> Resources:
-        """Resources of a pass over the text or, with `merged_steps`, of adding the sums of
-        shares."""
         model = self.loaded.model
         pace = self.loaded.pace
         if self.merged_steps:
@@ -231,8 +213,6 @@ class Pass(Step):
         )
 
     def work(self, files: Files) -> None:
-        """Write the sums, and the tables for figures. The sums are computed in a pass over the text
-        or, with `merged_steps`, merged from shares."""
         from moe_lab.statistics import Statistics, header
 
         if self.merged_steps:
@@ -246,8 +226,7 @@ class Pass(Step):
         save_sums(sums, self.kinds[self.kind].tables, files)
 
     def collect_statistics(self, files: Files) -> Any:
-        """The sums over the rows of this step, computed in a pass over the text, as a
-        `Statistics`."""
+        """The sums over the rows of this step, as a `Statistics`."""
         measurement = self.kinds[self.kind]
         passes = text_passes(self.loaded.model, self.text, files, self.rows)
         hook = resolve_name(measurement.function)
@@ -266,8 +245,7 @@ class Pass(Step):
 
 class LossRise(Pass):
     """The rise of the model's loss when an expert is left out, or when the routed output of a layer
-    is scaled. The model runs again for each such change, from the changed layer on. Rises are means
-    over tokens, so those of shares are not added, but averaged."""
+    is scaled. Rises are means over tokens, so those of shares are averaged."""
 
     kinds: ClassVar[Mapping[str, Measurement]] = {
         # the output of one expert is set to 0
@@ -280,7 +258,6 @@ class LossRise(Pass):
     whole_model = True
 
     def collect_statistics(self, files: Files) -> Any:
-        """The rises of the loss on the rows of this step, as a `Statistics`."""
         network, tokenizer = files.models.load(self.loaded.model)
         text = read_text(self.text, tokenizer, files, self.rows)
         return resolve_name(LOSS_RISES)(network, self.kind, text, out=files.partial)
@@ -301,7 +278,6 @@ class WeightSums(Step):
             tables=(("weights.parquet", results.WEIGHTS, tables.weights),),
         ),
         "channel_weights": Measurement("moe_lab.statistics.weights:channel_weight_sums"),
-        # distances between the weights of experts
         "weight_distances": Measurement("moe_lab.statistics.weights:compare_experts"),
     }
     kind: str = field()
@@ -312,15 +288,13 @@ class WeightSums(Step):
 
     @classmethod
     def of(cls, cell: Cell, kind: str) -> Self:
-        """The step that computes sums over the weights of the model of `cell`. `kind`: which sums,
-        a key of `kinds`."""
+        """The step for the weights of the model of `cell`. `kind`: which sums, a key of `kinds`."""
         return cls(kind, loaded_field(cell.model).facts)
 
     def resources(self) -> Resources:
         return file_reading(self.facts.model, [self.facts.id])
 
     def work(self, files: Files) -> None:
-        """Write the sums over the weights in the model's files, and the tables for figures."""
         from moe_lab.models.files import local_folder
 
         model = self.facts.model
@@ -332,13 +306,12 @@ class WeightSums(Step):
 
 
 def device_for_sums(model: ModelConfig) -> str:
-    """The device on which sums over the weights of a checkpoint are computed. It is the device of
-    the model, or "cuda" if the setting is a device map, which divides a loaded model among GPUs. If
-    no GPU is available, as in Slurm jobs for these sums, it is "cpu"."""
+    """The device on which sums over the weights of a checkpoint are computed."""
     import torch
 
     from moe_lab.config.pruning import DEVICE_MAPS
     from moe_lab.models.load import resolve_device
 
+    # Slurm jobs for these sums have no GPU
     device = resolve_device(model) if torch.cuda.is_available() else "cpu"
     return "cuda" if device in DEVICE_MAPS else device

@@ -41,15 +41,14 @@ TIES = "ties.json"
 
 
 def _layer_facts(cell: Cell) -> dict[str, int] | None:
-    """n_experts, top_k, n_group, topk_group and, if known, width of an MoE layer of the model. They
-    are from config.json or `model.expected`; None if neither states n_experts and top_k. n_group
-    and topk_group are always 1 here; the step that makes the plan reads the true numbers."""
+    """Facts of an MoE layer of the model: "n_experts", "top_k", "n_group", "topk_group" and, if
+    known, "width". None if "n_experts" and "top_k" are not known yet."""
     shape = expert_shape(cell.model)
+    # the step that makes the plan reads the true n_group and topk_group
     return {**shape, "n_group": 1, "topk_group": 1} if shape else None
 
 
 def _settings_with_ratio(cell: Cell) -> dict[str, Any]:
-    """Name of a setting -> value, for the settings of the cell's allocation and for `ratio`."""
     return {**vars(cell.allocation), "ratio": cell.ratio}
 
 
