@@ -189,24 +189,20 @@ InQueue = Callable[[str, int], bool]
 
 class Claims:
     """The claims in the folder `folder` of a store. A claim on a name, such as the start of a
-    step's id, is held by one process, its owner. Its file is NAME.GENERATION. The owner renews the
-    time of the file: these are the heartbeats. A claim whose owner is gone is stale. To take it
-    over, another process creates the file of the next generation.
+    step's id, is held by one process, its owner. The owner renews the time of the claim's file:
+    these are the heartbeats. A claim whose owner is gone is stale. To take it over, another process
+    creates the file of the next generation.
 
-    `in_queue`: function that tells whether the owner's job is in the scheduler's queue, as then its
-    claims are not stale; None without a scheduler. `limit`: seconds without a heartbeat after which
-    other processes regard claims of this process as stale.
-    """
+    `in_queue`: None without a scheduler. `limit`: seconds without a heartbeat after which other
+    processes regard claims of this process as stale."""
 
     def __init__(self, folder: Path, in_queue: InQueue | None = None, limit: float = LIMIT) -> None:
         self.folder = folder
         self.in_queue = in_queue
         self.limit = limit
         self.shared = False
-        """Whether the store belongs to a group of users, who may read and write all claims,
-        whatever the umask."""
+        """Whether a group of users may write all claims."""
         self.owned: set[Claim] = set()
-        """Claims that this process holds."""
         self.lock = threading.Lock()
         """Held while `owned` is changed, and while the claims in `owned` are renewed."""
         self._watched: dict[Path, tuple[tuple[int, str], float]] = {}
@@ -224,13 +220,11 @@ class Claims:
         return self.folder / f"{name}.{generation}"
 
     def take(self, name: str) -> Claim:
-        """Take the claim `name`: create its file of generation 1. If stale files of this claim
-        exist, the new file gets the next generation instead. Raises Busy when a process holds the
-        claim, also when this process itself holds it."""
+        """Take the claim `name`. Raises Busy when any process, even this one, holds the claim."""
         for generation in count(1):
             try:
                 claim = Claim(self, name, generation)
-            except FileNotFoundError:  # the folder of claims is missing
+            except FileNotFoundError:
                 with suppress(FileExistsError):
                     self.folder.mkdir()
                     if self.shared:
@@ -246,8 +240,7 @@ class Claims:
                 raise Busy(name)
             if not self.path(name, generation + 1).exists():
                 break
-            # The next generation exists, so the new file only fills a gap between generations. It
-            # is marked as released, and the loop tries the next generation.
+            # the new file only fills a gap between generations: mark it as released
             os.utime(claim.descriptor, (0, 0))
             os.close(claim.descriptor)
         with self.lock:
@@ -258,8 +251,7 @@ class Claims:
         return claim
 
     def wait_for(self, name: str) -> Claim:
-        """Wait until no process holds the claim `name`, and take the claim. Print the holder once,
-        after ATTEMPTS_BEFORE_NOTICE attempts."""
+        """Wait until no process holds the claim `name`, and take the claim."""
         attempts = 0
         while True:
             with suppress(Busy):
@@ -273,9 +265,7 @@ class Claims:
             time.sleep(POLL)
 
     def holder(self, name: str) -> str:
-        """A text that names the process, machine and job that hold the claim `name`; "another
-        process" if the holder is unknown. If heartbeats are missing, the text states the minutes
-        since the last heartbeat."""
+        """A text that names the process, machine and job that hold the claim `name`."""
         # ValueError: `max` gets no file; FileNotFoundError: the file was removed meanwhile
         with suppress(ValueError, FileNotFoundError):
             latest_file = max(self.folder.glob(f"{name}.*"), key=lambda path: int(path.suffix[1:]))
@@ -290,8 +280,8 @@ class Claims:
         return "another process"
 
     def _beat(self) -> None:
-        """Every BEAT seconds, set the modification time of the files of all owned claims to the
-        present time, until this process owns no claim."""
+        """Every BEAT seconds, renew the files of all owned claims, until this process owns no
+        claim."""
         pause = threading.Event()  # is never set: `wait` only sleeps, by the monotonic clock
         while not pause.wait(BEAT):
             with self.lock:
@@ -304,17 +294,11 @@ class Claims:
                     return
 
     def is_stale(self, path: Path) -> bool:
-        """Whether the claim with the file `path` was released, or its owner is gone. False when the
-        file has just been removed.
+        """Whether the claim with the file `path` was released, or its owner is gone.
 
         An owner on this machine is gone if its process has ended. An owner on any machine is gone
         if heartbeats have been missing for longer than the limit in the claim's file. But missing
-        heartbeats do not count while the owner's job is in the scheduler's queue, unless it is also
-        the job of this process.
-
-        The time of the file may come from the owner's clock, which may be wrong. So heartbeats
-        count as missing only after this process itself has seen none for WATCH * BEAT seconds. If
-        the time of the file is more than MAXIMUM_CLOCK_ERROR ago, this process need not wait."""
+        heartbeats do not count while the owner's job is in the scheduler's queue."""
         try:
             status = path.stat()
             owner = _owner(path)
@@ -323,7 +307,6 @@ class Claims:
         beat_ns = status.st_mtime_ns
         if beat_ns == 0 or (owner and _has_ended(owner, status)):  # 0 marks a released claim
             return True
-        # two processes outside of jobs have None as job, which is not a job that they share
         is_own_job = owner is not None and owner["job"] is not None and owner["job"] == own_job()
         if owner and is_own_job and owner["restarts"] < restart_count():
             return True  # the owner ended when this job was requeued, perhaps from another node
@@ -350,7 +333,7 @@ class Claims:
 
     def active(self) -> dict[str, float]:
         """Name of a claim -> time of its creation in seconds since the epoch, or 0 if unknown, for
-        the claims that are not stale. Creates and removes no files."""
+        the claims that are not stale."""
         claims = {}
         for path in self.folder.glob("*"):
             if not self.is_stale(path):
@@ -359,24 +342,18 @@ class Claims:
         return claims
 
     def clear(self) -> None:
-        """Remove the files of all stale claims. For this, each claim that no process holds is taken
-        and released: the release removes the files up to the generation that was taken. If
-        generations are missing, there may be files of higher generations. Stale ones are removed
-        one by one."""
+        """Remove the files of all stale claims."""
         for name in {path.stem for path in self.folder.glob("*")}:
             with suppress(Busy), self.take(name) as claim:
                 for path in self.folder.glob(f"{name}.*"):
-                    # `claim` is released when the `with` block ends
+                    # the end of the `with` block removes the files up to `claim.generation`
                     if int(path.suffix[1:]) > claim.generation and self.is_stale(path):
                         path.unlink(missing_ok=True)
 
 
 def _create_file(path: Path) -> int:
     """Create the file `path`, and return its descriptor. Raises FileExistsError if the file exists.
-
-    On sshfs, whose protocol has no EEXIST, the error for an existing file is EPERM. So after any
-    error the function looks whether the file exists. If not, the file may have been removed after
-    the error, and the function tries again, at most ATTEMPTS times in all."""
+    On sshfs, whose protocol has no EEXIST, the error for an existing file is EPERM."""
     last_error = OSError()
     for _ in range(ATTEMPTS):
         try:
@@ -389,21 +366,20 @@ def _create_file(path: Path) -> int:
 
 
 def _has_ended(owner: dict[str, Any], status: os.stat_result) -> bool:
-    """Whether a claim was made on this machine, and is no longer held: its owner has ended, or its
-    file is only a copy of the file that the owner created, such as in a copied store. `owner`:
-    content of the claim's file. `status`: result of `stat` for this file."""
+    """Whether a claim of this machine is no longer held: its owner has ended, or its file is only a
+    copy, such as in a copied store. `owner`: content of the claim's file."""
     if owner["machine"] != machine():
         return False
-    # A copy has another inode. Inodes are compared only if the device numbers are equal, because
-    # each mount of a network file system has a device number of its own.
+    # inodes are compared only if the device numbers are equal, because each mount of a network file
+    # system has a device number of its own
     is_copy = owner["device"] == status.st_dev and owner["inode"] != status.st_ino
     # a process with the same pid and another start is not the owner; "?": unknown
     return is_copy or start_time(owner["pid"]) not in (owner["started"], "?")
 
 
 def own_job() -> str | None:
-    """Id of the Slurm job that this process belongs to, as squeue shows it. In a job array, the id
-    has the number of the task, too: 123_4 is task 4 of array 123. None outside of jobs."""
+    """Id of the Slurm job of this process, such as 123_4 for task 4 of array 123. None outside of
+    jobs."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return (
         f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
@@ -417,18 +393,16 @@ def restart_count() -> int:
 
 def in_queue(job: str, user: int) -> bool:
     """Whether the job with the id `job` of the user with the uid `user` is in Slurm's queue. False
-    when Slurm does not answer: then only heartbeats decide whether a claim is stale."""
-    # The answer is cached for a minute: after a power cut, for example, thousands of claims have to
-    # be checked.
+    when Slurm does not answer."""
+    # cached for a minute: after a power cut, thousands of claims have to be checked
     minute = int(time.monotonic() // 60)
     return job in _queued_jobs(user, minute)
 
 
 @lru_cache(maxsize=64)
 def _queued_jobs(user: int, _: int) -> Collection[str]:
-    """Ids of the jobs that the user with the uid `user` has in Slurm's queue; () when Slurm does
-    not answer. The second argument is the present minute. It is only a key of the cache, so that a
-    result is used for at most a minute."""
+    """Ids of the jobs that the user with the uid `user` has in Slurm's queue. The second argument,
+    the present minute, is only a key of the cache."""
     from moe_lab.study.slurm import scheduler  # needed only if heartbeats are missing
 
     try:
@@ -438,8 +412,8 @@ def _queued_jobs(user: int, _: int) -> Collection[str]:
 
 
 def _owner(path: Path) -> dict[str, Any] | None:
-    """The owner of the claim with the file `path`: the fields of the file, see OWNER_SHAPE. None
-    while the file is being written, or if it is damaged, missing or not readable by this user."""
+    """The fields of the file `path` of a claim, see OWNER_SHAPE. None while the file is being
+    written, or if it cannot be read."""
     with suppress(Damaged, FileNotFoundError, PermissionError):
         owner: dict[str, Any] = read_sealed(path, OWNER_SHAPE)
         return owner

@@ -1,10 +1,7 @@
 """Resolve devices, precisions and engines of models; check memory and disk space of this machine;
 and estimate the time of steps.
 
-Devices, precisions and engines are resolved before ids of steps are computed. The estimated time of
-a step is its amount of work times the seconds per unit of work of finished steps of its kind, in
-this store or in the same run; without such steps there is no estimate.
-"""
+Devices, precisions and engines are resolved before ids of steps are computed."""
 
 from __future__ import annotations
 
@@ -37,13 +34,8 @@ TIMES_SHAPE = {"provenance": {"seconds": Number, "units": Number, "pace": list}}
 
 
 def resolved_device(model: ModelConfig, config: Config) -> ModelConfig:
-    """The model with device=auto and dtype=auto resolved for the machine where the steps run.
-
-    device=auto becomes cpu for no GPU, cuda for one GPU, and balanced for several GPUs, as counted
-    by `_auto_gpus`. On the CPU, dtype=auto becomes float32. On a GPU, dtype=auto stays: it means
-    the precision of the model's files. The ids of steps depend on a hash of these files, so they
-    depend on the precision, too.
-    """
+    """The model with device=auto and dtype=auto resolved for the machine where the steps run. On a
+    GPU, dtype=auto stays: it means the precision of the model's files."""
     device = model.device
     if device == "auto":
         # "balanced": the device map of accelerate that divides a model among several GPUs
@@ -53,11 +45,8 @@ def resolved_device(model: ModelConfig, config: Config) -> ModelConfig:
 
 
 def _auto_gpus(model: ModelConfig, config: Config) -> int:
-    """Number of GPUs that device=auto uses for a model. With launcher=slurm: the GPUs that a job
-    requests, because the login node may have no GPUs. With launcher=local: all GPUs of this
-    machine. With launcher=inline: as many GPUs of this machine as the weights need, or all GPUs if
-    the size of the model is unknown."""
-    if config.launcher.name == "slurm":
+    """Number of GPUs that device=auto uses for a model."""
+    if config.launcher.name == "slurm":  # the login node may have no GPUs
         return _job_gpus(model, config)
     gpu_count = len(visible_gpus())
     if config.launcher.name == "local" or gpu_count <= 1:
@@ -67,10 +56,7 @@ def _auto_gpus(model: ModelConfig, config: Config) -> int:
 
 
 def _job_gpus(model: ModelConfig, config: Config) -> int:
-    """Number of GPUs of a Slurm job with a model. It is `gpus` in the settings for jobs with this
-    model. If these settings have no number, it is `gpus` in the settings for every job. If both
-    have no number, it is 0 for a model of known size that runs on the CPU, otherwise the maximum of
-    GPU_COUNTS."""
+    """Number of GPUs of a Slurm job with a model."""
     for settings in (config.resources.of_model(model), config.resources.every):
         if settings is not None and settings.gpus is not None:
             return settings.gpus
@@ -79,25 +65,18 @@ def _job_gpus(model: ModelConfig, config: Config) -> int:
 
 
 def _gpus_for_weights(size: Size, config: Config) -> int:
-    """Number of GPUs that hold the weights of a model of `size`, if each GPU has
-    resources.gpu_memory GiB."""
+    """Number of GPUs that hold the weights of a model of `size`."""
     return weight_loading(size).gpus(config.resources.gpu_memory)
 
 
 def resolved_engine(
     calibration: CalibrationConfig, model: ModelConfig, config: Config
 ) -> CalibrationConfig:
-    """The settings `calibration` with engine=auto and parts=null resolved. Other values stay.
-    `parts` is the number of steps that share the work of one pass.
+    """The settings `calibration` with engine=auto and parts=null resolved. `parts` is the number of
+    steps that share the work of one pass.
 
     engine=auto becomes "streamed" (layer by layer) if the model runs on GPUs and its weights need
-    more than one: if it were split among GPUs, only one GPU at a time would work. Otherwise it
-    becomes "resident". It also becomes "resident" if the weights are quantised or config.json is
-    missing.
-
-    If engine=auto becomes "streamed", parts=null becomes the number of GPUs, but at most the number
-    of batches. Otherwise parts=null becomes 1.
-    """
+    more than one: if the model were split among GPUs, only one GPU at a time would work."""
     if calibration.engine != "auto":
         return replace(calibration, parts=calibration.parts or 1)
     size = size_of(model) if model.device != "cpu" else None
@@ -115,22 +94,20 @@ def resolved_engine(
 
 def check_device(name: str) -> None:
     """Raise UserError when this machine lacks the CUDA device `name`, such as cuda:1. For a device
-    map, such as balanced, raise UserError when this machine has no CUDA device. The names auto and
-    cpu are always valid."""
+    map, such as balanced, raise UserError when this machine has no CUDA device."""
     # a name without a number, such as cuda or balanced, needs the first device
     if name not in ("auto", "cpu") and int(name.partition(":")[2] or 0) >= len(visible_gpus()):
-        # the device is missing, so this raises UserError, with a message that says what is missing
+        # raises UserError with a message that says what is missing
         hardware_name(name)
 
 
 def hardware_name(device: str) -> str:
-    """Hardware name, such as "NVIDIA A100", of the GPU or processor of this machine that `device`,
-    a value of model.device, selects. Raises UserError when this machine has no such device. The
-    name is read in a subprocess, as torch takes seconds to import."""
+    """Hardware name, such as "NVIDIA A100", of the GPU or processor that `device`, a value of
+    model.device, selects. Raises UserError when this machine has no such device. The name is read
+    in a subprocess, as torch takes seconds to import."""
     process = subprocess.run(command("moe_lab.models.load", device), capture_output=True, text=True)
     if process.returncode:
-        # the last line of the trace is "TYPE: MESSAGE"; a message that begins with the setting
-        # needs no prefix
+        # the last line of the trace is "TYPE: MESSAGE"
         reason = process.stderr.strip().splitlines()[-1].partition(": ")[2]
         raise UserError(
             reason if reason.startswith("model.device=") else f"model.device={device}: {reason}"
@@ -140,8 +117,7 @@ def hardware_name(device: str) -> str:
 
 def check_memory(step: Step) -> None:
     """Raise UserError when a step loads all weights of a model on the CPU and the weights exceed
-    the main memory of this machine. Models of unknown size and models with quantised weights are
-    not checked. Models that a server loads are not checked either."""
+    the main memory of this machine."""
     resources = step.resources()
     model = resources.model
     # weights="model": the step itself loads all weights, unlike weights="server"
@@ -160,17 +136,14 @@ def check_memory(step: Step) -> None:
 
 
 Seconds = Callable[[Step], float | None]
-"""Step -> estimated seconds, None without an estimate. `seconds_estimator` returns such a
-function."""
+"""Step -> estimated seconds, None without an estimate."""
 
 
 def seconds_estimator(store: Store) -> Seconds:
     """A function that estimates the seconds of a step from the finished steps in a store.
 
     The estimate is the number of units of work of the step, times the median seconds per unit of
-    the finished steps of the same kind and pace (see `Resources.pace`). It is None if there are no
-    such finished steps, and 0 for a step that only merges results of other steps
-    (`Step.merged_steps`)."""
+    the finished steps of the same kind and pace (see `Resources.pace`)."""
     rates_of = cache(partial(_rates, store))
 
     def seconds(step: Step) -> float | None:
@@ -184,9 +157,8 @@ def seconds_estimator(store: Store) -> Seconds:
 
 
 def _rates(store: Store, kind: str) -> dict[str, list[float]]:
-    """Pace (`Resources.pace`) as JSON text -> list of the seconds per unit of work of each finished
-    step with this pace. Only steps of the kind `kind` are read. Steps without a recorded time, and
-    steps that merge results of other steps, are left out."""
+    """Pace (`Resources.pace`) as JSON text -> seconds per unit of work of each finished step of the
+    kind `kind`."""
     rates: dict[str, list[float]] = {}
     for document in store.documents(kind):
         if not fits(document, TIMES_SHAPE):
@@ -217,13 +189,10 @@ def time_left(
     workers: int,
 ) -> tuple[float, list[str]]:
     """(estimated seconds until `workers` workers have done all steps of a run, kinds of the steps
-    without an estimate). The seconds do not include steps without an estimate. `ended`, `running`
-    and `waiting` together are all steps of the run. `ended` and `running` have, for each step, the
-    seconds spent so far and the share of its work that is done (0 if unknown).
+    without an estimate). The seconds do not include steps without an estimate.
 
     The total time of a step is estimated from the ended and running steps of the same kind whose
-    progress is known. If there are none, the function `seconds` estimates it.
-    """
+    progress is known."""
     seconds_by_kind = defaultdict[str, float](float)
     work_by_kind = defaultdict[str, float](float)
     for step, spent, progress in (*ended, *running):
@@ -232,7 +201,6 @@ def time_left(
             work_by_kind[step.kind] += _work(step) * progress
     remaining = [0.0]  # seconds of each step; the first entry is for a run without steps
     unknown_kinds = list[str]()
-    # a waiting step has taken 0 seconds, and its progress is 0
     for step, spent, progress in (*running, *(StepTime(step, 0.0, 0.0) for step in waiting)):
         step_seconds: float | None  # total time of the step
         if work_by_kind[step.kind]:
@@ -251,15 +219,14 @@ def time_left(
 
 
 MINIMUM_PARAMETERS = 100_000_000
-"""Number of parameters that is assumed for smaller models. A smaller model takes no less time than
-a model of this size, as work other than matrix products dominates."""
+"""Number of parameters that is assumed for smaller models, in which work other than matrix products
+dominates."""
 
 
 @cache
 def _work(step: Step) -> float:
     """Amount of work of a step, comparable between steps of one kind: units of work times number of
-    parameters of the model. A model counts as having at least MINIMUM_PARAMETERS parameters. The
-    result is 0 for a step that only merges results of other steps."""
+    parameters of the model."""
     if step.merged_steps:
         return 0.0
     resources = step.resources()
@@ -272,11 +239,8 @@ def _work(step: Step) -> float:
 def forecast_table(
     steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: Seconds
 ) -> Table:
-    """Table for a dry run with one row for each kind of step. A row has the number of steps of the
-    kind, and how many of them are finished (cached) and missing. It also has the largest memory
-    that a missing step needs, and the hours and GPU-hours of all missing steps together. `steps`:
-    distinct steps. `done`: ids of finished steps. `gpu_memory`: GiB of memory of one GPU.
-    `seconds`: function that estimates the seconds of a step."""
+    """Table for a dry run with one row for each kind of step. `steps`: distinct steps. `done`: ids
+    of finished steps. `gpu_memory`: GiB of memory of one GPU."""
     columns = (
         Column("step", no_wrap=True),
         "distinct",
@@ -299,15 +263,14 @@ def forecast_table(
             total.gpu_work + hours.gpu_work,
             total.unknown + hours.unknown,
         )
-    # the last two columns, hours and GPU-hours, have the totals of all kinds below them
+    # the last two columns are hours and GPU-hours
     for column, value in zip(table.columns[-2:], total.texts(), strict=True):
         column.footer = value
     return table
 
 
 class Hours(NamedTuple):
-    """Estimated time of several steps together: `work` in hours, `gpu_work` in GPU-hours. Steps
-    without an estimate are not included: `unknown` is their number."""
+    """Estimated time of several steps together."""
 
     work: float = 0.0
     """Hours that one worker takes for all steps with an estimate."""
@@ -317,9 +280,8 @@ class Hours(NamedTuple):
     """Number of steps without an estimate."""
 
     def texts(self) -> tuple[str, str]:
-        """(hours, GPU-hours) as texts for a table. If some steps have no estimate, their number is
-        appended, such as "1.50 + 2 unknown". If no other step takes time, both texts are
-        "unknown"."""
+        """(hours, GPU-hours) as texts for a table, such as "1.50 + 2 unknown" if 2 steps have no
+        estimate."""
         # steps that only merge results have an estimate of 0 hours, which would tell nothing
         if self.unknown and not self.work:
             return "unknown", "unknown"
@@ -328,9 +290,7 @@ class Hours(NamedTuple):
 
 
 def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> Hours:
-    """Estimated hours and GPU-hours of all `steps` together, and number of steps without an
-    estimate. The number of GPUs of a step follows from the step's memory and from `gpu_memory`, the
-    memory of one GPU in GiB. Steps of unknown memory add no GPU-hours."""
+    """Estimated time of all `steps` together. `gpu_memory`: GiB of memory of one GPU."""
     hours = gpu_hours = 0.0
     unknown = 0
     for step in steps:
@@ -347,8 +307,7 @@ def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> Hours:
 
 def largest_memory(steps: Iterable[Step]) -> str:
     """The estimated memory of the step that needs most memory, as text, such as "12.0 GiB". If the
-    memory of some steps is unknown, the text ends in "or more". If the memory of all steps is
-    unknown, the text is "unknown". Without steps, it is ""."""
+    memory of some steps is unknown, the text ends in "or more"."""
     memories = [step.resources().memory for step in steps]
     estimates = [memory for memory in memories if memory is not None]
     if not estimates:
@@ -359,8 +318,7 @@ def largest_memory(steps: Iterable[Step]) -> str:
 
 def disk_problems(store: str | Path, steps: Iterable[Step]) -> list[str]:
     """A list with one sentence when `steps` would write more bytes than are free on the disk of
-    `store`, else []. Only exported checkpoints, hidden states of streamed passes and generated
-    texts are counted, as all other files are small."""
+    `store`, else []."""
     size = sum(step.resources().disk for step in steps)
     folder = Path(store).expanduser().absolute()
     while not folder.exists():  # the store may not have been created yet

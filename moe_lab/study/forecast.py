@@ -14,11 +14,10 @@ from moe_lab.study.schedule import console, print_notices
 
 def print_forecast(study: Study) -> list[str]:
     """Print a table of the steps of a study. With launcher=slurm, also print a table of the Slurm
-    jobs for the missing steps, if steps are missing. Returns a sentence for each problem: the disk
-    or the memory is too small, or the settings of jobs are wrong."""
+    jobs for the missing steps. Returns a sentence for each problem: the disk or the memory is too
+    small, or the settings of jobs are wrong."""
     config = study.config
-    # The setting `also` names other stores, which are only read here. A run would copy their
-    # finished steps, so these steps count as finished.
+    # a run would copy finished steps of the stores in `also`, so these steps count as finished
     ids_elsewhere = [finished_in(open_other(path), study.graph.steps) for path in config.also]
     steps, done = study.steps_and_finished_ids(set().union(*ids_elsewhere))
     print_notices(study.store)
@@ -29,7 +28,6 @@ def print_forecast(study: Study) -> list[str]:
     if config.launcher.name == "slurm" and missing:
         from moe_lab.study.slurm.arrays import array_table, divide_into_arrays, job_resources
 
-        # a function, so that its UserErrors become problems and are not raised
         def print_arrays() -> None:
             resources_of = partial(job_resources, settings=config.resources, seconds=seconds)
             arrays = divide_into_arrays(missing, resources_of, config.launcher)

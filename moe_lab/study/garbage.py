@@ -37,18 +37,16 @@ class Garbage:
     """Kind of step, or LEFTOVERS."""
     bytes: int
     step_id: str
-    """First digits of the step's id; "" for a scratch folder, which is removed without being
-    renamed first."""
+    """First digits of the step's id; "" for a scratch folder."""
 
 
 def gc(store: Store, *, apply: bool = False) -> int:
     """Print a table of the garbage in a store; with `apply`, remove it. Returns the exit code.
-
-    The folder of each step is first renamed as a scratch folder, and its files are removed later.
-    If this process is killed while it removes files, no incomplete folder looks like a finished
-    step. New runs have to wait only until all folders are renamed, not until files are removed.
     Raises UserError when a file that may refer to steps is damaged, and when folders cannot be
-    removed."""
+    removed.
+
+    The folder of each step is first renamed as a scratch folder. If this process is killed while it
+    removes files, no incomplete folder looks like a finished step."""
     if not apply:
         garbage, queue_error = find_garbage(store)
         _print_table(store, garbage, queue_error)
@@ -63,7 +61,7 @@ def gc(store: Store, *, apply: bool = False) -> int:
     _print_table(store, garbage, queue_error)
     for path in folders:
         shutil.rmtree(path, ignore_errors=True)
-    # remove packs that newer packs have replaced; they stay if another process writes packs (Busy)
+    # remove packs that newer packs have replaced
     with suppress(Busy), store.claims.take(PACKS):
         store.packs.clear()
     store.claims.clear()
@@ -76,9 +74,8 @@ def gc(store: Store, *, apply: bool = False) -> int:
 
 
 def _hide_garbage(store: Store, garbage: Sequence[Garbage]) -> list[Path]:
-    """Remove garbage steps from packs. Rename all other folders of garbage as scratch folders,
-    unless they are scratch folders already. Returns these scratch folders, whose files the caller
-    must still remove. `garbage`: a step in a pack has path=None, a scratch folder step_id=""."""
+    """Remove garbage steps from packs. Rename folders of garbage as scratch folders. Returns the
+    scratch folders, which the caller must still remove."""
     if packed_steps := [item.step_id for item in garbage if item.path is None]:
         remove_from_packs(store, packed_steps)
     folders = []
@@ -95,9 +92,8 @@ def _hide_garbage(store: Store, garbage: Sequence[Garbage]) -> list[Path]:
 
 
 def find_garbage(store: Store) -> tuple[list[Garbage], str]:
-    """(garbage of a store, error). Garbage is every unreferenced step, and every file that a killed
-    run left. The error is a sentence if Slurm's queue could not be read, otherwise "". Changes
-    nothing in the store. Raises UserError when a file that may refer to steps is damaged."""
+    """(garbage of a store, error). The error is a sentence if Slurm's queue could not be read,
+    otherwise "". Raises UserError when a file that may refer to steps is damaged."""
     referenced, queue_error = _referenced_steps(store)
     if store.notices:  # reading a damaged file adds a notice
         raise _unreadable_error(store, store.notices[0])
@@ -120,8 +116,8 @@ def find_garbage(store: Store) -> tuple[list[Garbage], str]:
 
 
 def _needed_steps(store: Store, starts: Set[str], folders_of: Mapping[str, list[Path]]) -> set[str]:
-    """The steps `starts` together with all their direct and indirect inputs. Steps are given and
-    returned as starts of ids. `folders_of`: start of an id -> folders, see `Store.step_folders`."""
+    """Starts of the ids of the steps `starts` and of all their direct and indirect inputs.
+    `folders_of`: start of an id -> folders of the step."""
     inputs = store.packs.inputs()
     needed: set[str] = set()
     unvisited = list(starts)
@@ -138,15 +134,13 @@ def _needed_steps(store: Store, starts: Set[str], folders_of: Mapping[str, list[
 
 
 def _leftovers(store: Store, referenced: Set[str]) -> Iterator[Garbage]:
-    """Scratch folders of all steps, and folders of resume files of unreferenced steps. A folder is
-    left out if a process is computing its step. `referenced`: starts of the ids of referenced
-    steps."""
+    """Scratch folders of all steps, and folders of resume files of unreferenced steps.
+    `referenced`: starts of the ids of referenced steps."""
     scratch_matches = [(path, SCRATCH.fullmatch(path.name)) for path in store.root.glob("*/.*")]
     resume_folders = list((store.root / "partial").glob("[!.]*"))
     claimed = store.claims.active()  # read last, as a step is claimed before its folders are made
     for path, match in scratch_matches:
         if match and match[1] not in claimed:  # group 1 is the start of the step's id
-            # "" in place of the step's id marks a scratch folder
             yield Garbage(path, LEFTOVERS, _folder_bytes(path), "")
     for path in resume_folders:  # the name of such a folder is the start of the step's id
         if path.name not in referenced and path.name not in claimed:
@@ -157,12 +151,8 @@ def _referenced_steps(store: Store) -> tuple[set[str], str]:
     """(starts of the ids of the steps that runs and records refer to, error). The error is a
     sentence if Slurm's queue could not be read, otherwise "".
 
-    A run writes a record when it ends. The current records of a study refer to the steps in them. A
-    run refers to its steps in four cases: the run is active; its jobs may be in the queue; it is
-    the last run of the study; it began after the last run with a record. Active runs are found
-    first, by their claims; then the queue is read, then records. This order misses no step, because
-    a run writes its record before its claims and jobs disappear.
-    """
+    Active runs are found first, then the queue is read, then records. This order misses no step,
+    because a run writes its record before its claims and jobs disappear."""
     referenced = steps_of_active_runs(store)
     runs_of = {study: runs(store, study) for study in studies(store)}
     jobs_of = {run.folder: run.jobs for study_runs in runs_of.values() for run in study_runs}
@@ -170,8 +160,7 @@ def _referenced_steps(store: Store) -> tuple[set[str], str]:
     queue, queue_error = queued_jobs(jobs) if jobs else ({}, "")
     for study, study_runs in runs_of.items():
         try:
-            # The name of a later run is greater than that of an earlier run. Without a record, the
-            # name of every run is greater than "".
+            # the name of a later run is greater than that of an earlier run
             record = read_record(store.root, study) or {"run": ""}
         except Damaged as error:
             raise _unreadable_error(store, str(error)) from None
@@ -189,8 +178,7 @@ def _referenced_steps(store: Store) -> tuple[set[str], str]:
 
 
 def _unreadable_error(store: Store, reason: str) -> UserError:
-    """The error for a file that cannot be read and may refer to steps. `reason`: the sentence that
-    names the file."""
+    """The error for a file that cannot be read and may refer to steps."""
     return UserError(
         f"store={store.root}: nothing is freed while it is unknown which steps are needed: "
         f"{reason} (start the study again, or remove it)"
@@ -198,8 +186,8 @@ def _unreadable_error(store: Store, reason: str) -> UserError:
 
 
 def _garbage_step(folder: Path) -> Garbage | None:
-    """The finished step in a folder as garbage. None when its step.json is missing or damaged.
-    None also when the kind and id in step.json differ from the kind and id in the folder's path."""
+    """The finished step in a folder as garbage. None when its step.json is missing or damaged, or
+    belongs to another folder."""
     with suppress(FileNotFoundError, Damaged):
         document = read_step(folder)
         start = folder.name[-ID_DIGITS:]
@@ -209,7 +197,7 @@ def _garbage_step(folder: Path) -> Garbage | None:
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Bytes of all files in a folder. Files that another process removes meanwhile are left out."""
+    """Bytes of all files in a folder."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -219,9 +207,7 @@ def _folder_bytes(folder: Path) -> int:
 
 
 def _print_table(store: Store, garbage: Sequence[Garbage], queue_error: str) -> None:
-    """Print a table of the garbage, and then `queue_error` if it is not "". The table has a row for
-    each kind of garbage, with its number and bytes, and a last row for all garbage. A kind is a
-    kind of step, or LEFTOVERS."""
+    """Print a table of the garbage, and then `queue_error` if it is not ""."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for item in garbage:
         sizes[item.kind].append(item.bytes)

@@ -79,13 +79,12 @@ class CellSteps:
     """Name of a benchmark -> step with its results."""
 
     def by_field(self) -> dict[str, Step | None]:
-        """Name of a field in STEPS -> step in the field, None if the cell has no such step. The
-        field `evaluate` holds several steps and is left out."""
+        """Name of a field in STEPS -> step in the field, None if the cell has no such step."""
         return {name: getattr(self, name) for name in STEPS}
 
 
 class FigureKey(NamedTuple):
-    """Key of a step of a figure: names of its calibration set and model, its gate and seed."""
+    """Key of a step of a figure. `calibration` and `model` are names."""
 
     calibration: str
     model: str
@@ -95,8 +94,7 @@ class FigureKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Graph:
-    """All steps of a study. The steps `statistics` and `finetune` of a cell are only in `steps` if
-    another step needs them."""
+    """All steps of a study."""
 
     cells: Sequence[CellSteps]
     figures: Mapping[str, Mapping[FigureKey, Step]]
@@ -128,8 +126,7 @@ class Graph:
 
 
 def unresolved_names(steps: Iterable[Step]) -> list[str]:
-    """Distinct hub names of the models and texts in `steps` whose files have no known hash. The
-    identity of a step then has the hub name in place of the hash."""
+    """Distinct hub names of the models and texts in `steps` whose files have no known hash."""
     names: dict[str, None] = {}
     for step in steps:
         if isinstance(step, (BenchmarkRun, Grade)):  # the data of benchmarks is checked elsewhere
@@ -142,8 +139,7 @@ def unresolved_names(steps: Iterable[Step]) -> list[str]:
 def _hub_names(identity: Any) -> Iterator[str]:
     """Hub names in the JSON-ready identity of a setting. In the identity of a model or a text,
     "path" is {UNRESOLVED: hub name, ...} if the hash of the files is not known. The identity of a
-    mixture of texts has such identities in "sources". An identity that is no dictionary, such as a
-    number, has no hub names."""
+    mixture of texts has such identities in "sources"."""
     if not isinstance(identity, dict):
         return
     for part in (identity, *identity.get("sources", ())):
@@ -153,17 +149,15 @@ def _hub_names(identity: Any) -> Iterator[str]:
 
 
 class _Resolver:
-    """Resolves the cells of a study. A group of settings that several cells share is resolved once.
-    The steps of these cells then share the resolved group, and its identity is computed once."""
+    """Resolves the cells of a study. A group of settings that several cells share is resolved
+    once."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self._results: dict[tuple[Any, ...], Any] = {}
-        """Key of a call -> its result. The key is made by `cached`, from the function and the
-        arguments."""
+        """Key of a call of `cached` -> its result."""
         self._arguments: list[tuple[Any, ...]] = []
-        """Arguments of all calls in `_results`. This list keeps the arguments alive, because the
-        keys contain their object ids."""
+        """Keeps the arguments of all calls alive, because the keys contain their object ids."""
 
     def cached(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """The result of `function(*arguments)`, computed in the first call and then remembered. An
@@ -171,15 +165,12 @@ class _Resolver:
         key = (function, *[value if isinstance(value, int) else id(value) for value in arguments])
         if key not in self._results:
             self._results[key] = function(*arguments)
-            # an object that is alive keeps its id, so no other object can get the id
             self._arguments.append(arguments)
         result: Result = self._results[key]
         return result
 
     def resolve_cell(self, cell: Cell) -> Cell:
-        """The cell with device, dtype, engine, number of parts and seeds of texts resolved. Its
-        model, criterion, allocation and texts become objects of the classes that compute their
-        identity once, such as `IdentifiedText`."""
+        """The cell with device, dtype, engine, number of parts and seeds of texts resolved."""
         model = self.cached(resolved_model, cell.model, self.config)
 
         def resolve_text(text: CalibrationConfig) -> IdentifiedText:
@@ -196,8 +187,7 @@ class _Resolver:
 
 
 def resolved_model(model: ModelConfig, config: Config) -> StepModel:
-    """The model with device and dtype resolved. `StepModel` computes its identity only once, for
-    all steps that share the object."""
+    """The model with device and dtype resolved."""
     return StepModel.of(resolved_device(model, config))
 
 
@@ -205,15 +195,13 @@ def resolved_text(
     text: CalibrationConfig, seed: int, model: ModelConfig, config: Config
 ) -> IdentifiedText:
     """The text with engine and number of parts resolved. A text without a seed gets `seed`, the
-    seed of the cell. `IdentifiedText` computes its identity only once, for all steps that share the
-    object."""
+    seed of the cell."""
     seeded = text if text.seed is not None else replace(text, seed=seed)
     return IdentifiedText.of(resolved_engine(seeded, model, config))
 
 
 def _unpruned_cost(model: ModelConfig, text: IdentifiedText) -> Cost:
-    """The step that computes the cost of the unpruned model. `text`: the calibration set whose row
-    length is used, and on which routing is measured if necessary."""
+    """The step that computes the cost of the unpruned model."""
     return Cost.of(unpruned_model(model), text)
 
 
@@ -223,13 +211,9 @@ def _cell_steps(
     resolver: _Resolver,
     evaluations_of: dict[Any, dict[Task, Any]],
 ) -> CellSteps:
-    """All steps of one cell. A cell with NO_CRITERION stands for the unpruned model.
-
-    `tasks`: name of a benchmark -> task, a function that makes the evaluation step of a pruned
-    model. `evaluations_of`: identity of a pruned model -> task -> evaluation step. Cells with the
-    same pruned model share evaluation steps: this function adds the missing steps to
-    `evaluations_of`, and takes the steps of the cell from it.
-    """
+    """All steps of one cell. `tasks`: name of a benchmark -> task. `evaluations_of`: identity of a
+    pruned model -> task -> evaluation step. Missing evaluation steps are added to
+    `evaluations_of`."""
     config = resolver.config
     resolved_cell = resolver.resolve_cell(cell)
     model = resolved_cell.model
@@ -243,15 +227,12 @@ def _cell_steps(
         # the scores that the plan reads; figures need scores even if the plan reads none
         scores = getattr(pruned.plan, "scores", None) or Scores.of(resolved_cell)
         if reads_text(cell):
-            # the pass that measures routing statistics for the scores, or such a pass for figures
             statistics = scores.sums.get("statistics") or Pass.of(resolved_cell, "statistics")
         if config.export.shape:
             export = export_of(pruned, config.export, config.verify)
-        # the cost of the unpruned model is an input of the cost of the pruned model
         cost = Cost.of(pruned, flops_text, cost)
     if config.timing:
         timing = Timing.of(pruned, flops_text, resolver.cached(timing_of, config.timed, model))
-    # one line of text for each field of the model's identity
     identity = tuple([entry.line for entry in pruned.identity_entries.values()])
     evaluations = evaluations_of.setdefault(identity, {})
     for task in tasks.values():
@@ -274,7 +255,7 @@ def _cell_steps(
 
 def normalized(cell: Cell) -> Cell:
     """The cell, with NO_CALIBRATION in place of its calibration set if nothing in the cell reads
-    the set. Cells that differ only in an unread calibration set become equal."""
+    the set."""
     return cell if reads_text(cell) else replace(cell, calibration=NO_CALIBRATION)
 
 
@@ -296,9 +277,8 @@ def unpruned(cell: Cell) -> Cell:
 
 @garbage_collection_off()
 def build(config: Config, requests: Iterable[Request]) -> Graph:
-    """The graph of a study. `requests`: pairs (cells, benchmarks of these cells). A cell in several
-    requests is in the graph once, with the benchmarks of all these requests. For each cell, the
-    cell of the unpruned model is added. `config`: the settings that all cells share."""
+    """The graph of a study. A cell in several requests is in the graph once, with the benchmarks of
+    all these requests. For each cell, the cell of the unpruned model is added."""
     resolver = _Resolver(config)
     requests = list(requests)
     tasks_of: dict[Cell, dict[str, Task]] = {}  # cell -> name of a benchmark -> task
@@ -308,7 +288,6 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
             for benchmark in benchmarks
         }
         for cell in cells:
-            # equal cells become one key
             for graph_cell in (unpruned(cell), normalized(cell)):
                 tasks_of.setdefault(graph_cell, {}).update(tasks)
     evaluations_of: dict[Any, dict[Task, Any]] = {}
@@ -320,12 +299,8 @@ def _figure_steps(
     resolver: _Resolver, requests: Iterable[Request]
 ) -> dict[str, dict[FigureKey, Step]]:
     """The steps that only figures and remarks of the report need: name in FIGURE_STEPS -> key ->
-    step.
-
-    Each combination of calibration set, model and gate has one step in a figure. Its seed is that
-    of the first cell of the combination, and cells with other seeds are left out. Cells that read
-    no calibration set are left out, too. "contaminations" has steps only for benchmarks that can
-    list their items. The other figures have steps only with overlap=true."""
+    step. Each combination of calibration set, model and gate has one step in a figure, with the
+    seed of the first cell of the combination."""
     figures: dict[str, dict[FigureKey, Step]] = {figure: {} for figure in FIGURE_STEPS}
     first_seeds: dict[FigureKey, int] = {}  # key with seed 0 -> seed of the first cell
     cell_of: dict[FigureKey, Cell] = {}

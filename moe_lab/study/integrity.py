@@ -16,8 +16,7 @@ from moe_lab.json_files import Damaged, read_json, read_sealed, write_sealed
 
 STEP = "step.json"
 """File in the folder of every finished step, besides its results: identity, provenance, size and
-sha256 of each file, and the modification time that all files were given. It is sealed, as all
-documents of the store are.
+sha256 of each file, and the modification time that all files were given.
 
 Hashing takes most of a second per GiB, so a study that starts compares only sizes and times. The
 time is an even number of seconds, which all file systems can store. It is before the publication of
@@ -30,21 +29,15 @@ NANO = 10**9
 
 
 def seal(folder: Path, document: Mapping[str, Any]) -> None:
-    """Write STEP, and prepare the files of a step for publication. Folders in `folder` get the
-    permissions of `folder`. Files get the same permissions without those to execute, and the
-    modification time that STEP states.
+    """Write STEP, and set the permissions and times of a step's files for publication.
 
-    `document`: the identity of the step. STEP also gets the entries `provenance`, `time` and
-    `files`. For a step copied from another store, `document` is the complete content of STEP in
-    that store. The caller must have compared the files with it. Some files may be links to that
-    store.
-    """
+    `document`: the identity of the step. For a step copied from another store, `document` is the
+    complete content of STEP in that store. The caller must have compared the files with it."""
     provenance: dict[str, Any] = {}
     with suppress(FileNotFoundError):  # a copied step has its provenance in `document`
         provenance = read_json(folder / PROVENANCE, {})
         (folder / PROVENANCE).unlink()
-    # `time` is an even number of seconds in the past, see STEP. For a copied step, `document` has
-    # these entries, too; it comes last, so its values are used.
+    # `document` comes last: for a copied step, it has these entries, too
     content = {"provenance": provenance, "time": (int(time.time()) // TICK - 1) * TICK, **document}
     paths = sorted(folder.rglob("*"))
     files = [path for path in paths if path.is_file()]
@@ -52,7 +45,7 @@ def seal(folder: Path, document: Mapping[str, Any]) -> None:
         content["files"] = {str(path.relative_to(folder)): file_entry(path) for path in files}
     mode = stat.S_IMODE(folder.stat().st_mode)
     for path in paths:
-        if path.is_symlink():
+        if path.is_symlink():  # leads to a file of another store
             continue
         if path.is_dir():
             path.chmod(mode)
@@ -84,11 +77,10 @@ def read_step(folder: Path) -> dict[str, Any]:
 def damaged_files(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
     """Missing and damaged files of a step's folder: name of the file -> "missing" or "damaged".
 
-    A file with another size than in STEP is damaged. A file with another modification time than in
-    STEP is hashed; with `hash_all`, every file is hashed. An unchanged file then gets the time in
-    STEP. A damaged file must not keep this time, as later calls without `hash_all` would not hash
-    it: it gets the present time. Links lead to files of another store, so their times are not set.
-    A link to a damaged file that has the time in STEP is removed instead."""
+    A file with another modification time than in STEP is hashed; with `hash_all`, every file is
+    hashed. An unchanged file then gets the time in STEP. A damaged file must not keep this time, as
+    later calls without `hash_all` would not hash it. A link to a damaged file that has the time in
+    STEP is removed."""
     try:
         document = read_step(folder)
     except FileNotFoundError:
@@ -110,9 +102,7 @@ def damaged_files(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
 
 def _is_unchanged(path: Path, expected: Mapping[str, Any], moment: int, hash_all: bool) -> bool:
     """Whether a file has the `expected` size and hash. `moment`: modification time of the file
-    according to STEP, in seconds. Without `hash_all`, a file with this time and the expected size
-    counts as unchanged and is not hashed. Hashing a file may change its time, see
-    `damaged_files`."""
+    according to STEP, in seconds."""
     status = path.stat()
     if status.st_size != expected["bytes"]:
         return False
@@ -125,7 +115,7 @@ def _is_unchanged(path: Path, expected: Mapping[str, Any], moment: int, hash_all
         # has the time `moment`. It is only corrected if no other process has written the file since
         # `path.stat()`.
         if is_same != has_moment and os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns:
-            # the time of a file of another user cannot be set: the file is hashed again next time
+            # the time of a file of another user cannot be set
             with suppress(OSError, OverflowError):
                 _set_time(path, file, moment if is_same else None)
     return is_same
@@ -133,8 +123,8 @@ def _is_unchanged(path: Path, expected: Mapping[str, Any], moment: int, hash_all
 
 def _set_time(path: Path, file: BufferedReader, moment: int | None) -> None:
     """Set the modification time of an open file to `moment` (in seconds), or to the present time if
-    `moment` is None, which stands for a damaged file. `path`: path of the file. If it is a link, no
-    time is set, but a link to a damaged file is removed."""
+    `moment` is None, which stands for a damaged file. Links lead to files of another store, so
+    their times are not set."""
     if not path.is_symlink():
         time_ns = time.time_ns() if moment is None else moment * NANO
         os.utime(file.fileno(), ns=(time_ns, time_ns))

@@ -19,12 +19,10 @@ SHAPE = {"results": [{"benchmark": str, "metric": str, "score": Number, "scale":
 def objective_value(result: RunResult, requests: Iterable[Request]) -> float:
     """The number that a job of a multirun returns to the sweeper: the number that the setting
     `objective` names. In a dry run, or if no objective is set, it is the exit code of the job.
-    `result`: exit code and study of the job. `requests`: cells and benchmarks of the job.
 
     The objective "Avg" is a mean over benchmarks. The number of a benchmark is the mean over its
-    results in which higher is better; benchmarks without such results are left out. Any other
-    objective is the name of a result, such as arc_easy or perplexity. Raises UserError unless the
-    job prunes exactly one model and has all results."""
+    results in which higher is better. Any other objective is the name of a result, such as arc_easy
+    or perplexity. Raises UserError unless the job prunes exactly one model and has all results."""
     code, study = result
     objective = study.config.objective
     if objective is None or study.config.dry_run:

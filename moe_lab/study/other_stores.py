@@ -27,8 +27,8 @@ THREADS = 8
 
 
 def open_other(path: str) -> Store:
-    """The store in the folder `path`, which the setting `also` names. Raises UserError when the
-    folder holds no store, or cannot be read."""
+    """The store in the folder `path`. Raises UserError when the folder holds no store, or cannot be
+    read."""
     try:
         other = Store(path)
         problem = "" if other.exists() else "no store is there"
@@ -40,15 +40,14 @@ def open_other(path: str) -> Store:
 
 
 def finished_in(other: Store, steps: Iterable[Step]) -> set[str]:
-    """Ids of those of `steps` that are finished in `other`, another store."""
+    """Ids of those of `steps` that are finished in `other`."""
     with other.errors_as_sentences():
         names_by_start = other.finished_names()
     return {step.id for step in steps if step.id[:ID_DIGITS] in names_by_start}
 
 
 def copy_from(store: Store, path: str, steps: Sequence[Step]) -> None:
-    """Copy finished steps from the store at `path` into `store`: those of `steps` that are not
-    finished in `store`."""
+    """Copy into `store` those of `steps` that are finished only in the store at `path`."""
     other = open_other(path)
     done = store.finished_ids(steps)
     ids_elsewhere = finished_in(other, steps) - done
@@ -60,12 +59,8 @@ def copy_from(store: Store, path: str, steps: Sequence[Step]) -> None:
 
 
 def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
-    """Copy those of `steps` that are finished in `other` into `store`. Steps are looked up by id in
-    `other`, as their labels may differ there.
-
-    A step that another process is computing is not copied. A damaged step is not copied either, and
-    a notice names it.
-    """
+    """Copy those of `steps` that are finished in `other` into `store`. Steps that are damaged, or
+    that another process is computing, are not copied."""
     with other.errors_as_sentences():
         names_by_start = other.finished_names()
         starts = [step.id[:ID_DIGITS] for step in steps]
@@ -89,8 +84,7 @@ def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
 
 
 def _copy_step(store: Store, other: Store, name: str) -> None:
-    """Copy the step `name` (KIND/NAME) from `other` to `store`. If the step is damaged, it is not
-    copied, and a notice is added. A step that another process is computing is not copied."""
+    """Copy the step `name` (KIND/NAME) from `other` to `store`."""
     try:
         document = _document(other, name)
         with store.claim_named(name, document) as scratch:
@@ -112,8 +106,7 @@ def _copy_step(store: Store, other: Store, name: str) -> None:
 
 
 def _document(other: Store, name: str) -> dict[str, Any]:
-    """Content of STEP of the step `name` (KIND/NAME). Raises Damaged when STEP is damaged or
-    missing, or when this user may not read it."""
+    """Content of STEP of the step `name` (KIND/NAME). Raises Damaged when STEP cannot be read."""
     try:
         return other.document(name)
     except (FileNotFoundError, PermissionError):
@@ -123,10 +116,8 @@ def _document(other: Store, name: str) -> dict[str, Any]:
 def _copy_file(
     other: Store, name: str, file: str, expected: Mapping[str, Any], target: Path
 ) -> None:
-    """Copy the file `file` of the step `name` to the path `target`. If the file has at least LARGE
-    bytes, `target` becomes a link to it instead. `expected`: entry of the file in STEP, with size
-    and sha256. Raises Damaged when the file is missing, has another size or sha256, or may not be
-    read by this user."""
+    """Copy the file `file` of the step `name` to the path `target`, or make a link to it.
+    `expected`: entry of the file in STEP."""
     path = other.folder(name) / file
     try:
         if expected["bytes"] >= LARGE and os.access(path, os.R_OK):

@@ -42,20 +42,18 @@ MOST_PACKS = 32
 
 
 class Packing:
-    """Moves small steps of a store from folders into packs, from time to time, for one process. A
-    pack is a file that holds many steps."""
+    """Moves small steps of a store from folders into packs, from time to time. A pack is a file
+    that holds many steps."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.unpackable_steps: set[str] = set()
-        """First digits of the ids of the steps that do not go into packs, because they are too
-        large or have subfolders."""
+        """First digits of the ids of steps that are too large for packs or have subfolders."""
         self.next_time = time.monotonic() + PACK_INTERVAL
         """Monotonic time, in seconds, before which `pack_regularly` does nothing."""
 
     def pack_regularly(self) -> None:
-        """Call `pack` if PACK_INTERVAL seconds have passed since this method last called it, or
-        since the object was made."""
+        """Call `pack`, at most every PACK_INTERVAL seconds."""
         if time.monotonic() > self.next_time:
             self.next_time = time.monotonic() + PACK_INTERVAL
             self.pack()
@@ -63,9 +61,8 @@ class Packing:
     def pack(self, *, last: bool = False) -> None:
         """Move small steps from folders into a pack, unless another process is writing packs. If
         fewer than MANY small steps are in folders, they stay there. At the end of a run (`last`),
-        any number of steps is moved, provided that the store already has packs. An error, such as
-        that of a full disk, is not raised, so that the run continues: the steps stay in folders,
-        and a notice is added."""
+        any number of steps is moved if the store already has packs. An error, such as that of a
+        full disk, becomes a notice, so that the run continues."""
         try:
             self._pack(last)
         except (OSError, sqlite3.Error) as error:
@@ -74,9 +71,7 @@ class Packing:
             )
 
     def _pack(self, last: bool) -> None:
-        """Do what `pack` describes, but let errors be raised. First, remove damaged steps from
-        packs. At the end, merge the packs with fewer than FULL bytes if there are more than
-        MOST_PACKS of them."""
+        """Do what `pack` describes, but let errors be raised."""
         store = self.store
         if store.packs.damaged_steps:
             remove_from_packs(store, store.packs.damaged_steps)
@@ -112,9 +107,8 @@ class Packing:
                 _rewrite(store, small_packs, (), claim)  # no step is left out
 
     def _small_steps(self, folders: Iterable[tuple[str, Path]]) -> Iterator[PackedStep]:
-        """The steps in `folders`, read for a pack. `folders`: pairs (start of a step's id, its
-        folder). Damaged steps are left out. Steps that are large or have subfolders are left out,
-        too, and added to `unpackable_steps`."""
+        """The small, undamaged steps in `folders`, read for a pack. `folders`: pairs (start of a
+        step's id, its folder)."""
         for id_start, folder in folders:
             with suppress(FileNotFoundError, Damaged):
                 document = read_step(folder)
@@ -135,11 +129,10 @@ class Packing:
 
 def copy_packed(store: Store, other: Store, names: Sequence[str]) -> None:
     """Copy steps from packs of `other` into packs of `store`. `names`: KIND/NAME of the steps.
+    Damaged steps are not copied.
 
-    Steps in folders and damaged steps are not copied. Nothing is copied if fewer than MANY of the
-    steps are in packs of `other`, or if another process is writing packs. An error, such as that of
-    a full disk, ends the copying and is not raised. The caller then copies the remaining steps one
-    by one, and meets the error again."""
+    An error, such as that of a full disk, ends the copying and is not raised. The caller then
+    copies the remaining steps one by one, and meets the error again."""
     packed_names = [name for name in names if name[-ID_DIGITS:] in other.packs]
     if len(packed_names) < MANY:
         return
@@ -151,8 +144,7 @@ def copy_packed(store: Store, other: Store, names: Sequence[str]) -> None:
 
 
 def _read_packed_steps(other: Store, names: Iterable[str]) -> Iterator[PackedStep]:
-    """The steps `names` (KIND/NAME) with their files, read from packs of `other`. Damaged steps are
-    left out."""
+    """The undamaged steps among `names` (KIND/NAME), read from packs of `other`."""
     for name in names:
         if not other.damaged_files(name, hash_all=True):
             id_start = name[-ID_DIGITS:]
@@ -161,13 +153,12 @@ def _read_packed_steps(other: Store, names: Iterable[str]) -> Iterator[PackedSte
 
 
 def _inputs(document: Mapping[str, Any]) -> list[str]:
-    """Starts of the ids of a step's inputs. `document`: content of STEP of the step."""
+    """Starts of the ids of a step's inputs. `document`: content of STEP."""
     return [name[-ID_DIGITS:] for name in document["inputs"].values()]
 
 
 def remove_from_packs(store: Store, id_starts: Collection[str]) -> None:
-    """Remove steps from packs, by writing new packs without these steps. Waits for the claim PACKS.
-    `id_starts`: first digits of the ids of the steps."""
+    """Remove steps from packs. `id_starts`: first digits of the ids of the steps."""
     with store.claims.wait_for(PACKS) as claim:
         store.packs.refresh()
         for name in store.packs.packs_with(id_starts):
@@ -178,9 +169,8 @@ def remove_from_packs(store: Store, id_starts: Collection[str]) -> None:
 def _rewrite(
     store: Store, names: Collection[str], id_starts: Collection[str], claim: Claim
 ) -> None:
-    """Replace packs by one new pack that has their steps. `names`: names of the packs to replace.
-    `id_starts`: first digits of the ids of the steps to leave out. If a pack is damaged, nothing is
-    replaced, and this pack is set aside with all its steps."""
+    """Replace the packs `names` by one new pack. `id_starts`: first digits of the ids of the steps
+    to leave out."""
     try:
         _publish(store, store.packs.rewrite(names, id_starts), claim)
     except Damaged as error:
@@ -189,9 +179,8 @@ def _rewrite(
 
 
 def _publish(store: Store, path: Path, claim: Claim) -> None:
-    """Publish the new pack in the file `path`. If the store belongs to a group, let the group write
-    the file. `claim`: the claim PACKS, which this process has taken. Raises Busy, and publishes
-    nothing, if another process has taken over the claim."""
+    """Publish the new pack in the file `path`. Raises Busy if another process has taken over the
+    claim."""
     claim.check()
     store.share(path)
     store.packs.publish(path)

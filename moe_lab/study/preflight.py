@@ -43,8 +43,7 @@ WITH_ANSWERS = ("search", "instructions")
 
 
 def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
-    """One sentence for each problem with the settings of a study; [] when all settings are valid.
-    Requirements on this machine are checked by `missing_requirements`."""
+    """One sentence for each problem with the settings of a study."""
     sentences = list(_settings_problems(config))
     for cells, benchmarks in requests:
         sentences += benchmark_errors(benchmarks)
@@ -98,12 +97,7 @@ def remark_sentences(config: Config, requests: Iterable[Request]) -> Iterator[st
 
 
 def _unread_field_remarks(cells: Iterable[Cell]) -> Iterator[str]:
-    """Sentences about calibration sets whose records have fields that models do not read. Models
-    with the same unread fields of the same set share a sentence.
-
-    A field is unread if the chat template of the model does not read it, and the text of the
-    document does not contain its value. The values of these fields are single words: other
-    functions raise UserError for longer values that are not read."""
+    """Sentences about calibration sets whose records have fields that models do not read."""
     # criterion and allocation decide whether a cell reads its calibration set
     distinct_cells = _deduplicate(cells, "model", "calibration", "criterion", "allocation")
     text_cells = [cell for cell in distinct_cells if reads_text(cell)]
