@@ -275,9 +275,9 @@ class ExpertsCall:
         return torch.bincount(self.rows.expert, terms, self.n_experts)
 
     def normalize(self, stream: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Name -> sum over valid tokens, for the statistics ala_first (E,), ala_second (E,) and
-        layer_loss (). Each term of a sum is a numerator from `_compute_numerators`, divided by
-        ||y||^2 + EPSILON. y = `stream` (T, H): the residual stream after the decoder layer."""
+        """Statistic -> its sum over valid tokens: "ala_first" (E,), "ala_second" (E,) and
+        "layer_loss" (). Each token's term is divided by ||y||^2 + EPSILON. y = `stream` (T, H): the
+        residual stream after the decoder layer."""
         factor = 1 / (at_least_fp32(stream).square().sum(-1).double() + EPSILON)
         loss = self.loss * factor
         loss = loss if self.valid is None else loss[self.valid]
@@ -285,7 +285,6 @@ class ExpertsCall:
         token = self.rows.token
         expert = self.rows.expert
         for name, numerators in (("ala_first", self.ala_first), ("ala_second", self.ala_second)):
-            # one term for each of `rows`, 0 if the token is not valid
             terms = numerators * factor[token]
             terms = terms if self.valid_rows is None else torch.where(self.valid_rows, terms, 0)
             sums[name] = torch.bincount(expert, terms, self.n_experts)
@@ -293,9 +292,8 @@ class ExpertsCall:
 
     def _compute_numerators(self, routed: torch.Tensor) -> None:
         """Compute the numerators that `normalize` divides. f is the output of an expert for a
-        token, g is its gate in the model, and m is the token's row of `routed` (T, H), the routed
-        output. `ala_first` is g <f, m> and `ala_second` is g^2 ||f||^2, one number for each of
-        `rows`. `loss` (T,) is ||m||^2, the squared error of the residual stream if m were lost."""
+        token, g is its gate, and m is the token's row of `routed` (T, H). For each of `rows`,
+        `ala_first` is g <f, m> and `ala_second` is g^2 ||f||^2. `loss` (T,) is ||m||^2."""
         inner_products = torch.empty_like(self.norm_square)  # <f, m>
         for part, f in self.outputs:
             torch.sum(f * routed[self.rows.token[part]], -1, out=inner_products[part])
@@ -306,10 +304,9 @@ class ExpertsCall:
         self.loss = routed.square().sum(-1).double()
 
     def _moments(self) -> torch.Tensor:
-        """For each expert, sums of g^alpha ||f||^beta over its valid tokens. g is the expert's gate
-        for a token, and f is its output. The result has three axes. Axis 0: the expert. Axis 1:
-        alpha = 0, 1, 2 for the first kind of gate, then 0, 1, 2 for the second, and so on. Axis 2:
-        beta = 0, 1, 2."""
+        """Sums of g^alpha ||f||^beta over each expert's valid tokens, for gates g and outputs f.
+        Axis 0: the expert. Axis 1: alpha = 0, 1, 2 for the first kind of gate, then 0, 1, 2 for the
+        second, and so on. Axis 2: beta = 0, 1, 2."""
         rows = self.rows
         valid_rows = self.valid_rows
         token = rows.token
@@ -320,7 +317,7 @@ class ExpertsCall:
             token = token[valid_rows]
             column = column[valid_rows]
             norm_square = norm_square[valid_rows]
-            # for each expert, the end of its rows after the other rows have been left out
+            # the end of each expert's rows, among the valid rows
             ends = (
                 torch.bincount(rows.expert[valid_rows], minlength=self.n_experts).cumsum(0).tolist()
             )
@@ -339,25 +336,22 @@ class ExpertsCall:
 
 class Channels:
     """Statistics (E, I) of the activations phi, the input of down_proj, in one call of a layer's
-    experts. `channel_square`: the sum of phi^2 over an expert's tokens. `channel_max`: the maximum
-    of |phi|. For each kind of gate in `gates`, both are also taken of g phi, where g is the token's
-    gate of this kind. Their names begin with the kind, as in `gate_channel_max`. All statistics
-    have the device and dtype of `like`, but at least fp32."""
+    experts. "channel_square": the sum of phi^2 over an expert's tokens. "channel_max": the maximum
+    of |phi|. For each kind of gate g in `gates`, both are also taken of g phi. Their names begin
+    with the kind, as in "gate_channel_max"."""
 
     def __init__(
         self, n_experts: int, width: int, like: torch.Tensor, gates: Sequence[str] = ("gate",)
     ) -> None:
-        """Begin with zeros for `n_experts` experts, each with `width` channels."""
         self.gates = gates
         self.statistics = {}
-        """Name of a statistic -> (E, I)."""
         for prefix in ("", *(f"{gate}_" for gate in gates)):
             for statistic in ("square", "max"):
                 zeros = like.new_zeros(n_experts, width)
                 self.statistics[f"{prefix}channel_{statistic}"] = at_least_fp32(zeros)
 
     def add(self, expert: int, phi: torch.Tensor, *gate_squares: torch.Tensor) -> None:
-        """Add one expert. `phi` (n, I): the input of down_proj for the expert's valid tokens.
+        """Add one expert. `phi` (n, I): the activations for the expert's valid tokens.
         `gate_squares`: for each kind in `gates`, the squares (n,) of the tokens' gates. All are in
         at least fp32."""
         if len(phi) == 0:
@@ -371,7 +365,7 @@ class Channels:
             torch.amax(weighted, 0, out=self.statistics[f"{gate}_channel_max"][expert])
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """Name -> sum or maximum (E, I). Call it once, after all experts have been added."""
+        """Name -> statistic (E, I). Call it once, after all experts have been added."""
         for name, statistic in self.statistics.items():
             if name.endswith("_max"):  # `add` took the maxima of squares
                 statistic.sqrt_()

@@ -4,8 +4,7 @@ respect to weights (SNIP).
 The loss is the summed cross-entropy of the next tokens, over pairs of neighbouring tokens that are
 both valid. Sums, unlike means, do not depend on how rows are cut into batches. Two vectors per
 expert replace HEAPr's (H, H) matrix, because the gradient at the input of down_proj is that
-matrix's factor already multiplied with the channel's weights: memory grows with the number of
-channels, and one forward and backward pass is enough.
+matrix's factor already multiplied with the channel's weights.
 """
 
 from __future__ import annotations
@@ -40,15 +39,14 @@ def collect_gradient_statistics(
 ) -> Statistics:
     """The sums that hooks of the class `hook` collect in a forward and a backward pass of `model`,
     in eval mode, over `batches`. `settings`: further arguments of `collect_statistics`. Errors are
-    those of `collect_statistics`, and those of `check_loss`."""
+    those of `collect_statistics` and `check_loss`."""
     check_loss(batches)
     with differentiable(model):
         return collect_statistics(model, hook, batches, reading=forward_and_backward, **settings)
 
 
 def check_loss(batches: Sequence[Batch]) -> None:
-    """Raise UserError when no two neighbouring tokens are both valid. The loss is a sum over
-    such pairs, so without them there is no loss."""
+    """Raise UserError when no two neighbouring tokens are both valid."""
     if batches and not any(bool((valid[:, :-1] & valid[:, 1:]).any()) for _, valid in batches):
         raise UserError(
             "calibration has no token that follows another one, so there is no loss: expected "
@@ -66,9 +64,8 @@ class GradientHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H) for the hidden states `hidden` (T, H). `index` (T, K): ids of
-        the experts of each token. `weights` (T, K): gates. Adds the statistics of the activations
-        and each expert's number of valid tokens. The backward pass adds the sums of gradients."""
+        """The routed output (T, H). Adds the statistics of the activations and each expert's number
+        of valid tokens."""
         layer = self.layer
         n_experts = layer.n_experts
         rows = sort_by_expert(index, n_experts)
@@ -78,9 +75,7 @@ class GradientHook(StatisticsHook):
         gate_square = at_least_fp32(weights.detach())[rows.token, rows.column].square()
 
         def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
-            """The output (n, H) of an expert. Adds the expert's activations phi to `channels`, and
-            lets the backward pass call `_add_gradient`."""
-            # an index of the expert's valid rows: a slice of all rows, or a mask
+            """The output (n, H) of an expert."""
             valid_index = slice(None) if valid_rows is None else valid_rows[part]
             expert_weights = layer.weights(expert)
             phi = layer.phi(states, expert_weights)
@@ -116,11 +111,10 @@ class GradientHook(StatisticsHook):
         valid_index: torch.Tensor | slice,
         gradient: torch.Tensor,
     ) -> None:
-        """Add the gradient sums of one expert. `phi` (n, I): the expert's activations. `gradient`
-        (n, I): LOSS_SCALE * dL/dphi. `valid_index`: an index of the valid rows."""
+        """Add the gradient sums of one expert with the activations `phi` (n, I). `gradient` (n, I):
+        LOSS_SCALE * dL/dphi."""
         gradient = at_least_fp32(gradient[valid_index])
         product = gradient * at_least_fp32(phi[valid_index])
-        # for each channel, in the order of GRADIENT_SUMS
         parts = (gradient.square().sum(0), product.sum(0), product.abs_().sum(0))
         for name, part, scale in zip(
             GRADIENT_SUMS, parts, (LOSS_SCALE**2, LOSS_SCALE, LOSS_SCALE), strict=True
@@ -143,15 +137,13 @@ def loss_gradient(
     model: PreTrainedModel, output: Any, input_ids: torch.Tensor, valid: torch.Tensor
 ) -> torch.Tensor:
     """LOSS_SCALE times the gradient (B, S, H) of the summed next-token loss with respect to the
-    hidden states of `output`, the decoder's result. Logits are computed only at positions whose
-    token and next token are both valid, and at most LOGITS logits are in memory at once."""
+    hidden states of `output`, the decoder's result."""
     states: torch.Tensor = output.last_hidden_state.detach()
     gradient = torch.zeros_like(states)
     row, column = (valid[:, :-1] & valid[:, 1:]).to(states.device).nonzero(as_tuple=True)
     targets = input_ids.to(states.device)[row, column + 1]
     vocabulary = int(model.config.get_text_config().vocab_size)
     for part in torch.arange(len(row), device=states.device).split(max(1, LOGITS // vocabulary)):
-        # the model expects a batch, so the selected hidden states are a batch with one row
         selected = states[row[part], column[part]][None].requires_grad_()
         logits = head(model, selected, output)[0]
         logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -163,8 +155,7 @@ def loss_gradient(
 
 def head(model: PreTrainedModel, states: torch.Tensor, output: Any) -> torch.Tensor:
     """Logits (B, n, V) for `states` (B, n, H), the output of the decoder. The model's own forward
-    computes them, because it may scale or cap logits. Meanwhile the decoder is replaced by a
-    function that only returns `states`, in an object of the type of `output`."""
+    computes them, because it may scale or cap logits."""
     with ExitStack() as undo:
         replace_output(model.base_model, type(output)(last_hidden_state=states), undo)
         # the model requires an input, which the replaced decoder ignores
@@ -174,12 +165,11 @@ def head(model: PreTrainedModel, states: torch.Tensor, output: Any) -> torch.Ten
 
 @contextmanager
 def differentiable(model: PreTrainedModel) -> Iterator[None]:
-    """A context in which gradients are taken with respect to activations only. Weights do not
-    require gradients. Embedded tokens do, so that all activations computed from them do, too."""
+    """A context in which gradients are taken with respect to activations only. Embedded tokens
+    require gradients, so that all activations computed from them do, too."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     embeddings: Any = model.get_input_embeddings()
     with ExitStack() as stack, torch.enable_grad():
-        # the callbacks of `stack` run when the context ends
         for weight in weights:
             stack.callback(weight.requires_grad_, True)
             weight.requires_grad_(False)
@@ -192,20 +182,18 @@ def differentiable(model: PreTrainedModel) -> Iterator[None]:
 
 
 class WeightGradientHook(StatisticsHook):
-    """Computes the statistics of SNIP (Lee et al. 2019) by channel: `snip_down`, `snip_up` and, for
-    gated experts, `snip_gate`, (E, I) each. They are sums of |w dL/dw| over the weights w of a
+    """Computes the statistics of SNIP (Lee et al. 2019) by channel: "snip_down", "snip_up" and, for
+    gated experts, "snip_gate", (E, I) each. They are sums of |w dL/dw| over the weights w of a
     channel in one projection.
 
     The absolute value is taken after dL/dw has been summed over all batches. So the sums of
-    LOSS_SCALE * dL/dw of all routed experts stay in memory, in fp32 or fp64. These sums are not
-    saved, so an interrupted pass cannot be resumed.
+    LOSS_SCALE * dL/dw of all routed experts stay in memory, in fp32 or fp64.
     """
 
     kind = "weight_gradients"
     resumes = False
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
-        """`start`: always {}, because an interrupted pass cannot be resumed."""
         super().__init__(observer, layer, start)
         self.gradients: dict[tuple[str, int], torch.Tensor] = {}
         """(name of the stack of all experts' matrices, such as gate_up_proj; expert id) ->
@@ -214,14 +202,12 @@ class WeightGradientHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H) for the hidden states `hidden` (T, H). `index` (T, K): ids of
-        the experts of each token. `weights` (T, K): gates. A later backward pass adds to
-        `gradients`, for each expert that has tokens. Biases get no gradients."""
+        """The routed output (T, H). A later backward pass adds to `gradients`."""
         layer = self.layer
 
         def compute(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor:
-            """The output (n, H) of an expert for the hidden states (n, H) of its tokens."""
-            # name of a stack of all experts' matrices or biases -> the expert's tensor in it
+            """The output (n, H) of an expert."""
+            # name of a stack -> the expert's matrix or bias in it
             tensors = layer.tensors(expert)
             for name, tensor in tensors.items():
                 if not layer.family.stacks[name].is_bias:
@@ -237,8 +223,7 @@ class WeightGradientHook(StatisticsHook):
         return routed_output(hidden, sort_by_expert(index, layer.n_experts), weights, compute)
 
     def result(self) -> dict[str, torch.Tensor]:
-        """snip_ROLE -> (E, I) fp64, for each projection ROLE (down, up, gate): the sum of |w dL/dw|
-        over the weights of each channel, 0 for experts without tokens."""
+        """Name -> statistic (E, I) fp64, 0 for experts without tokens."""
         shape = (self.layer.n_experts, self.layer.width)
         stacks = self.layer.family.stacks
         sums = {
@@ -249,14 +234,13 @@ class WeightGradientHook(StatisticsHook):
         }
         for (name, expert), gradient in self.gradients.items():
             weights = at_least_fp32(self.layer.tensors(expert)[name].to(gradient.device))
-            # a stack may hold several projections; `part` (I, H) has a row for each channel
+            # `part` (I, H) has a row for each channel
             for role, part in split((weights * gradient).abs_(), stacks[name]).items():
                 sums[f"snip_{role}"][expert] = part.sum(-1).double().cpu() / LOSS_SCALE
         return sums
 
     def _add_gradient(self, name: str, expert: int, leaf: torch.Tensor) -> None:
-        """Add `leaf.grad` to the entry of `gradients` for the expert's matrix in the stack `name`,
-        and clear `leaf.grad`. `leaf`: the expert's matrix."""
+        """Move `leaf.grad` to `gradients`. `leaf`: the expert's matrix in the stack `name`."""
         assert leaf.grad is not None
         gradient = at_least_fp32(leaf.grad)
         leaf.grad = None

@@ -35,8 +35,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def forward(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> None:
-    """Run one forward pass of `model` without gradients. `input_ids` (B, S): tokens. `valid` (B, S)
-    bool: which of them are valid."""
+    """Run one forward pass of `model` without gradients."""
     with torch.no_grad():
         run(model, input_ids, valid)
 
@@ -60,8 +59,7 @@ class StatisticsHook:
     """The function that computes the layer's routed output when it is not observed."""
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
-        """`start`: the sums over the batches that the pass read before it was interrupted; {} for a
-        new pass."""
+        """`start`: the sums of an interrupted pass; {} for a new pass."""
         self.observer = observer
         self.layer = layer
         self.sums = dict(start)
@@ -74,9 +72,7 @@ class StatisticsHook:
         raise NotImplementedError
 
     def replacement(self, unobserved: ExpertsFunction) -> ExpertsFunction:
-        """Return the method `experts`, which replaces the function `unobserved` in the model.
-        `unobserved`: the function that computes the layer's experts without this hook; `experts`
-        may call it."""
+        """The method `experts`, which replaces the function `unobserved` in the model."""
         self.unobserved = unobserved
         return self.experts
 
@@ -88,17 +84,17 @@ class StatisticsHook:
 
     def register_hooks(self, decoder_layer: torch.nn.Module) -> Iterable[RemovableHandle]:
         """Register the further hooks that a subclass needs on `decoder_layer`, by default none, and
-        return their handles. The observer removes the hooks when it is closed."""
+        return their handles."""
         return ()
 
     def result(self) -> dict[str, torch.Tensor]:
         """Name -> statistic of the layer over the batches read so far. Called while the weights of
-        the layer are in memory, because some subclasses compute with the weights here."""
+        the layer are in memory."""
         return self.sums
 
     def add(self, name: str, part: torch.Tensor) -> None:
-        """Add `part`, the value of the statistic `name` for further tokens, to `sums` in fp64. If
-        the name ends in _max, take the maximum instead of the sum."""
+        """Add `part`, the value of the statistic `name` for further tokens, to `sums` in fp64. For
+        a name that ends in _max, take the maximum instead."""
         part = part.double()
         if name in self.sums:
             total = self.sums[name].to(part.device)
@@ -119,15 +115,15 @@ class StatisticsHook:
 
 
 class Observer:
-    """Observes MoE layers of a model. Each layer has a hook of the class `hook`. The hooks observe
-    every forward pass of the model while the observer is open.
+    """While an observer is open, its hooks observe every forward pass of `model`. Each layer has a
+    hook of the class `hook`.
 
         with Observer(model, ForwardHook) as observer:
             observer.run_batch(input_ids, valid)
         observer.layers()   # layer -> name -> fp64 tensor on the CPU
 
-    `layers`: the layers to observe; None: all MoE layers. `start`: the sums of an interrupted pass,
-    to which further sums are added; None for a new pass.
+    `layers`: the layers to observe; None: all MoE layers. `start`: the sums of an interrupted pass;
+    None for a new pass.
     """
 
     def __init__(
@@ -143,12 +139,11 @@ class Observer:
         self.valid: torch.Tensor | None = None
         """(B, S) bool: which tokens of the batch count; None: all."""
         self._undo = ExitStack()
-        """Removes the hooks when it is closed."""
 
     def __enter__(self) -> Observer:
         """Register all hooks; after an error, no hook stays registered. RuntimeError if a hook
-        computes experts itself (`computes`), and the function that computes the experts of its
-        layer is already replaced: by another observer, or by a mask under a plan of channels."""
+        computes experts itself, and the experts of its layer are already replaced: by another
+        observer, or by a mask under a plan of channels."""
         with ExitStack() as undo:
             for hook in self.hooks:
                 if hook.computes and are_replaced(hook.layer):
@@ -175,8 +170,8 @@ class Observer:
     def run_batch(
         self, input_ids: torch.Tensor, valid: torch.Tensor, reading: Reading = forward
     ) -> Any:
-        """Run the model on one batch with the function `reading`, and return the result of
-        `reading`. `input_ids` (B, S): tokens. `valid` (B, S) bool: whether each token counts."""
+        """The result of `reading` on one batch. `input_ids` (B, S): tokens. `valid` (B, S) bool:
+        whether each token counts."""
         self.valid = valid
         return reading(self.model, input_ids, valid)
 
@@ -189,33 +184,27 @@ class Observer:
 
 
 class SaveTimer:
-    """Decides when a pass saves its sums in the folder `out`. After a save that took s seconds, the
-    next save comes at least SAVE_INTERVAL seconds and at least SAVE_FACTOR * s seconds later. If
-    `out` is None, the pass never saves.
+    """Decides when a pass saves its sums in the folder `out`; never if `out` is None.
 
-    SIGTERM does not end the process at once while the timer is open. Instead the pass saves first,
+    While the timer is open, SIGTERM does not end the process at once. Instead the pass saves first,
     and then SIGTERM has its usual effect.
     """
 
     def __init__(self, out: Path | None) -> None:
-        """Begin to measure the time until the first save."""
         self.out = out
         self.last_save = time.monotonic()
         self.save_seconds = 0.0
-        """Seconds that the last save took; 0 before the first save."""
+        """Seconds that the last save took."""
         self.stop_requested = False
         self._previous_handler: Any = None
 
     def __enter__(self) -> SaveTimer:
-        """Begin to hold SIGTERM back."""
         # Python allows only the main thread to set handlers of signals
         if self.out is not None and threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGTERM, self._request_stop)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Restore the previous handler of SIGTERM. If a SIGTERM was held back, send it to this
-        process again."""
         if self._previous_handler is not None:
             signal.signal(signal.SIGTERM, self._previous_handler)
         if self.stop_requested:
@@ -223,12 +212,11 @@ class SaveTimer:
             signal.raise_signal(signal.SIGTERM)
 
     def _request_stop(self, *_: object) -> None:
-        """The handler of SIGTERM while the timer is open: only records that the signal came."""
+        """The handler of SIGTERM while the timer is open."""
         self.stop_requested = True
 
     def is_due(self) -> bool:
-        """Whether the pass should save now: when a SIGTERM is held back, or when the last save was
-        long enough ago. Always False if `out` is None."""
+        """Whether the pass should save now."""
         interval_is_over = time.monotonic() - self.last_save >= max(
             SAVE_INTERVAL, SAVE_FACTOR * self.save_seconds
         )
@@ -236,8 +224,8 @@ class SaveTimer:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """A context in which the pass saves its sums. Its end records how many seconds the save
-        took. If a SIGTERM was held back, the signal has its usual effect after the save."""
+        """A context in which the pass saves its sums. If a SIGTERM was held back, the signal has
+        its usual effect after the save."""
         start = time.monotonic()
         yield
         self.last_save = time.monotonic()
@@ -256,15 +244,15 @@ def collect_statistics(
 ) -> Statistics:
     """The sums that hooks of the class `hook` collect while `reading` runs the model on each batch.
 
-    Every few minutes the sums so far are saved in the folder `out`. They are not saved if `out` is
-    None or `hook.resumes` is False. No other pass may use the folder. A pass that was interrupted
-    continues from the saved sums; on the CPU the result is then bit for bit that of an
-    uninterrupted pass. UserError if there are no batches, if a sum is NaN or infinite (the message
-    names layer and expert), and for models that cannot be observed.
+    Every few minutes the sums so far are saved in the folder `out`, unless `out` is None or
+    `hook.resumes` is False. No other pass may use the folder. An interrupted pass continues from
+    the saved sums; on the CPU the result is then bit for bit that of an uninterrupted pass.
+    UserError if there are no batches, if a sum is NaN or infinite (the message names layer and
+    expert), and for models that cannot be observed.
     """
     out = out if hook.resumes else None
     header = pass_header(model, batches, hook.kind)
-    done, layers = load_checkpoint(out, header)  # `layers`: the sums over the first `done` batches
+    done, layers = load_checkpoint(out, header)
     with SaveTimer(out) as timer, Observer(model, hook, layers) as observer:
         for number, (ids, valid) in enumerate(batches[done:], done + 1):
             observer.run_batch(ids, valid, reading)
@@ -280,9 +268,9 @@ def collect_statistics(
 
 
 def pass_header(model: PreTrainedModel, batches: Sequence[Batch], kind: str) -> dict[str, Any]:
-    """The header of a pass, which identifies the pass in its checkpoints: `kind`, the kind of the
-    sums, and `batches`, a digest of the batches. UserError if there are no batches, or if a token
-    has no row in the embedding of `model`."""
+    """The header that identifies a pass in its checkpoints: "kind", the kind of the sums, and
+    "batches", a digest of the batches. UserError if there are no batches, or if a token has no row
+    in the embedding of `model`."""
     if not batches:
         raise UserError("calibration gives no batches, expected at least one")
     embeddings: Any = model.get_input_embeddings()
@@ -306,16 +294,15 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def save_checkpoint(out: Path | None, layers: Layers, header: Mapping[str, Any], done: int) -> None:
-    """Save the sums `layers` in the folder `out`; if `out` is None, do nothing. `header` identifies
-    the pass. `done`: the number of parts that the pass has done. A part is a batch, or in a
-    streamed model one layer forward, one layer backward, or the loss."""
+    """Save the sums `layers` in the folder `out`; if `out` is None, do nothing. `done`: the number
+    of finished batches, or of finished parts of a `LayerPass`."""
     if out is not None:
         Statistics(layers, {**header, "done": done}).save(out / CHECKPOINT)
 
 
 def load_checkpoint(out: Path | None, header: Mapping[str, Any]) -> tuple[int, Layers]:
-    """(number of finished parts, sums over these parts) from the checkpoint in the folder `out`.
-    (0, {}) if `out` is None, or if the folder has no checkpoint with the header `header`."""
+    """(`done`, `layers`) that `save_checkpoint` saved in the folder `out`. (0, {}) if the folder
+    has no checkpoint with the header `header`."""
     if out is None or not (out / CHECKPOINT).exists():
         return 0, {}
     try:

@@ -39,15 +39,14 @@ SHARE = 0.5
 
 class States:
     """Stores states: tensors that one decoder layer passes to the next one, forward or backward. A
-    state is in memory or in a file. It has a key, and the number of its batch.
+    state is in memory or in a file.
 
     Key n: the input of layer n. If n is the number of layers: the output of the last layer. Key -n:
     LOSS_SCALE times the gradient of the loss with respect to the state of key n.
     """
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: has a folder for each key, with a file for each batch. The files of a pass that
-        was interrupted are used again."""
+        """Files in `folder` of a pass that was interrupted are used again."""
         self.folder = folder
         self.room = SHARE * main_memory()
         """Bytes of main memory that further states may take."""
@@ -75,14 +74,13 @@ class States:
         """A copy of the stored state, on `device`."""
         state: torch.Tensor | None = self.in_memory[key].get(batch)
         if state is None:
-            # the file has one tensor, see `_write`
             state = read(self._file(key, batch), framework="pt")[key][str(batch)]
         # copied even if the device stays the same: a tensor from a file may have another alignment
         # in memory than other tensors, and then matrix products round differently
         return state.to(device, copy=True)
 
     def retain(self, keys: Iterable[int]) -> None:
-        """Drop the states of all keys except `keys`, the keys that the pass needs from now on."""
+        """Drop the states of all keys except `keys`."""
         dropped = self.retained.difference(keys)
         self.retained = set(keys)
         for key in dropped:
@@ -91,9 +89,9 @@ class States:
         self._delete(dropped - self.saved)
 
     def save(self, save_sums: Callable[[], None]) -> None:
-        """Write the retained states to files, then call `save_sums`, then delete the files of
-        dropped states. `save_sums` must save the sums of the pass. At any time, the files include
-        the states that belong to the saved sums. So a pass can resume whenever it is killed."""
+        """Write the retained states to files, then save the sums of the pass with `save_sums`, then
+        delete the files of dropped states. In this order, a pass can resume whenever it is
+        killed."""
         for key in self.retained:
             for batch, state in self.in_memory[key].items():
                 if not self._file(key, batch).exists():
@@ -103,22 +101,19 @@ class States:
         self.saved = self.retained
 
     def _delete(self, keys: Iterable[int]) -> None:
-        """Delete the files of the states of `keys`."""
         for key in keys:
             shutil.rmtree(self.folder / str(key), ignore_errors=True)
 
     def _write(self, key: int, batch: int, state: torch.Tensor) -> None:
-        """Write a state to its file, as statistics with one layer `key` and one name `batch`."""
         Statistics({key: {str(batch): state.detach().cpu()}}).save(self._file(key, batch))
 
     def _file(self, key: int, batch: int) -> Path:
-        """Path of the file of a state."""
         return self.folder / str(key) / f"{batch}.safetensors"
 
 
 def _bytes(state: torch.Tensor) -> int:
-    """Bytes that a state takes in main memory. A state from a GPU is stored in pinned memory. There
-    it takes the next power of two of its own bytes."""
+    """Bytes that a state takes in main memory. Pinned memory, in which states from a GPU are
+    stored, is taken in powers of two."""
     if state.is_cuda or state.is_pinned():
         return 1 << (state.nbytes - 1).bit_length()
     return state.nbytes
@@ -136,9 +131,8 @@ def stream(
     `collect_statistics`, but with one decoder layer in memory at a time.
 
     The hidden states of all batches may take SHARE of the main memory; further states are written
-    to files in the folder `out`. When `SaveTimer` says so, the pass saves its sums and states in
-    `out`. An interrupted pass resumes after the last layer in the saved sums.
-    `layer_context(layer)`: a context in which this MoE layer is run, such as a mask.
+    to files in the folder `out`. An interrupted pass resumes after the last layer in the saved
+    sums. `layer_context(layer)`: a context in which this MoE layer is run, such as a mask.
     """
     layer_pass = LayerPass(
         streamed,
@@ -156,7 +150,6 @@ def stream(
             )
             with streamed.layer(number, next_number=number + 1), torch.no_grad(), context:
                 sums = layer_pass.run(number, hook, keep=number + 1 < len(streamed.layers))
-            # from now on, only the input of the next layer is needed
             layer_pass.finish(sums, [number + 1])
     return layer_pass.result()
 
@@ -167,9 +160,8 @@ def stream_gradients(
     """The sums that hooks of the class `hook` collect in a forward and a backward pass, as in
     `collect_gradient_statistics`, but with one decoder layer in memory at a time.
 
-    Files in `out` and resuming are as in `stream`. The forward pass stores the inputs of the first
-    MoE layer and of all later layers. The backward pass goes from the last layer to the first MoE
-    layer. It runs each layer forward again, because the forward pass kept no activations inside it.
+    Files in `out` and resuming are as in `stream`. The backward pass runs each layer forward again,
+    because the forward pass kept no activations inside it.
     """
     check_loss(batches)
     first_moe = min(streamed.moe_layers)
@@ -186,8 +178,7 @@ def stream_gradients(
         for number in range(layer_pass.done, n_layers):
             with streamed.layer(number, next_number=number + 1), torch.no_grad():
                 layer_pass.run(number, hook=None, keep=True)
-            # keys that are still needed: first_moe to number, the inputs of these layers, and
-            # number + 1, the output of this layer. Before the first MoE layer: only number + 1
+            # the inputs of the layers from `first_moe` on, and the output of this layer
             layer_pass.finish({}, range(min(first_moe, number + 1), number + 2))
         with differentiable(streamed.model):
             if layer_pass.done == n_layers:
@@ -198,8 +189,7 @@ def stream_gradients(
                         -n_layers, index, _gradient_at_head(streamed, ids, valid, output)
                     )
                 layer_pass.finish({}, [*range(first_moe, n_layers), -n_layers])
-            # `done` is n_layers + 1 after the loss: the loop begins with the layer n_layers - 1. A
-            # resumed pass may have done more, and begins with a lower layer.
+            # `done` is n_layers + 1 after the loss: the loop begins with the layer n_layers - 1
             for number in range(2 * n_layers - layer_pass.done, first_moe - 1, -1):
                 with (
                     streamed.layer(number, next_number=number - 1),
@@ -225,8 +215,7 @@ class LayerPass:
     """Runs all batches through a streamed model, one decoder layer after the other.
 
     The pass has `total` parts. A part is one layer forward, one layer backward, or the loss, each
-    for all batches. The pass saves in the folder `out`, with `header`, which identifies the pass. A
-    pass that was interrupted resumes after the parts that were done at its last save.
+    for all batches. `header` identifies the pass in the folder `out`.
     """
 
     def __init__(
@@ -238,7 +227,7 @@ class LayerPass:
         out: Path,
     ) -> None:
         """Read the sums and states that an interrupted pass with the same `header` saved in `out`.
-        Delete the sums and states that any other pass saved there."""
+        Delete those that any other pass saved there."""
         self.streamed = streamed
         self.batches = batches
         self.header = header
@@ -252,7 +241,7 @@ class LayerPass:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A context in which the parts run. At its end the memory of the states is freed."""
+        """A context in which the parts run."""
         try:
             with self.timer:
                 yield
@@ -263,8 +252,8 @@ class LayerPass:
                 torch.accelerator.empty_host_cache()
 
     def finish(self, sums: Layers, keys: Iterable[int]) -> None:
-        """Record that a part is done. `sums`: layer -> sums, for the layer of this part. `keys`:
-        keys of the states that are needed from now on."""
+        """Record that a part with the sums `sums` is done. `keys`: keys of the states that are
+        needed from now on."""
         self.sums |= sums
         self.done += 1
         self.states.retain(keys)
@@ -272,7 +261,7 @@ class LayerPass:
         self.save_if_due()
 
     def result(self) -> Statistics:
-        """The sums of all MoE layers, after all parts are done."""
+        """The sums of all MoE layers."""
         return Statistics(
             {number: self.sums[number] for number in sorted(self.streamed.moe_layers)},
             dict(self.header),
@@ -288,8 +277,8 @@ class LayerPass:
 
     def run(self, number: int, hook: type[StatisticsHook] | None, *, keep: bool) -> Layers:
         """Run all batches through the layer `number`, whose weights are loaded, and return the sums
-        that `hook` collects: {} if `hook` is None or the layer has no routed experts. If `keep`,
-        store the layer's outputs as the inputs of the next layer."""
+        that `hook` collects. If `keep`, store the layer's outputs as the inputs of the next
+        layer."""
         with self.observer(number, hook) as observer:
             for index in range(len(self.batches)):
                 output = self.run_batch(number, index, self.layer_input(number, index), observer)
@@ -298,8 +287,8 @@ class LayerPass:
             return _sums(observer)
 
     def observer(self, number: int, hook: type[StatisticsHook] | None) -> Observer:
-        """An observer of the layer `number` with `hook`. The observer observes no layer if `hook`
-        is None or if the layer `number` has no routed experts."""
+        """An observer of the layer `number`, or of no layer if `hook` is None or the layer has no
+        routed experts."""
         layers = []
         if hook is not None and number in self.streamed.moe_layers:
             layers = [self.streamed.moe_layers[number]]
@@ -314,9 +303,8 @@ class LayerPass:
     def run_batch(
         self, number: int, index: int, state: torch.Tensor | None, observer: Observer
     ) -> torch.Tensor:
-        """Run the layer `number` on the batch `index` while `observer` observes the layer, and
-        return the layer's output (B, S, H). `state` (B, S, H): the layer's input; None: the
-        embeddings of the tokens."""
+        """The output (B, S, H) of the layer `number` for the batch `index`. `state` (B, S, H): the
+        layer's input; None: the embeddings of the tokens."""
         self.save_if_due()
         ids, valid = self.batches[index]
         output: torch.Tensor = observer.run_batch(
@@ -326,8 +314,7 @@ class LayerPass:
 
 
 def _sums(observer: Observer) -> Layers:
-    """The sums of an observer that has read all batches: layer -> name -> tensor, or {} if it
-    observes no layer. UserError unless all sums are finite."""
+    """The sums of an observer that has read all batches. UserError unless all sums are finite."""
     layers = observer.layers()
     check_finite(layers, "all batches")
     return layers
@@ -337,10 +324,10 @@ def _gradient_at_head(
     streamed: StreamedModel, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
     """LOSS_SCALE times the gradient (B, S, H) of the loss with respect to `state` (B, S, H), the
-    output of the last decoder layer for the batch (`ids`, `valid`).
+    output of the last decoder layer.
 
-    No layer has its weights in memory here. So each layer is made to return `state` without
-    computing anything, and the model computes only what follows the last layer."""
+    No layer has its weights in memory here. So each layer is made to return `state`.
+    """
     leaf = state.requires_grad_()
     with ExitStack() as undo:
         for layer in streamed.layers:

@@ -35,24 +35,21 @@ Source: TypeAlias = Path | str | nn.Module
 
 
 def expert_weight_sums(source: Source, *, device: str = "cpu") -> Statistics:
-    """Three statistics of each layer: abs_sum (E,) and square_sum (E,), the sums of |w| and w^2
-    over the weights w of each expert, and count (), the number of weights of one expert.
+    """Three statistics of each layer: "abs_sum" (E,) and "square_sum" (E,), the sums of |w| and w^2
+    over the weights w of each expert, and "count" (), the number of weights of one expert.
 
-    The weights of an expert are its gate, up and down projections, without biases. Sums are taken
-    in fp32 within a row and in fp64 over rows. A checkpoint is read to `device` (cpu or cuda[:N]);
-    a model in memory stays on its device. UserError for a source without routed experts, quantised
-    experts, damaged shards, and weights that are not finite (the message names the tensor).
+    The weights of an expert are its gate, up and down projections, without biases. A checkpoint is
+    read to `device` (cpu or cuda[:N]); a model in memory stays on its device. UserError for a
+    source without routed experts, quantised experts, damaged shards, and weights that are not
+    finite (the message names the tensor).
     """
 
     def measure(_: BlockTensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Name -> statistic () of `weights`, one matrix of one expert."""
-        # `rows_absolute_and_square` takes a stack of matrices: here a stack of one
         (absolute,), (square,) = rows_absolute_and_square(weights[None])
         return {"abs_sum": absolute, "square_sum": square, "count": torch.tensor(weights.numel())}
 
     layers = _sum_matrices(source, device, measure)
     for layer, sums in layers.items():
-        # one count for each expert; all experts of a layer must have the same count
         if len(set(sums["count"].tolist())) > 1:
             raise _missing_weights(source, layer)
         sums["count"] = sums["count"][0]
@@ -65,10 +62,8 @@ those of the expert."""
 
 
 def _sum_matrices(source: Source, device: str, measure: Measure) -> Layers:
-    """Layer -> name of a statistic -> (E, ...) fp64, for the statistics that `measure` returns for
-    a matrix of one expert. The statistic of an expert is the sum over its matrices, in the order in
-    which the matrices are stored. UserError for a source without experts, sums that are NaN or
-    infinite, and experts of one layer whose statistics differ in name or shape."""
+    """Layer -> name of a statistic -> (E, ...) fp64. The statistic of an expert is the sum of what
+    `measure` returns for its matrices."""
     # layer -> name of a statistic -> expert -> sum
     sums: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
     for name, block_tensor, expert, weights in _open_experts(source, device).matrices():
@@ -84,12 +79,10 @@ def _sum_matrices(source: Source, device: str, measure: Measure) -> Layers:
             expert_sums[expert] = values
     layers: Layers = {}
     for layer, statistics in sorted(sums.items()):
-        # up to the highest id that any statistic has
         experts = range(1 + max(max(expert_sums) for expert_sums in statistics.values()))
-        # each expert needs each statistic
         if any(len(expert_sums) != len(experts) for expert_sums in statistics.values()):
             raise _missing_weights(source, layer)
-        # one `measure` returns statistics of one shape: (), or (I,) for experts of width I
+        # (), or (I,) for experts of width I
         shapes = {
             values.shape for expert_sums in statistics.values() for values in expert_sums.values()
         }
@@ -106,7 +99,6 @@ def _sum_matrices(source: Source, device: str, measure: Measure) -> Layers:
 
 
 def _missing_weights(source: Source, layer: int) -> UserError:
-    """The error for a layer in which some experts have fewer weights than other experts."""
     return UserError(
         f"model.path={source} lacks weights of some experts of layer {layer}: a shard is missing"
     )
@@ -114,8 +106,8 @@ def _missing_weights(source: Source, layer: int) -> UserError:
 
 def rows_absolute_and_square(experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum |w|, sum w^2) over the weights of each expert, (E,) fp64 each. `experts`: the stacked
-    weights (E, rows, columns). The sums are computed from the L1 and L2 norms of the rows in fp32,
-    because norms need no temporary tensor of the size of the weights."""
+    weights (E, rows, columns). The sums are computed from the norms of the rows in fp32, because
+    norms need no temporary tensor of the size of the weights."""
     dtype = torch.promote_types(experts.dtype, torch.float32)
     l1_norms, l2_norms = (
         vector_norm(experts, order, dim=-1, dtype=dtype).double() for order in (1, 2)
@@ -124,10 +116,10 @@ def rows_absolute_and_square(experts: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 class LoadedExperts:
-    """The stacked matrices of the routed experts of a model in memory, on their present devices.
+    """The stacked matrices of the routed experts of a model in memory.
 
     `tensors`: name of a stack -> its weights (E, rows, columns). `block_tensors`: name of a stack
-    -> its BlockTensor, which holds its layer and its axes.
+    -> its BlockTensor.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -152,8 +144,7 @@ class LoadedExperts:
                 yield name, self.block_tensors[name], expert, weights
 
     def slices(self, names: Iterable[str], files: ExitStack) -> dict[str, torch.Tensor]:
-        """Name of a stack -> its weights, for the stacks `names`. The arguments are those of
-        `Checkpoint.slices`; `files` is not used, because no file is opened."""
+        """Name of a stack -> its weights. The arguments are those of `Checkpoint.slices`."""
         return {name: self.tensors[name] for name in names}
 
 
@@ -161,8 +152,7 @@ class StoredExperts:
     """The matrices of the routed experts of a checkpoint in safetensors.
 
     `tensors`: name of each tensor of the checkpoint -> its shard, dtype and shape. `block_tensors`:
-    name of a tensor with matrices of experts -> its BlockTensor, which holds its layer, its expert
-    and its axes. `slices`: the method of the checkpoint that opens tensors for reading.
+    name of a tensor with matrices of experts -> its BlockTensor.
     """
 
     def __init__(self, folder: Path, device: str = "cpu") -> None:
@@ -176,8 +166,7 @@ class StoredExperts:
 
     def matrices(self) -> Iterator[tuple[str, BlockTensor, int, torch.Tensor]]:
         """(name of the tensor, BlockTensor of the tensor, expert, weights (rows, columns)) for
-        every matrix of every expert, shard by shard. One tensor at a time is in memory: the matrix
-        of one expert, or a stack of all experts."""
+        every matrix of every expert, shard by shard. One tensor at a time is in memory."""
         for shard in self.checkpoint.shards:
             names = [name for name in self.block_tensors if self.tensors[name].shard == shard]
             with safe_open(
@@ -194,8 +183,6 @@ class StoredExperts:
 
 
 def _open_experts(source: Source, device: str) -> LoadedExperts | StoredExperts:
-    """The routed experts of `source`, a model in memory or the folder of a checkpoint. `device`:
-    the device to which a checkpoint is read; not used for a model in memory."""
     if isinstance(source, nn.Module):
         return LoadedExperts(source)
     return StoredExperts(Path(source), device)
@@ -203,12 +190,11 @@ def _open_experts(source: Source, device: str) -> LoadedExperts | StoredExperts:
 
 def projections(checkpoint: Checkpoint) -> dict[str, BlockTensor]:
     """Name of a tensor -> its BlockTensor, for every tensor with projections of routed experts.
-    Biases are left out. Layers for multi-token prediction, which a checkpoint numbers after the
-    decoder's layers, are also left out. UserError if experts are quantised, or if there are no
-    routed experts."""
+    Biases and layers for multi-token prediction are left out. UserError if experts are quantised,
+    or if there are no routed experts."""
     config = read_json(checkpoint.folder / "config.json")
     text_config = config.get("text_config", config)
-    # if config.json lacks this number, no layer is left out
+    # layers for multi-token prediction have numbers from `n_layers` on
     n_layers = int(text_config.get("num_hidden_layers", 1 << 30))
     block_tensors = {}
     for name, block_tensor in (
@@ -236,7 +222,7 @@ def projections(checkpoint: Checkpoint) -> dict[str, BlockTensor]:
 
 
 def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
-    """One statistic of each layer: weight_distance_square (E, E) fp64, the squared Euclidean
+    """One statistic of each layer: "weight_distance_square" (E, E) fp64, the squared Euclidean
     distance between the weights of every two experts. Only the weights of gate_proj and up_proj are
     compared, as in MergeMoE (arXiv 2510.14436). They are compared on `device`, in fp64 because
     small distances are differences of large sums. Arguments and errors are those of
@@ -251,7 +237,6 @@ def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
             names_by_role.setdefault(block_tensor.axes.roles, {})[block_tensor.expert or 0] = name
     layers: Layers = {}
     for layer, names_by_role in sorted(layer_names.items()):
-        # the expert ids; only 0 if the tensors are stacks
         ids = range(max(map(len, names_by_role.values())))
         if any(sorted(names) != list(ids) for names in names_by_role.values()):
             raise _missing_weights(source, layer)
@@ -275,8 +260,8 @@ def _blocks(
 ) -> Iterator[torch.Tensor]:
     """One matrix of every expert of a layer, in blocks (E, n) fp64 on `device`. A block has the
     same few rows of every expert's matrix, flattened to n numbers. `names`: either the names of the
-    experts' tensors (rows, columns), or one name, of the stack (E, rows, columns) of all experts.
-    UserError for weights that are not finite."""
+    experts' tensors (rows, columns), or one name, of the stack (E, rows, columns) of all
+    experts."""
     # `stacked`: [E] if `names` is the name of a stack, otherwise []
     *stacked, rows, columns = experts.tensors[names[0]].shape
     n_experts = stacked[0] if stacked else len(names)
@@ -299,14 +284,12 @@ def _blocks(
 
 def channel_weight_sums(source: Source, *, device: str = "cpu") -> Statistics:
     """Statistics (E, I) of each layer: sums over the weights w of every channel, in fp32.
-    channel_down_square, channel_up_square and, for gated experts, channel_gate_square are sums of
-    w^2 in one projection. channel_down_abs is the sum of |w| in down_proj. The weights of a channel
-    are a column of down_proj, and a row of gate_proj and of up_proj. Arguments and errors are those
-    of `expert_weight_sums`."""
+    "channel_down_square", "channel_up_square" and, for gated experts, "channel_gate_square" are
+    sums of w^2 in one projection. "channel_down_abs" is the sum of |w| in down_proj. The weights of
+    a channel are a column of down_proj, and a row of gate_proj and of up_proj. Arguments and errors
+    are those of `expert_weight_sums`."""
 
     def measure(block_tensor: BlockTensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Name -> statistic (I,) of the channels, for each projection in `weights`, one matrix of
-        one expert."""
         assert block_tensor.axes is not None
         channel_sums = {}
         # `matrix` (I, H) has a row for each channel, also for down_proj

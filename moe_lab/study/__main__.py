@@ -58,8 +58,7 @@ def main() -> int:
             if is_gc:
                 code = gc(store, apply=settings.get("apply") == "true")
             else:
-                # `find` returns the command's two arguments: the study, and steps of it. `verify`
-                # returns an exit code, all other commands return None.
+                # only `verify` returns an exit code
                 code = COMMANDS[parsed.command](*find(store, names[0])) or 0
         print_notices(store)
         return code
@@ -71,9 +70,9 @@ def main() -> int:
 def names_and_settings(
     arguments: Sequence[str], keys: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """(names, key of a setting -> its value) from the arguments of a command. An argument KEY=VALUE
-    is a setting, any other argument is a name. `keys`: the keys that the command knows. Raises
-    UserError for any other key, and for a value of `apply` other than true and false."""
+    """(names, key of a setting -> its value) from the arguments NAME and KEY=VALUE of a command.
+    `keys`: the keys that the command knows. Raises UserError for any other key, and for a value of
+    `apply` other than true and false."""
     names = []
     settings = {}
     for argument in arguments:

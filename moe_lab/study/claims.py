@@ -75,7 +75,7 @@ class Busy(Exception):
 def machine() -> list[str]:
     """[boot id, PID namespace] of this machine, within which process ids are unique. Host names
     would not suffice, because containers may share a host name. Without /proc: [host name, random
-    text], where the text is drawn once in each process."""
+    text]."""
     with suppress(OSError):
         return [
             Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
@@ -86,14 +86,12 @@ def machine() -> list[str]:
 
 
 def start_time(pid: int) -> str | None:
-    """Time at which the process `pid` started, in clock ticks since boot. None if there is no such
-    process, or if it has ended. "?" if the process exists, but /proc is missing or hides the
-    process from this user."""
+    """Time at which the process `pid` started, in clock ticks since boot. None if the process has
+    ended. "?" if the process exists, but /proc is missing or hides the process."""
     with suppress(OSError):
         # field 2 is the program's name in parentheses; field 3, the state, is the first after it
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # zombies (Z) and dead processes (X) have ended; fields[0] is field 4, and fields[18] is
-        # field 22, the time of the start
+        # zombies (Z) and dead processes (X) have ended; fields[18] is field 22, the start
         return None if state in "ZX" else fields[18]
     try:
         os.kill(pid, 0)
@@ -106,14 +104,12 @@ def start_time(pid: int) -> str | None:
 
 class Claim(AbstractContextManager["Claim"]):
     """The exclusive right of this process to the work with the name `name`, such as the id of a
-    step, until the `with` block ends. The claim has a file NAME.GENERATION. A process that takes
-    over a stale claim, whose owner is gone, creates the file of the next generation. The
-    constructor creates the file, and raises FileExistsError when the file exists. `token`: a unique
-    text, by which the file is recognised as this claim's."""
+    step, until the `with` block ends. `token`: a unique text, by which the claim's file is
+    recognised."""
 
     def __init__(self, claims: Claims, name: str, generation: int) -> None:
-        """Create the file of the claim, and write into the file that this process is the owner.
-        Raises FileNotFoundError when the folder of `claims` is missing."""
+        """Create the file of the claim. Raises FileExistsError when the file exists, and
+        FileNotFoundError when the folder of `claims` is missing."""
         self.claims = claims
         self.name = name
         self.generation = generation
@@ -147,9 +143,7 @@ class Claim(AbstractContextManager["Claim"]):
         self.release()
 
     def check(self) -> None:
-        """Raise Busy when another process took over this claim. This is so when the claim's file is
-        missing, is damaged or names another owner, or when the file of the next generation
-        exists."""
+        """Raise Busy when another process took over this claim."""
         owner = _owner(self.path)
         if (
             owner is None
@@ -159,15 +153,14 @@ class Claim(AbstractContextManager["Claim"]):
             raise Busy(self.name)
 
     def abandon(self) -> None:
-        """Remove the claim's file, which this process has just created, because it does not get the
-        claim after all."""
+        """Remove the claim's file, because this process does not get the claim after all."""
         self.path.unlink(missing_ok=True)
         os.close(self.descriptor)
 
     def release(self) -> None:
         """Remove the claim's file and the files of lower generations. If another process took over
-        the claim, remove no file: the claim's file gets the modification time 0, which marks the
-        file as released."""
+        the claim, only set the modification time of the claim's file to 0, which marks the file as
+        released."""
         # The thread that renews owned claims uses their descriptors. So it must forget this claim
         # before the descriptor is closed.
         with self.claims.lock:
