@@ -37,18 +37,16 @@ OPTIONS = ("store", "study", "out", "format", "compare")
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises UserError for a mistake, where argparse would exit."""
+    """A parser that raises UserError where argparse would exit."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. The result has an attribute `names`, and one for each of OPTIONS. In
-    the command line, options are written key=value or --key=value.
+    """Parse the command line. The result has an attribute `names`, and one for each of OPTIONS.
 
-    Raises UserError for an unknown option or format. Prints the help and exits when an argument
-    asks for help.
+    Raises UserError for an unknown option or format.
     """
     wants_help = {"-h", "--help", "help"} & set(arguments)
     parser = _Parser(
@@ -95,11 +93,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _add_dashes(argument: str) -> str:
-    """The argument in the form that argparse expects: `--store=x` for the option `store=x` or
-    `--store=x`. The name of a table or figure is returned unchanged.
-
-    Raises UserError for an unknown option or an option without value.
-    """
+    """The argument in the form that argparse expects, such as `--store=x` for `store=x`."""
     if argument == "--compare":
         return "--compare=true"  # argparse would take the argument after --compare as its value
     key, equals, value = argument.removeprefix("--").partition("=")
@@ -113,7 +107,7 @@ def _add_dashes(argument: str) -> str:
 
 
 def _names_in_help() -> str:
-    """The part of the help that lists the names of all tables and figures, with their titles."""
+    """The part of the help with the names and titles of all tables and figures."""
     from analysis.registry import outputs
 
     lines = [
@@ -130,8 +124,7 @@ def _names_in_help() -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line. Returns the exit code of `_run`. After a UserError, prints its message
-    and returns the exit code 2."""
+    """Run the command line. Returns the exit code, 2 after a UserError."""
     try:
         return _run(parse(arguments))
     except UserError as error:
@@ -141,7 +134,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _error_of_writing(out: Path, error: OSError) -> Exception:
     """The exception to raise in place of `error`, which came from writing to the folder `out` or to
-    stdout. It is a UserError that says what to do. If stdout was closed, it is `error` itself."""
+    stdout."""
     if isinstance(error, BrokenPipeError):  # the reader of stdout went away, `out` is fine
         return error
     advice = (
@@ -151,11 +144,9 @@ def _error_of_writing(out: Path, error: OSError) -> Exception:
 
 
 def _write_comparisons(request: argparse.Namespace, publisher: Publisher) -> bool:
-    """Write a comparison NAME.published for every requested table NAME that has published numbers,
-    and print the paths of the files.
+    """Write a comparison NAME.published for every requested table NAME that has published numbers.
 
-    Returns whether every comparison of a table that was requested by name has rows. A comparison
-    that could not be made because of an error is recorded as a gap, and does not count here.
+    Returns whether every comparison of a table that was requested by name has rows.
     """
     from analysis.published.tables import published_tables
     from analysis.render.page import write_files
@@ -183,8 +174,8 @@ def _write_comparisons(request: argparse.Namespace, publisher: Publisher) -> boo
 
 
 def _comparable_tables(requested: Sequence[str]) -> list[str]:
-    """Names of the requested tables that have published numbers; with "all" or "report", of all
-    tables that have published numbers. Raises UserError when there are none."""
+    """Names of the requested tables that have published numbers. Raises UserError when there are
+    none."""
     from analysis.published.numbers import TABLES
 
     if {"all", "report"} & set(requested):
@@ -198,33 +189,28 @@ def _comparable_tables(requested: Sequence[str]) -> list[str]:
 
 
 def _check_names(request: argparse.Namespace) -> None:
-    """Raise UserError when a requested name is unknown, or when none of the requested tables has
-    published numbers although `request.compare` is set."""
+    """Raise UserError for an unknown name, and when no requested table can be compared."""
     names = set(request.names) - {"all", "report"}
     if names:
         from analysis.registry import find
 
         for name in names:
-            find(name)  # only for its UserError
+            find(name)
     if request.compare:
-        _comparable_tables(request.names)  # only for its UserError
+        _comparable_tables(request.names)
 
 
 def _run(request: argparse.Namespace) -> int:
-    """Write the requested tables and figures. Print the notes of the study and its gaps, which are
-    missing results.
-
-    Returns the exit code: 0 if the study has results, no gaps, and data for everything that is
-    requested by name; otherwise 1. Raises UserError when the files cannot be written.
-    """
-    gc.set_threshold(GARBAGE)  # to save time
+    """Write the requested tables and figures. Returns the exit code: 0 if the study has results, no
+    gaps, and data for everything that is requested by name; otherwise 1."""
+    gc.set_threshold(GARBAGE)
     _check_names(request)
     from analysis.load.studies import studies
     from analysis.load.study import load
     from analysis.registry import Results
     from analysis.report import Publisher
 
-    # by default the newest study, which is the first
+    # the first study is the newest
     study = load(request.store, request.study or studies(request.store)[0])
     out = request.out or request.store / "reports" / shorten(study.name)
     if request.out is None and is_of_group(request.store):
@@ -249,11 +235,8 @@ def _run(request: argparse.Namespace) -> int:
 
 
 def _write(requested: Sequence[str], publisher: Publisher) -> bool:
-    """Write the report if `requested` has "report", otherwise the requested outputs (tables and
-    figures). Print the paths of the files, and the names of outputs without data in the study.
-
-    Returns whether the study has data for every output that is requested by name.
-    """
+    """Write the report, or the requested tables and figures. Returns whether the study has data for
+    every output that is requested by name."""
     from analysis.registry import find, outputs
     from analysis.report import GAPS, write_report
 
@@ -261,7 +244,7 @@ def _write(requested: Sequence[str], publisher: Publisher) -> bool:
     if "report" in requested:
         print(write_report(publisher))
         return True
-    # items of an output: its tables and figures that were written, none if the study has no data
+    # items: tables and figures of the output, none if the study has no data
     items_by_name, paths = publisher.publish(outputs() if "all" in requested else requested)
     publisher.log_failures()
     for path in paths:
@@ -278,7 +261,7 @@ def _write(requested: Sequence[str], publisher: Publisher) -> bool:
             f"analysis: {name} needs {find(name).needs}, which study={study.name} does not have",
             file=sys.stderr,
         )
-    # the output `gaps` has no items if no results are missing, and is then not worth a message
+    # the output `gaps` has no items if no results are missing
     names_without_data = ", ".join(name for name in names_without_items if name != GAPS)
     if "all" in requested and names_without_data:
         print(

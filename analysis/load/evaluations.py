@@ -25,7 +25,6 @@ _UNITS = "units"
 _RESULT = ("benchmark", "metric", "score", "scale", "unit", "stderr", "n", "expected")
 """Fields of a result in result.json."""
 _NUMBERS = ["score", "stderr", "n", "expected"]
-"""The fields in _RESULT that are numbers."""
 _OTHER_STEPS = ("cost", "profile")
 """Steps of a cell, besides its evaluations, whose errors are recorded."""
 _UNANSWERED = {
@@ -43,14 +42,11 @@ Entries = Mapping[int, Mapping[str, Any]]
 def evaluations(
     entries: Entries, labels: Mapping[int, str], reader: Reader
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Read all evaluations of a study. Returns (`Study.results`, `Study.samples`,
-    `Study.origins`).
+    """Read all evaluations of a study. Returns (`Study.results`, `Study.samples`, `Study.origins`).
 
     A gap is recorded for every evaluation that is missing or cannot be read, and for every step in
-    _OTHER_STEPS that failed. If several evaluations of a cell report the same benchmark, the first
-    result counts.
+    _OTHER_STEPS that failed.
 
-    entries: cell -> the cell's entry in the study's record.
     labels: cell -> text that names the cell in gaps.
     """
     rows: list[dict[str, Any]] = []
@@ -63,7 +59,7 @@ def evaluations(
             # when a cell is in several studies, one study may have the error of a step, and another
             # study the finished step
             if kind in errors and not entries[cell].get(kind):
-                # records a gap, as there is no folder to look for
+                # records a gap
                 reader.step(None, f"{kind} of {label}", errors[kind])
         for task, step_name in (entries[cell].get("evaluate") or {}).items():
             folder = reader.step(step_name, f"{task} of {label}", errors.get(task))
@@ -93,8 +89,7 @@ def evaluations(
 
 
 def _problem(result: Mapping[str, Any]) -> str:
-    """The reason why `result`, the content of a result.json, cannot be used; "" if there is
-    none."""
+    """Why the content of a result.json cannot be used; "" if it can."""
     rows = result.get("results")
     if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         return "result.json is damaged"
@@ -109,8 +104,7 @@ def _problem(result: Mapping[str, Any]) -> str:
 
 
 def _samples(tables: list[pa.Table]) -> pd.DataFrame:
-    """Concatenate the tables of samples of all evaluations. If a table lacks the column _LOSS or
-    _UNITS, its rows have NaN in this column."""
+    """Concatenate the samples of all evaluations."""
     samples = pd.DataFrame(columns=["cell", *_SAMPLES])
     if tables:
         samples = pa.concat_tables(tables, promote_options="permissive").to_pandas()
@@ -122,12 +116,11 @@ def _samples(tables: list[pa.Table]) -> pd.DataFrame:
 def _origin(
     folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The row of an evaluation in `Study.origins`: column -> value.
+    """The row of an evaluation in `Study.origins`.
 
     folder: name of the evaluation's step.
     result: content of its result.json.
-    provenance: how the step was computed, from its step.json. If `result` states another version of
-    a library, the version in `result` counts.
+    provenance: how the step was computed, from its step.json.
     """
     versions = {**(provenance.get("versions") or {}), **(result.get("versions") or {})}
     code = provenance.get("code") or {}
@@ -143,7 +136,7 @@ def _origin(
         "moe_lab": code.get("version"),
         "commit": commit or None,
         "sandbox": protocol.get("sandbox"),
-        # numbers of items that have no answer for a certain reason
+        # numbers of items without an answer
         **{key: len(protocol.get(key) or ()) for key in _UNANSWERED},
         "versions": {
             str(library): str(version) for library, version in versions.items() if version
@@ -152,12 +145,8 @@ def _origin(
 
 
 def _record_missing_tasks(entries: Entries, labels: Mapping[int, str], reader: Reader) -> None:
-    """Record a gap for every cell that was not evaluated on all tasks of its suite. `suite` in the
-    entry of a cell lists all tasks on which the study evaluated any cell of the same model.
-
-    entries: cell -> the cell's entry in the study's record.
-    labels: cell -> text that names the cell in the gap.
-    """
+    """Record a gap for every cell that was not evaluated on all tasks of its suite: all tasks on
+    which the study evaluated any cell of the same model."""
     for cell, label in labels.items():
         missing_tasks = [
             task
@@ -175,11 +164,8 @@ def _record_missing_tasks(entries: Entries, labels: Mapping[int, str], reader: R
 def _record_missing_benchmarks(
     results: pd.DataFrame, labels: Mapping[int, str], reader: Reader
 ) -> None:
-    """Compare the cells that have results of the same task. One task can report several benchmarks.
-    Record a gap for each benchmark that a cell lacks and another of these cells has.
-
-    labels: cell -> text that names the cell in the gap.
-    """
+    """Record a gap for each benchmark that a cell lacks, while another cell has it from the same
+    task."""
     for key, task_results in groups(results, ["task"]):
         benchmarks = set(task_results["benchmark"])
         for cell, cell_benchmarks in task_results.groupby("cell")["benchmark"].agg(set).items():
@@ -192,7 +178,7 @@ def _record_missing_benchmarks(
 
 
 def _drop_nan(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """The results with a finite score. A gap is recorded for each result that is left out."""
+    """The results with a finite score."""
     is_finite = np.isfinite(results["score"].astype(float))
     for row in records(results[~is_finite]):
         reader.record_gap(f"{row['benchmark']} has no finite score", row["folder"])
@@ -200,8 +186,7 @@ def _drop_nan(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def _drop_duplicates(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """The first result of each cell and benchmark. A gap is recorded for each result that is left
-    out."""
+    """The first result of each cell and benchmark."""
     is_repeated = results.duplicated(["cell", "benchmark"])
     for row in records(results[is_repeated]):
         reader.record_gap(f"{row['benchmark']} is reported twice, the first counts", row["folder"])
@@ -209,8 +194,7 @@ def _drop_duplicates(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 ROUNDING = 1e-3
-"""A score counts as the mean of its items' outcomes when it differs from their mean by less than
-this."""
+"""A score counts as the mean of its items' outcomes when it differs by less than this."""
 
 
 @dataclass(frozen=True)
@@ -231,14 +215,12 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
     """Arrange the outcomes in `samples` as one matrix for each benchmark. A matrix has a row for
     each row of `scores`, and a column for each item.
 
-    samples: `Study.samples` for cells in `scores`. An outcome is what a cell gets for an item, from
-    0 to 1. `units` is the weight of the item, NaN for 1.
+    samples: `Study.samples` for cells in `scores`.
     scores: score of each cell (row) on each benchmark (column), NaN if missing.
 
-    A score is explained if it is the weighted mean of the cell's outcomes, up to ROUNDING. If the
-    score of a cell is not explained, the cell's outcomes become NaN. A benchmark is left out if it
-    has no column in `scores`. It is also left out if no score is explained, or if more scores are
-    unexplained than explained; cells without outcomes or without a score are not counted here.
+    A score is explained if it is the weighted mean of the cell's outcomes, up to ROUNDING. A
+    benchmark is left out if no score is explained, or if more scores are unexplained than
+    explained.
     """
     outcomes = Outcomes()
     unique = samples.drop_duplicates(["cell", "benchmark", "item"])
@@ -253,9 +235,8 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
         units = np.ones(len(items))
         units[item_indices] = rows["units"].fillna(1.0)
         has_outcome = np.isfinite(matrix)
-        # cells with outcomes and a score
         is_comparable = has_outcome.any(axis=1) & ~np.isnan(score)
-        # weighted mean of each cell; the maximum avoids a division by 0 for a cell without outcomes
+        # the maximum avoids a division by 0
         means = np.nansum(matrix * units, axis=1) / np.maximum(has_outcome @ units, 1)
         is_explained = is_comparable & (np.abs(means - score) < ROUNDING)
         if not is_explained.any() or 2 * is_explained.sum() < is_comparable.sum():
@@ -273,25 +254,19 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
 
 
 def are_binary(outcomes: np.ndarray) -> bool:
-    """Whether all outcomes are 0 or 1, without partial credit. Missing outcomes, NaN, are
-    ignored."""
+    """Whether all outcomes are 0, 1 or missing (NaN)."""
     return bool(np.isin(outcomes[~np.isnan(outcomes)], (0.0, 1.0)).all())
 
 
 NAMESPACES = "namespaces"
-"""The sandbox that isolates programs fully; a remark names every other sandbox."""
+"""The sandbox that isolates programs fully."""
 
 
 def remarks(
     results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader
 ) -> list[str]:
     """Sentences about results that are hard to compare, and about each sandbox, other than
-    NAMESPACES, in which programs written by models ran.
-
-    Results are hard to compare if versions of libraries, commits of moe_lab, numbers of items,
-    metrics or sets of benchmarks differ. Results are also hard to compare if only a part of a
-    benchmark's items was used, or if items have no answer.
-    """
+    NAMESPACES, in which programs written by models ran."""
     sentences = mixed_versions(origins, cells, reader)
     commits = [str(commit) for commit in origins["commit"].dropna().unique()]
     if len(commits) > 1:
@@ -337,11 +312,8 @@ def remarks(
 
 
 def mixed_versions(origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -> list[str]:
-    """A sentence for every library of which the steps of a study used several versions.
-
-    The steps are the evaluations in `origins`, the steps in the columns `<step>_folder` of `cells`,
-    and the direct and indirect inputs of both.
-    """
+    """A sentence for every library of which the steps of a study used several versions. Inputs of
+    steps count, too."""
     names_of_steps = list(origins["folder"])
     for kind in STEPS:
         names_of_steps.extend(cells[f"{kind}_folder"].dropna())
@@ -366,16 +338,14 @@ def mixed_versions(origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -
 
 
 def _first_and_count(steps: list[str]) -> str:
-    """Text with the alphabetically first of `steps` and the number of the other steps, such as
-    `plan/a and 2 more`, or `plan/a` if there is no other step."""
+    """The alphabetically first of `steps`, and the number of the others: `plan/a and 2 more`."""
     return min(steps) + (f" and {len(steps) - 1} more" if len(steps) > 1 else "")
 
 
 def mixed_metrics(results: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
     """A sentence for every benchmark that was measured by different metrics on cells of the same
-    model. Scores by different metrics cannot be compared."""
+    model."""
     models = results["cell"].map(cells["model"])
-    # for each result, whether the results of the same benchmark and model have several metrics
     is_mixed = (
         results.groupby([results["benchmark"], models], sort=True)["metric"].transform("nunique")
         > 1

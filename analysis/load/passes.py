@@ -1,9 +1,4 @@
-"""Results of calibration passes: statistics of experts, the S family, exact damage and coverage.
-
-Tables and figures show one pass for each model and calibration set. Of passes with several gates
-and seeds, they show the pass with the gate and seed of the model's first pruned cell, or the first
-pass if none has this gate and seed.
-"""
+"""Results of calibration passes: statistics of experts, the S family, exact damage and coverage."""
 
 from __future__ import annotations
 
@@ -34,10 +29,9 @@ Reports = Mapping[str, Mapping[str, Any]]
 def shown_passes(cells: pd.DataFrame) -> pd.DataFrame:
     """Select the calibration pass that tables and figures show for each model and calibration set.
 
-    Returns one row of `cells` for each model and calibration set with a pass. The folder of the
-    pass is in the row's column `statistics_folder`. Of the cells that use a pass, the first with
-    the gate and seed of `shown_gate_and_seed` is returned. If there is none, the first cell that
-    uses a pass is returned."""
+    Returns one row of `cells` per model and calibration set; its column "statistics_folder" has the
+    folder of the pass. The row is the first with the gate and seed of `shown_gate_and_seed`,
+    otherwise the first."""
     cells_with_pass = cells[cells["statistics_folder"].notna()]
     settings_of_model = shown_gate_and_seed(cells)
     models_and_settings = zip(
@@ -68,9 +62,8 @@ def steps_by_calibration(
     the row's step, which is None for a step that was not computed.
 
     rows: dictionaries with the fields calibration, model, gate, seed and step (name of the step).
-    They are one of the lists `families`, `damages` and `contaminations` in a study's record.
-    preferred: model -> (gate, seed). Of several rows with the same calibration set and model, the
-    row with this gate and seed is selected. If there is none, the first row is selected.
+    preferred: model -> (gate, seed). The first row with this gate and seed is selected, otherwise
+    the first row.
     """
     steps: dict[tuple[str, str], str | None] = {}
     # False, for the preferred gate and seed, sorts before True
@@ -107,8 +100,7 @@ def family(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> 
     """Read every expert's scores S(b, alpha, beta), defined in `moe_lab.criteria.experts`; columns
     model, calibration, and those in `results.FAMILY`.
 
-    document: the study's record, which names the steps with the scores.
-    cells: the cells of the study, from which `shown_gate_and_seed` chooses the gate and seed.
+    document: the study's record.
     """
     return _concatenated_tables(
         document["families"], "family.parquet", results.FAMILY, cells, reader
@@ -119,8 +111,7 @@ def damage(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> 
     """Read the exact damage of removing each expert; columns model, calibration, and those in
     `results.SCORES`.
 
-    document: the study's record, which names the steps that computed the damage.
-    cells: the cells of the study, from which `shown_gate_and_seed` chooses the gate and seed.
+    document: the study's record.
     """
     return _concatenated_tables(
         document["damages"], "scores.parquet", results.SCORES, cells, reader
@@ -130,8 +121,7 @@ def damage(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> 
 def contaminations(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> Reports:
     """Read how many items of each benchmark occur in each calibration text.
 
-    document: the study's record, which names the steps that counted the items.
-    cells: the cells of the study, from which `shown_gate_and_seed` chooses the gate and seed.
+    document: the study's record.
 
     Returns "calibration@model" -> benchmark -> {"comparable": number of items that are long enough
     to be looked for, "found": number of items that share a phrase with the text}.
@@ -155,13 +145,8 @@ def _concatenated_tables(
     cells: pd.DataFrame,
     reader: Reader,
 ) -> pd.DataFrame:
-    """Read the table `file` of one step for each calibration set and model, and concatenate these
-    tables. The result has the columns `columns`, model and calibration. A table that cannot be read
-    is left out, with a gap.
-
-    rows: list in the study's record from which `steps_by_calibration` selects the steps.
-    cells: the cells of the study, from which `shown_gate_and_seed` chooses the gate and seed.
-    """
+    """Read the table `file` of the steps that `steps_by_calibration` selects from `rows`. The
+    result has the columns `columns`, model and calibration."""
     frames: list[pd.DataFrame] = []
     for (calibration, model), step_name in steps_by_calibration(
         rows, shown_gate_and_seed(cells)
@@ -190,8 +175,8 @@ def read_table(folder: Path | None, file: str, reader: Reader) -> pd.DataFrame |
     """Read the table `file`, one of TABLES, of the step in `folder`. Returns None, with a gap, when
     the table cannot be read.
 
-    Returns None without a gap when `folder` is None, or when the step lacks the file. Files are
-    lacking in a store from which all but the results were removed.
+    Returns None without a gap when the step lacks the file, as in a store from which all but the
+    results were removed.
     """
     if folder is None or not reader.has(folder, file):
         return None
@@ -218,8 +203,6 @@ ABLATION = "ablation"
 def experts(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
     """Measures of experts in the passes of `shown_passes`, one row per model, calibration set,
     layer and expert; columns KEYS, MEASURES and size.
-
-    cells, calibrations: `Study.cells` and `Study.calibrations`.
 
     Sums are over the N tokens t that the router sends to the expert. g is the router weight of the
     expert, and f is the expert's output. m is the sum of the layer's weighted routed outputs, and y
@@ -252,17 +235,14 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
     """Mean and standard deviation (std) of the weights, activations and gradients of each expert
     whose ablation was measured; one row per model, calibration set, layer, expert and statistic.
 
-    Columns: KEYS, ablation, statistic, mean, std and count. `mean` and `std` are those of `count`
-    values. The column `statistic` says of which values; N and phi are defined in `experts`, and L
-    is the model's loss:
+    Columns: KEYS, ablation, statistic, mean, std and count (number of values). The column
+    "statistic" says of which values; N and phi are defined in `experts`, and L is the model's loss:
 
-    - weight: |w| of each weight of the expert. These rows exist only if a criterion of the study
-      reads weights of whole experts.
-    - activation: sqrt(1/N sum_t phi^2) of each channel. These rows exist only for N > 0.
-    - gradient: sqrt(1/N sum_t (dL/dphi)^2) of each channel. These rows exist only for N > 0, and
-      only if a criterion of the study reads gradients.
-
-    cells, calibrations: `Study.cells` and `Study.calibrations`.
+    - weight: |w| of each weight of the expert, if a criterion of the study reads weights of whole
+      experts
+    - activation: sqrt(1/N sum_t phi^2) of each channel
+    - gradient: sqrt(1/N sum_t (dL/dphi)^2) of each channel, if a criterion of the study reads
+      gradients
     """
     frames = []
     for model, calibration, cells_of_pass, sums, _ in _passes(
@@ -272,12 +252,11 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
         if ablations.empty:
             continue
         cells_of_model = cells[cells["model"] == model]
-        # weights do not depend on the calibration set: one table serves all calibration sets
+        # weights do not depend on the calibration set
         weights = _input_table(cells_of_model, "weights", reader)
         gradients = _input_table(
             cells_of_model[cells_of_model["calibration"] == calibration], "gradients", reader
         )
-        # arguments of `_moments`: experts, sums of their values, sums of squares, numbers of values
         moments_of_statistics = [
             _moments(weights, weights["abs_sum"], weights["square_sum"], weights["count"]).assign(
                 statistic="weight"
@@ -307,7 +286,7 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
 
 
 def _routed_tokens(sums: pd.DataFrame) -> pd.Series:
-    """Number of tokens that the router sent to each expert; NaN for an expert without tokens."""
+    """Number of tokens that the router sent to each expert, NaN instead of 0."""
     return sums["tokens"].where(sums["tokens"] > 0)
 
 
@@ -316,12 +295,8 @@ def _moments(
 ) -> pd.DataFrame:
     """Mean and standard deviation of each expert's values; columns layer, expert, mean, std, count.
 
-    All parameters have one row per expert, in the same order:
-
-    - experts: frame with columns layer and expert
-    - sums: sum of the expert's values
-    - square_sums: sum of the squares of the expert's values, NaN for an expert without values
-    - counts: number of the expert's values
+    sums, square_sums, counts: sum, sum of squares and number of the values of each row of
+    `experts`. The sum of squares is NaN for an expert without values.
     """
     mean = (sums / counts).where(square_sums.notna())
     std = np.sqrt((square_sums / counts - mean**2).clip(lower=0))
@@ -333,8 +308,6 @@ def router_entropies(cells: pd.DataFrame, calibrations: Reports, reader: Reader)
 
     - entropy: upper end of a bin, as a share of the logarithm of the number of experts
     - tokens: number of calibration tokens in the bin
-
-    cells, calibrations: `Study.cells` and `Study.calibrations`.
     """
     frames = [
         counts.assign(model=model, calibration=calibration)
@@ -348,10 +321,7 @@ def router_entropies(cells: pd.DataFrame, calibrations: Reports, reader: Reader)
 def layer_losses(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
     """Losses of layers; columns model, calibration, layer, loss.
 
-    loss: mean over calibration tokens of ||m||^2 / (||y||^2 + eps), where m is the routed output of
-    the layer, y the residual stream after the layer, and eps a small constant.
-
-    cells, calibrations: `Study.cells` and `Study.calibrations`.
+    loss: mean over calibration tokens of ||m||^2 / (||y||^2 + eps), with m, y and eps of `experts`.
     """
     frames = [
         sums.assign(model=model, calibration=calibration, loss=sums["layer_loss"] / _tokens(report))
@@ -365,7 +335,7 @@ def layer_losses(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> 
 def _measures(sums: pd.DataFrame, calibration_tokens: float) -> pd.DataFrame:
     """Layer, expert, size, and all MEASURES except ablation, as defined in `experts`.
 
-    sums: the table experts.parquet, with sums over the tokens of each expert.
+    sums: the table experts.parquet.
     """
     tokens = _routed_tokens(sums)
     return pd.DataFrame(
@@ -383,8 +353,7 @@ def _measures(sums: pd.DataFrame, calibration_tokens: float) -> pd.DataFrame:
 
 
 def _tokens(report: Mapping[str, Any]) -> float:
-    """Number of calibration tokens of a pass, from all sources of texts together. NaN when the
-    report of the pass lacks `valid_tokens` (source -> number of tokens)."""
+    """Number of calibration tokens in the report of a pass; NaN if the report lacks it."""
     return float(sum((report.get("valid_tokens") or {}).values())) or np.nan
 
 
@@ -394,9 +363,7 @@ def _passes(
     """For each pass in `shown_passes` that has the table `file`, yield (model, calibration set,
     cells_of_pass, table, report):
 
-    - cells_of_pass: the rows of `cells` that use the pass: those with its model, calibration set,
-      gate and seed
-    - table: content of `file`
+    - cells_of_pass: the rows of `cells` that use the pass
     - report: the report of the pass in `calibrations`, {} if it is missing
     """
     cells = cells[cells["statistics_folder"].notna()]
@@ -404,7 +371,7 @@ def _passes(
     for (model, calibration, *_), cells_of_pass in cells.groupby(
         ["model", "calibration", "gate", "seed"], sort=False
     ):
-        # the folder of the pass of these cells; empty if another gate and seed are shown
+        # empty if another gate and seed are shown
         folders = shown_folders[shown_folders.index.isin(cells_of_pass.index)]
         if folders.empty:
             continue
@@ -419,10 +386,8 @@ _COLUMNS_OF_KIND = {"ablation": ABLATIONS, "gradients": GRADIENTS, "weights": WE
 
 
 def _input_table(cells: pd.DataFrame, kind: str, reader: Reader) -> pd.DataFrame:
-    """Read the table KIND.parquet of a step from which the plan of one of `cells` was computed,
-    directly or indirectly. `kind`: kind of the step, a key of _COLUMNS_OF_KIND. Of several such
-    steps, the first with a readable table counts. If there is none, returns a frame without
-    rows."""
+    """The first readable table KIND.parquet among the direct and indirect inputs of the plans of
+    `cells`. If there is none, a frame without rows."""
     for row in records(cells[cells["plan_folder"].notna()]):
         for name, folder in steps_with_inputs([row["plan_folder"]], reader).items():
             if step_kind(name) != kind:

@@ -61,8 +61,7 @@ def costs(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def loading_memory(cells: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
-    """Bytes of the loaded model before and after pruning. A row that is equal for several pruned
-    cells occurs once. Cells whose cost was not counted have no row.
+    """Bytes of the loaded model before and after pruning. Equal rows of several cells occur once.
 
     Columns: model, ratio, removed_text, granularity, allocation (see `Study.cells`), bytes
     (unpruned), bytes_after (pruned) and saved (the share of `bytes` that pruning saves).
@@ -71,7 +70,6 @@ def loading_memory(cells: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
     pruned = cells.loc[cells["criterion"] != "none", cell_columns]
     sizes = costs.set_index("cell")[["parameters_unpruned", "loading_bytes"]].dropna().astype(int)
     rows = pruned.join(sizes, how="inner")
-    # BYTES is the size of one parameter
     unpruned_bytes = BYTES * rows.pop("parameters_unpruned")
     pruned_bytes = rows.pop("loading_bytes")
     memory = rows.assign(
@@ -82,7 +80,7 @@ def loading_memory(cells: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
 
 def retained_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Which share of each expert of the unpruned model a cell's plan retains; one row per cell and
-    expert. Cells without a plan, such as the unpruned model, have no rows.
+    expert.
 
     Columns: cell, layer, expert and
 
@@ -103,8 +101,8 @@ def retained_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def removed_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """What the plan of each cell removes. The frame has the index of `cells`. Both columns are NaN
-    for a cell whose plan is missing or damaged:
+    """What the plan of each cell removes; NaN if the plan is missing or damaged. The frame has the
+    index of `cells`. Columns:
 
     - removed: share of the experts, or of the experts' channels if the plan removes channels
     - plan: the plan's layers as JSON

@@ -135,8 +135,8 @@ class Store:
             )
 
     def exists(self) -> bool:
-        """Whether the folder is a store: whether it has MARKER or the folder `runs`. Only `runs` is
-        there if a damaged MARKER was set aside."""
+        """Whether the folder is a store."""
+        # a store whose damaged MARKER was set aside has only `runs`
         return any(os.path.lexists(self.root / name) for name in (MARKER, "runs"))
 
     def check_exists(self) -> None:
@@ -149,13 +149,11 @@ class Store:
 
     @contextlib.contextmanager
     def errors_as_sentences(self) -> Iterator[None]:
-        """A context that replaces errors about the store by errors with a sentence for the user:
+        """A context that replaces errors by errors with a sentence for the user:
 
-        - Damaged: by a UserError
+        - Damaged: by UserError
         - any OSError while the store is gone: by StoreGone
-        - an OSError about a file of the store, or about any full disk: by a UserError
-
-        Other errors pass unchanged."""
+        - OSError about a file of the store, or about any full disk: by UserError"""
         try:
             yield
         except Damaged as error:
@@ -166,7 +164,6 @@ class Store:
             raise UserError(f"store={self.root}: {error}: {advice}") from None
         except OSError as error:
             self.check_exists()
-            # not true if the error names no file
             is_outside = error.filename and not str(error.filename).startswith(str(self.root))
             if error.errno in DISK_FULL:
                 raise UserError(
@@ -178,47 +175,44 @@ class Store:
 
     @property
     def file_mode(self) -> int | None:
-        """Permissions of new files, if the store belongs to a group. Otherwise None, for the
-        permissions that the umask gives."""
+        """Permissions of new files; None for those that the umask gives."""
         return 0o664 if self.shared else None
 
     @property
     def umask(self) -> int:
-        """The umask of processes that write into the store, as an argument of `subprocess`, where
-        -1 stands for the umask of this process."""
+        """The umask for a `subprocess` that writes into the store; -1 is the umask of this
+        process."""
         return 0o002 if self.shared else -1
 
     def share(self, path: Path) -> None:
-        """If the store belongs to a group, let the group write a file or folder that this process
-        has created."""
+        """Let the store's group, if any, write a file or folder that this process created."""
         if self.shared:
             path.chmod(0o2775 if path.is_dir() else 0o664)
 
     def make_folder(self, folder: Path) -> None:
-        """Create a folder inside the store, and the missing folders above it. Raises
-        FileNotFoundError when the store itself is gone."""
+        """Create a folder of the store and its missing parents. Raises FileNotFoundError when the
+        store itself is gone."""
         try:
             folder.mkdir()
         except FileExistsError:
             return
         except FileNotFoundError:
-            if folder.parent == self.root:  # the store itself is missing
+            if folder.parent == self.root:
                 raise
             self.make_folder(folder.parent)
             folder.mkdir(exist_ok=True)
         self.share(folder)
 
     def write(self, path: Path, document: Mapping[str, Any]) -> None:
-        """Write `document` to the file `path` of the store, as a sealed document."""
+        """Write `document` to `path` as a sealed document."""
         write_sealed(path, document, mode=self.file_mode)
 
     def read(self, path: Path, shape: Any, consequence: str) -> Any:
-        """Read a sealed JSON document. Returns the document without its hash, or None when the file
-        `path` is missing or damaged. A damaged file is set aside.
+        """Read a sealed document. Returns it without its hash, or None when the file is missing or
+        damaged. A damaged file is set aside.
 
-        `shape`: the fields that the document must have, with their types, see `json_files.fits`. A
-        file without them counts as damaged. `consequence`: end of the notice about a damaged file,
-        such as "the step is tried again"."""
+        `shape`: the fields that the document must have, with their types, see `json_files.fits`.
+        `consequence`: end of the notice about a damaged file, such as "the step is tried again"."""
         try:
             return read_sealed(path, shape)
         except FileNotFoundError:
@@ -228,14 +222,13 @@ class Store:
             return None
 
     def path(self, step: Step) -> Path:
-        """Folder of a finished step that is not in a pack. The folder may have another label than
-        the step, if another run has stored the step."""
+        """Folder of a finished step that is not in a pack, perhaps with another label than the
+        step."""
         return self.folder(step.folder)
 
     def folder(self, name: str) -> Path:
-        """Folder of the finished step KIND/NAME. If this folder is missing, the folder of the step
-        with the same id and another label. If both are missing, as for a step in a pack, the path
-        of the missing folder KIND/NAME."""
+        """Folder of the finished step KIND/NAME, perhaps with another label. Without such a folder,
+        the path of the missing folder KIND/NAME."""
         folder = self.root / name
         if folder.exists():
             return folder
@@ -243,12 +236,11 @@ class Store:
         return self.folders_of_kind(kind).get(name[-ID_DIGITS:], folder)
 
     def stored_name(self, step: Step) -> str | None:
-        """KIND/NAME of a finished step, with the label under which the step is stored. None when
-        the step is not in the store."""
+        """KIND/NAME under which a finished step is stored. None when the step is not in the
+        store."""
         id_start = step.id[:ID_DIGITS]
         if id_start not in self.packs:
-            # the step is in no known pack; most folders have the step's own label, so this is tried
-            # first: it takes one system call
+            # most folders have the step's own label, and this check takes one system call
             if (self.root / step.folder).exists():
                 return step.folder
             if folder := self.folders_of_kind(step.kind).get(id_start):
@@ -257,17 +249,16 @@ class Store:
 
     def content(self, name: str, file: str) -> bytes:
         """Content of a file of the finished step KIND/NAME. Raises FileNotFoundError when the file
-        is missing, and Damaged when its hash is not the one that STEP states."""
+        is missing, and Damaged when its hash is not the one in STEP."""
         content = self._read_file(name, file)
         entry = self.document(name)["files"].get(file, {})
-        # STEP has no entry for itself; `document` has already checked that STEP is undamaged
+        # STEP has no entry for itself: `document` has checked it
         if file != STEP and sha256(content).hexdigest() != entry.get("sha256"):
             raise Damaged(f"{name}: {file} is damaged")
         return content
 
     def _read_file(self, name: str, file: str) -> bytes:
-        """Content of a file of the step KIND/NAME, from its folder, or else from a pack. The
-        content is not compared with its hash. Raises FileNotFoundError when the file is missing."""
+        """Content of a file of the step KIND/NAME, without a check of its hash."""
         try:
             return (self.folder(name) / file).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -281,7 +272,7 @@ class Store:
 
     def documents(self, kind: str) -> Iterator[Any]:
         """Content of STEP for finished steps of a kind: all steps in folders, then at most SAMPLE
-        steps in packs. A STEP that cannot be read is left out."""
+        steps in packs."""
         for folder in self.folders_of_kind(kind).values():
             with contextlib.suppress(OSError, Damaged):
                 yield read_step(folder)
@@ -294,8 +285,8 @@ class Store:
                 yield parse_sealed(self.packs.read(id_start, STEP), {}, id_start)
 
     def finished_names(self) -> dict[str, str]:
-        """Start of the id -> KIND/NAME, for all finished steps in folders and packs. Nothing is
-        checked, so damaged steps in folders are included."""
+        """Start of the id -> KIND/NAME, for all finished steps. Folders are not checked for
+        damage."""
         # folders are read before packs: a step that moves to a pack meanwhile is then found there
         folders = {
             id_start: f"{path.parent.name}/{path.name}"
@@ -305,12 +296,10 @@ class Store:
         return {**self.packs.steps(), **folders}
 
     def folders_of_kind(self, kind: str) -> dict[str, Path]:
-        """Start of the id -> folder, for all finished steps of a kind that are not in packs. The
-        folder KIND is only listed again when its modification time has changed."""
+        """Start of the id -> folder, for all finished steps of a kind that are not in packs."""
         parent = self.root / kind
-        # 0 stands for a missing folder
         time_ns = parent.stat().st_mtime_ns if parent.exists() else 0
-        # -1, the time of a kind that was never listed, differs from every `time_ns`
+        # -1 differs from every `time_ns`
         indexed_time, folders = self._index.get(kind, (-1, {}))
         if time_ns != indexed_time:
             entries = os.scandir(parent) if time_ns else ()
@@ -329,8 +318,8 @@ class Store:
         return self.root / "partial" / step.id[:ID_DIGITS]
 
     def remove_resume_files(self, finished: Set[str]) -> None:
-        """Remove the resume files of finished steps. Resume files remain if a process is killed
-        right after it has published a step. `finished`: ids of the finished steps."""
+        """Remove the resume files of finished steps. `finished`: ids of the steps. Resume files
+        remain if a process is killed right after it has published a step."""
         paths = list((self.root / "partial").glob("*"))
         if not paths:
             return
@@ -340,19 +329,16 @@ class Store:
                 shutil.rmtree(path, ignore_errors=True)
 
     def is_finished(self, step: Step) -> bool:
-        """Whether the step is finished and undamaged. A damaged step is set aside, with a notice.
-        A step in a pack counts as undamaged.
+        """Whether the step is finished and undamaged. A damaged step is set aside. A step in a pack
+        counts as undamaged.
 
-        Hashing takes long, so most files are judged by their size and modification time. When the
-        step was finished, all its files got the same time, which is written in STEP. Only a file
-        with another time, as in a copied store, is hashed. An undamaged file then gets the time
-        that is written in STEP."""
+        Hashing takes long, so a file is only hashed if its modification time is not the one in
+        STEP, as in a copied store."""
         return self._is_sound(step.folder)
 
     def finished_ids(self, steps: Iterable[Step]) -> set[str]:
-        """Ids of the finished and undamaged steps among `steps`. Steps in folders are checked by
-        `is_finished`. Steps in packs count as undamaged, but a pack that cannot be read is set
-        aside."""
+        """Ids of the finished and undamaged steps among `steps`, see `is_finished`. A pack that
+        cannot be read is set aside."""
         # folders are read before packs: a step that moves to a pack meanwhile is then found there
         folders = self.step_folders()
         self.packs.refresh()
@@ -370,10 +356,9 @@ class Store:
     def is_readable(self, step: Step) -> bool:
         """Whether a step that is about to be read is finished and undamaged.
 
-        In the first call for a step, a missing step is looked up again for VISIBLE_AFTER seconds,
-        as another node may just have written it. The files of a step are hashed once in this
-        process, as modification times do not reveal bits that flipped on the disk. Later calls
-        judge the step as `is_finished` does."""
+        The first call for a step looks for the step during VISIBLE_AFTER seconds, as another node
+        may just have written it. The files of a step are hashed once in this process, as
+        modification times do not reveal bits that flipped on the disk."""
         if step.id not in self._awaited_ids:
             for _ in retries():
                 if self.folder(step.folder).exists() or self.packs.find(step.id[:ID_DIGITS]):
@@ -385,12 +370,11 @@ class Store:
         return True
 
     def damaged_files(self, name: str, *, hash_all: bool = False) -> dict[str, str]:
-        """Missing and damaged files of the step KIND/NAME: file -> "missing" or "damaged". {} if
-        the step is undamaged; {STEP: "missing"} if it is not in the store.
+        """Missing and damaged files of the step KIND/NAME: file -> "missing" or "damaged". STEP is
+        missing if the step is not in the store.
 
         With `hash_all`, every file is hashed. Without it, a file in a folder is only hashed if its
-        modification time is not the time in STEP, and a step in a pack counts as undamaged. If a
-        step in a pack is damaged, the start of its id is added to `packs.damaged_steps`."""
+        modification time is not the time in STEP, and a step in a pack counts as undamaged."""
         folder = self.root / name
         states = damaged_files(folder, hash_all=hash_all)
         if STEP in states:
@@ -409,8 +393,7 @@ class Store:
         return states
 
     def _damaged_files_in_pack(self, name: str) -> dict[str, str]:
-        """Missing and damaged files of the step KIND/NAME in a pack: file -> "missing" or
-        "damaged". All files are hashed."""
+        """The result of `damaged_files` for a step in a pack."""
         try:
             files = self.document(name)["files"]
         except FileNotFoundError:
@@ -431,7 +414,7 @@ class Store:
 
     def _is_sound(self, name: str, *, hash_all: bool = False) -> bool:
         """Whether the step KIND/NAME is finished and undamaged. A damaged step in a folder is set
-        aside. A damaged step in a pack stays there, and a notice is added."""
+        aside."""
         states = self.damaged_files(name, hash_all=hash_all)
         if not states:
             return True
@@ -444,10 +427,9 @@ class Store:
         return False
 
     def set_aside(self, path: Path, problem: str, consequence: str) -> None:
-        """Move a damaged file or folder `path` of the store to the folder `damaged`, and add a
-        notice with the `problem`, such as "damaged", and the `consequence`, such as "computed
-        again". Before `create` is called, nothing is moved, and the notice says that the next run
-        sets `path` aside."""
+        """Move a damaged file or folder of the store to the folder `damaged`, and add a notice.
+        Before `create` is called, only the notice is added. `problem`, such as "damaged", and
+        `consequence`, such as "computed again": parts of the notice."""
         name = path.absolute().relative_to(self.root.absolute())
         sentence = f"{name}: {problem}: the next run sets it aside"
         if self._is_writable:
@@ -462,8 +444,8 @@ class Store:
             self.notices.append(sentence)
 
     def error(self, step_id: str) -> dict[str, Any] | None:
-        """The stored error of a step, see `fail`. None when no error is stored, and when the file
-        of the error is damaged. A damaged file is set aside. `step_id`: the id or its start."""
+        """The stored error of a step, see `fail`. None when no error is stored, or its file is
+        damaged. `step_id`: the id or its start."""
         path = self.root / "failed" / f"{step_id[:ID_DIGITS]}.json"
         content: dict[str, Any] | None = self.read(
             path, {"message": str}, "the step is tried again"
@@ -480,52 +462,48 @@ class Store:
             self.write(folder / f"{step.id[:ID_DIGITS]}.json", document)
 
     def forget(self, step_id: str) -> None:
-        """Remove the stored error of a step, if there is one, so that the step is tried again.
-        `step_id`: the id or its start."""
+        """Remove the stored error of a step, so that the step is tried again. `step_id`: the id or
+        its start."""
         (self.root / "failed" / f"{step_id[:ID_DIGITS]}.json").unlink(missing_ok=True)
 
     def step_folders(self) -> Mapping[str, list[Path]]:
         """Start of the id -> folders, for all folders that are named like a finished step. A step
-        that is stored under several labels has several folders. Steps in packs are left out."""
+        that is stored under several labels has several folders."""
         folders = defaultdict(list)
         for parent in sorted(self.root.glob("[!.]*/")):
             # lost+found, or a folder of a colleague, may not be readable
             with contextlib.suppress(PermissionError):
                 for entry in os.scandir(parent):
-                    # match[1]: the start of the id
                     if (match := FOLDER.fullmatch(entry.name)) and entry.is_dir():
                         folders[match[1]].append(Path(entry.path))
         return folders
 
     def claim(self, step: Step) -> contextlib.AbstractContextManager[Path | None]:
-        """A context in which this process holds the claim of `step`. It yields a scratch folder for
-        the step's files, or None if the step is already finished. For more, see `claim_named`."""
+        """A context that holds the claim of `step`, see `claim_named`."""
         return self.claim_named(step.folder, identity_document(step))
 
     @contextlib.contextmanager
     def claim_named(self, name: str, document: Mapping[str, Any]) -> Iterator[Path | None]:
         """A context that holds the claim of the step KIND/NAME. It yields a scratch folder for the
         step's files, or None if the step is already finished. `document`: the identity of the step,
-        as `identity_document` returns it. For a step that is copied from another store, `document`
-        is the content of STEP there.
+        see `identity_document`. For a step that is copied from another store, `document` is the
+        content of STEP there.
 
         When the block ends without an exception, the step is published: the scratch folder is
-        renamed to KIND/NAME. A process that dies leaves only the scratch folder and its claim.
-        Another process can take over the claim of a process that is gone. Raises Busy when another
-        process holds the claim, or has taken it over while this process was suspended. Raises
-        StoreGone when the store or the scratch folder was removed."""
+        renamed to KIND/NAME. Raises Busy when another process holds the claim, or has taken it over
+        while this process was suspended. Raises StoreGone when the store or the scratch folder was
+        removed."""
         id_start = document["id"][:ID_DIGITS]
         parent = (self.root / name).parent
         self.check_exists()
         with self.claims.take(id_start) as claim:
-            # An earlier owner of the claim is perhaps not dead, but suspended. First its scratch
-            # folder is renamed, so that it cannot publish the step when it resumes. Only then the
-            # step is looked up, as the earlier owner may have published it before the renaming.
+            # An earlier owner of the claim is perhaps suspended. Its scratch folder is renamed, so
+            # that this owner cannot publish the step. Only then the step is looked up, as the
+            # owner may have published it before the renaming.
             for abandoned in parent.glob(f".{id_start}.*"):
                 with contextlib.suppress(FileNotFoundError):
                     shutil.rmtree(rename_as_scratch(abandoned, id_start), ignore_errors=True)
-            # the index compares modification times, which may be too coarse to show a step that
-            # was just published
+            # modification times may be too coarse for the index to show a new step
             self._index.clear()
             if self._is_sound(name):
                 yield None
@@ -549,13 +527,10 @@ class Store:
                 shutil.rmtree(scratch, ignore_errors=True)
 
     def _publish(self, name: str, document: Mapping[str, Any], scratch: Path, claim: Claim) -> None:
-        """Write STEP into the scratch folder, rename the folder to KIND/NAME, and remove the step's
-        resume files and stored error. If another process has published the step first, the folder
-        is not renamed, and nothing is removed. `document`: the identity of the step, or the content
-        of STEP in the store from which the step is copied."""
+        """Write STEP into the scratch folder and rename the folder to KIND/NAME. `document`: see
+        `claim_named`."""
         seal(scratch, document)
-        # raises StoreGone if the store was deleted during the work, even if the work has created
-        # the scratch folder again
+        # if the store was deleted, the work may have created the scratch folder again
         self.check_exists()
         claim.check()
         try:
@@ -573,8 +548,7 @@ class Store:
 
 
 def retries() -> Iterator[None]:
-    """Yield None at once, and then every RETRY_INTERVAL seconds for VISIBLE_AFTER seconds. After
-    each yield, the caller looks for a file that another node may just have written."""
+    """Yield None at once, and then every RETRY_INTERVAL seconds for VISIBLE_AFTER seconds."""
     deadline = time.monotonic() + VISIBLE_AFTER
     yield
     while time.monotonic() < deadline:
@@ -583,9 +557,8 @@ def retries() -> Iterator[None]:
 
 
 def rename_as_scratch(folder: Path, step_id: str) -> Path:
-    """Rename a folder so that it becomes a scratch folder of the step, and return its new path. The
-    end of the new name is random, so no process that computes the step uses the folder. `step_id`:
-    the id or its start."""
+    """Rename a folder to a scratch folder of the step that no process uses, and return its new
+    path. `step_id`: the id or its start."""
     scratch = folder.with_name(f".{step_id[:ID_DIGITS]}.{uuid.uuid4().hex[:8]}")
     folder.rename(scratch)
     return scratch

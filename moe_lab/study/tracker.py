@@ -39,27 +39,24 @@ RUN_VARIABLES = (
     "LAUNCH",
     "LAUNCH_CONFIG_PATH",
 )
-"""Names, without the prefix WANDB_, of environment variables that override arguments which `log`
-passes to `wandb.init`. The shell of a `wandb agent` has these variables."""
+"""Names, without the prefix WANDB_, of environment variables that override arguments of
+`wandb.init`. The shell of a `wandb agent` has these variables."""
 
 
 @patch.dict(os.environ)  # the variables are restored at the end
 def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
-    """Log cells to wandb, each as one run. Cells without results of all their benchmarks are left
-    out. Returns a sentence for the user. `record`: the record of the study.
+    """Log the cells that have results of all their benchmarks to wandb, each as one run. Returns a
+    sentence for the user. `record`: the record of the study.
 
-    If a cell was logged before, its run at wandb is continued. In the mode "offline", cells
-    that were logged offline before are left out. In the mode "disabled", no cell is logged.
-    WANDB_MODE or `wandb offline` sets the mode. Without a key, the mode is "offline". Raises
-    UserError with the error of wandb.
+    If a cell was logged before, its run at wandb is continued. In the mode "offline", cells that
+    were logged offline before are left out. WANDB_MODE or `wandb offline` sets the mode. Without a
+    key, the mode is "offline". Raises UserError with the error of wandb.
     """
-    # these variables would override the arguments that are passed to `wandb.init`
     for name in RUN_VARIABLES:
         os.environ.pop(f"WANDB_{name}", None)
     import wandb
 
-    # with the settings in `quiet`, wandb prints nothing, and uploads only logged values: no console
-    # output, code or command line
+    # with these settings, wandb prints nothing and uploads only logged values
     switches = (
         "silent",
         "disable_code",
@@ -71,7 +68,6 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
     quiet: dict[str, Any] = {**dict.fromkeys(switches, True), "console": "off", "init_timeout": 30}
     # set before login and init, which otherwise print where the key is stored
     wandb_settings = wandb.setup(wandb.Settings(**quiet)).settings
-    # without WANDB_MODE, the mode "online" becomes "offline" if `wandb.login` finds no key
     needs_login = wandb_settings.mode == "online" and "WANDB_MODE" not in os.environ
     mode: Any = (
         "offline"
@@ -84,7 +80,7 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
     try:
         for entry in cells:
             step_starts = sorted(folder[-ID_DIGITS:] for folder in entry["evaluate"].values())
-            # in wandb, a run has one group, here its study: a cell of two studies has two runs
+            # a run of wandb has one group, so a cell of two studies has two runs
             run_id = digest([record["study"], entry["cell"], step_starts])[:ID_DIGITS]
             if mode == "offline" and any(
                 Path(wandb_settings.wandb_dir).glob(f"offline-run-*-{run_id}")
@@ -108,9 +104,8 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
 def _log_cell(
     settings: TrackerConfig, store: Store, entry: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
-    """Log a cell as one run of wandb: its settings, its numbers, the losses of its fine-tuning and,
-    with `settings.plans`, its plan. `entry`: the cell's entry in the record. `options`: arguments
-    of `wandb.init` that do not follow from `settings` and `entry`."""
+    """Log a cell as one run of wandb. `entry`: the cell's entry in the record. `options`: further
+    arguments of `wandb.init`."""
     import wandb
 
     # results are read before the run begins, so that a damaged result leaves no empty run
@@ -118,7 +113,7 @@ def _log_cell(
     arguments: Any = {
         **options,
         "project": settings.project,
-        # label of a step: the name of its folder without "-" and the start of the id
+        # the step's label
         "name": Path(str(entry["cost"] or entry["model"])).name[: -ID_DIGITS - 1],
         "resume": "allow",
         "config": {**entry["cell"], "protocol": entry["protocol"], "plan": entry["plan"]},
@@ -136,20 +131,17 @@ def _log_cell(
 
 
 def _cell_results(store: Store, entry: Mapping[str, Any]) -> tuple[dict[str, float], list[float]]:
-    """Read the results of a cell. Returns (numbers, losses):
+    """Returns (numbers, losses) of a cell:
 
-    - numbers: name -> number, for the scores, the costs and, for each benchmark, the mean loss on
-      right answers (bits per byte)
-    - losses: loss in each step of fine-tuning, in order; [] without fine-tuning
-
-    `entry`: the cell's entry in the record."""
+    - numbers: name -> score, cost, or mean loss of a benchmark on right answers (bits per byte)
+    - losses: loss in each step of fine-tuning; [] without fine-tuning"""
     import pandas
 
     cost = json.loads(store.content(entry["cost"], "cost.json")) if entry["cost"] else {}
     finetuning = (
         json.loads(store.content(entry["finetune"], "finetune.json")) if entry["finetune"] else {}
     )
-    # a cost that is a dictionary (FLOPs of each part of the model) is left out
+    # a dictionary has the FLOPs of each part of the model
     numbers = {f"cost/{name}": value for name, value in cost.items() if not isinstance(value, dict)}
     for step_folder in entry["evaluate"].values():
         results = json.loads(store.content(step_folder, "result.json"))["results"]
@@ -160,7 +152,7 @@ def _cell_results(store: Store, entry: Mapping[str, Any]) -> tuple[dict[str, flo
         samples = pandas.read_parquet(
             BytesIO(store.content(step_folder, "samples.parquet"))
         ).set_index("benchmark")
-        # rows without a loss are left out; the whole column may be missing
+        # the column may be missing
         answer_losses = (
             samples.reindex(columns=["answer_loss"])
             .astype(float)
