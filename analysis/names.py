@@ -26,16 +26,13 @@ NUMERALS = (
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
-    """A number and its noun in words: `one win`, `two wins`, `13 wins`. `plural` is by default the
-    noun with an s."""
-    # small numbers are spelled out
+    """A number and its noun in words: `one win`, `two wins`, `13 wins`."""
     numeral = NUMERALS[number] if number < len(NUMERALS) else f"{number:,}"
     return f"{numeral} {noun if number == 1 else plural or noun + 's'}"
 
 
 def not_run(benchmarks: Iterable[str]) -> str:
-    """A clause that says which benchmarks were not run: `PIQA was not run`, `PIQA and BoolQ were
-    not run`."""
+    """A clause that says which benchmarks were not run: `PIQA and BoolQ were not run`."""
     display_names = [benchmark(name) for name in benchmarks]
     return f"{enumeration(display_names)} {'was' if len(display_names) == 1 else 'were'} not run"
 
@@ -218,9 +215,8 @@ _CAPITALISED_SETS = ("code", "math", "general", "stories")
 
 
 def criterion(name: str) -> str:
-    """Display name of a criterion, as the papers spell it; `name` if no paper has the criterion.
-    The name `s_family(b=1,alpha=0,beta=2)` becomes S(1,0,2), with ? for a parameter without a
-    value."""
+    """Display name of a criterion, as the papers spell it. The name `s_family(b=1,alpha=0,beta=2)`
+    becomes S(1,0,2)."""
     match = _S_FAMILY.fullmatch(name)
     if match is None:
         return CRITERIA.get(name, name)
@@ -230,18 +226,13 @@ def criterion(name: str) -> str:
 
 def split_top_k(model: str) -> tuple[str, int | None]:
     """Split a model's name into the name of the trained model and the number of experts per token:
-    qwen_top2 becomes (qwen, 2). The number is None if the name has none, because the model routes
-    each token to as many experts as in its training: qwen becomes (qwen, None)."""
+    qwen_top2 becomes (qwen, 2), and qwen becomes (qwen, None)."""
     match = _TOP_K_MODEL.fullmatch(model)
     return (match["trained"], int(match["top_k"])) if match else (model, None)
 
 
 def method_key(criterion_name: str, allocation: str = "", recovery: str = "") -> str:
-    """The key by which tables identify a method, from its criterion, allocation and recovery.
-    `method` gives the display name of a key.
-
-    allocation, recovery: "" to leave the allocation or the recovery out of the key.
-    """
+    """The key by which tables identify a method. A part that is "" is left out."""
     return _SEPARATOR.join((criterion_name, allocation, recovery)).rstrip(_SEPARATOR)
 
 
@@ -253,8 +244,7 @@ def method_parts(method_key: str) -> tuple[str, str, str]:
 
 
 def method(method_key: str) -> str:
-    """Display name of a method: `REAP`; `HEAPr-G`; `REAP, evolutionary`; `Channel activation,
-    coverage, NF4`. METHODS has one name for the criterion and the allocation of some methods."""
+    """Display name of a method: `REAP`; `REAP, evolutionary`."""
     criterion_name, allocation, recovery = method_parts(method_key)
     published_name = METHODS.get((criterion_name, allocation))
     parts_of_name = (
@@ -266,11 +256,8 @@ def method(method_key: str) -> str:
 
 
 def allocation_name(allocation: str) -> str:
-    """Display name of an allocation: `U-shaped`.
-
-    The name of a replacement comes before the allocation: `M-SMoE, global by frequency`. After
-    a replacement, the allocation `uniform` is left out: `novices`.
-    """
+    """Display name of an allocation: `U-shaped`. The name of a replacement comes before the
+    allocation: `M-SMoE, global by frequency`."""
     kind, replacement = _split_replacement(allocation)
     replacement_name = REPLACEMENTS.get(replacement, replacement)
     if replacement and kind == "uniform":
@@ -281,8 +268,7 @@ def allocation_name(allocation: str) -> str:
 
 def _split_replacement(allocation: str) -> tuple[str, str]:
     """Split an allocation of `Study.cells` into the allocation without the replacement, and the
-    replacement: `uniform, replacement=ream` becomes (uniform, ream). The replacement is "" if the
-    allocation has none."""
+    replacement: `uniform, replacement=ream` becomes (uniform, ream)."""
     match = _REPLACEMENT.search(allocation)
     return (allocation.replace(match[0], ""), match[1]) if match else (allocation, "")
 
@@ -293,13 +279,13 @@ def recovery_name(recovery: str, none: str = "") -> str:
 
 
 def methods_in_order(keys: Iterable[str]) -> list[str]:
-    """Sort the distinct keys of methods by criterion, replacement, allocation and recovery. Each of
-    the four parts is in the order of its dictionary of display names, such as CRITERIA. Names that
-    the dictionary lacks come last, alphabetically."""
+    """Sort the distinct keys of methods by criterion, replacement, allocation and recovery. Each
+    part is in the order of its dictionary of display names, such as CRITERIA. Names that the
+    dictionary lacks come last, alphabetically."""
     orders = [list(CRITERIA), list(REPLACEMENTS), ["", *ALLOCATIONS], ["", *RECOVERIES]]
 
     def sort_key(method_key: str) -> list[tuple[int, str]]:
-        """For each of the four parts of a method: (position in the part's order, name)."""
+        """(position in the part's order, name) for each part of a method."""
         criterion_name, allocation, recovery = method_parts(method_key)
         kind, replacement = _split_replacement(allocation)
         values = (criterion_name, replacement, kind, recovery)
@@ -312,13 +298,12 @@ def methods_in_order(keys: Iterable[str]) -> list[str]:
 
 
 def benchmark(name: str) -> str:
-    """Display name of a benchmark, as the papers spell it. Any other name, such as a column in
-    COLUMNS, is returned unchanged."""
+    """Display name of a benchmark, as the papers spell it."""
     return BENCHMARKS.get(name, name)
 
 
 def calibration(name: str) -> str:
-    """Display name of a calibration set: pocket_code becomes Code, none becomes no data."""
+    """Display name of a calibration set: pocket_code becomes Code."""
     if name == "none":
         return "no data"
     short_name = name.removeprefix("pocket_")
@@ -326,8 +311,8 @@ def calibration(name: str) -> str:
 
 
 def domain(calibration_set: str) -> str | None:
-    """Domain that the name of a calibration set contains: code, math or general (c4 counts as
-    general); None for a name without domain."""
+    """Domain that the name of a calibration set contains: code, math or general. None for a name
+    without domain."""
     lowercase_name = calibration_set.lower()
     if "code" in lowercase_name:
         return "code"
@@ -354,8 +339,7 @@ def in_order(values: Iterable[str], order: Iterable[str]) -> list[str]:
 
 
 def calibrations_in_order(values: Iterable[str]) -> list[str]:
-    """Sort the different calibration sets as the papers list their domains: general, code, math,
-    then sets without domain; sets of one domain are in alphabetical order."""
+    """Sort the different calibration sets as the papers list their domains, then alphabetically."""
     rank = {"general": 0, "code": 1, "math": 2, None: 3}  # None: a name without domain
     return sorted(set(values), key=lambda value: (rank[domain(value)], value))
 

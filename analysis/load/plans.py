@@ -118,16 +118,15 @@ def removed_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def _removed_share(layers: Mapping[str, Any]) -> float:
-    """Share of the experts that a plan removes. An expert that retains half of its channels counts
-    as half an expert.
+    """Share of the experts, or of their channels, that a plan removes.
 
-    layers: the entry `layers` of plan.json, index of a layer -> fields of the layer.
+    layers: the entry "layers" of plan.json.
     """
     all_experts = 0
     retained_experts = 0.0
     for layer in layers.values():
         all_experts += layer["experts"]
-        # a plan of channels has the mask of each retained expert, and the width of an expert
+        # one mask per retained expert
         if "channels" in layer:
             retained_experts += sum(map(_channel_count, layer["channels"])) / layer["width"]
         else:
@@ -160,13 +159,12 @@ def timings(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 def channel_rounding(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """How plans round the number of channels that each expert retains. One row per cell whose
-    allocation has the setting `align`, the rule of the rounding.
+    allocation has the setting "align".
 
     Columns: cell and
 
     - block: every retained expert's number of channels is a multiple of this number
-    - smallest: smallest number of channels that a retained expert may have, as set; None if it is
-    not set
+    - smallest: smallest number of channels that a retained expert may have, None if it is not set
     """
     rows = []
     for cell, plan in _read_documents(cells, "plan_folder", "plan.json", reader).items():
@@ -179,19 +177,17 @@ def channel_rounding(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def priors(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """The prior by which the allocation `coverage` divides a layer's budget among its experts. One
-    row per cell whose plan has this allocation and uses a prior.
+    """The prior by which the allocation "coverage" divides a layer's budget among its experts. One
+    row per cell whose plan uses such a prior.
 
-    Columns: cell, prior (its name), and other_settings (the plan's allocation without the prior, as
-    JSON).
+    Columns: cell, prior, and other_settings (the allocation without the prior, as JSON).
     """
     rows = []
     for cell, plan in _read_documents(cells, "plan_folder", "plan.json", reader).items():
         allocation = dict((plan.get("provenance") or {}).get("allocation") or {})
         parameters = dict(allocation.pop("parameters", None) or {})
         prior = parameters.pop("prior", FIRST_ORDER_PRIOR)
-        # `intra` is the rule of the division; only the two rules `coverage` and `proportional` use
-        # a prior
+        # `intra` is the rule of the division
         uses_prior = parameters.get("intra", "coverage") in ("coverage", "proportional")
         if allocation.get("name") == "coverage" and uses_prior:
             settings = json.dumps({**allocation, "parameters": parameters}, sort_keys=True)
@@ -219,9 +215,10 @@ def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def _sample_count(folder: Path | None, reader: Reader) -> float:
-    """Number of rows of the text on which a search evaluated its candidates. The number is read
-    from step.json in `folder`, the folder of the search. NaN when the folder, the file or the
-    number is missing."""
+    """Number of rows of the text on which a search evaluated its candidates, NaN if unknown.
+
+    folder: folder of the search.
+    """
     if folder is None or not reader.has(folder, "step.json"):
         return np.nan
     settings = (reader.json(folder, "step.json") or {}).get("settings", {})
@@ -231,9 +228,7 @@ def _sample_count(folder: Path | None, reader: Reader) -> float:
 def _read_tables(
     folders: pd.Series, file: str, columns: Sequence[str], reader: Reader
 ) -> pd.DataFrame:
-    """Read `columns` of the table `file` of each cell, and concatenate the tables. The first column
-    of the result is `cell`, and `columns` follow. A table that cannot be read is left out, with a
-    gap.
+    """Concatenate the tables `file` of all cells. Columns: "cell" and `columns`.
 
     folders: name of the folder with the table, indexed by cell.
     """
@@ -249,10 +244,9 @@ def _read_tables(
 def _read_documents(
     cells: pd.DataFrame, column: str, file: str, reader: Reader
 ) -> dict[int, dict[str, Any]]:
-    """Cell -> the JSON document `file` of the cell. Cells with the same folder share one document.
-    A cell whose document cannot be read is left out, with a gap.
+    """Cell -> the JSON document `file` of the cell.
 
-    column: column of `cells` with the name of the document's folder, None for a cell without it.
+    column: column of `cells` with the name of the document's folder.
     """
     document_of_folder: dict[str, dict[str, Any] | None] = {}
     documents = {}
@@ -267,10 +261,9 @@ def _read_documents(
 
 
 def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
-    """Which share of each expert of the unpruned model a plan retains, one row per expert. Columns:
-    layer, expert, share, constant and merged, see `retained_shares`.
+    """The frame of `retained_shares` for one plan, without the column "cell".
 
-    plan: the content of plan.json.
+    plan: content of plan.json.
     """
     frames = []
     for index, layer in plan["layers"].items():
@@ -278,16 +271,15 @@ def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
         # the experts that the router can choose
         is_routed = np.isin(experts, layer["retained"])
         share = is_routed.astype(float)
-        # only a plan of channels has masks, one for each of these experts; a mask can be empty
+        # one mask per routed expert; a mask can be empty
         if "channels" in layer:
             share[np.asarray(layer["retained"], int)] = list(map(_channel_count, layer["channels"]))
             share /= layer["width"]
-        # the representative of a group of merged experts is in the group, but is not dropped
+        # the representative is in its group, but is not dropped
         members = []
         for representative, group in layer.get("merged", {}).items():
             members += [int(member) for member in group if member != representative]
         is_merged = np.isin(experts, members)
-        # experts that the router can choose, but of which only a constant is left
         is_constant = is_routed & (share == 0) & ~is_merged & ("constants" in layer)
         columns = {"expert": experts, "share": share, "constant": is_constant, "merged": is_merged}
         frames.append(pd.DataFrame({"layer": int(index), **columns}))
@@ -295,6 +287,5 @@ def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def _stack_by_cell(frames: Mapping[int, pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
-    """Concatenate `columns` of all frames. The first column of the result is `cell`, and `columns`
-    follow. frames: cell -> frame of the cell."""
+    """Concatenate the frames. The first column, "cell", has the keys of `frames`."""
     return stacked([frame.assign(cell=cell) for cell, frame in frames.items()], ["cell", *columns])

@@ -1,7 +1,4 @@
-"""Read the files of a store as Python objects and data frames, and record unreadable files as gaps.
-
-`steps_with_inputs` finds the steps from which a result was computed. `records`, `stacked` and
-`groups` help with data frames."""
+"""Read the files of a store as objects and data frames, and record unreadable files as gaps."""
 
 from __future__ import annotations
 
@@ -26,12 +23,13 @@ SCHEMA = 1
 FILES = {"files": {str: {"sha256": str}}}
 """Field of a step.json that this module needs -> type of the field."""
 ID = 12
-"""Length of a step's id, which is at the end of the name of the step's folder."""
+"""Length of the id at the end of a step's name."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """A missing result, with the reason and the place: a folder of the store, or a cell's label."""
+    """A missing result. `location` is the name of a step's folder, the label of a cell, or text
+    that says what is missing."""
 
     reason: str
     location: str
@@ -41,9 +39,8 @@ class Reader:
     """Reader of the results in `root`, the folder of a store.
 
     A step is one computation of a study. Its name is also its folder in the store:
-    `<kind>/<label>-<id>`, with an id of ID characters. Some steps are packed: the content of their
-    folders is in a pack, one file with many steps. Each file that cannot be read is recorded once
-    in `gaps`.
+    `<kind>/<label>-<id>`. Some steps are packed: the content of their folders is in a pack, one
+    file with many steps. Files that cannot be read are recorded in `gaps`.
     """
 
     def __init__(self, root: Path) -> None:
@@ -52,26 +49,20 @@ class Reader:
         self.gaps: dict[tuple[str, str], Gap] = {}
         """(reason, location) -> gap."""
         self._folders_by_id: dict[str, dict[str, Path]] = {}
-        """Kind of steps -> id of a step -> folder, for the kinds that `find_folder` has looked
-        up."""
+        """Kind of steps -> id of a step -> folder."""
         self._checksums_by_folder: dict[Path, dict[str, str]] = {}
-        """Folder of a step -> file -> sha256, for the folders that have been read."""
+        """Folder of a step -> file -> sha256."""
 
     def record_gap(self, reason: str, location: str) -> None:
-        """Record a missing result once, even if the method is called again for the same gap.
-
-        location: name of a step's folder, label of a cell, or text that says what is missing.
-        """
+        """Record a missing result once."""
         self.gaps.setdefault((reason, location), Gap(reason, location))
 
     def step(self, name: str | None, purpose: str, error: str | None = None) -> Path | None:
         """The path of a step's folder; None, with a gap, when the store does not have the folder.
 
-        name: name of the step, or None for a step that failed or did not run. For None, a gap is
-        recorded and None is returned.
-        purpose: what the step should have computed, such as `mmlu of qwen unpruned`. It is the
-        location of the gap when `name` is None.
-        error: message of the step's failure, or None for a step that did not run.
+        name: name of the step, None for a step that failed or did not run.
+        purpose: location of the gap when `name` is None, such as `mmlu of qwen unpruned`.
+        error: message of the step's failure, None for a step that did not run.
         """
         if name is None:
             self.record_gap(f"failed: {error}" if error else "not computed", purpose)
@@ -88,18 +79,16 @@ class Reader:
 
     def find_folder(self, name: str) -> Path | None:
         """The path of a step's folder; None, without a gap, when the store does not have the
-        folder.
+        folder. The path of a packed step does not exist on the disk.
 
         The folder is looked up by its name, or else by the id at the end of the name, because the
-        label before the id may differ between runs. The path of a packed step does not exist on the
-        disk; the methods of this class read the step's files from the pack.
+        label before the id may differ between runs.
         """
         path = self.root / name
         if path.is_dir():
             return path
         if packed_path := self.packs.find(path.name[-ID:]):
             return self.root / packed_path
-        # index all steps of this kind by id, at the first look-up of the kind
         kind_folder = path.parent
         kind = kind_folder.name
         if kind not in self._folders_by_id:
@@ -112,8 +101,7 @@ class Reader:
         return self._folders_by_id[kind].get(path.name[-ID:])
 
     def json(self, folder: Path | None, file: str) -> dict[str, Any] | None:
-        """Read a JSON document; None, with a gap, when the file cannot be read. If `folder` is
-        None, return None without a further gap."""
+        """Read a JSON document; None, with a gap, when the file cannot be read."""
         if folder is None:
             return None
         try:
@@ -128,7 +116,7 @@ class Reader:
         return None
 
     def provenance(self, folder: Path) -> dict[str, Any]:
-        """The entry `provenance` of a step's step.json; {} when the file or the entry is
+        """The entry "provenance" of a step's step.json; {} when the file or the entry is
         missing."""
         step = self.json(folder, "step.json") if self.has(folder, "step.json") else None
         return (step or {}).get("provenance") or {}
@@ -159,14 +147,13 @@ class Reader:
         return table
 
     def frame(self, folder: Path | None, file: str, columns: Sequence[str]) -> pd.DataFrame | None:
-        """Read columns of a Parquet file; None, with a gap, when the file cannot be read. If
-        `folder` is None, return None without a further gap."""
+        """Read columns of a Parquet file; None, with a gap, when the file cannot be read."""
         table = self.table(folder, file, columns) if folder else None
         return None if table is None else table.to_pandas()
 
     def _read_verified(self, folder: Path, file: str) -> bytes:
-        """The content of a file of a step. Raises ValueError when the sha256 of the content differs
-        from the sha256 in the step's step.json. A file without a sha256 there is not checked."""
+        """The content of a file of a step. Raises ValueError when the content does not have the
+        sha256 in step.json."""
         content = self._read_unverified(folder, file)
         checksum = self._checksums(folder).get(file)
         if checksum is not None and sha256(content).hexdigest() != checksum:
@@ -174,25 +161,22 @@ class Reader:
         return content
 
     def has(self, folder: Path, file: str) -> bool:
-        """Whether a step has a file, in the step's folder or in a pack."""
+        """Whether a step has a file."""
         return (folder / file).is_file() or file in self.packs.files(folder.name[-ID:])
 
     def _read_unverified(self, folder: Path, file: str) -> bytes:
-        """The content of a file of a step, from the step's folder or else from a pack, without a
-        check of the sha256. Raises FileNotFoundError if neither the folder nor a pack has the
-        file."""
+        """The content of a file of a step, from the step's folder or else from a pack."""
         try:
             return (folder / file).read_bytes()
         except FileNotFoundError:
             return self.packs.read(folder.name[-ID:], file)
 
     def _checksums(self, folder: Path) -> dict[str, str]:
-        """File of a step -> sha256 of the file according to step.json; {} for a step without
-        step.json. Raises Damaged, a ValueError, when step.json is damaged."""
+        """File of a step -> sha256 of the file according to step.json. Raises Damaged, a
+        ValueError, when step.json is damaged."""
         if folder not in self._checksums_by_folder:
             files: dict[str, dict[str, str]] = {}
             with contextlib.suppress(FileNotFoundError):
-                # raises Damaged unless the document has the field FILES with its type
                 files = parse_sealed(
                     self._read_unverified(folder, "step.json"), FILES, "step.json"
                 )["files"]
@@ -202,7 +186,6 @@ class Reader:
         return self._checksums_by_folder[folder]
 
     def _add_gap(self, reason: str, folder: Path) -> None:
-        """Record a gap of the step in `folder`; the gap has the path of the folder in the store."""
         self.record_gap(reason, str(folder.relative_to(self.root)))
 
 
@@ -212,12 +195,8 @@ TIMELESS = ("model",)
 
 
 def steps_with_inputs(steps: Iterable[str | None], reader: Reader) -> dict[str, Path]:
-    """Find the given steps and all their direct and indirect inputs. Returns name of a step -> path
-    of the step's folder, for the given steps and for the inputs.
-
-    steps: names of steps; None is ignored. Inputs are read from step.json; a step without this file
-    has no known inputs. Steps that the store does not have are left out.
-    """
+    """Name of a step -> path of its folder, for `steps` and all their direct and indirect inputs.
+    Steps that the store does not have are left out."""
     folders: dict[str, Path] = {}
     remaining_names = [name for name in steps if name]
     while remaining_names:
@@ -265,7 +244,7 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def stacked(frames: Iterable[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
-    """Concatenate `columns` of all frames. Without frames, the result has `columns` and no rows."""
+    """Concatenate `columns` of all frames."""
     parts = list(frames)
     if not parts:
         return pd.DataFrame(columns=list(columns))
@@ -276,7 +255,7 @@ def groups(
     frame: pd.DataFrame, columns: Sequence[str]
 ) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
     """Yield (key, rows) for each group of rows with equal values in `columns`, in the order in
-    which the groups first appear. key: column -> the value of the group in this column."""
+    which the groups first appear. key: column -> value."""
     if frame.empty:  # an empty frame may lack the columns
         return
     for key, group in frame.groupby(list(columns), sort=False):

@@ -13,8 +13,7 @@ from analysis.load.reader import records
 
 
 def removed_noun(cells: pd.DataFrame) -> str:
-    """The noun for what the plans of these cells remove: `experts`, `channels`, or `experts or
-    channels`."""
+    """The noun for what the plans of these cells remove."""
     granularities = set(cells["granularity"])
     if "channel" not in granularities:
         return "experts"
@@ -22,8 +21,7 @@ def removed_noun(cells: pd.DataFrame) -> str:
 
 
 def labels(cells: pd.DataFrame) -> dict[int, str]:
-    """Cell -> label that identifies the cell in gaps: model, criterion, calibration set, ratio,
-    allocation and recovery of the cell, and the text of `gate_and_seed`."""
+    """Cell -> label that identifies the cell in gaps."""
     rows = zip(cells.index, records(cells), gate_and_seed(cells), strict=True)
     return {
         # through str, because pandas' types allow any label in an index
@@ -55,17 +53,15 @@ AXES = (
 """Axes of a cell. An unpruned model has the ratio 0, and `none` on all axes besides model and
 ratio.
 
-granularity: whether the criterion scores experts or channels, as `expert` or `channel`. allocation
-and recovery are spelled as in the study's record.
+granularity: what the criterion scores, `expert` or `channel`. allocation and recovery are spelled
+as in the study's record.
 """
 _AXIS_FORMATS = {"gate": "gate {}", "seed": "seed {}"}
-"""Axis -> format of the axis's value in a text."""
 
 
 def gate_and_seed(cells: pd.DataFrame) -> pd.Series:
-    """For each cell, text with the gate and the seed: `gate raw, seed 43`. The gate is left out if
-    all pruned cells of the model have the same gate, and the seed if they have the same seed. The
-    text is "" for an unpruned cell."""
+    """For each cell, text with the gate and the seed: `gate raw, seed 43`. A value that all pruned
+    cells of the model have is left out."""
     texts = pd.Series("", cells.index, dtype=object)
     for _, model_cells in cells[cells["criterion"] != "none"].groupby("model", sort=False):
         for axis, text_format in _AXIS_FORMATS.items():
@@ -73,14 +69,13 @@ def gate_and_seed(cells: pd.DataFrame) -> pd.Series:
             if axis in model_cells and model_cells[axis].nunique() > 1:
                 axis_texts = model_cells[axis].map(text_format.format)
                 longer_texts = list(map(comma_joined, texts[model_cells.index], axis_texts))
-                # replaces the texts of these cells
                 texts.update(pd.Series(longer_texts, model_cells.index, dtype=object))
     return texts
 
 
 def removed_share_texts(cells: pd.DataFrame) -> pd.Series:
-    """For each cell, text with the removed share, from the column `removed_text`, and with the gate
-    and the seed, from `gate_and_seed`: `50 %, seed 43`."""
+    """For each cell, the column "removed_text" with the text of `gate_and_seed`: `50 %, seed
+    43`."""
     texts = list(map(comma_joined, cells["removed_text"], gate_and_seed(cells)))
     return pd.Series(texts, cells.index, dtype=object)
 
@@ -92,18 +87,17 @@ ratio."""
 
 def removed_text(shares: pd.Series, requested: Sequence[float]) -> str:
     """Text with the range of the removed shares and with the requested ratios: `28.1 to 29 % (30 %
-    requested)`. If only one ratio is requested, and all shares equal this ratio up to
-    ROUNDING, the text is the requested ratio alone: `30 %`.
+    requested)`. If all shares equal the only requested ratio up to ROUNDING, the text is this
+    ratio: `30 %`.
 
-    shares: share that each plan removes, NaN if unknown. Plans of one ratio can remove different
-    shares, since allocations round in different ways.
+    shares: share that each plan removes, NaN if unknown.
     requested: all requested ratios of these plans.
     """
     known_shares = shares.dropna()
     requested_text = names.enumeration(map(names.ratio, requested))
     if len(requested) == 1 and (known_shares.sub(requested[0]).abs() < ROUNDING).all():
         return requested_text
-    # the lowest and the highest share; one key if both are printed alike
+    # one key if both shares are printed alike
     limits = dict.fromkeys(
         f"{100 * share:.3g}" for share in (known_shares.min(), known_shares.max())
     )
@@ -111,13 +105,13 @@ def removed_text(shares: pd.Series, requested: Sequence[float]) -> str:
 
 
 def comma_joined(first: str, second: str) -> str:
-    """The two texts joined by a comma; if one text is empty, the other text alone."""
+    """The two texts joined by a comma. An empty text is left out."""
     return ", ".join(filter(None, (first, second)))
 
 
 def protocols(cells: pd.DataFrame) -> str:
-    """Text that names the protocol of each model's evaluations: `qwen by heapr, deepseek by
-    heapr_norm`. The text is "" when all cells have the same protocol."""
+    """The protocol of each model's evaluations: `qwen by heapr, deepseek by heapr_norm`. The text
+    is "" when all cells have the same protocol."""
     if cells["protocol"].nunique() < 2:
         return ""
     cells_of_protocols = cells.dropna(subset=["protocol"]).drop_duplicates(["model", "protocol"])
@@ -127,8 +121,7 @@ def protocols(cells: pd.DataFrame) -> str:
 
 
 METHOD = ["method", "calibration", "gate"]
-"""Columns that identify the method of a cell of a comparison. Cells of one model with equal values
-in these columns differ only in the ratio."""
+"""Columns that identify the method of a cell of a comparison."""
 
 _ALLOCATION = re.compile(
     r"(?P<name>[^,(]+)(\((?P<in_parentheses>[^()]*)\))?(, (?P<after_comma>.*))?"
@@ -139,16 +132,14 @@ def allocation(text: str) -> tuple[str, dict[str, str]]:
     """Parse `text`, an allocation as written in a study's record. Returns (name, settings).
 
     `coverage, prior usage` and `coverage(prior=usage)` both give ("coverage", {"prior": "usage"}).
-    `coverage(prior=usage), protect=super` has two settings, prior and protect. A setting without a
-    value, as in `coverage, aligned`, has the value "". A text that does not match the pattern
-    _ALLOCATION is returned as the name, without settings.
+    A setting without a value, as in `coverage, aligned`, has the value "".
     """
     match = _ALLOCATION.fullmatch(text)
     if match is None:
         return text, {}
     settings = {}
     for part in f"{match['in_parentheses'] or ''},{match['after_comma'] or ''}".split(","):
-        # labels of presets of allocations have a space in place of the sign =
+        # labels of presets have a space in place of the sign =
         key, _, value = part.strip().partition("=" if "=" in part else " ")
         settings[key] = value
     settings.pop("", None)  # empty parts are no settings
@@ -156,15 +147,14 @@ def allocation(text: str) -> tuple[str, dict[str, str]]:
 
 
 def has_replacement(text: str) -> bool:
-    """Whether an allocation of a study's record replaces dropped experts by constants or merged
-    experts."""
+    """Whether an allocation of a study's record replaces dropped experts."""
     _, settings = allocation(text)
     return "replacement" in settings
 
 
 def method_labels(cells: pd.DataFrame) -> pd.Series:
-    """Label of each cell: the display name of the cell's method. The calibration set is added if
-    the pruned cells have several calibration sets, and the gate if they have several gates."""
+    """Label of each cell: the display name of the cell's method. The calibration set and the gate
+    are added if they differ between pruned cells."""
     pruned = cells[cells["criterion"] != "none"]
     # a method that reads no data has the calibration "none"; `nunique` does not count None
     varying_axes = [
@@ -176,8 +166,7 @@ def method_labels(cells: pd.DataFrame) -> pd.Series:
 
 
 def _method_label(row: dict[str, object], varying_axes: list[str]) -> str:
-    """Label of one cell: the display name of the method, followed, for a pruned cell, by the value
-    of each axis in `varying_axes`. The value "none" is left out."""
+    """Label of one cell, with its values on `varying_axes`."""
     parts = [names.method(str(row["method"]))]
     if row["criterion"] != "none":
         for axis in varying_axes:
@@ -188,7 +177,7 @@ def _method_label(row: dict[str, object], varying_axes: list[str]) -> str:
 
 
 SEARCHED = "evolutionary"
-"""Beginning of a searched allocation in a study's record; settings may follow."""
+"""Beginning of a searched allocation in a study's record."""
 
 
 def is_searched(allocation: str) -> bool:

@@ -24,8 +24,8 @@ task or kind of step -> message."""
 
 
 def studies(store: Path) -> list[str]:
-    """Names of the studies in a store, in the order of their newest runs, newest first. Raises
-    UserError when the store does not exist or has no study."""
+    """Names of the studies in a store; the study with the newest run is first. Raises UserError
+    when the store does not exist or has no study."""
     if not store.is_dir():
         raise UserError(
             f"store={store} does not exist: name the folder a run wrote to, such as store=store"
@@ -42,12 +42,10 @@ def studies(store: Path) -> list[str]:
 
 
 def requested_studies(store: Path, name: str) -> list[str]:
-    """Names of the studies that a user requests.
+    """Names of the studies that a user requests. Raises UserError for a study that does not exist.
 
-    name: one name of a study, several names separated by commas, or EVERY for all studies of the
-    store. If a study has the name EVERY, only this study is requested.
-
-    Raises UserError for a study that does not exist.
+    name: name of one study, several names separated by commas, or EVERY for all studies of the
+    store.
     """
     names = studies(store)
     selected_studies = sorted(names) if name == EVERY and EVERY not in names else name.split(",")
@@ -61,10 +59,11 @@ def combined_record(store: Path, names: Sequence[str]) -> dict[str, Any]:
     """Read the record of one study, or combine the records of several studies into one record.
     Raises UserError when a record cannot be read.
 
-    A cell that occurs in several studies is one cell of the combined record, with the benchmarks of
-    all these studies. The lists in the fields FIGURE_STEPS are concatenated. The field `study`
-    has the names of all studies. The field `config` has the config of each study, under the name of
-    the study. All other fields are copied from the newest record."""
+    A cell that occurs in several studies is one cell of the combined record. The lists in the
+    fields FIGURE_STEPS are concatenated. The field "study" has the names of all studies. The field
+    "config" has the config of each study, under the name of the study. All other fields are copied
+    from the newest record.
+    """
     record_of_study = _distinguish_models({name: _read(store, name) for name in names})
     records = [_add_suites(record) for record in record_of_study.values()]
     if len(records) == 1:
@@ -82,8 +81,7 @@ def combined_record(store: Path, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _read(store: Path, name: str) -> dict[str, Any]:
-    """Read the record of one study. Raises UserError when the record is missing or damaged, was
-    written by a newer version of moe_lab, or has no cells."""
+    """Read the record of one study. Raises UserError when the record cannot be used."""
     try:
         record = read_record(store, name)
     except (Damaged, OSError) as error:
@@ -103,17 +101,16 @@ def _read(store: Path, name: str) -> dict[str, Any]:
 
 
 def _add_id(name: str, step_id: str) -> str:
-    """Add the first digits of `step_id` to `name`, the name of a model: `qwen_top2` becomes
+    """Add the first digits of `step_id` to the name of a model: `qwen_top2` becomes
     `qwen-3f2a91_top2`. step_id: id of the step that prepared the model."""
     # the suffixes stay at the end of the name: `_top2`, or ` (heapr)` with a name of a protocol
     return re.sub(r"((_top\d+)?( \(.*\))?)$", rf"-{step_id[:MODEL_ID_DIGITS]}\g<1>", name, count=1)
 
 
 def _distinguish_models(records: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Add ids to the names of models if different models have the same name, in the same study or
-    in different studies.
+    """Add ids to the names of models if different models have the same name.
 
-    records: name of a study -> record. Returns name of a study -> record with the changed names.
+    records: name of a study -> record.
     """
     ids_by_name: dict[str, set[str]] = {}
     for record in records.values():
@@ -128,9 +125,9 @@ def _distinguish_models(records: Mapping[str, dict[str, Any]]) -> dict[str, dict
 def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
     """(name, id) of the model in `entry`, a cell's entry in a record.
 
-    - name: the name of the model; if it contains the id, as `_add_id` writes it, without the id
-    - id: the first MODEL_ID_DIGITS digits of the id of the model's step, "" when the step is
-    missing"""
+    - name: without the id that `_add_id` adds
+    - id: first MODEL_ID_DIGITS digits of the id of the model's step, "" when the step is missing
+    """
     name = str(entry["cell"].get("model"))
     folder = entry.get("model")
     step_id = str(folder)[-ID:][:MODEL_ID_DIGITS] if folder else ""
@@ -138,8 +135,7 @@ def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _add_ids(record: dict[str, Any], ambiguous_names: Collection[str]) -> dict[str, Any]:
-    """A copy of the record with other names of models: an id is added to the names in
-    `ambiguous_names`, see `_add_id`, and removed from all other names."""
+    """A copy of the record in which exactly the names in `ambiguous_names` have ids."""
     # name in the record -> name in the copy
     new_names: dict[str, str] = {}
     cells = []
@@ -150,7 +146,6 @@ def _add_ids(record: dict[str, Any], ambiguous_names: Collection[str]) -> dict[s
             new_names[entry["cell"]["model"]] = new_name
             entry = {**entry, "cell": {**entry["cell"], "model": new_name}}
         cells.append(entry)
-    # the rows of these fields also name models
     figures = {
         figure: [
             {**row, "model": new_names.get(row["model"], row["model"])} for row in record[figure]
@@ -161,9 +156,9 @@ def _add_ids(record: dict[str, Any], ambiguous_names: Collection[str]) -> dict[s
 
 
 def _add_suites(record: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the record, with the field `suite` added to each cell's entry: names of all tasks
-    that the study ran on at least one cell of the same model."""
-    # model -> tasks; the tasks are keys, so that each is listed once, in the order of the record
+    """A copy of the record, with the field "suite" in each cell's entry: all tasks that the study
+    ran on any cell of the same model."""
+    # model -> tasks, as keys so that each is listed once and in order
     suites: dict[str, dict[str, None]] = {}
     for entry in record["cells"]:
         suites.setdefault(entry["cell"].get("model"), {}).update(
@@ -176,8 +171,7 @@ def _add_suites(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _join_cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The entries of all cells in the records. Entries of the same cell, in several records, are
-    joined to one entry by `joined_entry`."""
+    """The entries of all cells in the records. Entries of the same cell are joined."""
     # cell as JSON -> entries
     entries_of_cell: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
@@ -188,9 +182,8 @@ def _join_cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def joined_entry(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge entries of one cell from several records, or entries of cells with equal results. Each
-    field is copied from the first entry in which the field is not empty. The fields _DICTIONARIES
-    are merged in the same way, key by key."""
+    """Merge entries of one cell, or of cells with equal results. Each field is copied from the
+    first entry in which the field is not empty. The fields _DICTIONARIES are merged key by key."""
     dictionaries = {
         name: _first_values([entry.get(name) or {} for entry in entries]) for name in _DICTIONARIES
     }
@@ -198,8 +191,7 @@ def joined_entry(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _first_values(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Key -> the first value of the key in `mappings` that is not empty. If all values of the key
-    are empty, the last value is taken."""
+    """Key -> the first value of the key in `mappings` that is not empty."""
     first_values: dict[str, Any] = {}
     for mapping in mappings:
         for key, value in mapping.items():

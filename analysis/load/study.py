@@ -21,16 +21,12 @@ from moe_lab.results import STEPS
 def _property_from_cells(
     read: Callable[[pd.DataFrame, Reader], pd.DataFrame],
 ) -> cached_property[pd.DataFrame]:
-    """A property of `Study` that calls `read(cells, reader)` at the first access, and keeps the
-    frame that `read` returns."""
     return cached_property(lambda study: read(study.cells, study.reader))
 
 
 def _property_from_passes(
     read: Callable[[pd.DataFrame, passes.Reports, Reader], pd.DataFrame],
 ) -> cached_property[pd.DataFrame]:
-    """A property of `Study` that calls `read(cells, calibrations, reader)` at the first access, and
-    keeps the frame that `read` returns. calibrations: reports of the calibration passes."""
     return cached_property(lambda study: read(study.cells, study.calibrations, study.reader))
 
 
@@ -38,8 +34,9 @@ def _property_from_passes(
 class Study:
     """The results of a study, from which all tables and figures are made.
 
-    The text below a field that is a frame lists the columns of the frame. The values in a column
-    `cell` are index values of the frame `cells`."""
+    The text below a frame lists the columns of the frame. The values in a column "cell" are index
+    values of `cells`.
+    """
 
     name: str
     store: Path
@@ -82,7 +79,6 @@ class Study:
     commit, sandbox, too_long and unfinished_thoughts (numbers of items without an answer, for these
     two reasons), and versions (of libraries)."""
     reader: Reader
-    """Reader of the store, which also holds the gaps."""
     notes: Sequence[str] = field(default=())
     """Remarks about the results, such as different versions of a library."""
 
@@ -120,7 +116,6 @@ def load(store: Path, name: str) -> Study:
     document = studies.combined_record(store, studies.requested_studies(store, name))
     reader = Reader(store)
     cells, entries = _cells(document, reader)
-    # origins: where and how long each evaluation ran, see `Study.origins`
     results, samples, origins = evaluations(entries, labels(cells), reader)
     coverage, calibrations = passes.coverage(cells, reader)
     contaminations = passes.contaminations(document, cells, reader)
@@ -151,13 +146,11 @@ items that are long enough to be looked for."""
 
 def _contamination_remarks(contaminations: passes.Reports) -> list[str]:
     """A sentence for every calibration set that contains more than the share REMARKABLE of some
-    benchmark's items. The sentence names each such benchmark.
+    benchmark's items.
 
-    contaminations: "calibration@model" -> benchmark -> counts. The counts are the number of items
-    that are `comparable`, and of those that are `found` in the calibration set.
+    contaminations: see `Study.contaminations`.
     """
-    # calibration set -> texts such as `3 of 100 items of MMLU`. Texts are keys, so that a text
-    # that is equal for several models is listed once
+    # calibration set -> texts, as keys so that a text for several models is listed once
     texts_of_set: dict[str, dict[str, None]] = {}
     for calibration_at_model, counts_of_benchmark in contaminations.items():
         for benchmark, counts in counts_of_benchmark.items():
@@ -177,15 +170,8 @@ def _contamination_remarks(contaminations: passes.Reports) -> list[str]:
 
 
 def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, Entries]:
-    """Returns (cells, entries): the frame `Study.cells`, and cell -> entry of the cell in
-    `document`, the study's record. Cells of different ratios with the same plan are merged, see
-    `_merge_equal_ratios`.
-
-    A cell without a value on one of AXES is left out. Of a cell that the record lists twice, the
-    first entry counts. A gap is recorded for each of these cells. A gap is also recorded for each
-    cell in the record's field `differing`: two runs of the study have computed such a cell with
-    different settings.
-    """
+    """(cells, entries): the frame `Study.cells`, and cell -> entry of the cell in `document`, the
+    study's record."""
     entries = dict(enumerate(document["cells"]))
     cells = pd.DataFrame(
         [entry["cell"] for entry in entries.values()], columns=list(AXES)
@@ -213,15 +199,10 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, E
 def _merge_equal_ratios(
     cells: pd.DataFrame, entries: Entries, reader: Reader
 ) -> tuple[pd.DataFrame, Entries]:
-    """Merge cells that differ only in the ratio and have the same plan. Add the columns `removed`,
-    `removed_text`, `protocol` and `<step>_folder` (see `Study.cells`).
+    """Merge ratios at which all cells of a model have the same plans. Rounding to whole experts can
+    give the same plan for two ratios.
 
-    Rounding to whole experts can give the same plan for two ratios. Two ratios of a model are
-    merged if all cells of the model have the same plans at both (see `_lowest_equal_ratio`). A
-    merged row has the lowest ratio and the results of all its cells.
-
-    Returns the rows, and the index of a row -> its entry. `entries` (cell -> entry in the record)
-    is not changed.
+    Returns (rows, entries): the frame `Study.cells`, and index of a row -> entry in the record.
     """
     cells = cells.join(plans.removed_shares(_add_folders(cells, entries), reader))
     cells["requested"] = cells["ratio"]
@@ -246,13 +227,8 @@ def _merge_equal_ratios(
 
 
 def _lowest_equal_ratio(cells: pd.DataFrame) -> pd.Series:
-    """For each cell, the lowest ratio at which the cell's model has the same plans as at the
-    cell's ratio.
-
-    Two ratios of a model give the same plans if both have the same combinations of the other axes,
-    and each combination has the same plan at both ratios. A ratio is equal to no other ratio if the
-    plan of one of its cells is missing.
-    """
+    """For each cell, the lowest ratio at which the cell's model has the same plans as at the cell's
+    ratio."""
     other_axes = [axis for axis in AXES if axis != "ratio"]
     lowest_ratios = cells["ratio"].copy()
     lowest_with_plans: dict[frozenset[Any], float] = {}
@@ -266,9 +242,7 @@ def _lowest_equal_ratio(cells: pd.DataFrame) -> pd.Series:
 
 
 def _add_folders(cells: pd.DataFrame, entries: Entries) -> pd.DataFrame:
-    """Add columns from the cells' entries in the record: protocol, and for each kind of step in
-    STEPS the column `<kind>_folder`, the folder of the cell's step of this kind. A value that an
-    entry lacks is None."""
+    """Add the columns "protocol" and "<kind>_folder" for each kind of step in STEPS."""
     cell_entries = [entries[cell] for cell in cells.index]
     columns: dict[str, Any] = {
         f"{kind}_folder": [entry.get(kind) for entry in cell_entries] for kind in STEPS
@@ -278,11 +252,11 @@ def _add_folders(cells: pd.DataFrame, entries: Entries) -> pd.DataFrame:
 
 
 def _allocation(cell: Mapping[str, Any]) -> str | None:
-    """Text of a cell's allocation: `uniform, replacement=mean_output`. The allocation's name is
-    followed by the settings replacement and protect, if they are set. None if the cell has no
+    """Text of a cell's allocation: `uniform, replacement=mean_output`. None if the cell has no
     allocation.
 
-    cell: axes and settings of a cell, as in the record."""
+    cell: axes and settings of a cell, as in the record.
+    """
     replacement = cell.get("replacement", "none")
     protect = cell.get("protect")
     settings = [
@@ -294,12 +268,10 @@ def _allocation(cell: Mapping[str, Any]) -> str | None:
 
 
 def _method_keys(cells: pd.DataFrame) -> list[str]:
-    """The key of each cell's method, in the order of `cells`; see `names.method_key`.
+    """The key of each cell's method, see `names.method_key`.
 
-    The key has the recovery if the study has several recoveries and the cell is recovered. The key
-    has the allocation if the study has several allocations and the cell's allocation is not the
-    default (see `_has_default_allocation`). An allocation that replaces dropped experts is always
-    in the key, because the name of a criterion alone means that experts are dropped.
+    An allocation that replaces dropped experts is always in the key, because the name of a
+    criterion alone means that experts are dropped.
     """
     pruned = cells[cells["criterion"] != "none"]
     has_several_allocations = pruned["allocation"].nunique() > 1
@@ -318,8 +290,8 @@ def _method_keys(cells: pd.DataFrame) -> list[str]:
 
 
 def _has_default_allocation(row: Mapping[str, Any]) -> bool:
-    """Whether the cell is unpruned, or prunes experts with the default allocation, `uniform`. The
-    pruning of channels has no default allocation."""
+    """Whether the cell is unpruned or has the default allocation. The pruning of channels has no
+    default allocation."""
     return bool(
         row["criterion"] == "none"
         or (row["allocation"] == "uniform" and row["granularity"] != "channel")
@@ -327,8 +299,7 @@ def _has_default_allocation(row: Mapping[str, Any]) -> bool:
 
 
 def _models(cells: pd.DataFrame, reader: Reader) -> dict[str, Mapping[str, Any]]:
-    """Model -> content of facts.json from the model's step: the numbers of layers, experts and
-    parameters. Models without this file are left out."""
+    """Model -> content of facts.json."""
     models: dict[str, Mapping[str, Any]] = {}
     for row in records(cells.drop_duplicates("model")):
         folder = reader.folder(row["model_folder"]) if row["model_folder"] else None
