@@ -266,7 +266,7 @@ def check_output(layer: nn.Module, inputs: Any, output: Any) -> None:
 
 def output_of(layer: nn.Module, run: Callable[[], Any]) -> torch.Tensor:
     """The output of a decoder `layer` when `run()` runs the model. Later layers are not computed.
-    UserError unless the output is a bare tensor."""
+    UserError unless the output is a bare tensor, RuntimeError if `run()` does not run the layer."""
 
     def stop(module: nn.Module, inputs: Any, output: Any) -> None:
         check_output(module, inputs, output)

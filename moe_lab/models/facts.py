@@ -59,7 +59,8 @@ def model_facts(model: Any) -> dict[str, Any]:
 
 def architecture(model: Any) -> ExpectedConfig:
     """The sizes of a model in the form of `model.expected`. If layers differ in a size, the largest
-    value counts, but `shared_width` is the mean over layers, rounded down."""
+    value counts, but `shared_width` is the mean over layers, rounded down. SettingsError for a size
+    that `model.expected` does not accept."""
     layers = routed_layers(model)
     hidden = max(layer.hidden for layer in layers)
     shared = sum(linear.weight.numel() for _, linear in linear_modules(model, "shared_experts"))

@@ -256,7 +256,7 @@ def files_of(folder: Path) -> list[Path]:
 
 def fingerprint(path: str | Path) -> str:
     """sha256 (hex) of a model's configuration, tokenizer and weights. `path`: the model's folder,
-    or pocket:NAME."""
+    or pocket:NAME. UserError when there is no such folder."""
     folder = local_path(str(path))
     if not folder.is_dir():
         raise UserError(
@@ -287,7 +287,8 @@ def is_weights(file: str) -> bool:
 
 def model_fingerprint(settings: ModelConfig) -> str | None:
     """The fingerprint of a model in a folder or on the hub. None for a model that is neither in the
-    cache nor on a hub that can be reached."""
+    cache nor on a hub that can be reached. UserError for a path that is neither a folder nor a hub
+    id."""
     folder = local_path(settings.path)
     if folder.is_dir():
         return fingerprint(folder)

@@ -123,18 +123,13 @@ BETWEEN_SEEDS = 0.05
 
 def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
     """A sentence for each request: how large a difference between two methods must be for the study
-    to detect it with a power of 80 %. A method is a pruned cell without its seed; cells with a
-    random criterion are no methods. Methods are compared by their averages over benchmarks.
+    to detect it with a power of 80 %. A method is a pruned cell without its seed.
 
-    The test is a two-sided t-test between methods that have several seeds. Its level is 5 % divided
-    by the number of pairs of these methods. The variance of a difference is the sum of the variance
-    over seeds and the variance over items. If fewer than two methods have several seeds, the
-    sentence asks for more seeds instead. A request with fewer than two methods, or without a
-    benchmark of known size, gets no sentence."""
+    The test is a two-sided t-test of averages over benchmarks. Its level is 5 % divided by the
+    number of pairs of methods."""
     from scipy.special import stdtrit  # takes half a second to import
 
     for cells, benchmarks in requests:
-        # items that are evaluated; without a limit, all `expected` items of the benchmark
         item_counts = [
             min(benchmark.expected, benchmark.limit or benchmark.expected)
             for benchmark in benchmarks
@@ -173,8 +168,7 @@ def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
 
 def missing_requirements(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
     """One sentence for each requirement of `steps` that this machine does not meet, such as a
-    package, a permission or the device of a model. `Resources.start_checks` and
-    `Resources.installation_checks` have the checks of a step."""
+    package, a permission or the device of a model."""
     distinct_checks: dict[tuple[Any, ...], Check] = {}
     for step in steps:
         resources = step.resources()
@@ -194,10 +188,9 @@ def missing_requirements(steps: Sequence[Step], launcher: LauncherConfig) -> lis
 
 
 def capacity_problems(store: Path, steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
-    """Sentences about the capacity of this machine: one if the disk of `store` is too small for the
-    results of `steps`. Unless launcher=slurm, also sentences about steps that would load a model on
-    the CPU, although its weights exceed the main memory. A sentence names the model and the kind of
-    step, so many steps can share it."""
+    """A sentence if the disk of `store` is too small for the results of `steps`. Unless
+    launcher=slurm, also sentences about steps that would load a model on the CPU, although its
+    weights exceed the main memory."""
     problems = disk_problems(store, steps)
     if launcher.name != "slurm":
         for step in steps:
@@ -206,9 +199,7 @@ def capacity_problems(store: Path, steps: Sequence[Step], launcher: LauncherConf
 
 
 def _deduplicate(cells: Iterable[Cell], *fields: str) -> list[Cell]:
-    """`cells` without those whose `fields` all have the same values as in an earlier cell.
-    `fields`: names of fields of a cell, such as "model". Two values are the same only if they are
-    the same object."""
+    """`cells` without those whose `fields` are the same objects as in an earlier cell."""
     cell_of: dict[Any, Cell] = {}
     for cell in cells:
         cell_of.setdefault(tuple(id(getattr(cell, field)) for field in fields), cell)
@@ -216,8 +207,7 @@ def _deduplicate(cells: Iterable[Cell], *fields: str) -> list[Cell]:
 
 
 def _settings_problems(config: Config) -> Iterator[str]:
-    """A sentence for each problem with a setting that all cells share: stores, tracker, jobs and
-    format of exports."""
+    """A sentence for each problem with a setting that all cells share."""
     yield from user_errors(store_folder, config.store)
     if config.also:
         from moe_lab.study.other_stores import open_other
@@ -240,7 +230,7 @@ def _settings_problems(config: Config) -> Iterator[str]:
 
 def _check_gpu_number(cell: Cell, config: Config) -> None:
     """Raise UserError for a device such as cuda:1 unless launcher=inline: other launchers choose
-    the GPUs of each process, and a process numbers its GPUs from 0."""
+    the GPUs of each process."""
     device = cell.model.device
     launcher = config.launcher.name
     # cuda:0 is the same as cuda
@@ -265,17 +255,13 @@ def _check_objective(config: Config, benchmarks: Sequence[BenchmarkConfig]) -> N
 
 
 def _text_problems(cells: Iterable[Cell]) -> Iterator[str]:
-    """A sentence for each problem with a text that a model reads. Some problems concern the text
-    alone, others also the model, such as a missing chat template.
-
-    The default calibration set is only for models that ship with moe_lab. If another model would
-    read it, because the user has named no set, that is a problem, too."""
+    """A sentence for each problem with a text that a model reads. The default calibration set is
+    only for models that ship with moe_lab."""
     # (role of a text, id() of the text, id() of the model) -> (role, text, model)
     readings = {}
     for cell in _deduplicate(cells, "model", "calibration", "criterion", "allocation", "recovery"):
         texts = {**cell.texts, "calibration": cell.calibration}
-        # The calibration set is checked only if the cell reads it. For an unknown criterion or
-        # allocation, `reads_text` raises UserError; the set stays in `texts`, and is checked.
+        # `reads_text` raises UserError for an unknown criterion or allocation
         with suppress(UserError):
             if not reads_text(cell):
                 del texts["calibration"]
@@ -288,8 +274,7 @@ def _text_problems(cells: Iterable[Cell]) -> Iterator[str]:
         for role, text in texts.items():
             readings[role, id(text), id(cell.model)] = (role, text, cell.model)
     for role, text, model in readings.values():
-        # both functions raise UserError if the text is wrong; a mixture has several sets, which are
-        # checked one by one
+        # a mixture has several sets, which are checked one by one
         check = sources.check_answers if role in WITH_ANSWERS else sources.first_record
         problems = [
             sentence
@@ -297,7 +282,7 @@ def _text_problems(cells: Iterable[Cell]) -> Iterator[str]:
             for sentence in user_errors(check, single_set)
         ]
         yield from problems
-        # the text for FLOPs is not checked, as it is rarely read: only if experts differ in width
+        # the text for FLOPs is read only if experts differ in width
         if role != "flops" and not problems:
             yield from user_errors(calibrations.check_chat_template, text, model)
             if role not in WITH_ANSWERS:
@@ -309,12 +294,11 @@ def _text_problems(cells: Iterable[Cell]) -> Iterator[str]:
 
 
 def _check_template(cell: Cell, benchmark: BenchmarkConfig) -> None:
-    """Raise UserError when a benchmark has chat=true and the model has no chat template. If the
-    questions of the benchmark come with tools, raise UserError also when the chat template does not
-    accept tools. Without chat=true, nothing is checked."""
+    """Raise UserError when a benchmark has chat=true and the model has no chat template, or none
+    that accepts the tools of the benchmark."""
     harness = harness_of(benchmark)
     if benchmark.chat:
-        # end of the message; a benchmark with tools has no alternative, as it needs chat=true
+        # a benchmark with tools needs chat=true
         alternative = (
             ""
             if harness.gives_tools
@@ -329,8 +313,7 @@ def _check_template(cell: Cell, benchmark: BenchmarkConfig) -> None:
 
 
 def _export_problems(cell: Cell, config: Config) -> Iterator[str]:
-    """A sentence for each problem with the export of the pruned model of a cell. Nothing is checked
-    if the settings of the export have their defaults and no verification is requested."""
+    """A sentence for each problem with the export of the pruned model of a cell."""
     if config.export == ExportConfig() and not config.verify:
         return
     from moe_lab.pruning.export import settings
@@ -341,25 +324,22 @@ def _export_problems(cell: Cell, config: Config) -> Iterator[str]:
     yield from settings.export_conflicts(
         config.export, cell.model, cell.recovery, granularity, verify=config.verify
     )
-    # True if the allocation gives layers unequal numbers of experts, or experts unequal numbers of
-    # channels
+    # the allocation gives layers unequal numbers of experts, or experts unequal numbers of channels
     if granularity in allocation_rule.uneven:
         yield from user_errors(settings.check_uneven, config.export, allocation_rule.name)
 
 
 def _replacement_problems(cell: Cell, config: Config) -> Iterator[str]:
     """A sentence for each problem with a plan that replaces dropped experts by constants or by
-    merged experts. Other plans are not checked.
-
-    With some of these plans, the router still chooses dropped experts. Such a model runs only in
-    transformers: with backend=hf, or with the code that export=natural writes."""
+    merged experts. If the router still chooses dropped experts, the model runs only in
+    transformers."""
     settings = cell.allocation
     shape = config.export.shape
     if settings.replacement != "none":
         setting = f"allocation.replacement={settings.replacement}"
         grouping = GROUPINGS.get(settings.replacement)
-        # A replacement without a grouping puts constants in place of dropped experts. A grouping
-        # merges groups of experts; with rows="all", the router keeps the rows of all their experts.
+        # A replacement without a grouping puts constants in place of dropped experts. With
+        # rows="all", the router keeps the rows of all merged experts.
         routes_to_dropped = grouping is None or grouping.rows == "all"
     elif (plan := plan_in(settings)) is not None and (plan.has_constants or plan.merged_layers):
         setting = f"the plan allocation.path={settings.path}"
@@ -387,8 +367,7 @@ def _replacement_problems(cell: Cell, config: Config) -> Iterator[str]:
 
 
 def _plan_problems(cell: Cell, _: Config) -> Iterator[str]:
-    """A sentence for each problem with the plan of a cell. The step that makes the plan depends on
-    the allocation. The class of this step has the functions that check the cell (`checks`)."""
+    """A sentence for each problem with the plan of a cell."""
     step_class: Any = KINDS[allocation.get(cell.allocation.name).step]
     for check in step_class.checks:
         yield from user_errors(check, cell)
@@ -432,5 +411,5 @@ CELL_CHECKS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] 
     (("model", "criterion", "recovery", "allocation"), _export_problems),
     (("model", "allocation"), _replacement_problems),
 )
-"""Pairs (names of groups of settings, check). A check raises UserError or returns sentences. It is
-made for one cell of each combination of values of its groups."""
+"""Pairs (names of groups of settings, check). A check raises UserError or returns sentences. Cells
+with the same values in these groups are checked once."""

@@ -31,10 +31,9 @@ CODE_STATE_FILE = "code_state.json"
 
 @cache
 def code_state() -> dict[str, Any]:
-    """State of the code of moe_lab as a JSON object with the entry `version`. For a git checkout it
-    also has `commit`, the hash of the commit, and `edits`, a digest of uncommitted changes (None
-    without changes). In the copy of the package that Slurm jobs run, the result is the state of the
-    original package, read from CODE_STATE_FILE."""
+    """State of the code of moe_lab as a JSON object with the entry "version". A git checkout also
+    has "commit", a hash, and "edits", a digest of uncommitted changes (None without changes). A
+    copy of the package that Slurm jobs run has the state of the original package."""
     package = Path(moe_lab.__file__).parent
     with contextlib.suppress(FileNotFoundError, Damaged):
         original: dict[str, Any] = read_json(package / CODE_STATE_FILE, {"version": str})
@@ -48,8 +47,7 @@ def code_state() -> dict[str, Any]:
         return process.stdout.decode(errors="surrogateescape")
 
     with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or not a checkout
-        # fails, as intended, if the package is installed inside the checkout of another project,
-        # whose commit says nothing about moe_lab
+        # fails, as intended, if the package is installed inside the checkout of another project
         git("ls-files", "--error-unmatch", "__init__.py")
         edits = git("diff", "HEAD", "--", ".")
         for file in git("ls-files", "--others", "--exclude-standard", "-z").split("\0")[:-1]:
@@ -83,11 +81,9 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def provenance(start: float) -> dict[str, Any]:
-    """Provenance of a step that began at `start` (seconds since the epoch), as a JSON object: code,
-    versions, machine, time and memory. `threads` is None if torch was not imported. `gpus`,
-    `driver` and `peak_gpu_memory_bytes` are None if this process used no GPU. `driver` is the
-    version of the GPU driver, or the version of CUDA if the version of the driver cannot be read.
-    """
+    """Provenance of a step that began at `start` (seconds since the epoch), as a JSON object.
+    "gpus", "driver" and "peak_gpu_memory_bytes" are None if this process used no GPU. "driver" is
+    the version of CUDA if the version of the GPU driver cannot be read."""
     torch: Any = sys.modules.get("torch")
     on_gpu = torch is not None and torch.cuda.is_initialized()
     gpus = range(torch.cuda.device_count()) if on_gpu else ()
@@ -126,7 +122,7 @@ TRANSIENT = {
     errno.ENODEV,
     errno.ENOTCONN,
 }
-"""Numbers of system errors that the machine causes, so that the next run tries the step again."""
+"""Numbers of system errors after which the next run tries the step again."""
 
 
 def error_document(error: BaseException) -> dict[str, Any]:
@@ -135,13 +131,12 @@ def error_document(error: BaseException) -> dict[str, Any]:
     message: text for the user. type: name of the class of the exception. trace: text for the log,
     "" for a UserError. code: `code_state`. user: whether the message suffices without the trace.
     transient: whether the error may not occur at another time or on another machine. environment:
-    whether installed software causes the error. After an error that is `transient` or
-    `environment`, the next run tries the step again."""
+    whether installed software causes the error."""
     text = str(error) or type(error).__name__
     transient = isinstance(error, (MemoryError, Unavailable)) or (
         isinstance(error, OSError) and error.errno in TRANSIENT
     )
-    # the class is compared by name, as OutOfMemoryError is in torch, which may not be imported
+    # compared by name, as torch may not be imported
     if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
         text = f"out of memory: a smaller batch_size, or a device with more of it, helps ({text})"
         transient = True
@@ -164,13 +159,11 @@ MISSING_SYMBOL = re.compile(
     "undefined symbol|cannot open shared object file|symbol not found|No module named|cannot "
     "import name"
 )
-"""Text in messages of errors of installed packages. Errors of other processes are known only by
-their messages."""
+"""Errors of installed packages. Errors of other processes are known only by their messages."""
 
 
 def _is_environment_error(error: BaseException | None) -> bool:
-    """Whether an exception, or an exception that caused it, is due to installed software: a missing
-    package, a missing name in a module, or a missing library or symbol."""
+    """Whether a missing package, name, library or symbol is the cause of an exception."""
     while error is not None:
         is_missing_name = isinstance(error, AttributeError) and isinstance(error.obj, ModuleType)
         if isinstance(error, ImportError) or is_missing_name or MISSING_SYMBOL.search(str(error)):

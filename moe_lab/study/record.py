@@ -34,8 +34,7 @@ from moe_lab.study.steps.plans import TIES
 from moe_lab.study.store import Store
 
 PREPARATION = ("model", "statistics", "scores", "plan", "finetune", "export")
-"""Fields of `CellSteps` whose steps only prepare the results of a cell. The record does not list
-the errors of these steps."""
+"""Fields of `CellSteps` whose steps only prepare the results of a cell."""
 FINGERPRINT_FILE = ".made_from"
 """File in the folder of a report with the `fingerprint` of the study that it shows."""
 LISTED_PLANS = 3
@@ -44,7 +43,7 @@ LISTED_PLANS = 3
 
 @dataclass(frozen=True)
 class Study:
-    """A study to run: settings, graph of steps, and store."""
+    """A study to run."""
 
     config: Config
     graph: Graph
@@ -57,11 +56,9 @@ class Study:
     def steps_and_finished_ids(
         self, ids_elsewhere: Set[str] = frozenset()
     ) -> tuple[list[Step], set[str]]:
-        """(steps of the study, ids of the finished steps). Prints how many steps are in each.
-
-        A step can merge the results of other steps. If it is finished, these other steps are not
-        needed any more, and are left out of both. `ids_elsewhere`: ids of steps that count as
-        finished because they are finished in other stores and will be copied."""
+        """(steps of the study, ids of the finished steps). Prints how many steps are in each. Steps
+        whose results a finished step has merged are left out of both. `ids_elsewhere`: ids of steps
+        that are finished in other stores and will be copied."""
         done = self.store.finished_ids(self.graph.steps) | ids_elsewhere
         steps = unmerged(self.graph.steps, done)
         done &= {step.id for step in steps}
@@ -77,9 +74,8 @@ class Study:
 
 
 def finish(study: Study, schedule: Schedule, run: Run) -> int:
-    """Finish a run after the steps of `schedule` have ended: write the record, print errors, make
-    the report and log to the tracker. If a step failed because the disk is full, no report is made
-    and nothing is logged.
+    """Finish a run after its steps have ended: write the record, print errors, make the report and
+    log to the tracker.
 
     Returns the exit code. 0: no step failed, and the report is complete. 2: steps failed, and every
     error can be understood from its message, without a trace. 1: other steps failed, or the report
@@ -91,7 +87,6 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
     store.check_exists()
     errors = {step_id: error.document for step_id, error in schedule.failed.items()}
     document = record_of(study, run, errors)
-    # the folder of a run that computed nothing, and whose record would change nothing, is removed
     if not schedule.total and _is_recorded(store, name, run, document):
         run.remove()
     else:
@@ -117,18 +112,14 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
 
 
 def _write_end(store: Store, study: str) -> None:
-    """Write ended.json to the folder of the last recorded run of a study, if this run has jobs. The
-    file tells `status` that record and report are complete."""
+    """Write ended.json to the folder of the last recorded run of a study, if this run has jobs."""
     recorded_runs = [run for run in runs(store, study) if (run.folder / RECORD).exists()]
     if recorded_runs and recorded_runs[-1].jobs:
         store.write(recorded_runs[-1].folder / ENDED, {"time": time.time()})
 
 
 def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -> bool:
-    """Whether the new record of a run adds nothing to the records of the study. The records are
-    joined with and without the new record, and compared; time, settings and names of runs are
-    ignored. `document`: the new record of `run`, which is not written yet. It is joined only with
-    the records that it does not replace."""
+    """Whether `document`, the new record of `run`, adds nothing to the records of the study."""
 
     def content(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         """The joined records, with None in the fields that may differ."""
@@ -148,13 +139,11 @@ def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -
 
 
 def _print_errors(study: Study, schedule: Schedule) -> None:
-    """Print the error message of each failed step, and where the traces are. If another run of the
-    study has recorded cells with the same names but other settings, also print the number of these
-    cells."""
+    """Print the errors of failed steps, and how many cells another run has recorded with other
+    settings."""
     store = study.store
     name = study.config.study
-    # `fingerprint` returns the names of recorded runs, separated by spaces. With one record, no
-    # cells can differ, and the time of reading it is saved.
+    # with one record, no cells can differ, and the time of reading it is saved
     has_several_records = " " in fingerprint(store, name)
     if has_several_records and (differing := study_record(store, name).get("differing")):
         inform(
@@ -172,9 +161,8 @@ def _print_errors(study: Study, schedule: Schedule) -> None:
 
 
 def _print_ties(study: Study, schedule: Schedule) -> None:
-    """Print a sentence about the finished plans that have ties. In a tie, some of the experts or
-    channels with equal scores are retained, and the others, with the lowest ids, are dropped. At
-    most LISTED_PLANS plans are named."""
+    """Print a sentence about the finished plans that have ties: experts or channels with equal
+    scores, of which only some are dropped."""
     plans = {cell.plan.id: cell.plan for cell in study.graph.cells if cell.plan}
     descriptions = []
     for step_id, step in plans.items():
@@ -197,8 +185,7 @@ def _print_ties(study: Study, schedule: Schedule) -> None:
 
 
 def _print_exports(study: Study, schedule: Schedule) -> None:
-    """Print the folder of the checkpoint of each finished export. If the checkpoint was verified,
-    also print its difference from the masked model."""
+    """Print the checkpoint of each finished export, and the result of its verification."""
     exports = {cell.export.id: cell.export for cell in study.graph.cells if cell.export}
     for step_id, step in exports.items():
         if step_id not in schedule.finished:
@@ -215,9 +202,8 @@ def _print_exports(study: Study, schedule: Schedule) -> None:
 
 
 def _update_report(study: Study) -> bool:
-    """Make the report of a study, unless it is up to date. Print the summary of the report. Returns
-    whether the report is complete. All runs of a study share one report folder, so a claim makes
-    them take turns."""
+    """Make the report of a study, unless it is up to date, and print its summary. Returns whether
+    the report is complete."""
     store = study.store
     name = study.config.study
     page = store.root / "reports" / name / "report.html"
@@ -240,18 +226,17 @@ def _update_report(study: Study) -> bool:
 
 
 def _make_report(study: Study, page: Path) -> bool:
-    """Make the report in a process that runs the package `analysis`, and print which parts of the
-    report failed. Returns whether the report is complete."""
+    """Make the report in a process of its own. Returns whether the report is complete."""
     store = study.store
     name = study.config.study
     folder = page.parent
     argv = command("analysis", "report", f"store={store.root}", f"study={name}", f"out={folder}")
     progress_file = folder / progress.NAME
     with show_regularly(
-        # [1]: a text such as "3 of 40 figures", "" as long as nothing is in the file
+        # [1]: a text such as "3 of 40 figures"
         lambda: f"report: {progress.read(progress_file)[1] or 'reading the results'}"
     ):
-        # progress.FILE: environment variable that tells the process where to write its progress
+        # progress.FILE: name of an environment variable
         environment = {**os.environ, progress.FILE: str(progress_file)}
         process = subprocess.run(
             argv, capture_output=True, text=True, env=environment, umask=store.umask
@@ -262,7 +247,6 @@ def _make_report(study: Study, page: Path) -> bool:
         with suppress(OSError):  # a full disk
             store.make_folder(log.parent)
             write_text(log, process.stderr, store.file_mode)
-        # the last line names the reason
         *_, reason = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
         inform(
             f"moe_lab: the report failed: {reason.removeprefix('analysis: ')} (all that it "
@@ -279,14 +263,12 @@ def _make_report(study: Study, page: Path) -> bool:
 
 
 def fingerprint(store: Store, study: str) -> str:
-    """Names of the runs of a study that have a record, separated by spaces. As records never
-    change, a report that was made with the same fingerprint is up to date."""
+    """Names of the runs of a study that have a record, separated by spaces."""
     return " ".join(run.folder.name for run in runs(store, study) if (run.folder / RECORD).exists())
 
 
 def outdate_reports(store: Store) -> None:
-    """Mark all reports of a store as outdated, by removing their fingerprints. This is needed after
-    damaged steps were set aside, because a report may show results of these steps."""
+    """Mark all reports of a store as outdated, by removing their fingerprints."""
     for file in (store.root / "reports").glob(f"*/{FINGERPRINT_FILE}"):
         file.unlink(missing_ok=True)
 
@@ -296,19 +278,17 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
     """The record of a run: for every cell, the folders of its steps and the error messages of its
     failed steps. `failed`: id of a failed step -> error document.
 
-    The record replaces the records that existed when the run began. It does not replace the record
-    of a run that ended later. With `study.add`, it replaces no record, so that its cells are added
-    to the recorded cells."""
+    The record replaces the records that existed when the run began. With `study.add`, it replaces
+    no record."""
     store = study.store
     config = study.config
     graph = study.graph
 
-    # start of a step's id -> KIND/NAME, or None if the step is not finished. At first it has the
-    # steps in packs; others are looked up when needed, as each takes a system call.
+    # start of a step's id -> KIND/NAME, or None if the step is not finished
     names: dict[str, str | None] = {**store.packs.steps()}
 
     def name_of(step: Step | None) -> str | None:
-        """KIND/NAME of a finished step. None if the step is not finished, or `step` is None."""
+        """KIND/NAME of a finished step, otherwise None."""
         if step is None:
             return None
         start = step.id[:ID_DIGITS]
@@ -349,9 +329,8 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
 
 
 def _cell_errors(steps: CellSteps, failed: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """The error messages of the failed steps of a cell: name of a benchmark, or field of
-    `CellSteps`, -> message. Fields in PREPARATION are left out. `failed`: id of a step -> error
-    document."""
+    """Name of a benchmark, or field of `CellSteps`, -> error message of its failed step. `failed`:
+    id of a step -> error document."""
     errors = {}
     for name, step in {**steps.evaluate, **steps.by_field()}.items():
         if name not in PREPARATION and step and step.id in failed:
@@ -369,9 +348,8 @@ def study_record(store: Store, study: str) -> dict[str, Any]:
 
 
 def _model_names(graph: Graph) -> dict[tuple[str, str], str]:
-    """(name of the model, name of the protocol) -> name of the model in the record. The scores of a
-    model under two protocols are not comparable. The record therefore adds the protocol to the name
-    of the model, except for the first protocol of the model."""
+    """(name of the model, name of the protocol) -> name of the model in the record. Two protocols
+    of a model get two names, because their scores are not comparable."""
     first_protocols: dict[str, str] = {}
     names = {}
     for steps in graph.cells:
@@ -384,7 +362,7 @@ def _model_names(graph: Graph) -> dict[tuple[str, str], str]:
 
 def _cell_columns(cell: Cell) -> dict[str, Any]:
     """The settings of a cell, except the model, as the record shows them: name -> value."""
-    # None for the unpruned model, whose criterion has the name "none"
+    # None for the unpruned model
     criterion = criteria.CRITERIA.get(cell.criterion.name)
     return {
         "criterion": _name_with_parameters(cell.criterion.name, cell.criterion.parameters),
@@ -399,8 +377,7 @@ def _cell_columns(cell: Cell) -> dict[str, Any]:
 
 
 def _name_with_parameters(name: str, parameters: Mapping[str, Any]) -> str:
-    """Text for a criterion or an allocation: NAME, or NAME(PARAMETER=VALUE,...) if there are
-    parameters."""
+    """NAME, or NAME(PARAMETER=VALUE,...) if there are parameters."""
     values = ",".join(f"{key}={value}" for key, value in sorted(parameters.items()))
     return f"{name}({values})" if values else name
 
@@ -410,7 +387,7 @@ def allocation_columns(allocation: AllocationConfig) -> dict[str, str | None]:
 
     allocation: the label. Without a label: the name, all parameters, and the settings that differ
     from their defaults. replacement: what dropped experts become. protect: which experts are
-    protected, or None. `protect_layers` is added if it differs from its default."""
+    protected, or None."""
     default = AllocationConfig()
     changed_settings = {
         name: getattr(allocation, name)

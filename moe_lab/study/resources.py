@@ -1,8 +1,7 @@
 """Resources of steps: memory, disk, GPUs and amount of work, computed from the sizes of the model,
 the text and the benchmark.
 
-Each kind of step returns one `Resources`, made by a function of this module; launchers, Slurm and
-the forecast read nothing else. Estimates of memory are right to within a factor of two.
+Estimates of memory are right to within a factor of two.
 """
 
 from __future__ import annotations
@@ -59,14 +58,14 @@ Bytes = Callable[[Size], float]
 
 class Resources(NamedTuple):
     """Resources and amount of work of one step. A NamedTuple, as a large study makes millions of
-    them, and a dataclass takes five times as long."""
+    them."""
 
     model: ModelConfig | None = None
     """The model whose files the step reads."""
     weights: Literal["none", "files", "layers", "model", "server"] = "none"
-    """Which weights of the model are in memory. none: no weights. files: a piece of the files at a
-    time. layers: a decoder layer at a time, to run the model. model: all weights, to run the model.
-    server: all weights, in a server that the step starts."""
+    """Which weights of the model are in memory. files: a piece of the files at a time. layers: a
+    decoder layer at a time, to run the model. model: all weights, to run the model. server: all
+    weights, in a server that the step starts."""
     memory: float | None = PROCESS
     """Peak memory in bytes, weights included; None for a model of unknown size. It is memory of
     GPUs if `on_gpu`, otherwise main memory."""
@@ -77,41 +76,36 @@ class Resources(NamedTuple):
     disk: float = 0.0
     """Upper bound of the bytes that the step writes; 0 where they are few."""
     isolated: bool = False
-    """Whether the step runs foreign code, so that launcher=inline uses a worker process for it."""
+    """Whether the step runs foreign code."""
     units: float = 1.0
     """Amount of work, in tokens or items where the step reads these. The seconds of steps of one
     kind are proportional to it."""
     pace: Sequence[Any] = ()
-    """JSON document of what determines the seconds per unit: steps of one kind with equal pace take
-    equal seconds per unit."""
+    """JSON document of what determines the seconds per unit."""
     job: str | None = None
     """Kind of the Slurm jobs that this step is part of; None for its own kind."""
     steps_per_job: Literal["one", "short", "cells", "models"] = "one"
-    """Which steps share a Slurm job. one: each step has its own job. short: many steps share a job,
-    as each takes seconds. cells: `launcher.cells_per_job` steps share a job. models: all steps of
-    `launcher.cells_per_job` pruned models share a job. These are pruned from one model, whose
-    weights are loaded once."""
+    """Which steps share a Slurm job. one: each step has its own job. short: many steps share a job.
+    cells: `launcher.cells_per_job` steps share a job. models: all steps of `launcher.cells_per_job`
+    pruned models share a job. These are pruned from one model."""
     start_checks: Sequence[Check] = ()
     """Checks on the machine where the study is started, such as of permissions."""
     installation_checks: Sequence[Check] = ()
-    """Checks of what is installed where the step runs. They are made if the step runs in this
-    Python (launcher.python=null)."""
+    """Checks of what is installed where the step runs."""
 
     @property
     def runs_model(self) -> bool:
-        """Whether the step runs the model. A step that only reads the model's files does not."""
+        """Whether the step runs the model."""
         return self.weights in WEIGHTS_TO_RUN
 
     def fits(self, gpus: int, gpu_memory: float) -> bool:
         """Whether the memory of `gpus` GPUs, each with `gpu_memory` GiB, is enough for the step. A
-        step can use nine tenths of the memory of a GPU. True for a step on the CPU, and for a step
-        whose memory is unknown."""
+        step can use nine tenths of the memory of a GPU."""
         return not self.on_gpu or (self.memory or 0.0) <= gpus * 0.9 * gpu_memory * GIB
 
     def gpus(self, gpu_memory: float) -> int:
         """Number of GPUs for the step, if each has `gpu_memory` GiB: the smallest of `gpu_counts`
-        whose memory is enough. The largest of `gpu_counts` if none is enough. 0 for a step on the
-        CPU."""
+        whose memory is enough, or else the largest."""
         if not self.on_gpu:
             return 0
         return next(
@@ -121,42 +115,33 @@ class Resources(NamedTuple):
 
 
 def runs_on_gpu(model: ModelConfig, size: Size) -> bool:
-    """Whether a model runs on GPUs if the machine has any. With device=auto, this depends on the
-    size of the model: GPUs are used if the weights have at least GPU_FROM bytes. All other devices
-    except cpu are GPUs. `size`: size of the model."""
+    """Whether a model runs on GPUs if the machine has any. `size`: size of the model."""
     return size.bytes >= GPU_FROM if model.device == "auto" else model.device != "cpu"
 
 
 def weight_loading(size: Size) -> Resources:
-    """Resources of a step that only loads the weights of a model to GPUs. `size`: size of the
-    model."""
+    """Resources of a step that only loads the weights of a model to GPUs."""
     return Resources(memory=WEIGHT_OVERHEAD * size.bytes, on_gpu=True)
 
 
 def expert_weight_bytes(size: Size) -> float:
     """Bytes of the weights of all routed experts of one layer in fp32. The gradients of these
-    weights in fp32 take as many bytes."""
+    weights take as many bytes."""
     # 4 bytes per weight, and `size.expert` weights per expert
     return 4.0 * size.experts * size.expert
 
 
 def channel_product_bytes(size: Size) -> float:
-    """Bytes of the sums that the step `ActivationAlignment` gathers in one layer. For each routed
-    expert, it is a matrix (I, I) in fp64. An entry of the matrix compares a channel of this expert
-    with a channel of the expert into which it is merged. I: number of channels of an expert."""
-    # 8 bytes: a number in fp64; `size.width` is I
+    """Bytes of the sums that the step `ActivationAlignment` gathers in one layer: for each routed
+    expert, a matrix (`size.width`, `size.width`) in fp64."""
     return 8.0 * size.experts * size.width**2
 
 
 def _resources_of_model(
     model: ModelConfig, memory: Bytes, disk: Bytes | None = None, **fields: Any
 ) -> Resources:
-    """Resources of a step whose memory depends on `model`. `memory`: function from the size of the
-    model to the bytes in memory. `disk`: function from the size of the model to the bytes that the
-    step writes; None if it writes few. `fields`: the other fields of `Resources`.
-
-    The step uses GPUs if it runs the model and the model is put on GPUs, see `runs_on_gpu`. If the
-    size of the model is unknown, the result has memory=None, disk=0 and on_gpu=True."""
+    """Resources of a step whose memory depends on `model`. `memory`: bytes in memory. `disk`: bytes
+    that the step writes; None if they are few. `fields`: the other fields of `Resources`."""
     size = size_of(model)
     if size is None:
         return Resources(model=model, memory=None, on_gpu=True, **fields)
@@ -166,22 +151,17 @@ def _resources_of_model(
 
 
 def _gpu_counts(model: ModelConfig) -> Sequence[int]:
-    """Numbers of GPUs on which the library transformers can run a model. If `model.device` is auto
-    or one of DEVICE_MAPS, the model can be divided among GPUs: all of GPU_COUNTS. For any other
-    device: only 1."""
+    """Numbers of GPUs on which the library transformers can run a model."""
     return GPU_COUNTS if model.device in ("auto", *DEVICE_MAPS) else GPU_COUNTS[:1]
 
 
 def file_reading(model: ModelConfig, pace: Sequence[Any]) -> Resources:
-    """Resources of a step that reads the files of a model once, a piece at a time. The memory is
-    assumed to be 2 * PROCESS, whatever the size of the model. `pace`: see `Resources.pace`."""
+    """Resources of a step that reads the files of a model once, a piece at a time."""
     return _resources_of_model(model, lambda _: 2.0 * PROCESS, weights="files", pace=pace)
 
 
 def merged_sums(model: ModelConfig, text: CalibrationConfig, pace: Sequence[Any]) -> Resources:
-    """Resources of a step that merges the results of a pass over `text` that was divided into
-    shares. Each share has a set of sums. Memory holds the total, the sums of one share, and the
-    content of the file that is written. `pace`: see `Resources.pace`."""
+    """Resources of a step that merges the sums of the shares of a pass over `text`."""
 
     def memory(size: Size) -> float:
         # for each expert: CHANNEL_SUMS numbers per channel, and a vector of the hidden size
@@ -207,10 +187,9 @@ def text_pass(
     """Resources of a step that runs a model over a text.
 
     rows: (start, end) of the rows of the text that the step reads, `end` excluded; None for all
-    rows. engine: overrides `text.engine`. backward: whether the step has backward passes. copies:
-    number of copies of the weights in memory.
-    per_layer: function from the size of the model to bytes, which are added for each layer that is
-    in memory. extra_bytes: function from the size of the model to bytes, which are added once.
+    rows. engine: overrides `text.engine`. copies: number of copies of the weights in memory.
+    per_layer: bytes that are added for each layer in memory. extra_bytes: bytes that are added
+    once.
     """
     is_streamed = (engine or text.engine) == "streamed"
     tokens = (rows[1] - rows[0]) * text.length if rows else text.tokens
@@ -262,12 +241,8 @@ def finetuning(
     copies: int,
 ) -> Resources:
     """Resources of a step that fine-tunes a pruned model on a text. If `recovery.fit` is set, the
-    step fits the merged experts instead. `copies`: number of copies of the weights in memory.
-
-    A fit gathers two sums for each merged expert, (I, I) and (I, H) in fp64, and writes them to the
-    disk. I: channels of an expert; H: hidden size. Half of the experts are assumed to be merged.
-    Distillation also holds DISTILLED tensors of the size of the logits. `pace`: first entries of
-    `Resources.pace`, to which entries about the recovery are added."""
+    step fits the merged experts instead. `pace`: first entries of `Resources.pace`. `copies`:
+    number of copies of the weights in memory."""
     is_fit = recovery.fit is not None
     is_distilled = recovery.distill is not None
     batch_tokens = min(text.batch_size * text.length, text.tokens)
@@ -275,7 +250,8 @@ def finetuning(
     def sum_bytes(size: Size) -> float:
         if not is_fit:
             return 0.0
-        # 8 bytes: a number in fp64; (I, I) and (I, H) have I * (I + H) numbers together
+        # For each merged expert, a fit gathers fp64 sums (width, width) and (width, hidden). Half
+        # of the experts are assumed to be merged.
         return 8.0 * size.moe_layers * size.experts / 2 * size.width * (size.width + size.hidden)
 
     def extra_bytes(size: Size) -> float:
@@ -304,12 +280,10 @@ def checkpoint_export(
 ) -> Resources:
     """Resources of a step that writes a checkpoint of a pruned model. `is_changed`: whether the
     weights differ from those of the unpruned model, such as after fine-tuning. `is_converted`:
-    whether the checkpoint is converted to GGUF. Each of the two is assumed to put one more
-    checkpoint on the disk. If one of the two is true, memory also holds the weights of three
-    decoder layers in fp32."""
+    whether the checkpoint is converted to GGUF."""
 
     def memory(size: Size) -> float:
-        # `layer_weights` are bytes in the stored precision; in fp32, a parameter has 4 bytes
+        # three decoder layers in fp32; `layer_weights` are bytes in the stored precision
         layer_bytes = (
             4 / size.bytes_per_parameter * size.layer_weights(3)
             if is_changed or is_converted
@@ -318,22 +292,20 @@ def checkpoint_export(
         return 2 * PROCESS + layer_bytes
 
     def disk(size: Size) -> float:
-        # True counts as 1
+        # each of the two puts one more checkpoint on the disk
         return float(size.bytes) * (1 + is_changed + is_converted)
 
     return _resources_of_model(model, memory, disk, weights="files", pace=pace)
 
 
 def item_count(benchmark: BenchmarkConfig) -> int:
-    """Number of items of a benchmark that a model answers: all items, or `benchmark.limit` if that
-    is smaller. If the number of all items is unknown, it is assumed to be ITEMS."""
+    """Number of items of a benchmark that a model answers."""
     count = benchmark.expected or ITEMS
     return min(benchmark.limit or count, count)
 
 
 def benchmark_pace(benchmark: BenchmarkConfig) -> list[Any]:
-    """The settings of a benchmark that determine the seconds per item, as a part of
-    `Resources.pace`."""
+    """The settings of a benchmark that determine the seconds per item."""
     return [benchmark.name, benchmark.shots, benchmark.chat, benchmark.max_new_tokens]
 
 
@@ -348,11 +320,7 @@ def benchmark_run(
 ) -> Resources:
     """Resources of a step that runs a model on the items of a benchmark. `model_id`: text that
     identifies the model in `Resources.pace`. `copies`: number of copies of the weights in memory.
-    `installation_checks`: see `Resources.installation_checks`.
-
-    The amount of work is the number of tokens that the model reads and generates. An item, and each
-    of its few-shot examples, is assumed to have PROMPT tokens. For each item of a batch, memory
-    holds the KV cache; if the benchmark generates no text, the logits of the prompt instead."""
+    The amount of work is the number of tokens that the model reads and generates."""
     new_tokens = benchmark.max_new_tokens
 
     def memory(size: Size) -> float:
@@ -382,8 +350,6 @@ def answer_bytes(benchmark: BenchmarkConfig) -> float:
 
 
 def _vllm_counts(model: ModelConfig, backend: BackendConfig) -> Sequence[int]:
-    """Numbers of GPUs on which vLLM can run a model. If the backend has arguments such as
-    tensor_parallel_size, their product is the only number. Otherwise, the numbers of GPUs among
-    which vLLM can divide each layer of the model."""
+    """Numbers of GPUs on which vLLM can run a model."""
     sizes = [size for name, size in backend.arguments.items() if name.endswith("parallel_size")]
     return [prod(sizes)] if sizes else tensor_parallel_sizes(config_of(model))

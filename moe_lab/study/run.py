@@ -1,5 +1,4 @@
-"""Run a study: build the graph, run missing steps, write the record and the report. A launcher
-computes the steps, in this process, in worker processes or in Slurm jobs."""
+"""Run a study: build the graph, run missing steps, write the record and the report."""
 
 from __future__ import annotations
 
@@ -49,8 +48,8 @@ class RunResult(NamedTuple):
 def check_and_run(
     config: Config, requests: Sequence[Request], *, add: bool = False, models: Models | None = None
 ) -> RunResult:
-    """Check the settings of a study, and then run the study. For arguments and errors, see `run`.
-    If settings are wrong, raises a SettingsError with all mistakes, before any step is run."""
+    """Check the settings of a study, and then run the study. Raises a SettingsError with all
+    mistakes. For arguments and other errors, see `run`."""
     with Mistakes() as mistakes:
         mistakes += preflight(config, requests)
     return run(config, requests, add=add, models=models)
@@ -59,14 +58,13 @@ def check_and_run(
 def run(
     config: Config, requests: Sequence[Request], *, add: bool = False, models: Models | None = None
 ) -> RunResult:
-    """Run a study whose settings are valid. A dry run (`config.dry_run`) only prints the forecast.
+    """Run a study whose settings are valid. A dry run only prints the forecast.
 
     add: whether the cells of this run are added to the cells that the study has recorded; otherwise
     they replace those cells. models: loaded models that the studies of this process share.
 
     Raises Unavailable if models or texts are not available, and SettingsError if this machine does
-    not meet the requirements of the steps. No step has been run then. The forecast is printed
-    before Unavailable is raised, and in a dry run before SettingsError is raised.
+    not meet the requirements of the steps.
     """
     for remark in remark_sentences(config, requests):
         inform(remark)
@@ -96,9 +94,7 @@ def run(
 
 
 def _run(study: Study) -> int:
-    """Compute the missing steps, and write the record and the report. A launcher that does not wait
-    for the jobs of a cluster only submits the steps. Returns the exit code. Raises SettingsError if
-    the disk or the memory is too small."""
+    """Compute the missing steps, and write the record and the report. Returns the exit code."""
     config = study.config
     store = study.store.create()
     all_steps = study.graph.steps
@@ -110,8 +106,7 @@ def _run(study: Study) -> int:
                 copy_from(store, path, all_steps)
         steps, done = study.steps_and_finished_ids()
         if config.tracker.name != "none" or config.objective:
-            # the tracker or the objective reads results at the end of the run, so damaged results
-            # are computed again
+            # the tracker or the objective reads results at the end of the run
             done -= _damaged_results(study, done)
         if store.notices:  # they may be about damaged steps, which reports may show
             outdate_reports(store)
@@ -127,15 +122,14 @@ def _run(study: Study) -> int:
         schedule = Schedule(steps, done)
         recall_failures(schedule, store, retry=config.retry)
         print_notices(store)
-        # a launcher returns False if it only submits the steps: their last job finishes the run
+        # if the steps were only submitted, their last job finishes the run
         if schedule.waiting and not LAUNCHERS[config.launcher.name](schedule, study, new_run):
             return 0
         return finish(study, schedule, new_run)
 
 
 def _damaged_results(study: Study, done: Set[str]) -> set[str]:
-    """Ids of finished steps with damaged results, among the evaluation and cost steps. The check
-    hashes all files of these steps. `done`: ids of all finished steps."""
+    """Ids of evaluation and cost steps with damaged results. `done`: ids of all finished steps."""
     steps_by_id = {
         step.id: step for cell in study.graph.cells for step in (*cell.evaluate.values(), cell.cost)
     }
@@ -147,8 +141,7 @@ def _damaged_results(study: Study, done: Set[str]) -> set[str]:
 
 
 def run_inline(schedule: Schedule, study: Study, new_run: Run) -> bool:
-    """Compute one step after another in this process. Returns True, as all steps have then ended.
-    `new_run` is an argument of every launcher, and is not used here."""
+    """Compute one step after another in this process."""
     with (
         show_progress(schedule, study.store, workers=1),
         InProcessExecutor(study.store, study.models) as execute,
@@ -158,14 +151,12 @@ def run_inline(schedule: Schedule, study: Study, new_run: Run) -> bool:
 
 
 def run_in_workers(schedule: Schedule, study: Study, new_run: Run) -> bool:
-    """Compute steps in worker processes. Returns True, as all steps have then ended. `new_run` is
-    an argument of every launcher, and is not used here.
+    """Compute steps in worker processes. `launcher.processes` overrides the number of processes.
 
-    Without GPUs, there is a process for each core. There are fewer if the main memory would not
-    suffice for the largest step in each process. With GPUs, there are several rounds. The first
-    round computes the steps that need one GPU, in a process for each GPU. The next round computes
-    the steps that need two GPUs, in a process for each pair of GPUs, and so on. The setting
-    `launcher.processes` overrides the number of processes."""
+    Without GPUs, there is a process for each core, or fewer if the main memory would not suffice.
+    With GPUs, there are several rounds. The first round computes the steps that need one GPU, in a
+    process for each GPU. The next round computes the steps that need two GPUs, in a process for
+    each pair of GPUs, and so on."""
     processes = study.config.launcher.processes
     resources = {step_id: step.resources() for step_id, step in schedule.waiting.items()}
     # steps of unknown memory are left out, and so are computed in the first round
@@ -175,7 +166,7 @@ def run_in_workers(schedule: Schedule, study: Study, new_run: Run) -> bool:
     on_gpu = any(needed.on_gpu for needed in resources.values())
     devices = visible_gpus() if on_gpu else []
     if not devices:
-        # 1 byte if the memory of all steps is unknown: then only the number of cores counts
+        # 1 byte if the memory of all steps is unknown
         max_memory = max((needed.memory or 0.0 for needed in known_resources.values()), default=1.0)
         count = processes or max(1, min(cores(), int(main_memory() // max_memory)))
         _compute(schedule, study.store, [{}] * count)
@@ -184,7 +175,6 @@ def run_in_workers(schedule: Schedule, study: Study, new_run: Run) -> bool:
     gpus_of = {step_id: needed.gpus(gpu_memory) or 1 for step_id, needed in known_resources.items()}
     # set_size: number of GPUs of each step of a round; 1 if the memory of all steps is unknown
     for set_size in sorted(set(gpus_of.values())) or [1]:
-        # ids of steps that need more GPUs
         later_ids = {step_id for step_id, gpus in gpus_of.items() if gpus > set_size}
         # at least one set, even if this machine has fewer GPUs
         starts = range(0, max(1, len(devices) - set_size + 1), set_size)
@@ -206,10 +196,8 @@ def _compute(
     environments: Sequence[Mapping[str, str]],
     subset: Set[str] | None = None,
 ) -> None:
-    """Compute steps in worker processes, each started by a thread. When all threads have ended, the
-    first of their errors is raised. `environments`: for each worker process, the environment
-    variables that it gets in addition to those of this process. `subset`: ids of the steps to
-    compute, see `Schedule.take`."""
+    """Compute steps in worker processes. `environments`: for each worker process, the environment
+    variables that it gets in addition to those of this process. `subset`: see `Schedule.take`."""
     errors: list[BaseException] = []
 
     def compute(environment: Mapping[str, str]) -> None:
@@ -233,8 +221,8 @@ def _compute(
 
 
 def run_in_slurm(schedule: Schedule, study: Study, new_run: Run) -> bool:
-    """Submit the steps as jobs of a Slurm cluster. With wait=true, wait until the jobs have ended,
-    and return True. With wait=false, return False at once."""
+    """Submit the steps as jobs of a Slurm cluster. With wait=true, wait until the jobs have
+    ended."""
     from moe_lab.study.slurm.jobs import wait_for_jobs
     from moe_lab.study.slurm.submit import submit
 
@@ -245,8 +233,7 @@ def run_in_slurm(schedule: Schedule, study: Study, new_run: Run) -> bool:
 
 
 Launcher = Callable[[Schedule, Study, Run], bool]
-"""Computes the steps of a schedule. Returns True if the steps have ended, and False if they were
-only submitted."""
+"""Computes the steps of a schedule. Returns False if the steps were only submitted."""
 LAUNCHERS: Mapping[str, Launcher] = {
     "inline": run_inline,
     "local": run_in_workers,

@@ -78,9 +78,8 @@ class Run:
 
     @property
     def jobs(self) -> list[SubmittedJob]:
-        """The submitted jobs, in order of submission, so that each job comes after the jobs that it
-        waits for. If the store is a copy, the list is empty: the jobs were submitted from the
-        original store, and write only there."""
+        """The submitted jobs, in order of submission. If the store is a copy, the list is empty:
+        the jobs write only to the original store."""
         document = self.store.read(
             self.folder / "jobs.json",
             JOBS_SHAPE,
@@ -89,30 +88,27 @@ class Run:
         path, inode = self._location()
         jobs = []
         for row in document["jobs"] if document else ():
-            # True if the job was submitted from this store. 0 is an unknown inode, and is not
-            # compared.
+            # 0 is an unknown inode
             if row["path"] == path or row["inode"] == inode != 0:
                 jobs.append(SubmittedJob(**row["job"]))
         return jobs
 
     def add_jobs(self, jobs: Iterable[SubmittedJob]) -> None:
-        """Append jobs to jobs.json, each with the location of the store."""
+        """Append jobs to jobs.json."""
         path, inode = self._location()
         rows = [{"path": path, "inode": inode, "job": asdict(job)} for job in (*self.jobs, *jobs)]
         self.store.write(self.folder / "jobs.json", {"jobs": rows})
 
     def _location(self) -> tuple[str, int]:
         """(path of the store, inode of the store). The same store mounted elsewhere has another
-        path. A copy of the store has another path and another inode. The inode is 0, which means
-        unknown, if the store is a mount point: mount points of different disks have the same
-        inode."""
+        path. The inode is 0 if the store is a mount point: mount points of different disks have the
+        same inode."""
         root = self.store.root
         return os.path.realpath(root), 0 if os.path.ismount(root) else root.stat().st_ino
 
     @property
     def logs(self) -> Path:
-        """Folder in which submitit keeps input and output of the run's jobs. It is in the cache of
-        the user who submitted the jobs."""
+        """Folder in which submitit keeps input and output of the run's jobs."""
         return cache_folder("jobs") / self.folder.name
 
     @property
@@ -128,13 +124,12 @@ class Run:
         return plan
 
     def claim(self) -> Claim:
-        """Claim the run. Until the claim is released or this process dies, `gc` does not remove
-        the steps of the run."""
+        """Claim the run, so that `gc` does not remove its steps."""
         return self.store.claims.take(f"run-{self.folder.name}-{uuid.uuid4().hex[:8]}")
 
     @garbage_collection_off()
     def write_plan(self, steps: Sequence[Step]) -> None:
-        """Write run.json for the `steps` of the study. The entries are described at `plan`."""
+        """Write run.json for the `steps` of the study, see `plan`."""
         indices = {step.id: index for index, step in enumerate(steps)}
         inputs = []
         for step in steps:
@@ -150,8 +145,8 @@ class Run:
         self.store.write(self.folder / "run.json", plan)
 
     def remove(self) -> None:
-        """Remove the folder of the run, and the folder of the run's logs. If the study has no other
-        run, also remove the folder of the study."""
+        """Remove the folder of the run and the folder of its logs. If the study has no other run,
+        also remove the folder of the study."""
         hidden_folder = self.store.root / f".{self.folder.name}"
         with suppress(OSError):  # the folder is gone, or the study's folder holds other runs
             # first renamed, as started jobs may still write to the folder by its old name
@@ -164,12 +159,8 @@ class Run:
 @contextmanager
 def create_run(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
     """A context with a new run of the study, which is claimed until the context ends. `steps`: all
-    steps of the study. At the beginning, waits while `gc` chooses steps to remove. Then removes
-    stale claims, and unfinished files that killed processes have left.
-
-    The name of a run is NUMBER-SUFFIX. NUMBER is one more than the number of the last run, so that
-    the order of runs does not depend on clocks. SUFFIX is random, so that no two runs have
-    the same name."""
+    steps of the study. Removes stale claims, and unfinished files that killed processes have left.
+    Runs are numbered, so that their order does not depend on clocks."""
     study_folder = store.root / "runs" / study
     with ExitStack() as claims:
         with store.claims.wait_for(GC_CLAIM):
@@ -194,9 +185,8 @@ def create_run(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]
 
 
 def _set_damaged_aside(earlier_runs: Sequence[Run]) -> None:
-    """Set aside damaged documents of earlier runs of a study, because `gc` and `status` read these
-    documents. Checks the jobs.json of every run, but only the run.json of the last run, as a
-    run.json can list millions of steps."""
+    """Set aside damaged documents of earlier runs. Only the run.json of the last run is checked, as
+    a run.json can list millions of steps."""
     for run in earlier_runs:
         _ = run.jobs  # reading a damaged document sets it aside
     for run in earlier_runs[-1:]:
@@ -215,7 +205,7 @@ def runs(store: Store, study: str) -> list[Run]:
 def active_runs(store: Store) -> set[str]:
     """Names of the runs that living processes have claimed. The set may also contain strings that
     are no names of runs."""
-    # a run's claim is named run-RUN-SUFFIX; the names of other claims yield strings without meaning
+    # a run's claim is named run-RUN-SUFFIX
     return {name.removeprefix("run-").rpartition("-")[0] for name in store.claims.active()}
 
 

@@ -39,12 +39,10 @@ POLL = 0.5
 
 
 class StepError(Exception):
-    """The error of a failed step. `document`: the error as JSON, see `provenance.error_document`.
-    `transient`: whether the step may succeed when it is tried again later, such as after a full
-    disk. A transient error is not stored."""
+    """The error of a failed step. `document`: see `provenance.error_document`. `transient`: whether
+    the step may succeed when it is tried again later, such as after a full disk."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
-        """Take the text of the exception from the message in `document`."""
         super().__init__(document["message"])
         self.document = dict(document)
         self.transient = bool(document.get("transient"))
@@ -53,7 +51,7 @@ class StepError(Exception):
 @dataclass
 class Schedule:
     """The state of each step of a run. A step is waiting, then running, then finished or failed. A
-    step is skipped if one of its inputs has failed. Steps are identified by their ids."""
+    step is skipped if one of its inputs has failed."""
 
     steps: Iterable[Step]
     finished: set[str] = field(default_factory=set)
@@ -66,16 +64,15 @@ class Schedule:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        """Put all steps that are not in `finished` into `waiting`."""
         self.waiting = {step.id: step for step in self.steps if step.id not in self.finished}
         self.total = Counter(step.kind for step in self.waiting.values())
         """Kind -> number of steps that were waiting at first."""
         self.condition = threading.Condition()
-        """Lock of this object. Threads wait for it in `take`, until steps have ended."""
+        """Lock of this object, notified when steps have ended."""
 
     def waiting_without(self, excluded: Set[str]) -> Set[str]:
-        """Ids of the waiting steps, except the steps with the ids `excluded`, and except steps that
-        need an excluded step, directly or indirectly."""
+        """Ids of the waiting steps, except the steps `excluded` and the steps that need them,
+        directly or indirectly."""
         excluded = set(excluded)
         for step in self.waiting.values():  # inputs come before the steps that need them
             if any(needed.id in excluded for needed in step.needs):
@@ -83,13 +80,9 @@ class Schedule:
         return self.waiting.keys() - excluded
 
     def take(self, subset: Set[str] | None = None) -> Step | None:
-        """Return the first waiting step with finished inputs, and move it to `running`. If there is
-        no such step yet, block until there is one. If no step is waiting, return None, even if
-        steps are still running.
-
-        `subset`: ids of the steps that may be taken; None for all steps. Other waiting steps count
-        as not waiting. `waiting_without` makes such a subset.
-        """
+        """Return the first waiting step with finished inputs, and move it to `running`. Block until
+        there is such a step. Return None if no step of `subset` is waiting. `subset`: ids of the
+        steps that may be taken, from `waiting_without`; None for all steps."""
         with self.condition:
             while any(subset is None or step_id in subset for step_id in self.waiting):
                 for step in self.waiting.values():
@@ -103,15 +96,15 @@ class Schedule:
             return None
 
     def _skip_blocked(self) -> None:
-        """Skip the waiting steps that need a failed or skipped step, directly or indirectly. The
-        caller holds `condition`."""
+        """Skip the waiting steps that need a failed or skipped step. The caller holds
+        `condition`."""
         # inputs come before the steps that need them, so one pass suffices
         for step in list(self.waiting.values()):
             if any(needed.id in self.failed or needed.id in self.skipped for needed in step.needs):
                 self.skipped[step.id] = self.waiting.pop(step.id)
 
     def skip(self, steps: Iterable[Step]) -> None:
-        """Skip `steps` and all steps that need one of them, directly or indirectly."""
+        """Skip `steps` and all steps that need one of them."""
         with self.condition:
             for step in steps:
                 self.waiting.pop(step.id, None)
@@ -120,15 +113,13 @@ class Schedule:
             self.condition.notify_all()
 
     def postpone(self, step: Step) -> None:
-        """Move a running step back to `waiting` after POLL seconds, because another run is
-        computing the step."""
+        """Move a running step back to `waiting` after POLL seconds."""
         time.sleep(POLL)
         with self.condition:
             self.waiting[step.id], _ = self.running.pop(step.id)
 
     def finish(self, step: Step, *, computed: bool = True) -> None:
-        """Move a step to `finished`. `computed`: whether this run has computed the step. If so, the
-        time of the step is added to `ended`."""
+        """Move a step to `finished`. `computed`: whether this run has computed the step."""
         with self.condition:
             self.waiting.pop(step.id, None)
             # a step that this run has not computed may never have been in `running`
@@ -149,11 +140,9 @@ class Schedule:
 
 
 def recall_failures(schedule: Schedule, store: Store, *, retry: str | None) -> None:
-    """Mark as failed each waiting step for which an earlier run has stored an error.
-
-    In three cases the stored error is removed instead, so that the step is computed again: with
-    retry=failed, if the code has changed, and if installed packages caused the error.
-    """
+    """Mark as failed each waiting step for which an earlier run has stored an error. The stored
+    error is removed instead with retry=failed, if the code has changed, or if installed packages
+    caused the error."""
     for step in list(schedule.waiting.values()):
         if step.id not in schedule.waiting:  # skipped, as it needs a failed step
             continue
@@ -174,10 +163,8 @@ Execute = Callable[[Step, Path], None]
 def work(
     schedule: Schedule, store: Store, execute: Execute, subset: Set[str] | None = None
 ) -> None:
-    """Compute steps until no step is waiting. Each step is claimed, computed by `execute` and
-    published. An error is passed to `schedule`, and also stored unless it is transient. From time
-    to time, small steps of the store are moved into packs. `subset`: ids of the steps to compute,
-    see `Schedule.take`."""
+    """Compute steps until no step is waiting. Errors are stored unless they are transient.
+    `subset`: see `Schedule.take`."""
     packing = Packing(store)
     while step := schedule.take(subset):
         try:
@@ -211,8 +198,7 @@ def work(
 
 
 def _input_error(damaged_input: Step) -> StepError:
-    """The error of a step that needs `damaged_input`, a step with a missing or damaged result. The
-    error is transient, as the next run computes the input again."""
+    """The error of a step that needs `damaged_input`, a step with a missing or damaged result."""
     message = (
         f"{damaged_input.folder} was removed or damaged after it was finished: start the study "
         "again to compute it"
