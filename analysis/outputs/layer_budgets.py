@@ -185,13 +185,12 @@ def _smoothing(study: Study, cell: Mapping[str, Any]) -> str:
 
 
 def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
-    """`budgets`, a row per plan and layer, with two more columns:
+    """`budgets` with two more columns, scaled to mean 1 over the layers of a plan:
 
     - loss: the layer's loss on the plan's calibration set
     - smoothed: the loss after the plan's smoothing
 
-    Both columns are scaled to mean 1 over the layers of a plan. If one layer of a plan has no loss,
-    both columns are NaN in all layers of this plan.
+    If one layer of a plan has no loss, both columns are NaN in all layers of this plan.
 
     budgets: see `layer_budgets`; losses: see `passes.layer_losses`, for one model."""
     from moe_lab.allocation.shapes import smooth
@@ -218,10 +217,7 @@ _MEANING = (
 @output("coverage.fig7", chapter="attribution", needs=COVERAGE_PLANS)
 @per_model("pruned")
 def coverage_budgets(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Loss, score coverage and retained share of each layer.
-
-    None without budgets.
-    """
+    """Loss, score coverage and retained share of each layer."""
     return strip_figure(
         results,
         comparison,
@@ -241,10 +237,7 @@ def coverage_budgets(results: Results, comparison: Comparison, name: str) -> Fig
 def smoothed_losses_and_budgets(
     results: Results, comparison: Comparison, name: str
 ) -> Figure | None:
-    """Raw and smoothed loss, score coverage and retained share of each layer.
-
-    A loss is smoothed by the smoothing in its plan. None without budgets.
-    """
+    """Raw and smoothed loss, score coverage and retained share of each layer."""
     caption = (
         "Smoothed loss: by the smoothing of the plan, divided by its mean; the target of the "
         f"coverage. {_MEANING}"
@@ -262,11 +255,9 @@ def strip_figure(
 ) -> Figure | None:
     """A figure of `budget_strips` with a panel per plan; None without budgets.
 
-    A panel has a row of squares for each column in `strips`, with one square per layer. A column
-    that is NaN in all plans is left out.
+    A panel has a row of squares for each column in `strips`, with one square per layer.
 
-    strips: keys of STRIPS; title: title of the figure, which gets the model's name at its end;
-    caption: caption of the figure, which gets a sentence on the calibration pass at its end."""
+    strips: keys of STRIPS."""
     study = results.study
     losses = study.layer_losses[study.layer_losses["model"] == comparison.model]
     budgets = budget_strips(layer_budgets(study, comparison), losses)
@@ -282,8 +273,7 @@ def strip_figure(
         for row, column in enumerate(columns):
             form = "{:.0%}" if column in ("coverage", "kept") else "{:.2f}"
             _draw_strip(axes, row, plan[column].to_numpy(float), form)
-        # Every step-th layer has a label. The step is rounded up, so that there are at most
-        # MOST_LAYERS_WITH_NUMBERS labels.
+        # every step-th layer has a label; rounded up, for at most MOST_LAYERS_WITH_NUMBERS labels
         step = -(-len(plan) // MOST_LAYERS_WITH_NUMBERS)
         layer_labels = [
             str(layer) if position % step == 0 else ""
@@ -302,9 +292,7 @@ def _draw_strip(
 ) -> None:
     """Draw row number `row` of a panel: a square for each of `values` (layers,), none for NaN.
 
-    The shade of a square is 0 for the smallest value, 1 for the largest value, and 0.5 if all
-    values are equal. A square shows its value in the format `form`, unless there are more than
-    MOST_LAYERS_WITH_NUMBERS layers."""
+    form: format of the values in the squares."""
     low = np.nanmin(values)
     high = np.nanmax(values)
     for position, value in enumerate(values):

@@ -21,11 +21,8 @@ from analysis.stats import overlap
 
 
 def overlap_table(results: Results, name: str) -> Table:
-    """Overlap of the experts with the lowest scores S(b, alpha, beta) across calibration sets. A
-    row per model, ratio and variant. A variant is a choice of (b, alpha, beta).
-
-    Overlap is shown by three definitions (triple, pairwise and Jaccard, see `overlap.agreement`).
-    Each of them has a second column with the expectation for random sets."""
+    """Overlap of the experts with the lowest scores S(b, alpha, beta) across calibration sets, by
+    the three definitions of `overlap.agreement`. A row per model, ratio and (b, alpha, beta)."""
     overlaps = results.overlaps
     variants = [
         overlap.variant_name(*variant) for variant in overlaps[overlap.VARIANT].to_numpy(int)
@@ -58,8 +55,7 @@ def overlap_table(results: Results, name: str) -> Table:
 
 
 def proxy_table(results: Results, name: str) -> Table:
-    """The numbers of `proxy_figure`: share of the experts with the lowest exact damage that also
-    have the lowest proxy score S(0,1,1). A row per model, calibration set and ratio."""
+    """The numbers of `proxy_figure`. A row per model, calibration set and ratio."""
     text_columns = {"Model": "model", "Calibration": "calibration", "Pruned": "ratio"}
     shares = {"Overlap": "overlap", "Lowest layer": "lowest", "By chance": "chance"}
     return Table(
@@ -85,10 +81,7 @@ _LETTERS = {"b": "b", "alpha": "α", "beta": "β"}
 
 def proxy_figure(results: Results, name: str) -> Figure:
     """Overlap of proxy and exact damage (Unified Expert Pruning, Fig. 3). A row per model and
-    calibration set, a colour per ratio.
-
-    A point is the mean overlap over layers. The line from the point ends at the lowest overlap of a
-    layer. A tick marks the expectation for random sets."""
+    calibration set, a colour per ratio."""
     overlaps = results.proxy_overlaps
     # (model, calibration set) of each row of the figure
     rows = list(dict.fromkeys(zip(overlaps["model"], overlaps["calibration"], strict=True)))
@@ -97,8 +90,7 @@ def proxy_figure(results: Results, name: str) -> Figure:
     ratio_groups = groups(overlaps.sort_values("ratio", kind="stable"), ["ratio"])
     for number, (key, group) in enumerate(ratio_groups):
         rows_of_ratio = zip(group["model"], group["calibration"], strict=True)
-        # The ratios of a row are drawn below each other, 0.22 apart. If there are two ratios,
-        # number - 0.5 places one above and one below the centre of the row.
+        # number - 0.5 places the first ratio above and the second below the centre of the row
         y = np.array([rows.index(row) for row in rows_of_ratio]) + 0.22 * (number - 0.5)
         look = style.line_look(number)
         axes.hlines(
@@ -128,10 +120,7 @@ def proxy_figure(results: Results, name: str) -> Figure:
 
 def pooled_figure(results: Results, name: str) -> Figure:
     """Overlap of the experts with the lowest scores S(b, alpha, beta) across calibration sets, the
-    mean over models (Unified Expert Pruning, Fig. 4). Two panels per ratio.
-
-    Left: a bar for each value of b, of alpha and of beta. Right: a heat map with a square for each
-    (b, alpha, beta)."""
+    mean over models (Unified Expert Pruning, Fig. 4). Two panels per ratio."""
     overlaps = overlap.mean_over_models(results.overlaps)
     ratios = sorted(overlaps["ratio"].unique())
     drawing = style.drawing(style.PAGE, 2.75 * len(ratios))
@@ -152,8 +141,7 @@ def pooled_figure(results: Results, name: str) -> Figure:
 
 def _draw_effects(axes: Axes, overlaps: pd.DataFrame) -> None:
     """Draw a bar for each value of b, of alpha and of beta. The bar of b=1, for example, is the
-    mean overlap of all scores S(b, alpha, beta) with b=1. A dashed line marks the expectation for
-    random sets.
+    mean overlap of all scores S(b, alpha, beta) with b=1.
 
     overlaps: the rows of one ratio in `overlap.mean_over_models`."""
     effects = overlap.component_effects(overlaps)
@@ -180,9 +168,7 @@ def _draw_effects(axes: Axes, overlaps: pd.DataFrame) -> None:
 
 
 def _draw_heat_map(axes: Axes, overlaps: pd.DataFrame) -> None:
-    """Draw a square for each variant (b, alpha, beta), shaded by the variant's overlap. A row has
-    one (b, alpha), a column has one beta. A variant without an overlap has a hatched square, and so
-    has the variant `overlap.DEGENERATE_VARIANT`.
+    """Draw a square for each variant (b, alpha, beta), shaded by the variant's overlap.
 
     overlaps: a row per variant, with the columns b, alpha, beta and triple (the overlap)."""
     overlap_of_variant = {
@@ -222,10 +208,7 @@ OVERLAP = "a run with overlap=true and two calibration sets"
 
 @output("unified.fig4", chapter="overlap", figures_only=True, needs=OVERLAP)
 def pooled_overlap(results: Results, name: str) -> list[Item]:
-    """Overlap of the experts to prune across calibration sets, mean over models.
-
-    [] without overlaps.
-    """
+    """Overlap of the experts to prune across calibration sets, mean over models."""
     return (
         []
         if results.overlaps.empty
@@ -237,8 +220,8 @@ def pooled_overlap(results: Results, name: str) -> list[Item]:
 def overlap_figure(results: Results, name: str) -> Figure | None:
     """Overlap of the experts to prune across calibration sets, model by model.
 
-    Fig. 5: a heat map per model and ratio. None with fewer than two models, because Fig. 4 has the
-    heat map of a single model.
+    A heat map per model and ratio. None with fewer than two models, because Fig. 4 has the heat map
+    of a single model.
     """
     overlaps = results.overlaps
     if overlaps.empty or overlaps["model"].nunique() < 2:
@@ -261,10 +244,7 @@ def overlap_figure(results: Results, name: str) -> Figure | None:
 
 @output("unified.fig3", chapter="overlap", figures_only=True, needs="a run with overlap=true")
 def proxy_and_damage(results: Results, name: str) -> list[Item]:
-    """Overlap of the proxy S(0,1,1) and exact damage.
-
-    [] without exact damage.
-    """
+    """Overlap of the proxy S(0,1,1) and exact damage."""
     return (
         []
         if results.proxy_overlaps.empty

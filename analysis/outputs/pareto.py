@@ -62,22 +62,19 @@ SHAPES = {"expert": "o", "constant": "D", "merged": "s", "channel": "^", "none":
 
 
 def average_and_costs(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Avg and costs of one model's cells, including the unpruned model. A row per cell that has
-    costs in the store.
+    """Avg and costs of one model. A row per cell that has costs, including the unpruned model.
 
     Columns:
 
     - cell, method, calibration, ratio, recovery
     - kind: a key of KINDS; NaN where the plan cannot be read
     - pruned: text with the removed share
-    - avg, low, high: Avg and its 95 % interval; NaN if the cell lacks one of the scores that Avg
-      is the mean of
-    - merit: `avg`, negated if lower is better, so that a higher merit is always better
+    - avg, low, high: Avg and its 95 % interval; NaN if the cell lacks one of the averaged scores
+    - merit: `avg`, negated if lower is better
     - bits, parameters_kept, routed_kept, flops_ratio, storage_bytes: see `plans.COSTS`
     - storage_share: `storage_bytes` as a share of the unpruned model's bytes in bfloat16
     - front_<cost>, for each column <cost> in COST_SHARES: whether the cell is on the Pareto front
-      of low <cost> and high `merit`, see `pareto_front`. Only pruned cells are compared; the
-      unpruned model has False.
+      of low <cost> and high `merit` among the pruned cells
     """
     target = comparison.all_average_columns
     average, low, high = comparison.displayed_scores(target)
@@ -103,9 +100,7 @@ def average_and_costs(study: Study, comparison: Comparison) -> pd.DataFrame:
 
 
 def _kinds(study: Study, cells: pd.DataFrame) -> pd.Series:
-    """The kind of each cell, a key of KINDS: `constant` if the plan replaces experts by constants,
-    `merged` if the plan merges experts. All other cells have their granularity as kind. NaN where
-    the plan cannot be read."""
+    """The kind of each cell, a key of KINDS; NaN where the plan cannot be read."""
     # an unpruned model has no plan
     is_known = (cells["granularity"] == "none") | cells.index.isin(study.retained["cell"])
     kinds = cells["granularity"].where(is_known)
@@ -120,10 +115,8 @@ def pareto_front(
 ) -> np.ndarray:
     """Booleans (entries,): whether an entry is on the Pareto front of low cost and high merit.
 
-    An entry is on the front if no other entry dominates it. A dominates B if A is at least as cheap
-    and at least as good as B, and is cheaper or better. Entries with NaN are not on the front.
-
-    costs, merits: one number per entry; a higher merit is better."""
+    A dominates B if A is at least as cheap and at least as good as B, and is cheaper or better. An
+    entry is on the front if no entry dominates it. Entries with NaN are not on the front."""
     cost_values = np.asarray(costs, float)
     merit_values = np.asarray(merits, float)
     # element [b, a] of the next three arrays says how entry a compares with entry b
@@ -138,10 +131,7 @@ def pareto_front(
 
 @output("pareto", chapter="cost", filters="Model|Pruned|Removes")
 def accuracy_and_cost(results: Results, name: str) -> list[Item]:
-    """All methods: accuracy against parameters, FLOPs and storage, with Pareto fronts.
-
-    [] without costs or scores.
-    """
+    """All methods: accuracy against parameters, FLOPs and storage, with Pareto fronts."""
     if results.study.costs.empty or not results.comparisons:
         return []
     return [pareto_table(results, name)]
@@ -150,16 +140,12 @@ def accuracy_and_cost(results: Results, name: str) -> list[Item]:
 @output("pareto.front", chapter="cost", needs="pruned models of several costs")
 @per_model()
 def fronts(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Accuracy against parameters, FLOPs and storage, with Pareto fronts.
-
-    None without costs, or when all pruned models cost the same.
-    """
+    """Accuracy against parameters, FLOPs and storage, with Pareto fronts."""
     return None if results.study.costs.empty else pareto_figure(results.study, comparison, name)
 
 
 def pareto_table(results: Results, name: str) -> Table:
-    """`average_and_costs` of all models as a table. The rows of a model are sorted by retained
-    parameters, most first, then by merit, best first."""
+    """`average_and_costs` of all models as a table."""
     frames = []
     for comparison in results.comparisons:
         average_name = comparison.quantity(comparison.all_average_columns).mean_name
@@ -182,8 +168,8 @@ def pareto_table(results: Results, name: str) -> Table:
         "Removes": "kind",
     }
     averages = list(mean_quantities(results.comparisons))  # names: Avg, the name of a mean loss
-    # Three frames: the averages and the ends of their intervals. Each has a column for each name in
-    # `averages`. A row has a number only in the column of its model's average.
+    # Each frame has a column for each name in `averages`. A row has a number only in the column of
+    # its model's average.
     values, low, high = (
         pd.DataFrame(
             {average: rows[column].where(rows["average"] == average) for average in averages}
@@ -220,11 +206,10 @@ def pareto_table(results: Results, name: str) -> Table:
 
 
 def _fronts_in_words(rows: pd.DataFrame) -> list[str]:
-    """For each row of `average_and_costs`, a text that names the costs by which the cell is on a
-    Pareto front: `Parameters, Storage`, or `all` for a cell on all fronts."""
+    """For each row of `average_and_costs`, the costs by which the cell is on a Pareto front: "all"
+    or a text such as "Parameters, Storage"."""
     texts = []
     for row in records(rows):
-        # the first word of the name of a cost: `FLOPs` of `FLOPs per token`
         costs = [name.split(" ")[0] for cost, name in COST_SHARES.items() if row[f"front_{cost}"]]
         texts.append("all" if len(costs) == len(COST_SHARES) else ", ".join(costs))
     return texts
@@ -240,11 +225,8 @@ _NUMBER_STYLE: Any = {"color": style.INK, "markeredgewidth": 0.3}
 
 
 def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
-    """Figure of `average_and_costs` of one model: Avg against each cost in COST_SHARES, a panel per
-    cost.
+    """Avg of one model's cells against each cost in COST_SHARES, a panel per cost.
 
-    A mark is a pruned cell; its shape shows the kind of the cell, its colour the recovery. Cells on
-    a front have numbers, which the legend explains. A cell whose plan cannot be read has no mark.
     None if all pruned cells have the same costs, rounded to per cent.
     """
     cells = average_and_costs(study, comparison)
@@ -314,16 +296,15 @@ def _format_share_axis(axes: Axes) -> None:
 
 
 def _mark_style(kind: str, shade: str) -> dict[str, Any]:
-    """Style of the marks of cells of the kind `kind`, a key of KINDS, in the colour `shade`. Marks
-    of the kind `expert` are hollow."""
+    """Style of the marks of cells of the kind `kind`, a key of KINDS, in the colour `shade`."""
     face = style.SURFACE if kind == "expert" else shade
     look = {"linestyle": "none", "markersize": 4.6, "markeredgewidth": 1.0}
     return {**look, "marker": SHAPES[kind], "color": shade, "markerfacecolor": face}
 
 
 def _draw_marks(axes: Axes, pruned: pd.DataFrame, cost: str, shades: Mapping[str, str]) -> None:
-    """Draw Avg against one cost: a mark and an interval for each row of `pruned`. Thin lines join
-    the rows of one method and calibration set. Everything has the colour of the recovery.
+    """Draw Avg against one cost: a mark and an interval for each row of `pruned`, and thin lines
+    between the rows of one method and calibration set.
 
     pruned: rows of `average_and_costs`, with display names in the column `recovery`; cost: a key of
     COST_SHARES; shades: display name of a recovery -> colour."""
@@ -351,14 +332,13 @@ def _draw_marks(axes: Axes, pruned: pd.DataFrame, cost: str, shades: Mapping[str
 def _draw_numbers(
     axes: Axes, front_cells: pd.DataFrame, cost: str, number_of_cell: Mapping[int, int]
 ) -> None:
-    """Write the numbers of the cells on a front next to the cells' marks. A number is at the upper
-    left of its mark, where the steps of the front do not pass. Cells at the same point share one
-    text.
+    """Write the numbers of the cells on a front next to the cells' marks.
 
     front_cells: rows of `average_and_costs`; cost: a key of COST_SHARES."""
     for _, point_cells in groups(front_cells, [cost, "avg"]):
         text = ", ".join(str(number_of_cell[cell]) for cell in point_cells["cell"])
         point = point_cells[cost].iloc[0], point_cells["avg"].iloc[0]
+        # at the upper left of a mark, where the steps of the front do not pass
         offset: Any = {
             "textcoords": "offset points",
             "xytext": (-3, 2),
@@ -417,7 +397,6 @@ def storage_frontier(study: Study, comparison: Comparison) -> pd.DataFrame:
 def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """MoE-Slimming's Figure 9: accuracy against storage, with the Pareto front.
 
-    A line per method over the method's ratios; hollow marks for methods that remove whole experts.
     None unless the cells with a score and a storage have at least two ratios and both
     granularities.
     """

@@ -33,7 +33,7 @@ def token_variance(results: Results, name: str) -> list[Item]:
 @per_model("pruned")
 def variance_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Token variance of hidden states against layers: a panel per ratio and calibration set, a line
-    per method and a line for the unpruned model. None without profiles of pruned cells."""
+    per method and for the unpruned model."""
     profiles = results.study.profiles.dropna(subset=["variance"])
     profile_of_cell = {
         # through str, because pandas' types allow any label in an index
@@ -73,8 +73,7 @@ def variance_figure(results: Results, comparison: Comparison, name: str) -> Figu
 
 def profile_table(results: Results, name: str) -> Table:
     """Token variance of hidden states and entropies of routing: a row per layer of each cell that
-    has a profile. The column `Of the unpruned` is the variance as a share of the unpruned model's
-    variance."""
+    has a profile."""
     study = results.study
     frames = []
     for comparison in results.pruned:
@@ -87,7 +86,6 @@ def profile_table(results: Results, name: str) -> Table:
         if len(profiles):
             share = profiles["variance"] / unpruned_variance
             frames.append(profiles.join(cells, on="cell").assign(unpruned_share=share))
-    # the table has these columns even if no cell has a profile
     no_rows = pd.DataFrame(columns=["model", "pruned", "calibration", "method"])
     rows = pd.concat(frames or [no_rows], ignore_index=True)
     text_columns = {
@@ -133,14 +131,14 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 def quantiles(entropies: pd.DataFrame) -> pd.DataFrame:
     """Quantiles of router entropy over the tokens of each layer. Columns: model, calibration, layer
-    and each of QUANTILES. Layers without tokens are left out.
+    and each of QUANTILES.
 
-    entropies: histograms, see `passes.router_entropies`. The column `entropy` is the upper end of a
-    bin. The entropies of tokens are assumed to be evenly spread inside a bin."""
+    entropies: histograms, see `passes.router_entropies`. Tokens are assumed to be evenly spread
+    inside a bin."""
     rows = []
     for key, histogram in groups(entropies, ["model", "calibration", "layer"]):
         bins = histogram.sort_values("entropy")
-        # number of tokens below each of `bin_ends`: 0 below the lower end of the first bin
+        # number of tokens below each of `bin_ends`
         cumulated_tokens = np.concatenate([[0.0], np.cumsum(bins["tokens"].to_numpy(float))])
         if cumulated_tokens[-1] > 0:
             bin_ends = np.concatenate([[0.0], bins["entropy"].to_numpy(float)])
@@ -153,11 +151,7 @@ def quantiles(entropies: pd.DataFrame) -> pd.DataFrame:
     "coverage.fig13", chapter="attribution", needs="the sums of a pass over a text in the store"
 )
 def entropy_figure(results: Results, name: str) -> Figure | None:
-    """Router entropy over tokens, by calibration set, layer and model.
-
-    A row of panels per model, a panel per calibration set, a box per layer. None if no layer has
-    tokens.
-    """
+    """Router entropy over tokens, by calibration set, layer and model."""
     entropies = quantiles(results.study.router_entropies)
     if entropies.empty:
         return None
@@ -185,7 +179,7 @@ def entropy_figure(results: Results, name: str) -> Figure | None:
 
 def _draw_boxes(axes: Axes, layers: pd.DataFrame) -> None:
     """Draw a box with whiskers for each of `layers`, the rows of `quantiles` for one model and
-    calibration set. A thick line in the box is the median."""
+    calibration set."""
     low, first_quartile, median, third_quartile, high = (
         layers[quantile].to_numpy(float) for quantile in QUANTILES
     )

@@ -15,7 +15,6 @@ def artefact_table(results: Results, name: str) -> Table:
     study = results.study
     # cell -> folders
     evaluation_folders = study.results.groupby("cell")["folder"].unique()
-    # a cell that lacks one of these steps has an empty text in the table
     cells = study.cells.fillna({f"{kind}_folder": "" for kind in ("plan", "scores", "statistics")})
     cells = cells.assign(
         pruned=removed_share_texts(cells),

@@ -29,10 +29,7 @@ MOST_PLANS, MOST_PANELS = 40, 6
 
 @output("ranking", chapter="ranking", filters="*Model|Pruned")
 def ranking(results: Results, name: str) -> list[Item]:
-    """All plans of a model and ratio by average, compared with chance and with the best method.
-
-    [] without rankings.
-    """
+    """All plans of a model and ratio by average, compared with chance and with the best method."""
     if not results.rankings:
         return []
     return [*_figures(results, name), ranking_table(results, name)]
@@ -40,10 +37,7 @@ def ranking(results: Results, name: str) -> list[Item]:
 
 @output("ranking.loss", chapter="ranks", filters="*Model|Pruned", needs=LOSSES)
 def ranking_by_loss(results: Results, name: str) -> list[Item]:
-    """All plans by their mean loss on right answers, where lower is better.
-
-    The tables and figures of `ranking`, with losses in place of scores.
-    """
+    """All plans by their mean loss on right answers, where lower is better."""
     return [
         replace(item, caption=f"{CAPTION} {item.caption}")
         for item in ranking(results.by_answer_loss, name)
@@ -51,13 +45,11 @@ def ranking_by_loss(results: Results, name: str) -> list[Item]:
 
 
 def ranking_table(results: Results, name: str) -> Table:
-    """All rankings in one table, with a row per plan. The columns of numbers include the rank, the
-    average, its share of the unpruned model's average, and the difference to the best method."""
+    """All rankings in one table, with a row per plan."""
     rankings = results.rankings
-    # names: Avg, the name of a mean loss
     averages = list(dict.fromkeys(ranking.mean_name for ranking in rankings))
     frame = pd.concat([_displayed_rows(ranking) for ranking in rankings], ignore_index=True)
-    frame = frame.dropna(axis="columns", how="all")  # columns without any value are left out
+    frame = frame.dropna(axis="columns", how="all")
     # the plans of `frame` in the same order, with the columns of `Ranking.rows`
     rows = pd.concat(
         [ranking.rows.assign(average=ranking.mean_name) for ranking in rankings],
@@ -71,8 +63,8 @@ def ranking_table(results: Results, name: str) -> Table:
         "Behind": SCORE,
         "p": "{:.4f}",
     }
-    # Two frames: the lower and the upper ends of intervals. Each has a column for each name in
-    # `averages`. A row has a number only in the column of its ranking's average.
+    # Each frame has a column for each name in `averages`. A row has a number only in the column of
+    # its ranking's average.
     low, high = (
         pd.DataFrame(
             {average: rows[end].where(rows["average"] == average) for average in averages}
@@ -109,9 +101,7 @@ _SHARED_RANKS = "Scores that are equal when printed share a rank."
 
 
 def _caption(rankings: Sequence[Ranking]) -> str:
-    """Text for a caption. The first sentences explain the texts in the column Status: comparisons
-    with chance, and verdicts on methods with several seeds. Without random plans or without
-    verdicts, these sentences are left out. The last sentences are the `overview`."""
+    """Text for a caption: the meaning of the texts in the column "Status", then the `overview`."""
     sentences = []
     if any(ranking.chance for ranking in rankings):
         sentences.append(
@@ -130,7 +120,7 @@ def _caption(rankings: Sequence[Ranking]) -> str:
 
 
 def _displayed_rows(ranking: Ranking) -> pd.DataFrame:
-    """The rows of one ranking in `ranking_table`, a row per plan, with all displayed columns."""
+    """The rows of one ranking in `ranking_table`, with all displayed columns."""
     rows = ranking.rows.assign(model=ranking.model, pruned=ranking.pruned_text)
     text_columns = {
         "Model": "model",
@@ -153,10 +143,7 @@ def _displayed_rows(ranking: Ranking) -> pd.DataFrame:
 
 
 def _figures(results: Results, name: str) -> list[Figure]:
-    """A figure for each model, with a panel per ranking. If a model has more than MOST_PANELS
-    rankings, only every second (or third, fourth, ...) ranking is drawn, and the caption says so.
-
-    name: name of the output; with several models, the name of a figure ends with its model."""
+    """A figure for each model, with a panel per ranking. name: name of the output."""
     models = list(dict.fromkeys(ranking.model for ranking in results.rankings))
     figures = []
     for model in models:
@@ -219,15 +206,13 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
 
 
 def _is_filled(row: Mapping[str, Any]) -> bool:
-    """Whether the mark of a plan is filled: the plan is above chance, is the best method, or is not
-    separated from the best method. row: the plan's row in `Ranking.rows`."""
+    """Whether the mark of a plan is filled. row: the plan's row in `Ranking.rows`."""
     return str(row["status"]).startswith((ABOVE_CHANCE, BEST, TIED))
 
 
 def _draw_ranking(axes: Axes, ranking: Ranking) -> None:
-    """Draw a panel: a mark with an interval for each of the first MOST_PLANS plans of a ranking,
-    the unpruned model as a dashed line, and a band between the limits of chance for each kind of
-    random plans."""
+    """Draw a panel: the first MOST_PLANS plans of a ranking with their intervals, the unpruned
+    model, and a band of chance for each kind of random plans."""
     for chance in ranking.chance.values():
         low, high = chance.limits(ranking.plans_tested)
         axes.axvspan(low, high, color=style.RULE, alpha=0.6, linewidth=0)

@@ -26,11 +26,9 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
     """Scores, averages and ranks of all criteria.
 
     A block per model, ratio and calibration set, with a row for the unpruned model and for each
-    method. The columns of `ranks.displayed_columns` and Avg have 95 % intervals. Avg Rank compares
-    the pruned models of a block. None without scores.
+    method.
 
-    criteria: keys of the methods that have rows, such as those in `names.RANKED`; None for all
-    methods.
+    criteria: keys of the methods that have rows, None for all methods.
     """
     comparisons = results.comparisons
     if not comparisons:
@@ -48,10 +46,7 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
 
 @output("ranks.loss", chapter="ranks", filters="*Model|Pruned|Calibration", needs=LOSSES)
 def loss_table(results: Results, name: str) -> Table | None:
-    """Losses on right answers, their mean and ranks, for each model, ratio and calibration set.
-
-    None without losses.
-    """
+    """Losses on right answers, their mean and ranks, for each model, ratio and calibration set."""
     study = results.by_answer_loss.study
     comparisons = results.by_answer_loss.comparisons
     if not comparisons:
@@ -71,7 +66,7 @@ def _table_of_panels(
     """A table with a `rank_block` for each panel of each comparison; None without rows.
 
     criteria: keys of the methods that have rows, None for all methods; fields: further fields of
-    `Table`, such as name, title and caption."""
+    `Table`."""
     blocks = [
         rank_block(comparison, panel, criteria)
         for comparison in comparisons
@@ -89,9 +84,8 @@ def _table_of_panels(
 
 
 def _notes_on_partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
-    """Sentences that name benchmarks that were not run. A displayed column is a mean over
-    benchmarks; if some of them were not run, a sentence says so. A column has several sentences if
-    models lack different benchmarks of it."""
+    """A sentence for each displayed column of which only some benchmarks were run. A column has
+    several sentences if its models lack different benchmarks."""
     # displayed column -> the column's benchmarks that were run -> models. The key () stands for
     # all benchmarks of the column.
     models_of_column: dict[str, dict[tuple[str, ...], list[str]]] = {}
@@ -104,7 +98,7 @@ def _notes_on_partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
     for column, models_by_benchmarks in models_of_column.items():
         published_benchmarks = names.COLUMNS.get(column, ())
         for benchmarks, models in models_by_benchmarks.items():
-            if benchmarks:  # only some of the column's benchmarks were run
+            if benchmarks:
                 for_models = (
                     f" for {names.enumeration(models)}" if len(models_by_benchmarks) > 1 else ""
                 )
@@ -127,8 +121,7 @@ def _notes_on_partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
 def rank_test_table(results: Results, name: str) -> Table:
     """Average ranks of methods with their critical difference, over columns and over benchmarks.
 
-    A model, ratio and calibration set can have two rank tests: one over columns and one over
-    benchmarks. A test has a row per method.
+    A row per rank test and method.
     """
     rows = []
     exclusions = []  # texts that name the methods that are left out of tests
@@ -179,9 +172,6 @@ def rank_test_table(results: Results, name: str) -> Table:
 
 @output("unified.table1")
 def published_ranks(results: Results, name: str) -> Table | None:
-    """Scores, averages and ranks of the criteria that Unified Expert Pruning ranks.
-
-    None if the study has none of these criteria.
-    """
+    """Scores, averages and ranks of the criteria that Unified Expert Pruning ranks."""
     methods = set(results.study.cells["method"]) & set(names.RANKED)
     return rank_table(results, name, names.RANKED) if methods else None

@@ -40,8 +40,8 @@ SOURCES = {
 
 
 def experts_of_first_set(experts: pd.DataFrame, model: str) -> pd.DataFrame:
-    """The rows of `experts` of one model that have an ablation loss, for one calibration set: the
-    first set with ablation losses, in the order of `names.calibrations_in_order`.
+    """The rows of one model that have an ablation loss, for the first calibration set that has such
+    rows, in the order of `names.calibrations_in_order`.
 
     experts: columns model, calibration and ablation, as in `Study.experts`."""
     rows = experts[(experts["model"] == model) & experts["ablation"].notna()]
@@ -59,11 +59,7 @@ def top_experts(experts: pd.DataFrame, measure: str) -> pd.DataFrame:
 @output("coverage.fig2", chapter="attribution", needs=ABLATIONS)
 @per_model("pruned")
 def router_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Ablation losses of the experts that routers rank highest.
-
-    A panel per routing measure, with a bar (ablation loss) and a point (measure) for each of
-    `top_experts`. None without ablation losses.
-    """
+    """Ablation losses of the experts that routers rank highest."""
     experts = experts_of_first_set(results.study.experts, comparison.model)
     if experts.empty:
         return None
@@ -104,14 +100,11 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
 
 
 def _calibration_names(experts: pd.DataFrame) -> str:
-    """Text that lists the display names of the calibration sets of `experts`."""
     return names.enumeration(map(names.calibration, experts["calibration"].unique()))
 
 
 def _draw_loss_bars(axes: Axes, losses: pd.Series) -> None:
-    """Draw a bar for each of `losses`, the ablation losses of experts: by how much the model's loss
-    rises without the expert. Bars below 0 have the colour FALL_COLOUR, other bars the colour
-    RISE_COLOUR."""
+    """Draw a bar for each of `losses`, the ablation losses of experts."""
     shades = [RISE_COLOUR if loss >= 0 else FALL_COLOUR for loss in losses]
     axes.bar(np.arange(len(losses)), losses.to_numpy(float), width=0.75, color=shades)
     axes.axhline(0, color=style.RULE, linewidth=0.8)
@@ -121,8 +114,7 @@ def _draw_loss_bars(axes: Axes, losses: pd.Series) -> None:
 
 
 def _add_right_axis(axes: Axes, label: str = "") -> Axes:
-    """Add a second y axis with the label `label` on the right of a panel. Returns the axes that
-    have this y axis."""
+    """Add a second y axis on the right of a panel. Returns the axes that have this y axis."""
     right = axes.twinx()
     right.set_ylabel(label, fontsize=7)
     right.spines["right"].set_visible(True)
@@ -131,8 +123,7 @@ def _add_right_axis(axes: Axes, label: str = "") -> Axes:
 
 
 def _bar_and_line_entries(line_label: str) -> list[Artist]:
-    """Legend entries for the two colours of bars (see `_draw_loss_bars`), and for a line with the
-    label `line_label`."""
+    """Legend entries for the two colours of bars and for a line."""
     return [
         Patch(facecolor=RISE_COLOUR, label="the loss rises without it"),
         Patch(facecolor=FALL_COLOUR, label="the loss falls without it"),
@@ -146,7 +137,7 @@ def statistics_by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
     Columns:
 
     - layer
-    - mean, std: mean and standard deviation over all weights or channels of the layer's experts
+    - mean, std: over all weights or channels of the layer's experts
     - ablation: mean ablation loss of the layer's experts
 
     statistics: a row per expert, with the columns layer, count (number of weights or channels),
@@ -174,9 +165,7 @@ def statistics_by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
 def statistics_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Weights, activations and gradients of experts with ablation losses, by depth and in a layer.
 
-    Two panels per raw statistic. The upper panel has all layers (`statistics_by_layer`), the lower
-    panel has the experts of the middle layer. None if no expert has both a raw statistic and an
-    ablation loss.
+    None if no expert has both a raw statistic and an ablation loss.
     """
     experts = experts_of_first_set(results.study.raw_statistics, comparison.model)
     available_statistics = [
@@ -195,7 +184,7 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
         _draw_over_experts(below, rows[rows["layer"] == middle], label)
         above.set_title(f"(a) {label}", fontsize=7.5)
         below.set_title(f"(b) {label}, layer {middle}", fontsize=7.5)
-    for axes in (*upper[1:], *lower[1:]):  # only the leftmost panels keep the label of the y axis
+    for axes in (*upper[1:], *lower[1:]):
         axes.set_ylabel(None)
     mean_key = style.legend_entry(
         "layer's mean rise of the loss", color=RISE_COLOUR, marker="o", linestyle="", markersize=4
@@ -225,9 +214,8 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
 
 
 def _draw_over_depth(axes: Axes, layers: pd.DataFrame, label: str) -> None:
-    """Draw the panel (a) of a statistic, with the layers from left to right. Points are the mean
-    ablation losses of layers. On the right axis, a line is the mean of the statistic, and a band
-    around the line is ± the standard deviation.
+    """Draw the panel (a) of a statistic: ablation losses of layers, and on the right axis the
+    statistic.
 
     layers: rows of `statistics_by_layer`; label: name of the statistic."""
     axes.plot(layers["layer"], layers["ablation"], "o", color=RISE_COLOUR, markersize=4)
@@ -244,9 +232,8 @@ def _draw_over_depth(axes: Axes, layers: pd.DataFrame, label: str) -> None:
 
 
 def _draw_over_experts(axes: Axes, experts: pd.DataFrame, label: str) -> None:
-    """Draw the panel (b) of a statistic, with the experts of one layer from the highest to the
-    lowest ablation loss. A bar is the ablation loss of an expert. On the right axis, a point with
-    an error bar is the mean ± standard deviation of the statistic.
+    """Draw the panel (b) of a statistic: ablation losses of one layer's experts, and on the right
+    axis the statistic.
 
     experts: rows of `Study.raw_statistics`; label: name of the statistic."""
     ordered = experts.sort_values("ablation", ascending=False, kind="stable")
@@ -270,8 +257,7 @@ def _draw_over_experts(axes: Axes, experts: pd.DataFrame, label: str) -> None:
 def activation_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Activation magnitudes of experts in three layers, by calibration set.
 
-    A panel per layer (first, middle, last), a box per calibration set. The magnitudes are in the
-    column `size` of `Study.experts`. None if no expert of the model has one.
+    The magnitudes are in the column "size" of `Study.experts`.
     """
     experts = results.study.experts
     experts = experts[(experts["model"] == comparison.model) & experts["size"].notna()]
@@ -300,7 +286,7 @@ def activation_figure(results: Results, comparison: Comparison, name: str) -> Fi
 
 def magnitudes_by_set(experts: pd.DataFrame, layer: int, sets: Sequence[str]) -> list[list[float]]:
     """For each calibration set in `sets`, a list of the activation magnitudes of one layer's
-    experts. experts: columns `layer`, `calibration` and `size`, the magnitude."""
+    experts. experts: columns "layer", "calibration" and "size" (the magnitude)."""
     layer_experts = experts[experts["layer"] == layer]
     return [
         layer_experts.loc[layer_experts["calibration"] == calibration, "size"].tolist()
@@ -324,6 +310,6 @@ def _draw_distributions(axes: Axes, magnitudes: Sequence[Sequence[float]]) -> No
         **box_style,
     )
     for position, values in enumerate(magnitudes):
-        # the points of a box are spread at random, so that they hide each other less
+        # the points are spread at random, so that they hide each other less
         x = position + np.random.default_rng(0).uniform(-0.18, 0.18, len(values))
         axes.plot(x, values, "o", color=RISE_COLOUR, markersize=2.5, alpha=0.5, markeredgewidth=0)

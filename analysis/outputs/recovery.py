@@ -43,10 +43,8 @@ SWEEP_COLUMNS = ["criterion", "allocation", "calibration", "gate"]
 
 
 def sweeps(comparison: Comparison) -> list[pd.DataFrame]:
-    """A list of the model's sweeps. A sweep is a frame of the cells with equal values in
-    SWEEP_COLUMNS, sorted by ratio and recovery. Sweeps with only one recovery are left out.
-
-    The unpruned model is in no sweep. Cells of ratio 0 that have a criterion are in sweeps."""
+    """The model's sweeps with several recoveries. A sweep has the cells with equal values in
+    SWEEP_COLUMNS, sorted by ratio and recovery. The unpruned model is in no sweep."""
     cells = comparison.cells[comparison.cells["criterion"] != "none"]
     order = names.in_order(cells["recovery"], names.RECOVERIES)
     cells = sorted_in_order(cells, "recovery", order, "ratio")
@@ -54,8 +52,8 @@ def sweeps(comparison: Comparison) -> list[pd.DataFrame]:
 
 
 def labels(comparison: Comparison) -> pd.Series:
-    """Label of each cell of `sweeps`, indexed by cell: the display name of the recovery. If there
-    are several sweeps, the name of the method comes first."""
+    """Label of each cell of `sweeps`, indexed by cell: the display name of the recovery, after the
+    name of the method if there are several sweeps."""
     all_sweeps = sweeps(comparison)
     cells = pd.concat(all_sweeps) if all_sweeps else comparison.cells[:0]
     recoveries = cells["recovery"].map(partial(names.recovery_name, none=NO_RECOVERY))
@@ -65,7 +63,6 @@ def labels(comparison: Comparison) -> pd.Series:
 
 
 def _method_without_recovery(method: str) -> str:
-    """Display name of the method with the key `method`, without a recovery."""
     criterion, allocation, _ = names.method_parts(method)
     return names.method(names.method_key(criterion, allocation))
 
@@ -79,11 +76,7 @@ def _method_without_recovery(method: str) -> str:
     costs=STORAGE_COSTS,
 )
 def recovery_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """MoE-Slimming's Table 11: every ratio with every recovery.
-
-    A difference is the score of a cell minus the score of the cell without recovery that has the
-    same ratio and sweep.
-    """
+    """MoE-Slimming's Table 11: every ratio with every recovery."""
     label_of_cell = labels(comparison)
     for sweep in sweeps(comparison):
         for ratio, cells in cells_by_ratio(sweep):
@@ -96,9 +89,8 @@ def recovery_table(results: Results, comparison: Comparison) -> Iterator[Block]:
 def storage_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Accuracy against the storage of pruned and quantised models.
 
-    Scores with intervals against storage on a logarithmic axis, for the cells of `sweeps`. Cells
-    with the same text in `labels` form a line; the removed share is written next to each point.
-    None without scores, or if no recovery changes the storage of a model.
+    A line for each text in `labels`. None without scores, or if no recovery changes the storage of
+    a model.
     """
     label_of_cell = labels(comparison)
     points = storage_points(
@@ -138,8 +130,8 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
 
 
 def _label_ratios(axes: Axes, comparison: Comparison, points: pd.DataFrame) -> None:
-    """Write the removed share next to each of `points`, rows of `storage_points`. Of several points
-    with the same ratio and nearly the same storage, only the first has a text."""
+    """Write the removed share next to `points`, rows of `storage_points`. Of several points with
+    the same ratio and nearly the same storage, only the first has a text."""
     # storages with the same rounded log2 differ by at most 7 %
     points = points.assign(log_storage=np.log2(points["storage"]).round(1))
     points = points.dropna(subset=["storage", "score"])
@@ -151,8 +143,8 @@ def _label_ratios(axes: Axes, comparison: Comparison, points: pd.DataFrame) -> N
 
 
 def recovery_blocks(comparison: Comparison) -> Iterator[Block]:
-    """Yield a block for each ratio at which a cell has a recovery. The block has all pruned cells
-    of this ratio, sorted by method."""
+    """Yield a block for each ratio at which a cell has a recovery: all pruned cells of this ratio,
+    sorted by method."""
     for ratio, cells in cells_by_ratio(comparison.cells[comparison.cells["criterion"] != "none"]):
         if set(cells["recovery"]) != {"none"}:
             order = names.methods_in_order(cells["method"])
@@ -204,8 +196,7 @@ def reasoning_table(results: Results, comparison: Comparison) -> Iterator[Block]
 def top_k_table(results: Results, name: str) -> Table | None:
     """Pruned models with several numbers of experts per token.
 
-    A block per model, number of experts per token, and ratio. None unless a model was run with at
-    least two numbers of experts per token.
+    None unless a model was run with at least two numbers of experts per token.
     """
     study = results.study
     blocks = []
@@ -231,13 +222,13 @@ def _families(
 ) -> list[list[tuple[Comparison, int]]]:
     """Families of two or more models that differ only in the number of experts per token.
 
-    A family is a list of (comparison of a model, experts per token), from the most experts to the
-    fewest. An unknown number of experts per token is given as 0."""
+    A family is a list of (comparison of a model, experts per token), most experts first. An unknown
+    number of experts per token is 0."""
     # name of the trained model -> family
     families: dict[str, list[tuple[Comparison, int]]] = {}
     for comparison in comparisons:
         trained_model, top_k = names.split_top_k(comparison.model)
-        if top_k is None:  # the model routes as in training: its configuration has the number
+        if top_k is None:  # the model routes as in training
             layers = study.models.get(comparison.model, {}).get("layers", {}).values()
             top_k = max((layer["top_k"] for layer in layers), default=0)
         families.setdefault(trained_model, []).append((comparison, top_k))

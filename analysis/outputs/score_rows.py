@@ -101,8 +101,7 @@ def score_table(
     title: str, columns: Sequence[str], caption: str, costs: Mapping[str, Cost] = COSTS
 ) -> Callable[[BlockMaker], Callable[[Results, str], Table | None]]:
     """Decorator for a function that yields the blocks of one model. The decorated function takes
-    (results, name) and returns the `block_table` with the blocks of all models in
-    `Results.comparisons`; None if `block_table` returns None.
+    (results, name) and returns the `block_table` with the blocks of all models.
 
     title, columns, caption, costs: arguments of `block_table`."""
 
@@ -138,13 +137,11 @@ def block_table(
     Columns of numbers:
 
     - scores on the benchmarks and averages in `columns` that were run, with 95 % intervals
-    - DIFFERENCE, for blocks with a base: score of the cell minus score of the base, with the 95 %
-      interval. The scores are those on the last of `columns` that was run.
+    - DIFFERENCE, for blocks with a base: score of the cell minus score of the base on the last of
+      `columns` that was run, with the 95 % interval
     - P: p-value of DIFFERENCE after Holm's correction over the table; NaN unless the cell and the
-      base have several seeds. A table without p-values has no column P.
+      base have several seeds
     - a column of costs for each entry of `costs` (displayed column -> its cost)
-
-    name, title, caption: those of the table. Sentences on P and on the scores follow the caption.
     """
     blocks_with_scores = [
         block for block in blocks if column_targets(block.comparison, list(block.labels), columns)
@@ -157,7 +154,6 @@ def block_table(
         frame[P] = uncertainty.holm(frame[P].to_numpy(float))
         if frame[P].isna().all():
             del frame[P]
-    # order of the columns: benchmarks, averages over all benchmarks, DIFFERENCE, P, costs
     averages = [*mean_quantities(block.comparison for block in blocks_with_scores), MEAN]
     last_columns = [column for column in (*averages, DIFFERENCE, P, *costs) if column in frame]
     other_columns = (*BLOCK_COLUMNS, "Criterion", *last_columns)
@@ -177,8 +173,7 @@ def block_table(
 
 
 def concatenate_numbers(parts: Iterable[Numbers | None]) -> Numbers | None:
-    """Concatenate the rows of all parts, with a new index, and merge `Numbers.best` of all parts.
-    Parts that are None are left out; the result is None when all parts are None."""
+    """Concatenate the rows of all parts, with a new index; None when all parts are None."""
     present_parts = [part for part in parts if part is not None]
     if not present_parts:
         return None
@@ -197,10 +192,10 @@ def numbers_table(
     rows: Numbers, columns: Sequence[str], formats: Mapping[str, str], **fields: Any
 ) -> Table:
     """A `Table` of the columns `columns` of `rows.frame`, with the intervals of `rows`. Benchmarks
-    among the columns are renamed to their display names.
+    get their display names.
 
     formats: displayed column -> format. A column without an entry has the format SCORE if it has
-    intervals; otherwise, it is text. fields: other fields of `Table`, such as name and title."""
+    intervals; otherwise, it is text. fields: other fields of `Table`."""
     frame, low, high = (
         part.rename(columns=names.benchmark)
         for part in (rows.frame[list(columns)], rows.low, rows.high)
@@ -221,9 +216,8 @@ def numbers_table(
 
 
 def _footnotes(blocks: Sequence[Block], columns: Sequence[str]) -> list[str]:
-    """A list with one footnote on MEAN, the mean of the benchmarks in `columns`. The footnote names
-    the benchmarks on which no model of `blocks` was evaluated, so that MEAN does not include them.
-    [] when all benchmarks were run, or when MEAN is not in `columns`."""
+    """A footnote on the benchmarks in `columns` that MEAN does not include, because no model of
+    `blocks` was evaluated on them. [] if there are none."""
     averages = (*GROUPS, *names.COLUMNS, COMMON_SENSE_MEAN, MEAN)
     benchmarks = [name for name in columns if name not in averages]
     benchmarks_with_scores = {
@@ -242,9 +236,8 @@ def _footnotes(blocks: Sequence[Block], columns: Sequence[str]) -> list[str]:
 def _pruned_and_labels(block: Block) -> tuple[str, dict[int, str]]:
     """(text with the removed share of the block, cell -> label).
 
-    If all cells have the same gate and seed, the text with the removed share ends with this gate
-    and seed. Otherwise, a label that several cells share is extended by the gate and seed of each
-    cell."""
+    A gate and seed that all cells have in common are part of the text. Otherwise, they are added to
+    labels that several cells share."""
     suffixes = gate_and_seed(block.comparison.cells)[list(block.labels)]
     if suffixes.nunique() == 1:
         return comma_joined(block.pruned, str(suffixes.iloc[0])), dict(block.labels)
@@ -257,9 +250,7 @@ def _pruned_and_labels(block: Block) -> tuple[str, dict[int, str]]:
 
 
 def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str, Cost]) -> Numbers:
-    """The rows of one block of a `block_table`: the unpruned model, if it was run, then the cells.
-    The p-values in the column P are not yet corrected. If the study has no costs, the columns of
-    `costs` are left out."""
+    """The rows of one block of a `block_table`. The p-values in the column P are not corrected."""
     comparison = block.comparison
     unpruned_cell = comparison.unpruned_cell
     pruned_text, labels = _pruned_and_labels(block)
@@ -279,12 +270,11 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
     if block.base is not None and targets:
         base_of_cell = {cell: block.base for cell in pruned_cells if cell != block.base}
         last_target = list(targets.values())[-1]
-        # a row per cell; NaN for the unpruned model and for the base
+        # NaN for the unpruned model and for the base
         estimates = differences(comparison, last_target, base_of_cell).reindex(cells)
         cells_with_tests = [
             cell for cell in base_of_cell if comparison.all_have_several_seeds((cell, block.base))
         ]
-        # cells without a test have NaN in the column P
         p_values = estimates.loc[cells_with_tests, "p"]
         frame = frame.assign(**{DIFFERENCE: estimates["difference"], P: p_values})
         low = low.assign(**{DIFFERENCE: estimates["low"]})
@@ -304,10 +294,9 @@ _PATTERNS: tuple[Any, ...] = ("-", (0, (5, 1.2)), (0, (2, 1)), (0, (4, 1, 1, 1))
 
 
 def method_lines(comparison: Comparison) -> dict[str, Line2D]:
-    """Method -> legend entry with the style of the method's lines; `none` is the unpruned model.
+    """Method -> legend entry with the style of the method's lines; "none" is the unpruned model.
 
-    All methods of a criterion have the criterion's colour. The criterion's first method has a solid
-    line and filled markers; each further method has its own dashes and hollow markers."""
+    All methods of a criterion have the criterion's colour."""
     lines = {"none": style.legend_entry(names.method("none"), **style.DASHED)}
     # criterion -> number of its methods that already have an entry
     counts: Counter[str] = Counter()
@@ -331,9 +320,8 @@ def method_lines(comparison: Comparison) -> dict[str, Line2D]:
 
 
 def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
-    """Draw the score of the unpruned model on `target` as a dashed horizontal line, with the 95 %
-    interval as a band. Nothing is drawn if the unpruned model was not run. Returns the legend entry
-    of the line in both cases."""
+    """Draw the score of the unpruned model on `target`, if it was run, as a dashed horizontal line,
+    with the 95 % interval as a band. Returns the legend entry of the line in all cases."""
     unpruned_cell = comparison.unpruned_cell
     if unpruned_cell is not None:
         score, low, high = comparison.displayed_scores(target)
@@ -345,9 +333,8 @@ def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
 
 
 def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patch]:
-    """Draw the bands in which 95 % of random plans score on `target`, behind all lines. The x axis
-    is the removed share in per cent. Each kind of random plans (see `Kind`) has its own band, if
-    the kind was run at two or more ratios.
+    """Draw the bands in which 95 % of random plans score on `target`, against the removed share in
+    per cent. Each kind of random plans that was run at two or more ratios has a band.
 
     Returns a list with one legend entry for all bands; [] when no band is drawn."""
     # kind -> removed share in per cent -> (low, high), the ends of the band at this share
@@ -372,9 +359,8 @@ def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patc
 
 
 def shallow_middle_deep_layers(layers: Sequence[int]) -> list[int]:
-    """The first, the middle and the last of the distinct `layers`, in ascending order. If two
-    layers are in the middle, the first of the two is returned. The list has fewer than three layers
-    if `layers` has; [] if `layers` is empty."""
+    """The first, the middle (the lower of two) and the last of the distinct `layers`, in ascending
+    order."""
     ordered = sorted(set(layers))
     if not ordered:
         return []
