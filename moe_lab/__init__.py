@@ -160,7 +160,8 @@ def _calibration(
             "length": min(512, tokenizer.model_max_length),
             "seed": seed,
         }
-        checked = validated(CalibrationConfig, {**defaults, **settings}, group="", origin=caller)
+        fields = {**defaults, **settings}
+        checked: CalibrationConfig = validated(CalibrationConfig, fields, group="", origin=caller)
         return batches(checked, tokenizer)
 
 
