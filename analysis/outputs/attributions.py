@@ -51,9 +51,8 @@ SECONDS = "Time (s)"
 
 
 def agreement_table(results: Results, name: str) -> Table:
-    """Table 14: correlations of each of ESTIMATES with each of TRUTHS over experts, and the seconds
-    of the step that computes the estimate. A row per model, calibration set and estimate. Where
-    the ablation was run, it has a row too, as an estimate of the layer loss."""
+    """Table 14: correlations of each of ESTIMATES with each of TRUTHS over experts. A row per
+    model, calibration set and estimate."""
     kinds = ("Pearson", "Rank", "Rank in a layer", "Pearson of channels kept")
     columns = [f"{kind}, {truth}" for truth in TRUTHS.values() for kind in kinds]
     study = results.study
@@ -74,13 +73,12 @@ def agreement_table(results: Results, name: str) -> Table:
             numbers: list[float] = []  # for each truth, one number per kind
             for truth in TRUTHS:
                 if measure == truth:
-                    numbers += [1.0, 1.0, 1.0]  # a measure correlates perfectly with itself
+                    numbers += [1.0, 1.0, 1.0]
                 else:
                     correlation = correlations(experts, measure, truth)
                     rank_in_layer = rank_correlation_by_layer(experts, measure, truth)
                     numbers += [correlation["linear"], correlation["rank"], rank_in_layer]
                 numbers.append(channel_agreement(plans_with_priors, study.retained, measure, truth))
-            # all measures but the ablation are from the pass
             time = seconds["ablation" if measure == "ablation" else "pass"]
             rows.append(
                 (
@@ -119,15 +117,12 @@ def channel_agreement(
     The first plan's prior is proportional to `measure`, the second plan's prior to `truth`.
 
     Returns the mean over pairs of plans: one pair for each combination of values in EQUAL_COLUMNS.
-    A pair is left out if its correlation is undefined. NaN if no pair is left.
 
-    plans_with_priors: a row per plan, with the columns cell, prior and EQUAL_COLUMNS; retained:
+    plans_with_priors: a row per plan, with the columns "cell", "prior" and EQUAL_COLUMNS; retained:
     see `plans.retained_shares`."""
     values = []
     for _, candidates in groups(plans_with_priors, EQUAL_COLUMNS):
-        # "measure" -> shares that the first plan retains, "truth" -> those of the second plan; the
-        # shares have the index (layer, expert)
-        shares = {}
+        shares = {}  # "measure" or "truth" -> shares with the index (layer, expert)
         for column, proportional_to in (("measure", measure), ("truth", truth)):
             has_prior = candidates["prior"].isin(PRIORS.get(proportional_to, ()))
             # the first plan with this prior, if there is one
@@ -144,11 +139,9 @@ def seconds_and_machines(study: Study, cells: pd.DataFrame) -> tuple[dict[str, f
     """Time and machines of two steps: the shown calibration pass of `cells` (see `shown_passes`),
     and the first ablation that a plan of `cells` reads.
 
-    Returns ({"pass": seconds, "ablation": seconds}, names of the machines). The seconds are NaN if
-    the store lacks the step.
+    Returns ({"pass": seconds, "ablation": seconds}, names of the machines).
 
     cells: all cells of one model and calibration set."""
-    # `shown_passes` has one pass per model and calibration set, so `passes` has at most one
     pass_of_cell = shown_passes(study.cells)["statistics_folder"]
     passes = list(pass_of_cell[pass_of_cell.index.isin(cells.index)])
     ablations = [
@@ -174,11 +167,7 @@ def seconds_and_machines(study: Study, cells: pd.DataFrame) -> tuple[dict[str, f
     "Difference: Mean minus that of the first order, paired.",
 )
 def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Blocks of plans of allocation=coverage that differ in the prior alone. A plan is left out if
-    no other plan differs from it in the prior alone.
-
-    Differences are to the plan with the prior of first order; a block without this prior has no
-    differences."""
+    """Blocks of plans of allocation=coverage that differ in the prior alone."""
     cells = comparison.cells.reset_index().merge(
         plans.priors(comparison.cells, results.study.reader), on="cell"
     )
@@ -205,10 +194,7 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
 
 @output("coverage.table14", chapter="attribution", filters="Model|Calibration|Pruned", needs=SUMS)
 def agreement_and_prior_tables(results: Results, name: str) -> list[Item | None]:
-    """Agreement of attributions with ablations, seconds of attributions, and scores by prior.
-
-    The second table is None if no two plans differ in the prior alone.
-    """
+    """Agreement of attributions with ablations, seconds of attributions, and scores by prior."""
     return [agreement_table(results, name), prior_table(results, f"{name}.scores")]
 
 
@@ -217,9 +203,7 @@ def agreement_and_prior_tables(results: Results, name: str) -> list[Item | None]
 def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Target share of the score that each layer keeps, under each smoothing of layer losses.
 
-    A panel per calibration set, a line per smoothing. The target of a layer is its smoothed loss,
-    divided by the mean of the line. None if the model has no layer losses.
-    """
+    A panel per calibration set, a line per smoothing."""
     from moe_lab.allocation.shapes import Smoothing, smooth
 
     losses = results.study.layer_losses

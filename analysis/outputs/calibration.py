@@ -46,9 +46,8 @@ def token_counts(study: Study, model: str) -> dict[str, int]:
 
 
 def text_identifiers(study: Study, model: str) -> dict[str, str]:
-    """Calibration set -> identifier of its text: the text's hash, else the text's source, else the
-    name of the set. If several calibration sets differ only in how many tokens of one text are
-    read, their identifiers are equal."""
+    """Calibration set -> identifier of its text. Sets that read different numbers of tokens of one
+    text have equal identifiers."""
     return {
         name: str(report.get("sha256") or report.get("source") or name)
         for name, report in pass_reports(study, model).items()
@@ -76,10 +75,7 @@ def calibrated_cells(comparison: Comparison) -> pd.DataFrame:
     "Difference: Mean minus that of the set of most tokens, the last row, paired.",
 )
 def calibration_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Each method with several calibration sets, a block per ratio and method.
-
-    Rows are calibration sets, sorted by number of tokens; a set without a known number comes last.
-    Differences are to the last row. Methods with one set are left out."""
+    """Each method with several calibration sets, a block per ratio and method."""
     counts = token_counts(results.study, comparison.model)
     for key, rows in groups(calibrated_cells(comparison), EQUAL_COLUMNS):
         if rows["calibration"].nunique() > 1:
@@ -96,19 +92,18 @@ def calibration_table(results: Results, comparison: Comparison) -> Iterator[Bloc
 
 
 def lines_by_tokens(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.DataFrame]:
-    """(label, ratio) -> cells of a line, sorted by the number of calibration tokens that were read.
-    The added column `read` has this number, and the added column `source` identifies the text.
+    """(label, ratio) -> cells with equal method, gate and text, sorted by tokens. These cells have
+    at least two numbers of tokens.
 
-    The cells of a line have the same ratio, method, gate and text. They differ in how many tokens
-    of the text were read; a line has at least two such numbers. The label names the method, the
-    text, and the gate if the model has several gates."""
+    Added columns: "read" (number of calibration tokens that were read) and "source" (identifier of
+    the text)."""
     counts = token_counts(study, comparison.model)
     source_of_set = text_identifiers(study, comparison.model)
     cells = calibrated_cells(comparison)
     cells = cells.assign(
         read=cells["calibration"].map(counts), source=cells["calibration"].map(source_of_set)
     )
-    # "" if the model has one gate; seeds are not named, because these cells have no column `seed`
+    # "" if the model has one gate; without seeds, as these cells have no column "seed"
     gate_texts = settings.gate_and_seed(cells)
     lines = {}
     for key, rows in groups(cells.dropna(subset=["read"]), [*EQUAL_COLUMNS, "source"]):
@@ -131,9 +126,7 @@ def lines_by_tokens(study: Study, comparison: Comparison) -> dict[tuple[str, flo
 def size_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Scores against the number of calibration tokens.
 
-    A panel per ratio, a line per text and method. None when no method was calibrated on two numbers
-    of tokens of one text, or when none of HEAPr's benchmarks was run.
-    """
+    A panel per ratio, a line per text and method."""
     lines = lines_by_tokens(results.study, comparison)
     # through str, because pandas' types allow any label in an index
     cells = [int(str(cell)) for line in lines.values() for cell in line.index]
@@ -149,7 +142,7 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
         axes = grid[ratios.index(ratio)]
         shade = style.colour(line["method"].iloc[0])
         marker = style.MARKERS[len(keys) % len(style.MARKERS)]
-        # lines with the same label share the legend entry, and so the marker, of the first of them
+        # lines with the same label share a legend entry
         key = keys.setdefault(
             label, style.legend_entry(label, color=shade, marker=marker, markersize=4)
         )
@@ -190,12 +183,11 @@ _FAMILIES = {
 
 
 def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Change of each benchmark's score with more calibration text, for the cells of
-    `lines_by_tokens`: the score of a cell minus the score of the line's base, the cell with the
-    fewest tokens. The base has a row too, with the change 0.
+    """Change of each benchmark's score with more calibration text: the score of each cell of
+    `lines_by_tokens` minus the score of the cell with the fewest tokens in its line.
 
-    Columns: label (method and text), ratio, benchmark, read (number of tokens), and difference, low
-    and high (95 %) in points. Benchmarks in which lower is better are left out."""
+    Columns: "label" (method and text), "ratio", "benchmark", "read" (number of tokens), and
+    "difference", "low" and "high" (95 %) in points."""
     rows = []
     for (label, ratio), line in lines_by_tokens(study, comparison).items():
         # through str, because pandas' types allow any label in an index
@@ -229,9 +221,7 @@ def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
 def change_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Effect of more calibration text in each benchmark, in points (AIMER, Fig. 1).
 
-    Rows of `changes` against the number of tokens: a panel per text, method and ratio, a line per
-    benchmark. None without rows.
-    """
+    A panel per text, method and ratio, a line per benchmark."""
     points = changes(results.study, comparison)
     if points.empty:
         return None
@@ -244,7 +234,7 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
         axes.set_title(
             f"{key['label']}, {comparison.removed_text(key['ratio'])} pruned", fontsize=7.5
         )
-    for axes in grid[::2]:  # panels in the left column; the grid has two columns
+    for axes in grid[::2]:  # the left column
         axes.set_ylabel("change of the score (points)")
     style.legend(drawing, [keys[benchmark] for benchmark in names.in_order(keys, names.BENCHMARKS)])
     tokens_by_panel = points.groupby(["label", "ratio"])["read"]
@@ -268,11 +258,7 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
 def _draw_changes(axes: Axes, points: pd.DataFrame) -> dict[str, Line2D]:
     """Draw one panel, with a line per benchmark. Returns benchmark -> legend entry of its line.
 
-    points: the panel's rows of `changes`, with the boolean column `significant`. Markers of
-    significant rows are filled, other markers are hollow.
-
-    The lines of a family of benchmarks have the family's colour, and differ in marker and dashes.
-    Benchmarks of no family have the colour style.OTHER."""
+    points: the panel's rows of `changes`, with the boolean column "significant"."""
     family_of_benchmark = {
         benchmark: family
         for column, family in _FAMILIES.items()

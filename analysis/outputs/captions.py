@@ -37,14 +37,12 @@ MEBIBYTE = 2**20
 
 @lru_cache(maxsize=8)
 def score_setup(study: Study) -> str:
-    """Text for captions of scores. Its parts are the numbers of items per benchmark, the metrics,
-    the protocols if there are several, the confidence level of intervals, `run_setup`, and the
-    sentences of `mixed_metrics`. Without results, the text says so, and only `run_setup` follows.
-    """
+    """Text for captions of scores: items per benchmark, metrics, protocols, level of intervals, and
+    `run_setup`."""
     sizes = study.results["n"]
     if not len(sizes):
         return f"No results; {run_setup(study)}"
-    # lowest to highest number of items; fromkeys keeps a single number if the two are equal
+    # fromkeys keeps one number if the two are equal
     items = " to ".join(dict.fromkeys(f"{size:g}" for size in (sizes.min(), sizes.max())))
     metrics = sorted(set(metrics_in_words(study.results)))
     noun = "metric" if len(metrics) == 1 else "metrics"
@@ -58,8 +56,8 @@ def score_setup(study: Study) -> str:
 
 
 def metrics_in_words(results: pd.DataFrame) -> list[str]:
-    """Text for the metric of each row of `results`: the metric's name, such as `acc`. The unit and
-    direction follow if less is better: `loss (nats per token, less is better)`."""
+    """Text for the metric of each row of `results`, such as `acc` or
+    `loss (nats per token, less is better)`."""
     columns = (results[name] for name in ("metric", "scale", "unit"))
     return [
         Quantity(scale, unit).metric_text(str(metric))
@@ -80,8 +78,7 @@ def pass_setup(study: Study) -> str:
     """Text for captions of numbers from calibration passes: the seeds and gates of the passes that
     `shown_passes` selects, calibration tokens and library versions.
 
-    If the selected passes do not have all seeds of the pruned cells, all seeds follow in brackets:
-    `seed 1 (of 1 and 2)`. The same holds for gates."""
+    If these passes lack a seed of the pruned cells, all seeds follow: `seed 1 (of 1 and 2)`."""
     cells = study.cells[
         (study.cells["criterion"] != "none") & study.cells["statistics_folder"].notna()
     ]
@@ -101,16 +98,12 @@ def _sentence(parts: Iterable[str]) -> str:
 
 
 MOST_METHODS = 3
-"""Largest number of methods with equal seeds that a caption names; of more methods, the caption
-gives the number."""
+"""Largest number of methods with equal seeds that a caption names."""
 
 
 def _seeds_in_words(cells: pd.DataFrame) -> str:
-    """Text with the seeds of these cells: `seed 42` or `seeds 1 and 2`; "" without cells.
-
-    If methods have different seeds, the text begins with the most common seeds. Brackets name the
-    other methods and their seeds: `seed 42 (Random: seeds 1, 2 and 3)`. More than MOST_METHODS
-    methods with equal seeds are counted instead of named."""
+    """Text with the seeds of these cells: `seeds 1 and 2`. Brackets name methods with other seeds:
+    `seed 42 (Random: seeds 1, 2 and 3)`."""
     methods_by_seeds: dict[str, list[str]] = {}
     for method, seeds in cells.groupby("method", sort=False)["seed"]:
         noun = "seeds" if seeds.nunique() > 1 else "seed"
@@ -129,18 +122,18 @@ def _seeds_in_words(cells: pd.DataFrame) -> str:
 
 
 def _gates_in_words(cells: pd.DataFrame) -> str:
-    """Text with the gates of these cells: `gate=raw`; "" without cells."""
+    """Text with the gates of these cells: `gate=raw`."""
     return f"gate={_values_in_words(cells['gate'])}" if len(cells) else ""
 
 
 def _values_in_words(values: pd.Series) -> str:
-    """Text that lists each distinct value once, in the order of `values`."""
+    """Enumeration of the distinct values."""
     return names.enumeration(map(str, values.drop_duplicates()))
 
 
 def _tokens_and_versions(study: Study) -> list[str]:
-    """Two texts: the distinct numbers of calibration tokens of the study's passes, from the lowest,
-    and the library versions. A text is "" when the store does not record its values."""
+    """Two texts: the numbers of calibration tokens of the study's passes, and the library
+    versions."""
     counts = sorted(
         {sum(report.get("valid_tokens", {}).values()) for report in study.calibrations.values()}
     )
@@ -153,7 +146,7 @@ def _tokens_and_versions(study: Study) -> list[str]:
 
 
 def machines_sentence(machines: Iterable[str]) -> str:
-    """A sentence for captions with the machines of steps; "" when no step recorded its machine."""
+    """A sentence for captions with the machines of steps."""
     recorded_machines = [machine for machine in dict.fromkeys(machines) if machine]
     return f"Measured on {names.enumeration(recorded_machines)}. " if recorded_machines else ""
 

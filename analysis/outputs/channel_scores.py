@@ -44,10 +44,10 @@ RETAINED_COLOUR, ATTRIBUTION_COLOUR = "#bb3311", "#b39a25"
 
 def concentration(study: Study, scores_folder: str) -> pd.DataFrame | None:
     """A curve per expert: how much of the expert's score its highest channels hold. The rows are
-    points of the curves, read from the step `scores_folder`. None if the store lacks the file.
+    points of the curves. None if the store lacks the file.
 
-    Columns: layer, expert, channels (share of the expert's channels; those with the highest scores)
-    and score (the share that they have of the sum of the expert's channel scores)."""
+    Columns: "layer", "expert", "channels" (share of the expert's channels, highest scores first)
+    and "score" (share of the expert's sum of scores that these channels hold)."""
     return passes.read_table(
         study.reader.find_folder(scores_folder), "expert_concentration.parquet", study.reader
     )
@@ -63,10 +63,7 @@ def concentration(study: Study, scores_folder: str) -> pd.DataFrame | None:
 )
 @per_model("pruned")
 def channel_scores(results: Results, comparison: Comparison, name: str) -> list[Item | None]:
-    """Concentration of channel scores in experts, and output losses of layers by kept share.
-
-    A figure is None without its data.
-    """
+    """Concentration of channel scores in experts, and output losses of layers by kept share."""
     study = results.study
     return [
         concentration_figure(study, comparison, name),
@@ -75,8 +72,7 @@ def channel_scores(results: Results, comparison: Comparison, name: str) -> list[
 
 
 def concentration_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
-    """Fig. 4 (a): curves of `concentration`, a line per expert. A panel for each of the first
-    MOST_PANELS scoring steps whose curves are in the store. None without curves."""
+    """Fig. 4 (a): curves of `concentration`. A panel per scoring step, a line per expert."""
     cells = cells_without_recovery(comparison, "channel")
     panels: list[tuple[str, pd.DataFrame]] = []
     for row in records(cells[cells["scores_folder"].notna()].drop_duplicates("scores_folder")):
@@ -123,9 +119,8 @@ def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
     """Relative error of each layer's routed output when this layer alone is pruned, for the methods
     of `ratio_lines` that prune channels.
 
-    Columns: label (the method), cell, layer, kept (retained share of channels, the mean over the
-    layer's experts), loss (the error). Methods with measured errors in fewer than two cells are
-    left out."""
+    Columns: "label" (the method), "cell", "layer", "kept" (retained share of channels, the mean
+    over the layer's experts) and "loss" (the error)."""
     losses = (
         study.profiles[["cell", "layer", "output_loss"]]
         .dropna()
@@ -142,8 +137,8 @@ def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
 
 
 def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
-    """Fig. 4 (b): `output_losses` against the retained share of the layer's channels, a line per
-    layer; a panel for each of the first MOST_PANELS methods. None without losses."""
+    """Fig. 4 (b): `output_losses` against the retained share of the layer's channels. A panel per
+    method, a line per layer."""
     losses = output_losses(study, comparison)
     if losses.empty:
         return None
@@ -182,12 +177,12 @@ def expert_stacks(
 ) -> pd.DataFrame:
     """Data for the bars of one layer; a row per expert.
 
-    Columns: kept (retained share of the expert's channels), attribution (of first order, divided by
-    the largest attribution in the layer; NaN if none is above 0), and 0, 1, ... PIECES - 1 (share
-    of the expert's score in each tenth of the expert's channels, highest scores first).
+    Columns: "kept" (retained share of the expert's channels), "attribution" (of first order,
+    divided by the largest attribution in the layer), and 0, 1, ... PIECES - 1 (share of the
+    expert's score in each tenth of the expert's channels, highest scores first).
 
-    curves: see `concentration`. Columns of `retained`: layer, expert, share; of `experts`: layer,
-    expert, first (the attribution)."""
+    curves: see `concentration`. Columns of `retained`: "layer", "expert", "share"; of `experts`:
+    "layer", "expert", "first" (the attribution)."""
     tenths = np.linspace(0, 1, PIECES + 1)
     pieces_of_expert = {}
     for key, curve in groups(curves[curves["layer"] == layer], ["expert"]):
@@ -202,8 +197,7 @@ def expert_stacks(
 
 
 def stacks_by_layer(study: Study, comparison: Comparison, cell: int) -> dict[int, pd.DataFrame]:
-    """Layer -> `expert_stacks` from the channel scores and the plan of `cell`; {} when the store
-    lacks the scores."""
+    """Layer -> `expert_stacks` from the channel scores and the plan of `cell`."""
     row = comparison.cells.loc[cell]
     curves = concentration(study, str(row["scores_folder"]))
     if curves is None:
@@ -220,17 +214,15 @@ def stacks_by_layer(study: Study, comparison: Comparison, cell: int) -> dict[int
 
 
 def _piece_colour(piece: int) -> Any:
-    """The colour of a piece of a bar. Piece 0 has the highest scores and the darkest colour, 0.9 of
-    the colour map; the last piece has the lightest, 0.1."""
+    """Colour of a piece of a bar; piece 0 has the highest scores and the darkest colour."""
     return colormaps[style.SEQUENTIAL](0.9 - 0.8 * piece / (PIECES - 1))
 
 
 def _draw_bars(axes: Axes, stacks: pd.DataFrame) -> None:
-    """Draw one panel of `bars_figure`: the bars, the retained shares as steps, and the attributions
-    as diamonds (negative attributions at 0). stacks: rows of `expert_stacks`."""
+    """Draw one panel of `bars_figure`. stacks: rows of `expert_stacks`."""
     positions = np.arange(len(stacks))
     bottom = np.zeros(len(stacks))
-    for piece in reversed(range(PIECES)):  # from the lowest scores (bottom) to the highest (top)
+    for piece in reversed(range(PIECES)):  # the lowest scores are at the bottom
         height = stacks[piece].fillna(0).to_numpy(float)
         axes.bar(
             positions, height, bottom=bottom, width=0.8, color=_piece_colour(piece), linewidth=0
@@ -257,11 +249,10 @@ def _draw_bars(axes: Axes, stacks: pd.DataFrame) -> None:
 def bars_figure(
     study: Study, panels: Sequence[tuple[str, pd.DataFrame]], name: str, title: str, plans: str
 ) -> Figure:
-    """A figure with a panel for each (title of the panel, `expert_stacks`) in `panels`. A panel has
-    a bar per expert, with the retained share of channels and the attribution.
+    """A figure with a bar per expert, and a panel for each (title of the panel, `expert_stacks`) in
+    `panels`.
 
-    name, title: name and title of the figure; plans: a sentence for the caption that names the
-    plans."""
+    plans: a sentence for the caption that names the plans."""
     drawing = style.drawing(style.PAGE, 1.55 * len(panels) + 0.6)
     for axes, (panel_title, stacks) in zip(
         np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True
@@ -301,9 +292,7 @@ def bars_figure(
 def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Channel scores, kept channels and attribution of each expert in three layers.
 
-    A shallow, a middle and a deep layer of one plan. None without cells of `coverage_cells`, or
-    without their scores in the store.
-    """
+    A shallow, a middle and a deep layer of one plan."""
     cells = coverage_cells(comparison)
     if cells.empty:
         return None
@@ -331,9 +320,7 @@ def expert_bars_by_score(results: Results, comparison: Comparison, name: str) ->
     """Channel scores, kept channels and attribution in the middle layer, by two scores.
 
     The upper panels show a plan by the criterion ACTIVATION, the lower panels a plan by
-    WEIGHT_GRADIENT; the plans differ only in the criterion. A layer of many experts has several
-    panels per plan. None without the two plans, or without their scores in the store.
-    """
+    WEIGHT_GRADIENT."""
     cell_of_criterion = _cells_of_two_scores(coverage_cells(comparison))
     stacks_of_criterion = {
         criterion: stacks_by_layer(results.study, comparison, cell)
@@ -359,10 +346,10 @@ def expert_bars_by_score(results: Results, comparison: Comparison, name: str) ->
 
 
 def _cells_of_two_scores(cells: pd.DataFrame) -> dict[str, int]:
-    """{ACTIVATION: cell, WEIGHT_GRADIENT: cell}, two cells with these criteria and the same
-    allocation, calibration set and gate; {} without two such cells.
+    """{ACTIVATION: cell, WEIGHT_GRADIENT: cell}, two cells with the same allocation, calibration
+    set and gate; {} without two such cells.
 
-    cells: cells of one ratio, see `coverage_cells`."""
+    cells: cells of one ratio."""
     criteria = (ACTIVATION, WEIGHT_GRADIENT)
     for _, candidates in groups(cells, ["allocation", "calibration", "gate"]):
         first_cells = candidates.reset_index().drop_duplicates("criterion")
@@ -373,7 +360,6 @@ def _cells_of_two_scores(cells: pd.DataFrame) -> dict[str, int]:
 
 
 def _split(stacks: pd.DataFrame) -> list[pd.DataFrame]:
-    """Split `stacks`, which has a row per expert, into parts of nearly equal size. A part has at
-    most MOST_EXPERTS_IN_PANEL rows."""
+    """Split `stacks` into parts of nearly equal size, of at most MOST_EXPERTS_IN_PANEL rows."""
     part_count = -(-len(stacks) // MOST_EXPERTS_IN_PANEL)  # rounded up
     return [stacks.iloc[rows] for rows in np.array_split(np.arange(len(stacks)), part_count)]

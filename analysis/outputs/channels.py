@@ -40,8 +40,7 @@ EQUAL_COLUMNS = ["ratio", "calibration", "gate"]
 
 
 def heapr_cells(cells: pd.DataFrame) -> pd.DataFrame:
-    """Cells that prune channels by HEAPr or CAMERA, the methods of HEAPr's tables. These are the
-    channel cells whose pair (criterion, allocation) is a key of names.METHODS."""
+    """Cells that prune channels by HEAPr or CAMERA, the methods of HEAPr's tables."""
     channels = cells[cells["granularity"] == "channel"]
     pairs = zip(channels["criterion"], channels["allocation"], strict=True)
     return channels[[pair in names.METHODS for pair in pairs]]
@@ -62,10 +61,7 @@ def heapr_cells(cells: pd.DataFrame) -> pd.DataFrame:
     ),
 )
 def method_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """HEAPr's Table 1: every method at every ratio, HEAPr's seven benchmarks and their mean.
-
-    No blocks for a model without any of HEAPr's methods.
-    """
+    """HEAPr's Table 1: every method at every ratio, HEAPr's seven benchmarks and their mean."""
     if len(heapr_cells(comparison.cells)):
         for ratio, cells in cells_by_ratio(cells_without_recovery(comparison)):
             yield ratio_block(comparison, ratio, settings.method_labels(cells))
@@ -88,11 +84,7 @@ def method_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     "(one-shot where only that was run), paired.",
 )
 def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """HEAPr's Table 2: CAMERA-P, HEAPr-L and HEAPr-G.
-
-    A block per ratio, calibration set and gate. Differences are to CAMERA-P, or to one-shot
-    CAMERA-P if only one-shot was run. A block is left out unless it has exactly one such reference
-    cell and at least one other method."""
+    """HEAPr's Table 2: CAMERA-P, HEAPr-L and HEAPr-G."""
     for key, cells in groups(heapr_cells(cells_without_recovery(comparison)), EQUAL_COLUMNS):
         camera_cells = cells[cells["criterion"] == "camera"]
         sequential_cells = camera_cells[camera_cells["allocation"] == "sequential"]
@@ -105,8 +97,6 @@ def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[B
 @output(
     "coverage.table6",
     chapter="channels",
-    # two needs: cells of one channel criterion, with allocation=coverage and with other
-    # allocations; and scores on benchmarks of MoE-Slimming
     needs=f"one channel criterion under allocation=coverage and others, and {SLIMMING}",
 )
 @score_table(
@@ -115,12 +105,7 @@ def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[B
     "Difference: Mean minus that of uniform widths, paired. Rows name the allocation.",
 )
 def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """MoE-Slimming's Table 6: one channel score under every allocation.
-
-    A block per criterion, ratio, calibration set and gate, with a row per allocation. Differences
-    are to the row with allocation=uniform, in which all experts have equal widths. A block is left
-    out unless it has allocation=coverage and another allocation.
-    """
+    """MoE-Slimming's Table 6: one channel score under every allocation."""
     for key, cells in groups(
         cells_without_recovery(comparison, "channel"), [*EQUAL_COLUMNS, "criterion"]
     ):
@@ -150,12 +135,7 @@ def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]
     f"Mean minus that of {DEFAULT_SMOOTHING}, the default, paired.",
 )
 def smoothing_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """MoE-Slimming's Table 7: coverage budgets with different smoothings of layer losses.
-
-    A block per criterion, ratio, calibration set and gate. Differences are to DEFAULT_SMOOTHING.
-    Plans that set a parameter other than the smoothing are left out. A block with only one
-    smoothing is left out.
-    """
+    """MoE-Slimming's Table 7: coverage budgets with different smoothings of layer losses."""
     for key, cells in groups(
         cells_without_recovery(comparison, "channel"), [*EQUAL_COLUMNS, "criterion"]
     ):
@@ -184,10 +164,7 @@ def smoothing_table(results: Results, comparison: Comparison) -> Iterator[Block]
     "another. Difference: Mean minus that of Activation, the default, paired.",
 )
 def channel_score_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """MoE-Slimming's Table 13: channel scores under the allocation `coverage`.
-
-    Differences are to the score `channel_activation`. Ratios with a single score are left out.
-    """
+    """MoE-Slimming's Table 13: channel scores under the allocation `coverage`."""
     cells = cells_without_recovery(comparison, "channel")
     for ratio, competitors in cells_by_ratio(cells[cells["allocation"] == "coverage"]):
         criteria = competitors["criterion"]
@@ -202,8 +179,7 @@ def draw_ratios(
     """Draw scores on `target` against the removed share in per cent: a line with 95 % intervals for
     each method of `ratio_lines`, the unpruned model, and the bands of `draw_chance`.
 
-    Points of one ratio are side by side. Returns (legend entries of the lines, legend entries
-    of the unpruned model and of the bands)."""
+    Returns (legend entries of the lines, legend entries of the unpruned model and of the bands)."""
     score, low, high = comparison.displayed_scores(target)
     unpruned_key = draw_unpruned(axes, comparison, target)
     keys = []
@@ -228,10 +204,7 @@ def draw_ratios(
 def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Accuracy and FLOPs against the ratio.
 
-    HEAPr's Fig. 2: the mean of HEAPr's benchmarks with intervals (left), and FLOPs saved (right),
-    against the removed share. None without a method at three ratios, without any of HEAPr's
-    methods, or without any of HEAPr's benchmarks.
-    """
+    HEAPr's Fig. 2: the mean of HEAPr's benchmarks (left) and FLOPs saved (right)."""
     lines = (
         ratio_lines(cells_without_recovery(comparison))
         if len(heapr_cells(comparison.cells))
@@ -271,9 +244,7 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
 def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """The model's loss or perplexity against the ratio.
 
-    A panel per benchmark in which lower is better. None without such a benchmark, or without a
-    method at three ratios.
-    """
+    A panel per benchmark in which lower is better."""
     benchmarks = [
         str(benchmark)
         for benchmark in comparison.benchmark_scores
@@ -307,10 +278,10 @@ differences."""
 
 
 def allocation_blocks(comparison: Comparison, pattern: str) -> Iterator[Block]:
-    """Blocks of cells that differ in the allocation alone, at least two cells each. Differences are
-    to the cell with the allocation PUBLISHED_BLOCKS.
+    """Blocks of cells that differ in the allocation alone. Differences are to the cell with the
+    allocation PUBLISHED_BLOCKS.
 
-    pattern: regular expression; cells whose allocation does not match it are left out."""
+    pattern: regular expression that the allocations match."""
     matches = comparison.cells[comparison.cells["allocation"].str.fullmatch(pattern)]
     for key, cells in groups(matches, [*EQUAL_COLUMNS, "criterion", "recovery"]):
         if len(cells) > 1:
@@ -338,10 +309,7 @@ _BLOCKS_CAPTION = (
     _BLOCKS_CAPTION,
 )
 def aligned_blocks(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Channel budgets in blocks: sizes of blocks, and assignment of channels left by rounding.
-
-    A channel that rounding leaves over is assigned by remainders, or by scores.
-    """
+    """Channel budgets in blocks: sizes of blocks, and assignment of channels left by rounding."""
     return allocation_blocks(comparison, r"coverage aligned \d+( scores)?")
 
 

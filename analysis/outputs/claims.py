@@ -52,9 +52,8 @@ Pairs = Sequence[tuple[int, int]]
 def claims(
     comparisons: Sequence[Comparison], costs: pd.DataFrame, family: pd.DataFrame
 ) -> pd.DataFrame:
-    """Test the claims: a row per claim, model and ratio. If a claim other than SEARCHED_ALLOCATION
-    has several ratios of a model, another row has their mean, with the ratio ALL_RATIOS. The frame
-    has no rows when no claim can be tested.
+    """Test the claims: a row per claim, model and ratio. Rows with the ratio ALL_RATIOS have the
+    mean over ratios.
 
     costs: the columns `cell` and `routed_kept` (retained share of routed parameters); family: see
     `Study.family`. Returned columns:
@@ -84,8 +83,7 @@ def claims(
 
 
 def verdict(low: float, high: float, p_holm: float) -> str:
-    """Verdict on the claim that a difference is above 0; `holds` or `does not hold` only if p_holm
-    is below LEVEL and the interval from low to high excludes 0."""
+    """Verdict on the claim that a difference is above 0. low, high: interval of the difference."""
     if np.isnan(low + high + p_holm):  # at least one of the three is NaN
         return "not tested"
     if p_holm >= LEVEL or low <= 0 <= high:
@@ -94,9 +92,7 @@ def verdict(low: float, high: float, p_holm: float) -> str:
 
 
 def _searched_rows(comparison: Comparison) -> list[dict[str, object]]:
-    """Rows of the claim SEARCHED_ALLOCATION, one per ratio. A pair is a cell with a searched
-    allocation and a cell that prunes whole experts by the allocation `uniform`. The two cells
-    have equal values in EQUAL_COLUMNS."""
+    """Rows of the claim SEARCHED_ALLOCATION, one per ratio."""
     cells = comparison.cells
     searched_cells = cells[cells["allocation"].map(is_searched).astype(bool)]
     uniform_cells = cells[(cells["allocation"] == "uniform") & (cells["granularity"] == "expert")]
@@ -111,11 +107,7 @@ def _searched_rows(comparison: Comparison) -> list[dict[str, object]]:
 
 
 def _channel_rows(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str, object]]:
-    """Rows of the claims CHANNELS and CHANNELS_BY_CHANCE. CHANNELS compares plans of criteria that
-    are not random. CHANNELS_BY_CHANCE compares random plans; their difference is the effect of
-    granularity alone. Plans with recovery are left out.
-
-    costs: see `claims`."""
+    """Rows of the claims CHANNELS and CHANNELS_BY_CHANCE. costs: see `claims`."""
     retained = costs.set_index("cell")["routed_kept"].astype(float).reindex(comparison.cells.index)
     cells = comparison.cells.assign(kept=retained)
     cells = cells[(cells["recovery"] == "none") & (cells["ratio"] > 0)]
@@ -129,13 +121,11 @@ def _channel_rows(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str,
 def _granularity_rows(
     comparison: Comparison, claim: str, cells: pd.DataFrame
 ) -> list[dict[str, object]]:
-    """Rows of `claim`: a row per ratio, and a row for ALL_RATIOS if there are several ratios.
+    """Rows of `claim`: one per ratio, and one for ALL_RATIOS if there are several ratios. A pair is
+    a cell of channels and a cell of whole experts.
 
-    A pair is a cell of channels and a cell of whole experts of the same ratio, with retained shares
-    of routed parameters that differ by less than TOLERANCE. Cells that replace dropped experts are
-    left out, because the claim is about removing experts.
-
-    cells: pruned cells, with the column kept (retained share of routed parameters)."""
+    cells: pruned cells, with the column "kept" (retained share of routed parameters)."""
+    # the claim is about removing experts, not about replacing them
     cells = cells[~cells["allocation"].map(has_replacement).astype(bool)]
     pairs_by_ratio = {}
     for ratio, ratio_cells in cells_by_ratio(cells):
@@ -158,11 +148,7 @@ def _granularity_rows(
 def _row(
     comparison: Comparison, claim: str, ratio: float | str, pairs_of_ratios: Sequence[Pairs]
 ) -> dict[str, object]:
-    """A row of `claims`: the differences of Avg and of each group average. A difference is the mean
-    over the pairs of each ratio, then over ratios.
-
-    The difference of Avg is above 0 if the first cells of the pairs are better. For this, the sign
-    is reversed if Avg is a loss. p is NaN if a cell has only one seed.
+    """A row of `claims`. A difference is the mean over the pairs of each ratio, then over ratios.
 
     pairs_of_ratios: for each ratio, its pairs of cells."""
     cells = sorted({cell for pairs in pairs_of_ratios for pair in pairs for cell in pair})
@@ -189,7 +175,7 @@ def _row(
 
 
 def _estimate_columns(estimate: Estimate) -> dict[str, float]:
-    """ESTIMATE_COLUMNS of a row of `claims`: name of a column -> number from `estimate`."""
+    """Each of ESTIMATE_COLUMNS -> its number from `estimate`."""
     numbers = (estimate.value, *estimate.interval, estimate.detectable_difference, estimate.p)
     return dict(zip(ESTIMATE_COLUMNS, numbers, strict=True))
 
@@ -198,11 +184,9 @@ def _invariant_rows(
     family: pd.DataFrame, ratios: Mapping[str, Sequence[float]]
 ) -> list[dict[str, object]]:
     """Rows of the claim INVARIANT_SCORES, whose difference is the mean of `layer_differences` over
-    layers. A row per model and ratio, and a row for ALL_RATIOS if the model has several ratios.
+    layers.
 
-    family: see `Study.family`; models with one calibration set are left out. ratios: model ->
-    ratios of the model's plans. For a model that is not a key of `ratios`, the ratios are
-    overlap.RATIOS."""
+    family: see `Study.family`. ratios: model -> ratios of the model's plans."""
     rows: list[dict[str, object]] = []
     for key, scores in groups(family, ["model"]):
         if scores["calibration"].nunique() < 2:
@@ -220,7 +204,6 @@ def _invariant_rows(
             if np.ptp(values) > 0:  # without variance between layers there is no interval
                 estimate = uncertainty.mean_estimate(values)
             labels = {"claim": INVARIANT_SCORES, **key, "ratio": ratio, "parts": {}}
-            # `compared` is the number of pairs: S(1, alpha, beta) and S(0, alpha, beta) are a pair
             rows.append({**labels, **_estimate_columns(estimate), "compared": len(_EXPONENTS)})
     return rows
 
@@ -238,11 +221,10 @@ def layer_differences(
     layers: Sequence[Mapping[tuple[int, ...], np.ndarray]], ratio: float
 ) -> np.ndarray:
     """Returns an array (layers,). The number of a layer is the agreement of S(1, alpha, beta) minus
-    the agreement of S(0, alpha, beta), averaged over (alpha, beta). It is NaN if no
-    (alpha, beta) has both scores in the layer.
+    the agreement of S(0, alpha, beta), averaged over (alpha, beta).
 
-    The agreement of a score is `triple` of `overlap.agreement`: of the experts that the score
-    prunes at `ratio`, the share that all calibration sets prune.
+    The agreement of a score: of the experts that the score prunes at `ratio`, the share that all
+    calibration sets prune.
 
     layers: for each layer, (b, alpha, beta) -> scores (calibration sets, experts)."""
     differences = []
@@ -271,8 +253,7 @@ STATEMENTS = {
 
 
 def _sign_of_losses(results: Results) -> str:
-    """A sentence for the caption that explains the sign of differences of losses; "" if no model's
-    average is a loss or perplexity."""
+    """A sentence for the caption that explains the sign of differences of losses."""
     quantities = mean_quantities(results.comparisons).values()
     units = dict.fromkeys(quantity.unit for quantity in quantities if quantity.lower_is_better)
     if not units:
@@ -283,10 +264,7 @@ def _sign_of_losses(results: Results) -> str:
 
 @output("claims", chapter="claims", needs="methods that a claim of a paper compares")
 def claim_table(results: Results, name: str) -> Table | None:
-    """The papers' claims, tested on this study by paired differences, for each and all ratios.
-
-    None when no claim can be tested.
-    """
+    """The papers' claims, tested on this study by paired differences, for each and all ratios."""
     rows = claims(results.comparisons, results.study.costs, results.study.family)
     if rows.empty:
         return None

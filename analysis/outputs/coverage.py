@@ -27,12 +27,11 @@ RARE_SHARE = 0.1
 def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
     """Summarize tokens per expert over all layers; a row per model and calibration set.
 
-    Columns: model, calibration, experts (number of experts), unseen (number of experts without a
-    token), rare (number of experts with less than RARE_SHARE times the mean tokens of their layer),
-    least, median and most (minimum, median and maximum of the tokens of an expert).
+    Columns: "model", "calibration", "experts" (number of experts), "unseen" (number of experts
+    without a token), "rare" (number of experts with less than RARE_SHARE times the mean tokens of
+    their layer), and "least", "median" and "most" (tokens of an expert).
 
-    coverage: model, calibration, layer, expert, tokens.
-    """
+    Columns of `coverage`: "model", "calibration", "layer", "expert" and "tokens"."""
     rows = []
     for key, experts in groups(coverage, ["model", "calibration"]):
         even_load = experts.groupby("layer")["tokens"].transform("mean")
@@ -53,18 +52,15 @@ def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
 
 @output("tokens_per_expert", chapter="coverage")
 def tokens_per_expert(results: Results, name: str) -> list[Item]:
-    """Calibration tokens per expert.
-
-    [] when the store has no number of tokens.
-    """
+    """Calibration tokens per expert."""
     if results.study.coverage.empty:
         return []
     return [coverage_figure(results.study, name), coverage_table(results.study, name)]
 
 
 def coverage_table(study: Study, name: str) -> Table:
-    """Table of `coverage_summary`. The column `Items in the text` has the numbers of benchmark
-    items that the calibration text contains."""
+    """Table of `coverage_summary`, with the numbers of benchmark items that the calibration text
+    contains."""
     text_columns = {"Model": "model", "Calibration": "calibration"}
     number_columns = {
         "Experts": "experts",
@@ -75,7 +71,6 @@ def coverage_table(study: Study, name: str) -> Table:
         "Most tokens": "most",
     }
     summary = coverage_summary(study.coverage)
-    # the keys of `contaminations` are "calibration@model"
     keys = summary["calibration"] + "@" + summary["model"]
     summary["items"] = [_items_in_words(study.contaminations.get(key, {})) for key in keys]
     return Table(
@@ -92,12 +87,9 @@ def coverage_table(study: Study, name: str) -> Table:
 
 
 def _items_in_words(counts: Mapping[str, Any]) -> str:
-    """Text with the number of items that a calibration text contains / the number of items looked
-    for: `3 / 155: GSM8K 3 / 75`. The total over all benchmarks comes first, then each benchmark of
-    which the text contains items. "" without counts.
+    """Text with the numbers of items in a calibration text: `3 / 155: GSM8K 3 / 75`.
 
-    counts: benchmark -> {"found": first number, "comparable": second number}, see
-    `passes.contaminations`."""
+    counts: benchmark -> {"found": items that the text contains, "comparable": items looked for}."""
     if not counts:
         return ""
     total = _found_of_comparable(counts.values())
@@ -110,22 +102,18 @@ def _items_in_words(counts: Mapping[str, Any]) -> str:
 
 
 def _found_of_comparable(counts: Collection[Any]) -> str:
-    """Text with the sum of `found` / the sum of `comparable` over `counts`: `3 / 155`."""
+    """Sums over `counts` as text, "found" / "comparable": `3 / 155`."""
     found = sum(count["found"] for count in counts)
     comparable = sum(count["comparable"] for count in counts)
     return f"{found:,} / {comparable:,}"
 
 
 def _explanation_of_items(study: Study) -> str:
-    """Sentences for the caption that explain the column `Items in the text`; "" when no calibration
-    text was searched for items.
-
-    The sentences also list the benchmarks without numbers, in two groups: benchmarks that were not
-    looked up, and benchmarks whose items are all shorter than 13 words."""
+    """Sentences for the caption that explain the column "Items in the text"."""
     searched_texts = [counts for counts in study.contaminations.values() if counts]
     if not searched_texts:
         return ""
-    # benchmark -> its counts in one of the texts; its number `comparable` is equal for all texts
+    # benchmark -> its counts in one of the texts; "comparable" is equal for all texts
     counts = {name: count for text in searched_texts for name, count in text.items()}
     tasks_by_reason = {
         "Not looked up": [task for task in study.results["task"].unique() if task not in counts],
@@ -146,15 +134,13 @@ def _explanation_of_items(study: Study) -> str:
 
 
 def coverage_figure(study: Study, name: str) -> Figure:
-    """A panel per model and calibration set. A panel has a row per layer, and a row has a square
-    per expert, sorted from the fewest to the most tokens. The shade is the expert's tokens relative
-    to an even load. Squares of experts without a token are crossed."""
+    """A panel per model and calibration set, with a row per layer and a square per expert."""
     coverage = study.coverage
     order = names.calibrations_in_order(coverage["calibration"])
     ordered = sorted_in_order(coverage, "calibration", order, "model")
     panels = list(groups(ordered, ["model", "calibration"]))
     layer_count = max(experts["layer"].nunique() for _, experts in panels)
-    # height in inches: 0.2 per layer; from 24 layers on, panels do not become higher
+    # height in inches
     drawing = style.drawing(style.PAGE, len(panels) * (0.2 * min(layer_count, 24) + 0.5) + 0.5)
     for axes, (key, experts) in zip(
         np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True
@@ -179,10 +165,8 @@ def coverage_figure(study: Study, name: str) -> Figure:
 
 
 def _colour_positions(tokens: np.ndarray) -> np.ndarray:
-    """Positions (experts,) in the colour map, from 0 to 1, for the experts of one layer.
-
-    The position is 0.5 for the mean of the layer (an even load), 0.85 for ten times the mean, and
-    0.15 for a tenth of the mean. Positions are clipped to 0.01..0.99.
+    """Positions (experts,) in the colour map for the experts of one layer: 0.5 for the mean of the
+    layer, 0.85 for ten times the mean, and 0.15 for a tenth of the mean.
 
     tokens (experts,): number of tokens of each expert."""
     # 1e-9 stands for 0, which has no logarithm

@@ -64,10 +64,7 @@ def formula_table(results: Results, name: str) -> Table:
 
 @output("aimer.table1", chapter="criteria", needs="registered criteria")
 def signal_table(results: Results, name: str) -> Table:
-    """AIMER's Table 1: the inputs that each criterion of the study reads.
-
-    A row per criterion, with a mark (yes or no) for each of SIGNALS.
-    """
+    """AIMER's Table 1: the inputs that each criterion of the study reads."""
     rows = [
         (names.criterion(criterion), *(MARKS[is_used] for is_used in signals(criterion).values()))
         for criterion in _registered_criteria(results.study)
@@ -87,9 +84,6 @@ def signal_table(results: Results, name: str) -> Table:
 def signals(criterion: str) -> dict[str, bool]:
     """Each of SIGNALS -> whether the scores of a criterion depend on this signal.
 
-    For Text: whether the criterion reads a calibration set. For another signal: whether a score of
-    the artificial layer changes when only the values of this signal change.
-
     criterion: name and parameters, as in `s_family(alpha=0,b=1)`."""
     from moe_lab.criteria import reads_text
 
@@ -106,9 +100,7 @@ def signals(criterion: str) -> dict[str, bool]:
 
 
 def _scores(name: str, parameters: Mapping[str, Any], statistics: Mapping[str, Array]) -> Array:
-    """Scores (experts,) or (experts, channels) that a criterion gives the artificial layer.
-
-    name, parameters: those of the criterion; statistics: see `_artificial_statistics`."""
+    """Scores (experts,) or (experts, channels) that a criterion gives the artificial layer."""
     from moe_lab import criteria
 
     criterion = criteria.get(name)
@@ -119,24 +111,22 @@ def _scores(name: str, parameters: Mapping[str, Any], statistics: Mapping[str, A
 
 
 def _artificial_statistics(signal_to_change: str | None = None) -> dict[str, Array]:
-    """Statistics of the artificial layer: name of a statistic -> random values. The names and
-    shapes of statistics are listed in docs/new_criterion.md.
+    """Name of a statistic -> random values for the artificial layer. docs/new_criterion.md lists
+    the names and shapes.
 
-    A statistic is computed from random numbers for each signal on which the statistic depends.
-    These numbers are the same in every call, except those for `signal_to_change`."""
+    The values are the same in every call, except those that depend on `signal_to_change`."""
     from moe_lab.config import GATES
 
-    # a function per signal, with the signal's seed; the signal to change has another seed
+    # the signal to change has another seed
     draw_activations, draw_routing, draw_gradients, draw_weights = (
         _draw_function(number + 10 * (signal == signal_to_change))
         for number, signal in enumerate(SIGNALS)
         if signal != "Text"
     )
-    channel_shape = (EXPERTS, CHANNELS)  # of statistics with a number per channel
+    channel_shape = (EXPERTS, CHANNELS)
     tokens = 5 * draw_routing(EXPERTS)
-    # (experts, alpha, beta): sums over tokens of gate^alpha * norm^beta, for alpha and beta in 0, 1
-    # and 2. Gates are routing, norms of expert outputs are activations. For alpha = 0 there is no
-    # gate, so the factor of routing is 1
+    # (experts, alpha, beta): sums over tokens of gate^alpha * norm^beta. Gates are routing, norms
+    # of expert outputs are activations; for alpha = 0 there is no gate
     sums = draw_activations(EXPERTS, 3, 3) * np.concatenate(
         [np.ones((EXPERTS, 1, 3)), draw_routing(EXPERTS, 2, 3)], axis=1
     )
@@ -178,16 +168,14 @@ def _artificial_statistics(signal_to_change: str | None = None) -> dict[str, Arr
 
 
 def _draw_function(seed: int) -> Callable[..., Array]:
-    """A function that takes the sizes of an array and returns an array of random numbers from
-    [1, 2). Every call of the function draws new numbers. Two functions with the same `seed` draw
-    the same numbers, in the same order."""
+    """A function that takes the sizes of an array and returns the array with random numbers."""
     generator = np.random.default_rng(seed)
     return lambda *shape: np.asarray(generator.uniform(1, 2, shape))
 
 
 def _registered_criteria(study: Study) -> list[str]:
-    """The criteria of the study's cells, in the order of names.CRITERIA, with their parameters:
-    `s_family(alpha=0,b=1)`. Criteria that moe_lab does not register are left out."""
+    """The registered criteria of the study's cells, with their parameters:
+    `s_family(alpha=0,b=1)`."""
     from moe_lab.criteria import CRITERIA
 
     ordered = names.in_order(set(study.cells["criterion"]) - {"none"}, names.CRITERIA)
@@ -195,9 +183,7 @@ def _registered_criteria(study: Study) -> list[str]:
 
 
 def _name_and_parameters(criterion: str) -> tuple[str, dict[str, Any]]:
-    """Parse a criterion such as `s_family(alpha=0,b=1)`. Returns (name, parameters): here
-    `s_family` and {"alpha": 0, "b": 1}. A text of another form is returned as the name, with no
-    parameters."""
+    """(name, parameters): for `s_family(alpha=0,b=1)`, `s_family` and {"alpha": 0, "b": 1}."""
     match = _CRITERION.fullmatch(criterion)
     if match is None:
         return criterion, {}
@@ -206,7 +192,7 @@ def _name_and_parameters(criterion: str) -> tuple[str, dict[str, Any]]:
 
 
 def _parameter_value(text: str) -> Any:
-    """`text` parsed as JSON; the text itself if `text` is not valid JSON."""
+    """`text` parsed as JSON, or `text` itself."""
     try:
         return json.loads(text)
     except ValueError:
@@ -242,9 +228,7 @@ TEXT_COLUMNS = {"Model": "model", "Calibration": "calibration", "Criterion": "cr
 def scoring_table(results: Results, name: str) -> Table:
     """AIMER's Table 4: time and memory of scores, and of the passes that they need.
 
-    A row per step that computes scores. A step is left out if the store lacks the time of this step
-    or of one of the step's inputs.
-    """
+    A row per step that computes scores."""
     study = results.study
     cells = study.cells[study.cells["scores_folder"].notna()].drop_duplicates("scores_folder")
     rows = []
@@ -263,7 +247,6 @@ def scoring_table(results: Results, name: str) -> Table:
                 "Loading memory (MiB)": _parameter_count(study, cell["model"]) * BYTES / MEBIBYTE,
             }
         )
-    # {} if no step used a GPU: the table then lacks this column
     gpu_format = {GPU_PEAK: "{:,.0f}"} if any(pd.notna(row[GPU_PEAK]) for row in rows) else {}
     formats = {
         "Scoring time (s)": SECONDS_FORMAT,
@@ -299,11 +282,7 @@ def scoring_table(results: Results, name: str) -> Table:
     aliases=("coverage.table12",),
 )
 def allocation_table(results: Results, name: str) -> Table:
-    """MoE-Slimming's Tables 1 and 12: seconds of every step behind a plan of channels.
-
-    A row per model, calibration set, criterion, allocation, gate and seed; the row is about the
-    plan of the first ratio. A kind of step has a column if some plan has a step of this kind.
-    """
+    """MoE-Slimming's Tables 1 and 12: seconds of every step behind a plan of channels."""
     study = results.study
     cells = study.cells[
         (study.cells["granularity"] == "channel") & study.cells["plan_folder"].notna()
@@ -343,12 +322,10 @@ def allocation_table(results: Results, name: str) -> Table:
 def _cells_with_times(
     study: Study, cells: pd.DataFrame, column: str
 ) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """Yield (row of the cell as a dictionary, `time_and_memory` of the cell's steps) for each of
-    `cells`, sorted by model and criterion.
+    """Yield (cell as a dictionary, `time_and_memory` of the cell's steps) for each of `cells`. The
+    steps are the step in `column`, such as "plan_folder", and its direct and indirect inputs.
 
-    The steps of a cell are the step in the column `column`, such as plan_folder, and all direct and
-    indirect inputs of this step. Steps of the kinds TIMELESS do not count. A cell without steps is
-    left out, and so is a cell if the store lacks the time of one of the cell's steps."""
+    A cell is left out if the store lacks the time of one of its steps."""
     for cell in records(sorted_by_criterion(cells, "model")):
         folders = [
             folder
@@ -361,5 +338,4 @@ def _cells_with_times(
 
 
 def _parameter_count(study: Study, model: str) -> float:
-    """Number of parameters of a model; NaN when unknown."""
     return float(study.models.get(model, {}).get("parameters", np.nan))

@@ -34,14 +34,11 @@ MOST_LAYER_LABELS = 8
 
 
 def layer_shares(cells: pd.DataFrame, retained: pd.DataFrame) -> pd.DataFrame:
-    """Retained share of each layer's channels, as the mean over the layer's experts. The frame has
-    a row per allocation and a column per layer.
+    """Retained share of each layer's channels, the mean over the layer's experts: a row per
+    allocation, a column per layer. Allocations with equal shares have one row, whose label names
+    them all.
 
-    Allocations whose shares are equal, when rounded to three decimals, have one row together. The
-    label of a row names its allocations, one per line. Cells without a plan are left out.
-
-    retained: columns cell, layer, expert and share, as in `Study.retained`.
-    """
+    retained: see `Study.retained`."""
     expert_shares = retained[retained["cell"].isin(cells.index)]
     shares = expert_shares.pivot_table(
         index="cell", columns="layer", values="share", aggfunc="mean"
@@ -68,9 +65,7 @@ def layer_shares(cells: pd.DataFrame, retained: pd.DataFrame) -> pd.DataFrame:
 def layer_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Retained share of each layer, by allocation.
 
-    A panel per ratio, a line per allocation. None without plans, or if no criterion with coverage
-    budgets was run with a second allocation.
-    """
+    A panel per ratio, a line per allocation."""
     retained = results.study.retained
     panels = []
     for ratio, cells in _cells_with_most_allocations(comparison):
@@ -88,7 +83,7 @@ def layer_figure(results: Results, comparison: Comparison, name: str) -> Figure 
             dashes = _DASHES[number // len(style.SHADES) % len(_DASHES)]
             look = {**style.line_look(number), "markersize": 4.5, "linewidth": 1.2}
             axes.plot(range(len(row)), row * 100, label=label, linestyle=dashes, **look)
-        # every step-th layer has a label; rounded up, so that at most MOST_LAYER_LABELS have one
+        # rounded up, so that at most MOST_LAYER_LABELS layers have a label
         step = -(-shares.shape[1] // MOST_LAYER_LABELS)
         labels = [f"layer {layer}" for layer in shares.columns[::step]]
         style.label_ticks(axes.xaxis, range(0, shares.shape[1], step), labels)
@@ -108,12 +103,8 @@ _DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
 
 
 def _cells_with_most_allocations(comparison: Comparison) -> list[tuple[float, pd.DataFrame]]:
-    """(ratio, cells) for each ratio, with one cell per allocation. The cells prune channels by one
-    criterion, without recovery.
-
-    This criterion is the one with the most allocations among the criteria that were run with
-    coverage budgets. [] if no criterion was run with coverage budgets, or if the chosen criterion
-    has only one allocation."""
+    """(ratio, cells) for each ratio, with one cell per allocation. All cells have the same
+    criterion: of the criteria with coverage budgets, the one with the most allocations."""
     cells = cells_without_recovery(comparison, "channel").drop_duplicates(
         ["criterion", "allocation", "ratio"]
     )
@@ -142,12 +133,11 @@ MOST_LAYERS_WITH_NUMBERS = 24
 
 
 def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Coverage budgets of plans, with a row per plan and layer. The plans are those of the first
-    MOST_PLANS cells of `coverage_cells`. Plans without budgets in the store are left out.
+    """Coverage budgets of the first MOST_PLANS cells of `coverage_cells`: a row per plan and layer.
 
-    Columns: layer, coverage (retained share of the layer's score), kept (retained share of the
-    layer's channels), cell, calibration, label (of the method), smoothing (of layer losses).
-    """
+    Columns: "layer", "coverage" (retained share of the layer's score), "kept" (retained share of
+    the layer's channels), "cell", "calibration", "label" (of the method) and "smoothing" (of layer
+    losses)."""
     cells = coverage_cells(comparison)
     labels = settings.method_labels(cells)
     frames = []
@@ -168,11 +158,7 @@ def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
 
 
 def _smoothing(study: Study, cell: Mapping[str, Any]) -> str:
-    """Name of the smoothing that the plan of `cell`, a row of `Study.cells`, applies to layer
-    losses.
-
-    The smoothing is one of the parameters in plan.json. If plan.json lacks the parameter, it is
-    taken from the cell's allocation. If both lack the parameter, it is DEFAULT_SMOOTHING."""
+    """Smoothing of layer losses in the plan of `cell`, a row of `Study.cells`."""
     folder = study.reader.find_folder(str(cell["plan_folder"]))
     plan = study.reader.json(folder, "plan.json") or {}
     allocation = (plan.get("provenance") or {}).get("allocation") or {}
