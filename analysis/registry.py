@@ -1,8 +1,7 @@
 """Registry of tables and figures by name, and the results that several tables and figures share.
 
 `@output(NAME, ...)` above a function in `analysis.outputs` registers the function that makes NAME.
-The help, the chapters of the report, and the list of outputs for `all` are derived from the
-registry. Names follow the papers (unified.fig2).
+Names follow the papers (unified.fig2).
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from moe_lab.errors import UserError, nearest
 
 
 class Results:
-    """A study, and results derived from it that several outputs need; each is computed when it is
-    first accessed."""
+    """A study, and results derived from it that several outputs need."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
@@ -48,8 +46,7 @@ class Results:
 
     @cached_property
     def pruned(self) -> list[Comparison]:
-        """The comparisons of models with at least one pruned cell, for outputs that do not need
-        scores. A model without results is included."""
+        """The comparisons of models with at least one pruned cell."""
         return [comparison for comparison in self._all_comparisons if comparison.panels]
 
     @cached_property
@@ -66,45 +63,39 @@ class Results:
     @cached_property
     def winners(self) -> pd.DataFrame:
         """The best methods, one row per model, ratio, gate, calibration set and displayed column.
-        All methods compete. Columns as in `winner_map`."""
+        Columns as in `winner_map`."""
         return winner_map(self.comparisons)
 
     @cached_property
     def by_answer_loss(self) -> Results:
-        """The results that are derived from the same study when each score is replaced by the loss
-        on the right answers. Lower is better."""
+        """The results when each score is replaced by the loss on the right answers."""
         return Results(study_of_losses(self.study))
 
     @cached_property
     def baseline_winners(self) -> pd.DataFrame:
-        """As `winners`, but only the papers' five baselines compete. An empty frame, without
-        columns, when the study has no cell of a baseline."""
+        """As `winners`, but only the papers' five baselines compete."""
         baselines = set(self.study.cells["method"]) & set(names.BASELINES)
         return winner_map(self.comparisons, names.BASELINES) if baselines else pd.DataFrame()
 
     @cached_property
     def overlaps(self) -> pd.DataFrame:
-        """How far calibration sets agree on the experts with the lowest scores. One row per model,
-        score S(b, alpha, beta) of the S family, and ratio; columns as in
+        """How far calibration sets agree on the experts with the lowest scores. Columns as in
         `overlap.calibration_overlap`."""
         return overlap.calibration_overlap(self.study.family)
 
     @cached_property
     def proxy_overlaps(self) -> pd.DataFrame:
-        """How far the score S(0, 1, 1) and the exact damage, which the score approximates, agree on
-        the lowest experts. One row per model, calibration set and ratio; columns as in
-        `overlap.proxy_overlap`."""
+        """How far the score S(0, 1, 1) and the exact damage agree on the lowest experts. Columns as
+        in `overlap.proxy_overlap`."""
         return overlap.proxy_overlap(self.study.family, self.study.damage)
 
 
 Item = Table | Figure
 Maker = Callable[[Results, str], Item | Iterable[Item | None] | None]
-"""Function (results, name of the output) that returns the tables and figures of a study; None, or
-an empty list, when there is no data."""
+"""Function (results, name of the output) that returns the output; None when there is no data."""
 MakerT = TypeVar("MakerT", bound=Maker)
 MakerOfModel = Callable[[Results, Comparison, str], Item | Iterable[Item | None] | None]
-"""Function (results, comparison of one model, name) that returns tables and figures of this
-model."""
+"""Function (results, comparison of one model, name) that returns the output of this model."""
 
 DEFAULT_NEEDS = "results of pruned models"
 
@@ -116,33 +107,31 @@ class Output:
     name: str
     make: Maker
     needs: str
-    """What a run must include for this output to have data; printed when the output has none."""
+    """What a run must include for this output to have data."""
     chapter: str
-    """The chapter of the report that shows the output (see `analysis.report`); "" when only its
-    files are written."""
+    """The chapter of the report that shows the output; "" for none."""
     figures_only: bool
-    """Whether the chapter shows the figures of the output without its tables."""
+    """Whether the chapter shows the figures without the tables."""
     filters: str
     """Columns by which the page filters the tables, separated by |. With a leading star, the page
     first shows only the first block."""
     aliases: tuple[str, ...]
-    """Names of other published tables and figures that this output contains, because it covers all
-    models of a study."""
+    """Names of other published tables and figures that this output contains."""
 
     @property
     def title(self) -> str:
-        """Title of the output: the first line of its function's docstring."""
+        """The first line of the docstring of `make`."""
         return (self.make.__doc__ or "").strip().partition("\n")[0]
 
     def items(self, results: Results) -> list[Item]:
-        """Make the tables and figures of the output. Tables without rows are left out."""
+        """Make the tables and figures of the output, without empty tables."""
         with style.look():
             items = _as_list(self.make(results, self.name))
             return [item for item in items if isinstance(item, Figure) or len(item.frame)]
 
 
 def _as_list(items: Item | Iterable[Item | None] | None) -> list[Item]:
-    """The return value of a Maker as a list of tables and figures, without None."""
+    """The return value of a Maker as a list without None."""
     if items is None or isinstance(items, Table | Figure):
         items = [items]
     return [item for item in items if item is not None]
@@ -151,11 +140,7 @@ def _as_list(items: Item | Iterable[Item | None] | None) -> list[Item]:
 def per_model(
     models: Literal["comparisons", "pruned"] = "comparisons",
 ) -> Callable[[MakerOfModel], Callable[[Results, str], list[Item]]]:
-    """Decorator that turns a MakerOfModel, a function for one model, into a Maker for several
-    models. The Maker calls the function once for each model.
-
-    The function's argument `name` is NAME.MODEL, where NAME is the name of the output. With a
-    single model, it is NAME.
+    """Decorator that turns a MakerOfModel into a Maker for several models.
 
     models: the property of `Results` with the comparisons of the models.
     """
@@ -188,15 +173,8 @@ def output(
     needs: str = DEFAULT_NEEDS,
     aliases: Sequence[str] = (),
 ) -> Callable[[MakerT], MakerT]:
-    """Decorator that registers a function as the Maker of the output `name`.
-
-    - chapter: the chapter of the report that shows the output; "" for none
-    - figures_only: whether the chapter shows the figures without the tables
-    - filters: columns by which the page filters the tables, separated by |. With a leading star,
-      the page first shows only the first block
-    - needs: what a run must include for the output to have data
-    - aliases: names of other published tables and figures that the output contains
-    """
+    """Decorator that registers a function as the Maker of an output. The arguments are fields of
+    `Output`."""
 
     def register(make: MakerT) -> MakerT:
         REGISTERED[name] = Output(name, make, needs, chapter, figures_only, filters, tuple(aliases))
@@ -206,36 +184,33 @@ def output(
 
 
 def outputs() -> Mapping[str, Output]:
-    """Name -> output, for all outputs, in the order of their modules' names. The output `gaps` is
-    last, because making any other output can add gaps."""
+    """Name -> output, in the order of their modules' names. The output `gaps` is last, because
+    making any other output can add gaps."""
     _import_modules()
     return dict(sorted(REGISTERED.items(), key=_sort_key))
 
 
 @cache
 def _import_modules() -> None:
-    """Import all modules of analysis.outputs. Each module registers its outputs when it is
-    imported. The function is cached, because every look-up of a name calls it."""
+    """Import all modules of analysis.outputs, which register their outputs."""
     package = importlib.import_module("analysis.outputs")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"analysis.outputs.{module.name}")
 
 
 def _sort_key(item: tuple[str, Output]) -> tuple[bool, str]:
-    """Key by which `outputs` sorts a pair (name, output): (whether the output is last, name of the
-    output's module)."""
+    """(whether the output is last, name of the output's module)."""
     name, output = item
     return name == "gaps", output.make.__module__
 
 
 def aliases() -> dict[str, str]:
-    """Alias -> name of the output. An alias is the name of a published table or figure that an
-    output of another name contains, see `Output.aliases`."""
+    """Alias (see `Output.aliases`) -> name of the output."""
     return {name: output.name for output in outputs().values() for name in output.aliases}
 
 
 def find(name: str) -> Output:
-    """The output with this name or alias (see `aliases`). Raises UserError for an unknown name."""
+    """The output with this name or alias. Raises UserError for an unknown name."""
     output_of_name = outputs()
     name_of_alias = aliases()
     output = output_of_name.get(name_of_alias.get(name, name))

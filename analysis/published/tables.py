@@ -104,24 +104,21 @@ class Facts:
         return MeasuredNumber(*number, axes, tokens, self._search(first_cell), evaluations, caveats)
 
     def _search(self, cell: int) -> tuple[str | None, int | None] | None:
-        """How the allocation of a cell was searched: (name of the text on which candidates were
-        compared, number of generations), each None when unknown. Returns None if the allocation was
-        not searched."""
+        """How a cell's allocation was searched: (name of the text on which candidates were
+        compared, number of generations). None if the allocation was not searched."""
         if cell not in self._generations:
             return None
         plan = self._document(str(self.cells[cell]["plan_folder"]), "plan.json")
         return (plan.get("provenance") or {}).get("search"), _integer(self._generations[cell])
 
     def _evaluation(self, cell: int, benchmark: str) -> Evaluation:
-        """The items and settings with which a cell was evaluated on a benchmark. The metric comes
-        from `Study.results`, the other settings from the protocol in result.json. Unknown settings
-        are left out."""
+        """The items and settings with which a cell was evaluated on a benchmark."""
         row = self._results[cell, benchmark]
         protocol = self._document(str(row["folder"]), "result.json").get("protocol") or {}
         settings = {
             **protocol,
             **(protocol.get("parameters") or {}),
-            # the protocol's own entry is a dictionary; only the judge's model is compared
+            # only the judge's model is compared
             "judge": (protocol.get("judge") or {}).get("model"),
             "metric": row["metric"],
         }
@@ -137,19 +134,17 @@ class Facts:
 
 
 def _setting_text(value: Any) -> str:
-    """The value of a setting, spelled as in the CSV files of the papers' protocols: true, 2048,
-    openai/gpt-oss-120b."""
+    """The value as spelled in the CSV files of the papers' protocols: `true`, `2048`."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _integer(value: Any) -> int | None:
-    """The value as an integer; None for NaN and None."""
     return None if pd.isna(value) else int(value)
 
 
 def published_key(cell: Mapping[str, Any]) -> Key:
     """The key of the published rows with which a cell is compared: (model, ratio, criterion,
-    allocation, recovery, calibration set). The papers may have no row with this key.
+    allocation, recovery, calibration set).
 
     A small model or calibration set that comes with this project is replaced by the published one
     for which it stands in. If the model's number of experts per token was changed after training,
@@ -172,14 +167,8 @@ Pairs = Iterator[tuple[PublishedNumber, MeasuredNumber]]
 
 
 def _score_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
-    """Yield pairs of a published and a measured score.
-
-    The published score is a mean over the displayed columns and benchmarks in `published_target`,
-    often only one. The measured score is the mean over those of them that were measured.
-
-    table: name of a table of this project. The published numbers are those of the papers' tables
-    that correspond to it.
-    """
+    """Yield pairs of a published and a measured score. The measured score is the mean over those
+    columns and benchmarks of the published mean that were measured."""
     for cell in comparison.cells.index.astype(int):
         published_row = counterparts(table).get(published_key(facts.cells[cell]), ())
         for number in published_row:
@@ -187,7 +176,7 @@ def _score_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
             measured_target = _filter_measured(comparison, published_target)
             if measured_target:
                 score, low, high = comparison.displayed_scores(measured_target)
-                # benchmark -> the cell that was evaluated on it, here the same for all
+                # benchmark -> cell
                 sources = dict.fromkeys(comparison.weights(measured_target), cell)
                 seeds = len(comparison.plans_by_seed[cell])
                 caveats = [f"it is the mean of {seeds} seeds"] if seeds > 1 else []
@@ -206,11 +195,7 @@ def _filter_measured(comparison: Comparison, columns: Iterable[str]) -> tuple[st
 
 
 def _caveats_on_missing(comparison: Comparison, columns: Sequence[str]) -> list[str]:
-    """A list with one caveat that names the missing parts of a published average; empty when no
-    part is missing.
-
-    A missing part is a displayed column without a score, a benchmark without a score, or a
-    benchmark that a column with a score lacks.
+    """At most one caveat, which names the parts of a published average that were not measured.
 
     columns: the displayed columns and benchmarks of the published average.
     """
@@ -227,22 +212,14 @@ def _caveats_on_missing(comparison: Comparison, columns: Sequence[str]) -> list[
 
 
 def _rank_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
-    """Yield pairs of a published and a measured average rank. Only methods with a published rank
-    are ranked.
-
-    Published rows with the calibration set MATCHED_CALIBRATION are ranked apart from the others,
-    because each of their columns comes from a model that was calibrated on the column's task.
-
-    table: name of a table of this project. The published numbers are those of the papers' tables
-    that correspond to it.
-    """
+    """Yield pairs of a published and a measured average rank. Rows with MATCHED_CALIBRATION and
+    other rows are separate rankings."""
     published_ranks = {}
     for key, row in counterparts(table).items():
         for number in row:
             if number.benchmark == RANK:
                 published_ranks[key] = number
-    # The last part of a key is the calibration set. `is_matched` is True for the ranking with
-    # MATCHED_CALIBRATION, and False for the ranking of the other rows.
+    # key[-1]: calibration set
     for is_matched in {key[-1] == MATCHED_CALIBRATION for key in published_ranks}:
         ranking = {
             key: number
@@ -255,8 +232,7 @@ def _rank_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
         for block in make_blocks(comparison, criteria):
             for cell_of_column, rank in block:
                 key = published_key(facts.cells[next(iter(cell_of_column.values()))])
-                # The cells of a matched row have several calibration sets. In the published key,
-                # MATCHED_CALIBRATION is in their place.
+                # a matched row has cells of several calibration sets
                 published = ranking.get((*key[:5], MATCHED_CALIBRATION) if is_matched else key)
                 if published is None:
                     continue
@@ -280,15 +256,10 @@ def _ranking_differences(
     measured_columns: Sequence[str],
     published_columns: Sequence[str],
 ) -> Iterator[str]:
-    """Yield the caveats on a pair of average ranks: one if different numbers of methods were
-    ranked, and one if the ranks were averaged over different columns.
+    """Yield the caveats on the published rank `number` and its measured counterpart.
 
-    - number: the published rank
-    - ranked_keys: keys of all published ranks; a key belongs to the same ranking as `number` if
-      model, ratio and calibration set are equal
+    - ranked_keys: keys of all published ranks
     - measured_methods: number of methods of the study that were ranked together
-    - measured_columns: displayed columns over which the measured rank was averaged
-    - published_columns: displayed columns over which the published rank was averaged
     """
     model, ratio, *_, calibration = number.key
     published_methods = sum(
@@ -308,21 +279,18 @@ this column, and the method's average rank."""
 
 
 def _panel_ranks(comparison: Comparison, criteria: Sequence[str]) -> Iterator[RankBlock]:
-    """For each panel, yield a list of its methods in `criteria` with their average ranks. Panels
-    without such a method are left out."""
+    """For each panel, yield a list of its methods in `criteria` with their average ranks."""
     for panel in comparison.panels:
         cells = [cell for name, cell in panel.cells.items() if name in criteria]
         if cells:
             ranks = cell_scores.rank_block(comparison, panel, criteria)
             columns = panel.columns(comparison)
-            # a method has one cell, whose scores count in all columns
             yield [(dict.fromkeys(columns, cell), _rank(ranks, cell)) for cell in cells]
 
 
 def _task_ranks(comparison: Comparison, criteria: Sequence[str]) -> Iterator[RankBlock]:
     """For each ratio and gate, yield a list of the methods in `criteria` with their average ranks.
-    A method has two cells: the one calibrated on code counts in columns of code, the one calibrated
-    on math in columns of math. Ratios and gates that lack one of the two panels are left out."""
+    A method has two cells: one calibrated on code and one calibrated on math."""
     for panel_of_domain in cell_scores.panels_by_domain(comparison).values():
         if {"code", "math"} <= set(panel_of_domain):
             ranks = cell_scores.task_block(comparison, panel_of_domain, criteria)
@@ -338,10 +306,9 @@ def _task_ranks(comparison: Comparison, criteria: Sequence[str]) -> Iterator[Ran
 
 
 def _rank(ranks: Numbers, row: int | str) -> Number:
-    """(average rank, lower end, upper end of its interval) of a method; NaN for a number that
-    `ranks` lacks.
+    """The average rank of a method and its interval; NaN for a number that `ranks` lacks.
 
-    row: label of the method's row in the frames of `ranks`: its cell or its key.
+    row: the method's cell or key.
     """
     value, low, high = (
         float(part[RANK].get(row, math.nan)) if RANK in part else math.nan
@@ -351,8 +318,7 @@ def _rank(ranks: Numbers, row: int | str) -> Number:
 
 
 def _memory_pairs(study: Study, table: str) -> Pairs:
-    """Yield pairs of a published and a computed loading memory in GiB. The computed memory is
-    exact; MEMORY_TOLERANCE on each side takes the place of an interval."""
+    """Yield pairs of a published and a computed loading memory in GiB."""
     published = [
         number
         for row in counterparts(table).values()
@@ -363,8 +329,7 @@ def _memory_pairs(study: Study, table: str) -> Pairs:
         return
     for memory in records(study.memory):
         axes = (published_name("model", memory["model"]), memory["ratio"], memory["allocation"])
-        # The memory of a model depends on neither criterion nor calibration set. Tables display
-        # `method`, here `any`, as the criterion.
+        # the memory of a model depends on neither criterion nor calibration set
         cell = {**memory, "criterion": "none", "calibration": "none", "method": "any"}
         for number in published:
             model, ratio, _, allocation, *_ = number.key
@@ -392,10 +357,7 @@ def published_tables(
     study: Study, comparisons: Sequence[Comparison], requested: Sequence[str]
 ) -> dict[str, Table]:
     """Name of a table of this project -> the `published_table` that compares its numbers with the
-    papers' numbers. Names in `requested` that no published table corresponds to are left out.
-
-    A table has no rows when no cell of the study has a published counterpart.
-    """
+    papers' numbers. Names in `requested` without a published counterpart are left out."""
     facts = Facts(study)
     return {name: published_table(facts, comparisons, name) for name in requested if name in TABLES}
 
@@ -404,8 +366,7 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) 
     """Compare the study's numbers with the published tables that correspond to the table `name`.
 
     A measured and a published number are compared if they have the same model, ratio, criterion,
-    allocation, recovery, calibration set and benchmark. A shipped model or calibration set is
-    compared with the published one for which it stands in; the verdict then names both.
+    allocation, recovery, calibration set and benchmark.
     """
     study = facts.study
     pairs = [pair for comparison in comparisons for pair in _score_pairs(facts, comparison, name)]
@@ -430,8 +391,7 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) 
 
 
 def _columns(study: Study) -> list[str]:
-    """The columns of a `published_table` for this study. An optional column is there only if pruned
-    cells differ in its axis."""
+    """The columns of a `published_table` for this study."""
     pruned = study.cells[study.cells["criterion"] != "none"]
     varying_labels = [
         label for axis, label in _OPTIONAL_COLUMNS.items() if pruned[axis].nunique() > 1
@@ -452,9 +412,7 @@ def _columns(study: Study) -> list[str]:
 
 
 def _row(number: PublishedNumber, measured: MeasuredNumber) -> dict[str, Any]:
-    """The row of a `published_table` that compares two numbers, column -> value. The deviation of
-    incomparable numbers is NaN. The criterion, recovery and gate of a loading memory are `any`,
-    because the memory does not depend on them."""
+    """The row of a `published_table` that compares two numbers, column -> value."""
     cell = measured.cell
     verdict_text = verdict(number, measured)
     is_incomparable = verdict_text.startswith(INCOMPARABLE)
@@ -474,9 +432,8 @@ def _row(number: PublishedNumber, measured: MeasuredNumber) -> dict[str, Any]:
 
 
 def _tally(verdicts: Sequence[str]) -> str:
-    """Text with the number of verdicts of each kind: `12 agree, 3 differ and 40 cannot be
-    compared`."""
-    phrases = {  # start of a verdict -> phrase
+    """Text such as `12 agree, 3 differ and 40 cannot be compared`."""
+    phrases = {
         AGREES: "agree",
         DIFFERS: "differ",
         INCOMPARABLE: "cannot be compared",
@@ -490,13 +447,8 @@ def _tally(verdicts: Sequence[str]) -> str:
 
 
 def _footnotes_on_unmatched(study: Study, table: str) -> Iterator[str]:
-    """Yield a footnote that counts the pruned cells without a published row. Yield nothing if every
-    pruned cell has a published row, or if the published rows have no criterion, as in a table of
-    sizes.
-
-    table: name of a table of this project. The published numbers are those of the papers' tables
-    that correspond to it.
-    """
+    """Yield a footnote that counts the pruned cells without a published row. A table of sizes has
+    neither criteria nor this footnote."""
     published = counterparts(table)
     pruned = records(study.cells[study.cells["criterion"] != "none"])
     cells_without_row = [cell for cell in pruned if published_key(cell) not in published]
@@ -513,8 +465,7 @@ MOST_REASONS = 6
 
 
 def published_chapter(study: Study, comparisons: Sequence[Comparison]) -> Section:
-    """The report's chapter that compares the study with the papers. The chapter has no tables when
-    no cell of the study has a published counterpart."""
+    """The report's chapter that compares the study with the papers."""
     all_tables = published_tables(study, comparisons, list(TABLES)).values()
     tables = [table for table in all_tables if len(table.frame)]
     return Section(
@@ -530,7 +481,7 @@ def published_chapter(study: Study, comparisons: Sequence[Comparison]) -> Sectio
 
 def published_summary(tables: Sequence[Table]) -> list[str]:
     """Sentences that count the verdicts in `published_tables` and list the most frequent reasons
-    why numbers cannot be compared; [] without verdicts."""
+    why numbers cannot be compared."""
     verdicts = [str(verdict) for table in tables for verdict in table.frame["Verdict"]]
     if not verdicts:
         return []

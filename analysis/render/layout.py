@@ -1,9 +1,6 @@
 """Layout of figures: panels in a grid, as large as the texts around them allow.
 
 This module replaces matplotlib's constrained layout and ticks, which took half of a report's time.
-Constrained layout measures every label several times, and a tick consists of five artists. Here the
-widest label of an axis is measured once, labels are plain texts, and the grid lines of an axis are
-one artist.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ _ALIGNMENT: dict[Side, dict[str, Any]] = {
     "bottom": {"ha": "center", "va": "top"},
     "top": {"ha": "center", "va": "bottom"},
 }
-"""Side of a panel -> horizontal and vertical alignment of a text on this side to its position."""
+"""Side of a panel -> alignment of a text on this side."""
 _TEXT_PARAMETERS = {"fontsize": "labelsize", "rotation": "rotation"}
 """Parameter of a text -> the corresponding parameter of an axis' ticks."""
 _OUTWARDS: dict[Side, tuple[int, int]] = {
@@ -52,17 +49,15 @@ _OUTWARDS: dict[Side, tuple[int, int]] = {
 }
 """Side of a panel -> direction (right, up) away from the panel."""
 Measure = Callable[[Artist], tuple[float, float]]
-"""Function that returns width and height of an artist in inches."""
+"""Function that returns (width, height) of an artist in inches."""
 
 
 class Panels(LayoutEngine):
-    """Layout engine that runs once per figure. It draws ticks, labels and grids, and positions
-    panels, titles, legends and texts.
+    """Layout engine that draws ticks, labels and grids, and positions panels, titles, legends and
+    texts.
 
-    Panels must come from one grid (`subplots`). Artists inside panels do not affect the layout.
-    Legends and texts of the figure go below the panels. A tick has a label but no mark; its
-    position and label come from the locator and formatter of the x or y axis. The ticks and labels
-    that matplotlib itself would draw are hidden.
+    Panels must come from one grid (`subplots`). Legends and texts of the figure go below
+    the panels.
     """
 
     _adjust_compatible = False
@@ -80,7 +75,6 @@ class Panels(LayoutEngine):
         renderer: Any = FigureCanvasAgg(fig).get_renderer()
 
         def measure(artist: Artist) -> tuple[float, float]:
-            """Width and height of an artist in inches."""
             box = artist.get_window_extent(renderer)
             return box.width / fig.dpi, box.height / fig.dpi
 
@@ -90,14 +84,10 @@ class Panels(LayoutEngine):
 
 
 class _Panel:
-    """A panel. Making it draws its ticks, labels and title, and measures the room that these need
-    around the panel."""
+    """A panel. Making it draws its ticks, labels and title, and measures the room that these
+    need."""
 
     def __init__(self, figure: Figure, axes: Axes, measure: Measure) -> None:
-        """Draw and measure the texts of the panel `axes`.
-
-        measure: function that returns (width, height) of an artist in inches.
-        """
         self.figure = figure
         self.axes = axes
         self.measure = measure
@@ -107,9 +97,8 @@ class _Panel:
         self.room: dict[Side, float] = dict.fromkeys(_OUTWARDS, SMALLEST_MARGIN)
         """Side -> inches that texts on this side of the panel need."""
         self.end_labels: list[tuple[float, float]] = []
-        """The first and the last tick label of the x axis, which may reach beyond the panel: pairs
-        of the label's position (share of the panel's width) and half the label's width in inches.
-        Empty without tick labels."""
+        """For the first and the last tick label of the x axis: (position as a share of the panel's
+        width, half the label's width in inches)."""
         if isinstance(axes, PolarAxes):
             self._draw_polar(axes)
         else:
@@ -122,15 +111,13 @@ class _Panel:
         legend = axes.get_legend()
         if legend is not None:
             pixels = legend.get_bbox_to_anchor().x0 - axes.bbox.x1
-            if pixels > 0:  # the legend is to the right of the panel, not inside
+            if pixels > 0:  # the legend is to the right of the panel
                 self._reserve("right", pixels / figure.dpi + measure(legend)[0])
 
     def overhang(self, width: float) -> tuple[float, float]:
         """(left, right): inches by which tick labels of the x axis reach beyond the left and the
-        right end of a panel that is `width` inches wide. Negative if all labels end inside the
-        panel; 0 without labels."""
-        # A label is centred on its tick, which is share * width inches from the left end and
-        # (1 - share) * width inches from the right end.
+        right end of a panel that is `width` inches wide; negative if all labels end inside."""
+        # a label is centred on its tick
         left = max(
             (half_label - share * width for share, half_label in self.end_labels), default=0.0
         )
@@ -141,7 +128,6 @@ class _Panel:
         return left, right
 
     def _reserve(self, side: Side, inches: float) -> None:
-        """Reserve at least `inches` for texts on a side of the panel."""
         self.room[side] = max(self.room[side], inches)
 
     def _add_text(
@@ -153,28 +139,22 @@ class _Panel:
         **look: Any,
     ) -> Text:
         """Add a text on a side of the panel. The text is added to the figure, because texts of the
-        axes count as content of the panel.
-
-        - position: (x, y) in the coordinates of `transform`
-        - look: properties of the text, which may replace the alignment of texts on this side
-        """
+        axes count as content of the panel."""
         text = Text(*position, content, transform=transform, **{**_ALIGNMENT[side], **look})
         self.figure.add_artist(text)
         return text
 
     def _shift(self, transform: Transform, right: float, up: float) -> Transform:
-        """`transform`, followed by a shift of `right` inches to the right and `up` inches up."""
+        """`transform`, followed by a shift in inches."""
         return transform + ScaledTranslation(right, up, self.figure.dpi_scale_trans)
 
     def _shift_outwards(self, transform: Transform, side: Side, inches: float) -> Transform:
-        """`transform`, followed by a shift of `inches` away from the panel: up for the side `top`,
-        to the left for `left`."""
+        """`transform`, followed by a shift of `inches` away from the panel."""
         right, up = _OUTWARDS[side]
         return self._shift(transform, inches * right, inches * up)
 
     def _draw_grid(self, lines: Sequence[Any], transform: Transform) -> None:
-        """Draw grid lines. Each line is a sequence of points (x, y) in the coordinates of
-        `transform`."""
+        """Draw grid lines: sequences of points (x, y) in the coordinates of `transform`."""
         # zorder 0.5: below the data, as matplotlib's own grid lines
         look = {
             "color": matplotlib.rcParams["grid.color"],
@@ -183,8 +163,7 @@ class _Panel:
         self.axes.add_artist(LineCollection(lines, transform=transform, zorder=0.5, **look))
 
     def _draw_axis(self, axis: Axis) -> None:
-        """Draw the grid lines, tick labels, power of ten (see `_draw_power`) and label of an
-        axis."""
+        """Draw the grid lines, tick labels, power of ten and label of an axis."""
         is_x = isinstance(axis, XAxis)
         parameters = axis.get_tick_params()
         # coordinates: data along the axis, shares of the panel (0 to 1) across the axis
@@ -200,7 +179,6 @@ class _Panel:
         labelled_ticks = [tick for tick in ticks if tick.label]
         if labelled_sides and labelled_ticks:
             side = labelled_sides[0]
-            # font size and rotation of the tick labels, as far as the axis sets them
             look = {
                 text_parameter: parameters[tick_parameter]
                 for text_parameter, tick_parameter in _TEXT_PARAMETERS.items()
@@ -214,8 +192,7 @@ class _Panel:
                 )
                 for tick in labelled_ticks
             ]
-            # measure gives (width, height): [is_x] is the height for an x axis, the width for a y
-            # axis
+            # [is_x]: the height for an x axis, the width for a y axis
             self._reserve(
                 side, TICK_PAD + max(self.measure(text)[is_x] for text in _largest_texts(texts))
             )
@@ -228,11 +205,8 @@ class _Panel:
         self._draw_label(axis)
 
     def _draw_power(self, axis: Axis, side: Side) -> None:
-        """Write the power of ten by which the tick labels are divided, if the formatter has one.
-        It is written above a y axis, or below the right end of an x axis.
-
-        side: the side of the panel on which the tick labels are.
-        """
+        """Write the power of ten by which the tick labels on `side` are divided: above a y axis, or
+        below the right end of an x axis."""
         power = axis.get_major_formatter().get_offset()
         if not power:
             return
@@ -243,7 +217,6 @@ class _Panel:
             self.room["bottom"] += self.measure(text)[1]
         else:
             above = self._shift_outwards(self.axes.transAxes, "top", TICK_PAD)
-            # x = 0 at the left side of the panel, 1 at the right side
             text = self._add_text(power, (float(side == "right"), 1), above, "top", ha=side, **look)
             self._reserve("top", TICK_PAD + self.measure(text)[1])
 
@@ -255,18 +228,17 @@ class _Panel:
         if label:
             distance = self.room[side] + LABEL_PAD
             look = {"fontsize": axis.label.get_fontsize(), "rotation": 0 if is_x else 90}
-            # In the middle of the side. Across the axis, 0 is the left or lower side of the panel,
-            # 1 the right or upper side.
+            # across the axis, 0 is the left or lower side of the panel
             position = _point(is_x, 0.5, float(side in ("right", "top")))
             transform = self._shift_outwards(self.axes.transAxes, side, distance)
             text = self._add_text(label, position, transform, side, **look)
-            # the height of the text for an x axis, the width of the text for a y axis
+            # [is_x]: the height for an x axis, the width for a y axis
             self.room[side] = distance + self.measure(text)[is_x]
 
     def _move_title(self) -> None:
-        """Move the title, if there is one, above all other texts at the top of the panel."""
-        # `get_title` returns only a string. The title itself is a Text with this string among the
-        # children of the axes. Texts in `axes.texts` are content of the panel, no titles.
+        """Move the title above all other texts at the top of the panel."""
+        # `get_title` returns only a string. The title itself is a Text among the children of the
+        # axes.
         content = self.axes.get_title("left")
         for title in self.axes.get_children():
             if (
@@ -302,24 +274,19 @@ class _Panel:
             # rounded, so that a label straight above or below has right == 0
             right = round(float(np.cos(page_angle)), 6)
             up = round(float(np.sin(page_angle)), 6)
-            # the side decides how the label is aligned to its position
             side: Side = "top" if up > 0 else "bottom"
             if right:
                 side = "right" if right > 0 else "left"
             transform = self._shift(axes.transData, TICK_PAD * right, TICK_PAD * up)
             size = axes.xaxis.get_tick_params().get("labelsize")
             texts.append(self._add_text(label, (angle, rim), transform, side, fontsize=size))
-        # largest width and largest height of the labels
         width, height = map(max, *(self.measure(text) for text in _largest_texts(texts)))
         self.room |= {"left": TICK_PAD + width, "right": TICK_PAD + width}
         self.room |= {"bottom": TICK_PAD + height, "top": TICK_PAD + height}
 
 
 def _point(is_x: bool, along: float, across: float) -> tuple[float, float]:
-    """(x, y) of a point from its coordinate `along` an axis and its coordinate `across` this axis.
-
-    is_x: whether this axis is the x axis.
-    """
+    """(x, y) of a point with coordinates along and across the x axis (`is_x`) or the y axis."""
     return (along, across) if is_x else (across, along)
 
 
@@ -332,24 +299,23 @@ class _Tick(NamedTuple):
 
 
 def _ticks(axis: Axis) -> list[_Tick]:
-    """The ticks within the limits of an axis, with their labels."""
+    """The ticks within the limits of an axis."""
     positions = list(axis.get_majorticklocs())
     scale = axis.get_transform().transform  # such as the logarithm
     low, high = scale(np.asarray(axis.get_view_interval(), float))
-    # positions as shares of the axis's length
     shares = (scale(np.asarray(positions, float)) - low) / (high - low)
     shares = 1 - shares if axis.get_inverted() else shares
     labels = axis.get_major_formatter().format_ticks(positions)
     return [
         _Tick(float(position), float(share), label)
         for position, share, label in zip(positions, shares, labels, strict=True)
-        if -1e-3 <= share <= 1 + 1e-3  # within the limits, up to rounding
+        if -1e-3 <= share <= 1 + 1e-3  # up to rounding
     ]
 
 
 def _largest_texts(texts: Sequence[Text]) -> list[Text]:
-    """The text with the widest line, and the text with the most lines. Measuring is slow: these two
-    are measured instead of all texts to find the largest width and the largest height."""
+    """The text with the widest line, and the text with the most lines. Only these two are
+    measured, because measuring is slow."""
     widest_text = max(texts, key=lambda text: max(map(_line_width, text.get_text().split("\n"))))
     highest_text = max(texts, key=lambda text: text.get_text().count("\n"))
     return [widest_text, highest_text]
@@ -364,9 +330,8 @@ def _line_width(line: str) -> float:
 
 
 def _position_below(figure: Figure, measure: Measure) -> float:
-    """Move the legends and texts of the figure below the panels. They are stacked from the bottom
-    of the figure to the top: first the legends, then the texts. Returns the height of the stack in
-    inches."""
+    """Stack the legends and texts of the figure below the panels. Returns the height of the stack
+    in inches."""
     height = EDGE
     for legend in figure.legends:
         legend.set_bbox_to_anchor((0.5, height / figure.get_figheight()), figure.transFigure)
@@ -378,10 +343,9 @@ def _position_below(figure: Figure, measure: Measure) -> float:
 
 
 def _position_panels(figure: Figure, panels: Sequence[_Panel], height_below: float) -> None:
-    """Set the positions of panels. All panels in a row of the grid get the same upper and lower
-    end, and all panels in a column the same left and right end.
+    """Set the positions of panels.
 
-    height_below: inches at the bottom of the figure that its legends and texts take.
+    height_below: inches that legends and texts below the panels take.
     """
     width, height = figure.get_size_inches()
     grid = panels[0].grid_cell.get_gridspec()
@@ -395,7 +359,7 @@ def _position_panels(figure: Figure, panels: Sequence[_Panel], height_below: flo
         right[columns.stop - 1] = max(right[columns.stop - 1], panel.room["right"])
         top[rows.start] = max(top[rows.start], panel.room["top"])
         bottom[rows.stop - 1] = max(bottom[rows.stop - 1], panel.room["bottom"])
-    # A first division without overhangs gives the panels' widths, on which overhangs depend.
+    # a first division, because overhangs depend on the panels' widths
     _, widths = _divide(width - 2 * EDGE, left, right, grid.get_width_ratios())
     for panel in panels:
         first = panel.grid_cell.colspan.start
@@ -403,8 +367,7 @@ def _position_panels(figure: Figure, panels: Sequence[_Panel], height_below: flo
         left_overhang, right_overhang = panel.overhang(widths[first : last + 1].sum())
         left[first] = max(left[first], left_overhang)
         right[last] = max(right[last], right_overhang)
-    # starts: left ends of the columns, in inches from the left margin. uppers: upper ends of the
-    # rows, in inches down from the upper margin.
+    # uppers: upper ends of the rows, in inches down from the upper margin
     starts, widths = _divide(width - 2 * EDGE, left, right, grid.get_width_ratios())
     uppers, heights = _divide(height - EDGE - height_below, top, bottom, grid.get_height_ratios())
     for panel in panels:
@@ -412,8 +375,7 @@ def _position_panels(figure: Figure, panels: Sequence[_Panel], height_below: flo
         last = panel.grid_cell.colspan.stop - 1
         upper = panel.grid_cell.rowspan.start
         lower = panel.grid_cell.rowspan.stop - 1
-        # x: left and right end; y: lower and upper end, which is counted from below here. Both are
-        # inches from the figure's lower left corner.
+        # inches from the figure's lower left corner
         x = np.array([starts[first], starts[last] + widths[last]]) + EDGE
         y = height - EDGE - np.array([uppers[lower] + heights[lower], uppers[upper]])
         panel.axes.set_position(Bbox(np.stack([x / width, y / height], axis=1)))
@@ -422,17 +384,14 @@ def _position_panels(figure: Figure, panels: Sequence[_Panel], height_below: flo
 def _divide(
     total: float, room_before: np.ndarray, room_after: np.ndarray, ratios: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Divide `total` inches among the panels of a row or a column, their texts and the gaps between
-    neighbours. Returns (starts, lengths) of the panels in inches; starts are counted from the left
-    or upper end of the `total` inches.
+    """Divide `total` inches among the panels of a row or a column, their texts and the gaps.
+    Returns (starts, lengths) of the panels in inches from the left or upper end.
 
-    - room_before: inches of the texts to the left of each panel, or above each panel
-    - room_after: inches of the texts to the right of each panel, or below each panel
-    - ratios: proportions of the panels' lengths
+    - room_before: inches of the texts to the left of or above each panel
+    - room_after: inches of the texts to the right of or below each panel
     """
     free = total - room_before.sum() - room_after.sum() - GAP * (len(room_before) - 1)
     assert free > 0, "texts leave no room for the panels"
     lengths = free * np.asarray(ratios, float) / np.sum(ratios)
-    # order along the row or column: texts before a panel, the panel, texts after it, a gap
     gap_ends = np.cumsum(room_before + lengths + room_after + GAP)
     return gap_ends - GAP - room_after - lengths, lengths

@@ -1,4 +1,4 @@
-"""Render one self-contained HTML page of text, figures and tables, which needs no network."""
+"""Render one self-contained HTML page of text, figures and tables."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Page:
     lead: str
     """Introductory paragraph below the title."""
     tiles: Sequence[tuple[int, str]]
-    """Pairs of a number and its label, displayed side by side below the introduction."""
+    """Pairs of a number and its label."""
     sections: Sequence[Section]
     footer: str
     figure_format: str = names.FIGURE_FORMATS[0]
@@ -64,8 +64,7 @@ class Page:
 
 
 def html(page: Page) -> str:
-    """Render the page as self-contained HTML. Each figure is part of the page, and additionally has
-    a link to the figure's file in figures/."""
+    """Render the page as self-contained HTML."""
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -86,14 +85,12 @@ def html(page: Page) -> str:
 
 
 def _bind_percent_signs(sentence: str) -> str:
-    """The sentence with a non-breaking space before each per cent sign, so that a number and its
-    sign are on the same line."""
+    """The sentence with a non-breaking space before each per cent sign."""
     return sentence.replace(" %", "\u00a0%")
 
 
 def _read_raw(file: str) -> Markup:
-    """The content of the file `file` in the folder of templates, marked as text that the template
-    engine inserts without escaping."""
+    """The content of a file in the folder of templates, to be inserted without escaping."""
     return Markup((_TEMPLATES / file).read_text(encoding="utf-8"))
 
 
@@ -131,8 +128,7 @@ def _figure_variables(figure: Figure) -> dict[str, Any]:
 def _table_variables(table: Table, filters: str) -> dict[str, Any]:
     """Variables of the page's template for one table.
 
-    filters: the value of `Section.filters` for this table: names of columns, separated by |. With a
-    star before the first name, the page first shows only the first block of the table.
+    filters: the value of `Section.filters` for this table.
     """
     files = [
         {
@@ -154,7 +150,7 @@ def _table_variables(table: Table, filters: str) -> dict[str, Any]:
         "footnotes": tables.footnotes(table),
         "html": Markup(_table_html(table)),
         "intervals": table.low is not None,
-        # whether the page shows intervals at first; tables of many columns have no room for them
+        # whether intervals are shown at first; wide tables have no room for them
         "open_intervals": len(table.frame.columns) < 15,
         "files": files,
         "filter": filters.lstrip("*"),
@@ -163,8 +159,8 @@ def _table_variables(table: Table, filters: str) -> dict[str, Any]:
 
 
 def _table_html(table: Table) -> str:
-    """The table as HTML. The column Model is left out if all rows are about one model, because the
-    top of the page names this model."""
+    """The table as HTML. The column "Model" of a single model is left out, because the top of the
+    page names the model."""
     if "Model" not in table.frame or table.frame["Model"].nunique() > 1:
         return table.texts["html"]
     blocks = [column for column in table.blocks if column != "Model"]
@@ -172,15 +168,14 @@ def _table_html(table: Table) -> str:
 
 
 def _data_url(text: str, media: str) -> str:
-    """A data URL with the content `text` and the media type `media`."""
     return f"data:{media};charset=utf-8;base64,{base64.b64encode(text.encode()).decode()}"
 
 
 def write_files(
     items: Iterable[Table | Figure], out: Path, figure_format: str = names.FIGURE_FORMATS[0]
 ) -> list[Path]:
-    """Write tables into the folder `out`/tables and figures into the folder `out`/figures. Returns
-    the paths of the files.
+    """Write tables into `out`/tables and figures into `out`/figures. Returns the paths of the
+    files.
 
     figure_format: one of `names.FIGURE_FORMATS`.
     """

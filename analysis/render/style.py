@@ -45,7 +45,7 @@ WIDE = 3
 line."""
 
 INK, MUTED, RULE, SURFACE = "#15181e", "#667080", "#d4d9e0", "#fdfdfe"
-"""The four colours that follow the page's theme: in SVG they become CSS variables."""
+"""Colours that follow the page's light or dark theme: in SVG they become CSS variables."""
 _THEME = {INK: "var(--ink)", MUTED: "var(--muted)", RULE: "var(--rule)", SURFACE: "var(--surface)"}
 
 CRITERIA = {
@@ -75,19 +75,18 @@ CRITERIA = {
     "snip": "#9c6644",
     "channel_random": "#a0a7ab",
 }
-"""Colours of criteria (after Paul Tol's schemes). No figure relies on colour alone: criteria also
-have names or markers."""
+"""Colours of criteria (after Paul Tol's schemes)."""
 OTHER = "#5b8c9c"
 """Colour of criteria and benchmarks without a colour of their own."""
 SHADES = ("#2277bb", "#ee7733", "#117733", "#aa4499", "#15181e", "#b39a25", "#cc6677", "#44aa99")
 """Colours of lines that do not stand for criteria."""
 DASHED: Any = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 0.9}
-"""Line style of references, such as the unpruned model or a uniform allocation."""
+"""Line style of references, such as the unpruned model."""
 NO_TOKENS: Any = {"facecolor": "none", "edgecolor": "#bb3311", "hatch": "xxxx"}
 """Patch style of experts without tokens."""
 MARKERS = "osD^vPX*<>hd"
 SEQUENTIAL = "YlGnBu"
-"""Name of a colour map from light to dark, which stays in this order when printed in grey."""
+"""Name of a colour map from light to dark, also when printed in grey."""
 DARK = 0.55
 """Position (0..1) in SEQUENTIAL from which colours are too dark for black letters."""
 HATCH = "/////"
@@ -105,7 +104,7 @@ class Figure:
 
     @cached_property
     def svg(self) -> str:
-        """The drawing as SVG text; cached, because the page and a file both use the text."""
+        """The drawing as SVG text."""
         text = io.StringIO()
         # with a constant hashsalt, the ids in the SVG text are the same in every run
         with look(), matplotlib.rc_context({"svg.hashsalt": self.name}):
@@ -117,7 +116,7 @@ class Figure:
 
 
 def colour(method: str) -> str:
-    """The colour of a method in every figure: the colour of the method's criterion."""
+    """The colour of the method's criterion."""
     return CRITERIA.get(names.method_parts(method)[0], OTHER)
 
 
@@ -166,17 +165,13 @@ def look() -> Iterator[None]:
 
 
 def drawing(width: float, height: float) -> Drawing:
-    """An empty drawing with this width and height in inches. The drawing's layout engine prevents
-    overlaps of panels and texts."""
+    """An empty drawing with this width and height in inches."""
     return Drawing(figsize=(width, height), layout=Panels())
 
 
 def lay_out(drawing: Drawing) -> None:
-    """Run the drawing's layout engine and remove the engine. A second call does nothing.
-
-    The engine is removed because matplotlib renders a drawing with an engine twice for each file,
-    even if the engine does nothing, and a drawing without an engine only once.
-    """
+    """Run the drawing's layout engine and remove the engine, because matplotlib renders a drawing
+    with an engine twice for each file."""
     engine = drawing.get_layout_engine()
     if engine is not None:
         engine.execute(drawing)
@@ -192,8 +187,7 @@ _SAVE_ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 def write(figure: Figure, folder: Path, file_format: str = names.FIGURE_FORMATS[0]) -> list[Path]:
-    """Write the figure into `folder` as NAME.FORMAT. Returns a list that has only the path of this
-    file; `table.write` returns the paths of several.
+    """Write the figure into `folder` as NAME.FORMAT. Returns the path in a list.
 
     file_format: one of `names.FIGURE_FORMATS`.
     """
@@ -209,17 +203,15 @@ def write(figure: Figure, folder: Path, file_format: str = names.FIGURE_FORMATS[
 
 
 def svg_element(figure: Figure) -> str:
-    """The figure as an SVG element for a page. The element scales with the page's width. The four
-    colours in _THEME become CSS variables, and so follow the page's light or dark theme."""
+    """The figure as an SVG element for a page, in the colours of the page's theme."""
     view_box = re.search(r'viewBox="(?P<box>0 0 (?P<width>[\d.]+) [\d.]+)"', figure.svg)
     assert view_box is not None
-    # The content is everything after the opening tag <svg ...>, so it ends with </svg>. The
-    # returned text has another opening tag.
+    # everything after the opening tag <svg ...>, including </svg>
     start = figure.svg.index(">", figure.svg.index("<svg")) + 1
     content = re.sub(r"<metadata>.*?</metadata>", "", figure.svg[start:], flags=re.DOTALL)
     for colour, css_variable in _THEME.items():
         content = content.replace(colour, css_variable)
-    # ids must be unique on a page with several figures, and so start with the figure's name
+    # ids must be unique on a page with several figures
     prefix = re.sub(r"\W", "_", figure.name)
     content = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{prefix}-", content)
     namespaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
@@ -231,16 +223,14 @@ def svg_element(figure: Figure) -> str:
 
 
 def remove_spines(axes: Axes) -> None:
-    """Hide the border lines of axes that contain a grid of squares."""
+    """Hide the border lines of axes."""
     for spine in axes.spines.values():
         spine.set_visible(False)
 
 
 def label_ticks(axis: Axis, positions: Iterable[float], labels: Iterable[str], **look: Any) -> None:
-    """Label these positions of an axis without changing the axis's limits.
-
-    The function is faster than Axes.set_xticks, because Axes.set_xticks makes five artists per
-    tick, which `analysis.render.layout` never draws.
+    """Label these positions of an axis without changing the axis's limits. Faster than
+    Axes.set_xticks, which makes five artists per tick.
 
     look: tick parameters such as `labelsize` and `labelrotation`.
     """
@@ -252,8 +242,7 @@ def label_ticks(axis: Axis, positions: Iterable[float], labels: Iterable[str], *
 def panels(
     count: int, columns: int, height: float, below: float = 0.5, **options: Any
 ) -> tuple[Drawing, list[Axes]]:
-    """(drawing, panels): a drawing with `count` empty panels, at most `columns` in a row. The
-    drawing is as wide as the page, or 0.6 times as wide if each row has only one panel.
+    """(drawing, panels): a drawing with `count` empty panels, at most `columns` in a row.
 
     - height: height of a row of panels in inches
     - below: height of the space for the legend in inches
@@ -269,14 +258,9 @@ def panels(
 
 
 def legend(figure: Drawing, handles: Iterable[Artist], most: int = 6, title: str = "") -> None:
-    """Add a legend below the panels. Long labels reduce the number of entries side by side.
+    """Add a legend below the panels. The drawing must have space for three rows of entries.
 
-    The drawing must have space for three rows of entries. For each further row, the drawing is
-    made higher.
-
-    - handles: entries of the legend
-    - most: largest number of entries side by side
-    - title: text above the entries; "" for none
+    most: largest number of entries side by side.
     """
     entries = list(handles)
     label_length = max((len(str(entry.get_label())) for entry in entries), default=0)
@@ -296,41 +280,37 @@ def legend(figure: Drawing, handles: Iterable[Artist], most: int = 6, title: str
 
 
 def legend_entry(label: str, **look: Any) -> Line2D:
-    """A legend entry: a label, and a line in the style `look` (properties of Line2D)."""
+    """A legend entry with a line in the style `look` (properties of Line2D)."""
     return Line2D([], [], label=label, **look)
 
 
 def draw_line(axes: Axes, look: Line2D, x: Any, y: Any) -> None:
-    """Draw a line through the points with the coordinates `x` and `y`.
-
-    look: the legend entry of the line, which has the same style.
-    """
+    """Draw a line in the style of its legend entry `look`."""
     line = Line2D(np.asarray(x), np.asarray(y))
     line.update_from(look)
     axes.add_line(line)
-    # None postpones the computation of limits until the figure is drawn. If limits were computed
-    # after every line, panels that share an axis would take quadratic time.
+    # None postpones the computation of limits until the figure is drawn. Panels that share an axis
+    # would otherwise take quadratic time.
     axes.autoscale(None)  # type: ignore[arg-type]
 
 
 def line_look(number: int) -> dict[str, Any]:
-    """Colour and marker of the line with this number (from 0) in a figure in which lines do not
-    stand for criteria. Colours and markers repeat in figures of many lines."""
+    """Colour and marker of the line with this number (from 0), for lines that do not stand for
+    criteria."""
     return {"color": SHADES[number % len(SHADES)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 def depth_colour(layer: int, layers: Sequence[int]) -> str:
     """The colour of `layer` in a figure of `layers`, from light for the first layer to dark for the
     last layer."""
-    # from 0.1 to 0.95: the lightest and the darkest colours of the map are left out
+    # without the lightest and the darkest colours of the map
     return to_hex(
         colormaps["viridis_r"](0.1 + 0.85 * layers.index(layer) / max(1, len(layers) - 1))
     )
 
 
 def depth_keys(layers: Sequence[int]) -> list[Line2D]:
-    """Legend entries for the first and the last layer in `layers`; one entry if there is only one
-    layer."""
+    """Legend entries for the first and the last layer in `layers`."""
     ends = dict.fromkeys((layers[0], layers[-1]))
     return [
         legend_entry(f"layer {layer}", color=depth_colour(layer, layers), marker="o")
