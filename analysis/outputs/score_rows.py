@@ -376,10 +376,9 @@ def sorted_by_criterion(cells: pd.DataFrame, *first_columns: str) -> pd.DataFram
 def sorted_in_order(
     cells: pd.DataFrame, column: str, order: Sequence[str], *first_columns: str
 ) -> pd.DataFrame:
-    """Sort the rows of `cells` by `first_columns`. Rows with equal values there are sorted by
-    `column`: a value that comes earlier in `order` is sorted first.
+    """Sort the rows of `cells` by `first_columns`, then by `column` in the order of `order`.
 
-    cells: frame that has `column` and all `first_columns`; order: all values of `column`."""
+    order: all values of `column`."""
     position = cells[column].map(order.index).astype(int)
     return (
         cells.assign(position=position)
@@ -389,10 +388,9 @@ def sorted_in_order(
 
 
 def cells_without_recovery(comparison: Comparison, granularity: str = "") -> pd.DataFrame:
-    """Pruned cells (a ratio above 0, a criterion other than none) whose recovery is none, sorted by
-    ratio and criterion.
+    """Pruned cells without recovery, sorted by ratio and criterion.
 
-    granularity: `channel` or `expert` to select the cells of this granularity; "" for all cells."""
+    granularity: `channel` or `expert`; "" for all cells."""
     cells = comparison.cells
     cells = cells[
         (cells["criterion"] != "none") & (cells["recovery"] == "none") & (cells["ratio"] > 0)
@@ -403,15 +401,13 @@ def cells_without_recovery(comparison: Comparison, granularity: str = "") -> pd.
 
 
 def cells_by_ratio(cells: pd.DataFrame) -> Iterator[tuple[float, pd.DataFrame]]:
-    """Yield (ratio, the cells of this ratio) for each ratio, lowest first."""
+    """Yield (ratio, cells of this ratio), lowest ratio first."""
     for key, ratio_cells in groups(cells.sort_values("ratio", kind="stable"), ["ratio"]):
         yield float(key["ratio"]), ratio_cells
 
 
 def only_cell(cells: pd.DataFrame | pd.Series) -> int | None:
-    """The only cell of `cells`; None if there is no cell, or if there are several.
-
-    cells: frame or series with a row per cell, and the number of the cell as index."""
+    """The only cell in the index of `cells`; None if there is none, or several."""
     return int(cells.index[0]) if len(cells) == 1 else None
 
 
@@ -420,7 +416,6 @@ def ratio_block(
 ) -> Block:
     """A block of cells of one ratio.
 
-    - ratio: the ratio of all cells of the block
     - labels: cell -> label of the cell's row
     - base: the cell with which the others are compared; None for a block without differences"""
     # int(cell) alone is rejected by the type checker, because an index may hold any type
@@ -430,7 +425,7 @@ def ratio_block(
 
 def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Label of a method -> the method's cells, sorted by ratio. Methods that were run at fewer than
-    FEWEST_RATIOS ratios are left out; {} if no method is left."""
+    FEWEST_RATIOS ratios are left out."""
     lines = [
         line
         for _, line in groups(cells, settings.METHOD)
@@ -444,8 +439,8 @@ def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def coverage_cells(comparison: Comparison) -> pd.DataFrame:
-    """Cells without recovery that prune channels with the allocation COVERAGE. Only those at one
-    ratio are returned, the ratio closest to FIGURE_RATIO. No rows if there are no such cells."""
+    """Cells without recovery that prune channels with the allocation COVERAGE, at the ratio closest
+    to FIGURE_RATIO."""
     cells = cells_without_recovery(comparison, "channel")
     # names of the allocations, without their settings
     allocations = cells["allocation"].map(lambda text: settings.allocation(str(text))[0])
@@ -459,15 +454,15 @@ def coverage_cells(comparison: Comparison) -> pd.DataFrame:
 def storage_points(
     study: Study, comparison: Comparison, cells: pd.DataFrame, benchmarks: Sequence[str]
 ) -> pd.DataFrame:
-    """Storage and score, a row per cell; no rows when none of `benchmarks` was run.
+    """Storage and score, a row per cell.
 
     Columns:
 
-    - recovery, ratio
-    - storage: in MiB
-    - score: mean over the benchmarks that were run
-    - low, high: ends of the score's 95 % interval
-    - merit: the score if higher is better; otherwise the negative of the score"""
+    - "recovery", "ratio"
+    - "storage": in MiB
+    - "score": mean over those of `benchmarks` that were run
+    - "low", "high": ends of the score's 95 % interval
+    - "merit": the score if higher is better; otherwise the negative of the score"""
     # int(cell) alone is rejected by the type checker, because an index may hold any type
     cell_numbers = [int(str(cell)) for cell in cells.index]
     target = mean_target(comparison, cell_numbers, benchmarks)
@@ -482,8 +477,7 @@ def storage_points(
 
 
 def draw_storage(axes: Axes, line: pd.DataFrame, **look: Any) -> None:
-    """Draw a line of scores with 95 % intervals against storage. line: rows of `storage_points`;
-    look: style of the line."""
+    """Draw a line of scores with 95 % intervals against storage. line: rows of `storage_points`."""
     x = line["storage"]
     axes.vlines(x, line["low"], line["high"], color=look["color"], linewidth=1.2, alpha=0.6)
     axes.plot(x, line["score"], linewidth=1.2, markersize=4.5, **look)

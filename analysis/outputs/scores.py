@@ -24,12 +24,10 @@ from analysis.stats.cell_scores import Numbers, mean_target, panels_by_domain, s
 from analysis.stats.comparison import Comparison, Panel, Target
 
 RADAR_METHODS = ("aimer", "magnitude", "random", "frequency", "seer", "ean", "reap")
-"""The methods of AIMER's tables; a radar plot includes them after the RADAR_BEST_METHODS best
-methods."""
+"""The methods of AIMER's tables."""
 RADAR_BEST_METHODS = 2
 """Number of methods with the highest Avg that a radar plot always includes."""
 MOST_RADAR_METHODS = len(RADAR_METHODS)
-"""Largest number of methods in a radar plot."""
 
 
 @output(
@@ -39,9 +37,7 @@ MOST_RADAR_METHODS = len(RADAR_METHODS)
 def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """All benchmarks of each method around a circle (AIMER, Figs. 3 to 5).
 
-    One plot for each panel (the methods of one ratio, gate and calibration set). A plot has a spoke
-    per benchmark, a line for the unpruned model, and a line for each of `radar_methods`. Panels
-    with fewer than three benchmarks are left out. None when all panels are left out.
+    One plot for each panel with at least three benchmarks.
     """
     panels = [panel for panel in comparison.panels if len(radar_benchmarks(comparison, panel)) >= 3]
     if not panels:
@@ -70,8 +66,7 @@ def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure 
 
 
 def radar_benchmarks(comparison: Comparison, panel: Panel) -> Target:
-    """Benchmarks in which higher is better and on which at least one cell of the panel was
-    evaluated, in the order of `names.BENCHMARKS`."""
+    """Benchmarks of a panel in which higher is better, in the order of `names.BENCHMARKS`."""
     benchmarks = [
         str(name) for name in comparison.benchmark_scores if name not in comparison.lower_is_better
     ]
@@ -81,11 +76,10 @@ def radar_benchmarks(comparison: Comparison, panel: Panel) -> Target:
 
 
 def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
-    """The methods of a panel that a radar plot draws.
+    """The methods of a panel that a radar plot draws, at most MOST_RADAR_METHODS.
 
     First come the RADAR_BEST_METHODS methods with the highest Avg, then RADAR_METHODS, then the
-    other methods from the highest Avg to the lowest. Of these, the first MOST_RADAR_METHODS are
-    returned. Methods without any score are left out."""
+    other methods from the highest Avg to the lowest."""
     average = comparison.score(panel.average_columns(comparison))
     average = average.fillna(-1)  # below all scores: methods without Avg come last
     benchmarks = list(radar_benchmarks(comparison, panel))
@@ -93,7 +87,6 @@ def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
     methods = [method for method in panel.cells if has_scores[panel.cells[method]]]
     methods.sort(key=lambda method: -average[panel.cells[method]])
     published_methods = [method for method in RADAR_METHODS if method in methods]
-    # dict.fromkeys keeps only the first place of a method that is listed several times
     ordered = dict.fromkeys([*methods[:RADAR_BEST_METHODS], *published_methods, *methods])
     return list(ordered)[:MOST_RADAR_METHODS]
 
@@ -101,14 +94,12 @@ def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
 def _draw_radar(
     axes: PolarAxes, comparison: Comparison, panel: Panel, lines: Mapping[str, Line2D]
 ) -> list[str]:
-    """Draw one radar plot: a line for each of the panel's `radar_methods` and for the unpruned
-    model. Returns these methods, without the unpruned model.
+    """Draw one radar plot. Returns its `radar_methods`.
 
     lines: method -> legend entry with the style of the method's line."""
     benchmarks = list(radar_benchmarks(comparison, panel))
     methods = radar_methods(comparison, panel)
     angles = np.linspace(0, 2 * np.pi, len(benchmarks), endpoint=False)
-    # the first point is repeated at the end, which closes the line around the circle
     closed_angles = np.append(angles, angles[0])
     cells = {
         "none": comparison.unpruned_cell,
@@ -133,7 +124,6 @@ def _draw_radar(
 
 
 BOTH_TASKS = "a calibration set about code and one about mathematics"
-"""Data that task-specific calibration needs."""
 
 
 @output("task_specific", chapter="task", filters="*Model|Pruned", needs=BOTH_TASKS)
@@ -141,10 +131,6 @@ def task_specific_table(
     results: Results, name: str, criteria: Sequence[str] | None = None
 ) -> Table | None:
     """All criteria, calibrated on the task on which they are evaluated.
-
-    Coding columns have the scores of plans calibrated on code. Mathematics columns have those of
-    plans calibrated on mathematics. Avg Rank is the mean rank in all these columns. None when no
-    model has plans of both calibration sets at the same ratio and gate.
 
     criteria: keys of the methods to list, None for all methods.
     """
@@ -185,10 +171,7 @@ def task_specific_table(
     needs="results",
 )
 def benchmark_table(results: Results, name: str) -> Table | None:
-    """Every benchmark of every model, with 95 % intervals.
-
-    None when no benchmark was run.
-    """
+    """Every benchmark of every model, with 95 % intervals."""
     blocks = []
     for comparison in results.measured:
         cells = _sort_cells(comparison.cells.assign(pruned=removed_share_texts(comparison.cells)))
@@ -198,7 +181,6 @@ def benchmark_table(results: Results, name: str) -> Table | None:
             "Calibration": "calibration",
             "Criterion": "method",
         }
-        # each target is a single benchmark, not a mean over several
         targets: dict[str, Target] = {
             str(benchmark): (str(benchmark),) for benchmark in comparison.benchmark_scores
         }
@@ -234,8 +216,7 @@ def _sort_cells(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def _metrics(study: Study) -> str:
-    """A sentence for each metric, which lists the benchmarks of the metric: `acc: ARC-C and PIQA.`
-    The metric is taken from the first result of each benchmark."""
+    """A sentence for each metric with the benchmarks of the metric: `acc: ARC-C and PIQA.`"""
     benchmarks_by_metric: dict[str, list[str]] = {}
     results = study.results.drop_duplicates("benchmark")
     for metric, benchmark in zip(metrics_in_words(results), results["benchmark"], strict=True):
@@ -248,8 +229,5 @@ def _metrics(study: Study) -> str:
 
 @output("unified.table2", needs=BOTH_TASKS)
 def published_task_specific_table(results: Results, name: str) -> Table | None:
-    """The criteria of Unified Expert Pruning, calibrated on the task of their evaluation.
-
-    None when `task_specific_table` returns None.
-    """
+    """The criteria of Unified Expert Pruning, calibrated on the task of their evaluation."""
     return task_specific_table(results, name, names.TASK_SPECIFIC)

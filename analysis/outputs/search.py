@@ -36,9 +36,8 @@ from analysis.stats.uncertainty import LEVEL
 
 TEXT_COLUMNS = ["Model", "Pruned", "Calibration", "Criterion", "Allocation"]
 GAIN = "Δ {}"
-"""Format of the name of a column with differences, from the name of the column of scores."""
+"""Name of a column with differences, from the name of the column of scores."""
 SIGNIFICANCE = "Significant"
-"""Displayed column that lists the columns with significant differences."""
 _EQUAL_COLUMNS = ["ratio", "criterion", "calibration", "recovery", "gate"]
 """Cells with equal values in these columns differ only in their allocation."""
 
@@ -46,7 +45,7 @@ _EQUAL_COLUMNS = ["ratio", "criterion", "calibration", "recovery", "gate"]
 def searched_pairs(comparison: Comparison) -> dict[int, int]:
     """Cell with a searched allocation -> the cell with uniform allocation and the same values in
     _EQUAL_COLUMNS. A searched cell is left out if no uniform cell has these values, or if several
-    have. Pairs are sorted by ratio and criterion."""
+    have."""
     cells = comparison.cells[comparison.cells["criterion"] != "none"]
     if not cells["allocation"].map(is_searched).any():
         return {}
@@ -60,8 +59,7 @@ def searched_pairs(comparison: Comparison) -> dict[int, int]:
 
 
 def general_pairs(comparison: Comparison) -> dict[int, int]:
-    """The pairs of `searched_pairs` whose cells were calibrated on general text. The search set, on
-    which allocations were compared during the search, can be any text."""
+    """The pairs of `searched_pairs` whose cells were calibrated on general text."""
     # both cells of a pair have the same calibration set
     domains = comparison.cells["calibration"].map(names.domain)
     return {
@@ -95,13 +93,11 @@ def allocation_table(
 ) -> Table | None:
     """Group averages of searched and uniform allocations.
 
-    Each cell of a pair has a row with its scores in those of `columns` that were run. The row of a
-    searched cell also has its differences to the uniform cell (searched minus uniform, paired), one
-    for each score, and the names of the columns with a significant difference. Scores and
-    differences have 95 % intervals. None without pairs, or when none of `columns` was run.
+    Each cell of a pair has a row with its scores. The row of a searched cell also has its paired
+    differences (searched minus uniform) and the names of the columns with a significant difference.
 
-    title_end: last words of the title; pairs: function from the comparison of a model to the
-    model's pairs (searched cell -> uniform cell).
+    title_end: last words of the title; pairs: function that returns the pairs of a model (searched
+    cell -> uniform cell).
     """
     rows = concatenate_numbers(
         _rows(comparison, pairs(comparison), columns) for comparison in results.comparisons
@@ -111,7 +107,6 @@ def allocation_table(
     number_columns = [
         str(column) for column in rows.frame if column not in (*TEXT_COLUMNS, SIGNIFICANCE)
     ]
-    # names of columns with differences start with GAIN.format(""), which is "Δ "
     gain_columns = [column for column in number_columns if column.startswith(GAIN.format(""))]
     score_columns = [column for column in number_columns if column not in gain_columns]
     has_tests = (rows.frame[SIGNIFICANCE] != "").any()
@@ -132,7 +127,6 @@ def allocation_table(
 
 def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str]) -> Numbers | None:
     """Rows of `allocation_table` for one model: each uniform cell, followed by its searched cells.
-    None without pairs, or when none of `columns` was run.
 
     pairs: searched cell -> uniform cell."""
     cells_of_pairs = [cell for searched, uniform in pairs.items() for cell in (uniform, searched)]
@@ -163,9 +157,8 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
 def _significant_columns(
     comparison: Comparison, pairs: Mapping[int, int], gains: Mapping[str, pd.DataFrame]
 ) -> dict[int, str]:
-    """Searched cell -> text that lists the columns with a significant difference; `none` if no
-    difference is significant. A pair is not tested, and has no entry, if one of the two cells has
-    only one seed. Holm's correction covers the differences of all tested pairs in all columns.
+    """Searched cell -> text that lists the columns with a significant difference, or `none`. A pair
+    is left out if one of the two cells has only one seed.
 
     pairs: searched cell -> uniform cell; gains: column -> `differences` of this column."""
     cells = [
@@ -173,7 +166,6 @@ def _significant_columns(
         for cell, uniform in pairs.items()
         if comparison.all_have_several_seeds((cell, uniform))
     ]
-    # one row per tested cell, one column per key of `gains`
     p_values = pd.DataFrame({column: gain["p"][cells] for column, gain in gains.items()})
     p_holm = uncertainty.holm(p_values.to_numpy(float).ravel()).reshape(p_values.shape)
     texts = {}
@@ -187,49 +179,36 @@ def _significant_columns(
     "evoesap.table7", needs=f"{SEARCHES}, calibrated on general text (evoesap_table7 of sweeps)"
 )
 def general_text_table(results: Results, name: str) -> Table | None:
-    """Group averages of searched and uniform allocations that were calibrated on general text.
-
-    None without such pairs, or without any of GROUPS.
-    """
+    """Group averages of searched and uniform allocations that were calibrated on general text."""
     return allocation_table(results, name, GROUPS, "calibrated on general text", general_pairs)
 
 
 @output("evoesap.table8", needs=f"{SEARCHES}, and coding benchmarks")
 def coding_table(results: Results, name: str) -> Table | None:
-    """Searched and uniform allocations: coding benchmarks.
-
-    None without pairs, or without any of CODE_BENCHMARKS.
-    """
+    """Searched and uniform allocations: coding benchmarks."""
     return allocation_table(results, name, CODE_BENCHMARKS, "coding")
 
 
 @output("evoesap.table9", needs=f"{SEARCHES}, and WildBench, gsm8k or math500")
 def writing_and_mathematics_table(results: Results, name: str) -> Table | None:
-    """Searched and uniform allocations: writing and mathematics.
-
-    None without pairs, or without any of WRITING_AND_MATH.
-    """
+    """Searched and uniform allocations: writing and mathematics."""
     return allocation_table(results, name, WRITING_AND_MATH, "writing and mathematics")
 
 
 @output("evoesap.table10", needs=f"{SEARCHES}, and multiple-choice benchmarks")
 def multiple_choice_table(results: Results, name: str) -> Table | None:
-    """Searched and uniform allocations: multiple choice.
-
-    None without pairs, or without multiple-choice benchmarks.
-    """
+    """Searched and uniform allocations: multiple choice."""
     return allocation_table(results, name, (*names.MULTIPLE_CHOICE, "MC Avg"), "multiple choice")
 
 
 def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Retained share of the experts in each layer. A row per cell and layer, only for cells that
-    prune whole experts.
+    """Retained share of the experts in each layer, a row per layer and cell that prunes experts.
 
-    Columns: cell, layer, share (0..1), criterion, allocation, ratio, removed_text, calibration,
-    recovery."""
+    Columns: "cell", "layer", "share" (0..1), "criterion", "allocation", "ratio", "removed_text",
+    "calibration", "recovery"."""
     cells = comparison.cells[comparison.cells["granularity"] == "expert"]
     retained = study.retained[study.retained["cell"].isin(cells.index)]
-    # a row per expert, whose share is 0 or 1 here; the mean is the share of retained experts
+    # a row per expert, with share 0 or 1 here
     shares = retained.groupby(["cell", "layer"], as_index=False)["share"].mean()
     columns = ["criterion", "allocation", "ratio", "removed_text", "calibration", "recovery"]
     return pd.DataFrame(shares.join(cells[columns], on="cell"))
@@ -241,10 +220,7 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
     """Share of experts retained in each layer, by allocation.
 
     EvoESAP Fig. 1: a panel per ratio and calibration set, with a line per cell. Panels with a
-    single allocation are left out. Of the remaining panels, only those of one criterion are drawn,
-    the criterion with the most allocations. If several criteria have the most, REAP is drawn if it
-    is one of them, otherwise the first in the order of tables. None when no searched allocation
-    remains.
+    single allocation are left out. Only the criterion with the most allocations is drawn.
     """
     shares = densities(results.study, comparison)
     by_panel = shares.groupby(["criterion", "ratio", "calibration"])
@@ -278,8 +254,7 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
 def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Share of experts retained in each layer by searched allocations, by criterion.
 
-    EvoESAP Fig. 3: a panel per ratio and calibration set, a line per cell with a searched
-    allocation. None without a searched allocation.
+    EvoESAP Fig. 3: a panel per ratio and calibration set, a line per cell.
     """
     shares = densities(results.study, comparison)
     shares = shares[shares["allocation"].map(is_searched).astype(bool)]
@@ -306,8 +281,7 @@ def _density_drawing(
     shares: pd.DataFrame, column: str, legend_entries: Mapping[str, Line2D]
 ) -> Drawing:
     """A drawing of the retained share of experts by layer, with a panel per ratio and calibration
-    set and a line per cell. If `legend_entries` has no entry `uniform`, each panel also has a
-    dashed line for a uniform allocation, at the mean share of the panel.
+    set and a line per cell.
 
     shares: rows of `densities`; legend_entries: value of `column` -> legend entry with the style of
     the cells with this value."""

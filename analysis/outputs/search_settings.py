@@ -30,7 +30,6 @@ COMPARED_AVERAGES = ("Code", "WildBench", "MC Avg")
 FITNESSES = ("esap", "spec_dec")
 """The fitnesses that EvoESAP's Table 6 compares."""
 COMPETITOR = "DiEP"
-"""The method of EvoESAP's Table 4 that is not implemented here."""
 COMPETITOR_NOTE = (
     "published; not implemented: EvoESAP gives its settings, but neither its objective nor code"
 )
@@ -42,7 +41,6 @@ TEXT_COLUMNS = {
 }
 """Displayed column -> column of `Study.cells`."""
 SECONDS = "Search (s)"
-"""Displayed column with the seconds of a search."""
 _SETTINGS = {
     "Samples": ("samples", "{:,.0f}"),
     "Generations": ("generations", "{:,.0f}"),
@@ -55,7 +53,7 @@ _SETTINGS = {
 def cost_table(results: Results, name: str) -> Table:
     """EvoESAP's Table 3: settings, time and memory of each search, and loading memory of models.
 
-    A row per plan with a searched allocation; loading memory is listed before and after pruning.
+    A row per plan with a searched allocation.
     """
     study = results.study
     folders = study.cells["plan_folder"][study.searches["cell"]].drop_duplicates()
@@ -108,14 +106,12 @@ def cost_table(results: Results, name: str) -> Table:
 def settings_table(results: Results, name: str) -> Table | None:
     """EvoESAP's Table 5: uniform allocation and searches with different settings.
 
-    Settings: fitness, samples, generations or candidates. The table lists searched plans without
-    recovery that differ only in these settings, and the uniform plans that are otherwise equal.
-    None when no two searched plans differ only in these settings, or when none of GROUPS was run.
+    The table lists searched plans without recovery that differ only in the settings of their
+    search, and the uniform plans that are otherwise equal.
     """
 
     def select(cells: pd.DataFrame) -> pd.DataFrame:
-        """Select the searched and the uniform cells without recovery; no cells if fewer than two
-        searched cells are without recovery."""
+        """The searched and the uniform cells without recovery; none without two searched cells."""
         cells = cells[cells["recovery"] == "none"]
         is_search = cells["allocation"].map(is_searched).astype(bool)
         if is_search.sum() < 2:
@@ -133,15 +129,11 @@ def settings_table(results: Results, name: str) -> Table | None:
 def fitness_table(results: Results, name: str) -> Table | None:
     """EvoESAP's Table 6: searches by speculative decoding and by ESAP.
 
-    A group consists of plans that differ only in the settings of their search. The table lists the
-    plans with a fitness in FITNESSES, from groups in which both fitnesses occur. None without such
-    plans, or when none of COMPARED_AVERAGES was run.
+    The table lists plans that differ only in the settings of their search, if both FITNESSES occur.
     """
     fitness_of_cell = results.study.searches.set_index("cell")["fitness"]
 
     def select(cells: pd.DataFrame) -> pd.DataFrame:
-        """Select the cells of a group whose fitness is in FITNESSES; no cells unless both fitnesses
-        occur in the group."""
         fitnesses = fitness_of_cell.reindex(cells.index)
         return cells[fitnesses.isin(FITNESSES)] if set(FITNESSES) <= set(fitnesses) else cells[:0]
 
@@ -156,14 +148,9 @@ def fitness_table(results: Results, name: str) -> Table | None:
     needs=f"{SEARCHES}, and coding benchmarks, WildBench or multiple choice",
 )
 def competitor_table(results: Results, name: str) -> Table | None:
-    """EvoESAP's Table 4: searched allocations and the published row of DiEP.
-
-    DiEP is not implemented here. None without searched allocations, or when none of
-    COMPARED_AVERAGES was run.
-    """
+    """EvoESAP's Table 4: searched allocations and the published row of DiEP."""
 
     def select(cells: pd.DataFrame) -> pd.DataFrame:
-        """Select the searched cells without recovery."""
         is_search = cells["allocation"].map(is_searched).astype(bool)
         return cells[is_search & (cells["recovery"] == "none")]
 
@@ -218,11 +205,9 @@ def _table(
     columns: Sequence[str],
     title: str,
 ) -> Table | None:
-    """A table with the settings, the scores and the seconds of searches, a row per cell; None
-    without rows.
+    """A table with the settings, the scores and the seconds of searches, a row per cell.
 
-    select: function that chooses the cells that the table lists, see `_rows`; columns: the averages
-    that the table lists, if they were run."""
+    select, columns: see `_rows`."""
     rows = concatenate_numbers(
         _rows(results.study, comparison, select, columns) for comparison in results.comparisons
     )
@@ -250,12 +235,11 @@ def _rows(
     select: Callable[[pd.DataFrame], pd.DataFrame],
     columns: Sequence[str],
 ) -> Numbers | None:
-    """Rows of `_table` for one model; None when `select` returns no cells, or when none of
-    `columns` was run.
+    """Rows of `_table` for one model.
 
-    - select: function that returns the rows of its argument that the table lists. It is called with
-      each group of cells that differ only in their allocation.
-    - columns: the averages that the table lists"""
+    - select: function that chooses the listed cells from a group of cells that differ only in their
+      allocation
+    - columns: averages to list, if they were run"""
     pruned = comparison.cells[comparison.cells["criterion"] != "none"]
     selections = [select(cells) for _, cells in groups(pruned, EQUAL_COLUMNS)]
     # pruned[:0] has no rows; concat fails without a frame
@@ -274,6 +258,5 @@ def _rows(
 
 
 def _fitness_in_words(fitness: object) -> str:
-    """A fitness in the paper's spelling, such as SPEC-DEC; "" for NaN, the fitness of an allocation
-    that was not searched."""
+    """A fitness in the paper's spelling, such as SPEC-DEC; "" for NaN."""
     return fitness.upper().replace("_", "-") if isinstance(fitness, str) else ""

@@ -37,14 +37,13 @@ SPEEDS: Mapping[str, str] = {
 }
 """Displayed column with a speed or duration -> its format."""
 REQUEST_COLUMNS = ["cell", "device", "batch_size", "prompt_length", "new_tokens"]
-"""Columns that identify a kind of request."""
+"""Columns in which repeats of a request have equal values."""
 QUARTILES = {" low": 0.25, "": 0.5, " high": 0.75}
 """Suffix of a column -> its quantile over repeated requests."""
 
 
 def requests(study: Study) -> pd.DataFrame:
-    """Speed and memory, a row per request. Repeats of a request have equal values in
-    REQUEST_COLUMNS.
+    """Speed and memory, a row per request.
 
     Columns:
 
@@ -69,8 +68,7 @@ def requests(study: Study) -> pd.DataFrame:
 
 
 def _speeds(timings: pd.DataFrame) -> pd.DataFrame:
-    """Speeds in tokens per second and durations in milliseconds (columns SPEEDS), a row per timed
-    request.
+    """The columns SPEEDS, a row per timed request.
 
     timings: rows of `Study.timings`."""
     prompt_tokens = timings["batch_size"] * timings["prompt_length"]
@@ -89,15 +87,14 @@ def _speeds(timings: pd.DataFrame) -> pd.DataFrame:
 def speed_table(results: Results, name: str) -> Table:
     """MoE-Slimming's Table 2: throughput, latency and memory of every timed model."""
     study = results.study
-    # the first frame has no rows, but gives the columns of a study without timings
+    # columns of a study without timings
     frames = [pd.DataFrame(columns=["model", "removed_text", "label"])]
     for comparison in results.pruned:
         labels = comparison.cells[["model", "removed_text"]].assign(
             label=settings.method_labels(comparison.cells)
         )
         frames.append(requests(study).merge(labels, left_on="cell", right_index=True))
-    # frames without rows are left out, because they would change the dtypes of columns; if no
-    # frame has rows, all frames are concatenated
+    # frames without rows would change the dtypes of columns
     rows = pd.concat([frame for frame in frames if len(frame)] or frames, ignore_index=True)
     text_columns = {
         "Model": "model",
@@ -129,8 +126,7 @@ def speed_table(results: Results, name: str) -> Table:
 
 
 def conditions(study: Study) -> str:
-    """Sentences for captions on the conditions under which requests were timed; "" without
-    timings."""
+    """Sentences for captions on the conditions under which requests were timed."""
     timings = study.timings
     if timings.empty:
         return ""
@@ -152,7 +148,7 @@ def conditions(study: Study) -> str:
 def memory_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Memory of every timed model.
 
-    A bar per cell: weights, and working memory of the cell's largest request. None without timings.
+    A bar per cell: weights, and working memory of the cell's largest request.
     """
     largest_requests = _largest_requests(results.study, comparison)
     if largest_requests.empty:
@@ -192,9 +188,7 @@ BLOCK_MAPS = {DECODE: "tokens per second", PEAK_MEMORY: "peak memory (MiB)"}
 def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Tokens per second and peak memory by the block size of channels and the smallest expert.
 
-    Each ratio, recovery and device has a row of two maps (BLOCK_MAPS). A column of a map is a block
-    size, which divides every expert's number of channels. A row of a map is the smallest number of
-    channels that an expert may have. None with fewer than two timed plans of aligned allocations.
+    Each ratio, recovery and device has a row of two maps (BLOCK_MAPS).
     """
     study = results.study
     largest_requests = _largest_requests(study, comparison)
@@ -230,9 +224,8 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
 
 
 def _largest_requests(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """The largest request of each cell of `comparison`: the row of `requests` with the most prompt
-    tokens. Only requests on one device are considered, the device of the first row. The column
-    `label` is added: a text with the method and the removed share."""
+    """The row of `requests` with the most prompt tokens for each cell of `comparison`, on one
+    device. The added column "label" is a text with the method and the removed share."""
     rows = requests(study)
     rows = rows[rows["cell"].isin(comparison.cells.index)]
     # iloc[:1] instead of iloc[0], which fails without rows
@@ -250,12 +243,8 @@ def _largest_requests(study: Study, comparison: Comparison) -> pd.DataFrame:
 def _draw_map(axes: Axes, rows: pd.DataFrame, column: str) -> None:
     """Draw a map with a square for each of `rows`. The square shows the number in `column`.
 
-    Block sizes increase from left to right, the channels of the smallest expert from top to bottom.
-    The lowest number has the shade 0.1 of the colour map, the highest 0.9. NaN is printed as a
-    dash and has the shade 0.1. Numbers have one decimal if all are below 100, otherwise none.
-
-    rows: frame with `column` and the columns `block` (block size) and `smallest` (smallest number
-    of channels that an expert may have)."""
+    rows: frame with `column`, "block" (block size) and "smallest" (smallest number of channels that
+    an expert may have)."""
     blocks = sorted(rows["block"].unique())
     smallest_experts = sorted(rows["smallest"].unique())
     low = float(rows[column].min())
@@ -276,10 +265,7 @@ def _draw_map(axes: Axes, rows: pd.DataFrame, column: str) -> None:
 
 @output("unified.table3", chapter="memory")
 def memory_table(results: Results, name: str) -> Table:
-    """Bytes of the model in bfloat16 before and after pruning, counted without its weights.
-
-    A row per model, removed share and number of bytes after pruning.
-    """
+    """Bytes of the model in bfloat16 before and after pruning, counted without its weights."""
     memory = results.study.memory
     number_columns = {
         "Before (MiB)": ("before", "{:,.2f}"),
@@ -310,12 +296,10 @@ def architecture_table(results: Results, name: str) -> Table:
     rows = []
     for model, facts in study.models.items():
         layers = list(facts["layers"].values())  # only layers with experts
-        # key of a layer in facts.json -> the largest of the layers' values
         maximum = {
             key: max(layer[key] for layer in layers)
             for key in ("n_experts", "top_k", "hidden", "width")
         }
-        # in all layers, parameters of the routed experts to which a token is not sent
         inactive_parameters = sum(
             (layer["n_experts"] - layer["top_k"]) * layer["expert_parameters"] for layer in layers
         )

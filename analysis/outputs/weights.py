@@ -41,19 +41,16 @@ SHADES = colormaps["viridis"]
 def weights_table(
     title_end: str, columns: Sequence[str]
 ) -> Callable[[BlockMaker], Callable[[Results, str], Table | None]]:
-    """The decorator `score_table` with a title and a caption for tables of this module. It is
-    applied to a function that yields the blocks of one model.
+    """The decorator `score_table` with a title and a caption for tables of this module.
 
-    title_end: last words of the title; columns: benchmarks and averages. The caption says that
-    differences are between scores in the last of `columns`."""
+    title_end: last words of the title; columns: benchmarks and averages."""
     title = f"Scores from weights alone and from text: {title_end}"
     return score_table(title, columns, f"Difference: {columns[-1]} minus that of AIMER, paired.")
 
 
 def aimer_blocks(comparison: Comparison) -> Iterator[Block]:
     """Yield a block for each ratio at which AIMER was run, with the cells of all criteria without
-    recovery. AIMER's cell is the base of the block's differences. A block with several cells of
-    AIMER has no differences."""
+    recovery. AIMER's cell is the base of the block's differences."""
     for ratio, cells in cells_by_ratio(cells_without_recovery(comparison)):
         aimer_cells = cells[cells["criterion"] == "aimer"]
         if len(aimer_cells):
@@ -96,20 +93,16 @@ def multiple_choice_table(results: Results, comparison: Comparison) -> Iterator[
 
 
 FIGURE_CRITERIA = ("magnitude", "aimer")
-"""The two criteria of the published figure."""
 OPPOSITE_SIGN_CRITERIA = ("aimer",)
 """Criteria whose scores in the store have the opposite sign of the paper's scores, because the
 lowest scores in the store are pruned first."""
 COLUMNS = ("model", "criterion", "layer", "expert", "score")
 MOST_MODELS_IN_ROW = 3
-"""Largest number of models side by side in the figure."""
 MOST_LAYER_LABELS = 8
-"""Largest number of layers with a label on an axis."""
 
 
 def weight_scores(study: Study) -> pd.DataFrame:
-    """Scores of experts by FIGURE_CRITERIA; a row per model, criterion, layer and expert, with the
-    columns COLUMNS. Cells without scores in the store are left out.
+    """Scores of experts by FIGURE_CRITERIA, with the columns COLUMNS.
 
     Scores have the sign that they have in the papers. AIMER's score in its paper is
     ||w||_1 / (sqrt(N) ||w||_2), and the experts with the highest scores are pruned first."""
@@ -133,9 +126,9 @@ def weight_scores(study: Study) -> pd.DataFrame:
 def profiles(scores: pd.DataFrame) -> pd.DataFrame:
     """`weight_scores` with two more columns, computed inside each layer of a model and criterion.
 
-    - profile: the score, scaled from 0 (lowest score of the layer) to 1 (highest); NaN when all
-      experts of the layer have the same score
-    - position: rank of the expert in the layer, from 0 (lowest score)"""
+    - "profile": the score, scaled from 0 (lowest score of the layer) to 1 (highest); NaN if all are
+      equal
+    - "position": rank of the expert in the layer, from 0 (lowest score)"""
     layer_scores = scores.groupby(["model", "criterion", "layer"])["score"]
     low = layer_scores.transform("min")
     high = layer_scores.transform("max")
@@ -149,8 +142,7 @@ def profiles(scores: pd.DataFrame) -> pd.DataFrame:
 def profile_figure(results: Results, name: str) -> Figure | None:
     """Distribution of Magnitude and AIMER scores over the experts of each layer.
 
-    A map per model and criterion; x axis: experts by rank, y axis: layers. The maps of one model
-    are below each other, and up to MOST_MODELS_IN_ROW models are side by side. None without scores.
+    A map per model and criterion; x axis: experts by rank, y axis: layers.
     """
     scores = weight_scores(results.study)
     if scores.empty:
@@ -159,7 +151,7 @@ def profile_figure(results: Results, name: str) -> Figure | None:
     models = list(dict.fromkeys(scores["model"]))
     criteria = names.in_order(scores["criterion"], FIGURE_CRITERIA)
     columns = min(MOST_MODELS_IN_ROW, len(models))
-    # rows of models (rounded up), each of which has a row of maps per criterion
+    # rows of models (rounded up), each with a row of maps per criterion
     rows = -(-len(models) // columns) * len(criteria)
     drawing = style.drawing(style.PAGE, 1.9 * rows + 0.5)
     grid = drawing.subplots(rows, columns, squeeze=False)
@@ -186,11 +178,9 @@ def profile_figure(results: Results, name: str) -> Figure | None:
 
 
 def _draw_profile(axes: Axes, panel: pd.DataFrame, *, is_first_in_row: bool) -> None:
-    """Draw a map of `profile`, with a row per layer, in which experts are sorted by `position`. At
-    most MOST_LAYER_LABELS layers are numbered.
+    """Draw the map of one model and criterion.
 
-    panel: rows of `profiles` of one model and criterion; is_first_in_row: whether the y axis has
-    the label `layer`."""
+    panel: rows of `profiles`."""
     image = panel.pivot_table(index="layer", columns="position", values="profile", dropna=False)
     axes.imshow(
         image, cmap=SHADES, vmin=0, vmax=1, aspect="auto", interpolation="nearest", origin="lower",

@@ -30,10 +30,10 @@ from analysis.stats.winners import CAPTION, SETTINGS, label
 
 
 def _map_and_table(results: Results, wins: pd.DataFrame, name: str, title: str) -> list[Item]:
-    """The figure and the table of a winner map. [] if `wins` has no rows. Also [] if `wins` is on a
-    single displayed column, because then it adds nothing to the ranking of the methods.
+    """The figure and the table of a winner map. [] if `wins` is on fewer than two displayed
+    columns: the map then adds nothing to the ranking of the methods.
 
-    wins: rows of `winner_map`; title: title of the figure and of the table."""
+    wins: rows of `winner_map`."""
     if wins.empty or wins["column"].nunique() < 2:
         return []
     return [winner_figure(wins, name, title), winner_table(results.study, wins, name, title)]
@@ -70,8 +70,7 @@ def baseline_winners(results: Results, name: str) -> list[Item]:
 
 
 def winner_table(study: Study, wins: pd.DataFrame, name: str, title: str) -> Table:
-    """A winner map as a table. Each cell of the map is a row with the best methods, their score,
-    the runner-up, the lead over it, p-values and a verdict. wins: rows of `winner_map`."""
+    """A winner map as a table, a row per cell of the map. wins: rows of `winner_map`."""
     rows = wins.assign(
         winner=[label(win["winners"], win["score"]) for win in records(wins)],
         runner_up=wins["runner_up"].map(names.method),
@@ -114,8 +113,7 @@ NO_RESULT, TIE, PROVED, NOT_PROVED, UNTESTED = (
 
 
 def verdict(win: Mapping[str, Any]) -> str:
-    """Verdict on a row of `winner_map`: NO_RESULT (no winner), TIE (several winners), UNTESTED (one
-    winner, without a p-value), PROVED or NOT_PROVED (one winner, tested)."""
+    """Verdict on a row of `winner_map`."""
     winners = win["winners"]
     if not winners:
         return NO_RESULT
@@ -138,13 +136,12 @@ _MEANING_OF_P = (
 
 
 def _has_tests(wins: pd.DataFrame) -> bool:
-    """Whether at least one row of `winner_map` has a p-value."""
     return bool(wins["p"].notna().any())
 
 
 def proved_wins_sentence(wins: pd.DataFrame) -> str:
-    """A sentence with the number of cells of a winner map that are proved wins, and in brackets the
-    numbers of cells that are tied, not tested or without a result."""
+    """A sentence on how many cells of a winner map are proved wins, tied, not tested or without a
+    result."""
     counts = Counter(verdict(win) for win in records(wins))
     phrases = [
         f"{counts[outcome]} {phrase}" for outcome, phrase in _PHRASES.items() if outcome in counts
@@ -158,12 +155,11 @@ _PHRASES = {
     UNTESTED: "not tested",
     NO_RESULT: "without a result",
 }
-"""Verdict -> its description in `proved_wins_sentence`."""
 
 
 def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
     """A map for each model, ratio and gate, with a row per displayed column and a column per
-    calibration set; wins that are not proved are hatched. wins: rows of `winner_map`."""
+    calibration set. wins: rows of `winner_map`."""
     maps = list(groups(wins, SETTINGS))
     most_rows = max(map_wins["column"].nunique() for _, map_wins in maps)
     drawing, grid = style.panels(len(maps), 2, max(0.36 * most_rows, 1.1) + 0.75, below=0)
@@ -201,9 +197,7 @@ _LABEL_WIDTH = 0.8
 
 
 def _draw_map(axes: Axes, wins: pd.DataFrame, inches: float) -> None:
-    """Draw one map, with a cell for each of `wins`. Each cell has a text, see `_text_and_size`. A
-    cell with a single winner also has a square in the winner's colour, hatched unless the win is
-    proved.
+    """Draw one map, with a cell for each of `wins`.
 
     wins: rows of `winner_map`; inches: width of the map."""
     columns = list(dict.fromkeys(wins["column"]))
@@ -232,11 +226,8 @@ def _draw_map(axes: Axes, wins: pd.DataFrame, inches: float) -> None:
 def _text_and_size(winners: Sequence[str], score: float, inches: float) -> tuple[str, float]:
     """(text in a cell of a map, font size in points). inches: width of the cell.
 
-    - A tie, unless its score is 0: the names of up to three winners and the number of further
-      winners, in two lines. Five winners are printed as `A = B =` and, below, `C +2`, or as
-      `5 tied` if the two lines do not fit.
-    - Other cells, and ties with a score of 0: the `label` of the winners. If it is too long for one
-      line, it is wrapped and printed in the smallest font, 5.6 points."""
+    A tie of five winners is printed as `A = B =` and, below, `C +2`, or as `5 tied` if the two
+    lines do not fit."""
     letters_in_line = int(inches / SMALL_LETTER)  # at 5.6 points
     if len(winners) > 1 and score != 0:
         methods = [names.method(name) for name in winners[:3]]

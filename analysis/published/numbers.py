@@ -25,8 +25,7 @@ RANK = "Avg Rank"
 MEMORY_BEFORE = "loading_memory_before_gb"
 MEMORY_AFTER = "loading_memory_after_gb"
 GROUPS = {"Code": names.CODE_COLUMNS, "Math": names.MATH_COLUMNS}
-"""Benchmark of a published average of displayed columns -> these columns. The columns of an AVERAGE
-vary with its table, see `averaged_benchmarks`."""
+"""Benchmark of a published average of displayed columns -> these columns."""
 SCORES = (*names.BENCHMARKS, *names.COLUMNS)
 """Benchmarks and displayed columns whose scores an AVERAGE may include."""
 PERPLEXITIES = ("wikitext2",)
@@ -71,11 +70,7 @@ class PublishedNumber:
 
     @property
     def rounding_range(self) -> tuple[float, float]:
-        """Lower and upper end of the range of numbers that the paper prints as this number.
-
-        The range reaches half a unit of the last digit below and above a rounded number, a whole
-        unit above a truncated number, and a whole unit below and above a number rounded twice.
-        """
+        """Lower and upper end of the range of numbers that the paper prints as this number."""
         number = Decimal(self.text)
         unit = Decimal(1).scaleb(int(number.as_tuple().exponent))
         margin_below = unit / 2
@@ -105,24 +100,23 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Split:
-    """The known settings and number of items of a benchmark, in a paper or here."""
+    """Settings and number of items of a benchmark, in a paper or here."""
 
     items: int | None
     """Number of items of the whole benchmark; None when unknown."""
     settings: Mapping[str, str]
-    """Key of EVALUATION_SETTINGS -> value; unknown settings are left out."""
+    """Key of EVALUATION_SETTINGS -> value, for known settings."""
 
 
 @cache
 def _read(name: str) -> tuple[dict[str, str], ...]:
-    """The rows of the file NAME.csv in FOLDER as dictionaries, column -> text."""
+    """The rows of the file NAME.csv in FOLDER, column -> text."""
     with (FOLDER / f"{name}.csv").open(encoding="utf-8", newline="") as lines:
         return tuple(csv.DictReader(lines))
 
 
 def _tables() -> dict[str, tuple[tuple[str, str], ...]]:
-    """The content of tables.csv as a dictionary: name of a table of this project -> (paper, table)
-    of every published table that corresponds to it."""
+    """The content of tables.csv, see TABLES."""
     published: dict[str, list[tuple[str, str]]] = {}
     for row in _read("tables"):
         published.setdefault(row["name"], []).append((row["paper"], row["table"]))
@@ -149,7 +143,7 @@ def numbers() -> tuple[PublishedNumber, ...]:
 
 
 def _key(row: Mapping[str, str]) -> Key:
-    """The key of a row of a paper's CSV file; the ratio is NaN where the file states none."""
+    """The key of a row of a paper's CSV file; the ratio is NaN if not stated."""
     ratio = float(row["ratio"] or "nan")
     return (
         row["model"],
@@ -163,8 +157,8 @@ def _key(row: Mapping[str, str]) -> Key:
 
 @cache
 def counterparts(name: str) -> Mapping[Key, tuple[PublishedNumber, ...]]:
-    """Key of a published row -> all published numbers with this key in the published tables that
-    correspond to the table `name` here."""
+    """Key -> published numbers with this key in the published tables that correspond to the table
+    `name` here."""
     numbers_of_key: dict[Key, tuple[PublishedNumber, ...]] = {}
     for number in numbers():
         if (number.paper, number.table) in TABLES[name]:
@@ -175,10 +169,6 @@ def counterparts(name: str) -> Mapping[Key, tuple[PublishedNumber, ...]]:
 def averaged_benchmarks(number: PublishedNumber, row: Sequence[PublishedNumber]) -> tuple[str, ...]:
     """The benchmarks and displayed columns over which a published number is averaged; empty when
     the number is not made of scores (a rank, a size or a time).
-
-    For a score or perplexity, this is its own benchmark alone. For an average in GROUPS, it is the
-    columns of the group. For an AVERAGE, it is the benchmarks of all scores in `row` that come from
-    the same published table.
 
     row: all published numbers with the key of `number`.
     """
@@ -203,9 +193,7 @@ def protocol(number: PublishedNumber) -> Protocol:
 
 
 def split(number: PublishedNumber, benchmark: str) -> Split:
-    """Number of items and settings with which the paper of this number measured a benchmark. If the
-    paper does not state the number of items, it is None. Settings that the paper does not state are
-    left out."""
+    """Number of items and settings with which the paper of this number measured a benchmark."""
     row = _most_specific_row("splits", number, benchmark=benchmark)
     items = int(row["items"]) if row.get("items") else None
     return Split(items, {key: row[key] for key in EVALUATION_SETTINGS if row.get(key)})
@@ -213,20 +201,17 @@ def split(number: PublishedNumber, benchmark: str) -> Split:
 
 def published_name(axis: str, name: str) -> str:
     """Name of the published model or calibration set for which the one called `name` stands in
-    here, from stand_ins.csv. A name that stand_ins.csv does not list is returned unchanged.
+    here.
 
-    axis: `model` or `calibration`, whichever `name` is.
+    axis: `model` or `calibration`.
     """
     stand_ins = {(row["axis"], row["name"]): row["stands_for"] for row in _read("stand_ins")}
     return stand_ins.get((axis, name), name)
 
 
 def _most_specific_row(file: str, number: PublishedNumber, **axes: str) -> dict[str, str]:
-    """The first row of FILE.csv that matches `number` in the columns paper, table and model, and
-    that matches `axes` (further column -> value); {} when no row matches.
-
-    WILDCARD in a row matches every value. Files list more specific rows first.
-    """
+    """The first row of FILE.csv that matches `number` and `axes` (column -> value); {} when no row
+    matches. Files list more specific rows first."""
     axes |= {"paper": number.paper, "table": number.table, "model": number.key[0]}
     for row in _read(file):
         if all(row[axis] in (WILDCARD, value) for axis, value in axes.items()):
@@ -247,8 +232,7 @@ may fail to grade a few items."""
 _SEARCH = ("search set", "generations")
 """Names of the parts of `MeasuredNumber.search`."""
 _MOST_NAMED = 3
-"""Largest number of benchmarks that a reason names; a reason on more benchmarks only counts
-them."""
+"""Largest number of benchmarks that a reason names."""
 
 
 @dataclass(frozen=True)
@@ -284,10 +268,8 @@ class MeasuredNumber:
 def verdict(number: PublishedNumber, measured: MeasuredNumber) -> str:
     """Verdict on a published and a measured number.
 
-    - `missing` if the measured number is NaN
-    - `not comparable because`, followed by all `reasons`, if there are any
-    - `agrees` if the rounding range of the published number overlaps the interval of the measured
-      number, otherwise `differs`; in both cases followed by the note of the published number
+    They agree if the rounding range of the published number overlaps the interval of the measured
+    number.
     """
     if math.isnan(measured.value):
         return MISSING
@@ -300,7 +282,7 @@ def verdict(number: PublishedNumber, measured: MeasuredNumber) -> str:
 
 
 def reasons(number: PublishedNumber, measured: MeasuredNumber) -> Iterator[str]:
-    """Yield the reasons why the two numbers cannot be compared; nothing when they can be compared.
+    """Yield the reasons why the two numbers cannot be compared.
 
     If the measured model stands in for the published one, this is the last reason, because
     everything else differs with the model.
@@ -321,12 +303,8 @@ def reasons(number: PublishedNumber, measured: MeasuredNumber) -> Iterator[str]:
 
 
 def _calibration_differences(number: PublishedNumber, measured: MeasuredNumber) -> Iterator[str]:
-    """Yield a text for each of these that differs: number of calibration tokens, gate, seed, search
-    set and number of generations.
-
-    What the paper does not state is not compared. Tokens are compared only if the criterion reads
-    data, the gate only for GATE_CRITERIA, and the search only for a searched allocation. Yields
-    nothing for the unpruned model."""
+    """Yield a text for each setting of calibration and search that the paper states and that
+    differs."""
     published_protocol = protocol(number)
     cell = measured.cell
     if cell["criterion"] == "none":
@@ -359,12 +337,8 @@ def _calibration_differences(number: PublishedNumber, measured: MeasuredNumber) 
 def _evaluation_differences(
     number: PublishedNumber, evaluations: Sequence[Evaluation]
 ) -> Iterator[str]:
-    """Yield the differences between the evaluations of a measured number and those in the paper of
-    `number`: one text if numbers of items differ, and one for each setting that differs.
-
-    A text lists the benchmarks that differ, with the values here and in the paper. A text on more
-    than _MOST_NAMED benchmarks only counts them.
-    """
+    """Yield a text for each difference between the evaluations of a measured number and those in
+    the paper of `number`. A text lists the benchmarks that differ."""
     # "items" or description of a setting -> a text for each benchmark that differs
     differences: dict[str, list[str]] = {"items": []}
     for evaluation in evaluations:
@@ -387,12 +361,8 @@ def _evaluation_differences(
 
 
 def _items_difference(evaluation: Evaluation, published: int | None) -> str:
-    """Text on the number of items of a benchmark here and in the paper: `95 of 100, published on
-    200`. "" if all items were graded here, and the paper states the same number or none.
-
-    In the example, the benchmark has 100 items here, of which 95 were graded, and 200 in the paper.
-    "of 100" is left out if all items were graded. Items count as all graded if the share of graded
-    items is at least LOWEST_GRADED_SHARE. "published on 200" is left out if `published` is None.
+    """Text on the number of items of a benchmark here and in the paper, "" without a difference.
+    `95 of 100, published on 200`: 95 of 100 items were graded here, and the paper has 200 items.
 
     published: number of items in the paper; None if the paper states none.
     """

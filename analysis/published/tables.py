@@ -46,15 +46,15 @@ MEMORY_TOLERANCE = 0.01
 """Largest difference in GiB between a computed and a published size that agree."""
 MATCHED_CALIBRATION = "matched"
 """Calibration set in the key of a published row in which the models were calibrated on the task of
-each column, so that different columns come from different models."""
+each column."""
 _TASK_COLUMNS = (*names.CODE_COLUMNS, *names.MATH_COLUMNS)
 """Columns of published rows with the calibration set MATCHED_CALIBRATION."""
 _GIB = 2**30
 
 
 class Facts:
-    """The cells and results of a study. They say how a number of the study was measured: with which
-    calibration, search and evaluations."""
+    """The cells and results of a study, with the calibration, search and evaluations of each
+    number."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
@@ -72,22 +72,17 @@ class Facts:
         self._document = cache(self._read_document)
 
     def _read_document(self, name: str, file: str) -> Mapping[str, Any]:
-        """Content of a JSON file; {}, with a gap that the reader records, if it cannot be read.
-
-        name: name of the step's folder; file: name of the file in this folder."""
+        """Content of a JSON file in the folder `name` of a step; {} if the file cannot be read."""
         reader = self.study.reader
         return reader.json(reader.folder(name), file) or {}
 
     def add_protocol(
         self, number: Number, sources: Mapping[str, int], caveats: Sequence[str]
     ) -> MeasuredNumber:
-        """Add to a measured number how it was measured: axes, calibration tokens, search and
-        evaluations. The axes, calibration tokens and search are those of the first cell in
-        `sources`.
+        """Add to a measured number how it was measured. The axes, calibration tokens and search are
+        those of the first cell in `sources`.
 
-        - number: (measured value, lower end, upper end of its interval)
-        - sources: benchmark that contributes to the number -> the cell evaluated on this benchmark
-        - caveats: reasons why the number is not the same quantity as the published one
+        sources: benchmark that contributes to the number -> the cell evaluated on this benchmark.
         """
         first_cell = next(iter(sources.values()))
         axes = self.cells[first_cell]
