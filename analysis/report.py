@@ -48,13 +48,11 @@ class Publisher:
         self.out = out
         self.figure_format = figure_format
         self.attempted: dict[str, str | None] = {}
-        """Name of an output, table or figure -> the traceback of its error, or None when it
-        succeeded."""
+        """Name of an output, table or figure -> the traceback of its error, or None."""
 
     def attempt(self, name: str, make: Callable[[], T]) -> T | None:
-        """Call `make` and return its result. If `make` raises an error, keep the traceback, record
-        a gap and return None. Errors that mean that the output folder cannot be written
-        (UNWRITABLE) are raised again, because all outputs would fail with them.
+        """Call `make` and return its result. If `make` raises an error, record a gap and return
+        None. Errors in UNWRITABLE are raised again, because all outputs would fail with them.
 
         name: name of an output, or of one of its tables and figures.
         """
@@ -62,7 +60,7 @@ class Publisher:
         self.attempted.setdefault(name, None)
         try:
             return make()
-        except Exception as error:  # a bug in one output must not prevent the others
+        except Exception as error:
             if isinstance(error, OSError) and error.errno in UNWRITABLE:
                 raise
             self.attempted[name] = traceback.format_exc()
@@ -81,8 +79,7 @@ class Publisher:
         """Make the outputs with the names `requested` and write their files. The output `gaps` is
         made last, because making another output can add gaps.
 
-        Returns two values. The first is a dictionary: name of an output -> list of its tables and
-        figures, without those that could not be written. The second is the paths of all files.
+        Returns (name of an output -> its tables and figures that were written, paths of all files).
         """
         items_by_output: dict[str, list[Item]] = {}
         paths: list[Path] = []
@@ -96,13 +93,13 @@ class Publisher:
                 if files:
                     items_by_output[name].append(item)
                     paths += files
-            if len(output_names) > 1:  # a single output needs no progress display
+            if len(output_names) > 1:
                 progress.update(len(items_by_output), len(output_names), "tables and figures")
         return items_by_output, paths
 
     def log_failures(self) -> None:
-        """Write the traceback of every failed output to OUT/failed/NAME.log. For every output that
-        succeeded, remove the log of an earlier run."""
+        """Write the traceback of every failed output to OUT/failed/NAME.log. The old log of an
+        output that succeeded is removed."""
         for name, error in self.attempted.items():
             log = self.out / FAILED / f"{name}.log"
             if error is None:
@@ -114,7 +111,7 @@ class Publisher:
 
 PAGE = "report.html"
 SUMMARY = "summary.txt"
-"""File with the rankings and remarks as text. A run of a study prints the file when it ends."""
+"""File with the rankings and remarks as text."""
 GAPS = "gaps"
 """Name of the output that lists missing results."""
 PUBLISHED = "published"
@@ -130,8 +127,7 @@ def write(store: Path | str, study: str, out: Path | str) -> Path:
 
 def write_report(publisher: Publisher) -> Path:
     """Write all tables and figures of a study, the page that shows them, and the summary (rankings
-    and notes as text); returns the page's path. If the new summary is empty, no summary is written,
-    and that of an earlier run is removed.
+    and notes as text); returns the page's path.
 
     An output that fails is a gap on the page, with its traceback in OUT/failed.
     """
@@ -149,9 +145,8 @@ def write_report(publisher: Publisher) -> Path:
 
 
 def _page(publisher: Publisher, items_by_output: ItemsByOutput) -> Page:
-    """The report's page. Its sections are made before its tiles: making a section can add gaps, and
-    one tile shows the number of gaps."""
     study = publisher.results.study
+    # before the tiles, because a section can add gaps and a tile counts them
     sections = _sections(publisher, items_by_output)
     return Page(
         # the name of several studies that are read as one is "first+second"
@@ -169,8 +164,7 @@ def _page(publisher: Publisher, items_by_output: ItemsByOutput) -> Page:
 
 
 def _sections(publisher: Publisher, items_by_output: ItemsByOutput) -> list[Section]:
-    """All sections of the page: those of CHAPTERS, the comparison with published numbers, missing
-    results, and provenance."""
+    """All sections of the page, in their order."""
     results = publisher.results
     study = results.study
     sections = [_section(chapter, results, items_by_output) for chapter in CHAPTERS]
@@ -186,8 +180,7 @@ def _sections(publisher: Publisher, items_by_output: ItemsByOutput) -> list[Sect
 
 
 def _sentence_on_empty(items_by_output: ItemsByOutput) -> list[str]:
-    """A list with one sentence, which names the outputs of the page that have no data in this
-    study. Empty if all outputs of the page have data."""
+    """At most one sentence, which names the outputs of the page that have no data."""
     # an output without a chapter is not on the page
     names_without_data = [
         name for name, items in items_by_output.items() if not items and find(name).chapter
@@ -201,7 +194,7 @@ def _sentence_on_empty(items_by_output: ItemsByOutput) -> list[str]:
 
 
 def _kicker(study: Study) -> str:
-    """The line above the title, with the study's models and the time when it was created."""
+    """The line above the title."""
     moment = datetime.fromtimestamp(float(study.document["created"]), UTC)
     return (
         f"{names.enumeration(dict.fromkeys(study.cells['model']))} · {moment:%-d %B %Y, %H:%M} UTC"
@@ -234,9 +227,8 @@ class Chapter:
 
 
 def _section(chapter: Chapter, results: Results, items_by_output: ItemsByOutput) -> Section:
-    """The section of a chapter: title, text, tables and figures. The text is the chapter's note; in
-    the chapter `ranking`, headlines precede the note. Without tables and figures, the section has
-    no text either, so that the page leaves it out."""
+    """The section of a chapter. Without tables and figures, the section has no text either, so that
+    the page leaves it out."""
     section = _untitled_section(chapter.anchor, items_by_output)
     text = [chapter.note] if chapter.note and section.outputs else []
     if chapter.anchor == "ranking" and section.outputs:
@@ -245,9 +237,7 @@ def _section(chapter: Chapter, results: Results, items_by_output: ItemsByOutput)
 
 
 def _untitled_section(anchor: str, items_by_output: ItemsByOutput) -> Section:
-    """A section without title and text, which has the tables and figures of the chapter `anchor`
-    and their `Output.filters`, the columns by which the page filters a table. An output with
-    `figures_only` contributes its figures and no tables."""
+    """A section with the tables and figures of the chapter `anchor`, without title and text."""
     items: list[Item] = []
     filters: dict[str, str] = {}
     for name, output in outputs().items():
@@ -260,8 +250,7 @@ def _untitled_section(anchor: str, items_by_output: ItemsByOutput) -> Section:
 
 
 def _provenance(study: Study, items_by_output: ItemsByOutput) -> Section:
-    """The last section: the tables and figures of the chapter `provenance`, facts on how the study
-    was computed, and its configuration."""
+    """The last section, on how the study was computed."""
     section = _untitled_section("provenance", items_by_output)
     return replace(
         section,
@@ -307,11 +296,11 @@ CHAPTERS = (
     Chapter("criteria", "Criteria", "Criteria: definitions, inputs and cost"),
     Chapter("memory", "Memory", "Architectures and loading memory"),
 )
-"""Chapters in the order of the page; published numbers, missing results and provenance follow."""
+"""Chapters in the order of the page."""
 
 
 def _facts(study: Study) -> list[tuple[str, str]]:
-    """Facts on the provenance of a study as pairs (label, text); unknown facts are left out."""
+    """Pairs (label, text) on the provenance of a study."""
     seconds = pd.to_numeric(study.origins["seconds"], errors="coerce").sum()
     facts = [
         ("Study", study.name),
@@ -346,13 +335,11 @@ def _facts(study: Study) -> list[tuple[str, str]]:
 
 
 def _distinct_values(study: Study, column: str) -> str:
-    """The different values in a column of `Study.origins`, separated by commas."""
     return ", ".join(dict.fromkeys(str(value) for value in study.origins[column].dropna()))
 
 
 def _pass_in_words(report: Mapping[str, Any]) -> str:
-    """Text on a calibration pass, from its report: number of tokens of each source, number and
-    length of rows, and the first 160 characters of the first row."""
+    """Text on a calibration pass, from its report."""
     parts = [
         ", ".join(
             f"{count:,} tokens of {source}"
@@ -368,22 +355,20 @@ def _pass_in_words(report: Mapping[str, Any]) -> str:
 
 
 def _details(study: Study) -> list[tuple[str, str]]:
-    """Pairs (title, text) that the page shows folded: the study's configuration as JSON."""
+    """Pairs (title, text) that the page shows folded."""
     config = study.document.get("config")
     return [("Configuration of the study", json.dumps(config, indent=2))] if config else []
 
 
 def what_was_run(study: Study) -> str:
-    """Two or three sentences on a study. They name its models, ratios, calibration sets and
-    recoveries, and give the numbers of criteria, allocations, pruned models, benchmarks and items.
-    """
+    """Two or three sentences on what a study pruned and evaluated."""
     pruned = study.cells[study.cells["criterion"] != "none"]
     sizes = study.results["n"]  # numbers of items
     items = "no"
     if len(sizes):
         # a single number if the smallest and the largest are equal
         items = " to ".join(dict.fromkeys(f"{size:g}" for size in (sizes.min(), sizes.max())))
-    # at ratio 0 nothing is removed, the model is only recovered, for example quantised
+    # at ratio 0 nothing is removed, the model is only recovered
     kind = "pruned model" if (pruned["ratio"] > 0).all() else "model"
     models = names.enumeration(dict.fromkeys(study.cells["model"]))
     benchmarks = count(study.results["benchmark"].nunique(), "benchmark")
@@ -396,8 +381,7 @@ def what_was_run(study: Study) -> str:
 
 
 def _criteria_in_words(pruned: pd.DataFrame) -> str:
-    """Text with the numbers of criteria and allocations: `two criteria and three allocations`. A
-    single allocation is not mentioned."""
+    """Text such as `two criteria and three allocations`."""
     criteria = count(pruned["criterion"].nunique(), "criterion", "criteria")
     allocations = pruned["allocation"].nunique()
     return f"{criteria} and {count(allocations, 'allocation')}" if allocations > 1 else criteria
@@ -408,13 +392,7 @@ MOST_RATIOS = 6
 
 
 def _shares_in_words(pruned: pd.DataFrame) -> str:
-    """Text that says which shares of the experts or channels were removed, and with which
-    calibration sets: `25 % and 50 % of each layer, with code calibration`.
-
-    If not all allocations are uniform, the shares are those of the whole model, and the text has
-    `in all` in place of `of each layer`. If there are more than MOST_RATIOS shares, the text gives
-    only their number, the smallest and the largest.
-    """
+    """Text on the removed shares: `25 % and 50 % of each layer, with code calibration`."""
     ordered = pruned[pruned["ratio"] > 0].sort_values("ratio", kind="stable")
     shares = list(dict.fromkeys(ordered["removed_text"]))
     text = names.enumeration(shares) or "none"
@@ -425,12 +403,8 @@ def _shares_in_words(pruned: pd.DataFrame) -> str:
 
 
 def _calibration_in_words(pruned: pd.DataFrame) -> str:
-    """Text with the calibration sets, for the end of a phrase. It starts with a comma: `, with code
-    and math calibration`. It is "" if no cell is calibrated.
-
-    If models have different calibration sets, the text also says which models have which sets:
-    `, with code calibration of OLMoE and math calibration of Mixtral`.
-    """
+    """Text such as `, with code and math calibration`, or for models with different sets
+    `, with code calibration of OLMoE and math calibration of Mixtral`."""
     models_by_sets: dict[str, list[str]] = {}  # text with the calibration sets -> models
     for key, cells in groups(pruned[pruned["calibration"] != "none"], ["model"]):
         sets = names.calibrations_in_order(cells["calibration"])
@@ -444,8 +418,7 @@ def _calibration_in_words(pruned: pd.DataFrame) -> str:
 
 
 def _recovery_sentence(pruned: pd.DataFrame) -> str:
-    """A sentence on the recoveries (quantisation, fine-tuning) of the pruned models; "" when no
-    model is recovered."""
+    """A sentence on the recoveries (quantisation, fine-tuning) of the pruned models."""
     recoveries = names.in_order(pruned["recovery"], names.RECOVERIES)
     if recoveries == ["none"]:
         return ""

@@ -332,19 +332,15 @@ def format_percent(*axes: Axis) -> None:
 
 def format_power(axis: Axis) -> None:
     """Use scientific notation for the tick labels of an axis whose largest label is below 0.1 or at
-    least 1000. The labels are then multiples of one power of ten, which is written at the end of
-    the axis. The labels of other axes are plain numbers.
-    """
+    least 1000."""
     formatter = ScalarFormatter()
-    # scientific notation for the powers 10^-2 and smaller, and 10^3 and larger
     formatter.set_powerlimits((-2, 3))
     axis.set_major_formatter(formatter)
     axis.get_offset_text().set_fontsize(6.5)
 
 
 def format_tokens(count: float) -> str:
-    """Format a number of tokens in thousands, such as `65k`, or in millions, such as `0.5M`.
-    Millions are used from half a million tokens on."""
+    """Format a number of tokens, such as `65k` or `0.5M`."""
     return f"{count / 1e6:.3g}M" if count >= 5e5 else f"{count / 1e3:.3g}k"
 
 
@@ -353,7 +349,7 @@ def label_squares(
 ) -> None:
     """Label the columns and rows of axes that contain a grid of unit squares.
 
-    columns, rows: labels; above: whether the labels of columns are above the grid or below it.
+    above: whether the labels of columns are above the grid or below it.
     """
     axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0))
     label_ticks(
@@ -368,9 +364,8 @@ def draw_square(
 ) -> None:
     """Draw a unit square of a grid with a text in its middle. The y axis of the grid points down.
 
-    x, y: position of the square's top left corner; shade: position (0..1) of the square's colour in
-    the colour map SEQUENTIAL, where higher is darker; size: font size of `text` in points, None for
-    matplotlib's setting; below: a second text, in small letters under `text`.
+    x, y: the square's top left corner; shade: position (0..1) of the square's colour in the colour
+    map SEQUENTIAL; size: font size of `text` in points; below: a smaller text under `text`.
     """
     axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colormaps[SEQUENTIAL](shade), linewidth=0))
     text_style: Any = {
@@ -378,7 +373,6 @@ def draw_square(
         "va": "center",
         "color": "#000000" if shade < DARK else "#ffffff",
     }
-    # the text is in the middle of the square, or a little higher if there is a text below it
     axes.text(
         x + 0.5, y + (0.36 if below else 0.5), text, fontsize=size, fontweight="bold", **text_style
     )
@@ -388,13 +382,11 @@ def draw_square(
 
 def draw_expert_rows(axes: Axes, values: pd.Series, shade: Callable[[Any], Any]) -> None:
     """Draw a row for each layer, with a coloured square for each expert of the layer. The experts
-    of a row are in ascending order of their values. The square of an expert with the value 0 has
-    hatching (NO_TOKENS) in place of a colour. At most twelve layers are labelled on the axis.
+    of a row are in ascending order of their values. The value 0 is hatched (NO_TOKENS).
 
-    values: a value >= 0 for each expert of the model, such as its number of tokens, indexed by the
-    expert's layer.
-    shade: function that converts the values (experts,) of one layer to positions (0..1) in the
-    colour map SEQUENTIAL.
+    values: a value >= 0 for each expert, indexed by the expert's layer.
+    shade: converts the values (experts,) of one layer to positions (0..1) in the colour map
+    SEQUENTIAL.
     """
     layers = sorted(values.index.unique())
     for y, layer in enumerate(layers):
@@ -404,16 +396,15 @@ def draw_expert_rows(axes: Axes, values: pd.Series, shade: Callable[[Any], Any])
         image[0, :zeros, 3] = 0  # fully transparent
         axes.imshow(
             image,
-            # left, right, bottom and top of the row; the y axis points down
+            # left, right, bottom and top; the y axis points down
             extent=(0, len(ordered), y + 0.94, y + 0.06),
             aspect="auto",
             interpolation="nearest",
         )
         if zeros:
             axes.add_patch(Rectangle((0, y + 0.06), zeros, 0.88, linewidth=0, **NO_TOKENS))
-    # as wide as the layer with the most experts
     axes.set(xlim=(0, values.groupby(level=0).size().max()), ylim=(len(layers), 0))
-    # every layer if there are at most 12, every second layer if there are at most 24, and so on
+    # at most 12 layers
     labelled_layers = layers[:: -(-len(layers) // 12)]
     positions = [layers.index(layer) + 0.5 for layer in labelled_layers]
     label_ticks(

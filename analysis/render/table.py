@@ -25,8 +25,7 @@ _PRECISION = re.compile(r"\.(\d)([f%])")
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A data frame with title and caption, with the formats of its numbers, and with an interval
-    for some of the numbers. NaN is a missing number, called a gap."""
+    """A data frame that is printed as a table. NaN is a missing number, called a gap."""
 
     name: str
     """Stem of the table's files, such as unified.table1."""
@@ -50,13 +49,12 @@ class Table:
 
     @cached_property
     def texts(self) -> dict[str, str]:
-        """File suffix (csv, md, tex, html) -> the table as text in this format. Cached, because
-        both the table's files and the report's page contain these texts."""
+        """File suffix (csv, md, tex, html) -> the table as text in this format."""
         return {suffix: render(self) for suffix, render in RENDERERS.items()}
 
 
 GAP = "–"
-"""Text of a missing number; a footnote explains it."""
+"""Text of a missing number."""
 GAP_NOTE = "– marks a result that is missing; it counts as missing, not as zero."
 UNPRUNED = "Unpruned"
 STICKY_COLUMN = "Criterion"
@@ -73,14 +71,14 @@ _DISPLAY_NAMES: Mapping[str, Callable[..., str]] = {
     "allocation": names.allocation_name,
     "column": names.benchmark,
 }
-"""Column of a study's frames -> function that returns the display name of a value in the column."""
+"""Column of a study's frames -> function that returns the display name of a value."""
 
 
 def display_frame(rows: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
-    """Select columns of `rows` and rename them. The values of columns in `_DISPLAY_NAMES`, such as
-    `criterion`, are replaced by their display names.
+    """Select columns of `rows` and rename them. The values of columns in `_DISPLAY_NAMES` are
+    replaced by their display names.
 
-    columns: new name of a column -> name in `rows`. A column that `rows` lacks is filled with NaN.
+    columns: new name -> name in `rows`. A column that `rows` lacks is filled with NaN.
     """
     displayed = {}
     for column, source in columns.items():
@@ -96,8 +94,8 @@ def frame_and_formats(
 ) -> dict[str, Any]:
     """The arguments `frame` and `formats` of a `Table`, as a dictionary.
 
-    text: name of a text column in the table -> column of `rows`; numbers: name of a number column
-    in the table -> (column of `rows`, format).
+    text: text column of the table -> column of `rows`; numbers: number column of the table ->
+    (column of `rows`, format).
     """
     columns = {**text, **{name: source for name, (source, _) in numbers.items()}}
     return {
@@ -107,7 +105,7 @@ def frame_and_formats(
 
 
 def with_minus_signs(number: str) -> str:
-    """`number` with minus signs (−) in place of hyphens, including the hyphen of an exponent."""
+    """`number` with minus signs (−) in place of hyphens."""
     return number.replace("-", "−")
 
 
@@ -119,9 +117,7 @@ def format_number(value: object, form: str) -> str:
 
 
 def is_gap(table: Table, row: Mapping[Any, object], column: str) -> bool:
-    """Whether `row` has no number in `column` but should have one. Every number is expected, with
-    two exceptions: numbers of the columns `table.optional`, and `Avg Rank` of the unpruned model,
-    which is not ranked."""
+    """Whether `row` has no number in `column` but should have one."""
     is_unranked = row.get("Criterion") == UNPRUNED and column == "Avg Rank"
     is_expected = not is_unranked and column not in table.optional
     # in any format, GAP is the text of None and NaN
@@ -130,17 +126,14 @@ def is_gap(table: Table, row: Mapping[Any, object], column: str) -> bool:
 
 @lru_cache(maxsize=128)
 def footnotes(table: Table) -> list[str]:
-    """All footnotes of a table, in this order: a note on the columns in which less is better,
-    `Table.footnotes`, and a note on gaps if the table has gaps."""
+    """`Table.footnotes`, between a note on the columns in which less is better and one on gaps."""
     rows = table.frame.to_dict("records")
-    # the columns in `table.formats` are those of numbers
     has_gap = any(is_gap(table, row, column) for row in rows for column in table.formats)
     return [*_footnotes_on_direction(table), *table.footnotes, *([GAP_NOTE] if has_gap else [])]
 
 
 def _footnotes_on_direction(table: Table) -> list[str]:
-    """A list with one sentence that names the columns in which less is better; empty when there are
-    no such columns."""
+    """At most one sentence, which names the columns in which less is better."""
     lower_is_better = [
         column
         for column, direction in table.best.items()
@@ -152,15 +145,14 @@ def _footnotes_on_direction(table: Table) -> list[str]:
 @lru_cache(maxsize=128)
 def best_marks(table: Table) -> pd.DataFrame:
     """Booleans in the shape of `table.frame`: whether a number is the best one of its column among
-    the rows of its block (see `Table.blocks`). A table without blocks is one block.
+    the rows of its block.
 
     Numbers are compared as they are printed, so several can be the best. The unpruned model is not
-    compared. A number is not the best if its block has no other number in the column.
+    compared.
     """
     marks = pd.DataFrame(False, index=table.frame.index, columns=table.frame.columns)
     if not table.best or table.frame.empty:
         return marks
-    # for each row, whether its numbers are compared
     is_competing = (
         table.frame["Criterion"].to_numpy() != UNPRUNED if "Criterion" in table.frame else True
     )
@@ -169,7 +161,7 @@ def best_marks(table: Table) -> pd.DataFrame:
         blocks = list(table.frame.groupby(list(table.blocks), sort=False).indices.values())
     for column, direction in table.best.items():
         precision = _PRECISION.search(table.formats[column])
-        # number of decimals to compare: n decimals of a per cent are n + 2 of the fraction
+        # n decimals of a per cent are n + 2 of the fraction
         decimals = int(precision[1]) + 2 * (precision[2] == "%") if precision else 3
         values = np.where(is_competing, table.frame[column].astype(float).round(decimals), np.nan)
         is_best = np.zeros(len(values), bool)
@@ -183,8 +175,7 @@ def best_marks(table: Table) -> pd.DataFrame:
 
 def printed_frame(table: Table) -> pd.DataFrame:
     """The frame as it is printed: the unpruned model has 0 % in the column `Pruned`. In
-    `Table.frame`, it has there the ratio of its block. By this ratio the page filters the rows, so
-    the unpruned model stays visible together with the pruned models of its block."""
+    `Table.frame`, it has the ratio of its block, by which the page filters the rows."""
     if not {"Criterion", "Pruned"} <= set(table.frame):
         return table.frame
     return table.frame.assign(
@@ -207,7 +198,7 @@ def printed_texts(table: Table) -> pd.DataFrame:
 
 def csv(table: Table) -> str:
     """The table as CSV. Numbers have six significant digits, and a gap is an empty field. The ends
-    of intervals are in the last columns, such as `Avg low` and `Avg high`."""
+    of intervals are in columns such as `Avg low`."""
     frame = printed_frame(table).copy()
     for end, values in (("low", table.low), ("high", table.high)):
         if values is not None:
@@ -217,8 +208,7 @@ def csv(table: Table) -> str:
 
 
 def markdown(table: Table) -> str:
-    """The table as Markdown with title, caption and footnotes. The numbers marked by `best_marks`
-    are bold. A vertical bar in a cell would end the cell, and is written as /."""
+    """The table as Markdown. The numbers marked by `best_marks` are bold."""
     align = [("---:" if column in table.formats else ":---") for column in table.frame]
     lines = [[str(column) for column in table.frame], align, *_lines(table, "**{}**", str)]
     body = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
@@ -250,11 +240,7 @@ def latex(table: Table) -> str:
 
 
 def _lines(table: Table, bold: str, escape_value: Callable[[object], str]) -> list[list[str]]:
-    """Rows of the table, each a list with the text of every cell.
-
-    bold: format for the texts of the numbers marked by `best_marks`, such as `**{}**`;
-    escape_value: function that converts a value to text and escapes special characters.
-    """
+    """Texts of the cells of every row. bold: format of the best numbers, such as `**{}**`."""
     lines = []
     for row, marks in zip(
         printed_texts(table).to_numpy(), best_marks(table).to_numpy(), strict=True
@@ -278,8 +264,7 @@ def _tex(value: object) -> str:
 
 
 def html(table: Table) -> str:
-    """The table as an HTML element that the page can sort. Numbers have their intervals below
-    them, and the numbers marked by `best_marks` are bold."""
+    """The table as an HTML element that the page can sort. Numbers have their intervals below."""
     head = "".join(_head(table, str(column)) for column in table.frame)
     marks = best_marks(table).to_numpy()
     texts = printed_texts(table).to_numpy()
@@ -292,7 +277,6 @@ def html(table: Table) -> str:
             classes.append("unpruned")
         cells = []
         for column_number, column in enumerate(map(str, table.frame)):
-            # `_cell` leaves the cell open, because the interval is in the cell as well
             cells.append(
                 _cell(
                     table,
@@ -312,7 +296,7 @@ def html(table: Table) -> str:
 
 
 def _head(table: Table, column: str) -> str:
-    """The HTML head cell of a column. The name of the column is a button that sorts the rows."""
+    """The HTML head cell of a column, with a button that sorts the rows."""
     kind = "number" if column in table.formats else "text"
     return (
         f"<th scope=col class={kind} aria-sort=none><button "
@@ -323,11 +307,10 @@ def _head(table: Table, column: str) -> str:
 def _cell(table: Table, column: str, value: object, printed: str, is_bold: bool) -> str:
     """An HTML cell without its closing tag, because an interval may follow.
 
-    value: value in the frame; printed: text that the cell shows; is_bold: whether the text is bold.
+    value: value in the frame; printed: text that the cell shows.
 
-    Two attributes of the cell are for the page's script. It sorts numbers by `data-key`. It filters
-    rows by the texts in a column, or by `data-block` in a cell whose value differs from `printed`.
-    Scores in columns of `Table.best` have a bar in the background, of length `--v`.
+    The page's script sorts numbers by `data-key`. It filters rows by `data-block`, or by the text
+    of a cell without it. `--v` is the length of a bar in the background.
     """
     content = f"<b>{escape(printed)}</b>" if is_bold else escape(printed)
     if column not in table.formats:
@@ -353,8 +336,7 @@ def _cell(table: Table, column: str, value: object, printed: str, is_bold: bool)
 
 
 def _interval_ends(table: Table) -> dict[str, list[tuple[float, float]]]:
-    """Column with intervals -> the low and high end of each row's interval; {} for a table without
-    intervals."""
+    """Column with intervals -> the low and high end of each row's interval."""
     ends: dict[str, list[tuple[float, float]]] = {}
     if table.low is None or table.high is None:
         return ends
@@ -367,8 +349,7 @@ def _interval_ends(table: Table) -> dict[str, list[tuple[float, float]]]:
 
 
 def _interval(table: Table, column: str, low: float, high: float) -> str:
-    """The HTML of an interval, with fewer decimals than the numbers of its column; "" if `low` or
-    `high` is NaN."""
+    """The HTML of an interval, with fewer decimals than the numbers of its column."""
     if math.isnan(low) or math.isnan(high):
         return ""
     short = "{:.2f}" if table.formats[column] == SCORE else "{:.1f}"
@@ -377,11 +358,11 @@ def _interval(table: Table, column: str, low: float, high: float) -> str:
 
 
 def _block_starts(table: Table) -> list[bool]:
-    """Whether each row is the first of its block; False everywhere for a table without blocks."""
+    """Whether each row is the first of its block."""
     if not table.blocks or table.frame.empty:
         return [False] * len(table.frame)
     keys = table.frame[list(table.blocks)].to_numpy(str).tolist()
-    # strict=False: the second list has one key more, that of the last row, which precedes no row
+    # strict=False: the second list has one key more
     return [key != previous for key, previous in zip(keys, [None, *keys], strict=False)]
 
 
@@ -391,12 +372,12 @@ RENDERERS: dict[str, Callable[[Table], str]] = {
     "tex": latex,
     "html": html,
 }
-"""Suffix of a file -> function that renders a table as the text of such a file."""
+"""Suffix of a file -> function that returns the file's text."""
 
 
 def write(table: Table, folder: Path) -> list[Path]:
-    """Write the table as NAME.csv, NAME.md, NAME.tex and NAME.html; returns the files' paths. All
-    four texts are rendered before the first file is written, so an error leaves no files."""
+    """Write the table as NAME.csv, NAME.md, NAME.tex and NAME.html; returns the files' paths. An
+    error in rendering leaves no files."""
     paths = [folder / f"{table.name}.{suffix}" for suffix in table.texts]
     folder.mkdir(parents=True, exist_ok=True)
     for path, content in zip(paths, table.texts.values(), strict=True):

@@ -43,12 +43,11 @@ class Numbers:
     low: pd.DataFrame
     high: pd.DataFrame
     best: dict[str, str] = field(default_factory=dict)
-    """Displayed name of a column -> `max` or `min`, whichever number in it is the best."""
+    """Displayed name of a column -> `max` or `min`, whichever is the best."""
 
 
 def mean_definitions(comparisons: Iterable[Comparison]) -> str:
-    """Sentences that define each mean over displayed columns: `Avg: mean of the displayed columns
-    (more is better).`"""
+    """A sentence for each mean: `Avg: mean of the displayed columns (more is better).`"""
     sentences = []
     for quantity in mean_quantities(comparisons).values():
         mean = "exponential of the mean loss" if quantity.scale == "perplexity" else "mean"
@@ -59,8 +58,7 @@ def mean_definitions(comparisons: Iterable[Comparison]) -> str:
 
 
 def notes_on_average(comparisons: Iterable[Comparison]) -> list[str]:
-    """A list with one sentence, which names the displayed columns that Avg leaves out. Empty if Avg
-    is the mean of all displayed columns."""
+    """At most one sentence, which names the displayed columns that Avg leaves out."""
     columns: set[str] = set()
     for comparison in comparisons:
         columns |= set(comparison.benchmarks_of) - set(comparison.all_average_columns)
@@ -73,19 +71,16 @@ def notes_on_average(comparisons: Iterable[Comparison]) -> list[str]:
 
 
 def mean_target(comparison: Comparison, cells: Sequence[int], benchmarks: Iterable[str]) -> Target:
-    """Select the benchmarks over which a mean is taken for these cells: the entries of `benchmarks`
-    on which at least one of the cells was evaluated. If more is better in some of them and less in
-    others, the latter are left out (see `Comparison.average_columns`)."""
+    """`Comparison.average_columns` of the entries of `benchmarks` on which at least one of these
+    cells was evaluated."""
     was_run = comparison.benchmark_scores.loc[list(cells)].notna().any()
     return comparison.average_columns(name for name in benchmarks if was_run.get(name, False))
 
 
 def mean_text(target: Target, benchmarks: Sequence[str]) -> str:
-    """Text for captions that names the benchmarks of a mean: `Mean of ARC-C and PIQA (2 of the
-    paper's 7 benchmarks)`. The brackets are left out if the mean is over all `benchmarks`.
+    """Text such as `Mean of ARC-C and PIQA (2 of the paper's 7 benchmarks)`.
 
-    target: the benchmarks of the mean; benchmarks: those of the mean in the paper whose table or
-    figure is reproduced.
+    target: the benchmarks of the mean; benchmarks: those of the mean in the paper.
     """
     text = f"Mean of {names.enumeration(map(names.benchmark, target))}"
     if len(target) < len(benchmarks):
@@ -96,12 +91,12 @@ def mean_text(target: Target, benchmarks: Sequence[str]) -> str:
 def column_targets(
     comparison: Comparison, cells: Sequence[int], columns: Sequence[str]
 ) -> dict[str, Target]:
-    """Display name of a table's column -> target, the names over which the column's score is
-    averaged. Contains the entries of `columns` on which at least one of these cells was evaluated.
+    """Display name of a column -> its target, for the entries of `columns` on which at least one of
+    these cells was evaluated.
 
     columns: each entry is the name of a benchmark, of a displayed column or of an average in
     GROUPS, or it is MEAN or COMMON_SENSE_MEAN. The entry AVG stands for the mean over
-    `overall_columns`. If this is a mean of losses, the result has it under another name.
+    `overall_columns`. A mean of losses has another name in the result.
     """
     was_run = comparison.benchmark_scores.loc[list(cells)].notna().any()
     targets: dict[str, Target] = {
@@ -119,10 +114,9 @@ def column_targets(
 
 def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, Target]) -> Numbers:
     """Scores of `cells` (rows) on `targets` (columns) with intervals, as tables show them: with
-    perplexities in place of their logarithms. NaN where a cell has no result on a benchmark of the
-    target.
+    perplexities in place of their logarithms.
 
-    targets: name of a column -> its target, the names over which the column's score is averaged.
+    targets: name of a column -> its target.
     """
     index = list(cells)
     numbers = Numbers(
@@ -145,11 +139,8 @@ def differences(
     """Score of each cell minus the score of its reference cell, paired by seed and item.
 
     The result has a row for each cell. Columns: `difference`; `low` and `high`, the ends of its
-    95 % interval; `p`, the two-sided p-value, not corrected for several tests. Where outcomes are
-    missing, `low`, `high` and `p` are NaN. `difference`, `low` and `high` are in the unit of
-    displayed scores.
-
-    reference_of_cell: cell -> its reference cell.
+    95 % interval; `p`, the two-sided p-value, not corrected for several tests.
+    Differences are in the unit of displayed scores.
     """
     score = comparison.score(target)
     quantity = comparison.quantity(target)
@@ -157,8 +148,7 @@ def differences(
     for cell, reference in reference_of_cell.items():
         estimate = comparison.difference(target, cell, reference)
         value_and_ends = np.array([estimate.value, *estimate.interval])
-        # For perplexities, the estimate is a difference of losses. With the reference's loss, it is
-        # converted to a difference of perplexities.
+        # for perplexities, the estimate is a difference of losses
         rows.append([*quantity.displayed_difference(score[reference], value_and_ends), estimate.p])
     return pd.DataFrame(
         rows, index=list(reference_of_cell), columns=["difference", "low", "high", "p"], dtype=float
@@ -168,12 +158,9 @@ def differences(
 def pooled_difference(
     comparison: Comparison, target: Target, groups: Sequence[Sequence[tuple[int, int]]]
 ) -> tuple[int, Estimate]:
-    """Mean difference in score between the two cells of a pair; returns (number of pairs, estimate
-    of the mean).
-
-    The difference of a pair is the score of its first cell minus the score of its second cell,
-    paired by seed and item. A pair with a missing score is left out and not counted. Without pairs,
-    the mean is NaN.
+    """Mean over pairs of cells: score of the first minus score of the second cell, paired by seed
+    and item. Returns (number of pairs, estimate of the mean). A pair with a missing score is left
+    out.
 
     groups: lists of pairs of cells. All lists have the same weight in the mean, and so have all
     pairs of a list.
@@ -196,27 +183,24 @@ def pooled_difference(
 
 
 def costs_of_cells(study: Study, cells: Sequence[int], column: str) -> pd.Series:
-    """The number `column` of `Study.costs` for each of `cells`; NaN for a cell whose cost was not
-    counted."""
+    """The number `column` of `Study.costs` for each of `cells`; NaN if it was not counted."""
     return study.costs.set_index("cell")[column].astype(float).reindex(list(cells))
 
 
 def rank_block(
     comparison: Comparison, panel: Panel, criteria: Sequence[str] | None = None
 ) -> Numbers:
-    """A block of Table 1 of Unified Expert Pruning. It has a row for the unpruned model, if the
-    study has its cell, and a row for each method of the panel. The index is the cells.
+    """A block of Table 1 of Unified Expert Pruning: a row for the unpruned model, and a row for
+    each method of the panel. The index is the cells.
 
-    Columns: the displayed columns of the panel; the mean over `panel.average_columns`, which may be
-    only some of them; `Avg Rank`, which is NaN for the unpruned model; `Model`, `Pruned`,
-    `Calibration` and `Criterion`.
+    Columns: the displayed columns of the panel; the mean over `panel.average_columns`; `Avg Rank`;
+    `Model`, `Pruned`, `Calibration` and `Criterion`.
 
-    criteria: the methods in the block, as keys of `panel.cells`. None: all methods of the panel.
+    criteria: keys of the methods in the block; None for all.
     """
     cell_of_method = {
         key: cell for key, cell in panel.cells.items() if criteria is None or key in criteria
     }
-    # in the order of the rows; the unpruned model has the key "none"
     cell_of_row = (
         {"none": comparison.unpruned_cell, **cell_of_method}
         if comparison.unpruned_cell is not None
@@ -243,8 +227,7 @@ def rank_block(
 
 
 def panels_by_domain(comparison: Comparison) -> dict[tuple[float, str], dict[str, Panel]]:
-    """(ratio, gate) -> domain -> the first panel with a calibration set of this domain. Panels are
-    left out if their calibration set has no domain."""
+    """(ratio, gate) -> domain -> the first panel with a calibration set of this domain."""
     panels: dict[tuple[float, str], dict[str, Panel]] = {}
     for panel in comparison.panels:
         domain = names.domain(panel.calibration)
@@ -257,17 +240,16 @@ def task_block(
     comparison: Comparison, domains: Mapping[str, Panel], criteria: Sequence[str] | None
 ) -> Numbers:
     """A block of Table 2 of Unified Expert Pruning: scores in the columns of code and of math, and
-    `Avg Rank`. There is a row for each method that was calibrated both on code and on math. Before
-    them is the row of the unpruned model, if the study has it, without a rank. The index is the
-    keys of the methods, and `none` for the unpruned model.
+    `Avg Rank`. There is a row for the unpruned model, and for each method that was calibrated both
+    on code and on math. The index is the keys of the methods, and `none` for the unpruned model.
 
-    In columns of code, the score of a method is that of its cell calibrated on code. In columns of
-    math, it is that of its cell calibrated on math.
+    Columns of code have the scores of cells calibrated on code, and columns of math those
+    of cells calibrated on math.
 
-    domains: domain -> panel of this domain, for `code`, `math` and perhaps other domains; criteria:
-    keys of the methods in the block, None for all.
+    domains: domain -> panel of this domain, at least for `code` and `math`; criteria: keys of the
+    methods in the block, None for all.
     """
-    # method -> cell, for each of the two domains
+    # method -> cell
     code = domains["code"].cells
     math = domains["math"].cells
     methods = [name for name in code if name in math and (criteria is None or name in criteria)]
@@ -278,11 +260,7 @@ def task_block(
     )
 
     def gather(values: Callable[[str], pd.Series]) -> pd.DataFrame:
-        """A frame (rows of the block, columns of code and math) of numbers. Columns that were not
-        evaluated are NaN.
-
-        values: function that returns the numbers of one column, indexed by cell.
-        """
+        """Numbers (rows, columns of code and math). values: column -> its numbers by cell."""
         frame = pd.DataFrame(
             np.nan,
             (["none"] if unpruned_cells else []) + methods,

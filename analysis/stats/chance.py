@@ -1,5 +1,4 @@
-"""Chance: the distribution of the scores of a model's random plans, with which the scores of other
-plans are compared."""
+"""The distribution of the scores of a model's random plans."""
 
 from __future__ import annotations
 
@@ -21,24 +20,22 @@ class Chance:
 
     mean: float
     spread: float
-    """Standard deviation of the scores of this model's random plans, or pooled over `models`."""
+    """Standard deviation of the scores, or pooled over `models`."""
     plans: int
-    """Number of this model's random plans."""
+    """Number of random plans."""
     degrees_of_freedom: float
     """Degrees of freedom of `spread`."""
     models: int = 1
     """Number of models over which `spread` is pooled."""
     spreads_differ: bool = False
-    """Whether Bartlett's test finds that the spreads of models differ, so that `spread` is not
-    pooled."""
+    """Whether Bartlett's test finds that the spreads of models differ."""
 
     def margin(self, further_plans: int) -> float:
         """Distance d such that, of `further_plans` further random plans, the best is above mean + d
         with at most 5 % probability, and the worst is below mean - d with at most 5 % probability.
 
-        d = t(1 - .05 / further_plans) sd sqrt(1 + 1/n), where sd is `spread`, n is `self.plans`,
-        and t is the quantile of Student's distribution. The division by `further_plans` is
-        Bonferroni's correction."""
+        d = t(1 - .05 / further_plans) spread sqrt(1 + 1 / plans), where t is the quantile of
+        Student's distribution. The division by `further_plans` is Bonferroni's correction."""
         return _margin(self.spread, self.plans, self.degrees_of_freedom, LEVEL / further_plans)
 
     def limits(self, further_plans: int) -> tuple[float, float]:
@@ -48,17 +45,13 @@ class Chance:
     @property
     def band(self) -> tuple[float, float]:
         """The interval in which one further random plan lies with 95 % probability."""
-        # one half of LEVEL is above the interval, the other half below
         margin = _margin(self.spread, self.plans, self.degrees_of_freedom, LEVEL / 2)
         return self.mean - margin, self.mean + margin
 
     def plans_needed(self, score: float, further_plans: int) -> int | None:
         """The smallest number of random plans with which `score` would be outside
-        `limits(further_plans)`, if mean and spread stayed the same. If `spread` is pooled, each of
-        the models would have this number of plans.
-
-        The number is from 2 to MOST_PLANS; None if MOST_PLANS are too few. further_plans: number of
-        further plans, as in `margin`.
+        `limits(further_plans)`, if mean and spread stayed the same; None if MOST_PLANS are too few.
+        If `spread` is pooled, each of the models would have this number of plans.
         """
         for random_plans in range(2, MOST_PLANS + 1):
             degrees_of_freedom = self.models * (random_plans - 1)
@@ -70,15 +63,12 @@ class Chance:
 
 def _margin(spread: float, plans: int, degrees_of_freedom: float, tail: float) -> float:
     """Distance d such that the score of a further random plan is above the mean of the scores of
-    `plans` random plans by more than d with probability `tail`. Scores are normally distributed.
-
-    spread: estimated standard deviation of the scores; degrees_of_freedom: those of `spread`.
-    """
+    `plans` random plans by more than d with probability `tail`."""
     return float(stdtrit(degrees_of_freedom, 1 - tail) * spread * np.sqrt(1 + 1 / plans))
 
 
 def chance_from_scores(scores: np.ndarray) -> Chance:
-    """The `Chance` of one model. scores: (plans,), of at least two random plans of the model."""
+    """The `Chance` of one model. scores: (plans,), of at least two random plans."""
     return Chance(
         float(scores.mean()),
         float(scores.std(ddof=1)),
@@ -89,7 +79,7 @@ def chance_from_scores(scores: np.ndarray) -> Chance:
 
 def chance_by_model(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
     """Model -> its `Chance`. If Bartlett's test finds no difference between the spreads of models,
-    all models have the pooled spread. Otherwise `spreads_differ` is set for all models.
+    all models have the pooled spread.
 
     scores: model -> scores of the model's random plans.
     """
@@ -116,8 +106,7 @@ def _are_equal(variances: np.ndarray, freedoms: np.ndarray, pooled_variance: flo
     """Whether Bartlett's test finds no difference between `variances` (models,); the same test as
     scipy's `bartlett`.
 
-    freedoms: degrees of freedom (models,) of the variances; pooled_variance: mean of the variances,
-    weighted by `freedoms`.
+    freedoms: degrees of freedom (models,) of the variances.
     """
     statistic = freedoms.sum() * np.log(pooled_variance) - freedoms @ np.log(variances)
     correction = 1 + ((1 / freedoms).sum() - 1 / freedoms.sum()) / 3 / (len(variances) - 1)

@@ -1,8 +1,7 @@
 """Compare all cells of one model: scores and their intervals, and paired tests between cells.
 
-Plans that differ in the seed alone are replicates of one method. All replicates together are one
-cell of a comparison, whose score is the mean of the replicates' scores. Intervals and tests are
-over seeds and items together; with one seed they are over items, and hold for this plan only.
+Intervals and tests are over seeds and items together; with one seed they are over items, and hold
+for this plan only.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from analysis.stats.uncertainty import Estimate, Stratum
 from moe_lab.results import RANDOM
 
 Target = tuple[str, ...]
-"""The displayed columns and benchmarks over which a score is averaged, often only one name."""
+"""The displayed columns and benchmarks over which a score is averaged."""
 
 Kind = tuple[str, str]
 """Granularity and recovery of a plan. Plans are compared with random plans of the same kind."""
 _NORMAL_QUANTILE = 1.96
 """Half the width of a 95 % interval, in standard errors of a normal distribution."""
 _REPLICATE_AXES = [axis for axis in settings.AXES if axis not in ("model", "seed")]
-"""Axes that replicates share: plans of one model with equal values on these axes are replicates."""
+"""Plans of one model with equal values on these axes are replicates."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +45,22 @@ class Panel:
     cells: dict[str, int]
     """Key of a method -> cell of the method, in the order of tables."""
     pruned_text: str = ""
-    """Text with the removed share, and with the gate if the model's cells have several gates:
-    `50 %, gate other`."""
+    """Removed share, and gate if the model's cells have several gates: `50 %, gate other`."""
 
     @property
     def settings(self) -> tuple[float, str]:
-        """Ratio and gate, by which panels of different calibration sets are matched."""
+        """Ratio and gate."""
         return self.ratio, self.gate
 
     def columns(self, comparison: Comparison) -> Target:
-        """The displayed columns on which at least one cell of the panel was evaluated. If no cell
-        of the panel has a score, these are all displayed columns of the comparison."""
+        """The displayed columns on which at least one cell of the panel was evaluated; all
+        displayed columns if there are none."""
         return comparison.evaluated_columns(self.cells.values()) or tuple(
             map(str, comparison.column_scores)
         )
 
     def average_columns(self, comparison: Comparison) -> Target:
-        """Those columns of the panel that its overall average is the mean of: the columns that
-        `Comparison.average_columns` selects."""
+        """`Comparison.average_columns` of the panel's columns."""
         return comparison.average_columns(self.columns(comparison))
 
 
@@ -79,7 +76,7 @@ class Comparison:
 
     model: str
     all_cells: pd.DataFrame
-    """The plans: the rows of `Study.cells` for this model, with all replicates."""
+    """The plans: the rows of `Study.cells` for this model."""
     results: pd.DataFrame
     """Scores (plans, benchmarks); losses in place of perplexities; NaN is a gap."""
     benchmarks_of: dict[str, tuple[str, ...]]
@@ -96,8 +93,7 @@ class Comparison:
 
     @cached_property
     def _representatives(self) -> pd.Series:
-        """Number of a plan -> number of its cell, which is the number of the plan that has the
-        lowest seed among its replicates."""
+        """Number of a plan -> number of its cell."""
         # the index of `all_cells` is the numbers of the plans
         sorted_plans = self.all_cells.sort_values("seed", kind="stable")
         plans = pd.Series(sorted_plans.index, sorted_plans.index)
@@ -106,8 +102,7 @@ class Comparison:
 
     @cached_property
     def cells(self) -> pd.DataFrame:
-        """The cells that are compared, a row for each: the row of its plan with the lowest seed in
-        `all_cells`, without the column `seed`."""
+        """For each cell its row of `all_cells`, without the column `seed`."""
         return self.all_cells[self._representatives == self.all_cells.index].drop(columns="seed")
 
     @cached_property
@@ -122,29 +117,25 @@ class Comparison:
         return replicates
 
     def all_have_several_seeds(self, cells: Iterable[int]) -> bool:
-        """Whether each of these cells has plans of several seeds. Otherwise differences between the
-        cells are not tested."""
+        """Whether each of these cells has plans of several seeds."""
         return all(len(self.plans_by_seed[cell]) > 1 for cell in cells)
 
     def _seed_means(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Means (cells, columns) of `frame` (plans, columns) over the plans of each cell. NaN is
-        left out of the means."""
+        """Means (cells, columns) of `frame` (plans, columns) over the plans of each cell."""
         return frame.groupby(self._representatives, sort=False).mean().reindex(self.cells.index)
 
     @cached_property
     def benchmark_scores(self) -> pd.DataFrame:
-        """Scores (cells, benchmarks), each the mean over the seeds with a result; NaN is a gap."""
+        """Scores (cells, benchmarks), each the mean over the seeds with a result."""
         return self._seed_means(self.results)
 
     @cached_property
     def column_scores(self) -> pd.DataFrame:
-        """Scores (cells, displayed columns), each the mean over the seeds with a result. The score
-        in a displayed column is the mean of the column's benchmarks, see `benchmarks_of`."""
+        """Scores (cells, displayed columns), means over the column's benchmarks and over seeds."""
         return self._seed_means(ranks.component_columns(self.results, self.benchmarks_of))
 
     def removed_text(self, ratio: float) -> str:
-        """Text with the shares that were really removed at the ratio `ratio`, such as `28.1 to 29 %
-        (30 % requested)`. All cells with this ratio have the same text."""
+        """The shares that were really removed at this ratio: `28.1 to 29 % (30 % requested)`."""
         return str(self.cells.loc[self.cells["ratio"] == ratio, "removed_text"].iloc[0])
 
     def evaluated_columns(self, cells: Iterable[int]) -> Target:
@@ -154,7 +145,7 @@ class Comparison:
 
     @cached_property
     def unpruned_cell(self) -> int | None:
-        """The cell of the unpruned model; None if the study does not have this cell."""
+        """The cell of the unpruned model, if the study has it."""
         cells = self.cells.index[self.cells["criterion"] == "none"]
         return int(cells[0]) if len(cells) else None
 
@@ -163,7 +154,7 @@ class Comparison:
         better or, if there are none, the entries in which less is better.
 
         columns: displayed columns or benchmarks. A displayed column is left out if more is better
-        in some of its benchmarks and less in others, because such a mean has no meaning.
+        in some of its benchmarks and less in others.
         """
         loss_columns = []
         score_columns = []
