@@ -173,7 +173,6 @@ class Comparison:
 
     def quantity(self, target: Target) -> Quantity:
         """The kind of a target's numbers: score, loss or perplexity."""
-        # the keys of `weights` are the benchmarks of the target
         return common_quantity(
             self.quantities.get(benchmark, Quantity()) for benchmark in self.weights(target)
         )
@@ -181,13 +180,13 @@ class Comparison:
     @cached_property
     def lower_is_better(self) -> tuple[str, ...]:
         """Displayed columns and benchmarks in which less is better."""
-        # iterating over `results` gives its columns, the benchmarks; some are displayed columns too
+        # a benchmark can be a displayed column too
         distinct_names = dict.fromkeys([*map(str, self.results), *self.benchmarks_of])
         return tuple(name for name in distinct_names if self.quantity((name,)).lower_is_better)
 
     def plan_scores(self, target: Target) -> pd.Series:
-        """Score of each plan: the mean of its scores in the target's columns, see `weights`; NaN
-        when the plan lacks a benchmark of the target, or when the target is empty."""
+        """Score of each plan: the mean of its scores in the target's columns; NaN when the plan
+        lacks a benchmark of the target."""
         weights = self.weights(target)
         if not weights:
             return pd.Series(np.nan, self.all_cells.index)
@@ -196,15 +195,14 @@ class Comparison:
     # Cached for each target, because many tables and figures use the same targets.
     @cached_property
     def score(self) -> Callable[[Target], pd.Series]:
-        """Function of a target that returns the score of every cell, as a series over cells. The
-        score of a cell is the mean of `plan_scores` over the cell's plans with a score."""
+        """Function of a target that returns a series over cells: the mean of `plan_scores` over
+        each cell's plans with a score."""
         return cache(
             lambda target: self._seed_means(self.plan_scores(target).to_frame("score"))["score"]
         )
 
     def displayed_scores(self, target: Target) -> tuple[pd.Series, pd.Series, pd.Series]:
-        """(score, low end, high end): every cell's score and the ends of its interval, in the unit
-        of tables and figures."""
+        """(score, low end, high end) of every cell, in the unit of tables and figures."""
         to_displayed = self.quantity(target).to_displayed
         low, high = self.interval(target)
         return to_displayed(self.score(target)), to_displayed(low), to_displayed(high)
@@ -214,24 +212,21 @@ class Comparison:
         """Function of a target that returns the low and the high ends of the 95 % intervals of all
         cells' scores.
 
-        The interval of a cell with outcomes is that of `estimate`, over seeds and items. Exception:
-        on a benchmark of right-or-wrong items, the interval is Wilson's if the cell has one plan,
-        or if all outcomes of its plans are equal. The interval of a cell without outcomes is
-        computed from the reported standard errors.
+        The interval of a cell with outcomes is that of `estimate`. Exception: on a benchmark of
+        right-or-wrong items, the interval is Wilson's if the cell has one plan, or if all outcomes
+        of its plans are equal. The interval of a cell without outcomes is computed from the
+        reported standard errors.
         """
         return cache(self._interval)
 
     def _interval(self, target: Target) -> tuple[pd.Series, pd.Series]:
-        """The low and the high ends that `interval` returns, each a series over cells. The ends are
-        clipped to 0..1 if more is better."""
+        """The low and the high ends that `interval` returns, each a series over cells."""
         cells = list(self.plans_by_seed)
         intervals_from_items = [self._interval_from_items(target, cell) for cell in cells]
-        # column 0: low ends; column 1: high ends
         ends = pd.DataFrame(intervals_from_items, index=cells, dtype=float)
         score = self.score(target)
         weights = pd.Series(self.weights(target))
-        # For cells without outcomes: benchmarks count as independent samples. The standard error of
-        # a cell on a benchmark is the mean over the cell's seeds.
+        # for cells without outcomes: benchmarks count as independent samples
         errors = self._seed_means(self.standard_errors[list(weights.index)]) * weights
         half_width = _NORMAL_QUANTILE * np.sqrt(errors.pow(2).sum(axis=1, skipna=False))
         low = ends[0].fillna(score - half_width)
@@ -241,17 +236,15 @@ class Comparison:
         return low.clip(lower=0), high.clip(upper=1)
 
     def _interval_from_items(self, target: Target, cell: int) -> tuple[float, float]:
-        """Low and high end of a cell's interval from the outcomes of its items, see `interval`; NaN
-        without outcomes."""
+        """Low and high end of a cell's interval from the outcomes of its items; NaN without
+        outcomes."""
         outcomes = self._binary_outcomes(target)
         if outcomes is None:
             return self.estimate(target, {cell: 1.0}).interval
         plans = self.plans_by_seed[cell].values()
         outcomes_by_plan = [outcomes[self._row_numbers[plan]] for plan in plans]
-        # without plans that were not evaluated on the benchmark
         rows = [row for row in outcomes_by_plan if np.isfinite(row).any()]
-        # `estimate` is used for several plans with different outcomes. If all their outcomes are
-        # equal, its standard error is 0, which gives no interval.
+        # If all outcomes are equal, the standard error of `estimate` is 0, which gives no interval.
         if not rows or (len(plans) > 1 and np.nanmin(rows) != np.nanmax(rows)):
             return self.estimate(target, {cell: 1.0}).interval
         # one row is enough: there is only one plan, or the outcomes of all plans are equal
@@ -262,9 +255,8 @@ class Comparison:
         """Weighted sum of the scores of cells, with the standard error of the sum over seeds and
         items.
 
-        The scores are means over the items that all of these cells were asked. Plans of different
-        cells are matched, see `_matched_rows`. If outcomes are missing, the scores are those of
-        `score`, and the error is NaN.
+        The scores are means over the items that all of these cells were asked. If outcomes are
+        missing, the scores are those of `score`, and the error is NaN.
 
         weights: cell -> weight of its score, such as 1 and -1 for a difference.
         """
@@ -277,15 +269,12 @@ class Comparison:
         return Estimate(float(scores @ cell_weights))
 
     def _matched_rows(self, target: Target, cells: Sequence[int]) -> np.ndarray:
-        """Match the plans of these cells: each replicate gets one plan of each cell. Plans without
-        a score are left out.
-
-        Returns an array (replicates, cells) with the `_row_numbers` of the plans. Its size is 0 if
-        a cell has no plan with a score.
+        """Row numbers (replicates, cells) of plans: each replicate gets one scored plan of each
+        cell.
 
         If the cells with several plans have at least two seeds in common, the plans of a replicate
         have the same seed. Otherwise the plans of a replicate have the same position among the
-        plans of their cells. A cell with only one plan has this plan in all replicates.
+        plans of their cells.
         """
         rows_by_seed = []  # for each cell: seed -> row number
         for cell in cells:
@@ -306,7 +295,6 @@ class Comparison:
                 rows_of_cells.append(list(row_of_seed.values()))
         # a cell with one plan is in every replicate, so it does not limit the number of replicates
         replicates = min((len(rows) for rows in rows_of_cells if len(rows) != 1), default=1)
-        # repeat the row of a cell with one plan, and cut the rows of other cells to this number
         rows_of_equal_length = [
             (rows * replicates if len(rows) == 1 else rows)[:replicates] for rows in rows_of_cells
         ]
@@ -314,22 +302,19 @@ class Comparison:
 
     @cached_property
     def _row_numbers(self) -> dict[int, int]:
-        """Label of a plan in the index of `all_cells` -> number of the plan's row, from 0."""
+        """Label of a plan in the index of `all_cells` -> position of the plan's row."""
         # through str, because pandas' types allow any label in an index
         return {int(str(plan)): number for number, plan in enumerate(self.all_cells.index)}
 
     @cached_property
     def _has_score(self) -> Callable[[Target], np.ndarray]:
         """Function of a target that returns booleans (plans,): whether each plan has a score."""
-        # cached for each target, because `scored_plans` needs the array for every cell
         return cache(lambda target: self.plan_scores(target).notna().to_numpy())
 
     def _strata(self, target: Target, rows: np.ndarray, cell_weights: np.ndarray) -> list[Stratum]:
-        """Split the score of each replicate into contributions of items. The score of a replicate
-        is the weighted sum of the scores of its plans.
+        """Split the score of each replicate into contributions of the items that all plans were
+        asked.
 
-        Each benchmark of the target has one stratum, with its common items: those that all plans
-        were asked. The list is empty if some benchmark has no outcomes or no common item.
         Benchmarks that grade the same answers (HumanEval and HumanEval+) share a stratum if they
         have equally many common items.
 
@@ -354,12 +339,12 @@ class Comparison:
                     stratum, contributions=strata[name].contributions + stratum.contributions
                 )
             elif name in strata:
-                name = benchmark  # the numbers of items differ, so a stratum of its own
+                name = benchmark
             strata[name] = stratum
         return list(strata.values())
 
     def difference(self, target: Target, cell: int, other: int) -> Estimate:
-        """Score of `cell` minus score of `other`, paired by seed and item, see `estimate`.
+        """Score of `cell` minus score of `other`, paired by seed and item.
 
         If each cell has a single plan, and the target is one benchmark in `_binary_benchmarks`, the
         p-value of the estimate is from McNemar's exact test.
@@ -385,25 +370,23 @@ class Comparison:
 
     def leads_of_best(self, target: Target, cells: Sequence[int]) -> list[Estimate]:
         """Score of the best cell minus the score of each other cell, on the items that all these
-        cells were asked. Errors and p-values account for the choice of the best cell by the data,
-        see `uncertainty.leads_of_best`.
+        cells were asked. Errors and p-values account for the choice of the best cell by the data.
 
         cells: one cell for each method; `cells[0]` is the best.
         """
         rows = []
-        positions = []  # for each row, the position of its cell in `cells`
+        positions = []  # for each row, the position of its cell
         for position, cell in enumerate(cells):
             for plan in self.scored_plans(target, cell):
                 rows.append(self._row_numbers[plan])
                 positions.append(position)
-        # each plan is a replicate of its own: one column of rows, with the weight 1
+        # each plan is a replicate of its own
         strata = self._strata(target, np.array(rows)[:, None], np.ones(1))
         pairs = [self.estimate(target, {cells[0]: 1.0, other: -1.0}) for other in cells[1:]]
         return uncertainty.leads_of_best(pairs, strata, np.array(positions))
 
     def weights(self, target: Target) -> dict[str, float]:
-        """Benchmark -> its weight in the mean that is the target's score. All columns of the target
-        have equal weights. Within a column, all benchmarks have equal weights."""
+        """Benchmark -> its weight in the mean that is the target's score."""
         weights: dict[str, float] = {}
         for column in target:
             benchmarks = self.benchmarks_of.get(column, (column,))
@@ -411,8 +394,7 @@ class Comparison:
         return weights
 
     def _binary_outcomes(self, target: Target) -> np.ndarray | None:
-        """Outcomes (plans, items) if the target is a single benchmark in `_binary_benchmarks`; None
-        for other targets."""
+        """Outcomes (plans, items) if the target is a single benchmark in `_binary_benchmarks`."""
         benchmarks = list(self.weights(target))
         if len(benchmarks) == 1 and benchmarks[0] in self._binary_benchmarks:
             return self.outcomes[benchmarks[0]]
@@ -420,9 +402,7 @@ class Comparison:
 
     @cached_property
     def _binary_benchmarks(self) -> set[str]:
-        """Benchmarks whose items have equal weights and are right or wrong, without partial
-        credit."""
-        # `item_weights` lists only benchmarks whose items have different weights
+        """Benchmarks whose items have equal weights and are right or wrong."""
         equal_weights = self.outcomes.keys() - self.item_weights.keys()
         return {name for name in equal_weights if evaluations.are_binary(self.outcomes[name])}
 
@@ -437,8 +417,7 @@ def compare(
 ) -> list[Comparison]:
     """Make one comparison for each model, in the order of `cells`.
 
-    A score that is not the mean of its items' outcomes is not tested. `reader` records each such
-    score as a gap.
+    `reader` records a gap for each score that is not the mean of its items' outcomes.
 
     cells, results, samples: see `Study`.
     """
@@ -454,12 +433,8 @@ def compare(
 def _comparison(
     model: str, cells: pd.DataFrame, results: pd.DataFrame, samples: pd.DataFrame, reader: Reader
 ) -> Comparison:
-    """Make the comparison of one model.
-
-    cells, results, samples: the model's rows of the frames in `Study`; reader: see `compare`.
-    """
-    # Perplexities are replaced by losses below, but keep their kind here, because tables display
-    # them as perplexities.
+    """Make the comparison of one model from its rows of the frames in `Study`."""
+    # perplexities keep their kind, because tables display them as perplexities
     quantities = {
         str(row["benchmark"]): Quantity(row["scale"], row["unit"])
         for row in records(results.drop_duplicates("benchmark"))
@@ -503,17 +478,14 @@ def _replace_perplexities(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def _panels(model: str, pruned_cells: pd.DataFrame) -> Iterator[Panel]:
-    """Yield the panels of a model, ordered by ratio, gate and calibration set.
-
-    pruned_cells: the pruned cells in `Comparison.cells`.
-    """
+    """Yield the panels of a model, ordered by ratio, gate and calibration set."""
     axes = ["ratio", "gate"]
     pruned_texts = settings.removed_share_texts(pruned_cells)
     for _, cells in pruned_cells.groupby(axes, sort=True):
         ratio, gate = cells[axes].iloc[0]
         calibrations = names.calibrations_in_order(set(cells["calibration"]) - {"none"}) or ["none"]
         for calibration in calibrations:
-            # methods that read no data have calibration "none" and are in all panels
+            # methods with calibration "none" are in all panels
             panel_cells = cells[cells["calibration"].isin([calibration, "none"])]
             cell_of_method = dict(
                 zip(panel_cells["method"].astype(str), panel_cells.index.astype(int), strict=True)
@@ -524,12 +496,8 @@ def _panels(model: str, pruned_cells: pd.DataFrame) -> Iterator[Panel]:
 
 
 def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
-    """Name of an average -> the columns over which it is taken (its target). First come the papers'
-    averages MC Avg, Code, Math and WildBench, then the mean over the `overall_columns` of `cells`.
-
-    A paper's average is left out if `overall_columns` lacks one of its columns. The last mean is
-    left out if `overall_columns` is empty.
-    """
+    """Name of an average -> its columns. First come the papers' averages whose columns are all in
+    `overall_columns`, then the mean over `overall_columns`."""
     displayed_columns = overall_columns(comparison, cells)
     published_targets: dict[str, Target] = {
         "MC Avg": ("MC Avg",),
@@ -548,14 +516,12 @@ def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Tar
 
 
 def overall_columns(comparison: Comparison, cells: Sequence[int]) -> Target:
-    """Displayed columns whose mean is the overall average (Avg) of these cells. They are selected
-    by `Comparison.average_columns` from the columns on which at least one cell was evaluated."""
+    """Displayed columns whose mean is the overall average (Avg) of these cells."""
     return comparison.average_columns(comparison.evaluated_columns(cells))
 
 
 def mean_quantities(comparisons: Iterable[Comparison]) -> dict[str, Quantity]:
-    """Name of the mean over a model's displayed columns, such as Avg -> kind of its numbers. There
-    are several names if some models were evaluated by scores and others by losses."""
+    """Name of the mean over a model's displayed columns, such as Avg -> kind of its numbers."""
     quantities = [comparison.quantity(comparison.all_average_columns) for comparison in comparisons]
     return {quantity.mean_name: quantity for quantity in quantities}
 
@@ -566,8 +532,7 @@ def random_scores(
     """Kind of plan (granularity, recovery) -> scores (plans,) of the random plans of this kind
     among `cells`.
 
-    If a kind has several random cells, only the cell with the most scored plans is used. A kind
-    is left out if the plans of this cell have fewer than two different scores.
+    If a kind has several random cells, only the cell with the most scored plans is used.
     """
     plan_scores = comparison.plan_scores(target)
     scores: dict[Kind, np.ndarray] = {}

@@ -1,10 +1,5 @@
 """Overlap of the experts to prune between calibration sets, and between proxy scores and exact
-damage: Figures 3 to 5 of Unified Expert Pruning.
-
-The bottom set of a layer with n experts is the int(n x ratio) experts with the lowest scores; among
-equal scores, those with a lower index, as in plans. Overlap has three definitions, see `agreement`,
-each with the value expected for random sets.
-"""
+damage: Figures 3 to 5 of Unified Expert Pruning."""
 
 from __future__ import annotations
 
@@ -23,8 +18,7 @@ RATIOS = (0.25, 0.5)
 VARIANT = ["b", "alpha", "beta"]
 """Parameters of a member S(b, alpha, beta) of the S family."""
 DEGENERATE_VARIANT = (1, 0, 0)
-"""The variant (b, alpha, beta) whose score N^-1 N is the same for every expert; displayed as
-N/A."""
+"""The variant (b, alpha, beta) whose score N^-1 N is the same for every expert."""
 
 MEASURES = {
     "triple": "in all sets",
@@ -46,9 +40,7 @@ def bottom_sets(scores: np.ndarray, ratio: float) -> np.ndarray:
 
 
 def agreement(sets: np.ndarray) -> dict[str, float]:
-    """Overlap of bottom sets by each definition in MEASURES, averaged over layers. A bottom set is
-    the experts with the lowest scores in one layer. There is one for each calibration set, because
-    the scores differ between calibration sets.
+    """Overlap of bottom sets by each definition in MEASURES, averaged over layers.
 
     sets: booleans (calibration sets, layers, experts): whether an expert is in the bottom set of
     its layer. All bottom sets have the same number of experts.
@@ -66,7 +58,7 @@ def agreement(sets: np.ndarray) -> dict[str, float]:
     experts = sets.shape[-1]
     if size == 0:
         return {key: float("nan") for name in MEASURES for key in (name, f"chance_{name}")}
-    # sizes of intersections (layers,): of all bottom sets, and of each pair of them
+    # sizes of intersections (layers,)
     common_sizes = sets.all(axis=0).sum(axis=-1)
     pairs = [(first & second).sum(axis=-1) for first, second in combinations(sets, 2)]
     probability = size / experts  # that an expert is in a random bottom set
@@ -77,17 +69,15 @@ def agreement(sets: np.ndarray) -> dict[str, float]:
         "jaccard": float(np.mean(common_sizes / sets.any(axis=0).sum(axis=-1))),
         "chance_triple": probability ** (n_calibrations - 1),
         "chance_pairwise": probability,
-        # probabilities that an expert is in all bottom sets, and in at least one of them
         "chance_jaccard": probability**n_calibrations / (1 - (1 - probability) ** n_calibrations),
     }
 
 
 def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) -> pd.DataFrame:
-    """Overlap between calibration sets for every variant S(b, alpha, beta). One row per model,
+    """Overlap between calibration sets, one row per model,
     variant and ratio; columns `model`, `ratio`, `b`, `alpha`, `beta`, and the keys of `agreement`.
 
-    Models with fewer than two calibration sets have no rows. For the variant DEGENERATE_VARIANT,
-    the columns `triple`, `pairwise` and `jaccard` are NaN.
+    For DEGENERATE_VARIANT, the columns `triple`, `pairwise` and `jaccard` are NaN.
 
     family: see `Study.family`.
     """
@@ -97,7 +87,6 @@ def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) 
             continue
         # for each layer: variant -> scores (calibration sets, experts)
         layers = [scores_by_variant(layer) for _, layer in scores.groupby("layer")]
-        # all variants that some layer has
         for variant in sorted(set().union(*layers)):
             for ratio in ratios:
                 overlap = _mean_agreement(
@@ -133,7 +122,7 @@ def _mean_agreement(layers: Sequence[np.ndarray], ratio: float) -> dict[str, flo
 
     layers: for each layer, scores (calibration sets, experts).
     """
-    # bottom sets as (calibration sets, 1, experts), because `agreement` expects an axis of layers
+    # None adds the axis of layers
     agreements = [agreement(bottom_sets(scores, ratio)[:, None, :]) for scores in layers]
     return {name: float(np.mean([values[name] for values in agreements])) for name in agreements[0]}
 
@@ -169,8 +158,7 @@ def proxy_overlap(
     (Fig. 3), one row per model, calibration set and ratio.
 
     Columns: model, calibration, ratio, overlap (mean of the share over layers), lowest (smallest
-    share of a layer), chance (expected share for random sets). overlap and lowest are NaN if the
-    bottom set of a layer is empty.
+    share of a layer), chance (expected share for random sets).
 
     family, damage: see `Study`.
     """
@@ -210,7 +198,7 @@ def proxy_overlap(
 
 
 def variant_name(b: int, alpha: int, beta: int) -> str:
-    """The papers' name of a member of the S family; S(b,α,β) for a member without a name."""
+    """The papers' name of a member of the S family, by default S(b,α,β)."""
     return _VARIANT_NAMES.get((b, alpha, beta), f"S({b},{alpha},{beta})")
 
 

@@ -1,8 +1,5 @@
 """The kind of a benchmark's numbers, or of a mean over benchmarks: score, loss or perplexity, with
-name, unit and direction.
-
-Perplexities are displayed, but averaged and tested as losses; `Quantity` converts between them.
-"""
+name, unit and direction."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ AVG = "Avg"
 class Quantity:
     """Kind of a number: a score, a mean loss in some unit, or a perplexity, exp(mean loss).
 
-    Means, intervals and differences of perplexities are computed from their logarithms, which are
-    mean losses, because a perplexity is not a mean over items.
+    Perplexities are averaged and tested as losses, because a perplexity is not a mean over items.
     """
 
     scale: Scale = "score"
@@ -34,13 +30,12 @@ class Quantity:
 
     @property
     def lower_is_better(self) -> bool:
-        """Whether less is better: for losses and perplexities, not for scores."""
+        """Whether less is better."""
         return self.scale != "score"
 
     @property
     def sign(self) -> int:
-        """1 if more is better, -1 if less is better, so that sign * number is higher for a better
-        number."""
+        """1 if more is better, -1 if less is better."""
         return -1 if self.lower_is_better else 1
 
     @property
@@ -49,7 +44,7 @@ class Quantity:
         return "min" if self.lower_is_better else "max"
 
     def sort_best_first(self, numbers: pd.Series) -> pd.Series:
-        """Sort numbers from the best to the worst, NaN last; equal numbers keep their order."""
+        """Sort numbers from the best to the worst, NaN last."""
         return numbers.sort_values(
             ascending=self.lower_is_better, na_position="last", kind="stable"
         )
@@ -73,8 +68,7 @@ class Quantity:
 
     def metric_text(self, metric: str) -> str:
         """Text for a metric: its name, such as `acc`. If less is better, the unit and the direction
-        follow: `loss (nats per token, less is better)`, or `perplexity (of the loss in nats per
-        token, less is better)`."""
+        follow: `loss (nats per token, less is better)`."""
         if not self.lower_is_better:
             return metric
         unit = f"of the loss in {self.unit}" if self.scale == "perplexity" else self.unit
@@ -82,20 +76,17 @@ class Quantity:
 
     def to_computed(self, displayed_numbers: Any) -> Any:
         """Convert displayed numbers to the numbers that are averaged and tested: perplexities
-        become losses, other numbers stay the same. The argument is a number, an array, a series or
-        a frame; the result has the same shape."""
+        become losses. The argument is a number, an array, a series or a frame."""
         return np.log(displayed_numbers) if self.scale == "perplexity" else displayed_numbers
 
     def to_displayed(self, computed_numbers: Any) -> Any:
         """Convert numbers that are averaged and tested to the numbers in tables and figures; the
-        inverse of `to_computed`. The argument is a number, an array, a series or a frame; the
-        result has the same shape."""
+        inverse of `to_computed`."""
         return np.exp(computed_numbers) if self.scale == "perplexity" else computed_numbers
 
     def displayed_difference(self, reference: Any, difference: Any) -> Any:
         """Displayed value of `reference + difference` minus displayed value of `reference`. For
-        perplexities, both arguments are losses. Arguments and result are numbers, arrays or
-        series."""
+        perplexities, both arguments are losses."""
         if self.scale != "perplexity":
             return difference
         return self.to_displayed(reference + difference) - self.to_displayed(reference)
@@ -105,8 +96,7 @@ def common_quantity(quantities: Iterable[Quantity]) -> Quantity:
     """Kind of a mean over numbers of several kinds.
 
     If all kinds are equal, the mean has this kind. If they differ, and less is better in all of
-    them, the mean is a loss with all their units. Otherwise, or if there are no kinds, it is a
-    score.
+    them, the mean is a loss with all their units. Otherwise it is a score.
     """
     distinct_quantities = list(dict.fromkeys(quantities))
     if len(distinct_quantities) == 1:

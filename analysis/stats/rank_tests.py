@@ -34,9 +34,8 @@ class RankTest:
 
     panel: Panel
     block_kind: str
-    """Kind of the blocks: COLUMNS or BENCHMARKS."""
+    """COLUMNS or BENCHMARKS."""
     blocks: int
-    """Number of blocks."""
     seeds: int
     """Number of seeds for which each method is ranked."""
     ranks: pd.Series
@@ -44,10 +43,10 @@ class RankTest:
     p_to_best: pd.Series
     """Method's key -> p-value of the method's difference to the best method; NaN for the best."""
     critical_difference: float
-    """Critical difference: average ranks that are further apart than this differ at the 5 % level,
+    """Average ranks that are further apart than this differ at the 5 % level,
     simultaneously for all pairs of methods."""
     incomplete_methods: tuple[str, ...]
-    """Keys of methods that are not ranked, because a result is missing in some block."""
+    """Keys of methods without a result in some block."""
 
     @property
     def is_significant(self) -> bool:
@@ -56,14 +55,11 @@ class RankTest:
 
 
 def rank_test(comparison: Comparison, panel: Panel, block_kind: str = COLUMNS) -> RankTest | None:
-    """Test the average ranks of a panel's methods over blocks, see `_block_scores`. A method is
-    ranked if it is not random, and has several seeds and a score in every block. The result is None
-    if fewer than MIN_COUNT methods are ranked, or if there are fewer than MIN_COUNT blocks.
+    """Test the average ranks of a panel's methods; None for fewer than MIN_COUNT ranked methods or
+    blocks. A method is ranked if it is not random, and has several seeds and a score in every
+    block.
 
-    All methods are ranked for the same number of seeds; surplus seeds are ignored. As for Avg Rank,
-    scores are rounded to three decimals, and equal scores get the mean of their ranks.
-
-    block_kind: kind of the blocks, COLUMNS or BENCHMARKS.
+    block_kind: COLUMNS or BENCHMARKS.
     """
     criteria = comparison.cells["criterion"]
     plans = {
@@ -72,7 +68,7 @@ def rank_test(comparison: Comparison, panel: Panel, block_kind: str = COLUMNS) -
         if criteria[cell] not in RANDOM
     }
     plans = {key: method_plans for key, method_plans in plans.items() if len(method_plans) > 1}
-    seeds = min(map(len, plans.values()), default=0)  # all these methods have as many
+    seeds = min(map(len, plans.values()), default=0)
     scores = _block_scores(comparison, panel, block_kind)
     complete_methods = [
         key
@@ -93,9 +89,8 @@ def rank_test(comparison: Comparison, panel: Panel, block_kind: str = COLUMNS) -
     table = np.array(ranks_by_seed)  # (seeds, methods, blocks)
     average_ranks = pd.Series(table.mean(axis=(0, 2)), complete_methods).sort_values(kind="stable")
     order = [complete_methods.index(key) for key in average_ranks.index]
-    # `leads_from_table` tests each method against the best one with the larger of two errors: the
-    # pair's own and the pooled one. Here the pair's own is 0, so that all pairs have the same
-    # pooled error.
+    # `leads_from_table` uses the larger of two errors, the pair's own and the pooled one. With the
+    # pair's own set to 0, all pairs have the same error.
     leads = uncertainty.leads_from_table(
         table[:, order], [Estimate(0.0, error=0.0)] * (len(order) - 1)
     )
@@ -106,23 +101,18 @@ def rank_test(comparison: Comparison, panel: Panel, block_kind: str = COLUMNS) -
         seeds=seeds,
         ranks=average_ranks,
         p_to_best=pd.Series([np.nan, *(lead.p for lead in leads)], average_ranks.index),
-        # the critical difference is half the width of an interval, which is the same for all pairs
+        # half the width of an interval, which is the same for all pairs
         critical_difference=leads[0].interval[1] - leads[0].value,
         incomplete_methods=tuple(str(key) for key in plans if key not in complete_methods),
     )
 
 
 def _block_scores(comparison: Comparison, panel: Panel, block_kind: str) -> pd.DataFrame:
-    """Displayed scores (plans, blocks) of all plans of the comparison.
-
-    With `block_kind` = COLUMNS, the blocks are displayed columns. With BENCHMARKS, they are
-    benchmarks, but benchmarks that grade the same answers are one block, whose score is their mean.
-    Only columns and benchmarks on which at least one cell of the panel was evaluated are used.
-    """
+    """Displayed scores (plans, blocks) of all plans. Benchmarks that grade the same answers are one
+    block, whose score is their mean."""
     if block_kind == COLUMNS:
         targets: dict[str, Target] = {column: (column,) for column in panel.columns(comparison)}
     else:
-        # for each benchmark, whether a cell of the panel was evaluated on it
         was_run = comparison.benchmark_scores.reindex(list(panel.cells.values())).notna().any()
         targets = {}
         for name in map(str, was_run.index[was_run]):
@@ -138,8 +128,6 @@ def _block_scores(comparison: Comparison, panel: Panel, block_kind: str) -> pd.D
 
 def rank_tests(comparison: Comparison, block_kind: str = COLUMNS) -> list[RankTest]:
     """The results of `rank_test` for all panels that have enough methods and blocks.
-
-    block_kind: kind of the blocks, COLUMNS or BENCHMARKS.
-    """
+    `block_kind` is COLUMNS or BENCHMARKS."""
     tests = (rank_test(comparison, panel, block_kind) for panel in comparison.panels)
     return [test for test in tests if test is not None]

@@ -1,11 +1,9 @@
 """Rank the plans of each model, ratio and gate by their average, with intervals, a comparison with
 random plans, and verdicts on methods that have several seeds.
 
-A plan is listed once, even if it competes in the panels of several calibration sets. A plan is
-above chance if, among as many random plans as there are plans, the best one is hardly ever that
-good (`analysis.stats.chance`). The best method is compared with all other methods at once
-(`uncertainty.leads_of_best`). A method with one seed gets no verdict, because its plan says nothing
-about plans of other seeds.
+A plan is above chance if, among as many random plans as there are plans, the best one is hardly
+ever that good (`analysis.stats.chance`). A method with one seed gets no verdict, because its plan
+says nothing about plans of other seeds.
 """
 
 from __future__ import annotations
@@ -36,16 +34,14 @@ ABOVE_CHANCE, WITHIN_CHANCE, BELOW_CHANCE = "above chance", "within chance", "be
 
 @dataclass(frozen=True, eq=False)
 class Ranking:
-    """The plans of one model, ratio and gate, sorted from the best to the worst. Plans without a
-    score come last."""
+    """The plans of one model, ratio and gate, sorted from the best to the worst."""
 
     model: str
     request: tuple[float, str]
     """Requested ratio, and gate."""
     pruned_text: str
-    """Text with the removed share, and with the gate if the model has cells with several gates."""
+    """Text with the removed share, and with the gate if the model has several."""
     quantity: Quantity
-    """Kind of the scores."""
     rows: pd.DataFrame
     """One row per plan, with index cell. Columns:
 
@@ -63,7 +59,6 @@ class Ranking:
     - status: chance, then the verdict unless the plan is within or below chance
     """
     unpruned_score: float
-    """Score of the unpruned model."""
     plans_tested: int = 0
     """Number of plans of the model that are compared with chance."""
     chance: dict[Kind, Chance] = field(default_factory=dict)
@@ -72,7 +67,7 @@ class Ranking:
 
     @property
     def mean_name(self) -> str:
-        """Name of the average by which plans are ranked, such as Avg."""
+        """Name of the average, such as Avg."""
         return self.quantity.mean_name
 
     @property
@@ -98,34 +93,31 @@ class _Group:
 
     @property
     def quantity(self) -> Quantity:
-        """Kind of the average by which the group is ranked: score, loss or perplexity."""
         return self.comparison.quantity(self.target)
 
     @property
     def request(self) -> tuple[float, str]:
-        """(requested ratio, gate); groups of different models are matched if this pair is equal."""
+        """(requested ratio, gate)."""
         ratio, gate = self.cells[["ratio", "gate"]].iloc[0]
         return ratio, gate
 
     @property
     def plans_tested(self) -> int:
-        """Number of cells that are compared with chance: cells of the group that have a score and
-        are not random."""
+        """Number of cells that have a score and are not random."""
         tested_cells = self.cells.index[~self.cells["criterion"].isin(RANDOM)]
         return int(self.comparison.score(self.target)[tested_cells].notna().sum())
 
 
 def rankings(comparisons: Sequence[Comparison]) -> list[Ranking]:
-    """A ranking for each model, ratio and gate, then the rankings over models (see
-    `_rankings_over_models`)."""
+    """A ranking for each model, ratio and gate, then the rankings over models."""
     groups = [group for comparison in comparisons for group in _groups(comparison)]
     model_rankings = [_ranking(group, groups) for group in groups]
     return [*model_rankings, *_rankings_over_models(model_rankings)]
 
 
 def _groups(comparison: Comparison) -> Iterator[_Group]:
-    """Yield the groups of a model's pruned cells, one for each ratio above 0 and gate at which at
-    least one cell has a score."""
+    """Yield a group for each ratio above 0 and gate at which at least one pruned cell has a
+    score."""
     pruned_cells = comparison.cells[
         (comparison.cells["criterion"] != "none") & (comparison.cells["ratio"] > 0)
     ]
@@ -139,7 +131,7 @@ def _groups(comparison: Comparison) -> Iterator[_Group]:
 def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
     """Rank the plans of `group`.
 
-    groups: the groups of all models, with which `_chance` can pool the spread of random plans.
+    groups: the groups of all models.
     """
     comparison = group.comparison
     target = group.target
@@ -189,8 +181,7 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
 
 
 def _comparable_methods(rows: pd.DataFrame) -> list[int]:
-    """Labels of the rows that can be tested against each other, in the order of `rows`: rows that
-    have several seeds and a score, and are not random."""
+    """Labels of the rows that can be tested against each other."""
     return list(
         rows.index[(rows["seeds"] > 1) & rows["score"].notna() & ~rows["criterion"].isin(RANDOM)]
     )
@@ -202,9 +193,9 @@ def _add_verdicts(
     """Add the columns `rank`, `verdict`, `behind`, `behind_low`, `behind_high` and `p`, see
     `Ranking.rows`. Convert the columns `score`, `low` and `high` by `Quantity.to_displayed`.
 
-    - methods: labels of the rows to compare, best first (see `_comparable_methods`)
+    - methods: labels of the rows to compare, best first
     - leads: for each method but the first, the first method's score minus this method's score,
-      before conversion; empty if there are fewer than two methods
+      before conversion
     """
     displayed_columns = {
         column: quantity.to_displayed(rows[column]) for column in ("score", "low", "high")
@@ -214,7 +205,6 @@ def _add_verdicts(
     tests = {}  # label of a row -> values of the columns `behind` to `p`
     for method, lead in zip(methods[1:], leads, strict=True):
         # A gap is positive for a method that is worse than the best, even if less is better.
-        # A gap that is 0 up to rounding counts as 0.
         gap_to_best = replace(
             lead, value=0.0 if abs(lead.value) < 1e-9 else quantity.sign * lead.value
         )
@@ -237,11 +227,7 @@ def _add_verdicts(
 
 
 def _verdict(gap_to_best: Estimate, is_printed_equal: bool) -> str:
-    """Verdict on a method: BEST, UNTESTED, SEPARATED or TIED.
-
-    - gap_to_best: difference between the scores of the method and the best method
-    - is_printed_equal: whether these two scores are equal when printed
-    """
+    """Verdict on a method: BEST, UNTESTED, SEPARATED or TIED."""
     if is_printed_equal:
         return BEST
     if np.isnan(gap_to_best.p):
@@ -250,10 +236,7 @@ def _verdict(gap_to_best: Estimate, is_printed_equal: bool) -> str:
 
 
 def _add_status(rows: pd.DataFrame) -> pd.DataFrame:
-    """Add the column `status`. It is `random plans` for random plans. For other plans, it joins the
-    texts of the columns `chance` and `verdict`, but only the first for plans within or below
-    chance.
-    """
+    """Add the column `status`, see `Ranking.rows`."""
     statuses = []
     for row in records(rows):
         parts = [row["chance"]]
@@ -266,12 +249,8 @@ def _add_status(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
-    """Kind of plan -> `Chance` from the random plans of this kind in `group`. Kinds without such
-    plans are left out (see `random_scores`).
-
-    The spread of random plans can be pooled over all models with a group of the same ratio, gate
-    and average (see `chance_by_model`).
-    """
+    """Kind of plan -> `Chance` from the random plans of this kind in `group`. The spread of
+    random plans can be pooled over all models with a group of the same ratio, gate and average."""
     scores_by_kind: dict[Kind, dict[str, np.ndarray]] = {}
     request_and_average = (group.request, group.target, group.quantity)
     for other in groups:  # `group` itself is among them
@@ -289,13 +268,9 @@ def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
 def _compare_with_chance(
     row: Mapping[str, object], chance: Mapping[Kind, Chance], plans_tested: int, quantity: Quantity
 ) -> str:
-    """Compare a plan with the random plans of its kind. Returns ABOVE_CHANCE, WITHIN_CHANCE or
-    BELOW_CHANCE. Returns "" if the plan is random or has no score, or if its kind is not in
-    `chance`.
+    """ABOVE_CHANCE, WITHIN_CHANCE or BELOW_CHANCE; "" for a plan that cannot be compared.
 
-    - row: the plan's row of `Ranking.rows`, with the score before conversion for display
-    - plans_tested: number of plans that are compared with chance. The margin grows with it, see
-      `Chance.margin`.
+    row: the plan's row of `Ranking.rows`, with the score before conversion for display.
     """
     chance_of_kind = chance.get((str(row["granularity"]), str(row["recovery"])))
     score = float(str(row["score"]))  # through str, because a row has values of any type
@@ -309,11 +284,8 @@ def _compare_with_chance(
 
 
 def _rankings_over_models(rankings: Sequence[Ranking]) -> Iterator[Ranking]:
-    """Yield a ranking over models for each ratio and gate that several models have, see
-    `_ranking_over_models`.
-
-    The ranking contains the plans for which all these models have a score. It is left out if the
-    models have different quantities, or if it would contain fewer than two plans.
+    """Yield a ranking over models for each ratio and gate that several models have. The ranking
+    contains the plans for which all these models have a score.
 
     rankings: the rankings of single models.
     """
@@ -330,7 +302,6 @@ def _rankings_over_models(rankings: Sequence[Ranking]) -> Iterator[Ranking]:
         seeds = pd.concat([rows["seeds"] for rows in frames], axis=1, join="inner")
         if len(scores) > 1:
             label = ALL_MODELS
-            # if some models lack this ratio and gate, the label names the models that have them
             if len(model_rankings) < len(models):
                 label = names.enumeration(ranking.model for ranking in model_rankings)
             computed_scores = model_rankings[0].quantity.to_computed(scores)
@@ -343,10 +314,8 @@ def _ranking_over_models(
     """Rank plans by the mean of their scores over models. Intervals and tests take the models as a
     sample of all models.
 
-    - model_rankings: one ranking per model
     - table: scores (plans, models) before conversion for display (see `Quantity.to_computed`)
     - seeds: for each plan, the smallest number of seeds that it has on a model
-    - label: text for the models, such as `all models`
     """
     quantity = model_rankings[0].quantity
     table = table.loc[quantity.sort_best_first(table.mean(axis=1)).index]
@@ -371,7 +340,6 @@ def _ranking_over_models(
     methods = _comparable_methods(rows)
     # labels of `rows` are positions, so they also select rows of `scores`
     scores_of_methods = scores[methods]
-    # the scores of the first method, which is the best, minus those of each other method
     pairs = [
         uncertainty.mean_estimate(scores_of_methods[0] - other) for other in scores_of_methods[1:]
     ]
@@ -398,17 +366,16 @@ headlines."""
 
 
 def headlines(rankings: Sequence[Ranking]) -> list[str]:
-    """The sentences of the overview, then a headline for each of the first MAX_ENTRIES rankings,
-    and a sentence with the number of further rankings."""
+    """The overview, then a headline for each of the first MAX_ENTRIES rankings, and the number of
+    further rankings."""
     unlisted_count = len(rankings) - MAX_ENTRIES
     remainder = [f"The table has {unlisted_count} more rankings."] if unlisted_count > 0 else []
     return [*overview(rankings), *map(headline, rankings[:MAX_ENTRIES]), *remainder]
 
 
 def overview(rankings: Sequence[Ranking]) -> list[str]:
-    """At most two sentences on all rankings together. If there are random plans, the first states
-    on how many models at least one plan is above chance. If there are methods with one seed, the
-    second states that they get no verdict."""
+    """At most two sentences on all rankings together: on plans above chance, and on methods with
+    one seed."""
     models = {ranking.model for ranking in rankings if ranking.chance}
     models_above_chance = {
         ranking.model for ranking in rankings if (ranking.rows["chance"] == ABOVE_CHANCE).any()
@@ -457,21 +424,14 @@ def _plan_names(plans: Sequence[dict[str, object]]) -> str:
 
 
 def remarks(ranking: Ranking) -> list[str]:
-    """For each kind of plan, sentences that compare the plans of a ranking with chance. Then one
-    sentence that compares the methods with several seeds with each other."""
+    """Sentences that compare the plans of each kind with chance, then one that compares the
+    methods with several seeds."""
     sentences = [_chance_sentence(ranking, kind, chance) for kind, chance in ranking.chance.items()]
     return [sentence for sentence in (*sentences, _verdict_sentence(ranking)) if sentence]
 
 
 def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
-    """One or two sentences that compare the plans of a kind with chance; "" if all plans of this
-    kind are random.
-
-    The first sentence has the numbers of plans above and below chance, the limit that a plan above
-    chance must pass, and the number, mean and spread of the random plans. The second sentence says
-    how many random plans would put the best plan above chance. It is left out if some plan is above
-    chance, or if no plan is better than the mean of the random plans.
-    """
+    """One or two sentences that compare the plans of a kind with chance; "" without such plans."""
     granularity, recovery = kind
     rows = ranking.competing_rows
     rows = rows[(rows["granularity"] == granularity) & (rows["recovery"] == recovery)]
@@ -514,7 +474,7 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
 
 def _verdict_sentence(ranking: Ranking) -> str:
     """A sentence that names the best methods and the methods that are not separated from them; ""
-    if fewer than two methods can be compared. Methods within or below chance are not named."""
+    if fewer than two methods can be compared."""
     if len(_comparable_methods(ranking.rows)) < 2:
         return ""
     plans_with_stated_verdict = ranking.scored_rows[
@@ -533,12 +493,7 @@ def _verdict_sentence(ranking: Ranking) -> str:
 
 
 def ranking_text(rankings: Sequence[Ranking]) -> str:
-    """The rankings as text for a terminal: the overview, then the first MAX_ENTRIES rankings, then
-    the number of further rankings.
-
-    The text of a ranking has a heading, a line for each of the first MAX_ENTRIES plans, the number
-    of further plans, and the remarks.
-    """
+    """The rankings as text for a terminal: the overview, then the first MAX_ENTRIES rankings."""
     parts = ["\n".join(overview(rankings))] if overview(rankings) else []
     for ranking in rankings[:MAX_ENTRIES]:
         quantity = f"{ranking.mean_name}, {ranking.quantity.direction}"

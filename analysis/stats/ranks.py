@@ -29,8 +29,7 @@ def correlations(experts: pd.DataFrame, measure: str, truth: str) -> dict[str, f
 
 
 def _correlation(pairs: pd.DataFrame) -> float:
-    """Pearson's correlation of two columns; NaN for fewer than three rows, or when a column is
-    constant."""
+    """Pearson's correlation of two columns."""
     if len(pairs) < 3 or (pairs.nunique() < 2).any():
         return np.nan
     return float(pairs.corr().to_numpy(float)[0, 1])
@@ -40,10 +39,10 @@ def rank_correlation_by_layer(experts: pd.DataFrame, measure: str, truth: str) -
     """Mean over layers of Spearman's correlation of the columns `measure` and `truth` within a
     layer.
 
-    Layers with a correlation of NaN are left out (see `_correlation`). NaN if no layer is left.
+    Layers with a correlation of NaN are left out.
     """
     pairs = experts[["layer", measure, truth]].dropna().astype(float)
-    ranks = pairs.groupby("layer").rank()  # within each layer
+    ranks = pairs.groupby("layer").rank()
     layer_correlations = [
         _correlation(layer_ranks) for _, layer_ranks in ranks.groupby(pairs["layer"], sort=False)
     ]
@@ -57,10 +56,7 @@ PRINTED_DECIMALS = 3
 
 def displayed_columns(evaluated_benchmarks: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Displayed column -> the column's benchmarks that were run. Each benchmark that is in no
-    column of `names.COLUMNS` is a column of its own.
-
-    evaluated_benchmarks: the benchmarks that were run. For the others, see `missing_benchmarks`.
-    """
+    column of `names.COLUMNS` is a column of its own."""
     columns = {}
     remaining_benchmarks = dict.fromkeys(evaluated_benchmarks)
     for column, benchmarks in COLUMNS.items():
@@ -74,7 +70,7 @@ def displayed_columns(evaluated_benchmarks: Sequence[str]) -> dict[str, tuple[st
 
 def missing_benchmarks(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
     """Displayed column -> number of the column's published benchmarks (`names.COLUMNS`) that were
-    not run. Columns with the number 0 are left out.
+    not run.
 
     columns: displayed column -> the column's benchmarks that were run.
     """
@@ -92,8 +88,7 @@ def component_columns(
     """Average `scores` (rows, benchmarks) over the benchmarks of each displayed column; returns
     (rows, displayed columns).
 
-    A row with NaN for one benchmark of a column has NaN in this column, never a mean over the other
-    benchmarks.
+    A row with NaN for one benchmark of a column has NaN in this column.
 
     columns: displayed column -> benchmarks, by default the result of `displayed_columns`.
     """
@@ -109,14 +104,13 @@ def component_columns(
 def column_ranks(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) -> pd.DataFrame:
     """Rank of each row in each column, by numbers rounded to PRINTED_DECIMALS: rank 1 has the
     highest number, or the lowest in the columns `lower_is_better`. Equal numbers get the mean of
-    their ranks, and the rank of NaN is NaN."""
+    their ranks."""
     signs = np.array([1.0 if name in lower_is_better else -1.0 for name in columns.columns])
     return (columns.astype(float).round(PRINTED_DECIMALS) * signs).rank()
 
 
 def average_rank(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) -> pd.Series:
-    """Avg Rank of each row by the papers' rule: the mean of `column_ranks` over the columns, NaN
-    for a row with NaN. The caller must leave out the unpruned model, since only pruned models are
-    ranked."""
+    """Avg Rank of each row by the papers' rule: the mean of `column_ranks` over the columns. The
+    caller must leave out the unpruned model."""
     ranks = column_ranks(columns, lower_is_better=lower_is_better)
     return ranks.mean(axis=1, skipna=False).rename("Avg Rank")

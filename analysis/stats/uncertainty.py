@@ -15,7 +15,6 @@ import numpy as np
 from scipy.special import bdtr, gammaincinv, ndtr, ndtri, stdtr, stdtrit
 
 CONFIDENCE = 0.95
-"""Confidence level of intervals."""
 POWER = 0.8
 """Probability with which a study detects a true difference of the size
 `Estimate.detectable_difference`."""
@@ -26,17 +25,12 @@ LEVEL = 0.05
 @dataclass(frozen=True)
 class Estimate:
     """An estimated score or difference with its standard error and degrees of freedom. Unknown
-    numbers are NaN.
-
-    `methods` is the number of methods from which the data chose the two whose difference is
-    estimated.
-    """
+    numbers are NaN."""
 
     value: float
     error: float = np.nan
     """Standard error of `value`."""
     degrees_of_freedom: float = np.nan
-    """Degrees of freedom of `error`."""
     exact_p: float = np.nan
     """p-value of an exact test, which replaces the p-value of the t-test."""
     methods: int = 2
@@ -60,15 +54,14 @@ class Estimate:
     @property
     def p(self) -> float:
         """Two-sided p-value of the hypothesis that the true value is 0. With more than two
-        `methods`, the hypothesis is that all methods are equal. If `exact_p` is not NaN, p is
-        `exact_p`."""
+        `methods`, the hypothesis is that all methods are equal."""
         if not np.isnan(self.exact_p):
             return self.exact_p
         if self.error <= 1e-9:  # 0 up to rounding: all replicates and items agree
-            return float(abs(self.value) <= 1e-9)  # 1 for the value 0, otherwise 0
+            return float(abs(self.value) <= 1e-9)
         ratio = abs(self.value) / self.error
         if self.methods > 2:
-            # times sqrt(2), because the range counts standard errors of one mean, see `interval`
+            # sqrt(2) as in `interval`
             return float(
                 studentized_range(
                     np.array(ratio * np.sqrt(2)), self.methods, self.degrees_of_freedom
@@ -102,9 +95,8 @@ def crossed_estimate(strata: Sequence[Stratum]) -> Estimate:
     of seeds and items; it is NaN if a stratum has only one item.
 
     The variance of the mean is V(seeds) + V(items) - V(seed x item), where each term is estimated
-    from its mean square. With one replicate, it is V(items) alone, since one seed does not show the
-    variance between seeds. The degrees of freedom are Satterthwaite's, but at least 1. Items are
-    weighted by their shares, as in a ratio estimator.
+    from its mean square. With one replicate, it is V(items) alone. The degrees of freedom are
+    Satterthwaite's. Items are weighted by their shares, as in a ratio estimator.
     """
     # for each stratum: its part of each replicate's score (replicates,)
     totals = [stratum.contributions.sum(axis=1) for stratum in strata]
@@ -131,16 +123,15 @@ def crossed_estimate(strata: Sequence[Stratum]) -> Estimate:
             squares += interaction_part**2 / (items - 1) / (seeds - 1)
     squares += seed_variance**2 / (seeds - 1) if seeds > 1 else 0.0
     difference = seed_variance + item_variance - interaction
-    # The three terms are estimates, so their sum can be too small, even negative. The variance is
-    # at least the first and at least the second.
+    # The three terms are estimates, so their sum can be too small, even negative.
     variance = max(difference, seed_variance, item_variance)
     degrees_of_freedom = max(1.0, difference**2 / squares) if squares > 0 else 1.0
     return Estimate(value, float(np.sqrt(variance)), float(degrees_of_freedom))
 
 
 def mean_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
-    """Mean of n independent values, such as differences of several models, with the mean's standard
-    error and n - 1 degrees of freedom. The error is NaN for n < 2. The mean is NaN for n = 0."""
+    """Mean of n independent values, with its standard error and n - 1 degrees of freedom. The error
+    is NaN for n < 2."""
     numbers = np.asarray(values, float)
     if len(numbers) < 2:
         return Estimate(float(numbers.mean()) if len(numbers) else np.nan)
@@ -152,13 +143,12 @@ def mean_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
 def leads_of_best(
     pairs: Sequence[Estimate], strata: Sequence[Stratum], methods: np.ndarray
 ) -> list[Estimate]:
-    """Score of the best method minus the score of each other method, called a lead. The best method
-    was chosen by the same data. p accounts for this choice, because it is from the studentised
-    range (Tukey's procedure for all pairs).
+    """Score of the best method minus the score of each other method, called a lead. p is from the
+    studentised range (Tukey's procedure for all pairs), because the best method was chosen by the
+    same data.
 
     The error of a lead is the error of the pair or an error from variances pooled over all methods,
-    whichever is larger. The studentised range uses the degrees of freedom of pooled variances.
-    Error and p are NaN without strata, or if a stratum has only one item.
+    whichever is larger. It is NaN without strata, or if a stratum has only one item.
 
     - pairs: for each other method, the lead as estimated from the plans of the two methods alone
     - strata: outcomes of the plans of all methods; each plan is one replicate
@@ -169,7 +159,7 @@ def leads_of_best(
     counts = np.bincount(methods)  # (methods,) number of plans
     # (methods, plans): weights of plans in the mean score of each method
     plan_weights = (methods == np.arange(len(counts))[:, None]) / counts[:, None]
-    # (methods,): the sum over strata is the score of each plan
+    # the sum over strata is the score of each plan
     means = plan_weights @ np.sum([stratum.contributions.sum(axis=1) for stratum in strata], axis=0)
     variances, degrees_of_freedom = _pooled_variances(strata, methods, plan_weights)
     errors = np.sqrt(variances[0] + variances[1:])
@@ -200,19 +190,18 @@ def leads_from_table(table: np.ndarray, pairs: Sequence[Estimate]) -> list[Estim
 def _pooled_variances(
     strata: Sequence[Stratum], methods: np.ndarray, plan_weights: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """(variances, degrees of freedom): for each method, the variance of its mean score, and the
-    degrees of freedom that all these variances have. Each term of a variance is estimated from the
-    plans of all methods together.
+    """(variances of the methods' mean scores, degrees of freedom of all these variances), estimated
+    from the plans of all methods together.
 
-    As in `crossed_estimate`, a variance is V(seeds) + V(method x item) - V(seed x item), but not
-    less than V(seeds) and not less than V(method x item).
+    A variance is V(seeds) + V(method x item) - V(seed x item), but not less than V(seeds) and not
+    less than V(method x item).
 
     - methods: for each plan, the number of its method
     - plan_weights: weights of plans in the mean score of each method (methods, plans)
     """
     method_freedom = len(plan_weights) - 1
     seed_freedom = len(methods) - len(plan_weights)
-    # (methods,): 1 / n for a method with n seeds, as each of its n plans has the weight 1 / n
+    # (methods,): 1 / n for a method with n seeds
     inverse_seeds = (plan_weights**2).sum(axis=1)
     scores = np.sum([stratum.contributions.sum(axis=1) for stratum in strata], axis=0)
     deviations = scores - (plan_weights @ scores)[methods]
@@ -245,7 +234,7 @@ def _pooled_variances(
 @cache
 def range_quantile(methods: int, degrees_of_freedom: float = np.inf) -> float:
     """The value that the studentised range of `methods` means exceeds with probability LEVEL if the
-    true means are equal; computed by bisection."""
+    true means are equal."""
     low = 0.0
     high = 1e3
     while high - low > 1e-9 * high:
@@ -265,8 +254,7 @@ _WEIGHTS = np.exp(-(_DEVIATES**2) / 2) / np.sqrt(2 * np.pi) * _STEP
 def studentized_range(
     values: np.ndarray, methods: int, degrees_of_freedom: float = np.inf
 ) -> np.ndarray:
-    """For each of `values`, the probability that a studentised range exceeds the value; has the
-    shape of `values`.
+    """For each of `values`, the probability that a studentised range exceeds the value.
 
     A studentised range is the range of `methods` normal deviates, divided by a standard deviation
     that was estimated with `degrees_of_freedom`. The result equals scipy's
@@ -282,7 +270,7 @@ def studentized_range(
     # nearly all estimates of the standard deviation are between these limits
     low, high = np.log(gammaincinv(half_freedom, [1e-10, 1 - 1e-13]) / half_freedom) / 2
     logs = np.linspace(low, high, 81)  # logarithms of the estimated standard deviation
-    # density of these logarithms, up to a constant factor
+    # density of `logs`, up to a constant factor
     density = np.exp(degrees_of_freedom * logs + half_freedom * (1 - np.exp(2 * logs)))
     scaled_values = np.asarray(values, float)[..., None] * np.exp(logs)
     # mean over standard deviations; for a known one, the degrees of freedom are infinite
@@ -293,8 +281,8 @@ def studentized_range(
 def wilson(successes: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Lower and upper ends of the 95 % Wilson interval of successes / items (arrays of one shape).
 
-    The result equals statsmodels' `proportion_confint(successes, items, method="wilson")`, but that
-    function imports all of scipy.stats, which takes a twentieth of a report's time.
+    The result equals statsmodels' `proportion_confint(successes, items, method="wilson")`, which
+    imports all of scipy.stats.
     """
     share = successes / items
     z = ndtri((1 + CONFIDENCE) / 2)
@@ -312,8 +300,8 @@ def holm(p_values: np.ndarray) -> np.ndarray:
     """Adjust a family of p-values by Holm's step-down method. NaN stays NaN and does not count as a
     member of the family.
 
-    The result equals statsmodels' `multipletests(p_values, method="holm")`, which is slower because
-    it runs the garbage collector at every call.
+    The result equals statsmodels' `multipletests(p_values, method="holm")`, which runs the
+    garbage collector at every call.
     """
     p_values = np.asarray(p_values, float)
     order = np.argsort(p_values)[: np.count_nonzero(~np.isnan(p_values))]  # NaN sorts last
@@ -330,10 +318,7 @@ def mcnemar(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     p-values have this shape without the last axis.
 
     The result equals statsmodels' `mcnemar(table, exact=True)`, for many pairs of plans at once.
-    Under the null hypothesis, an item that only one plan has right favours either plan with
-    probability 1/2.
     """
-    # numbers of items that only one of the two plans has right
     first_wins = ((first == 1) & (second == 0)).sum(axis=-1)
     second_wins = ((first == 0) & (second == 1)).sum(axis=-1)
     tail = bdtr(np.minimum(first_wins, second_wins), first_wins + second_wins, 0.5)

@@ -4,8 +4,7 @@ Unified Expert Pruning).
 If all methods have several seeds, the winner is tested against each other method. The p-value of
 the winner is the largest p-value of these tests, and Holm's correction covers all cells of one map.
 Choosing the winner by the data needs no further correction, because a winner must be significantly
-ahead of every other method. Methods whose scores are equal when printed (three decimals) share the
-first place, and their win is not tested.
+ahead of every other method.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _WINNER_COLUMNS = (
 def winner_map(
     comparisons: Iterable[Comparison], criteria: Sequence[str] | None = None
 ) -> pd.DataFrame:
-    """Find the winners: one row per model, ratio, gate, calibration set and displayed column.
+    """The winners: one row per model, ratio, gate, calibration set and displayed column.
 
     criteria: keys of the methods that compete, by default all methods.
 
@@ -59,7 +58,7 @@ def winner_map(
     - runner_up, runner_up_score: key and score of the best method that is not a winner
     - lead, lead_low, lead_high: score minus runner_up_score, and the ends of its 95 % interval
     - p: largest p-value of the tests of the winner against each other method; NaN when several
-      methods win, and in the cases that `_p_of_winner` names
+      methods win, or when a test is not possible
     - p_holm: p with Holm's correction over all rows with equal model, ratio and gate
     - proved: whether p_holm is below LEVEL
     """
@@ -86,8 +85,7 @@ def winner_map(
 
 
 def _settings(panel: Panel) -> dict[str, object]:
-    """Values of the columns `model`, `ratio`, `gate`, `calibration` and `pruned` of `winner_map`
-    for a panel."""
+    """Values of the columns of `winner_map` that describe a panel."""
     settings = {name: getattr(panel, name) for name in (*SETTINGS, "calibration")}
     return settings | {"pruned": panel.pruned_text}
 
@@ -95,12 +93,7 @@ def _settings(panel: Panel) -> dict[str, object]:
 def _winner_columns(
     comparison: Comparison, panel: Panel, column: str, criteria: Sequence[str] | None
 ) -> dict[str, object]:
-    """Values of the columns _WINNER_COLUMNS of `winner_map` for one panel and one displayed column.
-    If there is no runner-up, the result lacks `runner_up_score`, `lead`, `lead_low` and
-    `lead_high`.
-
-    criteria: keys of the methods that compete, None for all.
-    """
+    """Values of the columns _WINNER_COLUMNS of `winner_map`."""
     quantity = comparison.quantity((column,))
     scores = comparison.score((column,))
     methods = [key for key in panel.cells if criteria is None or key in criteria]
@@ -132,9 +125,8 @@ def _winner_columns(
 
 
 def _p_of_winner(comparison: Comparison, column: str, cells: Sequence[int]) -> float:
-    """The largest p-value of the tests of the winner, `cells[0]`, against each other cell. Cells of
-    random plans are not tested. NaN if the winner is random, if there is no other cell to test, or
-    if a tested cell has fewer than two seeds with a score."""
+    """The largest p-value of the tests of the winner, `cells[0]`, against each other
+    cell; NaN if they cannot be tested."""
     criteria = comparison.cells["criterion"]
     methods = [cell for cell in cells if criteria[cell] not in RANDOM]
     seeds = [len(comparison.scored_plans((column,), cell)) for cell in methods]
