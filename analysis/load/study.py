@@ -150,22 +150,22 @@ def _contamination_remarks(contaminations: passes.Reports) -> list[str]:
 
     contaminations: see `Study.contaminations`.
     """
-    # calibration set -> texts, as keys so that a text for several models is listed once
-    texts_of_set: dict[str, dict[str, None]] = {}
+    # calibration set -> phrases of its sentence, as keys: several models can give the same phrase
+    phrases_of_set: dict[str, dict[str, None]] = {}
     for calibration_at_model, counts_of_benchmark in contaminations.items():
         for benchmark, counts in counts_of_benchmark.items():
             if counts["found"] > REMARKABLE * counts["comparable"]:
-                text = (
+                phrase = (
                     f"{counts['found']} of {counts['comparable']} items of "
                     f"{names.benchmark(benchmark)}"
                 )
-                texts_of_set.setdefault(calibration_at_model.partition("@")[0], {})[text] = None
+                phrases_of_set.setdefault(calibration_at_model.partition("@")[0], {})[phrase] = None
     return [
         (
             f"Calibration set {calibration} contains 13 consecutive words of "
-            f"{names.enumeration(texts)}: these scores may be too good."
+            f"{names.enumeration(phrases)}: these scores may be too good."
         )
-        for calibration, texts in texts_of_set.items()
+        for calibration, phrases in phrases_of_set.items()
     ]
 
 

@@ -136,24 +136,24 @@ def channel_agreement(
 
 
 def seconds_and_machines(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float], list[str]]:
-    """Time and machines of two steps: the shown calibration pass of `cells` (see `shown_passes`),
-    and the first ablation that a plan of `cells` reads.
+    """Time and machines of two steps: the calibration pass that `shown_passes` selects, and the
+    first ablation that a plan of `cells` reads.
 
     Returns ({"pass": seconds, "ablation": seconds}, names of the machines).
 
     cells: all cells of one model and calibration set."""
-    pass_of_cell = shown_passes(study.cells)["statistics_folder"]
-    passes = list(pass_of_cell[pass_of_cell.index.isin(cells.index)])
-    ablations = [
-        step
-        for folder in cells["plan_folder"].dropna()
-        for step in steps_with_inputs([folder], study.reader)
-        if step_kind(step) == ABLATION
+    shown_folders = shown_passes(study.cells)["statistics_folder"]
+    pass_folders = list(shown_folders[shown_folders.index.isin(cells.index)])
+    ablation_folders = [
+        folder
+        for plan_folder in cells["plan_folder"].dropna()
+        for folder in steps_with_inputs([plan_folder], study.reader)
+        if step_kind(folder) == ABLATION
     ]
     seconds = {}
     machines: list[str] = []
-    for kind, steps in (("pass", passes), ("ablation", ablations)):
-        times = time_and_memory(steps[:1], study.reader)
+    for kind, folders in (("pass", pass_folders), ("ablation", ablation_folders)):
+        times = time_and_memory(folders[:1], study.reader)
         # without a step, min_count=1 gives NaN in place of the sum 0
         seconds[kind] = float(times["seconds"].sum(min_count=1))
         machines += map(str, times["machine"])

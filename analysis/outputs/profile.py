@@ -72,8 +72,7 @@ def variance_figure(results: Results, comparison: Comparison, name: str) -> Figu
 
 
 def profile_table(results: Results, name: str) -> Table:
-    """Token variance of hidden states and entropies of routing: a row per layer of each cell that
-    has a profile."""
+    """A row per layer of each cell that has a profile: token variance and routing entropies."""
     study = results.study
     frames = []
     for comparison in results.pruned:

@@ -72,21 +72,20 @@ def call_or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Re
     except RatioTooLarge as error:
         reason = error
         extreme, direction = "largest", "smaller"
-        # all thousandths below `ratio`
-        smaller = range(ceil(1000 * ratio) if ratio < 1 else 1000)
-        # the number before the first one in `smaller` that is too large
-        nearest = (
-            bisect_left(smaller, True, key=lambda n: isinstance(error_at(n), RatioTooLarge)) - 1
+        thousandths_below = range(ceil(1000 * ratio) if ratio < 1 else 1000)
+        # the last that is not too large; -1: none
+        nearest = -1 + bisect_left(
+            thousandths_below, True, key=lambda n: isinstance(error_at(n), RatioTooLarge)
         )
     except RatioTooSmall as error:
         reason = error
         extreme, direction = "smallest", "larger"
-        # all thousandths above `ratio`
-        larger = range(floor(1000 * ratio) + 1 if ratio > 0 else 0, 1000)
-        # the first number in `larger` that is not too small
-        nearest = larger.start + bisect_left(
-            larger, True, key=lambda n: not isinstance(error_at(n), RatioTooSmall)
+        thousandths_above = range(floor(1000 * ratio) + 1 if ratio > 0 else 0, 1000)
+        # the first that is not too small; 1000 or more: none
+        nearest = thousandths_above.start + bisect_left(
+            thousandths_above, True, key=lambda n: not isinstance(error_at(n), RatioTooSmall)
         )
+    # `nearest` may have the opposite error
     if 0 <= nearest < 1000 and error_at(nearest) is None:
         raise UserError(
             f"ratio={ratio:g}: {reason}; {nearest / 1000:g} is the {extreme} feasible ratio"

@@ -41,28 +41,29 @@ def shares_and_sets(settings: CalibrationConfig) -> list[tuple[float, Calibratio
 
 
 def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None:
-    """Raise UserError when the first record of a set needs a chat template, and the model has none,
-    or one that leaves out content of the record. Only sets in local JSON files, and models in local
-    folders, are checked."""
-    for _, part in shares_and_sets(settings):
-        for document in first_record(part):  # one document, or none
+    """Raise UserError when the first document of a set needs a chat template, and the model has
+    none, or one that leaves out content of the document. Only sets in local JSON files, and models
+    in local folders, are checked."""
+    for _, set_settings in shares_and_sets(settings):
+        for document in first_record(set_settings):  # one document, or none
             if isinstance(document, Chat) and document.plain is None:
                 config_json.check_chat_template(
                     model,
-                    f"calibration={settings.name}",
+                    setting=f"calibration={settings.name}",
                     tools=bool(document.arguments.get("tools")),
+                    # the end of the message
                     alternative=", or a set of plain texts, or of instructions and outputs",
                 )
                 if (tokenizer := _local_tokenizer(model)) is not None:
-                    # raises UserError for content that the template leaves out
-                    document_text(document, tokenizer, part.special_tokens)
+                    # for its UserError if the template leaves out content
+                    document_text(document, tokenizer, set_settings.special_tokens)
 
 
 def unread_keys(settings: CalibrationConfig, model: ModelConfig) -> list[str]:
     """Keys in the first record of each set whose values are texts that the model would not read
     (see `unread_texts`), sorted. [] for a model that is not in a local folder."""
     sets = shares_and_sets(settings)
-    documents = [document for _, part in sets for document in first_record(part)]
+    documents = [document for _, set_settings in sets for document in first_record(set_settings)]
     # If all texts are read even without a chat template, no tokenizer has to be loaded.
     if not any(unread_texts(document, None) for document in documents):
         return []

@@ -223,12 +223,12 @@ def _messages(value: Any, location: str, ignored: Collection[str]) -> tuple[Mapp
 
 
 def _arguments(record: Mapping[str, Any], used: Collection[str], location: str) -> dict[str, Any]:
-    """Arguments of a chat template, name -> value: the fields of a record without the `used`
-    fields."""
+    """Arguments of a chat template, name -> value: a record without its `used` fields."""
     arguments = _without_keys(record, [*used, "tools"])
-    # An empty list of tools is left out, because some templates would write a heading for it.
+    # some templates would write a heading for an empty list
     if tools := _tools(record.get("tools"), location):
         arguments["tools"] = tools
+    # an object, or its JSON text, that `_flat_arguments` unpacks later
     if nested := arguments.get(TEMPLATE_ARGUMENTS):
         arguments[TEMPLATE_ARGUMENTS] = _decode(nested, f"{location}: {TEMPLATE_ARGUMENTS}", dict)
     return arguments
@@ -346,13 +346,13 @@ def has_answer(document: Document) -> bool:
 
 
 def rendering(document: Document, tokenizer: Any) -> str:
-    """Description of how `tokenize` turns the document into text."""
+    """How `tokenize` turns the document into text."""
     if isinstance(document, Text):
         return "as it stands"
     if not tokenizer.chat_template:
-        return "pair parted by a blank line"
+        return "pair parted by a blank line"  # instruction and output
     template = "chat template with tools" if document.arguments.get("tools") else "chat template"
-    # templates get today's date from the function strftime_now
+    # templates get today's date from strftime_now
     if "strftime_now" in _template(document.arguments, tokenizer):
         return f"{template}, dated {_date(tokenizer)}"
     return template

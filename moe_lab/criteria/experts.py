@@ -35,7 +35,7 @@ def seer(layer: Layer) -> Array:
 
     g is the gate of the token; t runs over the tokens routed to the expert. `s_family` defines
     S."""
-    return layer.sum(1, 0)
+    return layer.sum(alpha=1, beta=0)
 
 
 @criterion(
@@ -46,7 +46,7 @@ def ean(layer: Layer) -> Array:
 
     f is the expert's output before the gate; t runs over the tokens routed to the expert.
     `s_family` defines S."""
-    return layer.sum(0, 1)
+    return layer.sum(alpha=0, beta=1)
 
 
 @criterion("reap", needs=("statistics",), reference="REAP", uses_gate=True)
@@ -55,7 +55,7 @@ def reap(layer: Layer) -> Array:
 
     N is the number of tokens routed to the expert, and t runs over them. g is the gate of the
     token, f the expert's output before the gate. `s_family` defines S."""
-    return layer.mean(1, 1)
+    return layer.mean(alpha=1, beta=1)
 
 
 @criterion("man", needs=("statistics",), reference=UNIFIED)
@@ -64,7 +64,7 @@ def man(layer: Layer) -> Array:
 
     N is the number of tokens routed to the expert, and t runs over them. f is the expert's
     output before the gate. `s_family` defines S."""
-    return layer.mean(0, 1)
+    return layer.mean(alpha=0, beta=1)
 
 
 @criterion("msan", needs=("statistics",), reference=UNIFIED)
@@ -73,7 +73,7 @@ def msan(layer: Layer) -> Array:
 
     N is the number of tokens routed to the expert, and t runs over them. f is the expert's
     output before the gate. `s_family` defines S."""
-    return layer.mean(0, 2)
+    return layer.mean(alpha=0, beta=2)
 
 
 @criterion("gate_ean", needs=("statistics",), reference=UNIFIED, uses_gate=True)
@@ -82,7 +82,7 @@ def gate_ean(layer: Layer) -> Array:
 
     g is the gate of the token, f the expert's output before the gate; t runs over the tokens
     routed to the expert. `s_family` defines S."""
-    return layer.sum(1, 1)
+    return layer.sum(alpha=1, beta=1)
 
 
 @criterion("gate_energy", needs=("statistics",), reference=UNIFIED, uses_gate=True)
@@ -91,7 +91,7 @@ def gate_energy(layer: Layer) -> Array:
 
     g is the gate of the token, f the expert's output before the gate; t runs over the tokens
     routed to the expert. `s_family` defines S."""
-    return layer.sum(2, 2)
+    return layer.sum(alpha=2, beta=2)
 
 
 @criterion("easy_ep", needs=("statistics",), reference="EASY-EP, arXiv 2504.06792")
@@ -111,7 +111,7 @@ def mone(layer: Layer) -> Array:
     N is the number of tokens routed to the expert, and t runs over them. g is the gate of the
     token, f the expert's output before the gate. Square and root are taken in each of the H
     components of f, the norm over all of them."""
-    return layer.mean(1, 0) * _spread(layer)
+    return layer.mean(alpha=1, beta=0) * _spread(layer)
 
 
 @criterion(
@@ -125,7 +125,7 @@ def mone_freq(layer: Layer) -> Array:
     divides.
 
     g is the gate of the token; t runs over the tokens routed to the expert. `mone` defines V."""
-    return layer.sum(1, 0) * _spread(layer)
+    return layer.sum(alpha=1, beta=0) * _spread(layer)
 
 
 @criterion("s_family", needs=("statistics",), reference=UNIFIED, uses_gate=True)
@@ -212,8 +212,8 @@ def _spread(layer: Layer) -> Array:
     """The V that `mone` defines, shape (E,). Computed from sums over the tokens as
     sqrt((sum ||f||^2 - ||sum f||^2 / N) / (N - 1))."""
     tokens = layer.tokens
-    # layer.sum(0, 2) is the sum of ||f||^2
-    scatter = layer.sum(0, 2) - numpy.square(layer["output_sum"]).sum(-1) / numpy.maximum(tokens, 1)
+    square_sum = layer.sum(alpha=0, beta=2)
+    scatter = square_sum - numpy.square(layer["output_sum"]).sum(-1) / numpy.maximum(tokens, 1)
     # rounding can make the scatter negative
     variance = numpy.maximum(scatter, 0) / numpy.maximum(tokens - 1, 1)
     return numpy.where(tokens > 1, numpy.sqrt(variance), 0)

@@ -277,8 +277,9 @@ def _copy_file(benchmark: BenchmarkConfig, source: Path | None, path: Path) -> t
 
 
 def _copy_folder(benchmark: BenchmarkConfig, source: Path, path: Path) -> tuple[str, Layout]:
-    """Copy the files of the benchmark's subset from SOURCE/OWNER/NAME or, if it does not exist,
-    from `source` to the folder `path`. Returns the folder that was read, and the copied files."""
+    """Copy files of the benchmark's subset to the folder `path`, from the subfolder benchmark.data
+    of `source`, or else from `source` itself. Returns the folder that was read, and the copied
+    files."""
     origin = source / str(benchmark.data)
     if not origin.is_dir():
         origin = source

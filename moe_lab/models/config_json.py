@@ -78,7 +78,7 @@ def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
 
 
 def _expected_numbers(settings: ModelConfig) -> dict[str, int]:
-    """Name in model.expected -> number."""
+    """The fields of model.expected."""
     return dict(vars(settings.expected)) if settings.expected else {}
 
 

@@ -176,14 +176,15 @@ def _configuration(folder: Path, trust_remote_code: bool) -> Any:
 def _load_weights(
     folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str
 ) -> Any:
-    """The model in `folder`, with its weights. `device`: a device, or a device map for several
-    GPUs."""
+    """The model in `folder`. `device`: a device, or a device map for several GPUs."""
     method = quantization_method(read_json(folder / "config.json"))
     source = f"{folder}, stored as {method}" if method else str(folder)
     arguments: dict[str, Any] = {}
-    if method in UNPACKED:  # formats that are dequantised on loading
+    is_dequantised = method in UNPACKED
+    if is_dequantised:
         arguments["quantization_config"] = dequantisation_config(method)
     try:
+        # transformers alone ignores the block size that config.json states
         with warnings.catch_warnings(), dequantised_by_stated_blocks():
             # transformers warns that config.json has a quantization_config as well
             warnings.filterwarnings("ignore", "You passed `quantization_config`")
@@ -220,7 +221,7 @@ def _load_weights(
             f"model.device={device}: {source} does not fit on the GPUs that are here: expected "
             "more of them"
         )
-    if method in UNPACKED and isinstance(dtype, torch.dtype):
+    if is_dequantised and isinstance(dtype, torch.dtype):
         for layer in routed_layers(model):
             # with compressed-tensors, dequantised experts have the dtype of their scales
             layer.experts.to(dtype)

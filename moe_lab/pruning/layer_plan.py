@@ -240,7 +240,11 @@ class LayerPlan:
             merged[int(owner)] = {int(expert): weight for expert, weight in group.items()}
         channels = _unpack_mask(document) if "channels" in document else None
         return cls(
-            document["experts"], tuple(document["retained"]), channels, merged=merged, **arrays
+            n_experts=document["experts"],
+            retained=tuple(document["retained"]),
+            channels=channels,
+            merged=merged,
+            **arrays,
         )
 
 

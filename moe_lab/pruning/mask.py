@@ -183,22 +183,24 @@ def masked_router(layer: MoELayer, retained: tuple[int, ...]) -> Iterator[None]:
     """A context in which the router of `layer` only chooses among the experts `retained`, and
     returns their original ids. RuntimeError when the block calls its experts with other ids than
     the router returned."""
-    retained_ids = torch.tensor(retained, device=layer.routing[0].tensor.device)
-    last_ids: list[torch.Tensor] = []  # the ids that the router returned last, as the only item
+    router_device = layer.routing[0].tensor.device
+    retained_ids = torch.tensor(retained, device=router_device)
+    last_ids: torch.Tensor | None = None  # the ids that the router returned last
 
     def after_router(
         router: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
+        nonlocal last_ids
         logits, gates, positions = output
-        last_ids[:] = [retained_ids[positions]]
-        return logits, gates, last_ids[0]
+        last_ids = retained_ids[positions]
+        return logits, gates, last_ids
 
     def before_experts(
         experts: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
         # hidden states, ids and gates: in this order, each by position or by keyword
         _, expert_ids, _ = (*inputs, *keywords.values())
-        if not last_ids or expert_ids is not last_ids[0]:
+        if last_ids is None or expert_ids is not last_ids:
             raise RuntimeError(
                 f"the mask has no effect: {layer.name} got a routing that its masked router did "
                 "not return"

@@ -300,7 +300,7 @@ def _predictions(
 
 
 def _stack_rows(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The rows as a batch (ids, valid, learnt), each (B, S)."""
+    """(ids, valid, learnt), each (B, S), without the rows' common padding."""
     ids, valid, learnt = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
     end = int(valid.any(0).nonzero().max()) + 1
     return tuple(tensor[:, :end].to(device) for tensor in (ids, valid, learnt))

@@ -79,8 +79,8 @@ class Engine:
         self._mask(retained_experts)
 
     def _mask(self, retained_experts: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Mask experts as `set_plan` does, but without its checks."""
-        self._call_workers("set_plan", retained_experts)
+        """Mask experts as `Engine.set_plan`, without its checks."""
+        self._call_workers("set_plan", retained_experts)  # PlanWorker.set_plan
         # the cached values were computed with the earlier mask
         if not self.llm.reset_prefix_cache():
             raise ValueError(

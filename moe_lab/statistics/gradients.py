@@ -108,13 +108,14 @@ class GradientHook(StatisticsHook):
         self,
         expert: int,
         phi: torch.Tensor,
-        valid_index: torch.Tensor | slice,
+        valid: torch.Tensor | slice,
         gradient: torch.Tensor,
     ) -> None:
-        """Add the gradient sums of one expert with the activations `phi` (n, I). `gradient` (n, I):
-        LOSS_SCALE * dL/dphi."""
-        gradient = at_least_fp32(gradient[valid_index])
-        product = gradient * at_least_fp32(phi[valid_index])
+        """Add an expert's gradient sums over the `valid` rows of `phi` (n, I), its activations, and
+        `gradient` (n, I), LOSS_SCALE * dL/dphi."""
+        gradient = at_least_fp32(gradient[valid])
+        product = gradient * at_least_fp32(phi[valid])
+        # `abs_` last: it overwrites `product`
         parts = (gradient.square().sum(0), product.sum(0), product.abs_().sum(0))
         for name, part, scale in zip(
             GRADIENT_SUMS, parts, (LOSS_SCALE**2, LOSS_SCALE, LOSS_SCALE), strict=True

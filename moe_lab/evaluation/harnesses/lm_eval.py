@@ -37,12 +37,12 @@ class LmEval(Harness):
         return lm_eval.grade(answers, benchmark)
 
     def paths(self, benchmark: BenchmarkConfig) -> list[Path]:
-        """The file that defines the task, unless parameters.definition defines the task, and the
-        file of the task's items."""
-        (path,) = super().paths(benchmark)
+        """The files of the task's definition and items; with parameters.definition, only the file
+        of the items."""
+        (task_path,) = super().paths(benchmark)
         if "definition" in benchmark.parameters:
-            return [path]  # benchmark.task is then the file of the items
-        return [path, path.with_suffix(".jsonl")]
+            return [task_path]  # benchmark.task is then the file of the items
+        return [task_path, task_path.with_suffix(".jsonl")]
 
     def hashed_files(self, benchmark: BenchmarkConfig) -> tuple[list[Path], dict[str, str]]:
         """(files, versions), as `Harness.hashed_files`. `files`: the definition of the task, all

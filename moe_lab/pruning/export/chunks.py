@@ -80,7 +80,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Projection:
-    """One projection (gate, up or down) of the expert `stored` in the export."""
+    """One projection (gate, up or down) of one expert in the export."""
 
     stored: StoredExpert
     matrices: Mapping[int, Matrix]

@@ -235,7 +235,7 @@ def job_resources(
 
 
 def _known_resources(step: Step) -> Resources:
-    """Resources of a step, with assumptions in place of unknown ones."""
+    """Resources of a step, with assumptions for a model of unknown size."""
     needs = step.resources()
     if needs.memory is None:
         return needs._replace(memory=DEFAULT_MEMORY, gpu_counts=GPU_COUNTS)

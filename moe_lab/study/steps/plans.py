@@ -138,7 +138,7 @@ def drops_whole_experts(cell: Cell) -> bool:
     if cell.allocation.replacement != "none":
         return False
     if plan := plan_in(cell.allocation):
-        return not plan.has_channels  # a plan that merges or replaces experts also has channels
+        return not plan.has_channels  # merged and null experts are False rows of channels
     return criteria.get(cell.criterion.name).granularity == "expert"
 
 
@@ -302,7 +302,7 @@ class FromScores(CellPlan):
 
         from moe_lab.pruning.selection import count_ties, plan_from_scores
 
-        facts = self.setup.facts_of(self.facts, files)
+        facts = self.setup.facts_of(facts_step=self.facts, files=files)
         origin = {**self.setup.origin(facts), "scores": Path(self.scores.folder).name}
         # `plan_from_scores` reads the file; "path" in `allocation_settings` is only a digest
         settings = {**self.setup.allocation_settings, "path": self.setup.allocation.path}
@@ -367,7 +367,7 @@ class Search(CellPlan):
         search(
             network,
             tokenizer,
-            facts=self.setup.facts_of(self.loaded.facts, files),
+            facts=self.setup.facts_of(facts_step=self.loaded.facts, files=files),
             scores=files.expert_scores(self.scores),
             settings=self.setup.allocation_settings,
             text=self.text,
@@ -401,7 +401,7 @@ class Reconstruction(CellPlan):
         from moe_lab.pruning.plan import Plan
         from moe_lab.search.reconstruction import COLUMNS, reconstruct
 
-        facts = self.setup.facts_of(self.loaded.facts, files)
+        facts = self.setup.facts_of(facts_step=self.loaded.facts, files=files)
         settings = self.setup.allocation_settings
         result = reconstruct(
             text_passes(self.loaded.model, self.text, files).collect_statistics,
@@ -465,7 +465,7 @@ class Sequential(CellPlan):
         from moe_lab.statistics import merge_passes
 
         streamed, tokenizer = open_streamed(self.loaded.model)
-        facts = self.setup.facts_of(self.loaded.facts, files)
+        facts = self.setup.facts_of(facts_step=self.loaded.facts, files=files)
         weight_steps = {**self.sums, **self.setup.evidence}
         # statistics of the unpruned model; `choose` gets those of the model pruned so far
         weight_steps.pop("statistics", None)
