@@ -11,6 +11,7 @@ import json
 import sys
 import tarfile
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.collections import PathCollection
 from matplotlib.colors import to_hex
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from synthetic import edited_document, record_path, write_frame, write_json, write_store
 from synthetic_plans import EXPERTS, LAYERS, rng
@@ -37,6 +39,7 @@ from moe_lab.results import TIMINGS
 
 GOLDEN = Path(__file__).parent / "golden"
 STORE = GOLDEN / "store.tar.xz"
+CAPTIONS = GOLDEN / "captions.txt"
 TASKS = ("humaneval", "livecodebench", "gsm8k", "math500", "rte", "winogrande")
 SIZES = {"text_8k": 8000, "text_65k": 65000}
 """Calibration sets of one text, and the tokens they read."""
@@ -187,10 +190,14 @@ def tables_and_figures(study: Study) -> tuple[dict[str, Table], dict[str, Figure
 
 def panel_contents(figure: Figure) -> list[dict[str, Any]]:
     """The content of each panel of a figure: texts, and positions and colours of ticks, lines,
-    bars, points and images. The first entry has the texts of the legends and the size in inches."""
-    legends = [text.get_text() for legend in figure.drawing.legends for text in legend.get_texts()]
+    bars, points and images. The first entry is of the legends and the size in inches."""
+    legends = figure.drawing.legends
     return [
-        {"legend": legends, "size": _rounded_numbers(figure.drawing.get_size_inches())},
+        {
+            "legend": [text.get_text() for legend in legends for text in legend.get_texts()],
+            "keys": [_look(line) for legend in legends for line in legend.get_lines()],
+            "size": _rounded_numbers(figure.drawing.get_size_inches()),
+        },
         *(_panel(axes) for axes in figure.drawing.axes if axes.get_visible()),
     ]
 
@@ -199,10 +206,7 @@ def _panel(axes: Axes) -> dict[str, Any]:
     ticks = [*_ticks(axes.xaxis), *_ticks(axes.yaxis)]
     labels = [*(label for label, _ in ticks), *(text.get_text() for text in axes.texts)]
     lines = [
-        {
-            "of": f"{line.get_label()} {line.get_color()} {line.get_markerfacecolor()}",
-            "at": _rounded_numbers(line.get_xydata()),
-        }
+        {"of": f"{line.get_label()} {_look(line)}", "at": _rounded_numbers(line.get_xydata())}
         for line in axes.get_lines()
     ]
     bars = [
@@ -226,6 +230,23 @@ def _panel(axes: Axes) -> dict[str, Any]:
         "bars": bars,
         "marks": [_rounded_numbers(mark) for mark in marks],
     }
+
+
+def _look(line: Line2D) -> str:
+    """Colour, colour of markers, marker, style and width of a line."""
+    colours = f"{line.get_color()} {line.get_markerfacecolor()}"
+    return f"{colours} {line.get_marker()} {line.get_linestyle()} {line.get_linewidth():g}"
+
+
+def captions(items: Iterable[Table | Figure], store: Path) -> list[str]:
+    """Name, title and caption of each table and figure, and the notes of tables, without the
+    folder of the store."""
+    lines = []
+    for item in items:
+        notes = rendering.footnotes(item) if isinstance(item, Table) else []
+        texts = [item.name, item.title, item.caption, *notes]
+        lines.append(" | ".join(texts).replace(str(store), "STORE"))
+    return sorted(lines)
 
 
 def _ticks(axis: Axis) -> list[tuple[str, float]]:
@@ -261,7 +282,8 @@ def main(arguments: list[str]) -> int:
         if arguments == ["store"]:
             GOLDEN.mkdir(exist_ok=True)
             pack(write(Path(folder) / "written"), STORE)
-        tables, figures = tables_and_figures(unpack(Path(folder) / "read"))
+        study = unpack(Path(folder) / "read")
+        tables, figures = tables_and_figures(study)
     for path in (*GOLDEN.glob("*.csv"), *GOLDEN.glob("*.json")):
         path.unlink()
     for name, table in tables.items():
@@ -269,6 +291,8 @@ def main(arguments: list[str]) -> int:
     for name, figure in figures.items():
         panels = ",\n".join(json.dumps(panel) for panel in panel_contents(figure))
         (GOLDEN / f"{name}.json").write_text(f"[{panels}]\n", encoding="utf-8")
+    lines = captions([*tables.values(), *figures.values()], study.store)
+    CAPTIONS.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return 0
 
 

@@ -118,6 +118,12 @@ def test_figures_are_as_they_were(items: GoldenItems) -> None:
     assert not wrong, RENEW
 
 
+def test_captions_are_as_they_were(study: Study, items: GoldenItems) -> None:
+    made = [*items.tables.values(), *items.figures.values()]
+    expected = golden_store.CAPTIONS.read_text(encoding="utf-8").splitlines()
+    assert golden_store.captions(made, study.store) == expected, RENEW
+
+
 def test_every_output_is_in_the_golden_store_or_another_test(
     study: Study, items: GoldenItems
 ) -> None:
