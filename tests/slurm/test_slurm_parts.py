@@ -715,6 +715,9 @@ def test_vllm_jobs_ask_for_the_configured_tensor_parallel_size() -> None:
     backend = BackendConfig("vllm", arguments={"tensor_parallel_size": 2})
     step = evaluation_step(BIG, WRITTEN, backend=backend)
     assert request_of([step], "{gpu_memory: 96}")["gpus"] == 2
+    unknown = evaluation_step(ModelConfig(name="n", path="a/b"), WRITTEN, backend=backend)
+    assert unknown.resources().memory is None
+    assert request_of([unknown], "{gpu_memory: 96}")["gpus"] == 2
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from moe_lab.config import JobConfig, LauncherConfig, ResourcesConfig
 from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
 from moe_lab.json_files import canonical
-from moe_lab.models.config_json import GPU_COUNTS, config_of
+from moe_lab.models.config_json import config_of
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.resources import GIB, Resources
 from moe_lab.study.slurm.scheduler import MAX_ARRAY_TASKS
@@ -235,11 +235,9 @@ def job_resources(
 
 
 def _known_resources(step: Step) -> Resources:
-    """Resources of a step, with assumptions for a model of unknown size."""
+    """Resources of a step; for a model of unknown size, DEFAULT_MEMORY is assumed."""
     needs = step.resources()
-    if needs.memory is None:
-        return needs._replace(memory=DEFAULT_MEMORY, gpu_counts=GPU_COUNTS)
-    return needs
+    return needs._replace(memory=DEFAULT_MEMORY) if needs.memory is None else needs
 
 
 def _minutes(times: Sequence[float | None], longest: float) -> float:
