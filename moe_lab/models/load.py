@@ -180,8 +180,7 @@ def _load_weights(
     method = quantization_method(read_json(folder / "config.json"))
     source = f"{folder}, stored as {method}" if method else str(folder)
     arguments: dict[str, Any] = {}
-    is_dequantised = method in UNPACKED
-    if is_dequantised:
+    if method in UNPACKED:  # stored in a format that is dequantised on loading
         arguments["quantization_config"] = dequantisation_config(method)
     try:
         # transformers alone ignores the block size that config.json states
@@ -221,7 +220,7 @@ def _load_weights(
             f"model.device={device}: {source} does not fit on the GPUs that are here: expected "
             "more of them"
         )
-    if is_dequantised and isinstance(dtype, torch.dtype):
+    if method in UNPACKED and isinstance(dtype, torch.dtype):
         for layer in routed_layers(model):
             # with compressed-tensors, dequantised experts have the dtype of their scales
             layer.experts.to(dtype)
