@@ -64,8 +64,9 @@ def _mask_layer(layer: MoELayer, plan: LayerPlan) -> Iterator[None]:
                 raise RuntimeError(
                     f"{layer.name} is observed already, or under another plan of channels"
                 )
+            function = planned_experts(layer, plan)
             # the argument is the experts' own function, which is not called
-            replace_experts(layer, lambda _: planned_experts(layer, plan), undo)
+            replace_experts(layer, lambda _: function, undo)
         with masked_router(layer, plan.retained):
             yield
 
