@@ -425,7 +425,7 @@ def _recovery_sentence(pruned: pd.DataFrame) -> str:
     phrases = []
     for recovery in recoveries:
         # "DoRA, NF4" becomes "DoRA + NF4", because commas separate the phrases
-        name = names.RECOVERIES.get(recovery, recovery).replace(", ", " + ")
+        name = names.recovery_name(recovery).replace(", ", " + ")
         # the recovery "none" has the empty name
         phrases.append(f"with {name}" if name else "as they are")
     return f" Pruned models were evaluated {names.enumeration(phrases)}."

@@ -6,10 +6,10 @@
 `record` runs the tests once and records which test runs which line.
 
 `break` draws lines of moe_lab and analysis by the seed. In a copy of the last commit it changes one
-expression of each line, and runs tests of the files whose tests run this line: the quickest tests
-first, up to ten minutes in all; first those that `-m quick` selects, then all. It prints each
-change that no test noticed, so that a person can decide whether it is equivalent, and writes all
-results to FOLDER/SEED.jsonl. A run that was interrupted resumes where it stopped.
+expression of each line, and runs the tests that run this line and the other tests of their files:
+the quickest of both, up to five minutes each; first those that `-m quick` selects, then all. It
+prints each change that no test noticed, so that a person can decide whether it is equivalent, and
+writes all results to FOLDER/SEED.jsonl. A run that was interrupted resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path("/var/tmp/moe_lab-mutations")
-SECONDS = 600
-"""Most seconds of the tests of one line together, as `record` measured them with coverage. A change
-with which they run three times as long counts as noticed."""
+SECONDS = 300
+"""Most seconds of the tests that run a line, and of the others of their files, as `record` measured
+them with coverage. A change with which they run three times as long counts as noticed."""
 TIMES = "tests.xml"
 """Name of the file with the seconds of each test."""
 TEST = "MOE_LAB_TEST"
@@ -183,15 +183,21 @@ def seconds_of_tests(file: Path) -> Mapping[str, float]:
 
 
 def select(tests: Sequence[str], seconds: Mapping[str, float]) -> list[str]:
-    """The tests to run for a line that `tests` run: of all tests of their files the quickest, as
-    many as take SECONDS together, and at least one. All tests of a file are candidates, because a
-    fixture that several tests share runs only in the first of them. Tests without known seconds are
-    left out.
+    """The tests to run for a line that `tests` run: the quickest of these, then the quickest others
+    of their files. The others are needed because a fixture that several tests share runs only in
+    the first of them. Tests without known seconds are left out.
 
     seconds: id of a test -> seconds, as `seconds_of_tests` gives them."""
     files = {test.partition("::")[0] for test in tests}
-    candidates = [test for test in seconds if test.partition("::")[0] in files]
-    ordered = sorted(candidates, key=seconds.__getitem__)
+    known = [test for test in tests if test in seconds]
+    others = [test for test in seconds if test.partition("::")[0] in files and test not in tests]
+    return quickest(known, seconds) + quickest(others, seconds)
+
+
+def quickest(tests: Sequence[str], seconds: Mapping[str, float]) -> list[str]:
+    """The quickest tests, in order of their seconds: as many as take SECONDS together, and at least
+    one."""
+    ordered = sorted(tests, key=seconds.__getitem__)
     ends = itertools.accumulate(seconds[test] for test in ordered)
     return [test for test, end in zip(ordered, ends, strict=True) if end <= SECONDS] or ordered[:1]
 
@@ -273,7 +279,7 @@ def is_noticed(copy: Path, file: str, text: str, tests: Sequence[str], *argument
     ]
     try:
         result = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, timeout=3 * SECONDS
+            command, cwd=copy, env=environment, capture_output=True, timeout=6 * SECONDS
         )
     except subprocess.TimeoutExpired:
         return True

@@ -180,7 +180,7 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
         labels = dict(zip(rows["cell"].map(int), rows["prior"].map(PRIOR_LABELS), strict=True))
         title_parts = [
             comparison.removed_text(key["ratio"]),
-            names.RECOVERIES.get(key["recovery"], key["recovery"]),
+            names.recovery_name(key["recovery"]),
         ]
         base = None
         first_order_plans = competitors[competitors["prior"] == plans.FIRST_ORDER_PRIOR]

@@ -145,9 +145,7 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
     # "" for uniform cells and for pairs that were not tested
     significance = dict.fromkeys(cells, "") | _significant_columns(comparison, pairs, gains)
     text = display_frame(rows_of_cells, {column: column.lower() for column in TEXT_COLUMNS})
-    recoveries = rows_of_cells["recovery"].map(
-        lambda recovery: names.RECOVERIES.get(recovery, recovery)
-    )
+    recoveries = rows_of_cells["recovery"].map(names.recovery_name)
     text["Allocation"] = list(map(comma_joined, text["Allocation"], recoveries))
     frame = pd.concat([text, numbers.frame], axis=1)
     frame[SIGNIFICANCE] = pd.Series(significance)

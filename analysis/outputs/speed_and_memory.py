@@ -206,7 +206,7 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
     drawing = style.drawing(style.PAGE, sum(heights) + 0.2)
     grid = drawing.subplots(len(rows), len(BLOCK_MAPS), squeeze=False, height_ratios=heights)
     for panels, (key, row_blocks) in zip(grid, rows, strict=True):
-        recovery = names.RECOVERIES.get(key["recovery"], key["recovery"])
+        recovery = names.recovery_name(key["recovery"])
         pruned = settings.comma_joined(f"{comparison.removed_text(key['ratio'])} pruned", recovery)
         for axes, (column, title) in zip(panels, BLOCK_MAPS.items(), strict=True):
             _draw_map(axes, row_blocks, column)

@@ -103,7 +103,8 @@ def budgets(problem: Channels) -> Budgets:
                 f"allocation.path: layer {number} has {layer['experts']} experts of width "
                 f"{layer.get('width')}, expected {count} of {width}: the plan is for another model"
             )
-        budget = retained[number] = numpy.zeros(count, dtype=numpy.int64)
+        budget = numpy.zeros(count, dtype=numpy.int64)
+        retained[number] = budget
         # "retained" has ids of experts; "channels" has a mask for each of these experts
         budget[layer["retained"]] = [
             int(mask, 16).bit_count()  # hex digits, one bit per channel, 1 if it is retained

@@ -180,9 +180,8 @@ def job_resources(
 ) -> dict[str, Any]:
     """Field of JobConfig -> value, for a job that computes `steps` one after another. The kind and
     the model of the first step select the settings. "gpus", "cpus", "memory" (GiB) and "minutes"
-    are estimated if they are not set. `time_limits`: partition -> minutes. Raises UserError if
-    options of sbatch and other settings both request GPUs, or if a step is too large for the
-    GPUs."""
+    are estimated if not set. `time_limits`: partition -> minutes. UserError if options of sbatch
+    and other settings both request GPUs, or if a step is too large for the GPUs."""
     resources = list(map(_known_resources, steps))
     model = resources[0].model
     kind_config = settings.jobs.get(steps[0].kind)
@@ -220,7 +219,8 @@ def job_resources(
             )
     elif count and all(needs.weights == "layers" for needs in resources):
         # only one decoder layer at a time is on a GPU
-        count = job_config["gpus"] = 1
+        count = 1
+        job_config["gpus"] = count
     max_gib = max(needs.memory or 0.0 for needs in resources) / GIB
     minutes = _minutes([seconds(step) for step in steps], settings.longest)
     estimates = {
