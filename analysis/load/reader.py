@@ -61,7 +61,8 @@ class Reader:
         """The path of a step's folder; None, with a gap, when the store does not have the folder.
 
         name: name of the step, None for a step that failed or did not run.
-        purpose: location of the gap when `name` is None, such as `mmlu of qwen unpruned`.
+        purpose: what the step is for, such as `mmlu of qwen unpruned`: its gap is recorded under
+            this text.
         error: message of the step's failure, None for a step that did not run.
         """
         if name is None:

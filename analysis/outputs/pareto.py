@@ -150,7 +150,7 @@ def pareto_table(results: Results, name: str) -> Table:
     for comparison in results.comparisons:
         average_name = comparison.quantity(comparison.all_average_columns).mean_name
         model_rows = average_and_costs(results.study, comparison)
-        frames.append(model_rows.assign(model=comparison.model, average=average_name))
+        frames.append(model_rows.assign(model=comparison.model, average_name=average_name))
     rows = pd.concat(frames).sort_values(
         ["model", "parameters_kept", "merit"],
         ascending=[True, False, False],
@@ -172,7 +172,7 @@ def pareto_table(results: Results, name: str) -> Table:
     # its model's average.
     values, low, high = (
         pd.DataFrame(
-            {average: rows[column].where(rows["average"] == average) for average in averages}
+            {average: rows[column].where(rows["average_name"] == average) for average in averages}
         )
         for column in ("avg", "low", "high")
     )

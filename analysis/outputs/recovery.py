@@ -89,7 +89,7 @@ def recovery_table(results: Results, comparison: Comparison) -> Iterator[Block]:
 def storage_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Accuracy against the storage of pruned and quantised models.
 
-    A line for each text in `labels`. None without scores, or if no recovery changes the storage of
+    A line for each label of `labels`. None without scores, or if no recovery changes the storage of
     a model.
     """
     label_of_cell = labels(comparison)

@@ -73,17 +73,17 @@ def call_or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Re
         reason = error
         extreme, direction = "largest", "smaller"
         thousandths_below = range(ceil(1000 * ratio) if ratio < 1 else 1000)
-        # the last that is not too large; -1: none
-        nearest = -1 + bisect_left(
-            thousandths_below, True, key=lambda n: isinstance(error_at(n), RatioTooLarge)
+        # the number before the first that is too large; -1: none
+        nearest = -1 + _first_where(
+            thousandths_below, lambda n: isinstance(error_at(n), RatioTooLarge)
         )
     except RatioTooSmall as error:
         reason = error
         extreme, direction = "smallest", "larger"
         thousandths_above = range(floor(1000 * ratio) + 1 if ratio > 0 else 0, 1000)
-        # the first that is not too small; 1000 or more: none
-        nearest = thousandths_above.start + bisect_left(
-            thousandths_above, True, key=lambda n: not isinstance(error_at(n), RatioTooSmall)
+        # 1000 or more: none
+        nearest = _first_where(
+            thousandths_above, lambda n: not isinstance(error_at(n), RatioTooSmall)
         )
     # `nearest` may have the opposite error
     if 0 <= nearest < 1000 and error_at(nearest) is None:
@@ -91,6 +91,12 @@ def call_or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Re
             f"ratio={ratio:g}: {reason}; {nearest / 1000:g} is the {extreme} feasible ratio"
         )
     raise UserError(f"ratio={ratio:g}: {reason}; no {direction} ratio is feasible either")
+
+
+def _first_where(numbers: range, condition: Callable[[int], bool]) -> int:
+    """The first of `numbers` with `condition`, which all later ones have too; the number after the
+    last if none has it."""
+    return numbers.start + bisect_left(numbers, True, key=condition)
 
 
 @dataclass(frozen=True, kw_only=True)

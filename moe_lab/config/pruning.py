@@ -433,7 +433,9 @@ class RecoveryConfig(Group):
                 f"{texts[0]} and {texts[1]} are both set: expected one of {', '.join(TEXTS)}"
             )
         if self.fit is not None:
-            self._check_unread(OF_FIT, f"is about training, and fit={self.fit} trains nothing")
+            self._check_others_are_default(
+                OF_FIT, f"is about training, and fit={self.fit} trains nothing"
+            )
         if self.distill is None and self.temperature != type(self).temperature:
             raise ValueError(
                 f"temperature={self.temperature} is that of a distillation: expected distill=NAME"
@@ -444,12 +446,12 @@ class RecoveryConfig(Group):
             relevant_names = tuple(
                 field.name for field in fields(type(self)) if field.name not in OF_ADAPTERS
             )
-            self._check_unread(
+            self._check_others_are_default(
                 relevant_names, "is about adapters, which train=routers does not have"
             )
         return self
 
-    def _check_unread(self, relevant_names: tuple[str, ...], reason: str) -> None:
+    def _check_others_are_default(self, relevant_names: tuple[str, ...], reason: str) -> None:
         """Raise ValueError for a setting that is not in `relevant_names`, unless the setting has
         its default. `reason`: why the setting is not read."""
         for setting in fields(type(self)):

@@ -191,8 +191,9 @@ class Plan:
             if (digest := compute_digest()) != expected:
                 raise self._origin_error(name, f"{model} has {digest[:12]}")
             return
+        # the given model has none of the digests that the plan states
         if self.provenance.get("model_sha256"):
-            raise self._origin_error("model_sha256", f"{model} has the weights of no checkpoint")
+            raise self._origin_error("model_sha256", f"{model} was not loaded from a checkpoint")
         warnings.warn(
             f"plan {self.digest[:12]} states no model_sha256, so only its layers and counts are "
             f"compared with {model}",

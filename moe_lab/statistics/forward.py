@@ -53,8 +53,9 @@ class ForwardHook(StatisticsHook):
             self.logits = logits.detach().reshape(-1, self.layer.n_experts)
 
     def register_hooks(self, decoder_layer: torch.nn.Module) -> Iterable[RemovableHandle]:
-        """Register hooks that record the residual stream before the MoE block: the input of the
-        norm whose output is the block's input."""
+        """Yield hooks that record the residual stream before the MoE block. The stream is the
+        input of the norm before the block. All modules beside the block are hooked: this norm is
+        the one whose output is the block's input."""
         for child in decoder_layer.children():
             if child is not self.layer.block:
                 yield child.register_forward_hook(self._after_child)

@@ -230,7 +230,7 @@ def test_searches_are_compared_by_their_set_and_generations() -> None:
     }
 
 
-def test_shipped_calibration_sets_stand_in_with_a_note() -> None:
+def test_stand_in_for_the_published_model_is_not_comparable() -> None:
     study, comparison = study_of(("man",), model="pocket_olmoe", calibration="pocket_general")
     comparison.all_cells["model"] = "pocket_olmoe"
     table = verdicts(study, comparison)

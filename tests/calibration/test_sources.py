@@ -341,7 +341,8 @@ def test_empty_list_of_tools_is_none(
     tools: object, tokenizer_with: Callable[..., Any], source: Settings
 ) -> None:
     tokenizer = tokenizer_with("{% if tools is not none %}w9 {% endif %}" + BARE)
-    report = batches(source(*9 * [{"messages": MESSAGES, "tools": tools}]), tokenizer).report
+    conversations = [{"messages": MESSAGES, "tools": tools}] * 9
+    report = batches(source(*conversations), tokenizer).report
     assert report["first_row"].startswith("user w1 assistant w2")
     assert report["rendered"] == ["chat template"]
 

@@ -94,7 +94,7 @@ def configured(task: str, root: Path, **changes: Any) -> BenchmarkConfig:
 
 
 def write_data(of: BenchmarkConfig, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """The mirror of the benchmark's data: split -> its rows."""
+    """Write the mirror of the benchmark's data. `rows`: split -> its rows."""
     source = Path(str(of.root), "source")
     source.mkdir(parents=True, exist_ok=True)
     for split, records in rows.items():

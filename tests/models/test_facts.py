@@ -377,9 +377,9 @@ def test_top_k_override_is_another_model(tmp_path: Path) -> None:
     assert {described["top_k"] for described in facts(settings)["layers"].values()} == {2}
     assert config_json.expert_shape(settings) == {"n_experts": 16, "top_k": 2, "width": 24}
     expected = architecture(tiny.build("olmoe"))
-    unread = ModelConfig(name="m", path="a/b", top_k=2, expected=expected)
-    assert config_json.expert_shape(unread) == {"n_experts": 16, "top_k": 2, "width": 24}
-    assert unread.expected.top_k == 4, "the settings stay as they are"
+    without_files = ModelConfig(name="m", path="a/b", top_k=2, expected=expected)
+    assert config_json.expert_shape(without_files) == {"n_experts": 16, "top_k": 2, "width": 24}
+    assert without_files.expected.top_k == 4, "the settings stay as they are"
     loaded = load_model(settings)[0]
     streamed = open_streamed(settings)[0]
     assert {layer.top_k for layer in [*routed_layers(loaded), *streamed.moe_layers.values()]} == {2}

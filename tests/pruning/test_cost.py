@@ -278,9 +278,9 @@ class PrunedCost(NamedTuple):
 def pruned_cost() -> PrunedCost:
     model = tiny.build("deepseek_v2")
     plan = random_plan(model, "one width", share=1.0)
-    row = row_flops(model, 24)
-    unpruned = cost(model, model, row, measured(model, None, [batch()]))
-    pruned = cost(model, prune(model, plan), row, measured(model, plan, [batch()]))
+    flops_of_a_row = row_flops(model, batch()[0].shape[1])
+    unpruned = cost(model, model, flops_of_a_row, measured(model, None, [batch()]))
+    pruned = cost(model, prune(model, plan), flops_of_a_row, measured(model, plan, [batch()]))
     return PrunedCost(model, plan, unpruned, pruned)
 
 

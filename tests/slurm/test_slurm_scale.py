@@ -364,7 +364,7 @@ def test_each_array_is_submitted_once_if_the_controller_is_away(
     assert calls(tmp_path, "scancel") == ["4"]
 
 
-CANCEL_ERROR = "echo scancel: error: Kill job error on job id"
+PRINT_CANCEL_ERROR = "echo scancel: error: Kill job error on job id"
 
 
 def install_scancel(folder: Path, *lines: str) -> None:
@@ -374,11 +374,11 @@ def install_scancel(folder: Path, *lines: str) -> None:
 def test_jobs_that_cannot_be_cancelled_are_reported_and_recorded(
     tmp_path: Path, fake_slurm: Mapping[str, str]
 ) -> None:
-    errors = (
-        f"{CANCEL_ERROR} 1: Invalid job id specified",
-        f"{CANCEL_ERROR} 2: Access denied",
+    print_errors = (
+        f"{PRINT_CANCEL_ERROR} 1: Invalid job id specified >&2",
+        f"{PRINT_CANCEL_ERROR} 2: Access denied >&2",
     )
-    install_scancel(tmp_path, f"({'; '.join(errors)}) >&2")
+    install_scancel(tmp_path, *print_errors)
     result = submit(tmp_path, {**fake_slurm, "REFUSE_AT": "4", "REFUSE": "it is full"})
     assert result.returncode == 2
     assert re.search(r"moe_lab: .*it is full.*on job id 2: Access denied", result.stderr)
@@ -394,7 +394,7 @@ def test_cancel_tries_all_jobs_and_raises_if_some_remain(
     install_scancel(
         tmp_path,
         f"echo $1 >> {tmp_path}/ids",
-        f"[ $1 = 2 ] && {CANCEL_ERROR} 2: Access denied >&2",
+        f"[ $1 = 2 ] && {PRINT_CANCEL_ERROR} 2: Access denied >&2",
     )
     with pytest.raises(UserError, match=r"some jobs are not cancelled.*says: nothing"):
         scheduler.cancel("123")
@@ -405,7 +405,7 @@ def test_cancel_accepts_jobs_that_have_ended(
     tmp_path: Path, fake_slurm: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", fake_slurm["PATH"])
-    install_scancel(tmp_path, f"{CANCEL_ERROR} 1: Invalid job id specified >&2")
+    install_scancel(tmp_path, f"{PRINT_CANCEL_ERROR} 1: Invalid job id specified >&2")
     scheduler.cancel(["1"])
 
 

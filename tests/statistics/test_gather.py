@@ -359,10 +359,8 @@ def test_device_map_is_streamed_on_one_gpu(tmp_path: Path, monkeypatch: pytest.M
         open_streamed(ModelConfig(name="m", path=str(tmp_path)))
 
 
-def test_stored_head_replaces_tied_embeddings(
-    tmp_path: Path,
-) -> None:
-    """transformers then leaves the two as they are stored."""
+def test_stored_head_is_not_tied_to_embeddings(tmp_path: Path) -> None:
+    """Although config.json ties them: transformers loads head and embeddings as they are stored."""
     model = tiny.save("olmoe", tmp_path, tie_word_embeddings=False)
     reconfigure(tmp_path, tie_word_embeddings=True)
     streamed = StreamedModel(tmp_path, dtype=torch.float32, device="cpu").model

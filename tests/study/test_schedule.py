@@ -194,16 +194,17 @@ def test_files_of_a_step_are_writable_by_the_group_of_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The umask of the process does not matter and is not changed."""
-    resume_files = tmp_path / "store" / "partial"
-    worker_that(tmp_path, monkeypatch, f"os.mkdir({str(resume_files)!r})")
-    resume_files.parent.mkdir()
-    resume_files.parent.chmod(0o2775)
+    store = tmp_path / "store"
+    store.mkdir()
+    store.chmod(0o2775)
+    made_by_worker = store / "partial"
+    worker_that(tmp_path, monkeypatch, f"os.mkdir({str(made_by_worker)!r})")
     umask = os.umask(0o077)
     try:
-        with InProcessExecutor(Store(resume_files.parent).create()) as execute:
+        with InProcessExecutor(Store(store).create()) as execute:
             execute(chain()[1], tmp_path)
-        assert resume_files.stat().st_mode & 0o020
-        assert os.umask(0o077) == 0o077
+        assert made_by_worker.stat().st_mode & 0o020
+        assert os.umask(0o077) == 0o077  # which returns the umask that is in effect
     finally:
         os.umask(umask)
 
