@@ -99,6 +99,16 @@ def test_rows_without_a_next_token_have_no_loss() -> None:
         collect_gradient_statistics(model, GradientHook, [(tiny.tokens(2, 4), valid)])
 
 
+def test_no_gradients_of_weights_are_computed() -> None:
+    """They would need as much memory as the weights."""
+    model = tiny.build("olmoe")
+    model.requires_grad_(True)
+    collect_gradient_statistics(model, GradientHook, [naive.batch()])
+    for name, weight in model.named_parameters():
+        assert weight.requires_grad, name
+        assert weight.grad is None, name
+
+
 def test_few_logits_at_a_time_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch) -> None:
     model = naive.model("granitemoe", torch.float64)  # divides its logits
     expected = collect_gradient_statistics(model, GradientHook, [naive.batch()]).layers
