@@ -226,6 +226,8 @@ def changes_of(file: Path, number: int) -> Iterator[tuple[str, str]]:
             start = line[: node.col_offset]
             end = line[node.end_col_offset :]
             changed_line = (start + replacement.encode() + end).decode()
+            if changed_line == lines[number - 1]:  # such as `return None`
+                continue
             changed_text = "".join([*lines[: number - 1], changed_line, *lines[number:]])
             try:
                 ast.parse(changed_text)

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, run
-from moe_lab.evaluation.engines import GenerationSettings, Likelihood, Prompt, Row
+from moe_lab.evaluation.engines import GenerationSettings, Likelihood, Prompt, Row, hf
 from moe_lab.evaluation.engines.hf import Batch, LoadedModel, NewTokens, greedy_tokens
 from moe_lab.evaluation.engines.likelihoods import log_likelihoods
 
@@ -160,6 +160,23 @@ def test_right_answer_of_the_model_takes_one_pass() -> None:
         answer = Row((5, 6, 7, *tokens), 3)
         together(model, [[5, 6, 7]], ends, [answer])
     assert len(passes) == 2
+
+
+@pytest.mark.parametrize(
+    ("token_inputs", "settings", "expected"),
+    [
+        (["attention_mask", "position_ids"], {"logits_to_keep": 1}, True),
+        (["attention_mask", "position_ids", "token_type_ids"], {"logits_to_keep": 1}, False),
+        (["attention_mask", "position_ids"], {}, False),
+    ],
+)
+def test_answers_are_removed_only_with_inputs_that_can_be_cut(
+    token_inputs: list[str], settings: dict[str, Any], expected: bool
+) -> None:
+    model = tiny.build("olmoe")
+    cache = model(tiny.tokens(1, 4), use_cache=True).past_key_values
+    inputs = {"past_key_values": cache, **settings}
+    assert hf._can_remove_answers(model, inputs, token_inputs) == expected
 
 
 def score(

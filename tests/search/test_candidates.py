@@ -199,6 +199,12 @@ def test_no_memory_gives_the_same_numbers_at_a_higher_cost(budget: int) -> None:
     assert poor.cost.forwards >= rich.cost.forwards
 
 
+def test_a_schedule_has_a_count_for_each_layer() -> None:
+    plans = make_plans(tiny.build("olmoe"))
+    with pytest.raises(ValueError, match="shorter"):
+        plans.plan((4,) * (len(plans.layers) - 1))
+
+
 def test_candidates_of_a_damaged_model_are_refused() -> None:
     model = tiny.build("olmoe")
     plans = make_plans(model)
