@@ -163,6 +163,15 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path: Path, ending: str) -> No
         mirror.read_rows(file)
 
 
+def test_a_new_source_leaves_parts_that_it_lacks(rte: BenchmarkConfig, tmp_path: Path) -> None:
+    parts = {("rte", "validation"): RTE, ("rte", "train"): RTE[:1]}
+    make(rte, write_data_set(tmp_path / "source", parts))
+    assert set(mirror.subsets(rte)["rte"]) == {"validation", "train"}
+    del parts["rte", "train"]
+    make(rte, write_data_set(tmp_path / "other", parts))
+    assert set(mirror.subsets(rte)["rte"]) == {"validation", "train"}
+
+
 def test_mirror_digest_is_of_the_files_that_are_read(rte: BenchmarkConfig, tmp_path: Path) -> None:
     def digests(**parts: list[dict[str, object]]) -> list[str]:
         make(
