@@ -318,6 +318,21 @@ def test_ids_of_steps_depend_on_the_code_of_their_plugin(
     assert unchanged == {"random", "frequency"}
 
 
+def test_a_worker_imports_the_plugins_of_its_step(
+    edited_plugins: tuple[dict[str, FromScores], dict[str, FromScores]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also from a folder that is not on Python's path."""
+    monkeypatch.setattr(criteria, "CRITERIA", {})
+    monkeypatch.setattr(allocation, "ALLOCATIONS", {})
+    for name in ("shared_helper", *PLUGINS):
+        sys.modules.pop(name)
+    sys.path.remove(str(tmp_path))
+    plugins.import_modules_at(edited_plugins[1]["signed"].scores.plugins)
+    assert sys.modules["plugin_one"].__file__ == str(tmp_path / "plugin_one.py")
+
+
 def test_steps_refuse_another_version_of_their_plugin(
     edited_plugins: tuple[dict[str, FromScores], dict[str, FromScores]],
 ) -> None:

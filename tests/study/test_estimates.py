@@ -39,6 +39,7 @@ from moe_lab.study.estimates import (
     resolved_engine,
     seconds_estimator,
 )
+from moe_lab.study.resources import answer_bytes
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.store import Store
@@ -328,6 +329,11 @@ def test_a_part_stores_hidden_states_of_its_rows() -> None:
     assert merge.merged_steps[0].resources().disk == pytest.approx(disk / 3)
     huge = step("statistics", text=replace(text, parts=3, tokens=10**15, batch_size=10**13))
     assert estimates.disk_problems("/", [huge]) == [], "it only reads and writes sums"
+
+
+def test_texts_that_a_model_generates_take_16_bytes_a_token() -> None:
+    benchmark = replace(BENCHMARK, limit=3, max_new_tokens=50)
+    assert answer_bytes(benchmark) == 3 * 50 * 16
 
 
 def test_a_dry_run_creates_no_store(aimer_study: StudyRequest, tmp_path: Path) -> None:
