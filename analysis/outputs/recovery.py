@@ -114,6 +114,7 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
     # line by line, because the first of several close points gets the text
     _label_ratios(axes, comparison, pd.concat([line for _, line in lines]))
     axes.set_xscale("log")
+    axes.minorticks_off()
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.set(ylabel="mean of MoE-Slimming's benchmarks", ylim=(0, None))

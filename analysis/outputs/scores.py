@@ -113,7 +113,11 @@ def _draw_radar(
     # the first spoke points up, further spokes follow clockwise
     axes.set_theta_offset(np.pi / 2)
     axes.set_theta_direction(-1)
-    style.label_ticks(axes.xaxis, angles, map(names.benchmark, benchmarks), labelsize=6.5)
+    style.label_ticks(axes.xaxis, angles, map(names.benchmark, benchmarks), labelsize=6.5, pad=-2)
+    for label, angle in zip(axes.get_xticklabels(), angles, strict=True):
+        # matplotlib would centre labels left and right of the plot, which then cover its rim
+        side = int(np.sign(np.sin(angle).round(6)))
+        label.set_horizontalalignment(("center", "left", "right")[side])
     axes.set_ylim(0, 1)
     style.label_ticks(axes.yaxis, [0.25, 0.5, 0.75], [""] * 3)
     axes.spines["polar"].set_color(style.RULE)

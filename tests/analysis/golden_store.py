@@ -254,7 +254,7 @@ def _ticks(axis: Axis) -> list[tuple[str, float]]:
     low, high = sorted(axis.get_view_interval())
     axis.get_ticklabels()  # which brings the ticks up to date
     ticks = []
-    for tick in axis.get_major_ticks():
+    for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
         for label in (tick.label1, tick.label2):
             is_shown = label.get_visible() and label.get_text()
             if is_shown and low <= tick.get_loc() <= high:
