@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +112,12 @@ def _uneven(config: Any, experts: str, dtype: torch.dtype, device: str) -> PreTr
 
 
 def published_model(
-    name: str, layers: int | None, device: str, *, vocabulary: int | None = None
+    name: str,
+    layers: int | None,
+    device: str,
+    *,
+    vocabulary: int | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """A frozen model of the configuration `name` of CONFIGURATIONS, with its first `layers` layers,
     or all if None.
@@ -119,6 +125,7 @@ def published_model(
     vocabulary: a smaller size of the vocabulary, whose cost would otherwise hide that of few
     layers. On the CPU the model is in fp32 with eager experts; on another device it is created
     there in bf16, with the experts function of loaded models.
+    changes: further settings that replace those of the configuration.
     """
     import torch
     from transformers import AutoConfig
@@ -129,7 +136,7 @@ def published_model(
         settings["num_hidden_layers"] = layers
     if vocabulary is not None:
         settings |= {"vocab_size": vocabulary, "eos_token_id": 0}
-    config = AutoConfig.for_model(kind, **settings)
+    config = AutoConfig.for_model(kind, **{**settings, **(changes or {})})
     if device == "cpu":
         return _uneven(config, "eager", torch.float32, device)
     return _uneven(config, "grouped_mm", torch.bfloat16, device)

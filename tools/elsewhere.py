@@ -87,6 +87,7 @@ CI = Run(
     commands=(
         "make check",
         "make docs",
+        ".venv/bin/python -m benchmarks.launches",
         MAIN_JOB.format(store="store"),
         MAIN_JOB.format(store="store"),  # again, with nothing left to do
         "make test",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,7 +49,8 @@ class RoutingTensor:
         return value
 
 
-class Weights(NamedTuple):
+@dataclass(frozen=True)
+class Weights:
     """The weights of one expert, in the layout in which they are multiplied: views of the experts'
     stacks."""
 
@@ -60,6 +61,13 @@ class Weights(NamedTuple):
     """(H, I)."""
     inward_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+
+    def linear(
+        self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The map with `weight` and `bias`, which are among these weights, of `states` (n, ...)."""
+        product = linear(states, weight)
+        return product if bias is None else product + bias
 
 
 @dataclass(frozen=True)
@@ -97,9 +105,9 @@ class MoELayer:
         """Number of channels of the widest expert."""
         return max(self.widths)
 
-    def tensors(self, expert: int) -> dict[str, torch.Tensor]:
+    def tensors(self, expert: int | slice) -> dict[str, torch.Tensor]:
         """Name of a tensor with the weights of all experts, such as gate_up_proj -> view of the
-        part that belongs to one expert. Not for ragged experts."""
+        part that belongs to one expert, or to a slice of experts. Not for ragged experts."""
         return {name: getattr(self.experts, name)[expert] for name in self.family.stacks}
 
     def projections(self, expert: int) -> dict[str, torch.Tensor]:
@@ -110,9 +118,11 @@ class MoELayer:
             return {**split(gate_up, GATE_UP), "down": down}
         return self.family.split(self.tensors(expert))
 
-    def weights(self, expert: int, tensors: Mapping[str, torch.Tensor] | None = None) -> Weights:
-        """The weights of one expert. `tensors`: name -> tensor, by default those of
-        `self.tensors(expert)`. Ignored for ragged experts."""
+    def weights(
+        self, expert: int | slice, tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> Weights:
+        """The weights of one expert, or of a slice of experts. `tensors`: name -> tensor, by
+        default those of `self.tensors(expert)`. Ignored for ragged experts."""
         if is_ragged(self.experts):
             inward, down = self.experts.weights(expert)  # type: ignore[operator]
             return Weights(inward, down.t())
@@ -124,24 +134,19 @@ class MoELayer:
         down = tensors["down_proj"]
         # only transposed experts have channels along the last axis of the first stack
         if self.family.stacks[inward_name].channels == -1:
-            inward = inward.t()
-            down = down.t()
+            inward = inward.mT
+            down = down.mT
         return Weights(
             inward, down, tensors.get(f"{inward_name}_bias"), tensors.get("down_proj_bias")
         )
 
     def phi(self, states: torch.Tensor, weights: Weights) -> torch.Tensor:
         """phi (n, I), the input of an expert's down projection, for hidden states (n, H)."""
-        projected = linear(states, weights.inward)
-        if weights.inward_bias is not None:
-            projected = projected + weights.inward_bias
-        return activation(self.experts)(projected)
+        return activation(self.experts)(weights.linear(states, weights.inward, weights.inward_bias))
 
     def output(self, phi: torch.Tensor, weights: Weights) -> torch.Tensor:
         """f (n, H), the output of an expert for `phi` (n, I), not multiplied by the gates."""
-        f = linear(phi, weights.down)
-        if weights.down_bias is not None:
-            f = f + weights.down_bias
+        f = weights.linear(phi, weights.down, weights.down_bias)
         norm = post_expert_norm(self.experts)
         return f if norm is None else norm(f)
 

@@ -7,9 +7,8 @@ same rows in the same order, and outputs are added in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +20,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, post_expert_norm
+from moe_lab.models.rows import Part, Rows
 from moe_lab.models.transformers_private import activation
 
 ExpertsFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -34,65 +34,6 @@ ALIGNMENT = 64
 multiple may round differently."""
 TRIAL_TOKENS = 16
 """Number of tokens on which `cpu_experts` is compared with the model's own experts."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The T x K routed (token, expert) pairs of one call, sorted by expert, then by k, then by
-    token. The eager forward of transformers uses the same order."""
-
-    token: torch.Tensor
-    """(S,) row of the hidden states."""
-    column: torch.Tensor
-    """(S,) position k among the token's experts."""
-    expert: torch.Tensor
-    """(S,) expert id, ascending."""
-    ends: list[int]
-    """For each expert, the end of its rows."""
-
-
-def expert_slices(ends: list[int]) -> Iterator[tuple[int, slice]]:
-    """(expert id, slice of the expert's rows) for every expert that has rows. `ends`: as in
-    `Rows`."""
-    start = 0
-    for expert, end in enumerate(ends):
-        if end > start:
-            yield expert, slice(start, end)
-        start = end
-
-
-def sort_by_expert(index: torch.Tensor, n_experts: int) -> Rows:
-    """The sorted pairs of `index` (T, K), the expert ids of each token."""
-    # Position p of the flat transpose holds token p % T in column p // T. The stable sort keeps
-    # this order within an expert.
-    expert, order = torch.sort(index.t().reshape(-1), stable=True)
-    return Rows(
-        token=order % index.shape[0],
-        column=order // index.shape[0],
-        expert=expert,
-        ends=torch.bincount(expert, minlength=n_experts).cumsum(0).tolist(),
-    )
-
-
-def routed_output(
-    hidden: torch.Tensor,
-    rows: Rows,
-    weights: torch.Tensor,
-    compute: Callable[[int, slice, torch.Tensor], torch.Tensor | None],
-) -> torch.Tensor:
-    """Gated sum (T, H) of expert outputs, added in the order of the eager forward of transformers.
-    `hidden`: (T, H). `weights`: the gates (T, K).
-
-    `compute(expert, slice of its rows, states (n, H))` returns the output (n, H) of an expert, or
-    None if the expert adds nothing."""
-    gates = weights[rows.token, rows.column, None]
-    output = torch.zeros_like(hidden)
-    for expert, part in expert_slices(rows.ends):
-        token = rows.token[part]
-        f = compute(expert, part, hidden.index_select(0, token))  # much faster than hidden[token]
-        if f is not None:
-            output.index_add_(0, token, (f * gates[part]).to(output.dtype))
-    return output
 
 
 def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
@@ -109,12 +50,12 @@ def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> t
         *chosen.shape, hidden.shape[1], dtype=at_least_fp32(hidden).dtype, device=hidden.device
     )
     # unused experts get the id n_experts; its rows are skipped, so their outputs stay 0
-    rows = sort_by_expert(torch.where(is_used, chosen, n_experts), n_experts + 1)
-    for expert, part in expert_slices(rows.ends):
-        if expert < n_experts:
-            token = rows.token[part]
-            outputs[token, rows.column[part]] = at_least_fp32(
-                layer.expert_output(hidden[token], expert)
+    rows = Rows(torch.where(is_used, chosen, n_experts), n_experts + 1)
+    for part in rows.one_by_one():
+        if part.experts < n_experts:
+            token = rows.token[part.rows]
+            outputs[token, rows.column[part.rows]] = at_least_fp32(
+                layer.expert_output(hidden[token], part.experts)
             )
     chosen_gates = gates.gather(2, chosen[:, None].expand(-1, gates.shape[1], -1))
     return torch.bmm(chosen_gates.to(outputs.dtype), outputs)
@@ -166,7 +107,7 @@ def cpu_experts(
     `module` must have a gate projection and no biases, must not be transposed, and must not be
     followed by a norm."""
     down: Any = module.down_proj
-    rows = sort_by_expert(index, len(down))
+    rows = Rows(index, len(down))
     # `_batched_output` multiplies slices of a tensor, `_sequential_output` new tensors. The results
     # have the same bits if all rows, of H or I numbers, begin at a multiple of ALIGNMENT bytes.
     is_aligned = all(size * hidden.element_size() % ALIGNMENT == 0 for size in down.shape[1:])
@@ -189,12 +130,12 @@ def _batched_output(
 ) -> torch.Tensor:
     """The gated sum of expert outputs (T, H). Only matrix products are computed for each expert."""
     gathered = hidden.index_select(0, rows.token)
-    slices = list(expert_slices(rows.ends))
+    parts = list(rows.one_by_one())
     projected = torch.cat(
-        [linear(gathered[part], module.gate_up_proj[expert]) for expert, part in slices]
+        [linear(gathered[part.rows], module.gate_up_proj[part.experts]) for part in parts]
     )
     phi = activation(module)(projected)
-    f = torch.cat([linear(phi[part], module.down_proj[expert]) for expert, part in slices])
+    f = torch.cat([linear(phi[part.rows], module.down_proj[part.experts]) for part in parts])
     return torch.zeros_like(hidden).index_add_(
         0, rows.token, f * weights[rows.token, rows.column, None]
     )
@@ -205,13 +146,13 @@ def _sequential_output(
 ) -> torch.Tensor:
     """The gated sum of expert outputs (T, H). Memory holds the outputs of one expert at a time."""
 
-    def compute(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor:
+    def compute(part: Part, states: torch.Tensor) -> torch.Tensor:
         return linear(
-            activation(module)(linear(states, module.gate_up_proj[expert])),
-            module.down_proj[expert],
+            activation(module)(linear(states, module.gate_up_proj[part.experts])),
+            module.down_proj[part.experts],
         )
 
-    return routed_output(hidden, rows, weights, compute)
+    return rows.output(hidden, weights, compute)
 
 
 def _is_plain(module: Any) -> bool:
@@ -229,7 +170,7 @@ def _has_eager_bits(layer: MoELayer) -> bool:
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(TRIAL_TOKENS, layer.hidden, generator=random)
     weights, index = torch.rand(TRIAL_TOKENS, layer.n_experts, generator=random).topk(layer.top_k)
-    rows = sort_by_expert(index, layer.n_experts)
+    rows = Rows(index, layer.n_experts)
     with torch.no_grad():
         expected = layer.experts(hidden, index, weights)
         few_tokens_output = cpu_experts(layer.experts, hidden, index, weights)

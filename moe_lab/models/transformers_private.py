@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.moe import _grouped_mm
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -53,12 +54,6 @@ def activation(experts: Any) -> Activation:
     return function
 
 
-def with_activation(experts: Any, function: Activation) -> AbstractContextManager[Any]:
-    """A context in which gated `experts` use `function` as their activation, in every experts
-    implementation."""
-    return patch.object(experts, "_apply_gate", function)
-
-
 def attention_implementation(model: Any) -> str | None:
     """Registered name of the function that computes attention, such as sdpa."""
     name: str | None = getattr(model.config.get_text_config(), "_attn_implementation", None)
@@ -69,6 +64,13 @@ def experts_implementation(experts: Any) -> str | None:
     """Registered name of the function that computes an experts module."""
     name: str | None = getattr(experts.config, "_experts_implementation", None)
     return name
+
+
+def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Products (S, N) of each of `rows` (S, M) with the matrix of its group. `weights` (G, M, N).
+    `ends` (G,) int32: the end of each group's rows."""
+    products: torch.Tensor = _grouped_mm(rows, weights, ends)
+    return products
 
 
 def next_inputs(model: Any, output: Any, inputs: dict[str, Any]) -> dict[str, Any]:

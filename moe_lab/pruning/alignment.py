@@ -110,11 +110,12 @@ class AlignmentHook(StatisticsHook):
         # phi: the activations, which are the input of the down projection
         for owner, members in self.plan.layers[layer.index].merged.items():
             owner_activations = at_least_fp32(layer.phi(states, layer.weights(owner)))
-            self.add(f"squares.{owner}", owner_activations.square().sum(0))
+            sums = {f"squares.{owner}": owner_activations.square().sum(0)}
             for member in sorted(set(members) - {owner}):
                 activations = at_least_fp32(layer.phi(states, layer.weights(member)))
-                self.add(f"squares.{member}", activations.square().sum(0))
-                self.add(f"products.{member}", owner_activations.T @ activations)
+                sums[f"squares.{member}"] = activations.square().sum(0)
+                sums[f"products.{member}"] = owner_activations.T @ activations
+            self.add(sums)
         return self.unobserved(hidden, index, weights)
 
     def result(self) -> dict[str, torch.Tensor]:

@@ -239,7 +239,8 @@ class LoadHook(StatisticsHook):
         """The routed output (T, H)."""
         valid = self.valid_tokens(hidden)
         experts = index if valid is None else index[valid]
-        self.add("tokens", torch.bincount(experts.flatten(), minlength=self.layer.n_experts))
+        counts = torch.bincount(experts.flatten(), minlength=self.layer.n_experts)
+        self.add({"tokens": counts})
         return self.unobserved(hidden, index, weights)
 
 

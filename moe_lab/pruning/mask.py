@@ -11,18 +11,12 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_lab.exported_code.ragged import constant_output, count_attributes, replace_tensor
 from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers
-from moe_lab.models.experts import (
-    ExpertsFunction,
-    are_replaced,
-    replace_experts,
-    routed_output,
-    sort_by_expert,
-)
-from moe_lab.models.transformers_private import activation, experts_implementation, with_activation
+from moe_lab.models.experts import ExpertsFunction, are_replaced, replace_experts
+from moe_lab.models.rows import GroupedRows, OneExpert, Part, Rows
+from moe_lab.models.transformers_private import experts_implementation
 from moe_lab.pruning.layer_plan import LayerPlan, Mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import merged_weights
@@ -101,9 +95,10 @@ def _sequential_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
         for owner, tensors in merged_weights(layer, plan).items()
     }
 
-    def compute_expert(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
+    def compute_expert(part: Part, states: torch.Tensor) -> torch.Tensor | None:
         """The output (n, H) of an expert for its `states` (n, H); None for a null expert."""
-        owner = owners[expert]
+        assert isinstance(part, OneExpert)
+        owner = owners[part.experts]
         if not widths[owner]:
             return None
         weights = group_weights[owner] if owner in group_weights else layer.weights(owner)
@@ -113,7 +108,7 @@ def _sequential_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
         return layer.output(phi, weights)
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        return routed_output(hidden, sort_by_expert(index, layer.n_experts), gates, compute_expert)
+        return Rows(index, layer.n_experts).output(hidden, gates, compute_expert)
 
     return compute
 
@@ -134,23 +129,17 @@ def _add_constants(function: ExpertsFunction, layer: MoELayer, plan: LayerPlan) 
 
 
 def _grouped_experts(layer: MoELayer, dropped: torch.Tensor) -> ExpertsFunction:
-    """A function that computes all experts at once, by transformers' grouped matrix products. These
-    have one row for each pair of a token and one of its experts. `dropped`: (E, I) bool."""
-    experts: Any = layer.experts
+    """A function that computes all experts at once. `dropped`: (E, I) bool."""
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        activate = activation(experts)
-        # the expert of each row, in the order in which grouped_mm processes rows
-        row_experts = index.reshape(-1).sort().values
+        rows = GroupedRows(index, layer.n_experts)
 
-        def masked_activation(gate_up: torch.Tensor) -> torch.Tensor:
-            return activate(gate_up).masked_fill(dropped[row_experts], 0)
+        def compute_experts(part: Part, states: torch.Tensor) -> torch.Tensor:
+            weights = part.weights(layer)
+            phi = layer.phi(states, weights)
+            return layer.output(phi.masked_fill(dropped[rows.expert], 0), weights)
 
-        with with_activation(experts, masked_activation):
-            output: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](
-                experts, hidden, index, gates
-            )
-            return output
+        return rows.output(hidden, gates, compute_experts)
 
     return compute
 

@@ -21,7 +21,8 @@ from moe_lab.models.discover import (
     post_expert_norm,
     routed_layers,
 )
-from moe_lab.models.experts import at_least_fp32, routed_output, sort_by_expert
+from moe_lab.models.experts import at_least_fp32
+from moe_lab.models.rows import OneExpert, Part, Rows
 from moe_lab.models.transformers_private import activation
 
 SCALING = 4.0
@@ -134,18 +135,20 @@ class DoraExperts(nn.Module):
         """Sum (T, H) of the outputs of experts `top_k_index` (T, K), weighted by the gates
         `top_k_weights` (T, K)."""
 
-        def expert_output(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
+        def expert_output(part: Part, states: torch.Tensor) -> torch.Tensor | None:
             """The output of one expert. None for an expert without channels, which has no
             adapters."""
-            return self._expert_output(expert, states) if len(self.adapters[expert]) else None  # type: ignore[arg-type]
+            assert isinstance(part, OneExpert)
+            has_channels = len(self.adapters[part.experts])  # type: ignore[arg-type]
+            return self._expert_output(part.experts, states) if has_channels else None
 
         original: Any = self.layer.experts
         # a merged expert is computed with the weights of its owner
         index = top_k_index
         if is_ragged(original):
             index = torch.tensor(original.owners, device=index.device)[index]
-        rows = sort_by_expert(index, len(self.adapters))
-        output = routed_output(hidden_states, rows, top_k_weights, expert_output)
+        rows = Rows(index, len(self.adapters))
+        output = rows.output(hidden_states, top_k_weights, expert_output)
         if is_ragged(original) and original.constants is not None:
             output = output + constant_output(
                 top_k_index,

@@ -137,11 +137,15 @@ class MergeHook(StatisticsHook):
                 y += share * self.layer.expert_output(states, member).double()
             phi = self.layer.phi(states, weights_of_j).double()
             residual = y - phi @ weights_of_j.down.detach().double().T
-            self.add(f"tokens.{j}", y.new_tensor(len(states)))
-            self.add(f"square.{j}", y.square().sum())
-            self.add(f"error.{j}", residual.square().sum())
-            self.add(f"gram.{j}", phi.T @ phi)
-            self.add(f"cross.{j}", residual.T @ phi)
+            self.add(
+                {
+                    f"tokens.{j}": y.new_tensor(len(states)),
+                    f"square.{j}": y.square().sum(),
+                    f"error.{j}": residual.square().sum(),
+                    f"gram.{j}": phi.T @ phi,
+                    f"cross.{j}": residual.T @ phi,
+                }
+            )
         return self.unobserved(hidden, index, weights)
 
 

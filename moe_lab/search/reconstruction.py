@@ -147,8 +147,8 @@ class SubsetHook(StatisticsHook):
                 errors[first : first + n] += _squares(
                     full_gates[:, None] - torch.stack(subset_gates, 1), products
                 )
-        self.add("error", errors.clamp(min=0))  # rounding may make an error slightly negative
-        self.add("square", square)
+        # rounding may make an error slightly negative
+        self.add({"error": errors.clamp(min=0), "square": square})
         return output
 
     def _products(

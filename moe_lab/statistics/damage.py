@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from moe_lab.errors import UserError
 from moe_lab.models.experts import at_least_fp32, dense_gates, mix_outputs
+from moe_lab.models.rows import dense_weights
 from moe_lab.statistics.observe import StatisticsHook
 
 TOKENS = 2048
@@ -62,7 +63,7 @@ class DamageHook(StatisticsHook):
             valid_rows = slice(None) if valid is None else valid[tokens]
             damage.index_add_(0, index[tokens][valid_rows].flatten(), changes[valid_rows].flatten())
         del self.call
-        self.add("damage", damage)
+        self.add({"damage": damage})
         return routed
 
     def _factors(self, tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -147,8 +148,7 @@ class SimilarityHook(StatisticsHook):
 
     kind = "similarity"
     probabilities: torch.Tensor | None = None
-    """Softmax (T, E) fp64 of the valid tokens' logits in the router's last call; None without
-    logits."""
+    """Softmax (T, E) of the logits in the router's last call; None without logits."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Add `router_gram` (E, E): the products of the logits of every two experts, summed over
@@ -157,11 +157,11 @@ class SimilarityHook(StatisticsHook):
         logits = result[0] if isinstance(result, tuple) else None
         if not isinstance(logits, torch.Tensor) or logits.shape[-1] != self.layer.n_experts:
             return
-        logits = logits.detach().reshape(-1, self.layer.n_experts)
+        logits = logits.detach().reshape(-1, self.layer.n_experts).double()
         valid = self.valid_tokens(logits)
-        logits = (logits if valid is None else logits[valid]).double()
+        logits = logits if valid is None else logits.masked_fill(~valid[:, None], 0)
         self.probabilities = logits.softmax(-1)
-        self.add("router_gram", logits.T @ logits)
+        self.add({"router_gram": logits.T @ logits})
 
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
@@ -170,16 +170,22 @@ class SimilarityHook(StatisticsHook):
         summed over all valid tokens. Adds `dense_gated_output_sum` (E, H): the same sum, weighted
         by `probabilities`."""
         valid = self.valid_tokens(hidden)
-        states = hidden if valid is None else hidden[valid]
-        output_sums = []
-        gated_sums = []
-        for expert in range(self.layer.n_experts):
-            outputs = at_least_fp32(self.layer.expert_output(states, expert)).double()
-            output_sums.append(outputs.sum(0))
-            if self.probabilities is not None:
-                gated_sums.append(self.probabilities[:, expert].to(outputs.device) @ outputs)
-        self.add("dense_output_sum", torch.stack(output_sums))
-        if gated_sums:
-            self.add("dense_gated_output_sum", torch.stack(gated_sums))
+        states = hidden if valid is None else hidden.masked_fill(~valid[:, None], 0)
+        ones = hidden.new_ones(len(hidden), dtype=torch.float64)
+        ones = ones if valid is None else ones.masked_fill(~valid, 0)
+        factors = [ones.expand(self.layer.n_experts, -1)]
+        if self.probabilities is not None:
+            factors.append(self.probabilities.T.to(hidden.device) * ones)
+        # (E, 1 or 2, T): factors of the outputs of each expert in its sums
+        factors_of_experts = torch.stack(factors, 1)
+        sums = factors_of_experts.new_zeros(*factors_of_experts.shape[:2], hidden.shape[1])
+        for part in torch.arange(len(hidden), device=hidden.device).split(TOKENS):
+            for experts, expert_weights in dense_weights(self.layer, hidden.device):
+                phi = self.layer.phi(states[part], expert_weights)
+                outputs = at_least_fp32(self.layer.output(phi, expert_weights))  # (experts, t, H)
+                factors_of_part = factors_of_experts[experts, :, part].to(outputs.dtype)
+                sums[experts] += factors_of_part @ outputs
+        names = ("dense_output_sum", "dense_gated_output_sum")
+        self.add(dict(zip(names, sums.unbind(1), strict=False)))  # without logits only the first
         # the routed output of the model's own code
         return self.unobserved(hidden, index, weights)

@@ -1,24 +1,28 @@
 """Every forward statistic of routed experts, at about the cost of a plain forward pass.
 
-Experts compute what the eager forward computes, in the same order: logits are bit-identical to it
-on the CPU. Gates are those of the model's own router, so no routing rule is implemented here.
+Experts compute what the model's own experts compute: logits have the bits of eager experts on the
+CPU, and of grouped_mm on other devices. Gates are those of the model's own router, so no routing
+rule is implemented here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import Rows, at_least_fp32, expert_slices, routed_output, sort_by_expert
+from moe_lab.models.experts import at_least_fp32
+from moe_lab.models.rows import Part, Rows, sort_by_expert
 from moe_lab.statistics.observe import Observer, StatisticsHook
 
 ENTROPY_BINS = 50
 """Bins of the histogram of router entropies, from 0 to the logarithm of the number of experts."""
+SOFTMAX_GATES = ("full_softmax", "double_softmax")
+"""Kinds of gates that only routers have that are a softmax over all experts."""
 EPSILON = 1e-6
 """Added to ||y||^2 in the denominators of the ala sums and the layer loss, as in the released code
 of MoE-Slimming."""
@@ -39,8 +43,9 @@ class ForwardHook(StatisticsHook):
         """`start`: name -> sum over the batches that were read before; {} for a new pass."""
         super().__init__(observer, layer, start)
         self.is_softmax_router = "sums_double_softmax" in start if start else None
-        """Whether the router is a softmax over all experts; None until the first call of a new
-        pass."""
+        """Whether the router is a softmax over all experts; None if this is not known yet."""
+        self.softmax_test: torch.Tensor | None = None
+        """The result of `is_softmax` in the first batch."""
         self.module_inputs_and_outputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """id of a module of the decoder layer, other than the MoE block -> (input, output) of the
         module."""
@@ -90,29 +95,25 @@ class ForwardHook(StatisticsHook):
         rows = sort_by_expert(index, layer.n_experts)
         gates = weights.detach()
         call = ExpertsCall(
-            layer.n_experts,
-            rows,
-            gates,
-            self._softmax_gates(index, gates),
-            self.valid_tokens(hidden),
+            rows, gates, self._softmax_gates(index, gates), self.valid_tokens(hidden)
         )
 
-        def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
-            """The output f (n, H) of an expert for the `states` (n, H). `part`: the slice of the
-            expert's `rows`."""
-            expert_weights = layer.weights(expert)
+        def compute(part: Part, states: torch.Tensor) -> torch.Tensor:
+            """The outputs f (n, H) of the experts of a part for the `states` (n, H) of its rows."""
+            expert_weights = part.weights(layer)
             phi = layer.phi(states, expert_weights)
             f = layer.output(phi, expert_weights)
-            call.add(expert, part, phi.detach(), f.detach())
+            call.add(part, phi.detach(), f.detach())
             return f
 
-        routed = routed_output(hidden, rows, weights, compute)
-        for name, sums in call.finish(routed.detach()).items():
-            self.add(name, sums)
+        routed = rows.output(hidden, weights, compute)
+        m = at_least_fp32(routed.detach())
+        sums = call.finish(m)
         if self.residual is not None:
-            self.add("shift_weighted", call.weigh_shifts(self.residual, routed.detach()))
+            sums["shift_weighted"] = call.weigh_shifts(self.residual, m)
         if self.logits is not None:
-            self.add("router_entropy", entropy_histogram(self.logits, call.valid))
+            sums["router_entropy"] = entropy_histogram(self.logits, call.valid)
+        self.add(sums)
         self.call = call
         self.residual = None
         return routed
@@ -121,51 +122,55 @@ class ForwardHook(StatisticsHook):
         """Add the statistics of the last call that need the output of the decoder layer."""
         if self.call is not None:
             stream = result[0] if isinstance(result, tuple) else result
-            for name, sums in self.call.normalize(stream.detach().flatten(0, -2)).items():
-                self.add(name, sums)
+            self.add(self.call.normalize(stream.detach().flatten(0, -2)))
             self.call = None
         self.module_inputs_and_outputs.clear()  # modules after the block were recorded, too
+
+    def result(self) -> dict[str, torch.Tensor]:
+        """The sums, without those of softmax gates if the router is not a softmax over all experts.
+        This is read here, because a read within a batch would make a device wait."""
+        if self.softmax_test is not None and not self.softmax_test:
+            self.is_softmax_router = False
+            for kind in SOFTMAX_GATES:
+                self.sums.pop(f"sums_{kind}", None)
+        return self.sums
 
     def _softmax_gates(self, index: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """Kind of gate -> gates (T, K), for the kinds "full_softmax" and "double_softmax"; {} if
         the router is not a softmax over all experts."""
-        if self.is_softmax_router is None:
-            self.is_softmax_router = self.logits is not None and is_softmax(
-                self.logits, index, weights
-            )
-        if not self.is_softmax_router or self.logits is None:
+        if self.logits is None or self.is_softmax_router is False:
             return {}
+        if self.softmax_test is None and self.is_softmax_router is None:
+            self.softmax_test = is_softmax(self.logits, index, weights)
         probabilities = self.logits.double().softmax(-1)
-        return {
-            "full_softmax": probabilities.gather(-1, index),
-            "double_softmax": probabilities.softmax(-1).gather(-1, index),
-        }
+        gates = (probabilities.gather(-1, index), probabilities.softmax(-1).gather(-1, index))
+        return dict(zip(SOFTMAX_GATES, gates, strict=True))
 
 
 def entropy_histogram(logits: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
     """Histogram (ENTROPY_BINS,) of router entropies: numbers of valid tokens in equal bins from 0
     to ln E. `logits` (T, E). `valid` (T,): which tokens count; None: all."""
-    logits = logits if valid is None else logits[valid]
     # divided by ln 2 if there is only one expert, because ln 1 is 0
     entropies = torch.special.entr(logits.double().softmax(-1)).sum(-1) / math.log(
         max(2, logits.shape[-1])
     )
     bins = (entropies * ENTROPY_BINS).long().clamp(0, ENTROPY_BINS - 1)
-    return torch.bincount(bins, minlength=ENTROPY_BINS)
+    counts = torch.ones_like(bins) if valid is None else valid.to(bins.dtype)
+    return torch.zeros_like(bins[:1]).repeat(ENTROPY_BINS).scatter_add_(0, bins, counts)
 
 
-def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> bool:
+def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Whether the gates g = `weights` (T, K) of a router are softmax probabilities p of `logits`
-    (T, E), renormalised or not. `index` (T, K): ids of the chosen experts. The test is whether log
-    g - log p is the same for all chosen experts of a token. If only one expert is chosen, it must
-    be the same for all tokens."""
+    (T, E), renormalised or not: a bool () on their device. `index` (T, K): ids of the chosen
+    experts. The test is whether log g - log p is the same for all chosen experts of a token. If
+    only one expert is chosen, it must be the same for all tokens."""
     # gates in half precision are rounded
     tolerance = 1e-3 if weights.dtype in (torch.float32, torch.float64) else 0.05
     log_probabilities = logits.double().log_softmax(-1).gather(-1, index)
     log_gates = weights.double().clamp(min=torch.finfo(torch.float64).tiny).log()
     log_ratios = log_gates - log_probabilities
     axis = 1 if index.shape[1] > 1 else 0
-    return bool(((log_ratios.amax(axis) - log_ratios.amin(axis)) <= tolerance).all())
+    return ((log_ratios.amax(axis) - log_ratios.amin(axis)) <= tolerance).all()
 
 
 def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
@@ -187,8 +192,8 @@ def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
 
 
 class ExpertsCall:
-    """The statistics of one call of a layer's experts. Call `add` for each expert, then `finish`,
-    then `normalize`.
+    """The statistics of one call of a layer's experts. Call `add` for each part of the rows, then
+    `finish`, then `normalize`.
 
     `rows`: the routed (token, expert) pairs. `weights` (T, K): the gates of the model.
     `further_gates`: kind of gate -> gates (T, K). `valid` (T,) bool: which tokens count; None: all.
@@ -196,64 +201,55 @@ class ExpertsCall:
 
     def __init__(
         self,
-        n_experts: int,
         rows: Rows,
         weights: torch.Tensor,
         further_gates: Mapping[str, torch.Tensor],
         valid: torch.Tensor | None,
     ) -> None:
-        self.n_experts = n_experts
         self.rows = rows
-        self.gates = {"model": weights.double()}
-        self.gates["renormalized"] = self.gates["model"] / self.gates["model"].sum(-1, keepdim=True)
-        self.gates |= {name: gates.double() for name, gates in further_gates.items()}
+        gates = weights.double()
+        kinds = {"model": gates, "renormalized": gates / gates.sum(-1, keepdim=True)}
+        kinds |= further_gates
+        self.kinds = tuple(kinds)
+        """Names of the kinds of gates."""
+        self.gates = torch.stack([*kinds.values()])[:, rows.token, rows.column]
+        """(kinds, S) fp64: the gates of all `rows`."""
         self.valid = valid
-        self.valid_rows = None if valid is None else valid[rows.token]
-        # the next tensors have one entry for each of `rows`
-        self.gate_square = at_least_fp32(weights)[rows.token, rows.column].square()
-        renormalized = self.gates["renormalized"][rows.token, rows.column]
-        self.gate_squares = (self.gate_square, renormalized.to(self.gate_square.dtype).square())
-        # ||f||^2 of the outputs f of experts, which `add` computes
-        self.norm_square = torch.empty_like(self.gate_square)
-        self.statistics: dict[str, torch.Tensor] = {}
-        """Name of a statistic of the outputs -> (E, ...)."""
+        self.ignored = None if valid is None else ~valid
+        self.ignored_rows = None if self.ignored is None else self.ignored[rows.token]
+        self.gate_squares = self.gates[:2].to(at_least_fp32(weights).dtype).square()
+        """(2, S): the squares of the first two kinds of gates."""
+        self.norm_square = torch.empty_like(self.gate_squares[0])
+        """(S,): ||f||^2 of the outputs f of experts, which `add` computes."""
+        self.statistics: list[tuple[Part, dict[str, torch.Tensor]]] = []
+        """(part, name of a statistic -> its values for the experts of the part)."""
         self.outputs: list[tuple[slice, torch.Tensor]] = []
-        """(slice of the expert's rows, outputs (n, H) of these rows) for each expert, until
-        `finish`."""
+        """(rows of a part, outputs (n, H) of these rows), until `finish`."""
 
-    def add(self, expert: int, part: slice, phi: torch.Tensor, f: torch.Tensor) -> None:
-        """Add one expert. `part`: the slice of the expert's rows. `phi` (n, I): the input of
-        down_proj. `f` (n, H): the output of the expert."""
-        phi = at_least_fp32(phi)
+    def add(self, part: Part, phi: torch.Tensor, f: torch.Tensor) -> None:
+        """Add the rows of a part. `phi` (n, I): the input of down_proj. `f` (n, H): the outputs of
+        the experts."""
         f = at_least_fp32(f)
-        self.outputs.append((part, f))
-        torch.sum(f.square(), -1, out=self.norm_square[part])
-        if not self.statistics:
-            self.statistics["output_sum"] = f.new_zeros(self.n_experts, f.shape[1])
-            self.statistics["output_abs_max"] = f.new_zeros(self.n_experts)
-            self.channels = Channels(self.n_experts, phi.shape[1], phi, ("gate", "renormalized"))
-        gate_squares = [square[part] for square in self.gate_squares]
-        if self.valid_rows is not None:
-            valid_rows = self.valid_rows[part]
-            phi = phi[valid_rows]
-            f = f[valid_rows]
-            gate_squares = [square[valid_rows] for square in gate_squares]
-            if len(f) == 0:  # a maximum of no rows would fail
-                return
-        torch.sum(f, 0, out=self.statistics["output_sum"][expert])
-        lowest, highest = torch.aminmax(f)
-        torch.maximum(-lowest, highest, out=self.statistics["output_abs_max"][expert])
-        self.channels.add(expert, phi, *gate_squares)
+        self.outputs.append((part.rows, f))
+        squares = f.square()
+        torch.sum(squares, -1, out=self.norm_square[part.rows])
+        largest_square = part.counted(self.ignored_rows, squares.amax(-1))
+        gate_squares = dict(zip(("gate", "renormalized"), self.gate_squares, strict=True))
+        statistics = {
+            "output_sum": part.sum(part.counted(self.ignored_rows, f)),
+            "output_abs_max": part.amax(largest_square).sqrt(),
+            **channel_sums(part, phi, self.ignored_rows, gate_squares),
+        }
+        self.statistics.append((part, statistics))
 
     def finish(self, routed: torch.Tensor) -> dict[str, torch.Tensor]:
         """Name -> sum, for all statistics that do not need the decoder layer's output. `routed` (T,
         H): the routed output m."""
-        self._compute_numerators(at_least_fp32(routed))
+        self._compute_numerators(routed)
         moments = self._moments()
-        names = [f"sums_{gate}" for gate in self.gates]
+        names = [f"sums_{kind}" for kind in self.kinds]
         return {
-            **self.statistics,
-            **self.channels.finish(),
+            **self.rows.assemble(self.statistics),
             # moments are sums of g^alpha ||f||^beta; with alpha = beta = 0, each token adds 1
             "tokens": moments[:, 0, 0].clone(),
             # along axis 1, each kind of gate has three entries: alpha = 0, 1 and 2
@@ -265,15 +261,12 @@ class ExpertsCall:
         expert. s is the token's value of `shifts`, g the gate, and f the output of the expert.
         `stream` (T, H): the residual stream before the MoE block. `routed` (T, H): the routed
         output m."""
-        token = self.rows.token
-        column = self.rows.column
         terms = (
-            shifts(stream, routed)[token]
-            * self.gates["model"][token, column]
+            shifts(stream, routed)[self.rows.token]
+            * self.gates[0]
             * self.norm_square.double().sqrt()
         )
-        terms = terms if self.valid_rows is None else torch.where(self.valid_rows, terms, 0)
-        return torch.bincount(self.rows.expert, terms, self.n_experts)
+        return self.rows.sum(self._counted(terms))
 
     def normalize(self, stream: torch.Tensor) -> dict[str, torch.Tensor]:
         """Statistic -> its sum over valid tokens: "ala_first" (E,), "ala_second" (E,) and
@@ -281,93 +274,63 @@ class ExpertsCall:
         residual stream after the decoder layer."""
         factor = 1 / (at_least_fp32(stream).square().sum(-1).double() + EPSILON)
         loss = self.loss * factor
-        loss = loss if self.valid is None else loss[self.valid]
+        loss = loss if self.ignored is None else loss.masked_fill(self.ignored, 0)
         sums = {"layer_loss": loss.sum()}
-        token = self.rows.token
-        expert = self.rows.expert
         for name, numerators in (("ala_first", self.ala_first), ("ala_second", self.ala_second)):
-            terms = numerators * factor[token]
-            terms = terms if self.valid_rows is None else torch.where(self.valid_rows, terms, 0)
-            sums[name] = torch.bincount(expert, terms, self.n_experts)
+            sums[name] = self.rows.sum(self._counted(numerators * factor[self.rows.token]))
         return sums
+
+    def _counted(self, terms: torch.Tensor) -> torch.Tensor:
+        """`terms` (..., S), 0 for rows that do not count."""
+        return terms if self.ignored_rows is None else terms.masked_fill(self.ignored_rows, 0)
 
     def _compute_numerators(self, routed: torch.Tensor) -> None:
         """Compute the numerators that `normalize` divides. f is the output of an expert for a
         token, g is its gate, and m is the token's row of `routed` (T, H). For each of `rows`,
         `ala_first` is g <f, m> and `ala_second` is g^2 ||f||^2. `loss` (T,) is ||m||^2."""
         inner_products = torch.empty_like(self.norm_square)  # <f, m>
-        for part, f in self.outputs:
-            torch.sum(f * routed[self.rows.token[part]], -1, out=inner_products[part])
+        for rows, f in self.outputs:
+            torch.sum(f * routed[self.rows.token[rows]], -1, out=inner_products[rows])
         # frees the memory of all f, which are T x K x H numbers
         self.outputs.clear()
-        self.ala_first = self.gates["model"][self.rows.token, self.rows.column] * inner_products
-        self.ala_second = self.gate_square.double() * self.norm_square
+        self.ala_first = self.gates[0] * inner_products
+        self.ala_second = self.gate_squares[0].double() * self.norm_square
         self.loss = routed.square().sum(-1).double()
 
     def _moments(self) -> torch.Tensor:
         """Sums of g^alpha ||f||^beta over each expert's valid tokens, for gates g and outputs f.
         Axis 0: the expert. Axis 1: alpha = 0, 1, 2 for the first kind of gate, then 0, 1, 2 for the
         second, and so on. Axis 2: beta = 0, 1, 2."""
-        rows = self.rows
-        valid_rows = self.valid_rows
-        token = rows.token
-        column = rows.column
-        ends = rows.ends
         norm_square = self.norm_square.double()
-        if valid_rows is not None:
-            token = token[valid_rows]
-            column = column[valid_rows]
-            norm_square = norm_square[valid_rows]
-            # the end of each expert's rows, among the valid rows
-            ends = (
-                torch.bincount(rows.expert[valid_rows], minlength=self.n_experts).cumsum(0).tolist()
-            )
         ones = torch.ones_like(norm_square)
-        norm_powers = torch.stack((ones, norm_square.sqrt(), norm_square), 1)
-        columns = []
-        for gates_of_kind in self.gates.values():
-            gate = gates_of_kind[token, column]
-            columns += [ones, gate, gate.square()]
-        gate_powers = torch.stack(columns, 1)
-        moments = norm_powers.new_zeros(self.n_experts, gate_powers.shape[1], 3)
-        for expert, part in expert_slices(ends):
-            torch.mm(gate_powers[part].t(), norm_powers[part], out=moments[expert])
-        return moments
+        norm_powers = [ones, norm_square.sqrt(), norm_square]
+        # (kinds, 3, S)
+        gate_powers = torch.stack([torch.ones_like(self.gates), self.gates, self.gates.square()], 1)
+        return self.rows.product_sums(
+            self._counted(gate_powers).flatten(0, 1).t(),
+            self._counted(torch.stack(norm_powers)).t(),
+        )
 
 
-class Channels:
-    """Statistics (E, I) of the activations phi, the input of down_proj, in one call of a layer's
-    experts. "channel_square": the sum of phi^2 over an expert's tokens. "channel_max": the maximum
-    of |phi|. For each kind of gate g in `gates`, both are also taken of g phi. Their names begin
-    with the kind, as in "gate_channel_max"."""
+def channel_sums(
+    part: Part,
+    phi: torch.Tensor,
+    ignored: torch.Tensor | None,
+    gate_squares: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Statistics of the activations `phi` (n, I), the input of down_proj, of the rows of a part:
+    (I,) for one expert, else (E, I), in at least fp32. "channel_square": the sum of phi^2 over an
+    expert's rows. "channel_max": the maximum of |phi|. For each kind of gate g in `gate_squares`,
+    both are also taken of g phi. Their names begin with the kind, as in "gate_channel_max".
 
-    def __init__(
-        self, n_experts: int, width: int, like: torch.Tensor, gates: Sequence[str] = ("gate",)
-    ) -> None:
-        self.gates = gates
-        self.statistics = {}
-        for prefix in ("", *(f"{gate}_" for gate in gates)):
-            for statistic in ("square", "max"):
-                zeros = like.new_zeros(n_experts, width)
-                self.statistics[f"{prefix}channel_{statistic}"] = at_least_fp32(zeros)
-
-    def add(self, expert: int, phi: torch.Tensor, *gate_squares: torch.Tensor) -> None:
-        """Add one expert. `phi` (n, I): the activations for the expert's valid tokens.
-        `gate_squares`: for each kind in `gates`, the squares (n,) of the tokens' gates. All are in
-        at least fp32."""
-        if len(phi) == 0:
-            return
-        square = phi.square()
-        torch.sum(square, 0, out=self.statistics["channel_square"][expert])
-        torch.amax(square, 0, out=self.statistics["channel_max"][expert])
-        for gate, gate_square in zip(self.gates, gate_squares, strict=True):
-            weighted = square * gate_square[:, None]
-            torch.sum(weighted, 0, out=self.statistics[f"{gate}_channel_square"][expert])
-            torch.amax(weighted, 0, out=self.statistics[f"{gate}_channel_max"][expert])
-
-    def finish(self) -> dict[str, torch.Tensor]:
-        """Name -> statistic (E, I). Call it once, after all experts have been added."""
-        for name, statistic in self.statistics.items():
-            if name.endswith("_max"):  # `add` took the maxima of squares
-                statistic.sqrt_()
-        return self.statistics
+    `ignored` (S,) bool: the rows that do not count; None: all count. `gate_squares`: kind of gate
+    -> squares (S,), in at least fp32."""
+    square = part.counted(ignored, at_least_fp32(phi)).square()
+    squares = {"": square}
+    for kind, gate_square in gate_squares.items():
+        squares[f"{kind}_"] = square * part.counted(ignored, gate_square[part.rows])[:, None]
+    sums = {}
+    for prefix, values in squares.items():
+        sums[f"{prefix}channel_square"] = part.sum(values)
+        sums[f"{prefix}channel_max"] = part.amax(values).sqrt()
+    return sums

@@ -20,10 +20,11 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import at_least_fp32, replace_output, routed_output, run, sort_by_expert
+from moe_lab.models.experts import at_least_fp32, replace_output, run
 from moe_lab.models.families import split
+from moe_lab.models.rows import Part, sort_by_expert
 from moe_lab.statistics import Statistics
-from moe_lab.statistics.forward import Channels
+from moe_lab.statistics.forward import channel_sums
 from moe_lab.statistics.observe import Batch, Observer, StatisticsHook, collect_statistics
 
 GRADIENT_SUMS = ("channel_gradient_square", "channel_product", "channel_product_abs")
@@ -57,7 +58,7 @@ def check_loss(batches: Sequence[Batch]) -> None:
 class GradientHook(StatisticsHook):
     """The forward pass adds statistics of the activations of each channel. A backward pass, from
     LOSS_SCALE times the loss, adds statistics of the gradients with respect to these activations.
-    Experts compute what the eager forward computes, in the same order."""
+    """
 
     kind = "gradients"
 
@@ -67,60 +68,50 @@ class GradientHook(StatisticsHook):
         """The routed output (T, H). Adds the statistics of the activations and each expert's number
         of valid tokens."""
         layer = self.layer
-        n_experts = layer.n_experts
-        rows = sort_by_expert(index, n_experts)
+        rows = sort_by_expert(index, layer.n_experts)
         valid = self.valid_tokens(hidden)
-        valid_rows = None if valid is None else valid[rows.token]
-        channels = Channels(n_experts, layer.width, hidden)
+        ignored = None if valid is None else ~valid[rows.token]
         gate_square = at_least_fp32(weights.detach())[rows.token, rows.column].square()
+        channels = []
 
-        def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
-            """The output (n, H) of an expert."""
-            valid_index = slice(None) if valid_rows is None else valid_rows[part]
-            expert_weights = layer.weights(expert)
+        def compute(part: Part, states: torch.Tensor) -> torch.Tensor:
+            """The outputs (n, H) of the experts of a part."""
+            expert_weights = part.weights(layer)
             phi = layer.phi(states, expert_weights)
-            channels.add(
-                expert, at_least_fp32(phi.detach())[valid_index], gate_square[part][valid_index]
+            channels.append(
+                (part, channel_sums(part, phi.detach(), ignored, {"gate": gate_square}))
             )
             if phi.requires_grad:
-                phi.register_hook(partial(self._add_gradient, expert, phi.detach(), valid_index))
+                phi.register_hook(partial(self._add_gradient, part, phi.detach(), ignored))
             return layer.output(phi, expert_weights)
 
-        routed = routed_output(hidden, rows, weights, compute)
-        for name, part in channels.finish().items():
-            self.add(name, part)
-        self.add(
-            "tokens",
-            torch.bincount(
-                rows.expert if valid_rows is None else rows.expert[valid_rows], minlength=n_experts
-            ),
-        )
-        # `_add_gradient` adds to these sums in place. Adding zeros before that creates each sum, or
-        # moves the sum of an interrupted pass to the device of the activations.
-        for name in GRADIENT_SUMS:
-            self.add(
-                name,
-                torch.zeros(n_experts, layer.width, dtype=torch.float64, device=hidden.device),
-            )
+        routed = rows.output(hidden, weights, compute)
+        counts = torch.ones_like(gate_square, dtype=torch.float64)
+        counts = counts if ignored is None else counts.masked_fill(ignored, 0)
+        # `_add_gradient` adds to the gradient sums in place. Adding zeros before that creates each
+        # sum, or moves the sum of an interrupted pass to the device of the activations.
+        sums = rows.assemble(channels)
+        zeros = {name: torch.zeros_like(sums["channel_square"]) for name in GRADIENT_SUMS}
+        self.add({**sums, "tokens": rows.sum(counts), **zeros})
         return routed
 
     def _add_gradient(
         self,
-        expert: int,
+        part: Part,
         phi: torch.Tensor,
-        valid: torch.Tensor | slice,
+        ignored: torch.Tensor | None,
         gradient: torch.Tensor,
     ) -> None:
-        """Add an expert's gradient sums over the `valid` rows of `phi` (n, I), its activations, and
-        `gradient` (n, I), LOSS_SCALE * dL/dphi."""
-        gradient = at_least_fp32(gradient[valid])
-        product = gradient * at_least_fp32(phi[valid])
+        """Add the gradient sums of a part, without its `ignored` rows, (S,) bool. `phi` (n, I): the
+        activations. `gradient` (n, I): LOSS_SCALE * dL/dphi."""
+        gradient = at_least_fp32(part.counted(ignored, gradient))
+        product = gradient * at_least_fp32(part.counted(ignored, phi))
         # `abs_` last: it overwrites `product`
-        parts = (gradient.square().sum(0), product.sum(0), product.abs_().sum(0))
-        for name, part, scale in zip(
-            GRADIENT_SUMS, parts, (LOSS_SCALE**2, LOSS_SCALE, LOSS_SCALE), strict=True
+        sums = (part.sum(gradient.square()), part.sum(product), part.sum(product.abs_()))
+        for name, sums_of_part, scale in zip(
+            GRADIENT_SUMS, sums, (LOSS_SCALE**2, LOSS_SCALE, LOSS_SCALE), strict=True
         ):
-            self.sums[name][expert] += part.double() / scale
+            self.sums[name][part.experts] += sums_of_part.double() / scale
 
 
 def forward_and_backward(
@@ -141,8 +132,10 @@ def loss_gradient(
     hidden states of `output`, the decoder's result."""
     states: torch.Tensor = output.last_hidden_state.detach()
     gradient = torch.zeros_like(states)
-    row, column = (valid[:, :-1] & valid[:, 1:]).to(states.device).nonzero(as_tuple=True)
-    targets = input_ids.to(states.device)[row, column + 1]
+    row, column = (valid[:, :-1] & valid[:, 1:]).nonzero(as_tuple=True)  # on the CPU, as `valid`
+    targets = input_ids[row, column + 1].to(states.device)
+    row = row.to(states.device)
+    column = column.to(states.device)
     vocabulary = int(model.config.get_text_config().vocab_size)
     for part in torch.arange(len(row), device=states.device).split(max(1, LOGITS // vocabulary)):
         selected = states[row[part], column[part]][None].requires_grad_()
@@ -196,9 +189,9 @@ class WeightGradientHook(StatisticsHook):
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
         super().__init__(observer, layer, start)
-        self.gradients: dict[tuple[str, int], torch.Tensor] = {}
-        """(name of the stack of all experts' matrices, such as gate_up_proj; expert id) ->
-        LOSS_SCALE * dL/dw of the expert's matrix in it, summed over the batches so far."""
+        self.gradients: dict[str, torch.Tensor] = {}
+        """Name of a stack of all experts' matrices, such as gate_up_proj -> LOSS_SCALE * dL/dw of
+        the stack, summed over the batches so far."""
 
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
@@ -206,22 +199,20 @@ class WeightGradientHook(StatisticsHook):
         """The routed output (T, H). A later backward pass adds to `gradients`."""
         layer = self.layer
 
-        def compute(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor:
-            """The output (n, H) of an expert."""
-            # name of a stack -> the expert's matrix or bias in it
-            tensors = layer.tensors(expert)
+        def compute(part: Part, states: torch.Tensor) -> torch.Tensor:
+            """The outputs (n, H) of the experts of a part."""
+            # name of a stack -> matrices or biases of the experts in it
+            tensors = layer.tensors(part.experts)
             for name, tensor in tensors.items():
                 if not layer.family.stacks[name].is_bias:
                     # a leaf of autograd, because the model's own stacks require no gradients
                     leaf = tensor.detach().requires_grad_()
-                    leaf.register_post_accumulate_grad_hook(
-                        partial(self._add_gradient, name, expert)
-                    )
+                    leaf.register_post_accumulate_grad_hook(partial(self._add_gradient, name, part))
                     tensors[name] = leaf
-            expert_weights = layer.weights(expert, tensors)
+            expert_weights = part.weights(layer, tensors)
             return layer.output(layer.phi(states, expert_weights), expert_weights)
 
-        return routed_output(hidden, sort_by_expert(index, layer.n_experts), weights, compute)
+        return sort_by_expert(index, layer.n_experts).output(hidden, weights, compute)
 
     def result(self) -> dict[str, torch.Tensor]:
         """Name -> statistic (E, I) fp64, 0 for experts without tokens."""
@@ -233,17 +224,21 @@ class WeightGradientHook(StatisticsHook):
             if not axes.is_bias
             for role in axes.roles
         }
-        for (name, expert), gradient in self.gradients.items():
-            weights = at_least_fp32(self.layer.tensors(expert)[name].to(gradient.device))
-            # `part` (I, H) has a row for each channel
-            for role, part in split((weights * gradient).abs_(), stacks[name]).items():
-                sums[f"snip_{role}"][expert] = part.sum(-1).double().cpu() / LOSS_SCALE
+        for name, gradients in self.gradients.items():
+            for expert, gradient in enumerate(gradients):
+                weights = at_least_fp32(self.layer.tensors(expert)[name].to(gradient.device))
+                # `projection` (I, H) has a row for each channel
+                for role, projection in split((weights * gradient).abs_(), stacks[name]).items():
+                    sums[f"snip_{role}"][expert] = projection.sum(-1).double().cpu() / LOSS_SCALE
         return sums
 
-    def _add_gradient(self, name: str, expert: int, leaf: torch.Tensor) -> None:
-        """Move `leaf.grad` to `gradients`. `leaf`: the expert's matrix in the stack `name`."""
+    def _add_gradient(self, name: str, part: Part, leaf: torch.Tensor) -> None:
+        """Move `leaf.grad` to `gradients`. `leaf`: the matrices of the part's experts in the stack
+        `name`."""
         assert leaf.grad is not None
         gradient = at_least_fp32(leaf.grad)
         leaf.grad = None
-        total = self.gradients.get((name, expert))
-        self.gradients[name, expert] = gradient if total is None else total.add_(gradient)
+        if name not in self.gradients:
+            stack = getattr(self.layer.experts, name)
+            self.gradients[name] = gradient.new_zeros(stack.shape)
+        self.gradients[name][part.experts] += gradient

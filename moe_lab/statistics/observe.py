@@ -20,7 +20,7 @@ from moe_lab import progress
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.experts import ExpertsFunction, are_replaced, replace_experts, run
-from moe_lab.statistics import Layers, Statistics, check_finite, combine
+from moe_lab.statistics import Layers, Statistics, check_finite
 
 Reading = Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], Any]
 """Function that runs a model on one batch: model, input_ids (B, S), valid (B, S)."""
@@ -92,14 +92,21 @@ class StatisticsHook:
         the layer are in memory."""
         return self.sums
 
-    def add(self, name: str, part: torch.Tensor) -> None:
-        """Add `part`, the value of the statistic `name` for further tokens, to `sums` in fp64. For
-        a name that ends in _max, take the maximum instead."""
-        part = part.double()
-        if name in self.sums:
-            total = self.sums[name].to(part.device)
-            part = combine(name, total, part)
-        self.sums[name] = part
+    def add(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """Add `sums`, name -> value of the statistic for further tokens, to `self.sums` in fp64.
+        For a name that ends in _max, take the maximum instead."""
+        new = {name: value.double() for name, value in sums.items()}
+        # all at once: on a GPU one operation for each name would take longer than the sums
+        for is_maximum, combine in ((False, torch._foreach_add), (True, torch._foreach_maximum)):
+            names = [
+                name for name in new if name in self.sums and name.endswith("_max") == is_maximum
+            ]
+            if names:
+                # the sums of an interrupted pass are on the CPU
+                totals = [self.sums[name].to(new[name].device) for name in names]
+                values = [new[name] for name in names]
+                new |= zip(names, combine(totals, values), strict=True)
+        self.sums |= new
 
     def valid_tokens(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """(T,) bool: whether each token of `hidden` (T, H) counts in the statistics. None when all

@@ -20,7 +20,8 @@ from moe_lab import criteria
 from moe_lab.config import GATES
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.models.experts import are_replaced, expert_slices, sort_by_expert
+from moe_lab.models.experts import are_replaced
+from moe_lab.models.rows import sort_by_expert
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.damage import DamageHook, SimilarityHook
@@ -214,10 +215,10 @@ def test_not_even_a_nan_in_padding_is_counted() -> None:
     index = torch.tensor([[0, 1], [1, 0], [0, 1]])
     valid = torch.tensor([True, False, True])
     rows = sort_by_expert(index, 2)
-    call = ExpertsCall(2, rows, torch.full((3, 2), 0.5), {}, valid)
+    call = ExpertsCall(rows, torch.full((3, 2), 0.5), {}, valid)
     values = torch.where(valid[:, None], torch.ones(3, 4), torch.nan)
-    for expert, part in expert_slices(rows.ends):
-        call.add(expert, part, values[rows.token[part]], values[rows.token[part]])
+    for part in rows.parts():
+        call.add(part, values[rows.token[part.rows]], values[rows.token[part.rows]])
     sums = {**call.finish(values), **call.normalize(values)}
     assert sums["tokens"].tolist() == [2, 2]
     for name, tensor in sums.items():
@@ -229,8 +230,9 @@ def test_sums_of_half_precision_numbers_are_not_rounded_to_it() -> None:
     rows = sort_by_expert(torch.zeros(300, 1, dtype=torch.int64), 1)
     gates = torch.rand(300, 1, generator=generator).bfloat16()
     outputs = torch.rand(300, 4, generator=generator).bfloat16()
-    call = ExpertsCall(1, rows, gates, {}, None)
-    call.add(0, slice(0, 300), outputs, outputs)
+    call = ExpertsCall(rows, gates, {}, None)
+    for part in rows.parts():
+        call.add(part, outputs, outputs)
     sums = call.finish(gates * outputs)
     exact = outputs.double()
     gated = gates.double() * exact

@@ -27,7 +27,12 @@ from moe_lab.evaluation.engines import (
     check_finite,
     generated_text,
 )
-from moe_lab.evaluation.engines.likelihoods import has_full_attention, likelihood, log_likelihoods
+from moe_lab.evaluation.engines.likelihoods import (
+    Prediction,
+    has_full_attention,
+    likelihoods,
+    log_likelihoods,
+)
 from moe_lab.models.config_json import eos_tokens
 from moe_lab.models.load import max_logit_tokens
 from moe_lab.models.transformers_private import next_inputs
@@ -283,18 +288,24 @@ def _read(
     model_inputs = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)
     output = model(**model_inputs, return_dict=True)
     # row 0 of `logits` is at `first_position`, whether or not the model computes earlier logits
-    for prompt, answer, logits in zip(
-        batch.prompts, answers, output.logits[:, first_position - width :], strict=True
+    all_logits = output.logits[:, first_position - width :]
+    scored: dict[int, Prediction] = {}  # index of a row -> its answer
+    for row, (prompt, answer, logits) in enumerate(
+        zip(batch.prompts, answers, all_logits, strict=True)
     ):
         text = _beginning(
             prompt, answer, logits[longest - 1 - first_position :], batch.generation.max_tokens
         )
         if answer:
             # index of the logits that predict the first scored token
-            start = longest - len(prompt) + answer.start - 1 - first_position
-            answer_logits = logits[start : start + len(answer.tokens) - answer.start]
-            text.likelihood = likelihood(answer.tokens[answer.start :], answer_logits)
+            start = row * len(logits) + longest - len(prompt) + answer.start - 1 - first_position
+            targets = answer.tokens[answer.start :]
+            scored[row] = Prediction(range(start, start + len(targets)), targets)
         texts.append(text)
+    if scored:
+        results = likelihoods(all_logits.flatten(0, 1), [*scored.values()])
+        for row, result in zip(scored, results, strict=True):
+            texts[row].likelihood = result
     if any(answers):
         ids, inputs = _remove_answers(output.past_key_values, ids, inputs, batch, texts)
     return output, ids, inputs

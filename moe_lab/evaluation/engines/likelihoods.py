@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +25,8 @@ TRIAL = ((5, 7, 11, 13), ((17, 3), (19, 23, 29)))
 """Token ids of a question and of two answers."""
 TOLERANCE = 1e-4
 """Largest difference of logits in the trial, as a share of the largest logit, in fp32."""
+LOGITS = 1 << 26
+"""Most logits that are normalised at once: 256 MB in fp32."""
 HALF_TOLERANCE = 0.05
 """The same share for half precision."""
 
@@ -51,23 +53,26 @@ def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Li
     most_tokens = min(
         batch_size * max((len(row.tokens) for row in rows), default=0), max_logit_tokens(model)
     )
-    likelihoods: dict[Row, Likelihood] = {}
+    results: dict[Row, Likelihood] = {}
     while questions:
         # at least one question, even if it has more tokens than allowed
         size = max(1, min(batch_size, most_tokens // len(questions[0])))
         batch = questions[:size]
         questions = questions[size:]
-        for question, logits in zip(batch, _logits(model, batch), strict=True):
-            # logits[0] predict the first token of every answer; logits[1:] predict the later tokens
-            # of the first answer, then of the second, and so on
-            end = 1
+        logits, starts = _logits(model, batch)
+        scored: dict[Row, Prediction] = {}
+        for question, start in zip(batch, starts, strict=True):
+            # logits[start] predict the first token of every answer; the next predict the later
+            # tokens of the first answer, then of the second, and so on
+            end = start + 1
             for answer, answer_rows in question.answers.items():
-                predictions = torch.cat([logits[:1], logits[end : end + len(answer)]])
+                positions = [start, *range(end, end + len(answer))]
                 end += len(answer)
                 for row in answer_rows:
-                    likelihoods[row] = likelihood(row.tokens[row.start :], predictions)
-                progress.add(len(answer_rows))
-    return [likelihoods[row] for row in rows]
+                    scored[row] = Prediction(positions, row.tokens[row.start :])
+        results |= zip(scored, likelihoods(logits, [*scored.values()]), strict=True)
+        progress.add(len(scored))
+    return [results[row] for row in rows]
 
 
 def _questions(rows: Sequence[Row], *, can_share: bool) -> list[_Question]:
@@ -96,9 +101,10 @@ def _questions(rows: Sequence[Row], *, can_share: bool) -> list[_Question]:
     return sorted(questions, key=len, reverse=True)
 
 
-def _logits(model: Any, questions: Sequence[_Question]) -> list[torch.Tensor]:
-    """Logits (n, V) for each question. Row 0 predicts the token after the question. For each
-    token of `question.answers`, in their order, a further row predicts the token after it."""
+def _logits(model: Any, questions: Sequence[_Question]) -> tuple[torch.Tensor, list[int]]:
+    """(logits (R, V), index of the first row of each question). This row predicts the token after
+    the question. For each token of `question.answers`, in their order, a further row predicts the
+    token after it."""
     longest = max(map(len, questions))
     ids = torch.zeros(len(questions), longest, dtype=torch.int64)
     for row, question in enumerate(questions):
@@ -110,23 +116,24 @@ def _logits(model: Any, questions: Sequence[_Question]) -> list[torch.Tensor]:
         lengths = torch.tensor([len(question) for question in questions])
         inputs["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
     else:
-        inputs |= _separate_answers(questions, longest, model.dtype)
+        inputs |= _separate_answers(questions, longest, model)
     inputs = {name: value.to(model.device) for name, value in inputs.items()}
     options = {}
     if "logits_to_keep" in _arguments(model):
         shortest_question = min(len(question.tokens) for question in questions)
         options["logits_to_keep"] = longest - shortest_question + 1
     logits: torch.Tensor = model(**inputs, **options, use_cache=False).logits
-    first_position = longest - logits.shape[1]  # 0 if the model computes all logits
-    # from the last token of each question to the last token of its answers
-    return [
-        row_logits[len(question.tokens) - 1 - first_position : len(question) - first_position]
-        for question, row_logits in zip(questions, logits, strict=True)
+    count = logits.shape[1]  # `longest` if the model computes all logits
+    starts = [
+        # the last token of a question
+        row * count + len(question.tokens) - 1 - (longest - count)
+        for row, question in enumerate(questions)
     ]
+    return logits.flatten(0, 1), starts
 
 
 def _separate_answers(
-    questions: Sequence[_Question], longest: int, dtype: torch.dtype
+    questions: Sequence[_Question], longest: int, model: Any
 ) -> dict[str, torch.Tensor]:
     """Arguments of the forward pass: position ids (B, S), and an attention mask (B, 1, S, S) that
     is added to the attention scores. The mask hides the answers to a question from each other.
@@ -143,20 +150,40 @@ def _separate_answers(
             positions[row, end : end + len(answer)] = len(question.tokens) + offsets
             answer_of[row, end : end + len(answer)] = number
             end += len(answer)
+    positions, answer_of = torch.stack([positions, answer_of]).to(model.device)
     # (B, S, S): a token sees the earlier tokens of its own answer and of the question
     visible = (answer_of[:, None, :] == answer_of[:, :, None]) | (answer_of[:, None, :] == 0)
-    visible &= torch.ones(longest, longest, dtype=torch.bool).tril()
-    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+    visible.tril_()
+    hidden = torch.finfo(model.dtype).min
+    mask = visible.new_full(visible.shape, hidden, dtype=model.dtype).masked_fill_(visible, 0)
     return {"position_ids": positions, "attention_mask": mask[:, None]}
 
 
-def likelihood(targets: Sequence[int], logits: torch.Tensor) -> Likelihood:
-    """(log-likelihood in nats, whether all targets are the likeliest tokens) of the n token ids
-    `targets`, which are predicted by `logits` (n, V)."""
-    scores = logits.float().log_softmax(-1)
-    ids = torch.tensor(targets, device=logits.device)
-    nats = float(scores.gather(1, ids[:, None]).double().sum())
-    return nats, bool((scores.argmax(-1) == ids).all())
+class Prediction(NamedTuple):
+    """A text that logits predict."""
+
+    positions: Sequence[int]
+    """Rows of the logits (R, V)."""
+    targets: Sequence[int]
+    """The token ids that these rows predict."""
+
+
+def likelihoods(logits: torch.Tensor, predictions: Sequence[Prediction]) -> list[Likelihood]:
+    """(log-likelihood in nats, whether all targets are the likeliest tokens) of each prediction by
+    `logits` (R, V). The device waits once."""
+    positions = [position for prediction in predictions for position in prediction.positions]
+    targets = [target for prediction in predictions for target in prediction.targets]
+    pairs = torch.tensor([positions, targets]).to(logits.device)
+    results = []
+    for rows, ids in pairs.split(max(1, LOGITS // logits.shape[1]), 1):
+        scores = logits[rows].log_softmax(-1, dtype=torch.float32)
+        nats = scores.gather(1, ids[:, None])[:, 0]
+        results.append(torch.stack([nats, (scores.argmax(-1) == ids).float()]))
+    lengths = [len(prediction.targets) for prediction in predictions]
+    return [
+        (float(nats.sum()), bool(right.all()))
+        for nats, right in torch.cat(results, 1).cpu().double().split(lengths, 1)
+    ]
 
 
 def _can_share(model: Any) -> bool:
@@ -194,11 +221,12 @@ def _trial_agrees(model: Any) -> bool:
     tokens, answers = TRIAL
     # the answers have no rows ([]), because only logits are compared
     question = _Question(tokens, {answer: [] for answer in answers})
-    logits = _logits(model, [question])[0].float()
-    start = 1  # logits[0] come after the question
+    logits, [start] = _logits(model, [question])
     for answer in answers:
-        reference = _logits(model, [_Question(tokens, {answer: []})])[0][1:].float()
-        answer_logits = logits[start : start + len(answer)]
+        reference, [first] = _logits(model, [_Question(tokens, {answer: []})])
+        # the row before those of the answers comes after the question
+        reference = reference[first + 1 : first + 1 + len(answer)].float()
+        answer_logits = logits[start + 1 : start + 1 + len(answer)].float()
         start += len(answer)
         tolerance = TOLERANCE if model.dtype.itemsize >= 4 else HALF_TOLERANCE
         # `not <=` instead of `>`: NaN is also a difference

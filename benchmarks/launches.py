@@ -1,0 +1,321 @@
+"""Kernels, bytes and time that passes would need on a GPU, counted on any machine:
+`python -m benchmarks.launches`.
+
+A decoder layer of a published configuration reads a batch on the device "meta", whose tensors have
+shapes but no values: a pass that reads a value, for which a GPU would make the CPU wait, ends in an
+error. A kernel is an operation of torch that is not a view. Its bytes are those of its distinct
+inputs and outputs. The estimate adds, kernel by kernel, the largest of three times: of its launch,
+of its arithmetic and of its bytes, for an H100. It knows no caches and no fusion, so it is a model
+and not a measurement: benchmarks.cuda measures.
+
+Of the passes with statistics the second batch is counted; the first also allocates the sums. Exit
+code 1 when a bar fails.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from benchmarks.measure import misses, parser
+from benchmarks.models import CONFIGURATIONS, published_model
+from moe_lab.evaluation.engines import Row, likelihoods
+from moe_lab.models.discover import moe_layers
+from moe_lab.models.experts import run
+from moe_lab.pruning.layer_plan import LayerPlan
+from moe_lab.pruning.mask import mask_layers
+from moe_lab.pruning.plan import Plan
+from moe_lab.statistics.damage import SimilarityHook
+from moe_lab.statistics.forward import ForwardHook
+from moe_lab.statistics.gradients import (
+    GradientHook,
+    WeightGradientHook,
+    differentiable,
+    forward_and_backward,
+)
+from moe_lab.statistics.observe import Observer
+
+FLOPS = 400e12
+BANDWIDTH = 2.5e12
+"""Operations in bf16 and bytes that an H100 reaches in a second."""
+LAUNCH = 5e-6
+"""Seconds between the starts of two kernels."""
+VIEWS = frozenset(
+    [
+        "_unsafe_view",
+        "alias",
+        "as_strided",
+        "chunk",
+        "detach",
+        "diagonal",
+        "empty",
+        "empty_like",
+        "expand",
+        "lift_fresh",
+        "narrow",
+        "new_empty",
+        "permute",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "t",
+        "transpose",
+        "unbind",
+        "unfold",
+        "unsqueeze",
+        "view",
+    ]
+)
+"""Operations that start no kernel."""
+GATHERS = ("embedding", "gather", "index", "index_select")
+"""Operations that read as many bytes as they write, not all of their input."""
+EXPERTS = (16, 128)
+"""Numbers of experts for which each pass is counted."""
+BEYOND_FORWARD = 150
+"""Most kernels of a pass beyond the plain forward, in a layer."""
+BEYOND_BACKWARD = 120
+"""Most kernels of a pass beyond the plain forward and backward, in a layer."""
+
+
+class Launches(TorchDispatchMode):
+    """Counts the kernels on the device "meta" while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = 0
+        self.waits = 0
+        """Copies to the CPU."""
+        self.bytes = 0
+        self.seconds = 0.0
+        self.names: Counter[str] = Counter()
+
+    def __enter__(self) -> Launches:
+        self._copies = patch.object(torch.Tensor, "cpu", lambda tensor: self._copy_to_cpu(tensor))
+        self._copies.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        self._copies.stop()
+
+    def _copy_to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Zeros of the shape of `tensor`."""
+        self.waits += 1
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        leaves = tree_leaves((args, kwargs, result))
+        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        if name in VIEWS or not any(tensor.is_meta for tensor in tensors.values()):
+            return result
+        moved = sum(tensor.nbytes for tensor in tensors.values())
+        if name in GATHERS:
+            moved = 2 * result.nbytes
+        operations = 0
+        if func.overloadpacket in flop_registry:
+            operations = flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
+        self.kernels += 1
+        self.bytes += moved
+        self.seconds += max(LAUNCH, operations / FLOPS, moved / BANDWIDTH)
+        self.names[name] += 1
+        return result
+
+
+class Pass(NamedTuple):
+    """A pass that is counted."""
+
+    name: str
+    context: Callable[[Any], Any]
+    """Function that opens the pass on a model, and gives the function that reads a batch."""
+    plain: str
+    """Name of the pass with which it is compared."""
+    most: int
+    """Most kernels beyond that pass."""
+
+
+def main() -> int:
+    """Count, print, compare with the bars; returns 1 when a bar fails."""
+    options = parser("launches", __doc__)
+    options.add_argument("--model", choices=CONFIGURATIONS, default="qwen3_30b")
+    options.add_argument("--tokens", type=int, default=4096, help="tokens in the batch")
+    options.add_argument("--kernels", action="store_true", help="print the kernels of each pass")
+    arguments = options.parse_args()
+    failed = False
+    beyond: dict[str, list[int]] = {}
+    for n_experts in EXPERTS:
+        model = published_model(
+            arguments.model, 1, "meta", vocabulary=1024, changes={"num_experts": n_experts}
+        )
+        counts: dict[str, Launches] = {}
+        for row in PASSES:
+            counted = counts[row.name] = count(row, model, batch(row, arguments.tokens))
+            plain = counts[row.plain]
+            beyond.setdefault(row.name, []).append(counted.kernels - plain.kernels)
+            print(
+                f"{n_experts} experts, {row.name}: {counted.kernels} kernels, "
+                f"{counted.bytes / 1e9:.2f} GB, {1e3 * counted.seconds:.2f} ms; of {row.plain}: "
+                f"bytes {counted.bytes / plain.bytes:.2f}, time "
+                f"{counted.seconds / plain.seconds:.2f}",
+                flush=True,
+            )
+            if arguments.kernels:
+                print(f"  {dict(counted.names.most_common())}")
+        for questions in QUESTIONS:
+            kernels, waits = count_likelihoods(model, questions)
+            beyond.setdefault(LIKELIHOODS, []).append(kernels)
+            failed |= misses(f"{LIKELIHOODS}: waits, {questions} questions", waits, "<=", 1)
+    few, many = min(beyond[LIKELIHOODS]), max(beyond[LIKELIHOODS])
+    failed |= misses(f"{LIKELIHOODS}: kernels beyond the forward", many, "<=", BEYOND_LIKELIHOODS)
+    failed |= misses(f"{LIKELIHOODS}: kernels that depend on the rows", many - few, "<=", 0)
+    for row in PASSES:
+        few, many = beyond[row.name]
+        failed |= misses(f"{row.name}: kernels beyond {row.plain}", many, "<=", row.most)
+        failed |= misses(f"{row.name}: kernels that depend on the experts", many - few, "<=", 0)
+    return int(failed)
+
+
+def count_likelihoods(model: Any, questions: int) -> tuple[int, int]:
+    """(kernels beyond the forward of the model, waits) of a pass over questions of 4 answers."""
+    rows = [
+        Row((question, *range(20), answer, answer), 21)
+        for question in range(questions)
+        for answer in range(4)
+    ]
+    launches = Launches()
+    in_forward = 0
+
+    def before(*_: Any) -> None:
+        nonlocal in_forward
+        in_forward -= launches.kernels
+
+    def after(*_: Any) -> None:
+        nonlocal in_forward
+        in_forward += launches.kernels
+
+    with ExitStack() as stack:
+        stack.callback(model.register_forward_pre_hook(before).remove)
+        stack.callback(model.register_forward_hook(after).remove)
+        # whether answers can share a pass is found out by a trial, once for a model
+        stack.enter_context(patch.object(likelihoods, "_can_share", lambda _: True))
+        stack.enter_context(patch("transformers.masking_utils.is_tracing", lambda *_: True))
+        stack.enter_context(launches)
+        likelihoods.log_likelihoods(model, rows, 2 * questions)  # one pass
+    return launches.kernels - in_forward, launches.waits
+
+
+def batch(row: Pass, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and which of them count: an eighth does not, if the name of the pass says so."""
+    ids = torch.zeros(8, tokens // 8, dtype=torch.int64)
+    length = ids.shape[1]
+    valid = length * 7 // 8 if "padding" in row.name else length
+    return ids, (torch.arange(length) < valid).expand(ids.shape).clone()
+
+
+def count(row: Pass, model: Any, data: tuple[torch.Tensor, torch.Tensor]) -> Launches:
+    """The kernels of the second batch of a pass."""
+    # transformers reads values of the positions, unless the forward is traced
+    traced = patch("transformers.masking_utils.is_tracing", lambda *_: True)
+    # weights on the device "meta" are taken for offloaded ones
+    present = patch("moe_lab.pruning.mask.check_in_memory", lambda *_: None)
+    with traced, present, row.context(model) as read:
+        read(*data)
+        with Launches() as launches:
+            read(*data)
+    return launches
+
+
+@contextmanager
+def plain_forward(model: Any) -> Any:
+    """The forward of the decoder."""
+    with torch.no_grad():
+        yield lambda ids, valid: run(model, ids, valid)
+
+
+@contextmanager
+def plain_backward(model: Any) -> Any:
+    """Forward and backward with frozen weights."""
+    with differentiable(model):
+        yield lambda ids, valid: forward_and_backward(model, ids, valid)
+
+
+def statistics(hook: Any) -> Callable[[Any], Any]:
+    """The pass with the forward statistics of `hook`."""
+
+    @contextmanager
+    def opened(model: Any) -> Any:
+        with torch.no_grad(), Observer(model, hook) as observer:
+            yield observer.run_batch
+
+    return opened
+
+
+def gradients(hook: Any) -> Callable[[Any], Any]:
+    """The pass with the gradient statistics of `hook`."""
+
+    @contextmanager
+    def opened(model: Any) -> Any:
+        with differentiable(model), Observer(model, hook) as observer:
+            yield lambda ids, valid: observer.run_batch(ids, valid, forward_and_backward)
+
+    return opened
+
+
+def masked(kind: str) -> Callable[[Any], Any]:
+    """The forward under a plan that drops half of the experts, or half of all channels."""
+
+    @contextmanager
+    def opened(model: Any) -> Any:
+        layers = moe_layers(model)
+        plans = {}
+        for layer in layers:
+            experts = tuple(range(layer.n_experts))
+            if kind == "experts":
+                plans[layer.index] = LayerPlan(layer.n_experts, experts[::2])
+            else:
+                channels = numpy.zeros((layer.n_experts, layer.width), dtype=bool)
+                channels[:, ::2] = True
+                plans[layer.index] = LayerPlan(layer.n_experts, experts, channels)
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(mask_layers(layers, Plan(plans, {})))
+            yield lambda ids, valid: run(model, ids, valid)
+
+    return opened
+
+
+LIKELIHOODS = "likelihoods"
+QUESTIONS = (8, 32)
+"""Numbers of questions in a pass."""
+BEYOND_LIKELIHOODS = 20
+"""Most kernels of a pass beyond the forward."""
+FORWARD = "plain forward"
+BACKWARD = "plain forward and backward"
+PASSES = [
+    Pass(FORWARD, plain_forward, FORWARD, 0),
+    Pass("statistics", statistics(ForwardHook), FORWARD, BEYOND_FORWARD),
+    Pass("statistics, an eighth is padding", statistics(ForwardHook), FORWARD, BEYOND_FORWARD),
+    Pass("similarity", statistics(SimilarityHook), FORWARD, BEYOND_FORWARD),
+    Pass("mask of experts", masked("experts"), FORWARD, BEYOND_FORWARD),
+    Pass("mask of channels", masked("channels"), FORWARD, BEYOND_FORWARD),
+    Pass(BACKWARD, plain_backward, BACKWARD, 0),
+    Pass("gradients", gradients(GradientHook), BACKWARD, BEYOND_BACKWARD),
+    Pass("weight gradients", gradients(WeightGradientHook), BACKWARD, BEYOND_BACKWARD),
+]
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""A second device for tests on a machine without a GPU.
+
+Tensors on the device "gpu" compute on the CPU, with the CPU's numbers. Mixing them with tensors on
+the CPU raises, as on CUDA: but for scalars, copies and indices. Operations are counted as kernels,
+and those whose result the CPU needs as waits, by the line of moe_lab that asked for them.
+
+    with SecondDevice() as device:
+        model.to("gpu")
+        ...
+        assert not device.waits
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "gpu"
+READS = frozenset(
+    [
+        "_local_scalar_dense",
+        "_unique2",
+        "bincount",
+        "equal",
+        "is_nonzero",
+        "item",
+        "masked_select",
+        "nonzero",
+        "unique2",
+        "unique_consecutive",
+    ]
+)
+"""Operations whose result, or its shape, the CPU needs."""
+UNORDERED = frozenset(["index_add", "index_add_", "scatter_add", "scatter_add_"])
+"""Operations that add numbers in any order on CUDA."""
+COPIES = ("_to_copy", "copy_", "to", "cpu")
+LAZY = {"_conj": torch.ops.aten.conj_physical.default, "_neg_view": torch.ops.aten.neg.default}
+"""Operations that only mark a tensor, which a wrapper cannot carry -> those that compute."""
+INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
+
+
+class _Backend:
+    """The module torch.gpu: one device, whose random numbers are the CPU's."""
+
+    def is_available(self) -> bool:
+        return True
+
+    is_initialized = is_available
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def get_rng_state(self, device: object = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
+        torch.set_rng_state(state)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+_setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())
+DEVICE = torch.device(NAME, 0)
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor on the device, whose numbers are in `numbers`, a tensor on the CPU."""
+
+    numbers: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor) -> DeviceTensor:
+        tensor: DeviceTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            numbers.size(),
+            strides=numbers.stride(),
+            storage_offset=numbers.storage_offset(),
+            dtype=numbers.dtype,
+            device=DEVICE,
+        )
+        tensor.numbers = numbers
+        return tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def tolist(self) -> list[Any]:
+        values: list[Any] = self.cpu().tolist()
+        return values
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError("a tensor on the device is no array: copy it to the CPU first")
+
+
+def _numbers(value: Any) -> Any:
+    return value.numbers if isinstance(value, DeviceTensor) else value
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The result of an operation, on the device if its tensors or its argument `device` are."""
+    name = func.overloadpacket.__name__
+    if func.namespace == "prim" and name == "device":
+        return DEVICE
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    on_device = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
+    on_cpu = [tensor for tensor in tensors if not isinstance(tensor, DeviceTensor)]
+    if on_device and name not in (*COPIES, *INDEXED) and any(tensor.dim() for tensor in on_cpu):
+        raise RuntimeError(f"{name} at {caller()} has tensors on {DEVICE} and on the CPU")
+    requested = requested_device(name, args, kwargs)
+    if name == "copy_":
+        is_result_on_device = isinstance(args[0], DeviceTensor)
+    elif requested is not None:
+        is_result_on_device = requested.type == NAME
+    else:
+        is_result_on_device = bool(on_device)
+
+    def on_the_cpu(value: Any) -> Any:
+        is_device = isinstance(value, torch.device) and value.type == NAME
+        return torch.device("cpu") if is_device else _numbers(value)
+
+    func = LAZY.get(name, func)
+    arguments, options = tree_map(on_the_cpu, (args, dict(kwargs)))
+    options.pop("pin_memory", None)
+    if name == "histc":  # takes integers on CUDA, but not on the CPU
+        arguments = (arguments[0].float(), *arguments[1:])
+    with torch.inference_mode(False), torch.no_grad():
+        result = func(*arguments, **options)
+    if not is_result_on_device:
+        return result
+    same = {id(tensor.numbers): tensor for tensor in on_device}
+
+    def on_the_device(leaf: Any) -> Any:
+        is_plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, DeviceTensor)
+        if not is_plain:
+            return leaf
+        return same[id(leaf)] if id(leaf) in same else DeviceTensor(leaf)
+
+    with torch.inference_mode(False):  # a wrapper keeps its version counter
+        wrapped = tree_map(on_the_device, result)
+        return return_and_correct_aliasing(func, args, kwargs, wrapped) if on_device else wrapped
+
+
+def requested_device(name: str, args: Any, kwargs: dict[str, Any]) -> torch.device | None:
+    """The device that an operation's arguments name; None if they name none."""
+    if name == "cpu":
+        return torch.device("cpu")
+    devices = [*args, kwargs.get("device")]
+    return next((device for device in devices if isinstance(device, torch.device)), None)
+
+
+def caller() -> str:
+    """Where moe_lab called the operation that runs, as file:line:function."""
+    frame = sys._getframe(1)
+    while frame := frame.f_back:  # type: ignore[assignment]
+        _, inside, path = frame.f_code.co_filename.rpartition("/moe_lab/")
+        if inside:
+            return f"{path}:{frame.f_lineno}:{frame.f_code.co_name}"
+    return "elsewhere"
+
+
+# Tensors that C++ makes are made below the dispatch of Python.
+
+
+def _empty(size: Any, *, dtype: Any = None, **_: Any) -> DeviceTensor:
+    return DeviceTensor(torch.empty(size, dtype=dtype, device="cpu"))
+
+
+def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> DeviceTensor:
+    return DeviceTensor(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    _numbers(target).copy_(_numbers(source))
+    return target
+
+
+_LIBRARY = torch.library.Library("aten", "IMPL")
+_LIBRARY.impl("empty.memory_format", _empty, "PrivateUse1")
+_LIBRARY.impl("empty_strided", _empty_strided, "PrivateUse1")
+_LIBRARY.impl("_copy_from", _copy, "PrivateUse1")
+
+
+def _copied_afterwards(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`make`, a function such as torch.tensor, that makes tensors of the device on the CPU."""
+
+    def made(data: Any, *args: Any, device: Any = None, **named: Any) -> torch.Tensor:
+        if device is None or torch.device(device).type != NAME:
+            return make(data, *args, device=device, **named)
+        return data if isinstance(data, DeviceTensor) else make(data, *args, **named).to(NAME)
+
+    return made
+
+
+class SecondDevice(TorchDispatchMode):
+    """While it is open, there is a device "gpu"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: Counter[str] = Counter()
+        """"operation at file:line:function" -> number of times that the CPU waited."""
+        self.unordered: Counter[str] = Counter()
+        """The same for operations that add floats in any order on CUDA."""
+
+    def __enter__(self) -> SecondDevice:
+        self._makers = [
+            patch.object(torch, name, _copied_afterwards(getattr(torch, name)))
+            for name in ("tensor", "as_tensor")
+        ]
+        for maker in self._makers:
+            maker.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for maker in self._makers:
+            maker.stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        on_device = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeviceTensor)]
+        if on_device:
+            requested = requested_device(name, args, kwargs)
+            is_copied_back = name in COPIES and (
+                not isinstance(args[0], DeviceTensor)
+                if name == "copy_"
+                else requested is not None and requested.type == "cpu"
+            )
+            is_boolean = name in INDEXED and any(
+                isinstance(index, torch.Tensor) and index.dtype == torch.bool
+                for index in tree_leaves(args[1:2])
+            )
+            if name in READS or is_copied_back or is_boolean:
+                self.waits[f"{name} at {caller()}"] += 1
+            if name in UNORDERED and on_device[0].is_floating_point():
+                self.unordered[f"{name} at {caller()}"] += 1
+        return _run(func, args, kwargs)

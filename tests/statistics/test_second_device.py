@@ -1,0 +1,133 @@
+"""Passes, masks, likelihoods and generation on a device other than the CPU: the CPU's numbers, and
+no wait within a batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import naive
+import pytest
+import tiny
+import torch
+from identities.plans import random_plan
+from second_device import SecondDevice
+
+from moe_lab.evaluation.engines import GenerationSettings, Row
+from moe_lab.evaluation.engines.hf import Batch, greedy_tokens
+from moe_lab.evaluation.engines.likelihoods import log_likelihoods
+from moe_lab.pruning.mask import mask
+from moe_lab.pruning.prune import prune
+from moe_lab.statistics.damage import DamageHook, SimilarityHook
+from moe_lab.statistics.forward import ForwardHook
+from moe_lab.statistics.gradients import (
+    GradientHook,
+    WeightGradientHook,
+    differentiable,
+    forward_and_backward,
+)
+from moe_lab.statistics.observe import Observer, forward
+
+TOLERANCE = 2e-6
+"""Largest difference from the CPU, whose attention is another kernel, as a share of the largest
+number of a tensor."""
+
+
+@pytest.fixture
+def device() -> Iterator[SecondDevice]:
+    with SecondDevice() as device:
+        yield device
+
+
+def on_device(model: Any) -> Any:
+    copied = copy.deepcopy(model).to("gpu")
+    copied.set_experts_implementation("grouped_mm")
+    return copied
+
+
+def sums(model: Any, hook: Any, reading: Any) -> Any:
+    with Observer(model, hook) as observer:
+        for ids, valid in tiny.batches():
+            observer.run_batch(ids, valid, reading)
+        return observer.layers()
+
+
+@pytest.mark.parametrize("hook", [ForwardHook, DamageHook, SimilarityHook])
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_forward_statistics_are_those_of_the_cpu(
+    name: str, hook: Any, device: SecondDevice
+) -> None:
+    model = naive.model(name)
+    naive.assert_sums_close(
+        sums(on_device(model), hook, forward), sums(model, hook, forward), TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("hook", [GradientHook, WeightGradientHook])
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_gradient_statistics_are_those_of_the_cpu(
+    name: str, hook: Any, device: SecondDevice
+) -> None:
+    results = []
+    for model in (on_device(naive.model(name)), naive.model(name)):
+        with differentiable(model):
+            results.append(sums(model, hook, forward_and_backward))
+    naive.assert_sums_close(*results, 10 * TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("hook", [ForwardHook, GradientHook, WeightGradientHook])
+def test_a_pass_has_the_waits_and_unordered_sums_of_the_model_alone(
+    name: str, hook: Any, device: SecondDevice
+) -> None:
+    model = on_device(naive.model(name))
+    ids, valid = naive.batch()
+    reading = forward if hook is ForwardHook else forward_and_backward
+    with differentiable(model):
+        reading(model, ids, valid)
+        plain = device.waits.total(), device.unordered.total()
+        with Observer(model, hook) as observer:
+            observer.run_batch(ids, valid, reading)
+            device.waits.clear()
+            device.unordered.clear()
+            observer.run_batch(ids, valid, reading)
+            assert (device.waits.total(), device.unordered.total()) == plain
+
+
+@pytest.mark.parametrize("way", ["whole experts", "ragged", "constants", "merged"])
+def test_masks_and_pruned_models_are_those_of_the_cpu(way: str, device: SecondDevice) -> None:
+    model = naive.model("olmoe")
+    plan = tiny.plan(model, 0.5) if way == "whole experts" else random_plan(model, way, share=0.5)
+    ids = tiny.tokens()
+    copied = on_device(model)
+    with torch.no_grad():
+        with mask(model, plan):
+            expected = model(ids).logits
+        with mask(copied, plan):
+            masked = copied(ids.to("gpu")).logits.cpu()
+        pruned = prune(copied, plan)(ids.to("gpu")).logits.cpu()
+    assert (masked - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    assert (pruned - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+def test_likelihoods_are_those_of_the_cpu(device: SecondDevice) -> None:
+    model = naive.model("olmoe")
+    rows = [Row((5, 6, question, answer, answer), 3) for question in (7, 8) for answer in (9, 10)]
+    expected = log_likelihoods(model, rows, 8)
+    copied = on_device(model)
+    log_likelihoods(copied, rows, 8)  # a trial finds out whether answers can share a pass
+    device.waits.clear()
+    results = log_likelihoods(copied, rows, 8)
+    assert [nats for nats, _ in results] == pytest.approx([nats for nats, _ in expected], rel=1e-5)
+    assert [likeliest for _, likeliest in results] == [likeliest for _, likeliest in expected]
+    waits = [count for wait, count in device.waits.items() if wait.endswith(":likelihoods")]
+    assert waits == [1], device.waits
+
+
+def test_generated_tokens_are_those_of_the_cpu(device: SecondDevice) -> None:
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
+    batch = Batch(prompts, [None, None], GenerationSettings(6), frozenset(), 0)
+    model = naive.model("olmoe")
+    expected = greedy_tokens(model, batch)
+    assert greedy_tokens(on_device(model), batch) == expected
