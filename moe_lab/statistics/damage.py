@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from moe_lab.errors import UserError
 from moe_lab.models.experts import at_least_fp32, dense_gates, mix_outputs
-from moe_lab.models.rows import dense_weights
+from moe_lab.models.rows import dense_weights, sort_by_expert
 from moe_lab.statistics.observe import StatisticsHook
 
 TOKENS = 2048
@@ -60,8 +60,10 @@ class DamageHook(StatisticsHook):
             routed[tokens] = mixes[:, 0].to(routed.dtype)
             # (t, K): norm of the change by the k-th expert of each token
             changes = torch.linalg.vector_norm(mixes[:, 1:], dim=-1).double()
-            valid_rows = slice(None) if valid is None else valid[tokens]
-            damage.index_add_(0, index[tokens][valid_rows].flatten(), changes[valid_rows].flatten())
+            if valid is not None:
+                changes = changes.masked_fill(~valid[tokens, None], 0)
+            rows = sort_by_expert(index[tokens], self.layer.n_experts)
+            damage += rows.sum(changes[rows.token, rows.column])
         del self.call
         self.add({"damage": damage})
         return routed
