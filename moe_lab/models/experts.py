@@ -36,31 +36,6 @@ TRIAL_TOKENS = 16
 """Number of tokens on which `cpu_experts` is compared with the model's own experts."""
 
 
-def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """R weighted sums of expert outputs for each token, (T, R, H), at least fp32. `hidden`: (T, H).
-    `gates` (T, R, E): the weights of the sums."""
-    n_experts = gates.shape[2]
-    has_gate = (gates != 0).any(1)  # (T, E): whether the token uses the expert
-    n = max(int(has_gate.sum(1).max()), 1)  # the largest number of used experts of a token
-    # the sort puts the used experts of each token first
-    order = has_gate.int().sort(dim=1, descending=True, stable=True)
-    is_used = order.values[:, :n].bool()
-    chosen = order.indices[:, :n]
-    outputs = torch.zeros(
-        *chosen.shape, hidden.shape[1], dtype=at_least_fp32(hidden).dtype, device=hidden.device
-    )
-    # unused experts get the id n_experts; its rows are skipped, so their outputs stay 0
-    rows = Rows(torch.where(is_used, chosen, n_experts), n_experts + 1)
-    for part in rows.one_by_one():
-        if part.experts < n_experts:
-            token = rows.token[part.rows]
-            outputs[token, rows.column[part.rows]] = at_least_fp32(
-                layer.expert_output(hidden[token], part.experts)
-            )
-    chosen_gates = gates.gather(2, chosen[:, None].expand(-1, gates.shape[1], -1))
-    return torch.bmm(chosen_gates.to(outputs.dtype), outputs)
-
-
 def dense_gates(index: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch.Tensor:
     """Gates (T, E), at least fp32: `weights` (T, K) for the experts `index` (T, K), 0 for all
     others."""

@@ -127,6 +127,19 @@ class Rows:
                 output.index_add_(0, token, (f * gates[part.rows]).to(output.dtype))
         return output
 
+    def outputs(
+        self, hidden: torch.Tensor, compute: Callable[[Part, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """The outputs (T, K, H) of the experts of each token, not weighted by gates. Arguments as
+        in `output`."""
+        parts = [
+            (part, compute(part, hidden.index_select(0, self.token[part.rows])))
+            for part in self.parts()
+        ]
+        outputs = torch.cat([f for _, f in parts])
+        shape = (len(hidden), len(self.token) // len(hidden), outputs.shape[1])
+        return outputs.new_empty(shape).index_put_((self.token, self.column), outputs)
+
 
 class GroupedRows(Rows):
     """The routed pairs of one call, sorted by expert, then by token, then by k. All experts are one
@@ -211,6 +224,12 @@ class GroupedRows(Rows):
         gates = weights[self.token, self.column, None]
         output: torch.Tensor = _Combine.apply(f * gates, self)
         return output.to(hidden.dtype)
+
+    def outputs(
+        self, hidden: torch.Tensor, compute: Callable[[Part, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        rows = compute(self, self.gather(hidden))[self.positions]
+        return rows.view(-1, self.top_k, rows.shape[1])
 
 
 class _Gather(torch.autograd.Function):

@@ -17,8 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from moe_lab.errors import UserError
-from moe_lab.models.experts import at_least_fp32, dense_gates, mix_outputs
-from moe_lab.models.rows import dense_weights, sort_by_expert
+from moe_lab.models.experts import at_least_fp32, dense_gates
+from moe_lab.models.rows import Part, dense_weights, sort_by_expert
 from moe_lab.statistics.observe import StatisticsHook
 
 TOKENS = 2048
@@ -47,8 +47,9 @@ class DamageHook(StatisticsHook):
         routed = torch.empty_like(hidden)
         for tokens in torch.arange(len(hidden), device=hidden.device).split(TOKENS):
             factors = self._factors(tokens, index[tokens])
-            # row 0 repeats the router's call without removing an expert
-            if not torch.equal(
+            # Row 0 repeats the router's call without removing an expert. The first batch decides,
+            # because a device waits for the comparison.
+            if not self.sums and not torch.equal(
                 factors[:, 0], dense_gates(index[tokens], weights[tokens], self.layer.n_experts)
             ):
                 raise UserError(
@@ -56,7 +57,7 @@ class DamageHook(StatisticsHook):
                     "model is not supported"
                 )
             # (t, 1 + K, H): the routed output, then its change by each of the token's experts
-            mixes = mix_outputs(self.layer, hidden[tokens], factors)
+            mixes = self._mix_outputs(hidden[tokens], factors)
             routed[tokens] = mixes[:, 0].to(routed.dtype)
             # (t, K): norm of the change by the k-th expert of each token
             changes = torch.linalg.vector_norm(mixes[:, 1:], dim=-1).double()
@@ -67,6 +68,27 @@ class DamageHook(StatisticsHook):
         del self.call
         self.add({"damage": damage})
         return routed
+
+    def _mix_outputs(self, hidden: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """Sums (t, R, H) of expert outputs, weighted by `factors` (t, R, E), in at least fp32.
+        `hidden`: (t, H)."""
+        is_used = (factors != 0).any(1)  # (t, E): whether an expert of the token has a factor
+        # Without its k-th expert, a token is routed to one further expert. A router with groups or
+        # a correction bias may choose several others: then a device waits for their number.
+        n = self.layer.top_k + 1
+        if self.layer.n_group > 1 or len(self.layer.routing) > 1:
+            n = int(is_used.sum(1).max())
+        # the sort puts the used experts of each token first
+        experts = is_used.int().sort(dim=1, descending=True, stable=True).indices[:, :n]
+
+        def compute(part: Part, states: torch.Tensor) -> torch.Tensor:
+            expert_weights = part.weights(self.layer)
+            phi = self.layer.phi(states, expert_weights)
+            return at_least_fp32(self.layer.output(phi, expert_weights))
+
+        outputs = sort_by_expert(experts, self.layer.n_experts).outputs(hidden, compute)
+        used_factors = factors.gather(2, experts[:, None].expand(-1, factors.shape[1], -1))
+        return torch.bmm(used_factors.to(outputs.dtype), outputs)
 
     def _factors(self, tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Factors (t, 1 + K, E) of the outputs of all E experts. `tokens` (t,): indices of the
