@@ -233,8 +233,14 @@ def count(row: Pass, model: Any, data: tuple[torch.Tensor, torch.Tensor]) -> Lau
     # transformers reads values of the positions, unless the forward is traced
     traced = patch("transformers.masking_utils.is_tracing", lambda *_: True)
     # weights on the device "meta" are taken for offloaded ones
-    present = patch("moe_lab.pruning.mask.check_in_memory", lambda *_: None)
-    with traced, present, row.context(model) as read:
+    patches = [
+        patch(f"moe_lab.pruning.{module}.check_in_memory", lambda *_: None)
+        for module in ("mask", "prune")
+    ]
+    with ExitStack() as stack:
+        for entry in (traced, *patches):
+            stack.enter_context(entry)
+        read = stack.enter_context(row.context(model))
         # the first batch may read values, such as whether a router can be repeated
         with patch.object(torch, "equal", lambda *_: True):
             read(*data)
@@ -280,7 +286,8 @@ def gradients(hook: Any) -> Callable[[Any], Any]:
 
 
 def masked(kind: str) -> Callable[[Any], Any]:
-    """The forward under a plan that drops half of the experts, or half of all channels."""
+    """The forward under a plan that drops half of the experts, or half of all channels, or merges
+    pairs of experts."""
 
     @contextmanager
     def opened(model: Any) -> Any:
@@ -288,12 +295,17 @@ def masked(kind: str) -> Callable[[Any], Any]:
         plans = {}
         for layer in layers:
             experts = tuple(range(layer.n_experts))
+            channels = numpy.zeros((layer.n_experts, layer.width), dtype=bool)
             if kind == "experts":
-                plans[layer.index] = LayerPlan(layer.n_experts, experts[::2])
-            else:
-                channels = numpy.zeros((layer.n_experts, layer.width), dtype=bool)
+                plan = LayerPlan(layer.n_experts, experts[::2])
+            elif kind == "channels":
                 channels[:, ::2] = True
-                plans[layer.index] = LayerPlan(layer.n_experts, experts, channels)
+                plan = LayerPlan(layer.n_experts, experts, channels)
+            else:
+                channels[::2] = True
+                pairs = {owner: {owner: 0.5, owner + 1: 0.5} for owner in experts[::2]}
+                plan = LayerPlan(layer.n_experts, experts, channels, merged=pairs)
+            plans[layer.index] = plan
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(mask_layers(layers, Plan(plans, {})))
@@ -317,6 +329,7 @@ PASSES = [
     Pass("similarity", statistics(SimilarityHook), FORWARD, BEYOND_FORWARD),
     Pass("mask of experts", masked("experts"), FORWARD, BEYOND_FORWARD),
     Pass("mask of channels", masked("channels"), FORWARD, BEYOND_FORWARD),
+    Pass("mask of merged experts", masked("merged experts"), FORWARD, BEYOND_FORWARD),
     Pass(BACKWARD, plain_backward, BACKWARD, 0),
     Pass("gradients", gradients(GradientHook), BACKWARD, BEYOND_BACKWARD),
     Pass("weight gradients", gradients(WeightGradientHook), BACKWARD, BEYOND_BACKWARD),

@@ -69,10 +69,8 @@ def planned_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
     """A function that computes the experts of a layer under `plan`, a plan of channels. The
     function gets original ids of experts. Without grouped_mm, experts that retain all channels give
     the results of the eager forward bit for bit."""
-    if not plan.merged and experts_implementation(layer.experts) == "grouped_mm":
-        function = _grouped_experts(layer, _dropped_channels(layer, plan))
-    else:
-        function = _sequential_experts(layer, plan)
+    is_grouped = experts_implementation(layer.experts) == "grouped_mm"
+    function = (_grouped_experts if is_grouped else _sequential_experts)(layer, plan)
     if plan.constants is None:
         return function
     return _add_constants(function, layer, plan)
@@ -128,14 +126,32 @@ def _add_constants(function: ExpertsFunction, layer: MoELayer, plan: LayerPlan) 
     return compute
 
 
-def _grouped_experts(layer: MoELayer, dropped: torch.Tensor) -> ExpertsFunction:
-    """A function that computes all experts at once. `dropped`: (E, I) bool."""
+def _grouped_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
+    """A function that computes all experts at once under `plan`, a plan of channels. The stored
+    experts of a plan with merged experts are copied."""
+    stored = list(range(layer.n_experts))
+    tensors = layer.tensors(slice(None))
+    if plan.merged:
+        stored = sorted({plan.owners[expert] for expert in plan.retained})
+        merged = merged_weights(layer, plan)
+        tensors = {
+            name: torch.stack(
+                [merged[owner][name] if owner in merged else stack[owner] for owner in stored]
+            )
+            for name, stack in tensors.items()
+        }
+    dropped = _dropped_channels(layer, plan)[stored]
+    # for each expert, the position of its owner in `stored`; experts that are dropped get no tokens
+    positions = torch.tensor(
+        [stored.index(owner) if owner in stored else 0 for owner in plan.owners],
+        device=dropped.device,
+    )
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        rows = GroupedRows(index, layer.n_experts)
+        rows = GroupedRows(positions[index], len(stored))
 
         def compute_experts(part: Part, states: torch.Tensor) -> torch.Tensor:
-            weights = part.weights(layer)
+            weights = part.weights(layer, tensors)
             phi = layer.phi(states, weights)
             return layer.output(phi.masked_fill(dropped[rows.expert], 0), weights)
 
