@@ -25,7 +25,7 @@ import numpy
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from benchmarks.measure import misses, parser
 from benchmarks.models import CONFIGURATIONS, published_model
@@ -91,6 +91,14 @@ BEYOND_BACKWARD = 120
 """Most kernels of a pass beyond the plain forward and backward, in a layer."""
 
 
+@register_flop_formula(torch.ops.aten._grouped_mm)
+def grouped_operations(left: Any, right: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Operations of a grouped product: of rows (S, M) with matrices (G, M, N), or of columns of
+    (N, S) and (S, M), which gives (G, N, M)."""
+    operations: int = 2 * left[-2] * left[-1] * right[-1]
+    return operations
+
+
 class Launches(TorchDispatchMode):
     """Counts the kernels on the device "meta" while it is open."""
 
@@ -131,6 +139,8 @@ class Launches(TorchDispatchMode):
         operations = 0
         if func.overloadpacket in flop_registry:
             operations = flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
+        elif name.endswith("mm"):
+            raise NotImplementedError(f"the operations of {name} are not counted")
         self.kernels += 1
         self.bytes += moved
         self.seconds += max(LAUNCH, operations / FLOPS, moved / BANDWIDTH)
@@ -230,6 +240,10 @@ def batch(row: Pass, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def count(row: Pass, model: Any, data: tuple[torch.Tensor, torch.Tensor]) -> Launches:
     """The kernels of the second batch of a pass."""
+    # of exact damage, the number of experts that a token uses is read
+    used = patch(
+        "moe_lab.statistics.damage.most_used", lambda _: model.config.num_experts_per_tok + 1
+    )
     # transformers reads values of the positions, unless the forward is traced
     traced = patch("transformers.masking_utils.is_tracing", lambda *_: True)
     # weights on the device "meta" are taken for offloaded ones
@@ -238,7 +252,7 @@ def count(row: Pass, model: Any, data: tuple[torch.Tensor, torch.Tensor]) -> Lau
         for module in ("mask", "prune")
     ]
     with ExitStack() as stack:
-        for entry in (traced, *patches):
+        for entry in (used, traced, *patches):
             stack.enter_context(entry)
         read = stack.enter_context(row.context(model))
         # the first batch may read values, such as whether a router can be repeated

@@ -2,9 +2,9 @@
 
 A random half of the experts of each layer is dropped, or replaced by constants, or merged, each
 expert into one of the other half. A ratio is the time of the forward pass under the mask, divided
-by that of the plain forward pass; the median over pairs of runs in this process. Merged experts are
-computed one after the other, also where the model computes all experts at once (grouped_mm), so
-their bar is higher. Exit code 1 when a bar fails."""
+by that of the plain forward pass; the median over pairs of runs in this process. Merged experts
+have a higher bar, because eager experts compute each member of a group apart. Exit code 1 when a
+bar fails."""
 
 from __future__ import annotations
 

@@ -43,9 +43,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 """Token ids (rows, length), and booleans (rows, length) that mark valid tokens."""
 Pass = Callable[[PreTrainedModel, Batch], None]
 BAR_OBSERVE = 1.10
+"""Bar of forward, gradients and similarity."""
 BAR_CUDA = 1.25
 """Bar of forward and gradients on CUDA."""
-"""Bar of forward, gradients and similarity."""
 FEW_EXPERTS = 64
 BAR_FEW = 5.0
 """Bar of every, for layers of at most FEW_EXPERTS experts."""

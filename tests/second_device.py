@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+import moe_lab
 
 NAME = "gpu"
 READS = frozenset(
@@ -39,8 +42,19 @@ READS = frozenset(
     ]
 )
 """Operations whose result, or its shape, the CPU needs."""
-UNORDERED = frozenset(["index_add", "index_add_", "scatter_add", "scatter_add_"])
-"""Operations that add numbers in any order on CUDA."""
+UNORDERED = frozenset(
+    [
+        "bincount",
+        "index_add",
+        "index_add_",
+        "scatter_add",
+        "scatter_add_",
+        "scatter_reduce",
+        "scatter_reduce_",
+    ]
+)
+"""Operations that add floats in any order on CUDA."""
+PACKAGE = Path(moe_lab.__file__).parent
 COPIES = ("_to_copy", "copy_", "to", "cpu")
 LAZY = {"_conj": torch.ops.aten.conj_physical.default, "_neg_view": torch.ops.aten.neg.default}
 """Operations that only mark a tensor, which a wrapper cannot carry -> those that compute."""
@@ -173,9 +187,9 @@ def caller() -> str:
     """Where moe_lab called the operation that runs, as file:line:function."""
     frame = sys._getframe(1)
     while frame := frame.f_back:  # type: ignore[assignment]
-        _, inside, path = frame.f_code.co_filename.rpartition("/moe_lab/")
-        if inside:
-            return f"{path}:{frame.f_lineno}:{frame.f_code.co_name}"
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(PACKAGE):
+            return f"{file.relative_to(PACKAGE)}:{frame.f_lineno}:{frame.f_code.co_name}"
     return "elsewhere"
 
 
@@ -240,20 +254,36 @@ class SecondDevice(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        on_device = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeviceTensor)]
-        if on_device:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        on_device = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
+        if name in COPIES:
             requested = requested_device(name, args, kwargs)
-            is_copied_back = name in COPIES and (
-                not isinstance(args[0], DeviceTensor)
+            source = args[1] if name == "copy_" else args[0]
+            is_to_device = (
+                isinstance(args[0], DeviceTensor)
                 if name == "copy_"
-                else requested is not None and requested.type == "cpu"
+                else isinstance(source, DeviceTensor)
+                if requested is None
+                else requested.type == NAME
             )
-            is_boolean = name in INDEXED and any(
-                isinstance(index, torch.Tensor) and index.dtype == torch.bool
-                for index in tree_leaves(args[1:2])
+            is_between = isinstance(source, DeviceTensor) != is_to_device
+            # a copy to the CPU is waited for in any case
+            waits = is_between and not (is_to_device and kwargs.get("non_blocking"))
+        else:
+            # indices by booleans, and indices on the CPU, which are copied
+            waits = bool(on_device) and (
+                name in READS
+                or (
+                    name in INDEXED
+                    and any(
+                        isinstance(index, torch.Tensor)
+                        and (index.dtype == torch.bool or not isinstance(index, DeviceTensor))
+                        for index in tree_leaves(args[1:2])
+                    )
+                )
             )
-            if name in READS or is_copied_back or is_boolean:
-                self.waits[f"{name} at {caller()}"] += 1
-            if name in UNORDERED and on_device[0].is_floating_point():
-                self.unordered[f"{name} at {caller()}"] += 1
+        if waits:
+            self.waits[f"{name} at {caller()}"] += 1
+        if name in UNORDERED and any(tensor.is_floating_point() for tensor in on_device):
+            self.unordered[f"{name} at {caller()}"] += 1
         return _run(func, args, kwargs)

@@ -105,7 +105,7 @@ def _batched_output(
 ) -> torch.Tensor:
     """The gated sum of expert outputs (T, H). Only matrix products are computed for each expert."""
     gathered = hidden.index_select(0, rows.token)
-    parts = list(rows.one_by_one())
+    parts = rows.one_by_one
     projected = torch.cat(
         [linear(gathered[part.rows], module.gate_up_proj[part.experts]) for part in parts]
     )

@@ -1,8 +1,8 @@
 """The routed (token, expert) pairs of one call of a layer's experts, sorted by expert.
 
-On the CPU experts are computed one after the other (`Rows`), on other devices all at once
-(`GroupedRows`): with the same number of operations for any number of experts, and none whose result
-the CPU waits for.
+A model with eager experts computes them one after the other (`Rows`). A model with grouped_mm, as
+moe_lab loads it on a GPU, computes all at once (`GroupedRows`): with the same number of operations
+for any number of experts, and none whose result the CPU waits for.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from moe_lab.models.discover import MoELayer, Weights
-from moe_lab.models.transformers_private import grouped_mm
+from moe_lab.models.transformers_private import experts_implementation, grouped_mm
+
+PIECE = 64
+"""Rows that a GPU adds one after the other."""
 
 
 class OneExpert(NamedTuple):
-    """The rows of one expert."""
+    """A part of the rows: those of one expert."""
 
     experts: int
-    """Index of the part's experts in tensors (E, ...)."""
+    """The expert, as an index of tensors (E, ...)."""
     rows: slice
     """The part's rows among all rows of the call."""
 
@@ -38,12 +41,11 @@ class OneExpert(NamedTuple):
         return values if ignored is None else values[~ignored[self.rows]]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums of `values` (n, ...) over the rows of each expert of the part: (...) for one expert,
-        else (E, ...)."""
+        """The sums (...) of `values` (n, ...) over the part's rows."""
         return values.sum(0)
 
     def amax(self, values: torch.Tensor) -> torch.Tensor:
-        """As `sum`, the largest of `values` >= 0; 0 for an expert without rows."""
+        """The largest (...) of `values` (n, ...) >= 0; 0 without rows."""
         return values.amax(0) if len(values) else values.new_zeros(values.shape[1:])
 
 
@@ -68,20 +70,20 @@ class Rows:
         self.token = order % index.shape[0]
         self.column = order // index.shape[0]
 
-    def parts(self) -> Iterator[Part]:
-        """The rows that are computed at once."""
-        return self.one_by_one()
-
-    def one_by_one(self) -> Iterator[OneExpert]:
+    @cached_property
+    def one_by_one(self) -> list[OneExpert]:
         """The rows of each expert that has rows."""
         ends = torch.bincount(self.expert, minlength=self.n_experts).cumsum(0).tolist()
-        start = 0
-        for expert, end in enumerate(ends):
-            if end > start:
-                yield OneExpert(expert, slice(start, end))
-            start = end
+        bounds = enumerate(zip([0, *ends], ends, strict=False))
+        return [
+            OneExpert(expert, slice(start, end)) for expert, (start, end) in bounds if end > start
+        ]
 
-    def sum(self, terms: torch.Tensor) -> torch.Tensor:
+    def parts(self) -> Sequence[Part]:
+        """The parts of the rows that are computed one after the other."""
+        return self.one_by_one
+
+    def sum_by_expert(self, terms: torch.Tensor) -> torch.Tensor:
         """Sums (E,) of the `terms` (S,) of each expert's rows."""
         return torch.bincount(self.expert, terms, self.n_experts)
 
@@ -89,7 +91,7 @@ class Rows:
         """Sums (E, P, Q) over each expert's rows of the products of `left` (S, P) and `right` (S,
         Q)."""
         sums = left.new_zeros(self.n_experts, left.shape[1], right.shape[1])
-        for part in self.one_by_one():
+        for part in self.one_by_one:
             torch.mm(left[part.rows].t(), right[part.rows], out=sums[part.experts])
         return sums
 
@@ -132,22 +134,19 @@ class Rows:
     ) -> torch.Tensor:
         """The outputs (T, K, H) of the experts of each token, not weighted by gates. Arguments as
         in `output`."""
-        parts = [
-            (part, compute(part, hidden.index_select(0, self.token[part.rows])))
-            for part in self.parts()
-        ]
-        outputs = torch.cat([f for _, f in parts])
-        shape = (len(hidden), len(self.token) // len(hidden), outputs.shape[1])
-        return outputs.new_empty(shape).index_put_((self.token, self.column), outputs)
+        outputs = None
+        for part in self.parts():
+            token = self.token[part.rows]
+            f = compute(part, hidden.index_select(0, token))
+            if outputs is None:
+                outputs = f.new_empty(len(hidden), len(self.token) // len(hidden), f.shape[1])
+            outputs[token, self.column[part.rows]] = f
+        assert outputs is not None, "there are tokens"
+        return outputs
 
 
 class GroupedRows(Rows):
-    """The routed pairs of one call, sorted by expert, then by token, then by k. All experts are one
-    part: their matrix products are grouped_mm, and their sums segment reductions, which add in the
-    same order each time."""
-
-    rows = slice(None)
-    experts = slice(None)
+    """The routed pairs of one call, sorted by expert, then by token, then by k."""
 
     def __init__(self, index: torch.Tensor, n_experts: int) -> None:
         self.n_experts = n_experts
@@ -155,47 +154,21 @@ class GroupedRows(Rows):
         self.expert, order = torch.sort(index.reshape(-1), stable=True)
         self.token = order // self.top_k
         self.column = order % self.top_k
-        positions = torch.arange(len(order), device=order.device)
-        self.positions = torch.empty_like(order).scatter_(0, order, positions)
+        numbers = torch.arange(len(order), device=order.device)
+        self.positions = torch.empty_like(order).scatter_(0, order, numbers)
         """(T K,) row of each pair of a token and k."""
         experts = torch.arange(n_experts, device=order.device)
         self.ends = torch.searchsorted(self.expert, experts, right=True)
         """(E,) end of each expert's rows."""
 
-    def parts(self) -> Iterator[Part]:
-        yield self
+    def parts(self) -> Sequence[Part]:
+        return [AllExperts(self)]
 
-    def weights(
-        self, layer: MoELayer, tensors: Mapping[str, torch.Tensor] | None = None
-    ) -> Weights:
-        weights = layer.weights(self.experts, tensors)
-        return GroupedWeights(**vars(weights), rows=self)
-
-    def counted(self, ignored: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
-        if ignored is None:
-            return values
-        return values.masked_fill(ignored.view(-1, *[1] * (values.dim() - 1)), 0)
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        return self._reduce(values, "sum")
-
-    def amax(self, values: torch.Tensor) -> torch.Tensor:
-        return self._reduce(values, "max")
-
-    @cached_property
-    def lengths(self) -> torch.Tensor:
-        """(E,) number of each expert's rows."""
-        return self.ends.diff(prepend=self.ends.new_zeros(1))
-
-    def _reduce(self, values: torch.Tensor, how: str) -> torch.Tensor:
-        """`values` (S, ...) -> (E, ...), 0 for experts without rows."""
-        # without `unsafe`, the lengths are read on the host
-        return torch.segment_reduce(
-            values, how, lengths=self.lengths, axis=0, unsafe=True, initial=0.0
-        )
+    def sum_by_expert(self, terms: torch.Tensor) -> torch.Tensor:
+        return AllExperts(self).sum(terms)
 
     def product_sums(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return self.sum(left[:, :, None] * right[:, None])
+        return AllExperts(self).sum(left[:, :, None] * right[:, None])
 
     def assemble(
         self, parts: Sequence[tuple[Part, Mapping[str, torch.Tensor]]]
@@ -208,8 +181,11 @@ class GroupedRows(Rows):
 
     def combine(self, values: torch.Tensor) -> torch.Tensor:
         """Sums (T, ...) of the `values` (S, ...) of each token's rows."""
-        rows = values[self.positions]
-        return rows.view(-1, self.top_k, *rows.shape[1:]).sum(1)
+        return self.of_tokens(values).sum(1)
+
+    def of_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` (S, ...) -> (T, K, ...)."""
+        return values[self.positions].view(-1, self.top_k, *values.shape[1:])
 
     def output(
         self,
@@ -218,7 +194,7 @@ class GroupedRows(Rows):
         compute: Callable[[Part, torch.Tensor], torch.Tensor | None],
     ) -> torch.Tensor:
         states: torch.Tensor = _Gather.apply(hidden, self)
-        f = compute(self, states)
+        f = compute(AllExperts(self), states)
         if f is None:
             return torch.zeros_like(hidden)
         gates = weights[self.token, self.column, None]
@@ -228,8 +204,61 @@ class GroupedRows(Rows):
     def outputs(
         self, hidden: torch.Tensor, compute: Callable[[Part, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        rows = compute(self, self.gather(hidden))[self.positions]
-        return rows.view(-1, self.top_k, rows.shape[1])
+        return self.of_tokens(compute(AllExperts(self), self.gather(hidden)))
+
+    @cached_property
+    def pieces(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ends (1 + P,) of pieces of at most PIECE rows of one expert, ends (1 + E,) of the pieces
+        of each expert), both after a 0. P depends on the number of rows only; pieces can be
+        empty."""
+        cuts = torch.arange(PIECE, len(self.expert), PIECE, device=self.ends.device)
+        piece_ends = torch.cat([self.ends, cuts]).sort().values
+        last_pieces = torch.searchsorted(piece_ends, self.ends, right=True)
+        zero = self.ends.new_zeros(1)
+        return torch.cat([zero, piece_ends]), torch.cat([zero, last_pieces])
+
+
+class AllExperts:
+    """The only part of `GroupedRows`: the rows of all experts. Sums are segment reductions, which
+    add in the same order each time."""
+
+    experts = slice(None)
+    rows = slice(None)
+
+    def __init__(self, grouped: GroupedRows) -> None:
+        self.grouped = grouped
+
+    def weights(
+        self, layer: MoELayer, tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> Weights:
+        """The weights of all experts. `tensors`: as in `MoELayer.weights`."""
+        weights = layer.weights(self.experts, tensors)
+        return GroupedWeights(**vars(weights), grouped=self.grouped)
+
+    def counted(self, ignored: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
+        """`values` (S, ...), 0 for the rows `ignored` (S,) bool; None: no row."""
+        if ignored is None:
+            return values
+        return values.masked_fill(ignored.view(-1, *[1] * (values.dim() - 1)), 0)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sums (E, ...) of `values` (S, ...) over each expert's rows."""
+        return self._reduce(values, "sum")
+
+    def amax(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest (E, ...) of `values` (S, ...) >= 0; 0 without rows."""
+        return self._reduce(values, "max")
+
+    def _reduce(self, values: torch.Tensor, how: str) -> torch.Tensor:
+        """`values` (S, ...) -> (E, ...), 0 for experts without rows."""
+        # Pieces first: an expert with many rows would take long, since a column of its rows is
+        # added one by one, and rounding errors would add up.
+        for offsets in self.grouped.pieces:
+            # without `unsafe`, the offsets are read on the CPU
+            values = torch.segment_reduce(
+                values, how, offsets=offsets, axis=0, unsafe=True, initial=0.0
+            )
+        return values
 
 
 class _Gather(torch.autograd.Function):
@@ -258,12 +287,16 @@ class _Combine(torch.autograd.Function):
         return ctx.rows.gather(gradient), None
 
 
-def dense_weights(layer: MoELayer, device: torch.device) -> Iterator[tuple[slice, DenseWeights]]:
+def is_grouped(layer: MoELayer) -> bool:
+    """Whether the model computes all experts of the layer at once."""
+    return experts_implementation(layer.experts) == "grouped_mm"
+
+
+def dense_weights(layer: MoELayer) -> Iterator[tuple[slice, DenseWeights]]:
     """(slice of experts, their weights) for experts that all compute the same states: one expert
-    after the other on the CPU, all experts at once on another device."""
-    n_experts = layer.n_experts
-    step = 1 if device.type == "cpu" else n_experts
-    for first in range(0, n_experts, step):
+    after the other, or all at once."""
+    step = layer.n_experts if is_grouped(layer) else 1
+    for first in range(0, layer.n_experts, step):
         experts = slice(first, first + step)
         yield experts, DenseWeights(**vars(layer.weights(experts)))
 
@@ -283,19 +316,19 @@ class DenseWeights(Weights):
 class GroupedWeights(Weights):
     """The weights of all experts, (E, ...) each, for rows that are sorted by expert."""
 
-    rows: GroupedRows
+    grouped: GroupedRows
 
     def linear(
         self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        product = grouped_mm(states, weight.mT, self.rows.ends.to(torch.int32))
-        return product if bias is None else product + bias[self.rows.expert]
+        product = grouped_mm(states, weight.mT, self.grouped.ends.to(torch.int32))
+        return product if bias is None else product + bias[self.grouped.expert]
 
 
-Part: TypeAlias = OneExpert | GroupedRows
-"""Rows that are computed at once: those of one expert, or those of all."""
+Part: TypeAlias = OneExpert | AllExperts
+"""Rows that are computed at once."""
 
 
-def sort_by_expert(index: torch.Tensor, n_experts: int) -> Rows:
+def sort_by_expert(layer: MoELayer, index: torch.Tensor) -> Rows:
     """The sorted pairs of `index` (T, K), the expert ids of each token."""
-    return (Rows if index.device.type == "cpu" else GroupedRows)(index, n_experts)
+    return (GroupedRows if is_grouped(layer) else Rows)(index, layer.n_experts)

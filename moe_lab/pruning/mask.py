@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from moe_lab.exported_code.ragged import constant_output, count_attributes, replace_tensor
 from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers
 from moe_lab.models.experts import ExpertsFunction, are_replaced, replace_experts
-from moe_lab.models.rows import GroupedRows, OneExpert, Part, Rows
-from moe_lab.models.transformers_private import experts_implementation
+from moe_lab.models.rows import GroupedRows, OneExpert, Part, Rows, is_grouped
 from moe_lab.pruning.layer_plan import LayerPlan, Mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import merged_weights
@@ -27,10 +26,10 @@ def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
     """A context in which `model` computes what `prune(model, plan)` would compute.
 
     Results are equal bit for bit under eager experts for plans of whole experts, and within 1e-5
-    (fp32) for plans of channels. Expert weights are neither copied nor changed, but the weights of
-    merged experts are additional memory. Contexts of one model cannot be nested. UserError when the
-    plan does not fit the model or still has to be aligned, or when weights of MoE blocks are
-    offloaded.
+    (fp32) for plans of channels. Expert weights are not changed. If the plan merges experts, their
+    summed weights are additional memory; with grouped_mm, the weights of all stored experts.
+    Contexts of one model cannot be nested. UserError when the plan does not fit the model or still
+    has to be aligned, or when weights of MoE blocks are offloaded.
     """
     layers = moe_layers(model)
     plan.check_model(layers)
@@ -69,8 +68,7 @@ def planned_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
     """A function that computes the experts of a layer under `plan`, a plan of channels. The
     function gets original ids of experts. Without grouped_mm, experts that retain all channels give
     the results of the eager forward bit for bit."""
-    is_grouped = experts_implementation(layer.experts) == "grouped_mm"
-    function = (_grouped_experts if is_grouped else _sequential_experts)(layer, plan)
+    function = (_grouped_experts if is_grouped(layer) else _sequential_experts)(layer, plan)
     if plan.constants is None:
         return function
     return _add_constants(function, layer, plan)
@@ -117,34 +115,29 @@ def _add_constants(function: ExpertsFunction, layer: MoELayer, plan: LayerPlan) 
     weights = cast(torch.Tensor, layer.experts.down_proj)
     device = layer.routing[0].tensor.device
     vectors = torch.from_numpy(plan.constants).to(device, weights.dtype)
+    null_experts: Any = torch.tensor(plan.null_experts, device=device)
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         output = function(hidden, index, gates)
-        output += constant_output(index, gates, layer.n_experts, plan.null_experts, vectors)
+        output += constant_output(index, gates, layer.n_experts, null_experts, vectors)
         return output
 
     return compute
 
 
 def _grouped_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
-    """A function that computes all experts at once under `plan`, a plan of channels. The stored
-    experts of a plan with merged experts are copied."""
-    stored = list(range(layer.n_experts))
-    tensors = layer.tensors(slice(None))
+    """A function that computes all experts at once under `plan`, a plan of channels. If the plan
+    merges experts, the weights of all stored experts are copied."""
+    stored: Sequence[int] = range(layer.n_experts)
+    tensors = None  # the layer's own
     if plan.merged:
         stored = sorted({plan.owners[expert] for expert in plan.retained})
-        merged = merged_weights(layer, plan)
-        tensors = {
-            name: torch.stack(
-                [merged[owner][name] if owner in merged else stack[owner] for owner in stored]
-            )
-            for name, stack in tensors.items()
-        }
-    dropped = _dropped_channels(layer, plan)[stored]
+        tensors = _stored_weights(layer, plan, stored)
+    dropped = _dropped_channels(layer, plan)[list(stored)]
     # for each expert, the position of its owner in `stored`; experts that are dropped get no tokens
+    numbers = {owner: number for number, owner in enumerate(stored)}
     positions = torch.tensor(
-        [stored.index(owner) if owner in stored else 0 for owner in plan.owners],
-        device=dropped.device,
+        [numbers.get(owner, 0) for owner in plan.owners], device=dropped.device
     )
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
@@ -158,6 +151,20 @@ def _grouped_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
         return rows.output(hidden, gates, compute_experts)
 
     return compute
+
+
+@torch.no_grad()
+def _stored_weights(
+    layer: MoELayer, plan: LayerPlan, stored: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """Name of a stack -> the stack of the experts `stored`. The weights of owners are summed."""
+    merged = merged_weights(layer, plan)
+    return {
+        name: torch.stack(
+            [merged[owner][name] if owner in merged else stack[owner] for owner in stored]
+        )
+        for name, stack in layer.tensors(slice(None)).items()
+    }
 
 
 @contextmanager

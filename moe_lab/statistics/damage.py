@@ -22,7 +22,9 @@ from moe_lab.models.rows import Part, dense_weights, sort_by_expert
 from moe_lab.statistics.observe import StatisticsHook
 
 TOKENS = 2048
-"""Tokens processed at once: the outputs of their top-k + 1 experts are in memory together."""
+"""Tokens of which DamageHook has the outputs of their top-k + 1 experts in memory at once."""
+DENSE_TOKENS = 512
+"""Tokens of which SimilarityHook has the outputs of all experts in memory at once."""
 
 
 class DamageHook(StatisticsHook):
@@ -63,8 +65,8 @@ class DamageHook(StatisticsHook):
             changes = torch.linalg.vector_norm(mixes[:, 1:], dim=-1).double()
             if valid is not None:
                 changes = changes.masked_fill(~valid[tokens, None], 0)
-            rows = sort_by_expert(index[tokens], self.layer.n_experts)
-            damage += rows.sum(changes[rows.token, rows.column])
+            rows = sort_by_expert(self.layer, index[tokens])
+            damage += rows.sum_by_expert(changes[rows.token, rows.column])
         del self.call
         self.add({"damage": damage})
         return routed
@@ -73,20 +75,20 @@ class DamageHook(StatisticsHook):
         """Sums (t, R, H) of expert outputs, weighted by `factors` (t, R, E), in at least fp32.
         `hidden`: (t, H)."""
         is_used = (factors != 0).any(1)  # (t, E): whether an expert of the token has a factor
-        # Without its k-th expert, a token is routed to one further expert. A router with groups or
-        # a correction bias may choose several others: then a device waits for their number.
-        n = self.layer.top_k + 1
-        if self.layer.n_group > 1 or len(self.layer.routing) > 1:
-            n = int(is_used.sum(1).max())
         # the sort puts the used experts of each token first
-        experts = is_used.int().sort(dim=1, descending=True, stable=True).indices[:, :n]
+        ordered = is_used.int().sort(dim=1, descending=True, stable=True)
+        n = most_used(is_used)
+        is_used = ordered.values[:, :n].bool()
+        experts = ordered.indices[:, :n]
 
         def compute(part: Part, states: torch.Tensor) -> torch.Tensor:
             expert_weights = part.weights(self.layer)
             phi = self.layer.phi(states, expert_weights)
             return at_least_fp32(self.layer.output(phi, expert_weights))
 
-        outputs = sort_by_expert(experts, self.layer.n_experts).outputs(hidden, compute)
+        outputs = sort_by_expert(self.layer, experts).outputs(hidden, compute)
+        # an expert that the token does not use may overflow, and 0 x Inf is NaN
+        outputs = outputs.masked_fill(~is_used[:, :, None], 0)
         used_factors = factors.gather(2, experts[:, None].expand(-1, factors.shape[1], -1))
         return torch.bmm(used_factors.to(outputs.dtype), outputs)
 
@@ -125,6 +127,13 @@ class DamageHook(StatisticsHook):
         with _Replay(logits, removed):
             _logits, gates, experts = self.layer.router.forward(*args, **kwargs)
         return experts, gates
+
+
+def most_used(is_used: torch.Tensor) -> int:
+    """The largest number of experts that a token uses. `is_used`: (t, E) bool. A GPU is waited for.
+    Mostly it is top-k + 1, but more if logits are equal, or if the router has groups or a
+    correction bias."""
+    return int(is_used.sum(1).max())
 
 
 class _Replay(TorchFunctionMode):
@@ -172,7 +181,8 @@ class SimilarityHook(StatisticsHook):
 
     kind = "similarity"
     probabilities: torch.Tensor | None = None
-    """Softmax (T, E) of the logits in the router's last call; None without logits."""
+    """Softmax (V, E) fp64 of the logits of the V valid tokens in the router's last call; None
+    without logits."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Add `router_gram` (E, E): the products of the logits of every two experts, summed over
@@ -181,9 +191,8 @@ class SimilarityHook(StatisticsHook):
         logits = result[0] if isinstance(result, tuple) else None
         if not isinstance(logits, torch.Tensor) or logits.shape[-1] != self.layer.n_experts:
             return
-        logits = logits.detach().reshape(-1, self.layer.n_experts).double()
-        valid = self.valid_tokens(logits)
-        logits = logits if valid is None else logits.masked_fill(~valid[:, None], 0)
+        logits = logits.detach().reshape(-1, self.layer.n_experts)
+        logits = logits[self.counted(logits)].double()
         self.probabilities = logits.softmax(-1)
         self.add({"router_gram": logits.T @ logits})
 
@@ -193,22 +202,20 @@ class SimilarityHook(StatisticsHook):
         """The routed output (T, H). Adds `dense_output_sum` (E, H): the outputs of each expert,
         summed over all valid tokens. Adds `dense_gated_output_sum` (E, H): the same sum, weighted
         by `probabilities`."""
-        valid = self.valid_tokens(hidden)
-        states = hidden if valid is None else hidden.masked_fill(~valid[:, None], 0)
-        ones = hidden.new_ones(len(hidden), dtype=torch.float64)
-        ones = ones if valid is None else ones.masked_fill(~valid, 0)
-        factors = [ones.expand(self.layer.n_experts, -1)]
+        tokens = self.counted(hidden)
+        factors = [hidden.new_ones(self.layer.n_experts, len(tokens), dtype=torch.float64)]
         if self.probabilities is not None:
-            factors.append(self.probabilities.T.to(hidden.device) * ones)
-        # (E, 1 or 2, T): factors of the outputs of each expert in its sums
+            factors.append(self.probabilities.T.to(hidden.device))
+        # (E, 1 or 2, V): factors of the outputs of each expert in its sums
         factors_of_experts = torch.stack(factors, 1)
         sums = factors_of_experts.new_zeros(*factors_of_experts.shape[:2], hidden.shape[1])
-        for part in torch.arange(len(hidden), device=hidden.device).split(TOKENS):
-            for experts, expert_weights in dense_weights(self.layer, hidden.device):
-                phi = self.layer.phi(states[part], expert_weights)
-                outputs = at_least_fp32(self.layer.output(phi, expert_weights))  # (experts, t, H)
-                factors_of_part = factors_of_experts[experts, :, part].to(outputs.dtype)
-                sums[experts] += factors_of_part @ outputs
+        parts = factors_of_experts.split(DENSE_TOKENS, 2)
+        for part, factors_of_part in zip(tokens.split(DENSE_TOKENS), parts, strict=True):
+            states = hidden[part]
+            for experts, expert_weights in dense_weights(self.layer):
+                phi = self.layer.phi(states, expert_weights)
+                outputs = at_least_fp32(self.layer.output(phi, expert_weights))  # (experts, v, H)
+                sums[experts] += factors_of_part[experts].to(outputs.dtype) @ outputs
         names = ("dense_output_sum", "dense_gated_output_sum")
         self.add(dict(zip(names, sums.unbind(1), strict=False)))  # without logits only the first
         # the routed output of the model's own code

@@ -35,7 +35,9 @@ class ForwardHook(StatisticsHook):
     residual: torch.Tensor | None = None
     """(T, H) residual stream before the MoE block, until the block's experts have run."""
     logits: torch.Tensor | None = None
-    """(T, E) logits of the router's last call; None if it returns none."""
+    """(T, E) fp64 logits of the router's last call; None if it returns none."""
+    probabilities: torch.Tensor
+    """(T, E) their softmax."""
     call: ExpertsCall | None = None
     """The last call of the experts, until the decoder layer returns."""
 
@@ -55,7 +57,8 @@ class ForwardHook(StatisticsHook):
         logits = result[0] if isinstance(result, tuple) else None
         self.logits = None
         if isinstance(logits, torch.Tensor) and logits.shape[-1] == self.layer.n_experts:
-            self.logits = logits.detach().reshape(-1, self.layer.n_experts)
+            self.logits = logits.detach().reshape(-1, self.layer.n_experts).double()
+            self.probabilities = self.logits.softmax(-1)
 
     def register_hooks(self, decoder_layer: torch.nn.Module) -> Iterable[RemovableHandle]:
         """Yield hooks that record the residual stream before the MoE block. The stream is the
@@ -92,7 +95,7 @@ class ForwardHook(StatisticsHook):
     ) -> torch.Tensor:
         """The routed output m (T, H). Adds the statistics of this call."""
         layer = self.layer
-        rows = sort_by_expert(index, layer.n_experts)
+        rows = sort_by_expert(layer, index)
         gates = weights.detach()
         call = ExpertsCall(
             rows, gates, self._softmax_gates(index, gates), self.valid_tokens(hidden)
@@ -112,7 +115,7 @@ class ForwardHook(StatisticsHook):
         if self.residual is not None:
             sums["shift_weighted"] = call.weigh_shifts(self.residual, m)
         if self.logits is not None:
-            sums["router_entropy"] = entropy_histogram(self.logits, call.valid)
+            sums["router_entropy"] = entropy_histogram(self.probabilities, call.valid)
         self.add(sums)
         self.call = call
         self.residual = None
@@ -142,21 +145,21 @@ class ForwardHook(StatisticsHook):
             return {}
         if self.softmax_test is None and self.is_softmax_router is None:
             self.softmax_test = is_softmax(self.logits, index, weights)
-        probabilities = self.logits.double().softmax(-1)
-        gates = (probabilities.gather(-1, index), probabilities.softmax(-1).gather(-1, index))
+        doubled = self.probabilities.softmax(-1)
+        gates = (self.probabilities.gather(-1, index), doubled.gather(-1, index))
         return dict(zip(SOFTMAX_GATES, gates, strict=True))
 
 
-def entropy_histogram(logits: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+def entropy_histogram(probabilities: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
     """Histogram (ENTROPY_BINS,) of router entropies: numbers of valid tokens in equal bins from 0
-    to ln E. `logits` (T, E). `valid` (T,): which tokens count; None: all."""
+    to ln E. `probabilities` (T, E) fp64. `valid` (T,): which tokens count; None: all."""
     # divided by ln 2 if there is only one expert, because ln 1 is 0
-    entropies = torch.special.entr(logits.double().softmax(-1)).sum(-1) / math.log(
-        max(2, logits.shape[-1])
+    entropies: torch.Tensor = torch.special.entr(probabilities).sum(-1) / math.log(
+        max(2, probabilities.shape[-1])
     )
     bins = (entropies * ENTROPY_BINS).long().clamp(0, ENTROPY_BINS - 1)
     counts = torch.ones_like(bins) if valid is None else valid.to(bins.dtype)
-    return torch.zeros_like(bins[:1]).repeat(ENTROPY_BINS).scatter_add_(0, bins, counts)
+    return bins.new_zeros(ENTROPY_BINS).scatter_add_(0, bins, counts)
 
 
 def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -170,7 +173,8 @@ def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor)
     log_gates = weights.double().clamp(min=torch.finfo(torch.float64).tiny).log()
     log_ratios = log_gates - log_probabilities
     axis = 1 if index.shape[1] > 1 else 0
-    return ((log_ratios.amax(axis) - log_ratios.amin(axis)) <= tolerance).all()
+    spread: torch.Tensor = log_ratios.amax(axis) - log_ratios.amin(axis)
+    return (spread <= tolerance).all()
 
 
 def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
@@ -219,6 +223,11 @@ class ExpertsCall:
         self.ignored_rows = None if self.ignored is None else self.ignored[rows.token]
         self.gate_squares = self.gates[:2].to(at_least_fp32(weights).dtype).square()
         """(2, S): the squares of the first two kinds of gates."""
+        self.channel_factors = {
+            "": torch.ones_like(self.gate_squares[0]),
+            "gate_": self.gate_squares[0],
+            "renormalized_": self.gate_squares[1],
+        }
         self.norm_square = torch.empty_like(self.gate_squares[0])
         """(S,): ||f||^2 of the outputs f of experts, which `add` computes."""
         self.statistics: list[tuple[Part, dict[str, torch.Tensor]]] = []
@@ -234,11 +243,10 @@ class ExpertsCall:
         squares = f.square()
         torch.sum(squares, -1, out=self.norm_square[part.rows])
         largest_square = part.counted(self.ignored_rows, squares.amax(-1))
-        gate_squares = dict(zip(("gate", "renormalized"), self.gate_squares, strict=True))
         statistics = {
             "output_sum": part.sum(part.counted(self.ignored_rows, f)),
             "output_abs_max": part.amax(largest_square).sqrt(),
-            **channel_sums(part, phi, self.ignored_rows, gate_squares),
+            **channel_sums(part, phi, self.ignored_rows, self.channel_factors),
         }
         self.statistics.append((part, statistics))
 
@@ -266,18 +274,20 @@ class ExpertsCall:
             * self.gates[0]
             * self.norm_square.double().sqrt()
         )
-        return self.rows.sum(self._counted(terms))
+        return self.rows.sum_by_expert(self._counted(terms))
 
     def normalize(self, stream: torch.Tensor) -> dict[str, torch.Tensor]:
         """Statistic -> its sum over valid tokens: "ala_first" (E,), "ala_second" (E,) and
         "layer_loss" (). Each token's term is divided by ||y||^2 + EPSILON. y = `stream` (T, H): the
         residual stream after the decoder layer."""
-        factor = 1 / (at_least_fp32(stream).square().sum(-1).double() + EPSILON)
+        factor = (at_least_fp32(stream).square().sum(-1).double() + EPSILON).reciprocal()
         loss = self.loss * factor
         loss = loss if self.ignored is None else loss.masked_fill(self.ignored, 0)
         sums = {"layer_loss": loss.sum()}
         for name, numerators in (("ala_first", self.ala_first), ("ala_second", self.ala_second)):
-            sums[name] = self.rows.sum(self._counted(numerators * factor[self.rows.token]))
+            sums[name] = self.rows.sum_by_expert(
+                self._counted(numerators * factor[self.rows.token])
+            )
         return sums
 
     def _counted(self, terms: torch.Tensor) -> torch.Tensor:
@@ -316,21 +326,20 @@ def channel_sums(
     part: Part,
     phi: torch.Tensor,
     ignored: torch.Tensor | None,
-    gate_squares: Mapping[str, torch.Tensor],
+    factors: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """Statistics of the activations `phi` (n, I), the input of down_proj, of the rows of a part:
-    (I,) for one expert, else (E, I), in at least fp32. "channel_square": the sum of phi^2 over an
-    expert's rows. "channel_max": the maximum of |phi|. For each kind of gate g in `gate_squares`,
-    both are also taken of g phi. Their names begin with the kind, as in "gate_channel_max".
-
-    `ignored` (S,) bool: the rows that do not count; None: all count. `gate_squares`: kind of gate
-    -> squares (S,), in at least fp32."""
-    square = part.counted(ignored, at_least_fp32(phi)).square()
-    squares = {"": square}
-    for kind, gate_square in gate_squares.items():
-        squares[f"{kind}_"] = square * part.counted(ignored, gate_square[part.rows])[:, None]
-    sums = {}
-    for prefix, values in squares.items():
-        sums[f"{prefix}channel_square"] = part.sum(values)
-        sums[f"{prefix}channel_max"] = part.amax(values).sqrt()
-    return sums
+    (I,) for one expert, (E, I) for all, in at least fp32. "channel_square" is the sum of a phi^2
+    over an expert's rows, and "channel_max" the square root of its maximum, for each of `factors`:
+    prefix of the names -> a (S,), in at least fp32. `ignored` (S,) bool: the rows that do not
+    count; None: all count."""
+    squares = part.counted(ignored, at_least_fp32(phi)).square()
+    factors_of_rows = torch.stack([factor[part.rows] for factor in factors.values()], 1)
+    products = squares[:, None] * part.counted(ignored, factors_of_rows)[:, :, None]
+    sums = part.sum(products)
+    maxima = part.amax(products).sqrt()
+    statistics = {}
+    for number, prefix in enumerate(factors):
+        statistics[f"{prefix}channel_square"] = sums[..., number, :]
+        statistics[f"{prefix}channel_max"] = maxima[..., number, :]
+    return statistics

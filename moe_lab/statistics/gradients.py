@@ -68,19 +68,18 @@ class GradientHook(StatisticsHook):
         """The routed output (T, H). Adds the statistics of the activations and each expert's number
         of valid tokens."""
         layer = self.layer
-        rows = sort_by_expert(index, layer.n_experts)
+        rows = sort_by_expert(layer, index)
         valid = self.valid_tokens(hidden)
         ignored = None if valid is None else ~valid[rows.token]
         gate_square = at_least_fp32(weights.detach())[rows.token, rows.column].square()
+        factors = {"": torch.ones_like(gate_square), "gate_": gate_square}
         channels = []
 
         def compute(part: Part, states: torch.Tensor) -> torch.Tensor:
             """The outputs (n, H) of the experts of a part."""
             expert_weights = part.weights(layer)
             phi = layer.phi(states, expert_weights)
-            channels.append(
-                (part, channel_sums(part, phi.detach(), ignored, {"gate": gate_square}))
-            )
+            channels.append((part, channel_sums(part, phi.detach(), ignored, factors)))
             if phi.requires_grad:
                 phi.register_hook(partial(self._add_gradient, part, phi.detach(), ignored))
             return layer.output(phi, expert_weights)
@@ -92,7 +91,7 @@ class GradientHook(StatisticsHook):
         # sum, or moves the sum of an interrupted pass to the device of the activations.
         sums = rows.assemble(channels)
         zeros = {name: torch.zeros_like(sums["channel_square"]) for name in GRADIENT_SUMS}
-        self.add({**sums, "tokens": rows.sum(counts), **zeros})
+        self.add({**sums, "tokens": rows.sum_by_expert(counts), **zeros})
         return routed
 
     def _add_gradient(
@@ -133,9 +132,8 @@ def loss_gradient(
     states: torch.Tensor = output.last_hidden_state.detach()
     gradient = torch.zeros_like(states)
     row, column = (valid[:, :-1] & valid[:, 1:]).nonzero(as_tuple=True)  # on the CPU, as `valid`
-    targets = input_ids[row, column + 1].to(states.device)
-    row = row.to(states.device)
-    column = column.to(states.device)
+    found = torch.stack([row, column, input_ids[row, column + 1]])
+    row, column, targets = found.to(states.device, non_blocking=True)
     vocabulary = int(model.config.get_text_config().vocab_size)
     for part in torch.arange(len(row), device=states.device).split(max(1, LOGITS // vocabulary)):
         selected = states[row[part], column[part]][None].requires_grad_()
@@ -212,7 +210,7 @@ class WeightGradientHook(StatisticsHook):
             expert_weights = part.weights(layer, tensors)
             return layer.output(layer.phi(states, expert_weights), expert_weights)
 
-        return sort_by_expert(index, layer.n_experts).output(hidden, weights, compute)
+        return sort_by_expert(layer, index).output(hidden, weights, compute)
 
     def result(self) -> dict[str, torch.Tensor]:
         """Name -> statistic (E, I) fp64, 0 for experts without tokens."""

@@ -118,7 +118,16 @@ class StatisticsHook:
             raise UserError(
                 f"{self.layer.name} saw {len(hidden)} tokens, expected the batch's {valid.numel()}"
             )
-        return valid.flatten().to(hidden.device)
+        return valid.flatten().to(hidden.device, non_blocking=True)
+
+    def counted(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Indices (V,) of the tokens of `hidden` (T, H) that count. Errors as in `valid_tokens`."""
+        valid = self.valid_tokens(hidden)
+        if valid is None:
+            return torch.arange(len(hidden), device=hidden.device)
+        # from the batch's own mask, which is on the CPU, so that no device waits
+        assert self.observer.valid is not None
+        return self.observer.valid.flatten().nonzero()[:, 0].to(hidden.device, non_blocking=True)
 
 
 class Observer:

@@ -21,7 +21,7 @@ from moe_lab.config import GATES
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.experts import are_replaced
-from moe_lab.models.rows import sort_by_expert
+from moe_lab.models.rows import Rows
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.damage import DamageHook, SimilarityHook
@@ -214,7 +214,7 @@ def test_observer_refuses_the_mask_of_another_batch() -> None:
 def test_not_even_a_nan_in_padding_is_counted() -> None:
     index = torch.tensor([[0, 1], [1, 0], [0, 1]])
     valid = torch.tensor([True, False, True])
-    rows = sort_by_expert(index, 2)
+    rows = Rows(index, 2)
     call = ExpertsCall(rows, torch.full((3, 2), 0.5), {}, valid)
     values = torch.where(valid[:, None], torch.ones(3, 4), torch.nan)
     for part in rows.parts():
@@ -227,7 +227,7 @@ def test_not_even_a_nan_in_padding_is_counted() -> None:
 
 def test_sums_of_half_precision_numbers_are_not_rounded_to_it() -> None:
     generator = torch.Generator().manual_seed(0)
-    rows = sort_by_expert(torch.zeros(300, 1, dtype=torch.int64), 1)
+    rows = Rows(torch.zeros(300, 1, dtype=torch.int64), 1)
     gates = torch.rand(300, 1, generator=generator).bfloat16()
     outputs = torch.rand(300, 4, generator=generator).bfloat16()
     call = ExpertsCall(rows, gates, {}, None)

@@ -71,7 +71,7 @@ def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Li
                 for row in answer_rows:
                     scored[row] = Prediction(positions, row.tokens[row.start :])
         results |= zip(scored, likelihoods(logits, [*scored.values()]), strict=True)
-        progress.add(len(scored))
+        progress.add(sum(len(rows) for question in batch for rows in question.answers.values()))
     return [results[row] for row in rows]
 
 
@@ -117,7 +117,7 @@ def _logits(model: Any, questions: Sequence[_Question]) -> tuple[torch.Tensor, l
         inputs["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
     else:
         inputs |= _separate_answers(questions, longest, model)
-    inputs = {name: value.to(model.device) for name, value in inputs.items()}
+    inputs = {name: value.to(model.device, non_blocking=True) for name, value in inputs.items()}
     options = {}
     if "logits_to_keep" in _arguments(model):
         shortest_question = min(len(question.tokens) for question in questions)
@@ -150,12 +150,12 @@ def _separate_answers(
             positions[row, end : end + len(answer)] = len(question.tokens) + offsets
             answer_of[row, end : end + len(answer)] = number
             end += len(answer)
-    positions, answer_of = torch.stack([positions, answer_of]).to(model.device)
+    positions, answer_of = torch.stack([positions, answer_of]).to(model.device, non_blocking=True)
     # (B, S, S): a token sees the earlier tokens of its own answer and of the question
     visible = (answer_of[:, None, :] == answer_of[:, :, None]) | (answer_of[:, None, :] == 0)
     visible.tril_()
-    hidden = torch.finfo(model.dtype).min
-    mask = visible.new_full(visible.shape, hidden, dtype=model.dtype).masked_fill_(visible, 0)
+    lowest = torch.finfo(model.dtype).min
+    mask = visible.new_full(visible.shape, lowest, dtype=model.dtype).masked_fill_(visible, 0)
     return {"position_ids": positions, "attention_mask": mask[:, None]}
 
 
@@ -173,7 +173,7 @@ def likelihoods(logits: torch.Tensor, predictions: Sequence[Prediction]) -> list
     `logits` (R, V). The device waits once."""
     positions = [position for prediction in predictions for position in prediction.positions]
     targets = [target for prediction in predictions for target in prediction.targets]
-    pairs = torch.tensor([positions, targets]).to(logits.device)
+    pairs = torch.tensor([positions, targets]).to(logits.device, non_blocking=True)
     results = []
     for rows, ids in pairs.split(max(1, LOGITS // logits.shape[1]), 1):
         scores = logits[rows].log_softmax(-1, dtype=torch.float32)
