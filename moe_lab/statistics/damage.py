@@ -42,8 +42,8 @@ class DamageHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H). Adds `damage`. UserError if repeating the router's call gives
-        other gates than the router gave."""
+        """The routed output (T, H). Adds `damage`. UserError if repeating the router's call in the
+        first batch of a pass gives other gates than the router gave."""
         valid = self.valid_tokens(hidden)
         damage = torch.zeros(self.layer.n_experts, dtype=torch.float64, device=hidden.device)
         routed = torch.empty_like(hidden)
