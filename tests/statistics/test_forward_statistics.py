@@ -242,6 +242,18 @@ def test_sums_of_half_precision_numbers_are_not_rounded_to_it() -> None:
     assert naive.relative_error(sums["sums_model"][0, 1, 1], gated.norm(dim=-1).sum()) < 1e-6
 
 
+def test_exact_damage_keeps_the_output_of_a_router_with_equal_logits() -> None:
+    """Without an expert, each of the others with its logit can be chosen, so a token may use many
+    more than top-k + 1."""
+    model = tiny.build("olmoe")
+    for layer in moe_layers(model):
+        router = layer.routing[0].tensor.data
+        router[4:] = router[4]
+    expected = tiny.logits(model)
+    with Observer(model, DamageHook):
+        assert (tiny.logits(model) - expected).abs().max() < 1e-5
+
+
 STREAM = torch.tensor([3.0, 4.0])
 
 
