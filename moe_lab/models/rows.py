@@ -36,8 +36,7 @@ class OneExpert(NamedTuple):
         return layer.weights(self.experts, tensors)
 
     def counted(self, ignored: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
-        """`values` (n, ...) of the part's rows; `ignored` (S,) bool: rows that are left out, or set
-        to 0. None: no row."""
+        """`values` (n, ...) of the part's rows, without the rows `ignored` (S,) bool; None: all."""
         return values if ignored is None else values[~ignored[self.rows]]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -146,7 +145,8 @@ class Rows:
 
 
 class GroupedRows(Rows):
-    """The routed pairs of one call, sorted by expert, then by token, then by k."""
+    """The routed pairs of one call, sorted by expert, then by token, then by k, as in transformers'
+    grouped_mm. All experts are computed at once."""
 
     def __init__(self, index: torch.Tensor, n_experts: int) -> None:
         self.n_experts = n_experts
@@ -195,8 +195,7 @@ class GroupedRows(Rows):
     ) -> torch.Tensor:
         states: torch.Tensor = _Gather.apply(hidden, self)
         f = compute(AllExperts(self), states)
-        if f is None:
-            return torch.zeros_like(hidden)
+        assert f is not None, "not all experts add nothing"
         gates = weights[self.token, self.column, None]
         output: torch.Tensor = _Combine.apply(f * gates, self)
         return output.to(hidden.dtype)
@@ -236,7 +235,7 @@ class AllExperts:
         return GroupedWeights(**vars(weights), grouped=self.grouped)
 
     def counted(self, ignored: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
-        """`values` (S, ...), 0 for the rows `ignored` (S,) bool; None: no row."""
+        """`values` (S, ...), with 0 for the rows `ignored` (S,) bool; None: for none."""
         if ignored is None:
             return values
         return values.masked_fill(ignored.view(-1, *[1] * (values.dim() - 1)), 0)
