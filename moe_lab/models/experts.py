@@ -161,8 +161,9 @@ def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) ->
     # No token attends to later tokens, so padding on the right needs no mask. Without a mask,
     # attention is faster and needs less memory.
     is_padded_right = bool((valid[:, 1:] <= valid[:, :-1]).all())
-    mask = None if is_padded_right else valid.to(device, torch.int64)
-    return model.base_model(input_ids=input_ids.to(device), attention_mask=mask, use_cache=False)
+    mask = None if is_padded_right else valid.long().to(device, non_blocking=True)
+    ids = input_ids.to(device, non_blocking=True)
+    return model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
 
 
 def replace_output(layer: nn.Module, state: Any, undo: ExitStack) -> None:

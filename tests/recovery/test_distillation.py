@@ -15,6 +15,7 @@ import tiny
 import torch
 from identities.plans import plan_without_alignment, random_plan
 from safetensors.torch import load_file
+from second_device import SecondDevice
 from training_data import rows, text
 
 from moe_lab.calibration.batches import batches
@@ -24,6 +25,7 @@ from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import merged_weights
 from moe_lab.recovery import finetune as finetuning
+from moe_lab.recovery import merge_fit
 from moe_lab.recovery.apply import pruned
 from moe_lab.recovery.dora import router_weight
 from moe_lab.recovery.finetune import (
@@ -481,3 +483,28 @@ def test_plans_and_texts_that_cannot_be_fitted_are_refused(
         run(model, tmp_path, tiny.plan(model, 0.5))
     with pytest.raises(UserError, match=r"each of \d+ merged experts saw fewer tokens"):
         run(model, tmp_path, tokens=12)
+
+
+def test_a_fit_on_another_device_is_that_of_the_cpu(
+    folder: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the files: tensors of the second device have no memory of their own to write."""
+    monkeypatch.setattr(merge_fit, "save_tuned", lambda *_: None)
+    model = tiny.build("olmoe", num_hidden_layers=2)
+    plan = plan_of(model)
+    rows = text(folder, tokens=192)
+
+    def fitted_on(name: str, copied: Any) -> list[dict[str, Any]]:
+        paths = {"out": tmp_path / name, "partial": tmp_path / name / "partial"}
+        report = fit(copied, tokenizer, plan, SETTINGS, rows, **paths)
+        return [expert for expert in report["experts"] if expert["error_fitted"] is not None]
+
+    expected = fitted_on("cpu", model)
+    with SecondDevice():
+        copied = copy.deepcopy(model).to("gpu")
+        copied.set_experts_implementation("grouped_mm")
+        actual = fitted_on("gpu", copied)
+    assert len(actual) == len(expected) > 0
+    for one, other in zip(actual, expected, strict=True):
+        assert one["members"] == other["members"]
+        assert one["error_fitted"] == pytest.approx(other["error_fitted"], rel=1e-4)

@@ -14,6 +14,7 @@ import tiny
 import torch
 from identities.plans import random_plan
 from safetensors.torch import load_file
+from second_device import SecondDevice
 from torch import nn
 from training_data import rows, text
 
@@ -453,3 +454,11 @@ def test_a_step_returns_the_mean_loss_of_learnt_tokens() -> None:
     assert finetune._backward(model, [row] * 3, loss, rows_at_once=2) == pytest.approx(2.0)
     assert parameter.grad is not None
     assert parameter.grad.item() == pytest.approx(2.0)
+
+
+def test_a_training_on_another_device_has_the_losses_of_the_cpu(tmp_path: Path) -> None:
+    expected, _ = trained(small(), recovery(), tmp_path / "cpu")
+    with SecondDevice():
+        actual, _ = trained(small().to("gpu"), recovery(), tmp_path / "gpu")
+    assert len(set(expected)) > 1
+    assert actual == pytest.approx(expected, rel=1e-4)

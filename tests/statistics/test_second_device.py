@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import naive
@@ -17,17 +18,21 @@ from second_device import SecondDevice
 from moe_lab.evaluation.engines import GenerationSettings, Row
 from moe_lab.evaluation.engines.hf import Batch, greedy_tokens
 from moe_lab.evaluation.engines.likelihoods import log_likelihoods
+from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.prune import prune
+from moe_lab.search.candidates import Candidates, Plans, SearchSettings
 from moe_lab.statistics.damage import DamageHook, SimilarityHook
 from moe_lab.statistics.forward import ForwardHook
 from moe_lab.statistics.gradients import (
     GradientHook,
     WeightGradientHook,
+    collect_gradient_statistics,
     differentiable,
     forward_and_backward,
 )
-from moe_lab.statistics.observe import Observer, forward
+from moe_lab.statistics.observe import Observer, collect_statistics, forward
+from moe_lab.statistics.streaming import stream, stream_gradients
 
 TOLERANCE = 2e-6
 """Largest difference from the CPU, whose attention is another kernel, as a share of the largest
@@ -186,3 +191,33 @@ def test_generated_tokens_are_those_of_the_cpu(device: SecondDevice) -> None:
     model = naive.model("olmoe")
     expected = greedy_tokens(model, batch)
     assert greedy_tokens(on_device(model), batch) == expected
+
+
+def test_searches_find_the_fitness_that_the_cpu_finds(device: SecondDevice) -> None:
+    model = naive.model("olmoe")
+    scores = {layer.index: list(range(layer.n_experts)) for layer in tiny.moe_layers(model)}
+    ids, valid = naive.batch()
+    batch = (ids, valid, valid)
+    schedules = [(8, 8, 8), (8, 8, 4), (4, 8, 8)]
+    results = []
+    for copied in (on_device(model), model):
+        candidates = Candidates(copied, Plans(copied, scores), [batch], SearchSettings(seed=0))
+        results.append(candidates.evaluate(schedules))
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("hook", "read", "read_streamed"),
+    [
+        (ForwardHook, collect_statistics, stream),
+        (GradientHook, collect_gradient_statistics, stream_gradients),
+    ],
+)
+def test_a_streamed_pass_is_that_of_the_loaded_model(
+    hook: Any, read: Any, read_streamed: Any, tmp_path: Path, device: SecondDevice
+) -> None:
+    model = tiny.save("olmoe", tmp_path / "model")
+    expected = read(model, hook, tiny.batches())
+    streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="gpu")
+    actual = read_streamed(streamed, hook, tiny.batches(), out=tmp_path / "out")
+    naive.assert_sums_close(actual.layers, expected.layers, 10 * TOLERANCE)
