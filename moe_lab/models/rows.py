@@ -17,6 +17,7 @@ import torch
 from moe_lab.models.discover import MoELayer, Weights
 from moe_lab.models.transformers_private import experts_implementation, grouped_mm
 
+TensorMap = Callable[[torch.Tensor], torch.Tensor]
 PIECE = 64
 """Rows that a GPU adds one after the other."""
 
@@ -193,11 +194,11 @@ class GroupedRows(Rows):
         weights: torch.Tensor,
         compute: Callable[[Part, torch.Tensor], torch.Tensor | None],
     ) -> torch.Tensor:
-        states: torch.Tensor = _Gather.apply(hidden, self)
+        states: torch.Tensor = _LinearMap.apply(hidden, self.gather, self.combine)
         f = compute(AllExperts(self), states)
         assert f is not None, "not all experts add nothing"
         gates = weights[self.token, self.column, None]
-        output: torch.Tensor = _Combine.apply(f * gates, self)
+        output: torch.Tensor = _LinearMap.apply(f * gates, self.combine, self.gather)
         return output.to(hidden.dtype)
 
     def outputs(
@@ -260,30 +261,18 @@ class AllExperts:
         return values
 
 
-class _Gather(torch.autograd.Function):
-    """`GroupedRows.gather`, whose gradient is combined in the same order each time."""
+class _LinearMap(torch.autograd.Function):
+    """A linear map of tensors, whose gradient is taken by its `adjoint`: in the same order each
+    time."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, rows: GroupedRows) -> torch.Tensor:
-        ctx.rows = rows
-        return rows.gather(tokens)
+    def forward(ctx: Any, values: torch.Tensor, map: TensorMap, adjoint: TensorMap) -> torch.Tensor:
+        ctx.adjoint = adjoint
+        return map(values)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.rows.combine(gradient), None
-
-
-class _Combine(torch.autograd.Function):
-    """`GroupedRows.combine`, and its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, rows: GroupedRows) -> torch.Tensor:
-        ctx.rows = rows
-        return rows.combine(values)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.rows.gather(gradient), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.adjoint(gradient), None, None
 
 
 def is_grouped(layer: MoELayer) -> bool:

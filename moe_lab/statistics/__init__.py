@@ -98,10 +98,21 @@ def header(path: Path | str) -> dict[str, Any]:
         ) from error
 
 
-def combine(name: str, total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """The statistic `name` over two disjoint sets of tokens. `total` and `part` are the values over
-    one set each."""
-    return total.maximum(part) if name.endswith("_max") else total + part
+def combine(
+    totals: Mapping[str, torch.Tensor], parts: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Name -> statistic over two disjoint sets of tokens. `totals` and `parts` are the statistics
+    over one set each; a name may be missing in `totals`."""
+    import torch
+
+    combined = dict(parts)
+    # all at once: on a GPU one operation for each name would take longer than the sums
+    for is_maximum, function in ((False, torch._foreach_add), (True, torch._foreach_maximum)):
+        names = [name for name in parts if name in totals and name.endswith("_max") == is_maximum]
+        if names:
+            values = function([totals[name] for name in names], [parts[name] for name in names])
+            combined |= zip(names, values, strict=True)
+    return combined
 
 
 def merge(parts: Iterable[Layers]) -> Layers:
@@ -115,11 +126,7 @@ def merge(parts: Iterable[Layers]) -> Layers:
                 "from the store"
             )
         for layer, statistics_of_layer in layers.items():
-            total_of_layer = total.setdefault(layer, {})
-            for name, value in statistics_of_layer.items():
-                total_of_layer[name] = (
-                    combine(name, total_of_layer[name], value) if name in total_of_layer else value
-                )
+            total[layer] = combine(total.get(layer, {}), statistics_of_layer)
     return total
 
 

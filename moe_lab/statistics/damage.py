@@ -192,7 +192,7 @@ class SimilarityHook(StatisticsHook):
         if not isinstance(logits, torch.Tensor) or logits.shape[-1] != self.layer.n_experts:
             return
         logits = logits.detach().reshape(-1, self.layer.n_experts)
-        logits = logits[self.counted(logits)].double()
+        logits = logits[self.valid_indices(logits)].double()
         self.probabilities = logits.softmax(-1)
         self.add({"router_gram": logits.T @ logits})
 
@@ -202,7 +202,7 @@ class SimilarityHook(StatisticsHook):
         """The routed output (T, H). Adds `dense_output_sum` (E, H): the outputs of each expert,
         summed over all valid tokens. Adds `dense_gated_output_sum` (E, H): the same sum, weighted
         by `probabilities`."""
-        tokens = self.counted(hidden)
+        tokens = self.valid_indices(hidden)
         factors = [hidden.new_ones(self.layer.n_experts, len(tokens), dtype=torch.float64)]
         if self.probabilities is not None:
             factors.append(self.probabilities.T.to(hidden.device))

@@ -20,7 +20,7 @@ from moe_lab import progress
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.experts import ExpertsFunction, are_replaced, replace_experts, run
-from moe_lab.statistics import Layers, Statistics, check_finite
+from moe_lab.statistics import Layers, Statistics, check_finite, combine
 
 Reading = Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], Any]
 """Function that runs a model on one batch: model, input_ids (B, S), valid (B, S)."""
@@ -96,21 +96,30 @@ class StatisticsHook:
         """Add `sums`, name -> value of the statistic for further tokens, to `self.sums` in fp64.
         For a name that ends in _max, take the maximum instead."""
         new = {name: value.double() for name, value in sums.items()}
-        # all at once: on a GPU one operation for each name would take longer than the sums
-        for is_maximum, combine in ((False, torch._foreach_add), (True, torch._foreach_maximum)):
-            names = [
-                name for name in new if name in self.sums and name.endswith("_max") == is_maximum
-            ]
-            if names:
-                # the sums of an interrupted pass are on the CPU
-                totals = [self.sums[name].to(new[name].device) for name in names]
-                values = [new[name] for name in names]
-                new |= zip(names, combine(totals, values), strict=True)
-        self.sums |= new
+        totals = {
+            # the sums of an interrupted pass are on the CPU
+            name: self.sums[name].to(value.device)
+            for name, value in new.items()
+            if name in self.sums
+        }
+        self.sums |= combine(totals, new)
 
     def valid_tokens(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """(T,) bool: whether each token of `hidden` (T, H) counts in the statistics. None when all
         tokens count. UserError when `hidden` has more or fewer tokens than the batch."""
+        mask = self._mask(hidden)
+        return None if mask is None else mask.to(hidden.device, non_blocking=True)
+
+    def valid_indices(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Indices (V,) of the tokens of `hidden` (T, H) that count. Errors as in `valid_tokens`."""
+        mask = self._mask(hidden)
+        if mask is None:
+            return torch.arange(len(hidden), device=hidden.device)
+        # found on the CPU, so that a device is not waited for
+        return mask.nonzero()[:, 0].to(hidden.device, non_blocking=True)
+
+    def _mask(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """`valid_tokens` on the device of the batch's mask, mostly the CPU."""
         valid = self.observer.valid
         if valid is None or bool(valid.all()):
             return None
@@ -118,16 +127,7 @@ class StatisticsHook:
             raise UserError(
                 f"{self.layer.name} saw {len(hidden)} tokens, expected the batch's {valid.numel()}"
             )
-        return valid.flatten().to(hidden.device, non_blocking=True)
-
-    def counted(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Indices (V,) of the tokens of `hidden` (T, H) that count. Errors as in `valid_tokens`."""
-        valid = self.valid_tokens(hidden)
-        if valid is None:
-            return torch.arange(len(hidden), device=hidden.device)
-        # from the batch's own mask, which is on the CPU, so that no device waits
-        assert self.observer.valid is not None
-        return self.observer.valid.flatten().nonzero()[:, 0].to(hidden.device, non_blocking=True)
+        return valid.flatten()
 
 
 class Observer:

@@ -25,10 +25,10 @@ TRIAL = ((5, 7, 11, 13), ((17, 3), (19, 23, 29)))
 """Token ids of a question and of two answers."""
 TOLERANCE = 1e-4
 """Largest difference of logits in the trial, as a share of the largest logit, in fp32."""
-LOGITS = 1 << 26
-"""Most logits that are normalised at once: 256 MB in fp32."""
 HALF_TOLERANCE = 0.05
 """The same share for half precision."""
+LOGITS = 1 << 26
+"""Most logits that are normalised at once: 256 MB in fp32."""
 
 
 @dataclass
