@@ -29,6 +29,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from benchmarks.measure import misses, parser
 from benchmarks.models import CONFIGURATIONS, published_model
+from benchmarks.statistics import batch as full_batch
 from moe_lab.evaluation.engines import Row, likelihoods
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.experts import run
@@ -158,6 +159,8 @@ class Pass(NamedTuple):
     """Name of the pass with which it is compared."""
     most: int
     """Most kernels beyond that pass."""
+    has_padding: bool = False
+    """Whether an eighth of the tokens does not count."""
 
 
 def main() -> int:
@@ -231,11 +234,12 @@ def count_likelihoods(model: Any, questions: int) -> tuple[int, int]:
 
 
 def batch(row: Pass, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and which of them count: an eighth does not, if the name of the pass says so."""
-    ids = torch.zeros(8, tokens // 8, dtype=torch.int64)
-    length = ids.shape[1]
-    valid = length * 7 // 8 if "padding" in row.name else length
-    return ids, (torch.arange(length) < valid).expand(ids.shape).clone()
+    """Token ids in 8 rows, and which of them count."""
+    length = tokens // 8
+    ids, valid = full_batch(8, length)
+    if row.has_padding:
+        valid[:, length * 7 // 8 :] = False
+    return ids, valid
 
 
 def count(row: Pass, model: Any, data: tuple[torch.Tensor, torch.Tensor]) -> Launches:
@@ -338,7 +342,13 @@ BACKWARD = "plain forward and backward"
 PASSES = [
     Pass(FORWARD, plain_forward, FORWARD, 0),
     Pass("statistics", statistics(ForwardHook), FORWARD, BEYOND_FORWARD),
-    Pass("statistics, an eighth is padding", statistics(ForwardHook), FORWARD, BEYOND_FORWARD),
+    Pass(
+        "statistics, an eighth is padding",
+        statistics(ForwardHook),
+        FORWARD,
+        BEYOND_FORWARD,
+        has_padding=True,
+    ),
     Pass("exact damage", statistics(DamageHook), FORWARD, BEYOND_DAMAGE),
     Pass("similarity", statistics(SimilarityHook), FORWARD, BEYOND_FORWARD),
     Pass("mask of experts", masked("experts"), FORWARD, BEYOND_FORWARD),

@@ -2,8 +2,7 @@
 
 A random half of the experts of each layer is dropped, or replaced by constants, or merged, each
 expert into one of the other half. A ratio is the time of the forward pass under the mask, divided
-by that of the plain forward pass; the median over pairs of runs in this process. Merged experts
-have a higher bar, because eager experts compute each member of a group apart. Exit code 1 when a
+by that of the plain forward pass; the median over pairs of runs in this process. Exit code 1 when a
 bar fails."""
 
 from __future__ import annotations

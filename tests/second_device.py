@@ -141,13 +141,6 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     on_cpu = [tensor for tensor in tensors if not isinstance(tensor, DeviceTensor)]
     if on_device and name not in (*COPIES, *INDEXED) and any(tensor.dim() for tensor in on_cpu):
         raise RuntimeError(f"{name} at {caller()} has tensors on {DEVICE} and on the CPU")
-    requested = requested_device(name, args, kwargs)
-    if name == "copy_":
-        is_result_on_device = isinstance(args[0], DeviceTensor)
-    elif requested is not None:
-        is_result_on_device = requested.type == NAME
-    else:
-        is_result_on_device = bool(on_device)
 
     def on_the_cpu(value: Any) -> Any:
         is_device = isinstance(value, torch.device) and value.type == NAME
@@ -160,7 +153,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         arguments = (arguments[0].float(), *arguments[1:])
     with torch.inference_mode(False), torch.no_grad():
         result = func(*arguments, **options)
-    if not is_result_on_device:
+    if not is_result_on_device(name, args, kwargs):
         return result
     same = {id(tensor.numbers): tensor for tensor in on_device}
 
@@ -175,12 +168,35 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return return_and_correct_aliasing(func, args, kwargs, wrapped) if on_device else wrapped
 
 
-def requested_device(name: str, args: Any, kwargs: dict[str, Any]) -> torch.device | None:
-    """The device that an operation's arguments name; None if they name none."""
-    if name == "cpu":
-        return torch.device("cpu")
-    devices = [*args, kwargs.get("device")]
-    return next((device for device in devices if isinstance(device, torch.device)), None)
+def is_result_on_device(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the result of an operation is on the device: where the target of a copy is, where
+    the arguments say, or else where its tensors are."""
+    if name == "copy_":
+        return isinstance(args[0], DeviceTensor)
+    devices = [torch.device("cpu")] if name == "cpu" else [*args, kwargs.get("device")]
+    for device in devices:
+        if isinstance(device, torch.device):
+            return device.type == NAME
+    return any(isinstance(leaf, DeviceTensor) for leaf in tree_leaves((args, kwargs)))
+
+
+def is_wait(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the CPU waits for an operation: for a copy from the device, or to it unless it is
+    non_blocking, for a value or a shape, and for an index by booleans or on the CPU."""
+    if name in COPIES:
+        source = args[1] if name == "copy_" else args[0]
+        is_to_device = is_result_on_device(name, args, kwargs)
+        if isinstance(source, DeviceTensor) == is_to_device:
+            return False
+        return not (is_to_device and kwargs.get("non_blocking"))
+    if not any(isinstance(leaf, DeviceTensor) for leaf in tree_leaves((args, kwargs))):
+        return False
+    if name not in INDEXED:
+        return name in READS
+    indices = [leaf for leaf in tree_leaves(args[1:2]) if isinstance(leaf, torch.Tensor)]
+    return any(
+        index.dtype == torch.bool or not isinstance(index, DeviceTensor) for index in indices
+    )
 
 
 def caller() -> str:
@@ -254,36 +270,12 @@ class SecondDevice(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        on_device = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
-        if name in COPIES:
-            requested = requested_device(name, args, kwargs)
-            source = args[1] if name == "copy_" else args[0]
-            is_to_device = (
-                isinstance(args[0], DeviceTensor)
-                if name == "copy_"
-                else isinstance(source, DeviceTensor)
-                if requested is None
-                else requested.type == NAME
-            )
-            is_between = isinstance(source, DeviceTensor) != is_to_device
-            # a copy to the CPU is waited for in any case
-            waits = is_between and not (is_to_device and kwargs.get("non_blocking"))
-        else:
-            # indices by booleans, and indices on the CPU, which are copied
-            waits = bool(on_device) and (
-                name in READS
-                or (
-                    name in INDEXED
-                    and any(
-                        isinstance(index, torch.Tensor)
-                        and (index.dtype == torch.bool or not isinstance(index, DeviceTensor))
-                        for index in tree_leaves(args[1:2])
-                    )
-                )
-            )
-        if waits:
+        if is_wait(name, args, kwargs):
             self.waits[f"{name} at {caller()}"] += 1
-        if name in UNORDERED and any(tensor.is_floating_point() for tensor in on_device):
+        leaves = tree_leaves((args, kwargs))
+        has_floats = any(
+            isinstance(leaf, DeviceTensor) and leaf.is_floating_point() for leaf in leaves
+        )
+        if name in UNORDERED and has_floats:
             self.unordered[f"{name} at {caller()}"] += 1
         return _run(func, args, kwargs)
