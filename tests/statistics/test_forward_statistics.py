@@ -24,6 +24,7 @@ from moe_lab.models.experts import are_replaced
 from moe_lab.models.rows import Rows
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
+from moe_lab.statistics import Layers
 from moe_lab.statistics.damage import DamageHook, SimilarityHook
 from moe_lab.statistics.forward import ENTROPY_BINS, ExpertsCall, ForwardHook, is_softmax, shifts
 from moe_lab.statistics.observe import Observer, SaveTimer, collect_statistics
@@ -240,6 +241,20 @@ def test_sums_of_half_precision_numbers_are_not_rounded_to_it() -> None:
     assert naive.relative_error(sums["channel_square"][0], exact.square().sum(0)) < 1e-6
     assert naive.relative_error(sums["gate_channel_square"][0], gated.square().sum(0)) < 1e-6
     assert naive.relative_error(sums["sums_model"][0, 1, 1], gated.norm(dim=-1).sum()) < 1e-6
+
+
+def test_sums_of_two_batches_are_those_of_one() -> None:
+    """Of maxima, the larger one."""
+    model = naive.model("olmoe")
+    ids, valid = naive.batch()
+
+    def sums(size: int) -> Layers:
+        with Observer(model, ForwardHook) as observer:
+            for batch in zip(ids.split(size), valid.split(size), strict=True):
+                observer.run_batch(*batch)
+            return observer.layers()
+
+    naive.assert_sums_close(sums(2), sums(len(ids)), 1e-6)
 
 
 def test_exact_damage_keeps_the_output_of_a_router_with_equal_logits() -> None:
