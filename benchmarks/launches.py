@@ -3,10 +3,11 @@
 
 A decoder layer of a published configuration reads a batch on the device "meta", whose tensors have
 shapes but no values: a pass that reads a value, for which a GPU would make the CPU wait, ends in an
-error. A kernel is an operation of torch that is not a view. Its bytes are those of its distinct
-inputs and outputs. The estimate adds, kernel by kernel, the largest of three times: of its launch,
-of its arithmetic and of its bytes, for an H100. It knows no caches and no fusion, so it is a model
-and not a measurement: benchmarks.cuda measures.
+error. A kernel is an operation of torch that is not a view, or a Triton kernel. Its bytes are those
+of its distinct inputs and outputs; of a Triton kernel, those that it loads and stores, by a
+formula. The estimate adds, kernel by kernel, the largest of three times: of its launch, of its
+arithmetic and of its bytes, for an H100. It knows no caches and no fusion, so it is a model and not
+a measurement: benchmarks.cuda measures.
 
 Of the passes with statistics the second batch is counted; the first also allocates the sums. Exit
 code 1 when a bar fails.
@@ -14,7 +15,9 @@ code 1 when a bar fails.
 
 from __future__ import annotations
 
+import math
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
@@ -26,11 +29,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, register_flop_formula
+from triton.runtime.jit import JITFunction
 
 from benchmarks.measure import misses, parser
 from benchmarks.models import CONFIGURATIONS, published_model
 from benchmarks.statistics import batch as full_batch
 from moe_lab.evaluation.engines import Row, likelihoods
+from moe_lab.models import kernels
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.experts import run
 from moe_lab.pruning.layer_plan import LayerPlan
@@ -84,6 +89,12 @@ GATHERS = ("embedding", "gather", "index", "index_select")
 """Operations that read as many bytes as they write, not all of their input."""
 BEYOND_DAMAGE = 200
 """Most kernels of the pass with exact damage beyond the plain forward, in a layer."""
+BEYOND_FUSED, BYTES, TIME = 60, 1.3, 1.25
+"""Of the statistics with Triton: most kernels beyond the plain pass in a layer, and most bytes and
+time as multiples of that pass'."""
+MEMORY = 1.1
+"""Most memory of a pass beside its sums, weights of the whole model included, as a multiple of that
+of the plain pass."""
 EXPERTS = (16, 128)
 """Numbers of experts for which each pass is counted."""
 BEYOND_FORWARD = 150
@@ -100,6 +111,45 @@ def grouped_operations(left: Any, right: Any, *_: Any, out_shape: Any = None, **
     return operations
 
 
+def bytes_of_sums(values: Any, factors: Any, ignored: Any, ends: Any, sums: Any, *_: Any) -> int:
+    """Bytes that the kernel `_sums_by_expert` loads and stores, if no row is ignored."""
+    blocks = -(-values.shape[1] // kernels.COLUMNS)
+    kinds = len(sums)
+    of_rows = sum(
+        tensor.nbytes * n for tensor, n in ((factors, 1), (ignored, kinds)) if tensor is not None
+    )
+    of_ends = (2 * len(ends) - 1) * ends.element_size() * kinds
+    return int(kinds * values.nbytes + blocks * (of_rows + of_ends) + 2 * sums.nbytes)
+
+
+def bytes_of_products(left: Any, right: Any, right_rows: Any, products: Any, *_: Any) -> int:
+    """Bytes that the kernel `_inner_products` loads and stores."""
+    of_right = left.numel() * right.element_size()
+    of_rows = 0 if right_rows is None else right_rows.nbytes
+    return int(left.nbytes + of_right + of_rows + products.nbytes)
+
+
+def bytes_of_shifts(stream: Any, added: Any, shifts: Any, *_: Any) -> int:
+    """Bytes that the kernel `_shifts` loads and stores."""
+    return int(stream.nbytes + added.nbytes + shifts.nbytes)
+
+
+def bytes_of_gates(logits: Any, index: Any, valid: Any, gates: Any, *_: Any) -> int:
+    """Bytes that the kernel `_softmax_gates` loads and stores, but for the histogram."""
+    of_valid = 0 if valid is None else valid.nbytes
+    of_chosen = index.numel() * logits.element_size()
+    return int(logits.nbytes + of_chosen + index.nbytes + of_valid + gates.nbytes)
+
+
+TRAFFIC: dict[str, Callable[..., int]] = {
+    "_sums_by_expert": bytes_of_sums,
+    "_inner_products": bytes_of_products,
+    "_shifts": bytes_of_shifts,
+    "_softmax_gates": bytes_of_gates,
+}
+"""Name of a Triton kernel -> its bytes, of its arguments."""
+
+
 class Launches(TorchDispatchMode):
     """Counts the kernels on the device "meta" while it is open."""
 
@@ -111,16 +161,35 @@ class Launches(TorchDispatchMode):
         self.bytes = 0
         self.seconds = 0.0
         self.names: Counter[str] = Counter()
+        self.memory = self.peak_memory = 0
+        """Bytes of the tensors made since the start that still exist, and their maximum."""
+        self._storages: set[int] = set()
 
     def __enter__(self) -> Launches:
-        self._copies = patch.object(torch.Tensor, "cpu", lambda tensor: self._copy_to_cpu(tensor))
-        self._copies.start()
+        self._patches = ExitStack()
+        for patched in (
+            patch.object(torch.Tensor, "cpu", lambda tensor: self._copy_to_cpu(tensor)),
+            patch.object(JITFunction, "run", lambda *inputs, **_: self._run(*inputs)),
+        ):
+            self._patches.enter_context(patched)
         super().__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
-        self._copies.stop()
+        self._patches.close()
+
+    def _run(self, kernel: Any, *inputs: Any) -> None:
+        """Count a Triton kernel instead of running it."""
+        name = kernel.fn.__name__
+        self._count(name, TRAFFIC[name](*inputs))
+
+    def _count(self, name: str, moved: int, operations: int = 0) -> None:
+        """Count a kernel that moves so many bytes."""
+        self.kernels += 1
+        self.bytes += moved
+        self.seconds += max(LAUNCH, operations / FLOPS, moved / BANDWIDTH)
+        self.names[name] += 1
 
     def _copy_to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
         """Zeros of the shape of `tensor`."""
@@ -129,6 +198,7 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self._hold(result)
         name = func.overloadpacket.__name__
         leaves = tree_leaves((args, kwargs, result))
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
@@ -142,11 +212,24 @@ class Launches(TorchDispatchMode):
             operations = flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
         elif name.endswith("mm"):
             raise NotImplementedError(f"the operations of {name} are not counted")
-        self.kernels += 1
-        self.bytes += moved
-        self.seconds += max(LAUNCH, operations / FLOPS, moved / BANDWIDTH)
-        self.names[name] += 1
+        self._count(name, moved, operations)
         return result
+
+    def _hold(self, result: Any) -> None:
+        """Count the memory of new tensors until they are freed."""
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self._storages:
+                    self._storages.add(key)
+                    self.memory += storage.nbytes()
+                    self.peak_memory = max(self.peak_memory, self.memory)
+                    weakref.finalize(storage, self._free, key, storage.nbytes())
+
+    def _free(self, key: int, size: int) -> None:
+        self._storages.discard(key)
+        self.memory -= size
 
 
 class Pass(NamedTuple):
@@ -161,6 +244,12 @@ class Pass(NamedTuple):
     """Most kernels beyond that pass."""
     has_padding: bool = False
     """Whether an eighth of the tokens does not count."""
+    has_triton: bool = True
+    """Whether Triton is installed."""
+    most_time: float = math.inf
+    """Most time, as a multiple of that of the pass `plain`."""
+    most_bytes: float = math.inf
+    """Most bytes, likewise."""
 
 
 def main() -> int:
@@ -176,17 +265,31 @@ def main() -> int:
         model = published_model(
             arguments.model, 1, "meta", vocabulary=1024, changes={"num_experts": n_experts}
         )
+        layers = CONFIGURATIONS[arguments.model]["num_hidden_layers"]
+        weights = layers * sum(tensor.nbytes for tensor in model.parameters())
         counts: dict[str, Launches] = {}
         for row in PASSES:
             counted = counts[row.name] = count(row, model, batch(row, arguments.tokens))
             plain = counts[row.plain]
             beyond.setdefault(row.name, []).append(counted.kernels - plain.kernels)
+            seconds, moved, memory = (
+                getattr(counted, figure) / getattr(plain, figure)
+                for figure in ("seconds", "bytes", "peak_memory")
+            )
             print(
                 f"{n_experts} experts, {row.name}: {counted.kernels} kernels, "
                 f"{counted.bytes / 1e9:.2f} GB, {1e3 * counted.seconds:.2f} ms; of {row.plain}: "
-                f"bytes {counted.bytes / plain.bytes:.2f}, time "
-                f"{counted.seconds / plain.seconds:.2f}",
+                f"bytes {moved:.2f}, time {seconds:.2f}, memory beside weights and sums "
+                f"{memory:.2f}",
                 flush=True,
+            )
+            failed |= misses(f"{row.name}: time", seconds, "<=", row.most_time)
+            failed |= misses(f"{row.name}: bytes", moved, "<=", row.most_bytes)
+            failed |= misses(
+                f"{row.name}: memory, with weights, without sums",
+                (weights + counted.peak_memory) / (weights + plain.peak_memory),
+                "<=",
+                MEMORY,
             )
             if arguments.kernels:
                 print(f"  {dict(counted.names.most_common())}")
@@ -255,15 +358,18 @@ def count(row: Pass, model: Any, data: tuple[torch.Tensor, torch.Tensor]) -> Lau
         patch(f"moe_lab.pruning.{module}.check_in_memory", lambda *_: None)
         for module in ("mask", "prune")
     ]
+    devices = ("meta",) if row.has_triton else ()
+    fused = patch("moe_lab.models.rows.TRITON_DEVICES", devices)
     with ExitStack() as stack:
-        for entry in (used, traced, *patches):
+        for entry in (used, traced, fused, *patches):
             stack.enter_context(entry)
         read = stack.enter_context(row.context(model))
         # the first batch may read values, such as whether a router can be repeated
-        with patch.object(torch, "equal", lambda *_: True):
+        with patch.object(torch, "equal", lambda *_: True), Launches() as first:
             read(*data)
         with Launches() as launches:
             read(*data)
+            launches.peak_memory -= first.memory
     return launches
 
 
@@ -341,13 +447,29 @@ FORWARD = "plain forward"
 BACKWARD = "plain forward and backward"
 PASSES = [
     Pass(FORWARD, plain_forward, FORWARD, 0),
-    Pass("statistics", statistics(ForwardHook), FORWARD, BEYOND_FORWARD),
+    Pass(
+        "statistics",
+        statistics(ForwardHook),
+        FORWARD,
+        BEYOND_FUSED,
+        most_time=TIME,
+        most_bytes=BYTES,
+    ),
+    Pass(
+        "statistics without Triton",
+        statistics(ForwardHook),
+        FORWARD,
+        BEYOND_FORWARD,
+        has_triton=False,
+    ),
     Pass(
         "statistics, an eighth is padding",
         statistics(ForwardHook),
         FORWARD,
-        BEYOND_FORWARD,
+        BEYOND_FUSED,
         has_padding=True,
+        most_time=TIME,
+        most_bytes=BYTES,
     ),
     Pass("exact damage", statistics(DamageHook), FORWARD, BEYOND_DAMAGE),
     Pass("similarity", statistics(SimilarityHook), FORWARD, BEYOND_FORWARD),
@@ -355,7 +477,7 @@ PASSES = [
     Pass("mask of channels", masked("channels"), FORWARD, BEYOND_FORWARD),
     Pass("mask of merged experts", masked("merged experts"), FORWARD, BEYOND_FORWARD),
     Pass(BACKWARD, plain_backward, BACKWARD, 0),
-    Pass("gradients", gradients(GradientHook), BACKWARD, BEYOND_BACKWARD),
+    Pass("gradients", gradients(GradientHook), BACKWARD, BEYOND_BACKWARD, most_time=TIME),
     Pass("weight gradients", gradients(WeightGradientHook), BACKWARD, BEYOND_BACKWARD),
 ]
 

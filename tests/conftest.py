@@ -27,6 +27,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run as Python, on the CPU
 # transformers copies the code of a checkpoint there before it runs it
 if "HF_MODULES_CACHE" not in os.environ:
     modules = tempfile.TemporaryDirectory(prefix="modules-")

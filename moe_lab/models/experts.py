@@ -20,7 +20,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, post_expert_norm
-from moe_lab.models.rows import Part, Rows
+from moe_lab.models.rows import Part, Rows, at_least_fp32
 from moe_lab.models.transformers_private import activation
 
 ExpertsFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -41,11 +41,6 @@ def dense_gates(index: torch.Tensor, weights: torch.Tensor, n_experts: int) -> t
     others."""
     gates = at_least_fp32(weights)
     return gates.new_zeros(len(index), n_experts).scatter_(1, index, gates)
-
-
-def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` in at least fp32, for sums and squares."""
-    return tensor.float() if tensor.element_size() < 4 else tensor
 
 
 def replace_experts(

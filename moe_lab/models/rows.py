@@ -2,7 +2,8 @@
 
 A model with eager experts computes them one after the other (`Rows`). A model with grouped_mm, as
 moe_lab loads it on a GPU, computes all at once (`GroupedRows`): with the same number of operations
-for any number of experts, and none whose result the CPU waits for.
+for any number of experts, and none whose result the CPU waits for. Sums over rows are Triton
+kernels on CUDA, and operations of torch on other devices.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,7 +22,36 @@ from moe_lab.models.transformers_private import experts_implementation, grouped_
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 PIECE = 64
-"""Rows that a GPU adds one after the other."""
+"""Rows that a segment reduction adds one after the other."""
+TRITON_DEVICES = ("cuda",)
+"""Types of devices that run Triton kernels."""
+
+
+def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in at least fp32, for sums and squares."""
+    return tensor.float() if tensor.element_size() < 4 else tensor
+
+
+def triton_kernels(device: torch.device) -> ModuleType | None:
+    """The module `kernels` for tensors on `device`; None if Triton is missing or has no kernels for
+    the device."""
+    if device.type not in TRITON_DEVICES or find_spec("triton") is None:
+        return None
+    from moe_lab.models import kernels
+
+    return kernels
+
+
+def inner_products(
+    left: torch.Tensor, right: torch.Tensor, right_rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Inner products (S,) fp64, computed in at least fp32, of the rows of `left` (S, H) and the
+    rows `right_rows` (S,) of `right` (T, H). None: all rows in their order."""
+    if kernels := triton_kernels(left.device):
+        products: torch.Tensor = kernels.inner_products(left, right, right_rows)
+        return products
+    right = right if right_rows is None else right[right_rows]
+    return (at_least_fp32(left) * right).sum(-1).double()
 
 
 class OneExpert(NamedTuple):
@@ -36,17 +68,29 @@ class OneExpert(NamedTuple):
         """The weights of the part's experts. `tensors`: as in `MoELayer.weights`."""
         return layer.weights(self.experts, tensors)
 
-    def counted(self, ignored: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
-        """`values` (n, ...) of the part's rows, without the rows `ignored` (S,) bool; None: all."""
-        return values if ignored is None else values[~ignored[self.rows]]
+    def sum(self, values: torch.Tensor, ignored: torch.Tensor | None = None) -> torch.Tensor:
+        """The sums (...), in at least fp32, of `values` (n, ...) over the part's rows, without the
+        rows `ignored` (S,) bool; None: over all."""
+        return at_least_fp32(self._counted(values, ignored)).sum(0)
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sums (...) of `values` (n, ...) over the part's rows."""
-        return values.sum(0)
-
-    def amax(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest (...) of `values` (n, ...) >= 0; 0 without rows."""
+    def amax(self, values: torch.Tensor, ignored: torch.Tensor | None = None) -> torch.Tensor:
+        """The largest (...) of `values` (n, ...) >= 0; 0 without rows. `ignored`: as in `sum`."""
+        values = self._counted(values, ignored)
         return values.amax(0) if len(values) else values.new_zeros(values.shape[1:])
+
+    def square_sums(
+        self, values: torch.Tensor, factors: torch.Tensor, ignored: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sums, roots of the maxima), (F, C) each and in at least fp32, of a v^2 over the part's
+        rows, for v = `values` (n, C) and each of the `factors` a (F, S) >= 0. `ignored`: as in
+        `sum`."""
+        squares = at_least_fp32(self._counted(values, ignored)).square()
+        weights = self._counted(factors[:, self.rows].t(), ignored)
+        products = squares[:, None] * weights[:, :, None].to(squares.dtype)
+        return self.sum(products), self.amax(products).sqrt()
+
+    def _counted(self, values: torch.Tensor, ignored: torch.Tensor | None) -> torch.Tensor:
+        return values if ignored is None else values[~ignored[self.rows]]
 
 
 class Rows:
@@ -87,12 +131,17 @@ class Rows:
         """Sums (E,) of the `terms` (S,) of each expert's rows."""
         return torch.bincount(self.expert, terms, self.n_experts)
 
-    def product_sums(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """Sums (E, P, Q) over each expert's rows of the products of `left` (S, P) and `right` (S,
-        Q)."""
-        sums = left.new_zeros(self.n_experts, left.shape[1], right.shape[1])
+    def product_sums(
+        self, factors: torch.Tensor, values: torch.Tensor, ignored: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Sums (F, E, C) of the products of `factors` (F, S) and `values` (S, C) over each expert's
+        rows, without the rows `ignored` (S,) bool; None: over all."""
+        if ignored is not None:
+            factors = factors.masked_fill(ignored, 0)
+            values = values.masked_fill(ignored[:, None], 0)
+        sums = factors.new_zeros(len(factors), self.n_experts, values.shape[1])
         for part in self.one_by_one:
-            torch.mm(left[part.rows].t(), right[part.rows], out=sums[part.experts])
+            sums[:, part.experts] = factors[:, part.rows] @ values[part.rows]
         return sums
 
     def assemble(
@@ -168,8 +217,10 @@ class GroupedRows(Rows):
     def sum_by_expert(self, terms: torch.Tensor) -> torch.Tensor:
         return AllExperts(self).sum(terms)
 
-    def product_sums(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return AllExperts(self).sum(left[:, :, None] * right[:, None])
+    def product_sums(
+        self, factors: torch.Tensor, values: torch.Tensor, ignored: torch.Tensor | None
+    ) -> torch.Tensor:
+        return AllExperts(self).term_sums(values, factors, ignored, power=1)[0]
 
     def assemble(
         self, parts: Sequence[tuple[Part, Mapping[str, torch.Tensor]]]
@@ -235,22 +286,51 @@ class AllExperts:
         weights = layer.weights(self.experts, tensors)
         return GroupedWeights(**vars(weights), grouped=self.grouped)
 
-    def counted(self, ignored: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
-        """`values` (S, ...), with 0 for the rows `ignored` (S,) bool; None: for none."""
-        if ignored is None:
-            return values
-        return values.masked_fill(ignored.view(-1, *[1] * (values.dim() - 1)), 0)
+    def sum(self, values: torch.Tensor, ignored: torch.Tensor | None = None) -> torch.Tensor:
+        """The sums (E, ...), in at least fp32, of `values` (S, ...) over each expert's rows,
+        without the rows `ignored` (S,) bool; None: over all."""
+        return self._reduce(values, ignored, "sum")
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sums (E, ...) of `values` (S, ...) over each expert's rows."""
-        return self._reduce(values, "sum")
+    def amax(self, values: torch.Tensor, ignored: torch.Tensor | None = None) -> torch.Tensor:
+        """The largest (E, ...) of `values` (S, ...) >= 0; 0 without rows. `ignored`: as in
+        `sum`."""
+        return self._reduce(values, ignored, "max")
 
-    def amax(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest (E, ...) of `values` (S, ...) >= 0; 0 without rows."""
-        return self._reduce(values, "max")
+    def square_sums(
+        self, values: torch.Tensor, factors: torch.Tensor, ignored: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sums, roots of the maxima), (F, E, C) each and in at least fp32, of a v^2 over each
+        expert's rows, for v = `values` (S, C) and each of the `factors` a (F, S) >= 0. `ignored`:
+        as in `sum`."""
+        sums, maxima = self.term_sums(values, factors, ignored, power=2)
+        return sums, maxima.sqrt()
 
-    def _reduce(self, values: torch.Tensor, how: str) -> torch.Tensor:
+    def term_sums(
+        self, values: torch.Tensor, factors: torch.Tensor, ignored: torch.Tensor | None, power: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sums, maxima), (F, E, C) each and in at least fp32, of a v^power over each expert's
+        rows, for v = `values` (S, C) and each of the `factors` a (F, S). Maxima are at least 0.
+        `power`: 1 or 2. `ignored`: as in `sum`."""
+        if kernels := triton_kernels(values.device):
+            sums, maxima = kernels.sums_by_expert(
+                values, factors, ignored, self.grouped.ends, power
+            )
+            return sums, maxima
+        powers = at_least_fp32(values) ** power
+        products = powers[:, None] * factors.t()[:, :, None].to(powers.dtype)
+        sums, maxima = self.sum(products, ignored), self.amax(products, ignored)
+        return sums.movedim(1, 0), maxima.movedim(1, 0)
+
+    def _reduce(self, values: torch.Tensor, ignored: torch.Tensor | None, how: str) -> torch.Tensor:
         """`values` (S, ...) -> (E, ...), 0 for experts without rows."""
+        if kernels := triton_kernels(values.device):
+            flat = values.reshape(len(values), -1)
+            results = kernels.sums_by_expert(flat, None, ignored, self.grouped.ends, power=1)
+            reduced: torch.Tensor = results[how == "max"]
+            return reduced.view(-1, *values.shape[1:])
+        values = at_least_fp32(values)
+        if ignored is not None:
+            values = values.masked_fill(ignored.view(-1, *[1] * (values.dim() - 1)), 0)
         # Pieces first: an expert with many rows would take long, since a column of its rows is
         # added one by one, and rounding errors would add up.
         for offsets in self.grouped.pieces:

@@ -14,7 +14,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 
 from moe_lab.models.discover import MoELayer, check_in_memory
-from moe_lab.models.experts import at_least_fp32
+from moe_lab.models.rows import at_least_fp32
 from moe_lab.pruning.layer_plan import Alignment, LayerPlan
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import Layers

@@ -13,8 +13,8 @@ from torch import nn
 from moe_lab.errors import UserError
 from moe_lab.exported_code.ragged import RaggedExperts, replace_tensor, set_counts
 from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers, routed_layers
-from moe_lab.models.experts import at_least_fp32
 from moe_lab.models.families import COUNT_FIELDS, GATE_UP, WIDTH_FIELDS, split
+from moe_lab.models.rows import at_least_fp32
 from moe_lab.pruning import LayerForm, make_form
 from moe_lab.pruning.layer_plan import LayerPlan, StoredExpert
 from moe_lab.pruning.plan import Plan

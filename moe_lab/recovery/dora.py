@@ -21,8 +21,7 @@ from moe_lab.models.discover import (
     post_expert_norm,
     routed_layers,
 )
-from moe_lab.models.experts import at_least_fp32
-from moe_lab.models.rows import OneExpert, Part, Rows
+from moe_lab.models.rows import OneExpert, Part, Rows, at_least_fp32
 from moe_lab.models.transformers_private import activation
 
 SCALING = 4.0

@@ -28,7 +28,7 @@ from moe_lab.calibration.batches import answer_batches, batches
 from moe_lab.config import CalibrationConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import routed_layers
-from moe_lab.models.experts import at_least_fp32
+from moe_lab.models.rows import at_least_fp32
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import share_copy

@@ -20,7 +20,8 @@ import torch
 from moe_lab.allocation.shapes import MAX_SUBSETS, removals_within_limit, retained_subsets
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import at_least_fp32, dense_gates
+from moe_lab.models.experts import dense_gates
+from moe_lab.models.rows import at_least_fp32
 from moe_lab.pruning.mask import sliced_router
 from moe_lab.statistics import Layers, Statistics
 from moe_lab.statistics.observe import StatisticsHook

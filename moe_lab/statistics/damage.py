@@ -17,8 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from moe_lab.errors import UserError
-from moe_lab.models.experts import at_least_fp32, dense_gates
-from moe_lab.models.rows import Part, dense_weights, sort_by_expert
+from moe_lab.models.experts import dense_gates
+from moe_lab.models.rows import Part, at_least_fp32, dense_weights, sort_by_expert
 from moe_lab.statistics.observe import StatisticsHook
 
 TOKENS = 2048

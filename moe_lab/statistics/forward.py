@@ -15,12 +15,20 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import at_least_fp32
-from moe_lab.models.rows import Part, Rows, sort_by_expert
+from moe_lab.models.rows import (
+    Part,
+    Rows,
+    inner_products,
+    sort_by_expert,
+    triton_kernels,
+)
 from moe_lab.statistics.observe import Observer, StatisticsHook
 
 ENTROPY_BINS = 50
 """Bins of the histogram of router entropies, from 0 to the logarithm of the number of experts."""
+CHANNEL_PREFIXES = ("", "gate_", "renormalized_")
+"""Prefixes of the statistics of channels, by the factor of phi^2: 1, the square of the gate, and
+the square of the renormalised gate."""
 SOFTMAX_GATES = ("full_softmax", "double_softmax")
 """Kinds of gates that only routers have that are a softmax over all experts."""
 EPSILON = 1e-6
@@ -35,9 +43,7 @@ class ForwardHook(StatisticsHook):
     residual: torch.Tensor | None = None
     """(T, H) residual stream before the MoE block, until the block's experts have run."""
     logits: torch.Tensor | None = None
-    """(T, E) fp64 logits of the router's last call; None if it returns none."""
-    probabilities: torch.Tensor
-    """(T, E) their softmax."""
+    """(T, E) logits of the router's last call; None if it returns none."""
     call: ExpertsCall | None = None
     """The last call of the experts, until the decoder layer returns."""
 
@@ -57,8 +63,7 @@ class ForwardHook(StatisticsHook):
         logits = result[0] if isinstance(result, tuple) else None
         self.logits = None
         if isinstance(logits, torch.Tensor) and logits.shape[-1] == self.layer.n_experts:
-            self.logits = logits.detach().reshape(-1, self.layer.n_experts).double()
-            self.probabilities = self.logits.softmax(-1)
+            self.logits = logits.detach().reshape(-1, self.layer.n_experts)
 
     def register_hooks(self, decoder_layer: torch.nn.Module) -> Iterable[RemovableHandle]:
         """Yield hooks that record the residual stream before the MoE block. The stream is the
@@ -97,8 +102,14 @@ class ForwardHook(StatisticsHook):
         layer = self.layer
         rows = sort_by_expert(layer, index)
         gates = weights.detach()
+        valid = self.valid_tokens(hidden)
+        softmax_kinds: dict[str, torch.Tensor] = {}
+        if self.logits is not None:
+            softmax_kinds, entropies = softmax_gates(self.logits, index, valid)
+            if self.softmax_test is None and self.is_softmax_router is None:
+                self.softmax_test = is_softmax(self.logits, index, gates)
         call = ExpertsCall(
-            rows, gates, self._softmax_gates(index, gates), self.valid_tokens(hidden)
+            rows, gates, {} if self.is_softmax_router is False else softmax_kinds, valid
         )
 
         def compute(part: Part, states: torch.Tensor) -> torch.Tensor:
@@ -110,12 +121,12 @@ class ForwardHook(StatisticsHook):
             return f
 
         routed = rows.output(hidden, weights, compute)
-        m = at_least_fp32(routed.detach())
+        m = routed.detach()
         sums = call.finish(m)
         if self.residual is not None:
             sums["shift_weighted"] = call.weigh_shifts(self.residual, m)
         if self.logits is not None:
-            sums["router_entropy"] = entropy_histogram(self.probabilities, call.valid)
+            sums["router_entropy"] = entropies
         self.add(sums)
         self.call = call
         self.residual = None
@@ -138,28 +149,28 @@ class ForwardHook(StatisticsHook):
                 self.sums.pop(f"sums_{kind}", None)
         return self.sums
 
-    def _softmax_gates(self, index: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Kind of gate -> gates (T, K), for the kinds "full_softmax" and "double_softmax"; {} if
-        the router is not a softmax over all experts."""
-        if self.logits is None or self.is_softmax_router is False:
-            return {}
-        if self.softmax_test is None and self.is_softmax_router is None:
-            self.softmax_test = is_softmax(self.logits, index, weights)
-        doubled = self.probabilities.softmax(-1)
-        gates = (self.probabilities.gather(-1, index), doubled.gather(-1, index))
-        return dict(zip(SOFTMAX_GATES, gates, strict=True))
 
-
-def entropy_histogram(probabilities: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """Histogram (ENTROPY_BINS,) of router entropies: numbers of valid tokens in equal bins from 0
-    to ln E. `probabilities` (T, E) fp64. `valid` (T,): which tokens count; None: all."""
+def softmax_gates(
+    logits: torch.Tensor, index: torch.Tensor, valid: torch.Tensor | None
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """(gates, entropies) of a router with the `logits` (T, E) that chose the experts `index` (T,
+    K). Gates: kind of SOFTMAX_GATES -> (T, K) fp64: the softmax p of the logits, and the softmax of
+    p. Entropies of p: a histogram (ENTROPY_BINS,) int64 of numbers of tokens, in equal bins from 0
+    to ln E. `valid` (T,): which tokens count in it; None: all."""
+    if kernels := triton_kernels(logits.device):
+        gates, histogram = kernels.softmax_gates(logits, index, valid, ENTROPY_BINS)
+        return dict(zip(SOFTMAX_GATES, gates, strict=True)), histogram
+    probabilities = logits.double().softmax(-1)
+    both = (probabilities, probabilities.softmax(-1))
     # divided by ln 2 if there is only one expert, because ln 1 is 0
     entropies: torch.Tensor = torch.special.entr(probabilities).sum(-1) / math.log(
         max(2, probabilities.shape[-1])
     )
     bins = (entropies * ENTROPY_BINS).long().clamp(0, ENTROPY_BINS - 1)
     counts = torch.ones_like(bins) if valid is None else valid.to(bins.dtype)
-    return bins.new_zeros(ENTROPY_BINS).scatter_add_(0, bins, counts)
+    histogram = bins.new_zeros(ENTROPY_BINS).scatter_add_(0, bins, counts)
+    gates = (kind.gather(-1, index) for kind in both)
+    return dict(zip(SOFTMAX_GATES, gates, strict=True)), histogram
 
 
 def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -180,11 +191,12 @@ def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor)
 def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     """1 - cos(x, x + a) of every token, (T,) fp64, at least 0, for x = `stream` (T, H) and a =
     `added` (T, H); 1 where x or x + a is 0."""
-    x = at_least_fp32(stream)
-    a = at_least_fp32(added)
+    if kernels := triton_kernels(stream.device):
+        result: torch.Tensor = kernels.shifts(stream, added)
+        return result
     xx, xa, aa = (
-        (left_vector * right_vector).sum(-1).double()
-        for left_vector, right_vector in ((x, x), (x, a), (a, a))
+        inner_products(left, right)
+        for left, right in ((stream, stream), (stream, added), (added, added))
     )
     sum_square = (xx + 2 * xa + aa).clamp(min=0)
     squares = xx * sum_square
@@ -216,19 +228,16 @@ class ExpertsCall:
         kinds |= further_gates
         self.kinds = tuple(kinds)
         """Names of the kinds of gates."""
-        self.gates = torch.stack([*kinds.values()])[:, rows.token, rows.column]
-        """(kinds, S) fp64: the gates of all `rows`."""
-        self.valid = valid
+        gates = torch.stack([*kinds.values()], -1)[rows.token, rows.column]
+        self.gate_powers = torch.stack([torch.ones_like(gates), gates, gates.square()], -1)
+        """(S, kinds, 3) fp64: 1, g and g^2 for the gates g of all `rows`."""
+        self.ones, self.gate, self.gate_square = self.gate_powers[:, 0].unbind(-1)
+        """(S,) each: those of the first kind of gate."""
+        self.channel_factors = torch.stack([self.ones, self.gate_square, self.gate_powers[:, 1, 2]])
+        """(3, S): factors of `channel_sums`."""
         self.ignored = None if valid is None else ~valid
         self.ignored_rows = None if self.ignored is None else self.ignored[rows.token]
-        self.gate_squares = self.gates[:2].to(at_least_fp32(weights).dtype).square()
-        """(2, S): the squares of the first two kinds of gates."""
-        self.channel_factors = {
-            "": torch.ones_like(self.gate_squares[0]),
-            "gate_": self.gate_squares[0],
-            "renormalized_": self.gate_squares[1],
-        }
-        self.norm_square = torch.empty_like(self.gate_squares[0])
+        self.norm_square = torch.empty_like(self.channel_factors[0])
         """(S,): ||f||^2 of the outputs f of experts, which `add` computes."""
         self.statistics: list[tuple[Part, dict[str, torch.Tensor]]] = []
         """(part, name of a statistic -> its values for the experts of the part)."""
@@ -238,30 +247,30 @@ class ExpertsCall:
     def add(self, part: Part, phi: torch.Tensor, f: torch.Tensor) -> None:
         """Add the rows of a part. `phi` (n, I): the input of down_proj. `f` (n, H): the outputs of
         the experts."""
-        f = at_least_fp32(f)
         self.outputs.append((part.rows, f))
-        squares = f.square()
-        torch.sum(squares, -1, out=self.norm_square[part.rows])
-        largest_square = part.counted(self.ignored_rows, squares.amax(-1))
+        self.norm_square[part.rows] = inner_products(f, f)
+        largest = torch.linalg.vector_norm(f, math.inf, -1)
         statistics = {
-            "output_sum": part.sum(part.counted(self.ignored_rows, f)),
-            "output_abs_max": part.amax(largest_square).sqrt(),
-            **channel_sums(part, phi, self.ignored_rows, self.channel_factors),
+            "output_sum": part.sum(f, self.ignored_rows),
+            "output_abs_max": part.amax(largest, self.ignored_rows),
+            **channel_sums(part, phi, self.channel_factors, self.ignored_rows),
         }
         self.statistics.append((part, statistics))
 
     def finish(self, routed: torch.Tensor) -> dict[str, torch.Tensor]:
         """Name -> sum, for all statistics that do not need the decoder layer's output. `routed` (T,
         H): the routed output m."""
-        self._compute_numerators(routed)
-        moments = self._moments()
+        self.norm = self.norm_square.sqrt()
+        norm_powers = torch.stack([self.ones, self.norm, self.norm_square])
+        # sums of g^alpha ||f||^beta: (beta, E, kinds, alpha)
+        moments = self._sums(norm_powers, self.gate_powers.flatten(1)).unflatten(-1, (-1, 3))
         names = [f"sums_{kind}" for kind in self.kinds]
+        self._compute_numerators(routed)
         return {
             **self.rows.assemble(self.statistics),
-            # moments are sums of g^alpha ||f||^beta; with alpha = beta = 0, each token adds 1
-            "tokens": moments[:, 0, 0].clone(),
-            # along axis 1, each kind of gate has three entries: alpha = 0, 1 and 2
-            **dict(zip(names, moments.split(3, 1), strict=True)),
+            # with alpha = beta = 0, each token adds 1
+            "tokens": moments[0, :, 0, 0].clone(),
+            **dict(zip(names, moments.permute(2, 1, 3, 0), strict=True)),
         }
 
     def weigh_shifts(self, stream: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
@@ -269,77 +278,48 @@ class ExpertsCall:
         expert. s is the token's value of `shifts`, g the gate, and f the output of the expert.
         `stream` (T, H): the residual stream before the MoE block. `routed` (T, H): the routed
         output m."""
-        terms = (
-            shifts(stream, routed)[self.rows.token]
-            * self.gates[0]
-            * self.norm_square.double().sqrt()
-        )
-        return self.rows.sum_by_expert(self._counted(terms))
+        shift = shifts(stream, routed)[self.rows.token, None]
+        return self._sums((self.gate * self.norm)[None], shift)[0, :, 0]
 
     def normalize(self, stream: torch.Tensor) -> dict[str, torch.Tensor]:
         """Statistic -> its sum over valid tokens: "ala_first" (E,), "ala_second" (E,) and
         "layer_loss" (). Each token's term is divided by ||y||^2 + EPSILON. y = `stream` (T, H): the
         residual stream after the decoder layer."""
-        factor = (at_least_fp32(stream).square().sum(-1).double() + EPSILON).reciprocal()
+        factor = (inner_products(stream, stream) + EPSILON).reciprocal()
         loss = self.loss * factor
         loss = loss if self.ignored is None else loss.masked_fill(self.ignored, 0)
-        sums = {"layer_loss": loss.sum()}
-        for name, numerators in (("ala_first", self.ala_first), ("ala_second", self.ala_second)):
-            sums[name] = self.rows.sum_by_expert(
-                self._counted(numerators * factor[self.rows.token])
-            )
-        return sums
+        first, second = self._sums(self.numerators, factor[self.rows.token, None])[:, :, 0]
+        return {"layer_loss": loss.sum(), "ala_first": first, "ala_second": second}
 
-    def _counted(self, terms: torch.Tensor) -> torch.Tensor:
-        """`terms` (..., S), 0 for rows that do not count."""
-        return terms if self.ignored_rows is None else terms.masked_fill(self.ignored_rows, 0)
+    def _sums(self, factors: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Sums (F, E, C) of the products of `factors` (F, S) and `values` (S, C) over each expert's
+        valid tokens."""
+        return self.rows.product_sums(factors, values, self.ignored_rows)
 
     def _compute_numerators(self, routed: torch.Tensor) -> None:
         """Compute the numerators that `normalize` divides. f is the output of an expert for a
-        token, g is its gate, and m is the token's row of `routed` (T, H). For each of `rows`,
-        `ala_first` is g <f, m> and `ala_second` is g^2 ||f||^2. `loss` (T,) is ||m||^2."""
-        inner_products = torch.empty_like(self.norm_square)  # <f, m>
+        token, g is its gate, and m is the token's row of `routed` (T, H). `numerators` (2, S) are g
+        <f, m> and g^2 ||f||^2. `loss` (T,) is ||m||^2."""
+        products = torch.empty_like(self.norm_square)  # <f, m>
         for rows, f in self.outputs:
-            torch.sum(f * routed[self.rows.token[rows]], -1, out=inner_products[rows])
+            products[rows] = inner_products(f, routed, self.rows.token[rows])
         # frees the memory of all f, which are T x K x H numbers
         self.outputs.clear()
-        self.ala_first = self.gates[0] * inner_products
-        self.ala_second = self.gate_squares[0].double() * self.norm_square
-        self.loss = routed.square().sum(-1).double()
-
-    def _moments(self) -> torch.Tensor:
-        """Sums of g^alpha ||f||^beta over each expert's valid tokens, for gates g and outputs f.
-        Axis 0: the expert. Axis 1: alpha = 0, 1, 2 for the first kind of gate, then 0, 1, 2 for the
-        second, and so on. Axis 2: beta = 0, 1, 2."""
-        norm_square = self.norm_square.double()
-        ones = torch.ones_like(norm_square)
-        norm_powers = [ones, norm_square.sqrt(), norm_square]
-        # (kinds, 3, S)
-        gate_powers = torch.stack([torch.ones_like(self.gates), self.gates, self.gates.square()], 1)
-        return self.rows.product_sums(
-            self._counted(gate_powers).flatten(0, 1).t(),
-            self._counted(torch.stack(norm_powers)).t(),
-        )
+        self.numerators = torch.stack([self.gate * products, self.gate_square * self.norm_square])
+        self.loss = inner_products(routed, routed)
 
 
 def channel_sums(
-    part: Part,
-    phi: torch.Tensor,
-    ignored: torch.Tensor | None,
-    factors: Mapping[str, torch.Tensor],
+    part: Part, phi: torch.Tensor, factors: torch.Tensor, ignored: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
     """Statistics of the activations `phi` (n, I), the input of down_proj, of the rows of a part:
     (I,) for one expert, (E, I) for all, in at least fp32. "channel_square" is the sum of a phi^2
-    over an expert's rows, and "channel_max" the square root of its maximum, for each of `factors`:
-    prefix of the names -> a (S,), in at least fp32. `ignored` (S,) bool: the rows that do not
-    count; None: all count."""
-    squares = part.counted(ignored, at_least_fp32(phi)).square()
-    factors_of_rows = torch.stack([factor[part.rows] for factor in factors.values()], 1)
-    products = squares[:, None] * part.counted(ignored, factors_of_rows)[:, :, None]
-    sums = part.sum(products)
-    maxima = part.amax(products).sqrt()
+    over an expert's rows, and "channel_max" the square root of its maximum, for each of `factors` a
+    (F, S), whose names have the first F of CHANNEL_PREFIXES. `ignored` (S,) bool: the rows that do
+    not count; None: all count."""
+    sums, maxima = part.square_sums(phi, factors, ignored)
     statistics = {}
-    for number, prefix in enumerate(factors):
-        statistics[f"{prefix}channel_square"] = sums[..., number, :]
-        statistics[f"{prefix}channel_max"] = maxima[..., number, :]
+    for number, prefix in enumerate(CHANNEL_PREFIXES[: len(factors)]):
+        statistics[f"{prefix}channel_square"] = sums[number]
+        statistics[f"{prefix}channel_max"] = maxima[number]
     return statistics

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import at_least_fp32, replace_output, run
+from moe_lab.models.experts import replace_output, run
 from moe_lab.models.families import split
-from moe_lab.models.rows import Part, sort_by_expert
+from moe_lab.models.rows import Part, at_least_fp32, sort_by_expert
 from moe_lab.statistics import Statistics
 from moe_lab.statistics.forward import channel_sums
 from moe_lab.statistics.observe import Batch, Observer, StatisticsHook, collect_statistics
@@ -72,14 +72,14 @@ class GradientHook(StatisticsHook):
         valid = self.valid_tokens(hidden)
         ignored = None if valid is None else ~valid[rows.token]
         gate_square = at_least_fp32(weights.detach())[rows.token, rows.column].square()
-        factors = {"": torch.ones_like(gate_square), "gate_": gate_square}
+        factors = torch.stack([torch.ones_like(gate_square), gate_square])
         channels = []
 
         def compute(part: Part, states: torch.Tensor) -> torch.Tensor:
             """The outputs (n, H) of the experts of a part."""
             expert_weights = part.weights(layer)
             phi = layer.phi(states, expert_weights)
-            channels.append((part, channel_sums(part, phi.detach(), ignored, factors)))
+            channels.append((part, channel_sums(part, phi.detach(), factors, ignored)))
             if phi.requires_grad:
                 phi.register_hook(partial(self._add_gradient, part, phi.detach(), ignored))
             return layer.output(phi, expert_weights)
@@ -103,10 +103,13 @@ class GradientHook(StatisticsHook):
     ) -> None:
         """Add the gradient sums of a part, without its `ignored` rows, (S,) bool. `phi` (n, I): the
         activations. `gradient` (n, I): LOSS_SCALE * dL/dphi."""
-        gradient = at_least_fp32(part.counted(ignored, gradient))
-        product = gradient * at_least_fp32(part.counted(ignored, phi))
-        # `abs_` last: it overwrites `product`
-        sums = (part.sum(gradient.square()), part.sum(product), part.sum(product.abs_()))
+        gradient = at_least_fp32(gradient)
+        product = gradient * phi
+        sums = (
+            part.sum(gradient.square(), ignored),
+            part.sum(product, ignored),
+            part.sum(product.abs_(), ignored),  # last: it overwrites `product`
+        )
         for name, sums_of_part, scale in zip(
             GRADIENT_SUMS, sums, (LOSS_SCALE**2, LOSS_SCALE, LOSS_SCALE), strict=True
         ):

@@ -16,8 +16,8 @@ from torch.linalg import vector_norm
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from moe_lab.models.discover import check_in_memory, moe_layers
-from moe_lab.models.experts import at_least_fp32
 from moe_lab.models.families import BlockTensor, family_of, split
+from moe_lab.models.rows import at_least_fp32
 from moe_lab.statistics import Layers, Statistics
 
 BLOCK = 1 << 23

@@ -5,10 +5,11 @@ import copy
 import functools
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import naive
 import pytest
@@ -48,10 +49,21 @@ SOFTMAX_ROUTERS = {
 SOFTMAX_GATES = {"full_softmax", "double_softmax"}
 
 
-@pytest.fixture(scope="module")
-def observed() -> Callable[[str], Any]:
+@pytest.fixture(scope="module", params=["one expert after the other", "grouped", "Triton"])
+def observed(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Any]]:
     """Statistics by layer of a model, computed once."""
-    return functools.cache(lambda name: naive.hook_sums(naive.model(name), ForwardHook))
+
+    @functools.cache
+    def sums(name: str) -> Any:
+        model = naive.model(name)
+        if request.param != "one expert after the other":
+            model = copy.deepcopy(model)
+            model.set_experts_implementation("grouped_mm")
+        return naive.hook_sums(model, ForwardHook)
+
+    devices = ("cpu",) if request.param == "Triton" else ()
+    with patch("moe_lab.models.rows.TRITON_DEVICES", devices):
+        yield sums
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)

@@ -1,0 +1,220 @@
+"""Triton kernels for sums over routed rows: each value is read once or twice, however many sums it
+adds to.
+
+One program adds each sum, in the order of the rows: the same bits each time. Numbers in half
+precision are converted while they are read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+ROWS, COLUMNS = 32, 128
+"""Rows and columns that a program reads at once."""
+
+
+@triton.jit
+def _sums_by_expert(
+    values,
+    factors,
+    ignored,
+    ends,
+    sums,
+    maxima,
+    n_rows,
+    width,
+    POWER: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    expert = tl.program_id(0)
+    kind = tl.program_id(1)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = column < width
+    start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    is_double: tl.constexpr = values.dtype.element_ty == tl.float64
+    dtype: tl.constexpr = tl.float64 if is_double else tl.float32
+    total = tl.zeros((COLUMNS,), tl.float64)
+    largest = tl.zeros((COLUMNS,), dtype)
+    for first in range(start, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        is_read = row < end
+        if ignored is not None:
+            is_read = is_read & (tl.load(ignored + row, mask=is_read, other=1) == 0)
+        place = values + row[:, None] * width + column
+        term = tl.load(place, mask=is_read[:, None] & is_column, other=0).to(dtype)
+        if POWER == 2:
+            term = term * term
+        if factors is not None:
+            factor = tl.load(factors + kind * n_rows + row, mask=is_read, other=0)
+            term = term * factor.to(dtype)[:, None]
+        total += tl.sum(term, 0)
+        largest = tl.maximum(largest, tl.max(term, 0))
+    place = (kind * tl.num_programs(0) + expert) * width + column
+    tl.store(sums + place, total, mask=is_column)
+    tl.store(maxima + place, largest, mask=is_column)
+
+
+@triton.jit
+def _inner_products(
+    left, right, right_rows, products, n_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    right_row = row
+    if right_rows is not None:
+        right_row = tl.load(right_rows + row, mask=row < n_rows, other=0)
+    is_double: tl.constexpr = left.dtype.element_ty == tl.float64
+    dtype: tl.constexpr = tl.float64 if is_double else tl.float32
+    total = tl.zeros((ROWS, COLUMNS), dtype)
+    for first in range(0, width, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)[None]
+        is_read = (row < n_rows)[:, None] & (column < width)
+        left_values = tl.load(left + row[:, None] * width + column, mask=is_read, other=0)
+        right_values = tl.load(right + right_row[:, None] * width + column, mask=is_read, other=0)
+        total += left_values.to(dtype) * right_values.to(dtype)
+    tl.store(products + row, tl.sum(total, 1), mask=row < n_rows)
+
+
+@triton.jit
+def _shifts(stream, added, shifts, n_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    xx = tl.zeros((ROWS, COLUMNS), tl.float32)
+    xa = tl.zeros((ROWS, COLUMNS), tl.float32)
+    aa = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, width, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)[None]
+        place = row[:, None] * width + column
+        is_read = (row < n_rows)[:, None] & (column < width)
+        x = tl.load(stream + place, mask=is_read, other=0).to(tl.float32)
+        a = tl.load(added + place, mask=is_read, other=0).to(tl.float32)
+        xx += x * x
+        xa += x * a
+        aa += a * a
+    xx = tl.sum(xx, 1).to(tl.float64)
+    xa = tl.sum(xa, 1).to(tl.float64)
+    aa = tl.sum(aa, 1).to(tl.float64)
+    squares = xx * tl.maximum(xx + 2 * xa + aa, 0)
+    is_defined = squares > 0
+    divisor = tl.where(is_defined, squares, 1)
+    cosine = (xx + xa) / tl.sqrt(divisor)
+    sine_square = tl.maximum(xx * aa - xa * xa, 0) / divisor
+    shift = tl.where(cosine > 0, sine_square / (1 + cosine), 1 - cosine)
+    tl.store(shifts + row, tl.where(is_defined, shift, 1), mask=row < n_rows)
+
+
+@triton.jit
+def _softmax_gates(
+    logits,
+    index,
+    valid,
+    gates,
+    histogram,
+    n_tokens,
+    n_experts,
+    top_k,
+    BINS: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHOICES: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    is_token = token < n_tokens
+    expert = tl.arange(0, EXPERTS)[None]
+    choice = tl.arange(0, CHOICES)[None]
+    is_expert = is_token[:, None] & (expert < n_experts)
+    is_choice = is_token[:, None] & (choice < top_k)
+    row = logits + token[:, None] * n_experts
+    logit = tl.load(row + expert, mask=is_expert, other=-float("inf")).to(tl.float64)
+    largest = tl.where(is_token, tl.max(logit, 1), 0)[:, None]
+    power = tl.exp(logit - largest)
+    total = tl.where(is_token, tl.sum(power, 1), 1)[:, None]
+    probability = power / total
+    doubled_total = tl.sum(tl.where(expert < n_experts, tl.exp(probability), 0), 1)[:, None]
+    place = token[:, None] * top_k + choice
+    chosen = tl.load(index + place, mask=is_choice, other=0)
+    chosen_logit = tl.load(row + chosen, mask=is_choice, other=0).to(tl.float64)
+    chosen_probability = tl.exp(chosen_logit - largest) / total
+    tl.store(gates + place, chosen_probability, mask=is_choice)
+    doubled = gates + n_tokens.to(tl.int64) * top_k + place
+    tl.store(doubled, tl.exp(chosen_probability) / doubled_total, mask=is_choice)
+    terms = probability * tl.log(tl.where(probability > 0, probability, 1))
+    entropy = -tl.sum(terms, 1) / tl.log(tl.maximum(2, n_experts).to(tl.float64))
+    bin = tl.minimum(tl.maximum((entropy * BINS).to(tl.int64), 0), BINS - 1)
+    is_counted = is_token
+    if valid is not None:
+        is_counted = is_counted & tl.load(valid + token, mask=is_token, other=0).to(tl.int1)
+    tl.atomic_add(histogram + bin, 1, mask=is_counted)
+
+
+def sums_by_expert(
+    values: torch.Tensor,
+    factors: torch.Tensor | None,
+    ignored: torch.Tensor | None,
+    ends: torch.Tensor,
+    power: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sums, maxima), (F, E, C) fp64 each, of a v^power over each expert's rows, for v = `values`
+    (S, C) and each of the `factors` a (F, S); None: a = 1. Terms are computed in fp32, of `values`
+    in fp64 in fp64. `power`: 1 or 2. Maxima are at least 0. `ignored` (S,) bool: rows that are left
+    out; None: none. `ends` (E,): end of each expert's rows."""
+    values = values.contiguous()
+    n_rows, width = values.shape
+    shape = (1 if factors is None else len(factors), len(ends), width)
+    sums = torch.empty(shape, dtype=torch.float64, device=values.device)
+    maxima = torch.empty_like(sums)
+    grid = (shape[1], shape[0], triton.cdiv(width, COLUMNS))
+    _sums_by_expert[grid](
+        values, factors, ignored, ends, sums, maxima, n_rows, width, power, ROWS, COLUMNS
+    )
+    return sums, maxima
+
+
+def inner_products(
+    left: torch.Tensor, right: torch.Tensor, right_rows: torch.Tensor | None
+) -> torch.Tensor:
+    """As `moe_lab.models.rows.inner_products`."""
+    left = left.contiguous()
+    n_rows, width = left.shape
+    products = torch.empty(n_rows, dtype=torch.float64, device=left.device)
+    _inner_products[(triton.cdiv(n_rows, ROWS),)](
+        left, right.contiguous(), right_rows, products, n_rows, width, ROWS, COLUMNS
+    )
+    return products
+
+
+def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    """As `moe_lab.statistics.forward.shifts`; inner products are computed in fp32."""
+    stream = stream.contiguous()
+    n_rows, width = stream.shape
+    result = torch.empty(n_rows, dtype=torch.float64, device=stream.device)
+    _shifts[(triton.cdiv(n_rows, ROWS),)](
+        stream, added.contiguous(), result, n_rows, width, ROWS, COLUMNS
+    )
+    return result
+
+
+def softmax_gates(
+    logits: torch.Tensor, index: torch.Tensor, valid: torch.Tensor | None, bins: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `moe_lab.statistics.forward.softmax_gates`."""
+    n_experts, top_k = logits.shape[1], index.shape[1]
+    gates = torch.empty(2, *index.shape, dtype=torch.float64, device=logits.device)
+    histogram = torch.zeros(bins, dtype=torch.int64, device=logits.device)
+    _softmax_gates[(triton.cdiv(len(logits), ROWS),)](
+        logits.contiguous(),
+        index.contiguous(),
+        valid,
+        gates,
+        histogram,
+        len(logits),
+        n_experts,
+        top_k,
+        bins,
+        ROWS,
+        triton.next_power_of_2(n_experts),
+        triton.next_power_of_2(top_k),
+    )
+    return gates, histogram

@@ -1,0 +1,106 @@
+"""Triton's kernels, run as Python: sums that are not those of a pass over a tiny model, and the
+bytes that they load and store."""
+
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import numpy
+import pytest
+import torch
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
+
+from benchmarks.launches import TRAFFIC
+from moe_lab.models import kernels
+from moe_lab.statistics.forward import shifts
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
+
+
+class Traffic:
+    """Bytes that kernels load and store, and those that the formulas of benchmarks.launches give,
+    by the name of the kernel."""
+
+    def __init__(self) -> None:
+        self.moved: dict[str, int] = {}
+        self.formula: dict[str, int] = {}
+        self.name = ""
+
+    def run(self, kernel: Any, *arguments: Any, grid: Any, warmup: bool) -> None:
+        self.name = kernel.fn.__name__
+        self.formula[self.name] = TRAFFIC[self.name](*arguments)
+        self.moved[self.name] = 0
+        RUN(kernel, *arguments, grid=grid, warmup=warmup)
+
+    def load(self, builder: Any, pointers: Any, mask: Any, *arguments: Any) -> Any:
+        values = LOAD(builder, pointers, mask, *arguments)
+        self._count(mask, values)
+        return values
+
+    def store(self, builder: Any, pointers: Any, values: Any, mask: Any, *arguments: Any) -> Any:
+        self._count(mask, values)
+        return STORE(builder, pointers, values, mask, *arguments)
+
+    def _count(self, mask: Any, values: Any) -> None:
+        self.moved[self.name] += int(numpy.sum(mask.data)) * values.data.itemsize
+
+
+RUN = InterpretedFunction.run
+LOAD = InterpreterBuilder.create_masked_load
+STORE = InterpreterBuilder.create_masked_store
+
+
+@pytest.fixture
+def traffic() -> Iterator[Traffic]:
+    counted = Traffic()
+    with (
+        patch.object(InterpretedFunction, "run", lambda *a, **k: counted.run(*a, **k)),
+        patch.object(InterpreterBuilder, "create_masked_load", lambda *a: counted.load(*a)),
+        patch.object(InterpreterBuilder, "create_masked_store", lambda *a: counted.store(*a)),
+    ):
+        yield counted
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "width"), [(40, 4, 24), (70, 9, 300)], ids=["small", "wide"]
+)
+def test_bytes_are_those_of_the_formulas(
+    tokens: int, experts: int, width: int, traffic: Traffic
+) -> None:
+    values = torch.rand(tokens, width)
+    valid = torch.arange(tokens) < tokens - 8
+    ends = torch.arange(1, experts + 1) * tokens // experts
+    index = torch.rand(tokens, experts).topk(3).indices
+    kernels.sums_by_expert(values, torch.rand(2, tokens), None, ends, 2)
+    kernels.inner_products(values, values, torch.arange(tokens))
+    kernels.shifts(values, values.clone())
+    kernels.softmax_gates(torch.rand(tokens, experts), index, valid, 50)
+    assert traffic.moved == traffic.formula
+    assert traffic.moved.keys() == TRAFFIC.keys()
+
+
+def test_ignored_rows_are_not_read() -> None:
+    values = torch.tensor([[1.0, 2.0], [torch.nan, torch.inf], [3.0, -4.0]])
+    ignored = torch.tensor([False, True, False])
+    ends = torch.tensor([0, 3])
+    sums, maxima = kernels.sums_by_expert(values, None, ignored, ends, 2)
+    assert sums.tolist() == [[[0, 0], [10, 20]]]
+    assert maxima.tolist() == [[[0, 0], [9, 16]]]
+
+
+def test_sums_of_doubles_are_computed_in_fp64() -> None:
+    values = torch.tensor([[1.0], [1e-12]], dtype=torch.float64)
+    sums, _ = kernels.sums_by_expert(values, None, None, torch.tensor([2]), 1)
+    assert sums.item() == 1 + 1e-12
+
+
+@pytest.mark.parametrize("width", [3, 200])
+def test_shifts_are_those_without_triton(width: int) -> None:
+    stream = torch.randn(50, width)
+    stream[0] = 0
+    added = 0.1 * torch.randn(50, width)
+    added[1] = -stream[1]
+    added[2] = -2 * stream[2]
+    torch.testing.assert_close(
+        kernels.shifts(stream, added), shifts(stream, added), rtol=1e-4, atol=1e-7
+    )
