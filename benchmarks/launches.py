@@ -360,8 +360,9 @@ def count(row: Pass, model: Any, data: tuple[torch.Tensor, torch.Tensor]) -> Lau
     ]
     devices = ("meta",) if row.has_triton else ()
     fused = patch("moe_lab.models.rows.TRITON_DEVICES", devices)
+    entries: list[Any] = [used, traced, fused, *patches]
     with ExitStack() as stack:
-        for entry in (used, traced, fused, *patches):
+        for entry in entries:
             stack.enter_context(entry)
         read = stack.enter_context(row.context(model))
         # the first batch may read values, such as whether a router can be repeated

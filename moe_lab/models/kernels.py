@@ -4,6 +4,8 @@ adds to.
 One program adds each sum, in the order of the rows: the same bits each time. Numbers in half
 precision are converted while they are read.
 """
+# Triton takes annotations of kernels for types of its own.
+# mypy: allow-untyped-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
