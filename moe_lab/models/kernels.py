@@ -5,7 +5,7 @@ One program adds each sum, in the order of the rows: the same bits each time. Nu
 precision are converted while they are read.
 """
 # Triton takes annotations of kernels for types of its own.
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import triton.language as tl
 
 ROWS, COLUMNS = 32, 128
 """Rows and columns that a program reads at once."""
+LOGITS = 2048
+"""Logits of routers that a program reads at once."""
 
 
 @triton.jit
@@ -205,7 +207,9 @@ def softmax_gates(
     n_experts, top_k = logits.shape[1], index.shape[1]
     gates = torch.empty(2, *index.shape, dtype=torch.float64, device=logits.device)
     histogram = torch.zeros(bins, dtype=torch.int64, device=logits.device)
-    _softmax_gates[(triton.cdiv(len(logits), ROWS),)](
+    columns = triton.next_power_of_2(n_experts)
+    rows = max(1, LOGITS // columns)
+    _softmax_gates[(triton.cdiv(len(logits), rows),)](
         logits.contiguous(),
         index.contiguous(),
         valid,
@@ -215,8 +219,8 @@ def softmax_gates(
         n_experts,
         top_k,
         bins,
-        ROWS,
-        triton.next_power_of_2(n_experts),
+        rows,
+        columns,
         triton.next_power_of_2(top_k),
     )
     return gates, histogram

@@ -23,7 +23,7 @@ from moe_lab.models.transformers_private import experts_implementation, grouped_
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 PIECE = 64
 """Rows that a segment reduction adds one after the other."""
-TRITON_DEVICES = ("cuda",)
+TRITON_DEVICES = ("cuda",) if find_spec("triton") else ()
 """Types of devices that run Triton kernels."""
 
 
@@ -33,9 +33,8 @@ def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def triton_kernels(device: torch.device) -> ModuleType | None:
-    """The module `kernels` for tensors on `device`; None if Triton is missing or has no kernels for
-    the device."""
-    if device.type not in TRITON_DEVICES or find_spec("triton") is None:
+    """The module `kernels` for tensors on `device`; None if the device runs no Triton kernels."""
+    if device.type not in TRITON_DEVICES:
         return None
     from moe_lab.models import kernels
 
