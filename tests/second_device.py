@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -99,6 +99,8 @@ class DeviceTensor(torch.Tensor):
     """A tensor on the device, whose numbers are in `numbers`, a tensor on the CPU."""
 
     numbers: torch.Tensor
+    recorded: ClassVar[list[torch.Stream]] = []
+    """Argument of each call of `record_stream`."""
 
     @staticmethod
     def __new__(cls, numbers: torch.Tensor) -> DeviceTensor:
@@ -118,6 +120,9 @@ class DeviceTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        self.recorded.append(stream)
 
     def tolist(self) -> list[Any]:
         values: list[Any] = self.cpu().tolist()
@@ -231,6 +236,14 @@ _LIBRARY.impl("empty_strided", _empty_strided, "PrivateUse1")
 _LIBRARY.impl("_copy_from", _copy, "PrivateUse1")
 
 
+def _unpinned(like: torch.Tensor, pin_memory: bool = False, **named: Any) -> torch.Tensor:
+    """torch.empty_like without pinned memory, which torch has only with a GPU."""
+    return EMPTY_LIKE(like, **named)
+
+
+EMPTY_LIKE = torch.empty_like
+
+
 def _copied_afterwards(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """`make`, a function such as torch.tensor, that makes tensors of the device on the CPU."""
 
@@ -257,6 +270,7 @@ class SecondDevice(TorchDispatchMode):
             patch.object(torch, name, _copied_afterwards(getattr(torch, name)))
             for name in ("tensor", "as_tensor")
         ]
+        self._makers.append(patch.object(torch, "empty_like", _unpinned))
         for maker in self._makers:
             maker.start()
         super().__enter__()

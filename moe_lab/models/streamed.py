@@ -1,12 +1,12 @@
 """Run models larger than the memory: one decoder layer at a time holds its weights, which are read
-from safetensors."""
+from safetensors. While it runs, the weights of the next layer are read and copied to the device."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,8 @@ from moe_lab.models.transformers_private import NameMapping, compute_buffers, lo
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 BLOCK = 8 << 20
 """Bytes of one read."""
+Weights = tuple[dict[str, torch.Tensor], torch.Event | None]
+"""(name -> tensor, as they are in the checkpoint; event after the last copy to a GPU)."""
 OUTSIDE = -1
 """Layer number of the tensors outside decoder layers: embeddings, the last norm, the vocabulary
 head."""
@@ -63,9 +65,12 @@ def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
         torch.set_num_threads(settings.threads)
     if isinstance(dtype, str):  # "auto": the precision of the checkpoint
         dtype = stored_dtype(folder)
-    trust = settings.trust_remote_code
     streamed = StreamedModel(
-        folder, dtype=dtype, device=device, trust_remote_code=trust, top_k=settings.top_k
+        folder,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=settings.trust_remote_code,
+        top_k=settings.top_k,
     )
     moe_layers(streamed.model)  # raises for models that cannot be scored
     return streamed, load_tokenizer(folder, settings)
@@ -111,12 +116,13 @@ class StreamedModel:
         self.layer_of = dict(self._tensor_layers())
         """Name of a tensor in the checkpoint -> number of its decoder layer, or OUTSIDE."""
         self._reader = ThreadPoolExecutor(1)
-        self._pending: dict[int, Future[None]] = {}
-        """Layer number -> future of the read that `_read_ahead` has started."""
+        self._pending: dict[int, Future[Weights]] = {}
+        """Layer number or OUTSIDE -> future of `_read`."""
         self.model.set_experts_implementation(experts_implementation(device))
         compute_buffers(self.model, root=self.model, device=device)
-        self._read_ahead(OUTSIDE)
-        self._read_ahead(0)  # probably the first layer to be used
+        self._copy_stream = None if device == "cpu" else torch.Stream(device=device)
+        """The stream on which weights are copied to the device while it computes."""
+        self._request(OUTSIDE)
         self._fill(OUTSIDE, self.model)
 
     def _tensor_layers(self) -> Iterator[tuple[str, int]]:
@@ -135,12 +141,13 @@ class StreamedModel:
     @contextmanager
     def layer(self, number: int, *, next_number: int = -1) -> Iterator[nn.Module]:
         """A context in which decoder layer `number` has its weights. Meanwhile, the weights of
-        layer `next_number` (-1: none) are read from the disk. UserError for a weight that is
-        missing, of the wrong shape, NaN or infinite."""
+        layer `next_number` (-1: none) are read from the disk and copied to the device. UserError
+        for a weight that is missing, of the wrong shape, NaN or infinite."""
         module: nn.Module = self.layers[number]
-        self._read_ahead(number)
         if 0 <= next_number < len(self.layers):
-            self._read_ahead(next_number)
+            self._request(number, next_number)
+        else:
+            self._request(number)
         compute_buffers(self.model, module, self.device)
         self._fill(number, module)
         try:
@@ -186,12 +193,15 @@ class StreamedModel:
     def _fill(self, number: int, module: nn.Module) -> None:
         """Load the weights of `number`, a layer or OUTSIDE. `module`: the layer, or for OUTSIDE the
         whole model."""
-        # wait until `_read_ahead` has read the weights into the system's cache; if that failed,
-        # `load_tensors` fails in the same way
-        wait([self._pending.pop(number)])
-        with ExitStack() as files, quiet_transformers():
-            slices = self.checkpoint.slices(self._tensor_names(number), files)
-            mismatched = load_tensors(self.model, slices, dtype=self.dtype, device=self.device)
+        tensors, copied = self._pending.pop(number).result()
+        if copied is not None:
+            computing = torch.accelerator.current_stream(self.device)
+            computing.wait_event(copied)
+            for tensor in tensors.values():
+                # the memory of a freed tensor is used again only after computing
+                tensor.record_stream(computing)
+        with quiet_transformers():
+            mismatched = load_tensors(self.model, tensors, dtype=self.dtype, device=self.device)
         check_shapes(self.checkpoint.folder, mismatched)
         is_outside = number == OUTSIDE
         if is_outside:
@@ -214,21 +224,38 @@ class StreamedModel:
         # for OUTSIDE, all tensors; those of decoder layers are on the meta device, and skipped
         check_finite(self.model, prefix="" if is_outside else prefix)
 
-    def _read_ahead(self, number: int) -> None:
-        """Start to read the bytes of `number`, a layer or OUTSIDE, into the system's cache."""
-        # posix_fadvise would not do: it reads only the first few MB of each range
-        if number not in self._pending:
-            folder = self.checkpoint.folder
-            entries = [self.checkpoint.tensors[name] for name in self._tensor_names(number)]
-            ranges = [(folder / entry.shard, entry.start, entry.size) for entry in entries]
-            self._pending[number] = self._reader.submit(_read_ranges, sorted(ranges))
+    def _request(self, *numbers: int) -> None:
+        """Start to read the tensors of `numbers`, layers or OUTSIDE, unless they are being read.
+        Those of other layers are dropped."""
+        self._pending = {
+            number: self._pending.get(number) or self._reader.submit(self._read, number)
+            for number in numbers
+        }
 
+    def _read(self, number: int) -> Weights:
+        """The weights of `number`, a layer or OUTSIDE, on the device."""
+        copy_stream = self._copy_stream
+        with ExitStack() as stack:
+            slices = self.checkpoint.slices(self._tensor_names(number), stack)
+            stack.enter_context(copy_stream or nullcontext())
+            tensors = {
+                name: self._read_tensor(name, stored[...]).to(self.device, non_blocking=True)
+                for name, stored in slices.items()
+            }
+            return tensors, copy_stream.record_event() if copy_stream else None
 
-def _read_ranges(ranges: Sequence[tuple[Path, int, int]]) -> None:
-    """Read parts of files and discard the bytes, which are then in the system's cache."""
-    buffer = memoryview(bytearray(BLOCK))
-    for path, start, size in ranges:
-        with path.open("rb", buffering=0) as file:
-            file.seek(start)
-            while size and (count := file.readinto(buffer[:size])):
-                size -= count
+    def _read_tensor(self, name: str, mapped: torch.Tensor) -> torch.Tensor:
+        """The tensor `name` of the checkpoint, in memory from which the device can copy. `mapped`:
+        the tensor in a mapped file, whose bytes may still be on the disk."""
+        entry = self.checkpoint.tensors[name]
+        with (self.checkpoint.folder / entry.shard).open("rb") as file:
+            file.seek(entry.start)
+            if self._copy_stream is None:
+                # Reads the bytes into the system's cache, from which the CPU uses them. Without
+                # this, they would be read in small pieces when they are used.
+                for _ in range(0, entry.size, BLOCK):
+                    file.read(BLOCK)
+                return mapped
+            tensor = torch.empty_like(mapped, pin_memory=True)
+            file.readinto(tensor.flatten().view(torch.uint8).numpy().data)
+            return tensor

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from math import ceil
@@ -108,11 +109,11 @@ def compute_buffers(model: PreTrainedModel, root: nn.Module, device: str) -> Non
 
 
 def load_tensors(
-    model: PreTrainedModel, tensors: Mapping[str, Any], *, dtype: torch.dtype, device: str
+    model: PreTrainedModel, tensors: dict[str, torch.Tensor], *, dtype: torch.dtype, device: str
 ) -> Iterable[tuple[str, Any, Any]]:
-    """Put `tensors` (name in the checkpoint -> safetensors slice) into `model`, as from_pretrained
-    does. Returns (name, stored shape, shape in the model) of each tensor whose shape does not
-    fit."""
+    """Put `tensors` (name in the checkpoint -> tensor) into `model`, as from_pretrained does.
+    `tensors` is emptied, so that tensors are freed when they are converted. Returns (name, stored
+    shape, shape in the model) of each tensor whose shape does not fit."""
     mapping: Any = get_model_conversion_mapping(model)
     settings = LoadStateDictConfig(
         device_map={"": device},
@@ -121,9 +122,22 @@ def load_tensors(
         weight_mapping=mapping,
         ignore_mismatched_sizes=True,
     )
-    report, _ = model._load_pretrained_model(model, dict(tensors), None, settings)
+    stored = {name: _Slice(tensors, name) for name in tensors}
+    # [] for the expected names: for these, transformers would reserve memory on the device
+    report, _ = model._load_pretrained_model(model, stored, None, settings, [])
     mismatched: Iterable[tuple[str, Any, Any]] = report.mismatched_keys
     return mismatched
+
+
+@dataclass
+class _Slice:
+    """The tensor `name` of `tensors`, which is indexed once, like a safetensors slice."""
+
+    tensors: dict[str, torch.Tensor]
+    name: str
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        return self.tensors.pop(self.name)
 
 
 def dequantised_by_stated_blocks() -> AbstractContextManager[Any]:

@@ -63,8 +63,8 @@ class Resources(NamedTuple):
     model: ModelConfig | None = None
     """The model whose files the step reads."""
     weights: Literal["none", "files", "layers", "model", "server"] = "none"
-    """Which weights of the model are in memory. files: a piece of the files at a time. layers: a
-    decoder layer at a time, to run the model. model: all weights, to run the model. server: all
+    """Which weights of the model are in memory. files: a piece of the files at a time. layers: two
+    decoder layers at a time, to run the model. model: all weights, to run the model. server: all
     weights, in a server that the step starts."""
     memory: float | None = PROCESS
     """Peak memory in bytes, weights included; None for a model of unknown size. It is memory of
@@ -201,9 +201,9 @@ def text_pass(
     def memory(size: Size) -> float:
         layer_bytes = per_layer(size) if per_layer else 0.0
         fixed_bytes = extra_bytes(size) if extra_bytes else 0.0
-        if is_streamed:  # one layer at a time is in memory
+        if is_streamed:  # while one layer runs, the next one is read
             batch_bytes = batch_tokens * size.activations()
-            base_bytes = PROCESS + size.layer_weights() + layer_bytes + batch_bytes
+            base_bytes = PROCESS + size.layer_weights(2) + layer_bytes + batch_bytes
             state_bytes = 0.0
             if model.device == "cpu":
                 # Streaming keeps hidden states in main memory as long as there is room, and the

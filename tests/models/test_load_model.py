@@ -13,7 +13,7 @@ from threading import Event
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import httpx
 import pytest
@@ -157,18 +157,29 @@ def test_projections_of_another_shape_are_not_stretched(
         StreamedModel(tmp_path, dtype=torch.float32, device="cpu")
 
 
-def test_bytes_are_read_ahead_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_read_once_and_freed_when_they_are_converted(tmp_path: Path) -> None:
     tiny.save("olmoe", tmp_path)
-    read: list[int] = []
-    monkeypatch.setattr(
-        streamed, "_read_ranges", lambda ranges: read.append(sum(size for *_, size in ranges))
+    reading = patch.object(
+        StreamedModel, "_read_tensor", autospec=True, side_effect=StreamedModel._read_tensor
     )
+    loading = patch.object(streamed, "load_tensors", side_effect=streamed.load_tensors)
+    with reading as read, loading as loaded:
+        model = StreamedModel(tmp_path, dtype=torch.float32, device="cpu")
+        for number in range(3):
+            with model.layer(number, next_number=number + 1):
+                pass
+    names = [call.args[1] for call in read.call_args_list]
+    assert sorted(names) == sorted(model.checkpoint.tensors)
+    assert [call.args[1] for call in loaded.call_args_list] == [{}] * 4
+
+
+def test_only_the_layer_that_is_read_next_stays_in_memory(tmp_path: Path) -> None:
+    tiny.save("olmoe", tmp_path)
     model = StreamedModel(tmp_path, dtype=torch.float32, device="cpu")
-    for number in range(3):
-        with model.layer(number, next_number=number + 1):
-            pass
-    assert len(read) == 4
-    assert sum(read) == sum(entry.size for entry in model.checkpoint.tensors.values())
+    with model.layer(0, next_number=1):
+        assert list(model._pending) == [1]
+    with model.layer(2):
+        assert not model._pending
 
 
 CASES = [

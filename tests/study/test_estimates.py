@@ -106,8 +106,8 @@ STREAMED = [
 
 
 @pytest.mark.parametrize("kind", STREAMED)
-def test_memory_of_a_streamed_step_is_that_of_one_layer(kind: str) -> None:
-    """Qwen2-57B: 3.6 GiB of experts and attention in a layer, 2 of embeddings and head, 6 of a
+def test_memory_of_a_streamed_step_is_that_of_two_layers(kind: str) -> None:
+    """Qwen2-57B: 7.5 GiB of experts and attention in two layers, 2 of embeddings and head, 6 of a
     batch of 16,384 tokens; for the gradients of weights, 6.6 of these in fp32; for alignments, as
     much and 3.1 of products of channels."""
     big = model("qwen2_57b_a14b")
@@ -115,7 +115,7 @@ def test_memory_of_a_streamed_step_is_that_of_one_layer(kind: str) -> None:
     if kind != "sequential":  # which is always streamed
         assert memory(step(kind, big)) > 117 * 2**30
     sums = {"weight_gradients": 6.6, "activation_alignment": 9.7}.get(kind, 0)
-    assert 11 * 2**30 < memory(layered) - sums * 2**30 < 14 * 2**30
+    assert 15 * 2**30 < memory(layered) - sums * 2**30 < 18 * 2**30
     assert layered.resources().on_gpu
 
 
@@ -178,7 +178,7 @@ def test_memory_of_gradients_and_of_changed_weights() -> None:
         ("gradients", "model", 292.46, 524288, None, "one"),
         ("weight_gradients", "model", 476.21, 524288, None, "one"),
         ("search", "model", 132.15, 1404 * 524288, None, "one"),
-        ("sequential", "layers", 12.58, 524288, None, "one"),
+        ("sequential", "layers", 16.71, 524288, None, "one"),
         ("activation_alignment", "model", 226.21, 524288, None, "one"),
         ("finetune", "model", 410.09, 2 * 524288, None, "one"),
         ("timing", "model", 249.77, 524288, None, "one"),

@@ -218,7 +218,7 @@ def job_resources(
                 f"{'' if can_divide else 'model.device=auto, '}or weights of fewer bits"
             )
     elif count and all(needs.weights == "layers" for needs in resources):
-        # only one decoder layer at a time is on a GPU
+        # only two decoder layers at a time are on a GPU
         count = 1
         job_config["gpus"] = count
     max_gib = max(needs.memory or 0.0 for needs in resources) / GIB
