@@ -66,7 +66,7 @@ class States:
                 self.room = 0.0
             else:
                 self.room -= _bytes(state)
-                self.in_memory[key][batch] = memory.copy_(state.detach())
+                self.in_memory[key][batch] = memory.copy_(state.detach(), non_blocking=True)
                 return
         self._write(key, batch, state)
 
@@ -77,7 +77,7 @@ class States:
             state = read(self._file(key, batch), framework="pt")[key][str(batch)]
         # copied even if the device stays the same: a tensor from a file may have another alignment
         # in memory than other tensors, and then matrix products round differently
-        return state.to(device, copy=True)
+        return state.to(device, copy=True, non_blocking=True)
 
     def retain(self, keys: Iterable[int]) -> None:
         """Drop the states of all keys except `keys`."""
@@ -271,6 +271,9 @@ class LayerPass:
         """Save the states and sums if `SaveTimer` says so."""
         if self.timer.is_due():
             with self.timer.saving():
+                if self.streamed.device != "cpu":
+                    # states are still being copied to main memory
+                    torch.accelerator.current_stream(self.streamed.device).synchronize()
                 self.states.save(
                     lambda: save_checkpoint(self.folder, self.sums, self.header, self.done)
                 )

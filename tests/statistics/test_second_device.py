@@ -6,14 +6,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import naive
 import pytest
 import tiny
 import torch
 from identities.plans import random_plan
-from second_device import SecondDevice
+from second_device import DeviceTensor, SecondDevice
 
 from moe_lab.evaluation.engines import GenerationSettings, Row
 from moe_lab.evaluation.engines.hf import Batch, greedy_tokens
@@ -31,8 +33,8 @@ from moe_lab.statistics.gradients import (
     differentiable,
     forward_and_backward,
 )
-from moe_lab.statistics.observe import Observer, collect_statistics, forward
-from moe_lab.statistics.streaming import stream, stream_gradients
+from moe_lab.statistics.observe import Observer, SaveTimer, collect_statistics, forward
+from moe_lab.statistics.streaming import States, stream, stream_gradients
 
 TOLERANCE = 2e-6
 """Largest difference from the CPU, whose attention is another kernel, as a share of the largest
@@ -221,3 +223,64 @@ def test_a_streamed_pass_is_that_of_the_loaded_model(
     streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="gpu")
     actual = read_streamed(streamed, hook, tiny.batches(), out=tmp_path / "out")
     naive.assert_sums_close(actual.layers, expected.layers, 10 * TOLERANCE)
+
+
+@pytest.mark.parametrize("where", ["cpu", "gpu"])
+def test_the_next_layer_is_read_while_the_present_one_runs(
+    where: str, tmp_path: Path, device: SecondDevice
+) -> None:
+    """Reading begins when the layer runs, and ends before the layer does."""
+    tiny.save("olmoe", tmp_path)
+    streamed = StreamedModel(tmp_path, dtype=torch.float32, device=where)
+    layer_runs = Event()
+
+    def read(number: int) -> Any:
+        assert number == 0 or layer_runs.wait(60)
+        return StreamedModel._read(streamed, number)
+
+    with patch.object(streamed, "_read", read), streamed.layer(0, next_number=1):
+        layer_runs.set()
+        tensors, _ = streamed._pending[1].result(60)
+        assert {tensor.device.type for tensor in tensors.values()} == {where}
+
+
+def test_weights_are_copied_from_pinned_memory_on_a_stream_that_computing_waits_for(
+    tmp_path: Path, device: SecondDevice
+) -> None:
+    """Their memory is not used again before computing has used them."""
+    tiny.save("olmoe", tmp_path)
+    with patch.object(torch, "empty_like", side_effect=torch.empty_like) as empty_like:
+        streamed = StreamedModel(tmp_path, dtype=torch.float32, device="gpu")
+        streamed._copy_stream = MagicMock()
+        streamed._request(1)
+        tensors, copied = streamed._pending[1].result()
+    calls = [name for name, *_ in streamed._copy_stream.mock_calls if name != "__bool__"]
+    assert calls == ["__enter__", "record_event", "__exit__"]
+    assert any(call.kwargs.get("pin_memory") for call in empty_like.mock_calls)
+    count = len(tensors)
+    DeviceTensor.recorded.clear()
+    with patch.object(torch.accelerator, "current_stream") as computing, streamed.layer(1):
+        computing().wait_event.assert_called_once_with(copied)
+    assert DeviceTensor.recorded == [computing()] * count
+
+
+def test_no_memory_is_reserved_for_the_whole_model(tmp_path: Path, device: SecondDevice) -> None:
+    tiny.save("olmoe", tmp_path)
+    streamed = StreamedModel(tmp_path, dtype=torch.float32, device="gpu")
+    with patch.object(torch, "empty", side_effect=torch.empty) as empty, streamed.layer(0):
+        pass
+    devices = [call.kwargs.get("device", "cpu") for call in empty.call_args_list]
+    assert {torch.device(device).type for device in devices} <= {"cpu"}
+
+
+def test_states_are_saved_when_they_are_copied(tmp_path: Path, device: SecondDevice) -> None:
+    tiny.save("olmoe", tmp_path / "model")
+    streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="gpu")
+    saves: list[int] = []
+    with (
+        patch.object(torch.accelerator, "current_stream") as computing,
+        patch.object(SaveTimer, "is_due", lambda _: True),
+        patch.object(States, "save", lambda *_: saves.append(computing().synchronize.call_count)),
+    ):
+        stream(streamed, ForwardHook, tiny.batches(), out=tmp_path / "out")
+    assert saves == list(range(1, 1 + len(saves))) != []
