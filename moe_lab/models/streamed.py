@@ -40,7 +40,7 @@ from moe_lab.models.routing import StoredRouting
 from moe_lab.models.transformers_private import NameMapping, compute_buffers, load_tensors
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
-BLOCK = 8 << 20
+BLOCK = 1 << 20
 """Bytes of one read."""
 Weights = tuple[dict[str, torch.Tensor], torch.Event | None]
 """(name -> tensor, as they are in the checkpoint; event after the last copy to a GPU)."""
