@@ -15,7 +15,7 @@ import triton.language as tl
 
 ROWS, COLUMNS = 32, 128
 """Rows and columns that a program reads at once."""
-LOGITS = 2048
+ROUTER_LOGITS = 2048
 """Logits of routers that a program reads at once."""
 
 
@@ -48,8 +48,8 @@ def _sums_by_expert(
         is_read = row < end
         if ignored is not None:
             is_read = is_read & (tl.load(ignored + row, mask=is_read, other=1) == 0)
-        place = values + row[:, None] * width + column
-        term = tl.load(place, mask=is_read[:, None] & is_column, other=0).to(dtype)
+        address = values + row[:, None] * width + column
+        term = tl.load(address, mask=is_read[:, None] & is_column, other=0).to(dtype)
         if POWER == 2:
             term = term * term
         if factors is not None:
@@ -142,8 +142,8 @@ def _softmax_gates(
     chosen_logit = tl.load(row + chosen, mask=is_choice, other=0).to(tl.float64)
     chosen_probability = tl.exp(chosen_logit - largest) / total
     tl.store(gates + place, chosen_probability, mask=is_choice)
-    doubled = gates + n_tokens.to(tl.int64) * top_k + place
-    tl.store(doubled, tl.exp(chosen_probability) / doubled_total, mask=is_choice)
+    doubled = tl.exp(chosen_probability) / doubled_total
+    tl.store(gates + (n_tokens + token[:, None]) * top_k + choice, doubled, mask=is_choice)
     terms = probability * tl.log(tl.where(probability > 0, probability, 1))
     entropy = -tl.sum(terms, 1) / tl.log(tl.maximum(2, n_experts).to(tl.float64))
     bin = tl.minimum(tl.maximum((entropy * BINS).to(tl.int64), 0), BINS - 1)
@@ -208,7 +208,7 @@ def softmax_gates(
     gates = torch.empty(2, *index.shape, dtype=torch.float64, device=logits.device)
     histogram = torch.zeros(bins, dtype=torch.int64, device=logits.device)
     columns = triton.next_power_of_2(n_experts)
-    rows = max(1, LOGITS // columns)
+    rows = max(1, ROUTER_LOGITS // columns)
     _softmax_gates[(triton.cdiv(len(logits), rows),)](
         logits.contiguous(),
         index.contiguous(),
