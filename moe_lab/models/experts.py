@@ -148,6 +148,13 @@ def _has_eager_bits(layer: MoELayer) -> bool:
     return torch.equal(few_tokens_output, expected) and torch.equal(many_tokens_output, expected)
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor` on `device`, the device of a model. The host does not wait for a copy to a GPU."""
+    # a GPU computes during a copy only if the source is pinned
+    source = tensor.pin_memory() if tensor.is_cpu and device.type == "cuda" else tensor
+    return source.to(device, non_blocking=True)
+
+
 def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> Any:
     """The output of the decoder for one batch, without vocabulary logits or cache. `valid`: the
     attention mask (B, S). The output's last_hidden_state is (B, S, H)."""
@@ -156,8 +163,8 @@ def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) ->
     # No token attends to later tokens, so padding on the right needs no mask. Without a mask,
     # attention is faster and needs less memory.
     is_padded_right = bool((valid[:, 1:] <= valid[:, :-1]).all())
-    mask = None if is_padded_right else valid.long().to(device, non_blocking=True)
-    ids = input_ids.to(device, non_blocking=True)
+    mask = None if is_padded_right else to_device(valid.long(), device)
+    ids = to_device(input_ids, device)
     return model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
 
 

@@ -21,7 +21,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
 from moe_lab.models.config_json import experts_implementation, quantization_method
 from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
-from moe_lab.models.experts import output_of, replace_output, run
+from moe_lab.models.experts import output_of, replace_output, run, to_device
 from moe_lab.models.families import prediction_prefixes
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import (
@@ -184,9 +184,9 @@ class StreamedModel:
             # all layers return `state`, so only the last norm and the vocabulary head are computed
             for layer in self.layers:
                 replace_output(layer, state, undo)
-            mask = valid.to(state.device, torch.int64)
+            mask = to_device(valid.long(), state.device)
             logits: torch.Tensor = self.model(
-                ids.to(state.device), attention_mask=mask, use_cache=False
+                to_device(ids, state.device), attention_mask=mask, use_cache=False
             ).logits
             return logits
 

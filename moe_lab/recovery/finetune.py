@@ -28,6 +28,7 @@ from moe_lab.calibration.batches import answer_batches, batches
 from moe_lab.config import CalibrationConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import routed_layers
+from moe_lab.models.experts import to_device
 from moe_lab.models.rows import at_least_fp32
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
@@ -303,7 +304,7 @@ def _stack_rows(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor
     """(ids, valid, learnt), each (B, S), without the rows' common padding."""
     ids, valid, learnt = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
     end = int(valid.any(0).nonzero().max()) + 1
-    return tuple(tensor[:, :end].to(device) for tensor in (ids, valid, learnt))
+    return tuple(to_device(tensor[:, :end], device) for tensor in (ids, valid, learnt))
 
 
 def _derive_seed(seed: int, step: int) -> int:

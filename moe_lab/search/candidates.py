@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from moe_lab.calibration.batches import AnswerBatch
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.models.experts import check_output, replace_output
+from moe_lab.models.experts import check_output, replace_output, to_device
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.selection import make_plan
@@ -248,7 +248,7 @@ class Decoder:
         start = next((k for k in range(n_layers - 1, -1, -1) if schedule[:k] in states), -1)
         first_layer = self.moe_indices[start] if start >= 0 else 0
         device = self.model.get_input_embeddings().weight.device
-        attention = None if bool(valid.all()) else valid.to(device, torch.int64)
+        attention = None if bool(valid.all()) else to_device(valid.long(), device)
         with ExitStack() as undo, torch.inference_mode():
             if start >= 0:
                 # the layers before it compute nothing and return the stored input
@@ -269,7 +269,9 @@ class Decoder:
                 lambda module, args: (args[0][is_evaluated.to(args[0].device)][None],)
             )
             undo.callback(head.remove)
-            output = self.model(input_ids=ids.to(device), attention_mask=attention, use_cache=False)
+            output = self.model(
+                input_ids=to_device(ids, device), attention_mask=attention, use_cache=False
+            )
         return output.logits[0], len(self.layers) - first_layer
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import replace_output, run
+from moe_lab.models.experts import replace_output, run, to_device
 from moe_lab.models.families import split
 from moe_lab.models.rows import Part, at_least_fp32, sort_by_expert
 from moe_lab.statistics import Statistics
@@ -136,7 +136,7 @@ def loss_gradient(
     gradient = torch.zeros_like(states)
     row, column = (valid[:, :-1] & valid[:, 1:]).nonzero(as_tuple=True)  # on the CPU, as `valid`
     found = torch.stack([row, column, input_ids[row, column + 1]])
-    row, column, targets = found.to(states.device, non_blocking=True)
+    row, column, targets = to_device(found, states.device)
     vocabulary = int(model.config.get_text_config().vocab_size)
     for part in torch.arange(len(row), device=states.device).split(max(1, LOGITS // vocabulary)):
         selected = states[row[part], column[part]][None].requires_grad_()

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from moe_lab import progress
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
-from moe_lab.models.experts import ExpertsFunction, are_replaced, replace_experts, run
+from moe_lab.models.experts import ExpertsFunction, are_replaced, replace_experts, run, to_device
 from moe_lab.statistics import Layers, Statistics, check_finite, combine
 
 Reading = Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], Any]
@@ -108,7 +108,7 @@ class StatisticsHook:
         """(T,) bool: whether each token of `hidden` (T, H) counts in the statistics. None when all
         tokens count. UserError when `hidden` has more or fewer tokens than the batch."""
         mask = self._mask(hidden)
-        return None if mask is None else mask.to(hidden.device, non_blocking=True)
+        return None if mask is None else to_device(mask, hidden.device)
 
     def valid_indices(self, hidden: torch.Tensor) -> torch.Tensor:
         """Indices (V,) of the tokens of `hidden` (T, H) that count. Errors as in `valid_tokens`."""
@@ -116,7 +116,7 @@ class StatisticsHook:
         if mask is None:
             return torch.arange(len(hidden), device=hidden.device)
         # found on the CPU, so that a device is not waited for
-        return mask.nonzero()[:, 0].to(hidden.device, non_blocking=True)
+        return to_device(mask.nonzero()[:, 0], hidden.device)
 
     def _mask(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """`valid_tokens` on the device of the batch's mask, mostly the CPU."""

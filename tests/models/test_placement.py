@@ -5,6 +5,7 @@ job, gives it."""
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import naive
 import pytest
@@ -165,6 +166,20 @@ def test_processors_of_a_process_are_those_of_its_control_group(
         assert machine.cores() == expected
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "2")
     assert machine.cores() == 2
+
+
+def test_a_batch_is_pinned_before_a_gpu_copies_it_without_a_wait() -> None:
+    batch = Mock(is_cpu=True)
+    copy = experts.to_device(batch, torch.device("cuda"))
+    batch.pin_memory().to.assert_called_once_with(torch.device("cuda"), non_blocking=True)
+    assert copy is batch.pin_memory().to()
+
+
+@pytest.mark.parametrize(("is_cpu", "device"), [(True, "cpu"), (False, "cuda")])
+def test_only_copies_from_the_cpu_to_a_gpu_are_pinned(is_cpu: bool, device: str) -> None:
+    batch = Mock(is_cpu=is_cpu)
+    experts.to_device(batch, torch.device(device))
+    assert not batch.pin_memory.called
 
 
 ON_CUDA = ["olmoe", "deepseek_v3", "gpt_oss", "qwen3_moe", "ernie4_5_moe"]

@@ -18,6 +18,7 @@ import torch
 
 from moe_lab import progress
 from moe_lab.evaluation.engines import Likelihood, Row
+from moe_lab.models.experts import to_device
 from moe_lab.models.load import max_logit_tokens
 from moe_lab.models.transformers_private import attention_implementation
 
@@ -117,7 +118,7 @@ def _logits(model: Any, questions: Sequence[_Question]) -> tuple[torch.Tensor, l
         inputs["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
     else:
         inputs |= _separate_answers(questions, longest, model)
-    inputs = {name: value.to(model.device, non_blocking=True) for name, value in inputs.items()}
+    inputs = {name: to_device(value, model.device) for name, value in inputs.items()}
     options = {}
     if "logits_to_keep" in _arguments(model):
         shortest_question = min(len(question.tokens) for question in questions)
@@ -150,7 +151,7 @@ def _separate_answers(
             positions[row, end : end + len(answer)] = len(question.tokens) + offsets
             answer_of[row, end : end + len(answer)] = number
             end += len(answer)
-    positions, answer_of = torch.stack([positions, answer_of]).to(model.device, non_blocking=True)
+    positions, answer_of = to_device(torch.stack([positions, answer_of]), model.device)
     # (B, S, S): a token sees the earlier tokens of its own answer and of the question
     visible = (answer_of[:, None, :] == answer_of[:, :, None]) | (answer_of[:, None, :] == 0)
     visible.tril_()
@@ -173,7 +174,7 @@ def likelihoods(logits: torch.Tensor, predictions: Sequence[Prediction]) -> list
     `logits` (R, V). The device waits once."""
     positions = [position for prediction in predictions for position in prediction.positions]
     targets = [target for prediction in predictions for target in prediction.targets]
-    pairs = torch.tensor([positions, targets]).to(logits.device, non_blocking=True)
+    pairs = to_device(torch.tensor([positions, targets]), logits.device)
     results = []
     for rows, ids in pairs.split(max(1, LOGITS // logits.shape[1]), 1):
         scores = logits[rows].log_softmax(-1, dtype=torch.float32)
