@@ -192,7 +192,14 @@ def _rows(skill: str, tokens: int, tokenizer: Any) -> Any:
     """Batches of the shipped calibration set of a skill."""
     path = f"pocket:calibration/{skill}.jsonl"
     text = CalibrationConfig(
-        skill, path, packing="chunk", length=512, tokens=tokens, gap="eos", batch_size=8, seed=42
+        skill,
+        path,
+        packing="chunk",
+        length=512,
+        tokens=tokens,
+        gap="eos",
+        batch_tokens=4096,
+        seed=42,
     )
     return batches(text, tokenizer).batches
 

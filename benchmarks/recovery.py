@@ -60,7 +60,7 @@ def main() -> int:
     arguments = _arguments()
     torch.set_num_threads(1)
     model, tokenizer = load_model(ModelConfig(name="pocket", path="pocket:olmoe", device="cpu"))
-    general = CalibrationConfig(**_conf("calibration/pocket_general"), seed=0)
+    general = CalibrationConfig(**_conf("calibration/pocket_general"), batch_tokens=4096, seed=0)
     longer = replace(general, tokens=general.tokens + 32 * general.length)
     held_out = batches(longer, tokenizer).batches[-4:]
 
@@ -95,7 +95,7 @@ def _recover_dropped(
     """Drop a random half of the experts, then train the model, store it in 4 bits, or both; print
     each result."""
     plan = random_half(model)
-    text = CalibrationConfig(**_conf("calibration/pocket_math_search"))
+    text = CalibrationConfig(**_conf("calibration/pocket_math_search"), batch_tokens=4096)
     with tempfile.TemporaryDirectory() as folder:
 
         def trained(name: str, settings: RecoveryConfig, text: CalibrationConfig) -> Path:

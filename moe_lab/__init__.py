@@ -122,16 +122,14 @@ def calibrate(
     from moe_lab import criteria as registry
     from moe_lab.allocation import grouping
     from moe_lab.models.facts import model_facts
-    from moe_lab.models.identity import check_tokenizer, model_digests
+    from moe_lab.models.identity import model_digests
     from moe_lab.statistics import merge_passes
 
     # each pass once
     passes = dict.fromkeys(name for criterion in criteria for name in registry.get(criterion).needs)
     passes |= dict.fromkeys(grouping.required_passes(replacement))
     facts = model_facts(model)
-    if not any_tokenizer:
-        check_tokenizer(model, tokenizer)
-    calibration = _calibration(tokenizer, text, seed, settings, "calibrate")
+    calibration = _calibration(model, tokenizer, text, seed, settings, "calibrate", any_tokenizer)
     with _eval_mode(model):
         sums = {name: _run_pass(name, model, calibration.batches) for name in passes}
     # every layer needs an entry in the result, also for criteria that need no pass
@@ -142,15 +140,26 @@ def calibrate(
 
 
 def _calibration(
-    tokenizer: Any, text: Any, seed: int, settings: Mapping[str, Any], caller: str
+    model: Any,
+    tokenizer: Any,
+    text: Any,
+    seed: int,
+    settings: Mapping[str, Any],
+    caller: str,
+    any_tokenizer: bool,
 ) -> Any:
-    """The `calibration.batches.Calibration` of a text. `caller`: name of the public
-    function that error messages mention."""
+    """The `calibration.batches.Calibration` of a text that `model` reads. `caller`: name of the
+    public function that error messages mention. The other arguments, and errors, are those of
+    `calibrate`."""
+    from moe_lab.calibration import with_batch_tokens
     from moe_lab.calibration.batches import batches
     from moe_lab.config import CalibrationConfig
     from moe_lab.config.base import validated
+    from moe_lab.models.identity import check_tokenizer
     from moe_lab.paths import valid_name
 
+    if not any_tokenizer:
+        check_tokenizer(model, tokenizer)
     with _text_file(text) as path:
         defaults = {
             "name": valid_name(Path(path).stem),
@@ -160,9 +169,10 @@ def _calibration(
             "length": min(512, tokenizer.model_max_length),
             "seed": seed,
         }
-        fields = {**defaults, **settings}
-        checked: CalibrationConfig = validated(CalibrationConfig, fields, group="", origin=caller)
-        return batches(checked, tokenizer)
+        checked: CalibrationConfig = validated(
+            CalibrationConfig, {**defaults, **settings}, group="", origin=caller
+        )
+        return batches(with_batch_tokens(checked, model.device.type), tokenizer)
 
 
 @contextmanager
@@ -419,7 +429,6 @@ def align(
     """
     from moe_lab.errors import UserError
     from moe_lab.models.discover import moe_layers
-    from moe_lab.models.identity import check_tokenizer
     from moe_lab.pruning.alignment import align_by_activations, align_by_weights, alignment_hook
     from moe_lab.statistics.observe import collect_statistics
 
@@ -439,9 +448,7 @@ def align(
     _check_origin(plan, model, any_model)
     if text is None:
         return align_by_weights(plan, layers)
-    if not any_tokenizer:
-        check_tokenizer(model, tokenizer)
-    calibration = _calibration(tokenizer, text, seed, settings, "align")
+    calibration = _calibration(model, tokenizer, text, seed, settings, "align", any_tokenizer)
     with _eval_mode(model):
         return align_by_activations(
             plan, collect_statistics(model, alignment_hook(plan), calibration.batches).layers

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.allocation import IdentifiedAllocation
-from moe_lab.calibration import IdentifiedText
+from moe_lab.calibration import IdentifiedText, with_batch_tokens
 from moe_lab.config import (
     AllocationConfig,
     BackendConfig,
@@ -117,6 +117,7 @@ def export_step_and_files(
 
 def cell_of(model: ModelConfig, text: CalibrationConfig, **changes: Any) -> Cell:
     """A cell that reads one text in all roles, in the order of the text."""
+    text = with_batch_tokens(text, model.device)
     roles = dict.fromkeys(("search", "instructions", "distill", "fit", "flops"), text)
     fields = {
         "criterion": CriterionConfig(name="reap"),

@@ -33,7 +33,6 @@ POCKET = {
     "length": 512,
     "packing": "chunk",
     "gap": "eos",
-    "batch_size": 8,
 }
 """conf/calibration/pocket_general.yaml."""
 

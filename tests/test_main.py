@@ -174,7 +174,7 @@ CONFIG_FILES: dict[str, dict[str, Any]] = {
         "defaults": ["pocket_code"],
         "tokens": 8192,
         "length": 512,
-        "batch_size": 2,
+        "batch_tokens": 1024,
     },
     "calibration/second": {"defaults": ["/mine/rows@_here_", "pocket_math"], "name": "second"},
     "mine/rows": {"length": 128, "gap": "eos"},

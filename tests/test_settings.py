@@ -235,11 +235,6 @@ INVALID_COMBINATIONS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("calibration", {"sources": [HALF, HALF], "order": "first"}, "order=first beside sources"),
     ("calibration", {"sources": [HALF, HALF], "path": "a.txt"}, "path=a.txt beside sources"),
-    (
-        "calibration",
-        {"path": "a.txt", "length": 8, "tokens": 56, "batch_size": 2, "parts": 5},
-        "parts=5 .* 4 batches",
-    ),
     ("calibration", {"path": "a.txt", "parts": 0}, "parts=0"),
     ("allocation", {"by": "x"}, "by=x"),
     ("allocation", {"search": "x"}, "search=x"),

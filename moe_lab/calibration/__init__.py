@@ -28,6 +28,25 @@ from moe_lab.models import config_json
 from moe_lab.models.files import UNRESOLVED, data_file_sha256, data_set_digest, sha256_of
 from moe_lab.paths import local_path
 
+CPU_BATCH = 8192
+GPU_BATCH = 16384
+"""Most tokens in one forward pass on the CPU, and on GPUs, where calibration.batch_tokens is
+null."""
+
+
+def with_batch_tokens(settings: CalibrationConfig, device: str) -> CalibrationConfig:
+    """The settings of a text with batch_tokens=null resolved, for a model on `device`: "cpu", or
+    any name of GPUs. UserError if there are more parts than batches."""
+    default = CPU_BATCH if device == "cpu" else GPU_BATCH
+    resolved = replace(settings, batch_tokens=settings.batch_tokens or default)
+    if (resolved.parts or 1) > resolved.batches:
+        raise UserError(
+            f"calibration.parts={resolved.parts} is more than the {resolved.batches} batches of "
+            f"calibration.batch_tokens={resolved.batch_tokens} in {resolved.rows} rows: expected "
+            f"at most {resolved.batches}, or a smaller calibration.batch_tokens"
+        )
+    return resolved
+
 
 def shares_and_sets(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
     """(share of the tokens, settings) of each set of a mixture; [(1, settings)] for a single
@@ -123,7 +142,7 @@ def part_bounds(settings: CalibrationConfig) -> list[tuple[int, int]]:
     # the first batch of each part and, at the end, the number of all batches
     bounds = [settings.batches * part // settings.parts for part in range(settings.parts + 1)]
     return [
-        (start_batch * settings.batch_size, min(end_batch * settings.batch_size, settings.rows))
+        (start_batch * settings.batch_rows, min(end_batch * settings.batch_rows, settings.rows))
         for start_batch, end_batch in pairwise(bounds)
     ]
 

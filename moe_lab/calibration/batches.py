@@ -171,8 +171,9 @@ class PackedRows:
         valid is False at gaps and padding."""
         ids = torch.tensor(self.ids)
         marks = torch.tensor(self.marks)
-        for start in range(0, len(self.rows), self.settings.batch_size):
-            positions = torch.tensor(self.rows[start : start + self.settings.batch_size])
+        size = self.settings.batch_rows
+        for start in range(0, len(self.rows), size):
+            positions = torch.tensor(self.rows[start : start + size])
             valid = positions != GAP
             # GAP is -1, so ids[GAP] is the last id, which the filler id replaces. If filler_id is
             # None, all positions are valid.

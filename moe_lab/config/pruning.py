@@ -181,7 +181,7 @@ has its own values."""
 class CalibrationConfig(Group):
     """The text a model reads while statistics are gathered."""
 
-    basic = frozenset({"path", "sources", "tokens", "length", "batch_size", "engine"})
+    basic = frozenset({"path", "sources", "tokens", "length", "batch_tokens", "engine"})
     internal = frozenset({"is_default"})
     runtime = frozenset({"name", "parts", "engine", "is_default"})
     references = frozenset({"path", "sources"})
@@ -215,8 +215,9 @@ class CalibrationConfig(Group):
     """Tokens in a row."""
     tokens: Positive = 524288
     """Tokens to read, padding and gaps included; tokens / length is the number of rows."""
-    batch_size: Positive = 4
-    """Rows in one forward pass; it changes speed and memory, and sums only by rounding."""
+    batch_tokens: Positive | None = None
+    """Most tokens in one forward pass, which reads at least one row; null: 8192 on the CPU, 16384
+    on GPUs. It changes speed and memory, and sums only by rounding."""
     order: Literal["random", "first"] = "random"
     """Which documents come first: random (without replacement, by seed) or first (as in the
     file)."""
@@ -244,24 +245,23 @@ class CalibrationConfig(Group):
         return self.tokens // self.length
 
     @property
+    def batch_rows(self) -> int:
+        """Number of rows in one forward pass, at least 1. `batch_tokens` must be resolved."""
+        assert self.batch_tokens is not None
+        return max(1, self.batch_tokens // self.length)
+
+    @property
     def batches(self) -> int:
-        """Number of batches of `batch_size` rows."""
-        return -(-self.rows // self.batch_size)  # rounded up
+        """Number of batches of `batch_rows` rows."""
+        return -(-self.rows // self.batch_rows)  # rounded up
 
     @model_validator(mode="after")
     def _check_rows(self) -> Self:
-        """Raise ValueError if `tokens` is less than one row (`length`), or if there are more
-        `parts` than batches."""
+        """Raise ValueError if `tokens` is less than one row (`length`)."""
         if self.tokens < self.length:
             raise ValueError(
                 f"tokens={self.tokens} is less than one row of length={self.length}: expected at "
                 f"least {self.length}"
-            )
-        if (self.parts or 1) > self.batches:
-            raise ValueError(
-                f"parts={self.parts} is more than the {self.batches} batches of "
-                f"batch_size={self.batch_size} in {self.rows} rows: expected at most "
-                f"{self.batches}, or a smaller batch_size"
             )
         return self
 
@@ -396,8 +396,8 @@ class RecoveryConfig(Group):
     epochs: Above0 = 2.0
     """Passes over the text that is trained on."""
     rows_per_step: Positive = 16
-    """Rows of the text in one step of the optimiser; batch_size of the text is the number of rows
-    in one forward pass."""
+    """Rows of the text in one step of the optimiser; batch_tokens of the text limits the rows in
+    one forward pass."""
     rank: Positive = 32
     """Rank of the DoRA adapters on the experts."""
     learning_rate: Above0 = 1e-4

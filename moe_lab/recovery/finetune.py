@@ -97,7 +97,7 @@ def finetune(
             rows,
             settings,
             loss=distillation if is_distilled else answer_loss,
-            rows_at_once=text.batch_size,
+            rows_at_once=text.batch_rows,
             partial=partial,
             seed=seed,
         )

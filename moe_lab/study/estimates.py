@@ -1,7 +1,7 @@
 """Resolve devices, precisions and engines of models; check memory and disk space of this machine;
 and estimate the time of steps.
 
-Devices, precisions and engines are resolved before ids of steps are computed."""
+Devices, precisions, engines and sizes of batches are resolved before ids of steps are computed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from typing import NamedTuple
 from rich.filesize import decimal
 from rich.table import Column, Table
 
+from moe_lab.calibration import IdentifiedText, with_batch_tokens
 from moe_lab.config import CalibrationConfig, Config, ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.json_files import Number, canonical, fits
 from moe_lab.machine import main_memory, visible_gpus
 from moe_lab.models import config_json
-from moe_lab.models.config_json import GPU_COUNTS, Size, quantization, size_of
+from moe_lab.models.config_json import GPU_COUNTS, WEIGHT_OVERHEAD, Size, quantization, size_of
 from moe_lab.start import command
-from moe_lab.study.resources import GIB, runs_on_gpu, weight_loading
+from moe_lab.study.resources import GIB, Resources, runs_on_gpu
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
@@ -66,30 +67,33 @@ def _job_gpus(model: ModelConfig, config: Config) -> int:
 
 def _gpus_for_weights(size: Size, config: Config) -> int:
     """Number of GPUs that hold the weights of a model of `size`."""
-    return weight_loading(size).gpus(config.resources.gpu_memory)
+    weights = Resources(memory=WEIGHT_OVERHEAD * size.bytes, on_gpu=True)
+    return weights.gpus(config.resources.gpu_memory)
 
 
-def resolved_engine(
-    calibration: CalibrationConfig, model: ModelConfig, config: Config
-) -> CalibrationConfig:
-    """The settings `calibration` with engine=auto and parts=null resolved. `parts` is the number of
-    steps that share the work of one pass.
+def resolved_text(
+    text: CalibrationConfig, seed: int, model: ModelConfig, config: Config
+) -> IdentifiedText:
+    """The settings `text` with seed, batch_tokens, engine and parts resolved. A text without a seed
+    gets `seed`, the seed of the cell. `parts` is the number of steps that share the work of one
+    pass. The device of `model` must be resolved.
 
     engine=auto becomes "streamed" (layer by layer) if the model runs on GPUs and its weights need
     more than one: if the model were split among GPUs, only one GPU at a time would work."""
-    if calibration.engine != "auto":
-        return replace(calibration, parts=calibration.parts or 1)
-    size = size_of(model) if model.device != "cpu" else None
-    gpus_needed = _gpus_for_weights(size, config) if size else 1
-    if gpus_needed <= 1 or not config_json.config_of(model) or quantization(model):
-        return replace(calibration, engine="resident", parts=calibration.parts or 1)
-    # GPUs by launcher: as many as the weights need, all of this machine, or one for "inline"
-    gpus = {"slurm": gpus_needed, "local": len(visible_gpus())}.get(config.launcher.name, 1)
-    return replace(
-        calibration,
-        engine="streamed",
-        parts=calibration.parts or max(1, min(gpus, calibration.batches)),
-    )
+    seed = seed if text.seed is None else text.seed
+    text = with_batch_tokens(text, model.device)
+    engine = text.engine
+    parts = 1
+    if engine == "auto":
+        engine = "resident"
+        size = size_of(model) if model.device != "cpu" else None
+        gpus_needed = _gpus_for_weights(size, config) if size else 1
+        if gpus_needed > 1 and config_json.config_of(model) and not quantization(model):
+            engine = "streamed"
+            # GPUs by launcher: as many as the weights need, all of this machine, or one for inline
+            gpus = {"slurm": gpus_needed, "local": len(visible_gpus()), "inline": 1}
+            parts = max(1, min(gpus[config.launcher.name], text.batches))
+    return IdentifiedText.of(replace(text, seed=seed, engine=engine, parts=text.parts or parts))
 
 
 def check_device(name: str) -> None:

@@ -25,7 +25,7 @@ from moe_lab.evaluation.harness import harness_of
 from moe_lab.grid import Cell, Request
 from moe_lab.models.files import UNRESOLVED
 from moe_lab.results import FIGURE_STEPS, STEPS
-from moe_lab.study.estimates import resolved_device, resolved_engine
+from moe_lab.study.estimates import resolved_device, resolved_text
 from moe_lab.study.step import Step
 from moe_lab.study.steps.costs import Cost, Profile, Timing, timing_of
 from moe_lab.study.steps.evaluation import (
@@ -170,7 +170,8 @@ class _Resolver:
         return result
 
     def resolve_cell(self, cell: Cell) -> Cell:
-        """The cell with device, dtype, engine, number of parts and seeds of texts resolved."""
+        """The cell with device and dtype resolved, and engine, number of parts, batch_tokens and
+        seeds of texts."""
         model = self.cached(resolved_model, cell.model, self.config)
 
         def resolve_text(text: CalibrationConfig) -> IdentifiedText:
@@ -189,15 +190,6 @@ class _Resolver:
 def resolved_model(model: ModelConfig, config: Config) -> StepModel:
     """The model with device and dtype resolved."""
     return StepModel.of(resolved_device(model, config))
-
-
-def resolved_text(
-    text: CalibrationConfig, seed: int, model: ModelConfig, config: Config
-) -> IdentifiedText:
-    """The text with engine and number of parts resolved. A text without a seed gets `seed`, the
-    seed of the cell."""
-    seeded = text if text.seed is not None else replace(text, seed=seed)
-    return IdentifiedText.of(resolved_engine(seeded, model, config))
 
 
 def _unpruned_cost(model: ModelConfig, text: IdentifiedText) -> Cost:

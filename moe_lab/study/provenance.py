@@ -138,7 +138,10 @@ def error_document(error: BaseException) -> dict[str, Any]:
     )
     # compared by name, as torch may not be imported
     if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
-        text = f"out of memory: a smaller batch_size, or a device with more of it, helps ({text})"
+        text = (
+            "out of memory: a smaller calibration.batch_tokens or benchmark.batch_size, or a "
+            f"device with more of it, helps ({text})"
+        )
         transient = True
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         text = DISK_FULL_MESSAGE

@@ -36,9 +36,9 @@ GPU_FROM = GIB
 """Minimum bytes of weights for which device=auto puts a model on a GPU."""
 CHANNEL_SUMS = 7
 """Maximum number of sums per channel that a pass gathers."""
-DISTILLED = 4
-"""Number of fp32 tensors of the size of a batch's logits that a distillation holds at once, besides
-the logits; measured."""
+DISTILLED = 5
+"""Number of fp32 tensors of the size of a batch's logits that a distillation holds at once, the
+logits included; measured."""
 ITEMS = 1000
 """Assumed items of a benchmark that does not state their number."""
 PROMPT = 128
@@ -119,11 +119,6 @@ def runs_on_gpu(model: ModelConfig, size: Size) -> bool:
     return size.bytes >= GPU_FROM if model.device == "auto" else model.device != "cpu"
 
 
-def weight_loading(size: Size) -> Resources:
-    """Resources of a step that only loads the weights of a model to GPUs."""
-    return Resources(memory=WEIGHT_OVERHEAD * size.bytes, on_gpu=True)
-
-
 def expert_weight_bytes(size: Size) -> float:
     """Bytes of the weights of all routed experts of one layer in fp32. The gradients of these
     weights take as many bytes."""
@@ -137,17 +132,21 @@ def channel_product_bytes(size: Size) -> float:
     return 8.0 * size.experts * size.width**2
 
 
+def no_bytes(size: Size) -> float:
+    """No bytes, whatever the size of the model."""
+    return 0.0
+
+
 def _resources_of_model(
-    model: ModelConfig, memory: Bytes, disk: Bytes | None = None, **fields: Any
+    model: ModelConfig, memory: Bytes, disk: Bytes = no_bytes, **fields: Any
 ) -> Resources:
     """Resources of a step whose memory depends on `model`. `memory`: bytes in memory. `disk`: bytes
-    that the step writes; None if they are few. `fields`: the other fields of `Resources`."""
+    that the step writes, unless they are few. `fields`: the other fields of `Resources`."""
     size = size_of(model)
     if size is None:
         return Resources(model=model, memory=None, on_gpu=True, **fields)
     is_on_gpu = fields.get("weights") in WEIGHTS_TO_RUN and runs_on_gpu(model, size)
-    disk_bytes = disk(size) if disk else 0.0
-    return Resources(model=model, memory=memory(size), on_gpu=is_on_gpu, disk=disk_bytes, **fields)
+    return Resources(model=model, memory=memory(size), on_gpu=is_on_gpu, disk=disk(size), **fields)
 
 
 def _gpu_counts(model: ModelConfig) -> Sequence[int]:
@@ -181,44 +180,43 @@ def text_pass(
     engine: str | None = None,
     backward: bool = False,
     copies: int = 1,
-    per_layer: Bytes | None = None,
-    extra_bytes: Bytes | None = None,
+    logits: int = 1,
+    per_layer: Bytes = no_bytes,
+    extra_bytes: Bytes = no_bytes,
 ) -> Resources:
     """Resources of a step that runs a model over a text.
 
     rows: (start, end) of the rows of the text that the step reads, `end` excluded; None for all
     rows. engine: overrides `text.engine`. copies: number of copies of the weights in memory.
-    per_layer: bytes that are added for each layer in memory. extra_bytes: bytes that are added
-    once.
+    logits: number of tensors of the size of a batch's logits. per_layer: bytes that are added for
+    each layer in memory. extra_bytes: bytes that are added once.
     """
     is_streamed = (engine or text.engine) == "streamed"
     tokens = (rows[1] - rows[0]) * text.length if rows else text.tokens
-    batch_tokens = min(text.batch_size * text.length, tokens)
+    batch_tokens = min(text.batch_rows * text.length, tokens)
 
     def disk(size: Size) -> float:
         return size.hidden_states(tokens, backward=backward) if is_streamed else 0.0
 
     def memory(size: Size) -> float:
-        layer_bytes = per_layer(size) if per_layer else 0.0
-        fixed_bytes = extra_bytes(size) if extra_bytes else 0.0
         if is_streamed:  # while one layer runs, the next one is read
             batch_bytes = batch_tokens * size.activations()
-            base_bytes = PROCESS + size.layer_weights(2) + layer_bytes + batch_bytes
+            base_bytes = PROCESS + size.layer_weights(2) + per_layer(size) + batch_bytes
             state_bytes = 0.0
             if model.device == "cpu":
                 # Streaming keeps hidden states in main memory as long as there is room, and the
                 # others on the disk. Assumed: states take at most as much as all else together.
                 state_bytes = min(base_bytes, disk(size))
-            return base_bytes + state_bytes + fixed_bytes
+            return base_bytes + state_bytes + extra_bytes(size)
         # a backward pass needs the activations of all layers
         activations = size.activations(size.moe_layers if backward else 1)
-        batch_bytes = batch_tokens * (size.logit_bytes + activations)
+        batch_bytes = batch_tokens * (logits * size.logit_bytes + activations)
         return (
             PROCESS
             + WEIGHT_OVERHEAD * size.bytes * copies
-            + size.moe_layers * layer_bytes
+            + size.moe_layers * per_layer(size)
             + batch_bytes
-            + fixed_bytes
+            + extra_bytes(size)
         )
 
     return _resources_of_model(
@@ -245,7 +243,6 @@ def finetuning(
     number of copies of the weights in memory."""
     is_fit = recovery.fit is not None
     is_distilled = recovery.distill is not None
-    batch_tokens = min(text.batch_size * text.length, text.tokens)
 
     def sum_bytes(size: Size) -> float:
         if not is_fit:
@@ -254,10 +251,6 @@ def finetuning(
         # of the experts are assumed to be merged.
         return 8.0 * size.moe_layers * size.experts / 2 * size.width * (size.width + size.hidden)
 
-    def extra_bytes(size: Size) -> float:
-        distillation_bytes = DISTILLED * batch_tokens * size.logit_bytes if is_distilled else 0.0
-        return distillation_bytes + sum_bytes(size)
-
     text_resources = text_pass(
         model,
         text,
@@ -265,7 +258,8 @@ def finetuning(
         engine="resident",
         backward=not is_fit,
         copies=copies,
-        extra_bytes=extra_bytes,
+        logits=DISTILLED if is_distilled else 1,
+        extra_bytes=sum_bytes,
     )
     size = size_of(model)
     return text_resources._replace(

@@ -63,6 +63,7 @@ def settings() -> Callable[..., CalibrationConfig]:
             "name": "words",
             "length": 8,
             "tokens": 16,
+            "batch_tokens": 8192,
             "order": "first",
             "special_tokens": False,
         }

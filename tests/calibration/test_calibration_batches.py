@@ -55,7 +55,9 @@ def word_settings(source: Settings) -> Settings:
 def test_rows_have_equal_length_and_a_mask_of_valid_tokens(
     word_settings: Settings, tokenizer: Any
 ) -> None:
-    rows = batches(word_settings(length=8, tokens=31, batch_size=2, gap="eos"), tokenizer).batches
+    rows = batches(
+        word_settings(length=8, tokens=31, batch_tokens=16, gap="eos"), tokenizer
+    ).batches
     assert [tuple(ids.shape) for ids, _ in rows] == [(2, 8), (1, 8)]
     ids, valid = rows[0]
     assert ids.dtype == torch.int64
@@ -98,7 +100,7 @@ def test_the_seed_decides_a_random_order_without_replacement(
 ) -> None:
     chosen = word_settings(order="random", seed=7, packing="chunk", length=9, tokens=90)
     first = all_ids(chosen, tokenizer)
-    assert first == all_ids(replace(chosen, batch_size=1), tokenizer)
+    assert first == all_ids(replace(chosen, batch_tokens=9), tokenizer)
     assert first != all_ids(replace(chosen, seed=8), tokenizer)
     assert sorted(first) == list(range(W, W + 90))
     assert all_ids(replace(chosen, order="first"), tokenizer) == list(range(W, W + 90))
@@ -315,7 +317,7 @@ POCKET = ("pocket_general", "pocket_code", "pocket_math")
 def mixture(*parts: tuple[float, CalibrationConfig], **settings: Any) -> CalibrationConfig:
     """A mixture whose sets are at hand, in small rows."""
     sources = [SourceConfig(part.name, share, settings=part) for share, part in parts]
-    fields = {"name": "mix", "length": 8, "tokens": 1600, "seed": 1, **settings}
+    fields = {"name": "mix", "length": 8, "tokens": 1600, "batch_tokens": 32, "seed": 1, **settings}
     return CalibrationConfig(sources=sources, **fields)
 
 

@@ -543,7 +543,12 @@ def test_prompts_that_do_not_fit_a_model_are_not_timed(measurement: Measurement)
 
 
 TEXT = CalibrationConfig(
-    name="text", path="pocket:calibration/general.jsonl", tokens=512, length=128, seed=1
+    name="text",
+    path="pocket:calibration/general.jsonl",
+    tokens=512,
+    length=128,
+    batch_tokens=512,
+    seed=1,
 )
 MODEL = ModelConfig(name="m", path="pocket:olmoe", device="cpu", threads=1)
 

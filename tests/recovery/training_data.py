@@ -13,7 +13,7 @@ def text(folder: Path, name: str = "text", tokens: int = 96) -> CalibrationConfi
     """Settings of a text in rows of 12 tokens, some of which are padding."""
     path = str(folder / f"{name}.jsonl")
     return CalibrationConfig(
-        name=name, path=path, packing="none", length=12, tokens=tokens, batch_size=4, seed=0
+        name=name, path=path, packing="none", length=12, tokens=tokens, batch_tokens=48, seed=0
     )
 
 

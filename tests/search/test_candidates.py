@@ -349,7 +349,13 @@ class World:
         halves = [[" ".join(f"w{n}" for n in half) for half in (row[:5], row[5:])] for row in tasks]
         lines = [json.dumps({"instruction": task, "output": answer}) for task, answer in halves]
         (folder / "tasks.jsonl").write_text("\n".join(lines))
-        rows = {"packing": "none", "length": 10, "tokens": 120, "batch_size": 4, "order": "first"}
+        rows = {
+            "packing": "none",
+            "length": 10,
+            "tokens": 120,
+            "batch_tokens": 40,
+            "order": "first",
+        }
         self.text = CalibrationConfig("tasks", str(folder / "tasks.jsonl"), **rows)
 
     def settings(self, **parameters: Any) -> dict[str, Any]:

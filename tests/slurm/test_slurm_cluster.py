@@ -40,7 +40,7 @@ PASS = [
     "suite.benchmarks=[]",
     "study=pass",
     "calibration.tokens=16384",
-    "calibration.batch_size=1",
+    "calibration.batch_tokens=1",
 ]
 """A calibration pass of 32 batches."""
 DRAWN = ["criterion=random", "suite.benchmarks=[]"]
@@ -317,7 +317,7 @@ def test_a_pass_is_saved_when_its_job_is_requeued(cluster: Cluster, tmp_path: Pa
         "calibration=text",
         f"calibration.path={text}",
         "calibration.tokens=262144",
-        "calibration.batch_size=1",
+        "calibration.batch_tokens=1",
         *SLURM,
     )
     wait_until(

@@ -32,6 +32,7 @@ from moe_lab.config import (
     JobConfig,
     LauncherConfig,
     ModelConfig,
+    RecoveryConfig,
     ResourcesConfig,
     TimingConfig,
 )
@@ -680,6 +681,25 @@ def test_a_streamed_pass_asks_for_one_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert request_of([streamed])["gpus"] == request_of([streamed], ON_FOUR_GPUS)["gpus"] == 1
     with pytest.raises(UserError, match="among at most 1 GPUs"):
         request_of([streamed], "{gpu_memory: 8}")
+
+
+@pytest.mark.parametrize("kind", ["statistics", "gradients", "finetune"])
+def test_a_batch_larger_than_the_gpus_is_refused_with_the_largest_that_fits(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_lab.models.config_json.hub_config", lambda *_: {"model_type": "any"})
+    recovery = RecoveryConfig(name="r", distill="t")
+
+    def request(batch_tokens: int) -> None:
+        text = replace(TEXT, batch_tokens=batch_tokens, tokens=2**24)
+        request_of([step_of(kind, cell_of(BIG, text, recovery=recovery))])
+
+    with pytest.raises(UserError, match=r"batch_tokens=\d+ in the text t, .*gpus: 8") as refused:
+        request(2**23)
+    largest = int(str(refused.value).partition("batch_tokens=")[2].split()[0])
+    request(largest)
+    with pytest.raises(UserError, match=f"batch_tokens={largest} "):
+        request(largest + TEXT.length)
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("NVIDIA H100", 1), ("2 x NVIDIA H100", 2)])

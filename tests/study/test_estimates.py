@@ -36,7 +36,7 @@ from moe_lab.study import estimates
 from moe_lab.study.estimates import (
     forecast_table,
     largest_memory,
-    resolved_engine,
+    resolved_text,
     seconds_estimator,
 )
 from moe_lab.study.resources import answer_bytes
@@ -45,7 +45,9 @@ from moe_lab.study.steps import KINDS
 from moe_lab.study.store import Store
 
 ROOT = Path(__file__).parents[2]
-TEXT = CalibrationConfig(name="t", path="a/b", length=4096, tokens=524288, batch_size=4, seed=1)
+TEXT = CalibrationConfig(
+    name="t", path="a/b", length=4096, tokens=524288, batch_tokens=16384, seed=1
+)
 BENCHMARK = BenchmarkConfig(
     name="b", harness="lm_eval", task="pocket:benchmarks/boolq.yaml", expected=1000, batch_size=64
 )
@@ -85,7 +87,7 @@ def memory(step: Step) -> float:
 
 def test_gpus_of_published_searches_are_estimated() -> None:
     """Table 3 of EvoESAP has the numbers, for GPUs of 48 GiB."""
-    text = replace(TEXT, tokens=262144, batch_size=1)
+    text = replace(TEXT, tokens=262144, batch_tokens=4096)
     with (ROOT / "analysis/published/evoesap.csv").open(encoding="utf-8") as lines:
         published = {
             row["model"]: float(row["value"])
@@ -151,12 +153,21 @@ def test_models_larger_than_one_gpu_are_streamed_in_parts(
         "o/fp8": {"quantization_config": {"bits": 8}},
     }
     monkeypatch.setattr(config_json, "hub_config", lambda name, _: configs.get(name, {}))
-    divided_text = resolved_engine(text, about, Config(launcher=LauncherConfig(name=launcher)))
+    divided_text = resolved_text(text, 1, about, Config(launcher=LauncherConfig(name=launcher)))
     assert (divided_text.engine, divided_text.parts) == (engine, parts)
     calibration = step("statistics", about, divided_text)
     assert calibration.id == step("statistics", about, text).id
     assert len(calibration.merged_steps) == (parts if parts > 1 else 0)
     assert all(part.resources().gpus(80) == 1 for part in calibration.merged_steps)
+
+
+def test_more_parts_than_batches_are_refused() -> None:
+    """Four batches of two rows; a row longer than batch_tokens is a batch."""
+    text = replace(TEXT, length=8, tokens=56, batch_tokens=23)
+    with pytest.raises(UserError, match=r"calibration\.parts=5 .* 4 batches .*at most 4"):
+        resolved_text(replace(text, parts=5), 1, model(device="cpu"), Config())
+    longer_text = replace(text, batch_tokens=3, parts=7)
+    assert resolved_text(longer_text, 1, model(device="cpu"), Config()).batches == 7
 
 
 def test_memory_of_gradients_and_of_changed_weights() -> None:
@@ -230,7 +241,7 @@ def reading(
     tokens: int, of: ModelConfig | None = None, kind: str = "statistics", parts: int = 1
 ) -> Step:
     """A pass over so many tokens, in rows of 10 and batches of a row."""
-    text = replace(TEXT, length=10, tokens=tokens, batch_size=1, parts=parts)
+    text = replace(TEXT, length=10, tokens=tokens, batch_tokens=10, parts=parts)
     return step(kind, of, text)
 
 
@@ -321,13 +332,13 @@ def test_a_merge_needs_no_gpu_and_little_memory() -> None:
 
 
 def test_a_part_stores_hidden_states_of_its_rows() -> None:
-    text = replace(STREAMING, length=10, tokens=120, batch_size=1)
+    text = replace(STREAMING, length=10, tokens=120, batch_tokens=10)
     undivided = step("statistics", text=text)
     merge = step("statistics", text=replace(text, parts=3))
     disk = undivided.resources().disk
     assert disk > 0
     assert merge.merged_steps[0].resources().disk == pytest.approx(disk / 3)
-    huge = step("statistics", text=replace(text, parts=3, tokens=10**15, batch_size=10**13))
+    huge = step("statistics", text=replace(text, parts=3, tokens=10**15, batch_tokens=10**14))
     assert estimates.disk_problems("/", [huge]) == [], "it only reads and writes sums"
 
 

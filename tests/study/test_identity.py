@@ -25,7 +25,7 @@ from moe_lab.json_files import canonical, digest
 from moe_lab.models.files import IdentifiedModel
 from moe_lab.paths import resolve
 from moe_lab.study import estimates
-from moe_lab.study.estimates import resolved_device
+from moe_lab.study.estimates import resolved_device, resolved_text
 from moe_lab.study.step import KINDS, Step, identity_document
 from moe_lab.study.steps.passes import Pass
 from moe_lab.study.steps.scores import Scores
@@ -288,6 +288,30 @@ def test_auto_on_a_login_node_is_the_device_of_its_jobs(
     monkeypatch.setattr(estimates, "visible_gpus", list)
     settings = config.Config(launcher=SLURM, resources=config.ResourcesConfig(**resources))
     assert resolved_device(model, settings).device == device
+
+
+@pytest.mark.parametrize(
+    ("model", "resources", "tokens"),
+    [
+        (SMALL, {}, 8192),
+        (LARGE, {}, 16384),
+        (LARGE, {"every": NO_GPU}, 8192),
+        (SMALL, {"models": {"m": ONE_GPU}}, 16384),
+    ],
+)
+def test_batches_on_a_login_node_are_those_of_the_device_of_its_jobs(
+    model: config.ModelConfig,
+    resources: dict[str, Any],
+    tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For texts of any length, unless a text states its own number."""
+    monkeypatch.setattr(estimates, "visible_gpus", list)
+    settings = config.Config(launcher=SLURM, resources=config.ResourcesConfig(**resources))
+    resolved_model = resolved_device(model, settings)
+    for given, expected in ((None, tokens), (5, 5)):
+        text = replace(TEXT, length=3, batch_tokens=given)
+        assert resolved_text(text, 1, resolved_model, settings).batch_tokens == expected
 
 
 def test_dtype_auto_of_an_unknown_model_stays(monkeypatch: pytest.MonkeyPatch) -> None:

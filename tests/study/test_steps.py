@@ -56,7 +56,7 @@ TEXT = CalibrationConfig(
     gap="eos",
     length=48,
     tokens=7 * 48,
-    batch_size=2,
+    batch_tokens=96,
     seed=3,
 )
 """7 rows in 4 batches, the last of 1 row."""
@@ -96,14 +96,18 @@ def undivided(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return store
 
 
-def assert_close(sums: dict[int, dict[str, Any]], expected: dict[int, dict[str, Any]]) -> None:
+def assert_close(
+    sums: dict[int, dict[str, Any]],
+    expected: dict[int, dict[str, Any]],
+    tolerance: float = 1e-12,
+) -> None:
     assert sums.keys() == expected.keys()
     for layer, arrays in sums.items():
         assert arrays.keys() == expected[layer].keys()
         for name, values in arrays.items():
             size = np.abs(expected[layer][name]).max()
             np.testing.assert_allclose(
-                values, expected[layer][name], rtol=1e-12, atol=1e-12 * size, err_msg=name
+                values, expected[layer][name], rtol=tolerance, atol=tolerance * size, err_msg=name
             )
 
 
@@ -130,6 +134,21 @@ def test_merged_sums_are_those_of_one_pass(
     assert tables == expected_tables
     merged = [store.path(part).name for part in step.merged_steps]
     assert read_step(folder)["provenance"]["merged"] == merged
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["statistics", "gradients", "damage", "similarity"])
+def test_sums_depend_on_the_size_of_batches_only_by_rounding(
+    undivided: Store, tmp_path: Path, kind: str
+) -> None:
+    """One row at once, and six tenths of the text, against two rows."""
+    expected = read(undivided.path(step_of(kind)) / SUMS)
+    for batch_tokens in (1, 200):
+        step = step_of(kind, batch_tokens=batch_tokens)
+        assert step.id != step_of(kind).id
+        store = Store(tmp_path).create()
+        do(store, step)
+        assert_close(read(store.path(step) / SUMS), expected, tolerance=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +204,7 @@ def test_parts_of_a_finished_merge_are_not_needed(killed_pass: tuple[Store, Step
 
 
 @pytest.mark.parametrize(
-    ("parts", "rows", "batch_size", "shares"),
+    ("parts", "rows", "batch_rows", "shares"),
     [
         (1, 7, 2, []),
         (2, 7, 2, [(0, 4), (4, 7)]),
@@ -194,21 +213,21 @@ def test_parts_of_a_finished_merge_are_not_needed(killed_pass: tuple[Store, Step
     ],
 )
 def test_rows_are_shared_in_whole_batches(
-    parts: int, rows: int, batch_size: int, shares: list[tuple[int, int]]
+    parts: int, rows: int, batch_rows: int, shares: list[tuple[int, int]]
 ) -> None:
-    assert shares_of(parts, rows, batch_size) == shares
+    assert shares_of(parts, rows, batch_rows) == shares
 
 
 def test_a_last_batch_of_one_row_is_a_share() -> None:
     assert shares_of(4, 7, 2)[-1] == (6, 7)
 
 
-def shares_of(parts: int, rows: int, batch_size: int) -> list[tuple[int, int]]:
+def shares_of(parts: int, rows: int, batch_rows: int) -> list[tuple[int, int]]:
     """First row and end of each part of a text with so many rows of 4 tokens."""
     tokens = rows * 4 + 3
     return calibrations.part_bounds(
         CalibrationConfig(
-            name="t", path="t", length=4, tokens=tokens, batch_size=batch_size, parts=parts
+            name="t", path="t", length=4, tokens=tokens, batch_tokens=4 * batch_rows, parts=parts
         )
     )
 
@@ -216,7 +235,9 @@ def shares_of(parts: int, rows: int, batch_size: int) -> list[tuple[int, int]]:
 # Tables
 
 CELL = cell_of(
-    MODEL, replace(TEXT, length=128, tokens=1024, seed=42), criterion=CriterionConfig(name="heapr")
+    MODEL,
+    replace(TEXT, length=128, tokens=1024, batch_tokens=256, seed=42),
+    criterion=CriterionConfig(name="heapr"),
 )
 
 
@@ -385,7 +406,7 @@ def text(tmp_path: Path) -> CalibrationConfig:
         tokens=64,
         packing="chunk",
         seed=0,
-        batch_size=2,
+        batch_tokens=32,
     )
 
 
@@ -599,7 +620,7 @@ def test_contamination_id_depends_on_tokens_not_on_batches(
 ) -> None:
     step = Contamination.of(MODEL, planted, {"s": stories, "w": one_document})
     other_batches = {"w": one_document, "s": replace(stories, batch_size=2)}
-    assert Contamination.of(MODEL, replace(planted, batch_size=1), other_batches).id == step.id
+    assert Contamination.of(MODEL, replace(planted, batch_tokens=1), other_batches).id == step.id
     fewer_tokens = replace(planted, tokens=512)
     shorter = Contamination.of(MODEL, fewer_tokens, {"s": stories, "w": one_document})
     assert shorter.id != step.id

@@ -4,9 +4,10 @@ those in the configuration, or else estimates."""
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from graphlib import TopologicalSorter
 from itertools import chain, pairwise
 from math import ceil, inf
@@ -20,7 +21,7 @@ from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
 from moe_lab.json_files import canonical
 from moe_lab.models.config_json import config_of
-from moe_lab.study.estimates import Seconds
+from moe_lab.study.estimates import Seconds, largest_memory
 from moe_lab.study.resources import GIB, Resources
 from moe_lab.study.slurm.scheduler import MAX_ARRAY_TASKS
 from moe_lab.study.step import Step
@@ -202,18 +203,15 @@ def job_resources(
     if count is None:
         count = max(needs.gpus(settings.gpu_memory) for needs in resources)
         max_memory = MEMORY_TOLERANCE * settings.gpu_memory
-        too_large = [
-            needs.memory
-            for needs in resources
-            if needs.memory and not needs.fits(count, max_memory)
-        ]
+        too_large = [step for step in steps if not step.resources().fits(count, max_memory)]
         # without config.json, the memory is a guess, which is no reason to refuse the step
         if model and too_large and not gpu_options and config_of(model):
             can_divide = model.device in DEVICE_MAPS or resources[0].weights == "layers"
             raise UserError(
-                f"{steps[0].kind} of model={model.name} needs about {too_large[0] / GIB:.0f} GiB, "
-                f"and is divided among at most {count} GPUs of "
+                f"{steps[0].kind} of model={model.name} needs about "
+                f"{largest_memory(too_large)}, and is divided among at most {count} GPUs of "
                 f"resources.gpu_memory={settings.gpu_memory:g} GiB: expected "
+                f"{_batch_advice(too_large[0], count, max_memory)}"
                 f"resources.jobs={{{steps[0].kind}: {{gpus: {count}}}}} where that is enough, "
                 f"{'' if can_divide else 'model.device=auto, '}or weights of fewer bits"
             )
@@ -232,6 +230,24 @@ def job_resources(
     return {
         name: estimates.get(name) if value is None else value for name, value in job_config.items()
     }
+
+
+def _batch_advice(step: Any, gpus: int, gpu_memory: float) -> str:
+    """For the message about a step that needs more memory than `gpus` GPUs, each with `gpu_memory`
+    GiB: the largest calibration.batch_tokens that fits. "" if the step has no text, or if no batch
+    fits."""
+    text = getattr(step, "text", None)
+    if text is None:
+        return ""
+
+    def is_too_large(rows: int) -> bool:
+        smaller_text = replace(text, batch_tokens=rows * text.length)
+        return not replace(step, text=smaller_text).resources().fits(gpus, gpu_memory)
+
+    # the numbers of rows that fit come before those that do not
+    rows = bisect_left(range(1, text.batch_rows), True, key=is_too_large)
+    advice = f"at most calibration.batch_tokens={rows * text.length} in the text {text.name}, "
+    return advice if rows else ""
 
 
 def _known_resources(step: Step) -> Resources:

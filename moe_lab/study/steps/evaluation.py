@@ -305,7 +305,7 @@ class Contamination(Step):
         for name in sorted(benchmarks):
             benchmark = replace(benchmarks[name], shots=0, batch_size=1)
             questions.append((name, Questions(benchmark)))
-        identified_text = IdentifiedText.of(replace(text, batch_size=1, parts=1))
+        identified_text = IdentifiedText.of(replace(text, batch_tokens=1, parts=1))
         return cls(loaded_field(model).facts, identified_text, tuple(questions))
 
     def label(self) -> str:
@@ -339,7 +339,7 @@ class Contamination(Step):
         model = self.facts.model
         tokenizer = load_tokenizer(local_folder(model), model)
         for ids, valid in batches(self.text, tokenizer).batches:
-            # a batch has one row, as batch_size is 1
+            # a batch has one row, as batch_tokens is 1
             row = zip(ids[0].tolist(), valid[0].tolist(), strict=True)
             for is_valid, pairs in groupby(row, key=lambda pair: pair[1]):
                 if is_valid:

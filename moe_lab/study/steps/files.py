@@ -210,7 +210,7 @@ def read_text(text: CalibrationConfig, tokenizer: Any, files: Files, rows: Rows 
         return tokenised.batches
     start, end = rows
     # the end is rounded up, as the last batch of the text may have fewer rows
-    return tokenised.batches[start // text.batch_size : -(-end // text.batch_size)]
+    return tokenised.batches[start // text.batch_rows : -(-end // text.batch_rows)]
 
 
 Rows = tuple[int, int] | None

@@ -25,6 +25,7 @@ from moe_lab.study.resources import (
     expert_weight_bytes,
     file_reading,
     merged_sums,
+    no_bytes,
     text_pass,
 )
 from moe_lab.study.step import Step, StepFields
@@ -133,7 +134,7 @@ class Measurement:
     has_backward: bool = False
     can_divide: bool = True
     """Whether sums of several rows can be added, so that calibration.parts divides the pass."""
-    per_layer: Bytes | None = None
+    per_layer: Bytes = no_bytes
     """Function for the bytes that a layer in memory needs besides its weights."""
 
 
