@@ -36,16 +36,9 @@ null."""
 
 def with_batch_tokens(settings: CalibrationConfig, device: str) -> CalibrationConfig:
     """The settings of a text with batch_tokens=null resolved, for a model on `device`: "cpu", or
-    any name of GPUs. UserError if there are more parts than batches."""
+    any name of GPUs."""
     default = CPU_BATCH if device == "cpu" else GPU_BATCH
-    resolved = replace(settings, batch_tokens=settings.batch_tokens or default)
-    if (resolved.parts or 1) > resolved.batches:
-        raise UserError(
-            f"calibration.parts={resolved.parts} is more than the {resolved.batches} batches of "
-            f"calibration.batch_tokens={resolved.batch_tokens} in {resolved.rows} rows: expected "
-            f"at most {resolved.batches}, or a smaller calibration.batch_tokens"
-        )
-    return resolved
+    return replace(settings, batch_tokens=settings.batch_tokens or default)
 
 
 def shares_and_sets(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:

@@ -164,8 +164,9 @@ def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) ->
     # attention is faster and needs less memory.
     is_padded_right = bool((valid[:, 1:] <= valid[:, :-1]).all())
     mask = None if is_padded_right else to_device(valid.long(), device)
-    ids = to_device(input_ids, device)
-    return model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
+    return model.base_model(
+        input_ids=to_device(input_ids, device), attention_mask=mask, use_cache=False
+    )
 
 
 def replace_output(layer: nn.Module, state: Any, undo: ExitStack) -> None:

@@ -184,9 +184,10 @@ class StreamedModel:
             # all layers return `state`, so only the last norm and the vocabulary head are computed
             for layer in self.layers:
                 replace_output(layer, state, undo)
-            mask = to_device(valid.long(), state.device)
             logits: torch.Tensor = self.model(
-                to_device(ids, state.device), attention_mask=mask, use_cache=False
+                to_device(ids, state.device),
+                attention_mask=to_device(valid.long(), state.device),
+                use_cache=False,
             ).logits
             return logits
 

@@ -76,11 +76,10 @@ def resolved_text(
 ) -> IdentifiedText:
     """The settings `text` with seed, batch_tokens, engine and parts resolved. A text without a seed
     gets `seed`, the seed of the cell. `parts` is the number of steps that share the work of one
-    pass. The device of `model` must be resolved.
+    pass. The device of `model` must be resolved. UserError if there are more parts than batches.
 
     engine=auto becomes "streamed" (layer by layer) if the model runs on GPUs and its weights need
     more than one: if the model were split among GPUs, only one GPU at a time would work."""
-    seed = seed if text.seed is None else text.seed
     text = with_batch_tokens(text, model.device)
     engine = text.engine
     parts = 1
@@ -93,7 +92,15 @@ def resolved_text(
             # GPUs by launcher: as many as the weights need, all of this machine, or one for inline
             gpus = {"slurm": gpus_needed, "local": len(visible_gpus()), "inline": 1}
             parts = max(1, min(gpus[config.launcher.name], text.batches))
-    return IdentifiedText.of(replace(text, seed=seed, engine=engine, parts=text.parts or parts))
+    parts = text.parts or parts
+    if parts > text.batches:
+        raise UserError(
+            f"calibration.parts={parts} is more than the {text.batches} batches of "
+            f"calibration.batch_tokens={text.batch_tokens} in {text.rows} rows: expected at most "
+            f"{text.batches}, or a smaller calibration.batch_tokens"
+        )
+    seed = seed if text.seed is None else text.seed
+    return IdentifiedText.of(replace(text, seed=seed, engine=engine, parts=parts))
 
 
 def check_device(name: str) -> None:

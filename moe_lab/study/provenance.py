@@ -138,10 +138,7 @@ def error_document(error: BaseException) -> dict[str, Any]:
     )
     # compared by name, as torch may not be imported
     if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
-        text = (
-            "out of memory: a smaller calibration.batch_tokens or benchmark.batch_size, or a "
-            f"device with more of it, helps ({text})"
-        )
+        text = f"out of memory: lower calibration.batch_tokens or benchmark.batch_size ({text})"
         transient = True
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         text = DISK_FULL_MESSAGE

@@ -242,7 +242,6 @@ def finetuning(
     step fits the merged experts instead. `pace`: first entries of `Resources.pace`. `copies`:
     number of copies of the weights in memory."""
     is_fit = recovery.fit is not None
-    is_distilled = recovery.distill is not None
 
     def sum_bytes(size: Size) -> float:
         if not is_fit:
@@ -258,14 +257,14 @@ def finetuning(
         engine="resident",
         backward=not is_fit,
         copies=copies,
-        logits=DISTILLED if is_distilled else 1,
+        logits=DISTILLED if recovery.distill else 1,
         extra_bytes=sum_bytes,
     )
     size = size_of(model)
     return text_resources._replace(
         disk=sum_bytes(size) if size else 0.0,
         units=text_resources.units * (1 if is_fit else recovery.epochs),
-        pace=[*pace, recovery.train, is_distilled, is_fit],
+        pace=[*pace, recovery.train, recovery.text_setting],
     )
 
 

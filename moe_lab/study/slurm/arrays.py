@@ -246,8 +246,9 @@ def _batch_advice(step: Any, gpus: int, gpu_memory: float) -> str:
 
     # the numbers of rows that fit come before those that do not
     rows = bisect_left(range(1, text.batch_rows), True, key=is_too_large)
-    advice = f"at most calibration.batch_tokens={rows * text.length} in the text {text.name}, "
-    return advice if rows else ""
+    if not rows:
+        return ""
+    return f"at most calibration.batch_tokens={rows * text.length} in the text {text.name}, "
 
 
 def _known_resources(step: Step) -> Resources:
