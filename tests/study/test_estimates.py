@@ -85,6 +85,20 @@ def memory(step: Step) -> float:
     return estimate
 
 
+def test_a_distillation_holds_five_tensors_of_the_size_of_the_logits_of_a_batch() -> None:
+    def memory_of(role: str, batch_tokens: int) -> float:
+        text = replace(TEXT, batch_tokens=batch_tokens)
+        return memory(step("finetune", text=text, recovery=RecoveryConfig("r", **{role: "t"})))
+
+    def bytes_of_a_row(role: str) -> float:
+        return memory_of(role, 3 * TEXT.length) - memory_of(role, 2 * TEXT.length)
+
+    size = config_json.size_of(model())
+    assert size is not None
+    further_bytes = bytes_of_a_row("distill") - bytes_of_a_row("instructions")
+    assert further_bytes == pytest.approx(4 * TEXT.length * size.logit_bytes)
+
+
 def test_gpus_of_published_searches_are_estimated() -> None:
     """Table 3 of EvoESAP has the numbers, for GPUs of 48 GiB."""
     text = replace(TEXT, tokens=262144, batch_tokens=4096)
