@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from moe_lab.errors import UserError
@@ -162,9 +163,25 @@ def post_expert_norm(module: Any) -> nn.Module | None:
     return module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` with the parts that other processes hold, if a parallel plan of transformers has
+    divided it. All processes must ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def is_divided(layer: MoELayer) -> bool:
+    """Whether a parallel plan of transformers has divided the experts over several processes."""
+    return any(isinstance(weight, DTensor) for weight in layer.experts.parameters())
+
+
 def check_in_memory(layer: MoELayer) -> None:
-    """Raise UserError when weights of the layer are offloaded: accelerate loads them only while
-    their module runs."""
+    """Raise UserError when weights of the layer are offloaded, as accelerate loads them only while
+    their module runs, or divided over several processes."""
+    if is_divided(layer):
+        raise UserError(
+            f"{layer.name}: weights are divided over processes by a parallel plan, so they cannot "
+            "be read: load the model in one process, for example with device_map=balanced"
+        )
     if any(weight.is_meta for weight in layer.block.parameters()):
         raise UserError(
             f"{layer.name}: weights are offloaded, so they cannot be read: load the model without "

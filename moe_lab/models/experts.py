@@ -7,8 +7,9 @@ same rows in the same order, and outputs are added in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import MethodType
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from moe_lab.errors import UserError
-from moe_lab.models.discover import MoELayer, post_expert_norm
+from moe_lab.models.discover import MoELayer, is_divided, post_expert_norm, whole
 from moe_lab.models.rows import Part, Rows, at_least_fp32
 from moe_lab.models.transformers_private import activation
 
@@ -49,14 +50,38 @@ def replace_experts(
     """Replace the function that computes the experts of `layer`, until `undo` is closed. `make`:
     current function -> new function."""
     name = _forward_name(layer.experts)
-    function = make(getattr(layer.experts, name))
+    current = getattr(layer.experts, name)
+    if is_divided(layer):
+        # not the forward of the plan, which computes the weights of this process only
+        current = MethodType(type(layer.experts).forward, layer.experts)
+    function = make(current)
 
     def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        # models that pass keyword arguments pass them in the order of `ExpertsFunction`
-        return function(*args, *kwargs.values())
+        with whole_experts(layer):
+            # models that pass keyword arguments pass them in the order of `ExpertsFunction`
+            return function(*args, *kwargs.values())
 
     forward.replaces_experts = True  # type: ignore[attr-defined]
     undo.enter_context(patch.object(layer.experts, name, forward))
+
+
+@contextmanager
+def whole_experts(layer: MoELayer) -> Iterator[None]:
+    """While it is open, each process holds all weights of the experts of `layer`, also those that a
+    parallel plan of transformers keeps in other processes. All processes must open it."""
+    if not is_divided(layer):
+        yield
+        return
+    experts: Any = layer.experts
+    weights = {
+        name: whole(weight) for name, weight in experts.named_parameters(recurse=False)
+    }
+    # an expert-parallel plan has set it to the number of experts of this process
+    with (
+        patch.dict(experts._parameters, weights),
+        patch.object(experts, "num_experts", layer.n_experts),
+    ):
+        yield
 
 
 def are_replaced(layer: MoELayer) -> bool:

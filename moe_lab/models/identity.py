@@ -16,7 +16,7 @@ from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from moe_lab.models.config_json import quantization_method
-from moe_lab.models.discover import routed_layers
+from moe_lab.models.discover import routed_layers, whole
 from moe_lab.models.families import Family
 from moe_lab.models.files import cached_folder, fingerprint
 from moe_lab.models.load import load_tokenizer, quiet_transformers
@@ -59,7 +59,7 @@ def _digest(tensors: list[torch.Tensor]) -> str:
     step = 1 + sum(tensor.numel() for tensor in tensors) // SAMPLE
     content = hashlib.sha256()
     for tensor in tensors:
-        sample = tensor.detach().reshape(-1)[::step].cpu()
+        sample = whole(tensor.detach()).reshape(-1)[::step].cpu()
         content.update(str(tuple(tensor.shape)).encode())
         content.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
     return content.hexdigest()
@@ -87,7 +87,8 @@ def _has_weights_of(model: Any, folder: Path) -> bool:
                 return False
             # the index [..., :1, :] for matrices and stacks of matrices, [:1] for vectors
             first_row = (*[slice(None)] * (weights.dim() - 2), slice(1))
-            if not torch.equal(slices[name][first_row].to(weights.dtype), weights[first_row].cpu()):
+            actual = whole(weights)[first_row].cpu()
+            if not torch.equal(slices[name][first_row].to(weights.dtype), actual):
                 return False
     return True
 

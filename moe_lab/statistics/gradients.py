@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import replace_output, run, to_device
+from moe_lab.models.experts import replace_output, run, to_device, whole_experts
 from moe_lab.models.families import split
 from moe_lab.models.rows import Part, at_least_fp32, sort_by_expert
 from moe_lab.statistics import Statistics
@@ -225,12 +225,15 @@ class WeightGradientHook(StatisticsHook):
             if not axes.is_bias
             for role in axes.roles
         }
-        for name, gradients in self.gradients.items():
-            for expert, gradient in enumerate(gradients):
-                weights = at_least_fp32(self.layer.tensors(expert)[name].to(gradient.device))
-                # `projection` (I, H) has a row for each channel
-                for role, projection in split((weights * gradient).abs_(), stacks[name]).items():
-                    sums[f"snip_{role}"][expert] = projection.sum(-1).double().cpu() / LOSS_SCALE
+        with whole_experts(self.layer):
+            for name, gradients in self.gradients.items():
+                for expert, gradient in enumerate(gradients):
+                    weights = at_least_fp32(self.layer.tensors(expert)[name].to(gradient.device))
+                    products = (weights * gradient).abs_()
+                    # `projection` (I, H) has a row for each channel
+                    for role, projection in split(products, stacks[name]).items():
+                        total = projection.sum(-1).double().cpu()
+                        sums[f"snip_{role}"][expert] = total / LOSS_SCALE
         return sums
 
     def _add_gradient(self, name: str, part: Part, leaf: torch.Tensor) -> None:
