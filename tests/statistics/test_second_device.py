@@ -14,6 +14,7 @@ import naive
 import pytest
 import tiny
 import torch
+from accelerate.hooks import attach_align_device_hook_on_blocks
 from identities.plans import random_plan
 from second_device import DeviceTensor, SecondDevice
 
@@ -129,6 +130,41 @@ def test_exact_damage_waits_once_in_each_layer(name: str, device: SecondDevice) 
     waits = [count for wait, count in device.waits.items() if "statistics/damage.py" in wait]
     assert waits == [len(observer.hooks)]
     assert not [line for line in device.unordered if line.endswith(("sum_by_expert", "experts"))]
+
+
+def on_two_devices(model: Any) -> Any:
+    """A copy whose middle layer and head are on the CPU, with the hooks of a device map."""
+    copied = copy.deepcopy(model)
+    copied.set_experts_implementation("grouped_mm")
+    parts = ["embed_tokens", "rotary_emb", "layers.0", "layers.1", "layers.2", "norm"]
+    places = {f"model.{part}": "gpu" for part in parts} | {"model.layers.1": "cpu"}
+    for name, place in places.items():
+        copied.get_submodule(name).to(place)
+    places["lm_head"] = "cpu"
+    attach_align_device_hook_on_blocks(copied, places, offload=dict.fromkeys(places, False))
+    return copied
+
+
+@pytest.mark.parametrize("hook", [ForwardHook, DamageHook, SimilarityHook])
+def test_a_model_on_two_devices_is_observed_where_it_lies(hook: Any, device: SecondDevice) -> None:
+    model = naive.model("qwen3_moe")
+    divided = on_two_devices(model)
+    with Observer(divided, hook) as observer:
+        for ids, valid in tiny.batches():
+            observer.run_batch(ids, valid)
+        layers = observer.layers()
+    naive.assert_sums_close(layers, sums(model, hook, forward), TOLERANCE)
+    devices = [{part.device.type for part in hook.sums.values()} for hook in observer.hooks]
+    assert devices == [{"gpu"}, {"cpu"}, {"gpu"}]
+
+
+@pytest.mark.parametrize("hook", [GradientHook, WeightGradientHook])
+def test_gradients_of_a_model_on_two_devices_are_those_of_one(
+    hook: Any, device: SecondDevice
+) -> None:
+    models = (on_two_devices(naive.model("qwen3_moe")), naive.model("qwen3_moe"))
+    results = [collect_gradient_statistics(model, hook, tiny.batches()).layers for model in models]
+    naive.assert_sums_close(*results, 10 * TOLERANCE)
 
 
 def test_a_pass_goes_on_on_another_device(device: SecondDevice) -> None:
