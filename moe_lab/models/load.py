@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections import Counter
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 import moe_lab.exported_code  # noqa: F401 - registers families that transformers lacks
@@ -53,8 +54,7 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     dtype = precision(settings)
     device = resolve_device(settings)
     folder = local_folder(settings)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    set_arithmetic(settings.threads)
     with quiet_transformers():
         meta_model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
         set_top_k(meta_model, settings.top_k)  # only to check top_k before weights are read
@@ -331,6 +331,42 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+def set_arithmetic(threads: int | None) -> None:
+    """Set how torch computes in this process: with `threads` on the CPU (None: torch decides), and
+    on a GPU by operations that have the full precision of their type and give the same bits each
+    time. Call it before the process uses a GPU."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    # read when cuBLAS starts: with this workspace, streams do not change how products are added
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    products = torch.backends.cuda.matmul
+    products.allow_tf32 = False
+    products.allow_bf16_reduced_precision_reduction = False
+    products.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cudnn.allow_tf32 = False
+    # torch names it as not deterministic; other kernels of attention can be, see `fixed_order`
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # `fixed_order` needs no filled memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+@contextmanager
+def fixed_order(model: PreTrainedModel) -> Iterator[None]:
+    """A context for the backward pass of `model`. On a GPU, the gradients of attention and of
+    gathered rows are added in the same order each time. This excludes models with linear attention:
+    torch adds their cumulative sums in any order."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    if model.device.type == "cpu" or "linear_attention" in kinds:
+        yield
+        return
+    before = torch.get_deterministic_debug_mode()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -33,6 +33,7 @@ from moe_lab.models.load import (
     precision,
     quiet_transformers,
     resolve_device,
+    set_arithmetic,
     set_top_k,
     skeleton,
 )
@@ -61,8 +62,7 @@ def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
         settings = replace(settings, device="auto")
     dtype = precision(settings)
     device = resolve_device(settings)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    set_arithmetic(settings.threads)
     if isinstance(dtype, str):  # "auto": the precision of the checkpoint
         dtype = stored_dtype(folder)
     streamed = StreamedModel(

@@ -22,6 +22,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import replace_output, run, to_device, whole_experts
 from moe_lab.models.families import split
+from moe_lab.models.load import fixed_order
 from moe_lab.models.rows import Part, at_least_fp32, sort_by_expert
 from moe_lab.statistics import Statistics
 from moe_lab.statistics.forward import channel_sums
@@ -124,7 +125,8 @@ def forward_and_backward(
     output = run(model, input_ids, valid)
     states: torch.Tensor = output.last_hidden_state
     gradient = loss_gradient(model, output, input_ids, valid)
-    states.backward(gradient)
+    with fixed_order(model):
+        states.backward(gradient)
 
 
 def loss_gradient(
