@@ -1,6 +1,6 @@
 # make run        the main job and its report; makes .venv first
 # make test       all checks and tests; makes .venv first
-# make check      the checks alone: ruff, codespell, import contracts, mypy
+# make check      the checks alone: ruff, codespell, import contracts, order of sums, mypy
 # make docs       the pages of docs/ and a reference of the code as a site, in site/; a broken link is an error
 # make vllm       an environment for vLLM, which needs another version of transformers; tests/serving use it
 # make llama      llama.cpp's converter, for export.format=gguf; for its tests, a reader of GGUF files and llama.cpp
@@ -45,6 +45,7 @@ check: $(VENV)/.installed-dev
 	git ls-files -z '*.py' | xargs -0 $(BIN)/ruff format --check
 	git ls-files -z | xargs -0 $(BIN)/codespell
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.unordered
 	$(BIN)/mypy
 
 $(VENV)/bin/python:

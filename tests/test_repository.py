@@ -18,7 +18,7 @@ from benchmarks.cuda import ROWS
 from moe_lab import compose as composition
 from moe_lab.errors import UserError
 from moe_lab.study.preflight import preflight
-from tools import elsewhere
+from tools import elsewhere, unordered
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -222,6 +222,24 @@ def test_private_names_of_transformers_are_used_in_one_module() -> None:
     }
     assert len(names[PRIVATE_MODULE]) > 10
     assert {file for file in names if names[file]} == {PRIVATE_MODULE, *SHIPPED}
+
+
+def test_operations_that_add_in_any_order_on_cuda_need_a_reason() -> None:
+    """But for those of `Rows`, of numpy, and those that add nothing."""
+    source = """
+x.index_add_(0, i, y)
+x.cumsum(0)  # ordered: integers
+torch.bincount(i, w)
+i.bincount(minlength=3)
+x.index_put_((i,), y, True)
+x.index_put_((i,), y)
+numpy.cumsum(x)
+class Rows:
+    def sum(self): return x.index_add_(0, i, y)
+def sum(): return x.scatter_add(0, i, y)
+"""
+    assert unordered.unordered(source) == [2, 4, 6, 11]
+    assert unordered.main() == 0
 
 
 def test_transformers_versions_are_bounded_and_allow_the_tested_one() -> None:

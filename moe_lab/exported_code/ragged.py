@@ -97,14 +97,15 @@ class RaggedExperts(nn.Module):
         tokens = order % len(hidden_states)
         gates = top_k_weights.t().reshape(-1)[order, None]
         output = torch.zeros_like(hidden_states)
-        ends = torch.bincount(experts, minlength=self.num_experts).cumsum(0).tolist()
+        counts = torch.bincount(experts, minlength=self.num_experts)
+        ends = counts.cumsum(0).tolist()  # ordered: integers
         start = 0
         for owner, end in zip(self.owners, ends, strict=True):
             if end > start and self.widths[owner]:
                 gate_up, down = self.weights(owner)
                 rows = tokens[start:end]
                 activations = self._apply_gate(linear(hidden_states[rows], gate_up))
-                output.index_add_(
+                output.index_add_(  # ordered: an expert has a token once
                     0, rows, ((activations @ down) * gates[start:end]).to(output.dtype)
                 )
             start = end
@@ -126,7 +127,8 @@ def constant_output(
     constant output. `index` (T, K): numbers of the experts of each token. `gates` (T, K): gates of
     these experts. `experts`: numbers of the N experts with a constant output. `constants` (N, H):
     these outputs."""
-    gate_of_expert = gates.new_zeros(len(index), n_experts).scatter_add_(1, index, gates)  # (T, E)
+    gate_of_expert = gates.new_zeros(len(index), n_experts)  # (T, E)
+    gate_of_expert.scatter_add_(1, index, gates)  # ordered: a token has an expert once
     return (gate_of_expert[:, experts] @ constants.to(gates.dtype)).to(constants.dtype)
 
 

@@ -73,9 +73,7 @@ def whole_experts(layer: MoELayer) -> Iterator[None]:
         yield
         return
     experts: Any = layer.experts
-    weights = {
-        name: whole(weight) for name, weight in experts.named_parameters(recurse=False)
-    }
+    weights = {name: whole(weight) for name, weight in experts.named_parameters(recurse=False)}
     # an expert-parallel plan has set it to the number of experts of this process
     with (
         patch.dict(experts._parameters, weights),
@@ -131,7 +129,7 @@ def _batched_output(
     )
     phi = activation(module)(projected)
     f = torch.cat([linear(phi[part.rows], module.down_proj[part.experts]) for part in parts])
-    return torch.zeros_like(hidden).index_add_(
+    return torch.zeros_like(hidden).index_add_(  # ordered: on the CPU
         0, rows.token, f * weights[rows.token, rows.column, None]
     )
 

@@ -74,7 +74,7 @@ position, see speculative_decoding.py."""
 def draw_tokens(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     """Tokens (N,), drawn from `probabilities` (N, V). `draws` (N,): random numbers, uniform on
     [0, 1). Rows of `probabilities` need not sum to 1."""
-    cumulative = probabilities.double().cumsum(-1)
+    cumulative = probabilities.double().cumsum(-1)  # ordered: within a row, unless it is alone
     thresholds = draws * cumulative[:, -1]
     tokens = torch.searchsorted(cumulative, thresholds[:, None], right=True)[:, 0]
     # rounding may make a threshold equal to the last cumulative number
@@ -116,7 +116,7 @@ def fitness_row_sums(
             positions.draws[indices].to(device),
         )
         values.append(function(chunk_log_p, log_q, chunk).cpu())
-    return torch.zeros(len(positions.is_evaluated), dtype=torch.float64).index_add_(
+    return torch.zeros(len(positions.is_evaluated), dtype=torch.float64).index_add_(  # ordered: CPU
         0, positions.rows, torch.cat(values)
     )
 

@@ -168,7 +168,7 @@ def softmax_gates(
     )
     bins = (entropies * ENTROPY_BINS).long().clamp(0, ENTROPY_BINS - 1)
     counts = torch.ones_like(bins) if valid is None else valid.to(bins.dtype)
-    histogram = bins.new_zeros(ENTROPY_BINS).scatter_add_(0, bins, counts)
+    histogram = bins.new_zeros(ENTROPY_BINS).scatter_add_(0, bins, counts)  # ordered: integers
     gates = (kind.gather(-1, index) for kind in both)
     return dict(zip(SOFTMAX_GATES, gates, strict=True)), histogram
 

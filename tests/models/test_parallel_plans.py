@@ -46,9 +46,7 @@ the parts of the processes."""
 
 def results(model: Any) -> dict[str, Any]:
     """The sums of all passes, the logits after them, and the digests of the model."""
-    sums = {
-        hook.kind: read(model, hook, tiny.batches()).layers for hook, read in READERS.items()
-    }
+    sums = {hook.kind: read(model, hook, tiny.batches()).layers for hook, read in READERS.items()}
     digests = {name: compute() for name, compute in model_digests(model)}
     return {"sums": sums, "logits": tiny.logits(model), "digests": digests}
 

@@ -367,7 +367,7 @@ def _remove_answers(
     starts = [longest - len(prompt) for prompt in batch.prompts]
     start, end = (torch.tensor(bounds, device=ids.device)[:, None] for bounds in (starts, ends))
     attention = ((indices >= start) & (indices < end)).long()
-    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    positions = (attention.cumsum(1) - 1).clamp(min=0)  # ordered: integers
     return ids[:, :width], inputs | {"attention_mask": attention, "position_ids": positions}
 
 
