@@ -92,11 +92,11 @@ def _working_bytes(device: torch.device, request: Callable[[], object]) -> float
     the peak of resident memory cannot be reset."""
     if device.type == "cuda":
         gpus = range(torch.cuda.device_count())
-        bytes_before = sum(torch.cuda.memory_allocated(number) for number in gpus)
+        bytes_before = sum(map(torch.cuda.memory_allocated, gpus))
         for number in gpus:
             torch.cuda.reset_peak_memory_stats(number)
         request()
-        return float(sum(torch.cuda.max_memory_allocated(number) for number in gpus) - bytes_before)
+        return float(sum(map(torch.cuda.max_memory_allocated, gpus)) - bytes_before)
     try:
         # Give free memory back to the system: using it again would not raise the peak.
         ctypes.CDLL(None).malloc_trim(0)

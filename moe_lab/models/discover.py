@@ -26,7 +26,7 @@ from moe_lab.models.families import (
     family_of,
     split,
 )
-from moe_lab.models.transformers_private import activation
+from moe_lab.models.transformers_private import activation, experts_implementation
 
 ATTENTION = ("attn", "attention")
 """Parts of the names of attention modules."""
@@ -177,15 +177,10 @@ def is_divided(layer: MoELayer) -> bool:
 def check_in_memory(layer: MoELayer) -> None:
     """Raise UserError when weights of the layer are offloaded, as accelerate loads them only while
     their module runs, or divided over several processes."""
-    if is_divided(layer):
+    if is_divided(layer) or any(weight.is_meta for weight in layer.block.parameters()):
         raise UserError(
-            f"{layer.name}: weights are divided over processes by a parallel plan, so they cannot "
-            "be read: load the model in one process, for example with device_map=balanced"
-        )
-    if any(weight.is_meta for weight in layer.block.parameters()):
-        raise UserError(
-            f"{layer.name}: weights are offloaded, so they cannot be read: load the model without "
-            "offloading"
+            f"{layer.name}: weights are offloaded, or divided over processes by a parallel plan: "
+            "expected them in this process, load the model without offloading and without a plan"
         )
 
 
@@ -236,6 +231,16 @@ def is_experts(module: nn.Module) -> bool:
 def is_ragged(module: nn.Module) -> bool:
     """Whether the experts are ragged: of unequal width, packed into two matrices."""
     return hasattr(module, "gate_up_packed") and hasattr(module, "widths")
+
+
+def experts_names(model: nn.Module) -> str:
+    """Names of the implementations that compute the routed experts of a model, such as grouped_mm:
+    mostly one; "ragged" for ragged experts."""
+    names = {
+        "ragged" if is_ragged(layer.experts) else str(experts_implementation(layer.experts))
+        for layer in routed_layers(model)
+    }
+    return ", ".join(sorted(names))
 
 
 def _model_type(model: nn.Module) -> str:

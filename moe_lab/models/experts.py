@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import MethodType
 from typing import Any
 from unittest.mock import patch
 
@@ -53,7 +52,7 @@ def replace_experts(
     current = getattr(layer.experts, name)
     if is_divided(layer):
         # not the forward of the plan, which computes the weights of this process only
-        current = MethodType(type(layer.experts).forward, layer.experts)
+        current = type(layer.experts).forward.__get__(layer.experts)
     function = make(current)
 
     def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:

@@ -346,27 +346,26 @@ def set_arithmetic(threads: int | None) -> None:
     products.allow_bf16_reduced_precision_reduction = False
     products.allow_fp16_reduced_precision_reduction = False
     torch.backends.cudnn.allow_tf32 = False
-    # torch names it as not deterministic; other kernels of attention can be, see `fixed_order`
+    # torch names it as not deterministic; other kernels of attention can be, see `backward`
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # `fixed_order` needs no filled memory
+    # `backward` needs no filled memory
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-@contextmanager
-def fixed_order(model: PreTrainedModel) -> Iterator[None]:
-    """A context for the backward pass of `model`. On a GPU, the gradients of attention and of
+def backward(
+    model: PreTrainedModel, output: torch.Tensor, gradient: torch.Tensor | None = None
+) -> None:
+    """Run the backward pass of `model` from `output`. On a GPU, the gradients of attention and of
     gathered rows are added in the same order each time. This excludes models with linear attention:
     torch adds their cumulative sums in any order."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    if model.device.type == "cpu" or "linear_attention" in kinds:
-        yield
-        return
-    before = torch.get_deterministic_debug_mode()
-    torch.use_deterministic_algorithms(True)
+    mode = torch.get_deterministic_debug_mode()
+    if model.device.type != "cpu" and "linear_attention" not in kinds:
+        torch.use_deterministic_algorithms(True)
     try:
-        yield
+        output.backward(gradient)
     finally:
-        torch.set_deterministic_debug_mode(before)
+        torch.set_deterministic_debug_mode(mode)
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -29,7 +29,7 @@ from moe_lab.config import CalibrationConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import routed_layers
 from moe_lab.models.experts import to_device
-from moe_lab.models.load import fixed_order
+from moe_lab.models.load import backward, fixed_order
 from moe_lab.models.rows import at_least_fp32
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
@@ -249,8 +249,7 @@ def _backward(model: Any, rows: Sequence[Row], loss: Loss, rows_at_once: int) ->
     for start in range(0, len(rows), rows_at_once):
         batch = _stack_rows(rows[start : start + rows_at_once], model.device)
         part_of_mean = loss(model, *batch) / tokens
-        with fixed_order(model):
-            part_of_mean.backward()
+        backward(model, part_of_mean)
         mean_loss += float(part_of_mean.detach())
     return mean_loss
 

@@ -19,10 +19,10 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
-from moe_lab.models.discover import MoELayer
+from moe_lab.models.discover import MoELayer, whole
 from moe_lab.models.experts import replace_output, run, to_device, whole_experts
 from moe_lab.models.families import split
-from moe_lab.models.load import fixed_order
+from moe_lab.models.load import backward
 from moe_lab.models.rows import Part, at_least_fp32, sort_by_expert
 from moe_lab.statistics import Statistics
 from moe_lab.statistics.forward import channel_sums
@@ -125,8 +125,7 @@ def forward_and_backward(
     output = run(model, input_ids, valid)
     states: torch.Tensor = output.last_hidden_state
     gradient = loss_gradient(model, output, input_ids, valid)
-    with fixed_order(model):
-        states.backward(gradient)
+    backward(model, states, gradient)
 
 
 def loss_gradient(
@@ -227,15 +226,13 @@ class WeightGradientHook(StatisticsHook):
             if not axes.is_bias
             for role in axes.roles
         }
-        with whole_experts(self.layer):
-            for name, gradients in self.gradients.items():
-                for expert, gradient in enumerate(gradients):
-                    weights = at_least_fp32(self.layer.tensors(expert)[name].to(gradient.device))
-                    products = (weights * gradient).abs_()
-                    # `projection` (I, H) has a row for each channel
-                    for role, projection in split(products, stacks[name]).items():
-                        total = projection.sum(-1).double().cpu()
-                        sums[f"snip_{role}"][expert] = total / LOSS_SCALE
+        for name, gradients in self.gradients.items():
+            for expert, gradient in enumerate(gradients):
+                stored = whole(self.layer.tensors(expert)[name])
+                weights = at_least_fp32(stored.to(gradient.device))
+                # `projection` (I, H) has a row for each channel
+                for role, projection in split((weights * gradient).abs_(), stacks[name]).items():
+                    sums[f"snip_{role}"][expert] = projection.sum(-1).double().cpu() / LOSS_SCALE
         return sums
 
     def _add_gradient(self, name: str, part: Part, leaf: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from moe_lab import progress
 from moe_lab.machine import main_memory
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import replace_output
-from moe_lab.models.load import fixed_order
+from moe_lab.models.load import backward
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.statistics import Layers, Statistics, check_finite, read
 from moe_lab.statistics.gradients import check_loss, differentiable, forward_and_backward
@@ -202,8 +202,7 @@ def stream_gradients(
                             state.requires_grad_()
                         output = layer_pass.run_batch(number, index, state, observer)
                         gradient = layer_pass.states.get(-(number + 1), index, streamed.device)
-                        with fixed_order(streamed.model):
-                            output.backward(gradient)
+                        backward(streamed.model, output, gradient)
                         # the layers before `first_moe` have no experts, and need no gradient
                         if number > first_moe and state is not None and state.grad is not None:
                             layer_pass.states.put(-number, index, state.grad)

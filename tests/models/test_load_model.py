@@ -92,6 +92,21 @@ def test_model_beyond_gpu_memory_is_refused(halved: Path, monkeypatch: pytest.Mo
         load_model(settings(halved, device="balanced"))
 
 
+def test_loading_a_model_turns_inexact_and_unordered_products_of_gpus_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    tiny.save("olmoe", tmp_path)
+    load_model(tiny.settings(tmp_path))
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not torch.backends.cudnn.allow_tf32
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 @pytest.mark.cuda
 def test_cuda_keeps_the_stored_precision(halved: Path) -> None:
     model, _ = load_model(settings(halved, device="auto"))

@@ -167,6 +167,24 @@ def test_gradients_of_a_model_on_two_devices_are_those_of_one(
     naive.assert_sums_close(*results, 10 * TOLERANCE)
 
 
+@pytest.mark.parametrize(("name", "expected"), [("olmoe", True), ("qwen3_next", False)])
+def test_a_backward_pass_adds_in_a_fixed_order(
+    name: str, expected: bool, device: SecondDevice
+) -> None:
+    """But for linear attention, whose cumulative sums have none on CUDA."""
+    model = on_device(naive.model(name))
+    modes = []
+
+    def note(module: Any, args: Any, result: torch.Tensor) -> None:
+        result.register_hook(lambda _: modes.append(torch.are_deterministic_algorithms_enabled()))
+
+    with differentiable(model):
+        model.get_input_embeddings().register_forward_hook(note)
+        forward_and_backward(model, *naive.batch())
+    assert modes == [expected]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_a_pass_goes_on_on_another_device(device: SecondDevice) -> None:
     model = naive.model("olmoe")
     first, second = tiny.batches()[:2]

@@ -294,6 +294,17 @@ def test_the_table_of_experts_has_the_sums_of_the_pass(
     assert row["channel_root_sum"] == pytest.approx(sum(roots))
 
 
+def test_provenance_names_the_experts_implementation_of_the_model_that_a_step_used(
+    folders: dict[str, Path],
+) -> None:
+    names = {
+        kind: json.loads((folder / "step.json").read_text())["provenance"]["experts"]
+        for kind, folder in folders.items()
+    }
+    assert names.pop("statistics") == names.pop("gradients") == "moe_lab_cpu"
+    assert set(names.values()) == {None}
+
+
 def test_the_table_of_layers_has_their_losses(
     folders: dict[str, Path], sums: dict[int, dict[str, Any]]
 ) -> None:

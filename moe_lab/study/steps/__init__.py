@@ -39,9 +39,11 @@ def perform(step: Step, files: Files) -> None:
     plugins.import_modules_at(step.plugins)
     # the work, and programs that it starts, report progress to this file
     os.environ[progress.FILE] = str(files.partial / progress.NAME)
+    files.models.experts = None
     step.work(files)
     resources = step.resources()
     document = provenance(start)
+    document["experts"] = files.models.experts
     # the time of later steps is estimated from these two entries
     document["units"] = resources.units
     document["pace"] = list(resources.pace)

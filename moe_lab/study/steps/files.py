@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,24 +31,22 @@ class Models:
     that is pruned and recovered, one skeleton (a model without weights), and one engine of vLLM."""
 
     def __init__(self) -> None:
-        # slots: loaded, recovered and skeleton
-        self._keys: dict[str, Any] = {}
-        """Slot -> settings from which the object in the slot was made."""
-        self._objects: dict[str, Any] = {}
-        """Slot -> object."""
+        self._slots: dict[str, tuple[Any, Any]] = {}
+        """loaded, recovered or skeleton -> (settings from which an object was made, object)."""
         self._engine: OpenEngine | None = None
+        self.experts: str | None = None
+        """Implementation of the experts of the model that was used last."""
 
     def _cached(self, slot: str, key: Any, make: Callable[[], Any]) -> Any:
         """The object in `slot`, made first unless the slot was filled for `key`."""
-        if self._keys.get(slot) != key:
-            self._free(slot)  # before `make`, as memory may not be enough for both objects
-            self._objects[slot] = make()
-            self._keys[slot] = key
-        return self._objects[slot]
+        if self._key(slot) != key:
+            # before `make`, as memory may not be enough for both objects
+            self._slots.pop(slot, None)
+            self._slots[slot] = (key, make())
+        return self._slots[slot][1]
 
-    def _free(self, slot: str) -> None:
-        self._keys.pop(slot, None)
-        self._objects.pop(slot, None)
+    def _key(self, slot: str) -> Any:
+        return self._slots.get(slot, (None,))[0]
 
     def load(self, model: ModelConfig) -> tuple[Any, Any]:
         """The loaded (model, tokenizer)."""
@@ -56,11 +55,20 @@ class Models:
         if self._engine:
             # the engine and the model may each need all the memory of a device
             self._engine.close()
-        if self._keys.get("loaded") != model:
+        if self._key("loaded") != model:
             # the recovered copy shares tensors with the loaded model, which is about to be replaced
-            self._free("recovered")
+            self._slots.pop("recovered", None)
         pair: tuple[Any, Any] = self._cached("loaded", model, lambda: load_model(model))
+        self.use(pair[0])
         return pair
+
+    def use(self, network: Any) -> None:
+        """Set `experts`. If the model is on a GPU, the log also names the implementation."""
+        from moe_lab.models.discover import experts_names
+
+        self.experts = experts_names(network)
+        if network.device.type != "cpu":
+            print(f"experts: {self.experts}", file=sys.stderr, flush=True)
 
     def recover(self, model: ModelConfig, plan: Any, **changes: Any) -> Any:
         """A copy of the loaded model that is pruned by `plan` and recovered. `changes`: arguments
@@ -68,9 +76,11 @@ class Models:
         from moe_lab.recovery.apply import recovered
 
         network, _ = self.load(model)
-        return self._cached(
+        copy = self._cached(
             "recovered", (model, plan, changes), lambda: recovered(network, plan, **changes)
         )
+        self.use(copy)
+        return copy
 
     def skeleton(self, model: ModelConfig) -> Any:
         """The model on the meta device, that is, without weights, in eval mode."""
@@ -92,8 +102,7 @@ class Models:
         `model`: settings with which the engine loads the checkpoint, such as the dtype."""
         from moe_lab.evaluation.engines.vllm import OpenEngine
 
-        self._keys.clear()
-        self._objects.clear()
+        self._slots.clear()
         release_memory()
         self._engine = self._engine or OpenEngine()
         return self._engine.open(checkpoint, backend, model, plan)
@@ -279,4 +288,5 @@ def text_passes(
     from moe_lab.models.streamed import open_streamed
 
     network, tokenizer = open_streamed(model)
+    files.models.use(network.model)
     return Streamed(network, read_text(text, tokenizer, files, rows), files.partial)
