@@ -57,6 +57,12 @@ class Row:
 SMALL_MODEL = "--layers 1 --vocabulary 1024 --rows 1 --length 8 --device cpu"
 ROWS = [
     Row(
+        "passes",
+        "-m benchmarks.passes --device cuda",
+        "--device cpu --model olmoe_7b --layers 1 --tokens 64 --pairs 1",
+        3,
+    ),
+    Row(
         "statistics, 64 experts",
         "-m benchmarks.statistics --device cuda --model olmoe_7b --parts forward every",
         f"{SMALL_MODEL} --every-rows 1 --pairs 1 --every-pairs 1",

@@ -14,7 +14,10 @@ import grimp
 import pytest
 from packaging.requirements import Requirement
 
+from benchmarks import passes
 from benchmarks.cuda import ROWS
+from benchmarks.launches import PASSES
+from benchmarks.models import CONFIGURATIONS
 from moe_lab import compose as composition
 from moe_lab.errors import UserError
 from moe_lab.study.preflight import preflight
@@ -99,6 +102,21 @@ def test_the_documentation_has_every_row_about_cuda() -> None:
     section = (ROOT / "docs" / "performance.md").read_text("utf-8").partition("## CUDA")[2]
     commands = [row.command.replace("{scratch}/olmoe_7b", "FOLDER") for row in ROWS]
     assert [f"`python {command}`" in section for command in commands] == [True] * len(ROWS)
+
+
+def test_passes_are_measured_beside_their_estimates(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the program that measures them on CUDA, at a small size on the CPU."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 16}
+    monkeypatch.setitem(CONFIGURATIONS, "small", {**CONFIGURATIONS["qwen3_30b"], **sizes})
+    command = "passes --model small --layers 1 --tokens 64 --pairs 1"
+    monkeypatch.setattr("sys.argv", command.split())
+    passes.main()
+    lines = capsys.readouterr().out.splitlines()
+    names = [row.name for row in PASSES if row.plain != row.name]
+    assert [line.split(", a layer: ")[0].strip() for line in lines] == names
+    assert all(re.search(r"of .*: estimate [1-9]\.\d+, measured: \d", line) for line in lines)
 
 
 @pytest.fixture(scope="module")

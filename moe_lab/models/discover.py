@@ -26,7 +26,7 @@ from moe_lab.models.families import (
     family_of,
     split,
 )
-from moe_lab.models.transformers_private import activation, experts_implementation
+from moe_lab.models.transformers_private import activation
 
 ATTENTION = ("attn", "attention")
 """Parts of the names of attention modules."""
@@ -231,16 +231,6 @@ def is_experts(module: nn.Module) -> bool:
 def is_ragged(module: nn.Module) -> bool:
     """Whether the experts are ragged: of unequal width, packed into two matrices."""
     return hasattr(module, "gate_up_packed") and hasattr(module, "widths")
-
-
-def experts_names(model: nn.Module) -> str:
-    """Names of the implementations that compute the routed experts of a model, such as grouped_mm:
-    mostly one; "ragged" for ragged experts."""
-    names = {
-        "ragged" if is_ragged(layer.experts) else str(experts_implementation(layer.experts))
-        for layer in routed_layers(model)
-    }
-    return ", ".join(sorted(names))
 
 
 def _model_type(model: nn.Module) -> str:

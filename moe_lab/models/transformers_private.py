@@ -62,7 +62,7 @@ def attention_implementation(model: Any) -> str | None:
 
 
 def experts_implementation(experts: Any) -> str | None:
-    """Registered name of the function that computes an experts module."""
+    """Registered name of the function that computes an experts module, or those of a model."""
     name: str | None = getattr(experts.config, "_experts_implementation", None)
     return name
 

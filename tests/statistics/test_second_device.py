@@ -145,26 +145,19 @@ def on_two_devices(model: Any) -> Any:
     return copied
 
 
-@pytest.mark.parametrize("hook", [ForwardHook, DamageHook, SimilarityHook])
+@pytest.mark.parametrize("hook", [ForwardHook, DamageHook, GradientHook, WeightGradientHook])
 def test_a_model_on_two_devices_is_observed_where_it_lies(hook: Any, device: SecondDevice) -> None:
+    reading = forward if hook in (ForwardHook, DamageHook) else forward_and_backward
     model = naive.model("qwen3_moe")
     divided = on_two_devices(model)
-    with Observer(divided, hook) as observer:
+    with differentiable(divided), Observer(divided, hook) as observer:
         for ids, valid in tiny.batches():
-            observer.run_batch(ids, valid)
+            observer.run_batch(ids, valid, reading)
+        devices = [{part.device.type for part in hook.sums.values()} for hook in observer.hooks]
         layers = observer.layers()
-    naive.assert_sums_close(layers, sums(model, hook, forward), TOLERANCE)
-    devices = [{part.device.type for part in hook.sums.values()} for hook in observer.hooks]
-    assert devices == [{"gpu"}, {"cpu"}, {"gpu"}]
-
-
-@pytest.mark.parametrize("hook", [GradientHook, WeightGradientHook])
-def test_gradients_of_a_model_on_two_devices_are_those_of_one(
-    hook: Any, device: SecondDevice
-) -> None:
-    models = (on_two_devices(naive.model("qwen3_moe")), naive.model("qwen3_moe"))
-    results = [collect_gradient_statistics(model, hook, tiny.batches()).layers for model in models]
-    naive.assert_sums_close(*results, 10 * TOLERANCE)
+    with differentiable(model):
+        naive.assert_sums_close(layers, sums(model, hook, reading), 10 * TOLERANCE)
+    assert hook is WeightGradientHook or devices == [{"gpu"}, {"cpu"}, {"gpu"}]
 
 
 @pytest.mark.parametrize(("name", "expected"), [("olmoe", True), ("qwen3_next", False)])

@@ -63,10 +63,13 @@ class Models:
         return pair
 
     def use(self, network: Any) -> None:
-        """Set `experts`. If the model is on a GPU, the log also names the implementation."""
-        from moe_lab.models.discover import experts_names
+        """Set `experts` to the implementation of a model, or to "ragged" if it has ragged experts.
+        If the model is on a GPU, the log also names it."""
+        from moe_lab.models.discover import is_ragged
+        from moe_lab.models.transformers_private import experts_implementation
 
-        self.experts = experts_names(network)
+        has_ragged = any(map(is_ragged, network.modules()))
+        self.experts = "ragged" if has_ragged else experts_implementation(network)
         if network.device.type != "cpu":
             print(f"experts: {self.experts}", file=sys.stderr, flush=True)
 
