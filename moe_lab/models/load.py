@@ -349,7 +349,7 @@ def set_arithmetic(threads: int | None) -> None:
     # torch names it as not deterministic; other kernels of attention can be, see `backward`
     torch.backends.cuda.enable_cudnn_sdp(False)
     # `backward` needs no filled memory
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def backward(
