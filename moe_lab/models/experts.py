@@ -72,12 +72,9 @@ def whole_experts(layer: MoELayer) -> Iterator[None]:
         yield
         return
     experts: Any = layer.experts
-    weights = {name: whole(weight) for name, weight in experts.named_parameters(recurse=False)}
-    # an expert-parallel plan has set it to the number of experts of this process
-    with (
-        patch.dict(experts._parameters, weights),
-        patch.object(experts, "num_experts", layer.n_experts),
-    ):
+    weights = {name: whole(weight) for name, weight in experts._parameters.items()}
+    # an expert-parallel plan has set num_experts to the number of experts of this process
+    with patch.dict(vars(experts), _parameters=weights, num_experts=layer.n_experts):
         yield
 
 

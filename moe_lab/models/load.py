@@ -358,10 +358,10 @@ def backward(
     """Run the backward pass of `model` from `output`. On a GPU, the gradients of attention and of
     gathered rows are added in the same order each time. This excludes models with linear attention:
     torch adds their cumulative sums in any order."""
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     mode = torch.get_deterministic_debug_mode()
-    if model.device.type != "cpu" and "linear_attention" not in kinds:
-        torch.use_deterministic_algorithms(True)
+    if model.device.type != "cpu":
+        kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+        torch.use_deterministic_algorithms("linear_attention" not in kinds)
     try:
         output.backward(gradient)
     finally:

@@ -32,6 +32,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(load, "load_model", lambda model: note(model.name, (model.name, "tokens")))
     monkeypatch.setattr(apply, "recovered", lambda network, plan, **_: note(network + plan, plan))
+    monkeypatch.setattr(Models, "use", lambda *_: None)
     monkeypatch.setattr(vllm.OpenEngine, "open", lambda *_: note("engine", "engine"))
     monkeypatch.setattr(vllm.OpenEngine, "close", lambda _: events.append("end"))
     return events
