@@ -27,6 +27,7 @@ from moe_lab.statistics.gradients import (
 )
 from moe_lab.statistics.observe import collect_statistics
 
+pytestmark = pytest.mark.slow
 PLANS = {
     "tensors": ({"tp_size": 2}, "eager"),
     "experts": ({"tp_size": 2, "ep_size": 2}, "grouped_mm"),
