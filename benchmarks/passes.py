@@ -8,21 +8,19 @@ makes for an H100. Bars are for a GPU and full size. Exit code 1 when a bar fail
 
 from __future__ import annotations
 
-import math
 import sys
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.launches import PASSES, Pass, batch, count
 from benchmarks.measure import describe, device_seconds, median_misses, parser
 from benchmarks.models import CONFIGURATIONS, published_model
-from benchmarks.statistics import BAR_CUDA
+from moe_lab.models import rows
 from moe_lab.models.load import set_arithmetic
 
 PLAIN = {row.name: row for row in PASSES}
 """Name -> pass."""
-BARS = {"statistics": BAR_CUDA, "gradients": BAR_CUDA}
-"""Name of a pass -> its longest time, as a multiple of the plain pass."""
 
 
 def main() -> int:
@@ -39,8 +37,9 @@ def main() -> int:
         print(describe(arguments.device), flush=True)
     counted = published_model(arguments.model, 1, "meta", vocabulary=1024)
     model = published_model(arguments.model, arguments.layers, arguments.device, vocabulary=1024)
-    rows = [row for row in PASSES if row.plain != row.name]
-    failures = [misses_bar(row, model, counted, arguments) for row in rows]
+    failures = [
+        misses_bar(row, model, counted, arguments) for row in PASSES if row.plain != row.name
+    ]
     return int(any(failures))
 
 
@@ -57,7 +56,7 @@ def misses_bar(row: Pass, model: Any, counted: Any, arguments: Any) -> bool:
         f"{estimate.seconds / plain.seconds:.2f}, measured"
     )
     ratios = [own / of_plain for own, of_plain in pairs]
-    return median_misses(what, ratios, "<=", BARS.get(row.name, math.inf))
+    return median_misses(what, ratios, "<=", row.most_time)
 
 
 def seconds(row: Pass, model: Any, data: Any, arguments: Any) -> list[tuple[float, float]]:
@@ -74,7 +73,8 @@ def seconds(row: Pass, model: Any, data: Any, arguments: Any) -> list[tuple[floa
 
 def batch_seconds(row: Pass, model: Any, data: Any, device: str) -> float:
     """Seconds of the second batch of a pass; the first also allocates the sums."""
-    with row.context(model) as read:
+    devices = rows.TRITON_DEVICES if row.has_triton else ()
+    with patch.object(rows, "TRITON_DEVICES", devices), row.context(model) as read:
         read(*data)
         return device_seconds(device, lambda: read(*data))
 

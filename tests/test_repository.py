@@ -110,11 +110,14 @@ def test_passes_are_measured_beside_their_estimates(
     """By the program that measures them on CUDA, at a small size on the CPU."""
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 16}
     monkeypatch.setitem(CONFIGURATIONS, "small", {**CONFIGURATIONS["qwen3_30b"], **sizes})
+    # Triton's interpreter, which the tests use, runs no kernels that can be counted
+    rows = [row._replace(has_triton=False) for row in PASSES]
+    monkeypatch.setattr(passes, "PASSES", rows)
     command = "passes --model small --layers 1 --tokens 64 --pairs 1"
     monkeypatch.setattr("sys.argv", command.split())
     passes.main()
     lines = capsys.readouterr().out.splitlines()
-    names = [row.name for row in PASSES if row.plain != row.name]
+    names = [row.name for row in rows if row.plain != row.name]
     assert [line.split(", a layer: ")[0].strip() for line in lines] == names
     assert all(re.search(r"of .*: estimate [1-9]\.\d+, measured: \d", line) for line in lines)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "moe_lab"
 ALWAYS = frozenset(
     [
+        "atomic_add",
         "cumsum",
         "index_add",
         "index_add_",

@@ -150,7 +150,7 @@ def _softmax_gates(
     is_counted = is_token
     if valid is not None:
         is_counted = is_counted & tl.load(valid + token, mask=is_token, other=0).to(tl.int1)
-    tl.atomic_add(histogram + bin, 1, mask=is_counted)
+    tl.atomic_add(histogram + bin, 1, mask=is_counted)  # ordered: integers
 
 
 def sums_by_expert(

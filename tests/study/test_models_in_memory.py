@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import tiny
 from studies import SMALL_STUDY
 
 from moe_lab import __main__ as command
@@ -52,6 +53,14 @@ def test_another_model_replaces_the_first_and_its_copy(calls: list[str]) -> None
         models.load(model)
         models.recover(model, "a")
     assert calls == [f"{name}{plan}" for name in ("m", OTHER.name, "m") for plan in ("", "a")]
+
+
+def test_the_implementation_of_experts_names_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = Models()
+    for devices, name in (((), "eager"), (("cpu",), "eager+triton")):
+        monkeypatch.setattr("moe_lab.models.rows.TRITON_DEVICES", devices)
+        models.use(tiny.build("olmoe"))
+        assert models.experts == name
 
 
 def test_a_skeleton_has_the_top_k_override() -> None:

@@ -63,13 +63,17 @@ class Models:
         return pair
 
     def use(self, network: Any) -> None:
-        """Set `experts` to the implementation of a model, or to "ragged" if it has ragged experts.
-        If the model is on a GPU, the log also names it."""
+        """Set `experts` to the implementation of a model, or to "ragged" if it has ragged experts,
+        followed by +triton if sums are Triton kernels. If the model is on a GPU, the log also names
+        it."""
         from moe_lab.models.discover import is_ragged
+        from moe_lab.models.rows import triton_kernels
         from moe_lab.models.transformers_private import experts_implementation
 
         has_ragged = any(map(is_ragged, network.modules()))
         self.experts = "ragged" if has_ragged else experts_implementation(network)
+        if triton_kernels(network.device):
+            self.experts = f"{self.experts}+triton"
         if network.device.type != "cpu":
             print(f"experts: {self.experts}", file=sys.stderr, flush=True)
 
