@@ -29,7 +29,7 @@ from moe_lab.config import CalibrationConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import routed_layers
 from moe_lab.models.experts import to_device
-from moe_lab.models.load import backward, fixed_order
+from moe_lab.models.load import backward
 from moe_lab.models.rows import at_least_fp32
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan

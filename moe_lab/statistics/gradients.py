@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, whole
-from moe_lab.models.experts import replace_output, run, to_device, whole_experts
+from moe_lab.models.experts import replace_output, run, to_device
 from moe_lab.models.families import split
 from moe_lab.models.load import backward
 from moe_lab.models.rows import Part, at_least_fp32, sort_by_expert

@@ -34,7 +34,7 @@ TEXT = CalibrationConfig(
     packing="chunk",
     length=48,
     tokens=3 * 48,
-    batch_size=2,
+    batch_tokens=96,
     seed=3,
 )
 
