@@ -23,6 +23,8 @@ COUNT_ATTRIBUTES = (
     "out_features",
 )
 """Attributes of modules that hold the number of experts of a layer."""
+ALIGNMENT = 8
+"""Numbers. torch's grouped_mm takes rows of a multiple of 16 bytes."""
 
 
 class RaggedExperts(nn.Module):
@@ -34,6 +36,10 @@ class RaggedExperts(nn.Module):
     An expert of width 0 may have another expert as its owner: then its output is computed with the
     weights of the owner. Otherwise it is a null expert. `constants` (N, H) has the outputs of
     the N null experts; if `constants` is None, these outputs are 0.
+
+    With the experts implementation grouped_mm of transformers, all experts are computed at once.
+    Their weights are padded for this in each call, which takes memory for as many experts of the
+    largest width, but only while the layer is computed.
     """
 
     # attributes by which experts are recognised
@@ -53,6 +59,7 @@ class RaggedExperts(nn.Module):
         experts have outputs other than 0. `owners` (E',): for each new expert, the number of its
         owner."""
         super().__init__()
+        self.config: Any = experts.config
         self.widths = tuple(widths)
         self.num_experts = len(self.widths)
         ends = accumulate(self.widths)
@@ -89,8 +96,34 @@ class RaggedExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """The output (T, H): for each token, the sum of gate times output over its K experts.
-        `top_k_index` (T, K) has the numbers of the experts, `top_k_weights` (T, K) their gates. The
-        summands are added in the same order as in the eager forward of transformers."""
+        `top_k_index` (T, K) has the numbers of the experts, `top_k_weights` (T, K) their gates."""
+        if self.config._experts_implementation == "grouped_mm":
+            owners = on_device(self.owners, top_k_index.device)
+            experts: Any = copy.copy(self._apply_gate.__self__)  # the replaced module
+            gate_up, down = self.padded()
+            experts._parameters = {"gate_up_proj": gate_up, "down_proj": down.mT}
+            experts.num_experts = self.num_experts
+            output = experts.forward(hidden_states, owners[top_k_index], top_k_weights)
+        else:
+            output = self._sequential_output(hidden_states, top_k_index, top_k_weights)
+        return self.with_constants(output, top_k_index, top_k_weights)
+
+    def with_constants(
+        self, output: torch.Tensor, index: torch.Tensor, gates: torch.Tensor
+    ) -> torch.Tensor:
+        """`output` (T, H) plus the gated outputs of null experts. `index` and `gates`, (T, K): as
+        in `forward`."""
+        if self.constants is None:
+            return output
+        return output + constant_output(
+            index, gates, self.num_experts, self.null_experts, self.constants
+        )
+
+    def _sequential_output(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The output (T, H) without constants, one expert after the other. The summands are added
+        in the same order as in the eager forward of transformers."""
         # All pairs of a token and one of its experts, sorted by expert. Before sorting, the T first
         # experts come first, then the T second experts, ...: pair i belongs to token i modulo T.
         experts, order = torch.sort(top_k_index.t().reshape(-1), stable=True)
@@ -109,11 +142,28 @@ class RaggedExperts(nn.Module):
                     0, rows, ((activations @ down) * gates[start:end]).to(output.dtype)
                 )
             start = end
-        if self.constants is not None:
-            output += constant_output(
-                top_k_index, top_k_weights, self.num_experts, self.null_experts, self.constants
-            )
         return output
+
+    def padded(self) -> list[torch.Tensor]:
+        """[gate and up projections (E', 2 W, H), transposed down projections (E', W, H)] with
+        weights of 0 after the channels of an expert. W is the largest width, rounded up to a
+        multiple of ALIGNMENT."""
+        widths = on_device(self.widths, self.down_packed.device)
+        width = -(-max(1, *self.widths) // ALIGNMENT) * ALIGNMENT
+        is_channel = torch.arange(width, device=widths.device) < widths[:, None]
+        stacks = []
+        for packed, parts in ((self.gate_up_packed, 2), (self.down_packed, 1)):
+            is_row = is_channel.repeat(1, parts)
+            # with the number of rows given, a GPU is not waited for
+            rows = is_row.flatten().nonzero_static(size=len(packed))[:, 0]
+            stack = packed.new_zeros(is_row.numel(), packed.shape[1]).index_copy(0, rows, packed)
+            stacks.append(stack.view(*is_row.shape, -1))
+        return stacks
+
+
+def on_device(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """The integers `numbers`, also nested, as a tensor on `device`, which is not waited for."""
+    return torch.tensor(numbers, device="cpu").to(device, non_blocking=True)
 
 
 def constant_output(
@@ -127,9 +177,9 @@ def constant_output(
     constant output. `index` (T, K): numbers of the experts of each token. `gates` (T, K): gates of
     these experts. `experts`: numbers of the N experts with a constant output. `constants` (N, H):
     these outputs."""
-    gate_of_expert = gates.new_zeros(len(index), n_experts)  # (T, E)
-    gate_of_expert.scatter_add_(1, index, gates)  # ordered: a token has an expert once
-    return (gate_of_expert[:, experts] @ constants.to(gates.dtype)).to(constants.dtype)
+    gate_of_expert = gates.new_zeros(len(index), n_experts).scatter(1, index, gates)  # (T, E)
+    columns = on_device(experts, index.device)
+    return (gate_of_expert[:, columns] @ constants.to(gates.dtype)).to(constants.dtype)
 
 
 def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:

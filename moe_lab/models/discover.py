@@ -123,10 +123,14 @@ class MoELayer:
         self, expert: int | slice, tensors: Mapping[str, torch.Tensor] | None = None
     ) -> Weights:
         """The weights of one expert, or of a slice of experts. `tensors`: name -> tensor, by
-        default those of `self.tensors(expert)`. Ignored for ragged experts."""
+        default those of `self.tensors(expert)`. Ignored for ragged experts, whose slice must be
+        that of all experts: they are copied to one width."""
         if is_ragged(self.experts):
-            inward, down = self.experts.weights(expert)  # type: ignore[operator]
-            return Weights(inward, down.t())
+            experts: Any = self.experts
+            inward, down = (
+                experts.padded() if isinstance(expert, slice) else experts.weights(expert)
+            )
+            return Weights(inward, down.mT)
         if tensors is None:
             tensors = self.tensors(expert)
         # the first stack holds the projections before the activation

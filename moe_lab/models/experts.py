@@ -119,7 +119,7 @@ def _batched_output(
 ) -> torch.Tensor:
     """The gated sum of expert outputs (T, H). Only matrix products are computed for each expert."""
     gathered = hidden.index_select(0, rows.token)
-    parts = rows.one_by_one
+    parts = rows.parts
     projected = torch.cat(
         [linear(gathered[part.rows], module.gate_up_proj[part.experts]) for part in parts]
     )

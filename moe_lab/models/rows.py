@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.nn.functional import linear
 
 from moe_lab.models.discover import MoELayer, Weights
 from moe_lab.models.transformers_private import experts_implementation, grouped_mm
@@ -67,6 +68,15 @@ class OneExpert(NamedTuple):
         """The weights of the part's experts. `tensors`: as in `MoELayer.weights`."""
         return layer.weights(self.experts, tensors)
 
+    def linear(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The products (n, out) of the `states` (n, in) of the part's rows with the `weight` (out,
+        in) of its expert."""
+        return linear(states, weight)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """The `values` of the part's expert, for all of its rows."""
+        return values
+
     def sum(self, values: torch.Tensor, ignored: torch.Tensor | None = None) -> torch.Tensor:
         """The sums (...), in at least fp32, of `values` (n, ...) over the part's rows, without the
         rows `ignored` (S,) bool; None: over all."""
@@ -114,17 +124,14 @@ class Rows:
         self.column = order // index.shape[0]
 
     @cached_property
-    def one_by_one(self) -> list[OneExpert]:
-        """The rows of each expert that has rows."""
+    def parts(self) -> Sequence[Part]:
+        """The parts of the rows that are computed one after the other: the rows of each expert that
+        has rows."""
         ends = torch.bincount(self.expert, minlength=self.n_experts).cumsum(0).tolist()
         bounds = enumerate(zip([0, *ends], ends, strict=False))
         return [
             OneExpert(expert, slice(start, end)) for expert, (start, end) in bounds if end > start
         ]
-
-    def parts(self) -> Sequence[Part]:
-        """The parts of the rows that are computed one after the other."""
-        return self.one_by_one
 
     def sum_by_expert(self, terms: torch.Tensor) -> torch.Tensor:
         """Sums (E,) of the `terms` (S,) of each expert's rows."""
@@ -139,7 +146,7 @@ class Rows:
             factors = factors.masked_fill(ignored, 0)
             values = values.masked_fill(ignored[:, None], 0)
         sums = factors.new_zeros(len(factors), self.n_experts, values.shape[1])
-        for part in self.one_by_one:
+        for part in self.parts:
             sums[:, part.experts] = factors[:, part.rows] @ values[part.rows]
         return sums
 
@@ -161,16 +168,16 @@ class Rows:
         self,
         hidden: torch.Tensor,
         weights: torch.Tensor,
-        compute: Callable[[Part, torch.Tensor], torch.Tensor | None],
+        compute: Callable[[Any, torch.Tensor], torch.Tensor | None],
     ) -> torch.Tensor:
         """Gated sum (T, H) of expert outputs, added in the order of the eager forward of
         transformers. `hidden`: (T, H). `weights`: the gates (T, K).
 
-        `compute(part, states (n, H))` returns the outputs (n, H) of the experts of a part, or None
-        if they add nothing."""
+        `compute(part, states (n, H))` returns the outputs (n, H) of the experts of one of `parts`,
+        or None if they add nothing."""
         gates = weights[self.token, self.column, None]
         output = torch.zeros_like(hidden)
-        for part in self.parts():
+        for part in self.parts:
             token = self.token[part.rows]
             f = compute(part, hidden.index_select(0, token))  # much faster than hidden[token]
             if f is not None:
@@ -178,12 +185,12 @@ class Rows:
         return output
 
     def outputs(
-        self, hidden: torch.Tensor, compute: Callable[[Part, torch.Tensor], torch.Tensor]
+        self, hidden: torch.Tensor, compute: Callable[[Any, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """The outputs (T, K, H) of the experts of each token, not weighted by gates. Arguments as
         in `output`."""
         outputs = None
-        for part in self.parts():
+        for part in self.parts:
             token = self.token[part.rows]
             f = compute(part, hidden.index_select(0, token))
             if outputs is None:
@@ -209,7 +216,9 @@ class GroupedRows(Rows):
         experts = torch.arange(n_experts, device=order.device)
         self.ends = torch.searchsorted(self.expert, experts, right=True)
         """(E,) end of each expert's rows."""
+        self.offsets = self.ends.to(torch.int32)
 
+    @cached_property
     def parts(self) -> Sequence[Part]:
         return [AllExperts(self)]
 
@@ -242,7 +251,7 @@ class GroupedRows(Rows):
         self,
         hidden: torch.Tensor,
         weights: torch.Tensor,
-        compute: Callable[[Part, torch.Tensor], torch.Tensor | None],
+        compute: Callable[[Any, torch.Tensor], torch.Tensor | None],
     ) -> torch.Tensor:
         states: torch.Tensor = _LinearMap.apply(hidden, self.gather, self.combine)
         f = compute(AllExperts(self), states)
@@ -252,7 +261,7 @@ class GroupedRows(Rows):
         return output.to(hidden.dtype)
 
     def outputs(
-        self, hidden: torch.Tensor, compute: Callable[[Part, torch.Tensor], torch.Tensor]
+        self, hidden: torch.Tensor, compute: Callable[[Any, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         return self.of_tokens(compute(AllExperts(self), self.gather(hidden)))
 
@@ -284,6 +293,18 @@ class AllExperts:
         """The weights of all experts. `tensors`: as in `MoELayer.weights`."""
         weights = layer.weights(self.experts, tensors)
         return GroupedWeights(**vars(weights), grouped=self.grouped)
+
+    def linear(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The products (S, out) of each of the `states` (S, in) with the `weight` (E, out, in) of
+        its expert."""
+        return grouped_mm(states, weight.mT, self.grouped.offsets)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` (E, ...) of the experts -> (S, ...), those of each row's expert."""
+        spread: torch.Tensor = _LinearMap.apply(
+            values, lambda values: values[self.grouped.expert], self.sum
+        )
+        return spread
 
     def sum(self, values: torch.Tensor, ignored: torch.Tensor | None = None) -> torch.Tensor:
         """The sums (E, ...), in at least fp32, of `values` (S, ...) over each expert's rows,
@@ -388,7 +409,7 @@ class GroupedWeights(Weights):
     def linear(
         self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        product = grouped_mm(states, weight.mT, self.grouped.ends.to(torch.int32))
+        product = AllExperts(self.grouped).linear(states, weight)
         return product if bias is None else product + bias[self.grouped.expert]
 
 

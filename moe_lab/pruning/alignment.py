@@ -13,11 +13,13 @@ import numpy
 import torch
 from scipy.optimize import linear_sum_assignment
 
+from moe_lab.exported_code.ragged import on_device
 from moe_lab.models.discover import MoELayer, check_in_memory
-from moe_lab.models.rows import at_least_fp32
+from moe_lab.models.rows import at_least_fp32, dense_weights
 from moe_lab.pruning.layer_plan import Alignment, LayerPlan
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import Layers
+from moe_lab.statistics.damage import DENSE_TOKENS
 from moe_lab.statistics.observe import StatisticsHook
 
 COMPONENTS = 64
@@ -101,21 +103,24 @@ class AlignmentHook(StatisticsHook):
     ) -> torch.Tensor:
         """The routed output (T, H).
 
-        Adds sums over all valid tokens, routed to an expert or not. `squares.ID` (I,): the squared
-        activations of the expert ID, an owner or a merged expert. `products.ID` (I, I): the
-        products of the activations of an owner (rows) and of its merged expert ID (columns)."""
-        layer = self.layer
-        valid = self.valid_tokens(hidden)
-        states = hidden if valid is None else hidden[valid]
-        # phi: the activations, which are the input of the down projection
-        for owner, members in self.plan.layers[layer.index].merged.items():
-            owner_activations = at_least_fp32(layer.phi(states, layer.weights(owner)))
-            sums = {f"squares.{owner}": owner_activations.square().sum(0)}
-            for member in sorted(set(members) - {owner}):
-                activations = at_least_fp32(layer.phi(states, layer.weights(member)))
-                sums[f"squares.{member}"] = activations.square().sum(0)
-                sums[f"products.{member}"] = owner_activations.T @ activations
-            self.add(sums)
+        Adds sums over all valid tokens, routed to an expert or not. `squares` (E, I): the squared
+        activations of each expert. `products` (M, I, I): the products of the activations of an
+        owner (rows) and of its merged expert (columns), for the M `merged_members`."""
+        plan = self.plan.layers[self.layer.index]
+        members = plan.merged_members
+        if members:
+            pairs = on_device([(plan.owners[member], member) for member in members], hidden.device)
+            for tokens in self.valid_indices(hidden).split(DENSE_TOKENS):
+                states = hidden[tokens]
+                # phi: the activations, which are the input of the down projection
+                phi = torch.cat(
+                    [
+                        at_least_fp32(self.layer.phi(states, expert_weights))
+                        for _, expert_weights in dense_weights(self.layer)
+                    ]
+                )
+                products = phi[pairs[:, 0]].mT @ phi[pairs[:, 1]]
+                self.add({"squares": phi.square().sum(1), "products": products})
         return self.unobserved(hidden, index, weights)
 
     def result(self) -> dict[str, torch.Tensor]:
@@ -127,10 +132,11 @@ class AlignmentHook(StatisticsHook):
 
         def cost(owner: int, member: int) -> torch.Tensor:
             """(I, I): the cost of adding each channel of `member` to each channel of `owner`."""
+            squares = self.sums["squares"]
             activation_cost = normalised_distance(
-                self.sums[f"products.{member}"],
-                self.sums[f"squares.{owner}"],
-                self.sums[f"squares.{member}"],
+                self.sums["products"][plan.merged_members.index(member)],
+                squares[owner],
+                squares[member],
             )
             owner_components = components[owner]
             member_components = components[member]

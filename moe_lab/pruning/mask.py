@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from moe_lab.exported_code.ragged import constant_output, count_attributes, replace_tensor
 from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers
 from moe_lab.models.experts import ExpertsFunction, are_replaced, replace_experts
-from moe_lab.models.rows import GroupedRows, OneExpert, Part, Rows, is_grouped
+from moe_lab.models.rows import AllExperts, GroupedRows, OneExpert, Rows, is_grouped
 from moe_lab.pruning.layer_plan import LayerPlan, Mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import merged_weights
@@ -91,9 +91,8 @@ def _sequential_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
         for owner, tensors in merged_weights(layer, plan).items()
     }
 
-    def compute_expert(part: Part, states: torch.Tensor) -> torch.Tensor | None:
+    def compute_expert(part: OneExpert, states: torch.Tensor) -> torch.Tensor | None:
         """The output (n, H) of an expert for its `states` (n, H); None for a null expert."""
-        assert isinstance(part, OneExpert)
         owner = owners[part.experts]
         if not widths[owner]:
             return None
@@ -115,7 +114,7 @@ def _add_constants(function: ExpertsFunction, layer: MoELayer, plan: LayerPlan) 
     weights = cast(torch.Tensor, layer.experts.down_proj)
     device = layer.routing[0].tensor.device
     vectors = torch.from_numpy(plan.constants).to(device, weights.dtype)
-    null_experts: Any = torch.tensor(plan.null_experts, device=device)
+    null_experts = plan.null_experts
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         output = function(hidden, index, gates)
@@ -143,7 +142,7 @@ def _grouped_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
     def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         rows = GroupedRows(positions[index], len(stored))
 
-        def compute_experts(part: Part, states: torch.Tensor) -> torch.Tensor:
+        def compute_experts(part: AllExperts, states: torch.Tensor) -> torch.Tensor:
             weights = part.weights(layer, tensors)
             phi = layer.phi(states, weights)
             return layer.output(phi.masked_fill(dropped[rows.expert], 0), weights)
@@ -168,36 +167,12 @@ def _stored_weights(
 
 
 @contextmanager
-def sliced_router(layer: MoELayer, retained: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """A context in which the router of `layer` only has the rows and biases of the experts
-    `retained` (ascending ids), and returns positions in `retained` instead of ids.
-
-    Yields a dictionary: Python's `id()` of an original tensor of the router -> the slice that
-    replaces it. Some blocks pass such a tensor to the router as an argument: a caller of the router
-    must pass the slice instead."""
-    check_in_memory(layer)
-    expert_ids = torch.tensor(retained)
-    slices = {}
-    with ExitStack() as undo:
-        for part in layer.routing:
-            original = part.tensor
-            rows = original.detach().index_select(part.axis, expert_ids.to(original.device))
-            slices[id(original)] = rows
-            undo.callback(replace_tensor, part.module, part.name, original)
-            replace_tensor(part.module, part.name, rows)
-        for module in layer.router.modules():
-            for name in count_attributes(module, layer.n_experts):
-                undo.enter_context(patch.object(module, name, len(retained)))
-        yield slices
-
-
-@contextmanager
 def masked_router(layer: MoELayer, retained: tuple[int, ...]) -> Iterator[None]:
-    """A context in which the router of `layer` only chooses among the experts `retained`, and
-    returns their original ids. RuntimeError when the block calls its experts with other ids than
-    the router returned."""
-    router_device = layer.routing[0].tensor.device
-    retained_ids = torch.tensor(retained, device=router_device)
+    """A context in which the router of `layer` only has the rows and biases of the experts
+    `retained` (ascending ids), and returns their original ids. RuntimeError when the block calls
+    its experts with other ids than the router returned."""
+    check_in_memory(layer)
+    retained_ids = torch.tensor(retained, device=layer.routing[0].tensor.device)
     last_ids: torch.Tensor | None = None  # the ids that the router returned last
 
     def after_router(
@@ -219,10 +194,18 @@ def masked_router(layer: MoELayer, retained: tuple[int, ...]) -> Iterator[None]:
                 "not return"
             )
 
-    with sliced_router(layer, retained), ExitStack() as hooks:
+    with ExitStack() as undo:
+        for part in layer.routing:
+            original = part.tensor
+            rows = original.detach().index_select(part.axis, retained_ids.to(original.device))
+            undo.callback(replace_tensor, part.module, part.name, original)
+            replace_tensor(part.module, part.name, rows)
+        for module in layer.router.modules():
+            for name in count_attributes(module, layer.n_experts):
+                undo.enter_context(patch.object(module, name, len(retained)))
         # the router's hook is prepended, so that all other hooks see original ids
-        hooks.callback(layer.router.register_forward_hook(after_router, prepend=True).remove)
-        hooks.callback(
+        undo.callback(layer.router.register_forward_hook(after_router, prepend=True).remove)
+        undo.callback(
             layer.experts.register_forward_pre_hook(before_experts, with_kwargs=True).remove
         )
         yield

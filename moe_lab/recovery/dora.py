@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.functional import dropout, linear
+from torch.nn.functional import dropout, one_hot
 from torch.nn.utils import parametrize
 
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
-from moe_lab.exported_code.ragged import constant_output, replace_tensor
+from moe_lab.exported_code.ragged import ALIGNMENT, on_device, replace_tensor
 from moe_lab.models.discover import (
     MoELayer,
     is_ragged,
@@ -21,11 +21,21 @@ from moe_lab.models.discover import (
     post_expert_norm,
     routed_layers,
 )
-from moe_lab.models.rows import OneExpert, Part, Rows, at_least_fp32
+from moe_lab.models.families import GATE_UP, split
+from moe_lab.models.rows import (
+    AllExperts,
+    OneExpert,
+    Part,
+    at_least_fp32,
+    is_grouped,
+    sort_by_expert,
+)
 from moe_lab.models.transformers_private import activation
 
 SCALING = 4.0
 """The scaling s of adapters (alpha / rank), as in MoE-Slimming."""
+ONE_MAP = OneExpert(0, slice(None))
+"""The part of rows that all have the same linear map."""
 
 
 class Dora(nn.Module):
@@ -38,48 +48,99 @@ class Dora(nn.Module):
     """
 
     def __init__(
-        self, weight: torch.Tensor, rank: int, scaling: float, dropout: float = 0.0
+        self, weight: torch.Tensor, rank: int, scaling: float, dropout: float = 0.0, maps: int = 1
     ) -> None:
-        """`weight`: W. `scaling`: s. `dropout`: share of the inputs of W' - W that are set to 0."""
+        """`weight`: W. `scaling`: s. `dropout`: share of the inputs of W' - W that are set to 0.
+        `maps`: number of matrices A."""
         super().__init__()
         matrix = at_least_fp32(weight.detach())
-        self.a = nn.Parameter(matrix.new_empty(rank, matrix.shape[1]))
-        nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))  # as in peft and in nn.Linear
-        self.b = nn.Parameter(matrix.new_zeros(len(matrix), rank))
-        self.magnitude = nn.Parameter(matrix.norm(dim=1))
+        a = matrix.new_empty(*matrix.shape[:-2], maps * rank, matrix.shape[-1])
+        nn.init.kaiming_uniform_(a.flatten(0, -2), a=math.sqrt(5))  # as in peft and in nn.Linear
+        self.a = nn.Parameter(a)
+        self.b = nn.Parameter(matrix.new_zeros(*matrix.shape[:-1], rank))
+        self.magnitude = nn.Parameter(matrix.norm(dim=-1))
         self.scaling = scaling
         self.dropout = dropout
 
     def weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """The adapted weight W' (out, in) in the dtype of `weight`, which is W."""
-        adapted = weight.to(self.a.dtype) + self.scaling * (self.b @ self.a)
-        return (self._factor(adapted.detach())[:, None] * adapted).to(weight.dtype)
+        """The adapted weight W' in the dtype of `weight`, which is W."""
+        adapted = self._adapted(weight, self._b())
+        return (self._factor(adapted.detach())[..., None] * adapted).to(weight.dtype)
 
     def forward(
-        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        part: Part = ONE_MAP,
     ) -> torch.Tensor:
-        """The output (n, out) of the map W' with `bias` for `rows` (n, in). `weight`: W."""
-        output = linear(rows, weight)
-        wide_weight = weight.to(self.a.dtype)  # wide: in at least fp32, like the adapter
+        """The output (n, out) of the map W' with `bias` for `rows` (n, in). `weight`: W. `part`:
+        to which the rows belong."""
+        output = part.linear(rows, weight)
         # x, the input of W' - W, and W x
-        wide_rows = rows.to(self.a.dtype)
+        dtype = self._dtype(weight)
+        inputs = rows.to(dtype)
         plain_output = output
         if self.training and self.dropout:
-            wide_rows = dropout(wide_rows, self.dropout)
-            plain_output = linear(wide_rows, wide_weight)
-        factor = self._factor((wide_weight + self.scaling * (self.b @ self.a)).detach())
+            inputs = dropout(inputs, self.dropout)
+            plain_output = part.linear(inputs, weight.to(dtype))
+        b = self._b()
+        factor = part.spread(self._factor(self._adapted(weight, b).detach()))
+        low_rank_output = part.linear(part.linear(inputs, self.a.to(dtype)), b.to(dtype))
         # W' is factor (W + s B A), so (W' - W) x is (factor - 1) W x + factor s B A x
-        addition = (factor - 1) * plain_output + factor * self.scaling * linear(
-            linear(wide_rows, self.a), self.b
-        )
+        addition = (factor - 1) * plain_output + factor * self.scaling * low_rank_output
         output = (output + addition).to(output.dtype)
-        return output if bias is None else output + bias
+        return output if bias is None else output + part.spread(bias)
+
+    def _dtype(self, weight: torch.Tensor) -> torch.dtype:
+        """The dtype of the products of W' - W. `weight`: W."""
+        return self.a.dtype
+
+    def _b(self) -> torch.Tensor:
+        """B."""
+        return self.b
+
+    def _adapted(self, weight: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """W + s B A in at least fp32. `weight`: W. `b`: B."""
+        return weight.to(self.a.dtype) + self.scaling * (b @ self.a)
 
     def _factor(self, adapted: torch.Tensor) -> torch.Tensor:
-        """The factor m / ||adapted|| of each row (out,). `adapted`: W + s B A."""
-        norm = adapted.norm(dim=1).clamp(min=torch.finfo(adapted.dtype).tiny)
+        """The factor m / ||adapted|| of each row. `adapted`: W + s B A."""
+        norm = adapted.norm(dim=-1).clamp(min=torch.finfo(adapted.dtype).tiny)
         factor: torch.Tensor = self.magnitude / norm
         return factor
+
+
+class GroupedDora(Dora):
+    """The adapters of one or several maps with the same input, such as gate and up, of all experts,
+    which are computed at once: as one map W (E, maps out, in), in the dtype of W.
+
+    A is (E, maps rank, in), B (E, maps out, rank) and m (E, maps out). The maps drop the same
+    inputs. An expert without tokens has gradients of 0, with which an optimizer may still change
+    its adapters.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, maps: int, is_concatenated: bool, settings: RecoveryConfig
+    ) -> None:
+        """`weight`: W. `is_concatenated`: whether the rows of the maps come one after the other,
+        not in turns."""
+        rank = math.ceil(settings.rank / ALIGNMENT) * ALIGNMENT
+        super().__init__(weight, rank, SCALING, settings.dropout, maps)
+        # inputs by which experts are filled up to one width must not add to the norm
+        self.a.data *= (weight != 0).any(1)[:, None]
+        rows = torch.arange(weight.shape[1], device=weight.device)
+        map_of_row = rows // (len(rows) // maps) if is_concatenated else rows % maps
+        is_used = torch.arange(rank, device=weight.device) < settings.rank
+        # (maps out, maps, rank): 1 for the entries of B that are used
+        self.blocks = one_hot(map_of_row, maps)[:, :, None] * is_used
+
+    def _dtype(self, weight: torch.Tensor) -> torch.dtype:
+        return weight.dtype
+
+    def _b(self) -> torch.Tensor:
+        """B (E, maps out, maps rank), with a block for each map."""
+        return (self.b[:, :, None] * self.blocks).flatten(-2)
 
 
 class DoraLinear(nn.Module):
@@ -114,63 +175,79 @@ class DoraWeight(nn.Module):
 
 class DoraExperts(nn.Module):
     """The experts of a layer with adapters. `adapters[e]` has the adapters gate, up and down of
-    expert e."""
+    expert e. If the model computes all experts at once, `adapters[0]` has the adapters inward and
+    down of all experts; experts of unequal width have adapters for the largest width."""
 
     def __init__(self, layer: MoELayer, settings: RecoveryConfig) -> None:
         super().__init__()
         self.layer = layer
+        self.parts: list[Any] = [slice(None)] if is_grouped(layer) else [*range(layer.n_experts)]
         self.adapters = nn.ModuleList()
-        for expert in range(layer.n_experts):
-            maps = linear_maps(layer, expert).items()
-            adapters = {
-                name: Dora(weight, settings.rank, SCALING, settings.dropout)
-                for name, (weight, _) in maps
-            }
+        for experts in self.parts:
+            maps = linear_maps(layer, experts).items()
+            adapters = {name: self._adapter(name, weight, settings) for name, (weight, _) in maps}
             self.adapters.append(nn.ModuleDict(adapters))
+
+    def _adapter(self, name: str, weight: torch.Tensor, settings: RecoveryConfig) -> Dora:
+        """A new adapter of the map `name` with `weight`."""
+        if weight.dim() == 2:
+            return Dora(weight, settings.rank, SCALING, settings.dropout)
+        experts: Any = self.layer.experts
+        maps = 2 if name == "inward" and experts.has_gate else 1
+        return GroupedDora(weight, maps, experts.is_concatenated, settings)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Sum (T, H) of the outputs of experts `top_k_index` (T, K), weighted by the gates
         `top_k_weights` (T, K)."""
-
-        def expert_output(part: Part, states: torch.Tensor) -> torch.Tensor | None:
-            """The output of one expert. None for an expert without channels, which has no
-            adapters."""
-            assert isinstance(part, OneExpert)
-            has_channels = len(self.adapters[part.experts])  # type: ignore[arg-type]
-            return self._expert_output(part.experts, states) if has_channels else None
-
         original: Any = self.layer.experts
-        # a merged expert is computed with the weights of its owner
         index = top_k_index
         if is_ragged(original):
-            index = torch.tensor(original.owners, device=index.device)[index]
-        rows = Rows(index, len(self.adapters))
-        output = rows.output(hidden_states, top_k_weights, expert_output)
-        if is_ragged(original) and original.constants is not None:
-            output = output + constant_output(
-                top_k_index,
-                top_k_weights,
-                original.num_experts,
-                original.null_experts,
-                original.constants,
-            )
+            # a merged expert is computed with the weights of its owner
+            index = on_device(original.owners, index.device)[index]
+        rows = sort_by_expert(self.layer, index)
+        output = rows.output(hidden_states, top_k_weights, self._part_output)
+        if is_ragged(original):
+            output = original.with_constants(output, top_k_index, top_k_weights)
         return output
 
-    def _expert_output(self, expert: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The output (n, H) of one expert for hidden states (n, H), without gates of the router."""
+    def _part_output(self, part: Part, states: torch.Tensor) -> torch.Tensor | None:
+        """The outputs (n, H) of the experts of `part` for the hidden states (n, H) of its rows,
+        without gates of the router. None for an expert without channels, which has no adapters."""
         experts: Any = self.layer.experts
-        adapters: Any = self.adapters[expert]
-        maps = linear_maps(self.layer, expert)
-        parts = [adapters[name](hidden, *maps[name]) for name in maps if name != "down"]
+        adapters: Any = self.adapters[0 if isinstance(part, AllExperts) else part.experts]
+        maps = linear_maps(self.layer, part.experts)
+        if not maps:
+            return None
+        parts = [adapters[name](states, *maps[name], part) for name in maps if name != "down"]
         # the activation expects gate and up on one axis, one after the other or interleaved
         gate_up = (
             torch.cat(parts, -1) if experts.is_concatenated else torch.stack(parts, -1).flatten(-2)
         )
-        output: torch.Tensor = adapters["down"](activation(experts)(gate_up), *maps["down"])
+        output: torch.Tensor = adapters["down"](activation(experts)(gate_up), *maps["down"], part)
         norm = post_expert_norm(experts)
         return output if norm is None else norm(output)
+
+    def merge(self) -> dict[str, torch.Tensor]:
+        """Put stacks of adapted weights into the layer's original experts module. Returns name ->
+        new stack. The old stacks are not changed, because other models may share them."""
+        module = self.layer.experts
+        stacks = {}
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not name.endswith("_bias") and name != "constants":  # biases and constants stay
+                stacks[name] = parameter.detach().clone()
+                replace_tensor(module, name, nn.Parameter(stacks[name], requires_grad=False))
+        for experts, adapters in zip(self.parts, self.adapters, strict=True):
+            maps = linear_maps(self.layer, experts)
+            for name, (weight, _) in maps.items():
+                weight.copy_(adapters[name].weight(weight))  # type: ignore[index]
+            if isinstance(experts, slice) and is_ragged(module):  # `maps` are copies
+                for expert, width in enumerate(self.layer.widths):
+                    inward, down = (weight[expert] for weight, _ in maps.values())
+                    for role, view in self.layer.projections(expert).items():
+                        view.copy_({**split(inward, GATE_UP), "down": down.mT}[role][:width])
+        return stacks
 
 
 Adapted: TypeAlias = dict[str, dict[str, Any]]
@@ -217,10 +294,9 @@ def trainable(adapted: Adapted) -> dict[str, dict[str, nn.Parameter]]:
     parameters: dict[str, dict[str, nn.Parameter]] = {part: {} for part in adapted}
     for part, modules in adapted.items():
         for path, module in modules.items():
-            named = module.named_parameters(path)
-            parameters[part] |= {
-                name: parameter for name, parameter in named if parameter.requires_grad
-            }
+            for name, parameter in module.named_parameters(path):
+                if parameter.requires_grad:
+                    parameters[part][name] = parameter
     return parameters
 
 
@@ -231,9 +307,7 @@ def merge(model: nn.Module, adapted: Adapted) -> dict[str, torch.Tensor]:
     is not finite."""
     merged_tensors: dict[str, torch.Tensor] = {}
     for path, experts in adapted["experts"].items():
-        merged_tensors |= {
-            f"{path}.{name}": tensor for name, tensor in _merge_experts(experts).items()
-        }
+        merged_tensors |= {f"{path}.{name}": tensor for name, tensor in experts.merge().items()}
         model.set_submodule(path, experts.layer.experts)
     for path, router in adapted["routers"].items():
         # until the parametrisation is removed, router.weight is the adapted weight
@@ -254,28 +328,20 @@ def merge(model: nn.Module, adapted: Adapted) -> dict[str, torch.Tensor]:
     return merged_tensors
 
 
-def _merge_experts(adapted: DoraExperts) -> dict[str, torch.Tensor]:
-    """Put stacks of merged weights into the layer's original experts module. Returns name -> new
-    stack. The old stacks are not changed, because other models may share them."""
-    module = adapted.layer.experts
-    stacks = {}
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        if not name.endswith("_bias") and name != "constants":  # biases and constants stay
-            stacks[name] = parameter.detach().clone()
-            replace_tensor(module, name, nn.Parameter(stacks[name], requires_grad=False))
-    for expert, adapters in enumerate(adapted.adapters):
-        for name, (weight, _) in linear_maps(adapted.layer, expert).items():
-            # `weight` is a view of a new stack
-            weight.copy_(adapters[name].weight(weight))  # type: ignore[index]
-    return stacks
-
-
 def linear_maps(
-    layer: MoELayer, expert: int
+    layer: MoELayer, experts: int | slice
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
     """The linear maps of one expert: name (gate, up or down) -> (weight (out, in), bias (out,) or
-    None). {} for an expert without channels. The tensors are views into the experts module."""
-    views = layer.projections(expert)  # with channels as rows
+    None); or of all experts: inward (gate and up, in the order that the activation expects) and
+    down, with a first axis of experts. {} for an expert without channels. The tensors are views
+    into the experts module, but for all experts of unequal width."""
+    if isinstance(experts, slice):
+        weights = layer.weights(experts)
+        return {
+            "inward": (weights.inward, weights.inward_bias),
+            "down": (weights.down, weights.down_bias),
+        }
+    views = layer.projections(experts)  # with channels as rows
     maps: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
     for name in ("gate", "up", "down"):
         if name in views and len(views[name]):

@@ -12,23 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import sqrt
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from moe_lab.allocation.shapes import MAX_SUBSETS, removals_within_limit, retained_subsets
-from moe_lab.errors import UserError
-from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import dense_gates
-from moe_lab.models.rows import at_least_fp32
-from moe_lab.pruning.mask import sliced_router
+from moe_lab.models.rows import dense_weights
 from moe_lab.statistics import Layers, Statistics
+from moe_lab.statistics.damage import DENSE_TOKENS, ReroutingHook
 from moe_lab.statistics.observe import StatisticsHook
 
-BUDGET = 1 << 28
-"""Bytes for the outputs of all experts at the tokens of one chunk, and as many for the products
-between these outputs."""
+TOKENS = 4096
+"""Tokens of which the inner products of the outputs of all experts are in memory at once."""
 COLUMNS = ("layer", "retained", "error", "relative", "chosen")
 
 
@@ -90,23 +87,31 @@ def _best_choices(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers
     return Reconstruction(retained, table)
 
 
-class SubsetHook(StatisticsHook):
-    """Gathers two sums over the valid tokens:
+class SubsetHook(ReroutingHook):
+    """Gathers sums over the valid tokens:
 
-    error   (C,)  || F - F_S ||^2 for each of C choices of retained experts S
-    square  ()    || F ||^2
+    output_square  (E,)  || f_j ||^2 of the output f_j of each expert
+    error          (C,)  || F - F_S ||^2 for each of C choices of retained experts S
+    square         ()    || F ||^2
 
     F is the routed output, and F_S the routed output if the router chooses among the experts S
     only.
     """
 
     kind = "reconstruction"
-    subsets: Mapping[int, Sequence[tuple[int, ...]]]
+    setting = "allocation=reconstruction"
+    subsets: ClassVar[Mapping[int, Sequence[tuple[int, ...]]]]
     """Layer -> the choices, each as the ids of the retained experts."""
 
-    def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Record the router's arguments, to call the router again for each choice."""
-        self.call = args, kwargs
+    @cached_property
+    def removed(self) -> torch.Tensor:
+        """(C, N): the experts that each choice drops, on the CPU."""
+        experts = range(self.layer.n_experts)
+        choices = [
+            [expert for expert in experts if expert not in retained]
+            for retained in self.subsets[self.layer.index]
+        ]
+        return torch.tensor(choices, dtype=torch.int64)
 
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
@@ -115,91 +120,43 @@ class SubsetHook(StatisticsHook):
         (T, H); index: expert ids (T, K); weights: gates. UserError when a second call of the router
         gives other gates."""
         n = self.layer.n_experts
-        subsets = self.subsets[self.layer.index]
-        gates = dense_gates(index, weights, n)
-        # a second call that retains all experts must give the gates of the first call
-        if not torch.equal(route(self.layer, tuple(range(n)), *self.call), gates):
-            raise UserError(
-                f"allocation=reconstruction cannot repeat the router of {self.layer.name}: this "
-                "model is not supported"
+        all_tokens = torch.arange(len(hidden), device=hidden.device)
+        gates = self.reroute(all_tokens, index.new_empty(len(hidden), 0))
+        self.check_gates(index, weights, gates)
+        removed = self.removed.to(hidden.device, non_blocking=True)
+        errors = torch.zeros(len(removed), dtype=torch.float64, device=hidden.device)
+        output_square = errors.new_zeros(n)
+        square = errors.new_zeros(1)
+        for tokens in self.valid_indices(hidden).split(TOKENS):
+            products = torch.cat(
+                [self._products(hidden[part]) for part in tokens.split(DENSE_TOKENS)]
             )
-        valid = self.valid_tokens(hidden)
-        if valid is None:
-            valid = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
-        output = torch.empty_like(hidden)
-        errors = torch.zeros(len(subsets), dtype=torch.float64, device=hidden.device)
-        square = errors.new_zeros(())
-        for tokens in torch.arange(len(hidden), device=hidden.device).split(
-            max(1, BUDGET // (8 * n * n))  # a token's inner products have 8 n^2 bytes
-        ):
-            output[tokens], products = self._products(hidden[tokens], gates[tokens])
-            is_valid = valid[tokens]
-            products = products[is_valid]
-            full_gates = gates[tokens][is_valid].double()
+            output_square += products.diagonal(dim1=1, dim2=2).sum(0)
+            full_gates = gates[tokens, None].double()
             # || F ||^2: as if the only choice were to retain all experts
-            square += _squares(full_gates[:, None], products)[0]
+            square += _squares(full_gates, products)
             # n choices at a time, because their gates take as much memory as the products
-            for first in range(0, len(subsets), n):
-                subset_gates = [
-                    route(self.layer, retained, *self.call)[tokens][is_valid]
-                    for retained in subsets[first : first + n]
-                ]
+            for sums, choices in zip(errors.split(n), removed.split(n), strict=True):
+                subset_gates = self.reroute(
+                    tokens.repeat_interleave(len(choices)), choices.repeat(len(tokens), 1)
+                )
                 # F - F_S is the sum of the experts' outputs, times the differences of the gates
-                errors[first : first + n] += _squares(
-                    full_gates[:, None] - torch.stack(subset_gates, 1), products
-                )
+                differences = full_gates - subset_gates.view(len(tokens), len(choices), n)
+                sums += _squares(differences, products)
         # rounding may make an error slightly negative
-        self.add({"error": errors.clamp(min=0), "square": square})
-        return output
+        self.add(
+            {"output_square": output_square, "error": errors.clamp(min=0), "square": square[0]}
+        )
+        return self.unobserved(hidden, index, weights)
 
-    def _products(
-        self, hidden: torch.Tensor, gates: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (routed output (t, H), inner products (t, E, E) fp64 of all experts' outputs) for
-        t tokens. hidden: (t, H); gates: (t, E)."""
-        n = self.layer.n_experts
-        width = hidden.shape[1]
-        outputs = []
-        products = []
-        for tokens in torch.arange(len(hidden), device=hidden.device).split(
-            max(1, BUDGET // (8 * n * width))  # a token's outputs have 8 n H bytes in fp64
-        ):
-            # (tokens, E, H): outputs of all experts
-            f = torch.stack(
-                [
-                    at_least_fp32(self.layer.expert_output(hidden[tokens], expert))
-                    for expert in range(n)
-                ],
-                1,
-            )
-            if not bool(f.isfinite().all()):
-                # the lowest id of an expert with an output that is not finite
-                expert = int((~f.isfinite()).any(-1).any(0).nonzero()[0, 0])
-                raise UserError(
-                    f"NaN or Inf in layer {self.layer.index}, expert {expert}: its output is not "
-                    "finite"
-                )
-            outputs.append(torch.bmm(gates[tokens][:, None].to(f.dtype), f)[:, 0])
-            f64 = f.double()
-            products.append(torch.bmm(f64, f64.transpose(1, 2)))
-        return torch.cat(outputs).to(hidden.dtype), torch.cat(products)
-
-
-def route(
-    layer: MoELayer, retained: tuple[int, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> torch.Tensor:
-    """Gates (T, E) when the router of `layer` chooses among the experts `retained` only, as in a
-    pruned model; 0 for all other experts. `args` and `kwargs`: arguments of the router."""
-    with sliced_router(layer, retained) as slices:
-        # some models pass the router's bias as an argument: pass the slice of the bias instead
-        sliced_args = [slices.get(id(value), value) for value in args]
-        sliced_kwargs = {name: slices.get(id(value), value) for name, value in kwargs.items()}
-        # `forward` runs no hooks, unlike a call of the module
-        _, weights, chosen = layer.router.forward(*sliced_args, **sliced_kwargs)
-    # `chosen` has positions in `retained`: map them to ids
-    return dense_gates(
-        torch.tensor(retained, device=chosen.device)[chosen], weights, layer.n_experts
-    )
+    def _products(self, states: torch.Tensor) -> torch.Tensor:
+        """The inner products (t, E, E) fp64 of the outputs of all experts for `states` (t, H)."""
+        outputs = [
+            self.layer.output(self.layer.phi(states, weights), weights)
+            for _, weights in dense_weights(self.layer)
+        ]
+        f = torch.cat(outputs).double().transpose(0, 1)
+        return f @ f.mT
 
 
 def _squares(gates: torch.Tensor, products: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,13 @@
 import copy
 import dataclasses
 import json
+from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import naive
 import numpy
 import pytest
 import tiny
@@ -28,6 +30,8 @@ from moe_lab.recovery import check_merging, finetune
 from moe_lab.recovery.apply import pruned, quantize, recovered
 from moe_lab.recovery.dora import Dora, attach, merge, trainable
 from moe_lab.recovery.finetune import answer_loss, rate_factor, rows_of_step, step_count, train
+from moe_lab.statistics.gradients import differentiable
+from moe_lab.statistics.gradients import forward_and_backward as forward_and_backward_of
 
 SHARED = tuple(f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "down"))
 
@@ -456,9 +460,115 @@ def test_a_step_returns_the_mean_loss_of_learnt_tokens() -> None:
     assert parameter.grad.item() == pytest.approx(2.0)
 
 
-def test_a_training_on_another_device_has_the_losses_of_the_cpu(tmp_path: Path) -> None:
-    expected, _ = trained(small(), recovery(), tmp_path / "cpu")
+def on_device(model: Any) -> Any:
+    copied = copy.deepcopy(model).to("gpu")
+    copied.set_experts_implementation("grouped_mm")
+    return copied
+
+
+KINDS = ["olmoe", "gpt_oss", "olmoe ragged", "olmoe constants", "olmoe merged"]
+
+
+@pytest.fixture(params=KINDS)
+def original(request: pytest.FixtureRequest) -> Any:
+    family, _, kind = request.param.partition(" ")
+    model = tiny.build(family, num_hidden_layers=1, layer_types=["full_attention"])
+    return pruned(model, random_plan(model, kind, share=0.5) if kind else None)
+
+
+def both(original: Any, settings: RecoveryConfig) -> Iterator[tuple[Any, Any]]:
+    """A copy on the CPU and one on the device, each with its adapters, which are equal."""
+    models = copy.deepcopy(original), on_device(original)
+    layers = [attach(model, settings, seed=0) for model in models]
+    shake(layers[0])
+    for part in ("routers", "shared_experts"):
+        parameters = (trainable(of_model)[part].values() for of_model in layers)
+        for ours, theirs in zip(*parameters, strict=True):
+            theirs.data.copy_(ours.data)
+    for ours, theirs in zip(*(of_model["experts"].values() for of_model in layers), strict=True):
+        for tensor, view in pairs(ours, theirs, lambda parameter: parameter.data):
+            view.copy_(tensor)
+    return zip(models, layers, strict=True)
+
+
+def pairs(ours: Any, theirs: Any, part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each tensor of the adapters of one expert after the other, and its place in those of all
+    experts. `part`: parameter -> its values or its gradient."""
+    for expert, adapters in enumerate(ours.adapters):
+        for name, adapter in adapters.items():
+            grouped = theirs.adapters[0]["down" if name == "down" else "inward"]
+            maps = grouped.blocks.shape[1]
+            number = maps - 1 if name == "up" else 0
+            for tensor, parameter in adapter.named_parameters():
+                values = part(getattr(grouped, tensor))[expert]
+                if tensor == "a" or ours.layer.experts.is_concatenated:
+                    values = values.chunk(maps)[number]
+                else:
+                    values = values[number::maps]
+                yield part(parameter), values[tuple(map(slice, parameter.shape))]
+
+
+def test_gradients_of_all_experts_at_once_are_those_of_one_after_the_other(original: Any) -> None:
     with SecondDevice():
-        actual, _ = trained(small().to("gpu"), recovery(), tmp_path / "gpu")
+        layers = []
+        for model, of_model in both(original, recovery(rank=3)):
+            tiny.logits.__wrapped__(model).square().sum().backward()  # type: ignore[attr-defined]
+            layers.append(of_model["experts"].values())
+        for ours, theirs in zip(*layers, strict=True):
+            for expected, gradient in pairs(ours, theirs, lambda parameter: parameter.grad):
+                if expected is None:  # of an expert without tokens
+                    assert not gradient.cpu().any()
+                else:
+                    error = (gradient.cpu() - expected).abs().max()
+                    assert error <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", [None, "ragged"])
+def test_a_training_on_another_device_has_the_losses_of_the_cpu(
+    kind: str | None, tmp_path: Path
+) -> None:
+    """Of experts that all have tokens in each step: AdamW moves the others on the device only."""
+    model = pruned(small(), random_plan(small(), kind, share=0.5) if kind else None)
+    settings = recovery(rank=3)
+    run = {"loss": answer_loss, "rows_at_once": 2, "seed": 0}
+    results = []
+    with SecondDevice():
+        for copied, layers in both(model, settings):
+            partial = tmp_path / copied.device.type
+            parameters = trainable(layers)
+            losses = train(
+                copied, parameters, rows(first_learnt=8), settings, partial=partial, **run
+            )
+            merge(copied, layers)
+            results.append((losses, tiny.logits(copied).cpu()))
+    (expected, expected_logits), (actual, logits) = results
     assert len(set(expected)) > 1
     assert actual == pytest.approx(expected, rel=1e-4)
+    assert (logits - expected_logits).abs().max() < 0.01 * expected_logits.abs().max()
+
+
+def test_a_rank_is_not_rounded_up(tmp_path: Path) -> None:
+    with SecondDevice():
+        _, layers = trained(on_device(small()), recovery(rank=3), tmp_path)
+        (experts,) = layers["experts"].values()
+        for adapter in experts.adapters[0].values():
+            assert adapter.b.shape[-1] == 8
+            assert adapter.b[:, :, :3].cpu().all(2).any()
+            assert not adapter.b[:, :, 3:].cpu().any()
+
+
+def test_adapters_make_a_device_wait_as_often_as_the_plain_model(original: Any) -> None:
+    ids, valid = naive.batch()
+    with SecondDevice() as device:
+        plain = on_device(original)
+        adapted = on_device(original).train()
+        attach(adapted, recovery(dropout=0.1), seed=0)
+        waits = []
+        for model in (plain, adapted):
+            with differentiable(model), torch.enable_grad():
+                forward_and_backward_of(model, ids, valid)
+                device.waits.clear()
+                forward_and_backward_of(model, ids, valid)
+                waits.append(device.waits.total())
+                assert not [line for line in device.waits if "exported_code" in line]
+    assert waits[1] == waits[0], device.waits

@@ -285,8 +285,8 @@ def test_parts_and_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
     model = tiny.build("mixtral")
     ids, valid = naive.batch()
     complete = reconstructed(model, [(ids, valid)], ratio=0.5)
-    # 7 tokens of outputs, 28 of products at once
-    monkeypatch.setattr(reconstruction, "BUDGET", 8 * 8 * 32 * 7)
+    monkeypatch.setattr(reconstruction, "DENSE_TOKENS", 7)
+    monkeypatch.setattr(reconstruction, "TOKENS", 28)
     parts = reconstructed(model, [(ids[:2], valid[:2]), (ids[2:], valid[2:])], ratio=0.5)
     assert parts.retained == complete.retained
     for actual, expected in zip(parts.errors, complete.errors, strict=True):

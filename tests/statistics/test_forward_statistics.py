@@ -230,7 +230,7 @@ def test_not_even_a_nan_in_padding_is_counted() -> None:
     rows = Rows(index, 2)
     call = ExpertsCall(rows, torch.full((3, 2), 0.5), {}, valid)
     values = torch.where(valid[:, None], torch.ones(3, 4), torch.nan)
-    for part in rows.parts():
+    for part in rows.parts:
         call.add(part, values[rows.token[part.rows]], values[rows.token[part.rows]])
     sums = {**call.finish(values), **call.normalize(values)}
     assert sums["tokens"].tolist() == [2, 2]
@@ -244,7 +244,7 @@ def test_sums_of_half_precision_numbers_are_not_rounded_to_it() -> None:
     gates = torch.rand(300, 1, generator=generator).bfloat16()
     outputs = torch.rand(300, 4, generator=generator).bfloat16()
     call = ExpertsCall(rows, gates, {}, None)
-    for part in rows.parts():
+    for part in rows.parts:
         call.add(part, outputs, outputs)
     sums = call.finish(gates * outputs)
     exact = outputs.double()

@@ -22,9 +22,11 @@ from moe_lab.evaluation.engines import GenerationSettings, Row
 from moe_lab.evaluation.engines.hf import Batch, greedy_tokens
 from moe_lab.evaluation.engines.likelihoods import log_likelihoods
 from moe_lab.models.streamed import StreamedModel
+from moe_lab.pruning.alignment import alignment_hook
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.prune import prune
 from moe_lab.search.candidates import Candidates, Plans, SearchSettings
+from moe_lab.search.reconstruction import SubsetHook
 from moe_lab.statistics.damage import DamageHook, SimilarityHook
 from moe_lab.statistics.forward import ForwardHook
 from moe_lab.statistics.gradients import (
@@ -176,6 +178,38 @@ def test_a_backward_pass_adds_in_a_fixed_order(
         forward_and_backward(model, *naive.batch())
     assert modes == [expected]
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def hook_of(kind: str, model: Any) -> Any:
+    """A hook that computes all experts on all tokens, for choices of experts or an alignment."""
+    if kind == "alignment":
+        return alignment_hook(random_plan(model, "merged"))
+    choices = {layer.index: [range(2, 16), (0, *range(3, 16))] for layer in tiny.moe_layers(model)}
+    return type("Choices", (SubsetHook,), {"subsets": choices})
+
+
+@pytest.mark.parametrize("name", ["olmoe", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["choices", "alignment"])
+def test_passes_of_all_experts_are_those_of_the_cpu_without_waiting(
+    name: str, kind: str, device: SecondDevice
+) -> None:
+    model = naive.model(name)
+    hook = hook_of(kind, model)
+    copied = on_device(model)
+    with Observer(model, hook) as observer, Observer(copied, hook) as on_the_device:
+        for number, (ids, valid) in enumerate(tiny.batches()):
+            observer.run_batch(ids, valid)
+            device.waits.clear()
+            on_the_device.run_batch(ids, valid)
+            parts = ("search/", "pruning/", "damage")
+            waits = [line for line in device.waits if any(part in line for part in parts)]
+            assert not waits or number == 0, waits
+        expected = {hook.layer.index: hook.sums for hook in observer.hooks}
+        actual = {
+            hook.layer.index: {name: total.cpu() for name, total in hook.sums.items()}
+            for hook in on_the_device.hooks
+        }
+    naive.assert_sums_close(actual, expected, 10 * TOLERANCE)
 
 
 def test_a_pass_goes_on_on_another_device(device: SecondDevice) -> None:
