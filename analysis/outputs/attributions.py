@@ -15,9 +15,9 @@ from analysis.load.passes import ABLATION, MEASURES, shown_passes
 from analysis.load.reader import groups, step_kind, steps_with_inputs, time_and_memory
 from analysis.load.study import Study
 from analysis.outputs.captions import SECONDS_NOTE, SUMS, machines_sentence, pass_setup
-from analysis.outputs.score_rows import Block, score_table
+from analysis.outputs.score_rows import COVERAGE_PLANS, Block, coverage_cells, score_table
 from analysis.registry import Item, Results, output, per_model
-from analysis.render import style
+from analysis.render import marks, style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table
 from analysis.stats.cell_scores import MEAN
@@ -198,7 +198,7 @@ def agreement_and_prior_tables(results: Results, name: str) -> list[Item | None]
     return [agreement_table(results, name), prior_table(results, f"{name}.scores")]
 
 
-@output("coverage.fig12", chapter="attribution", needs=SUMS)
+@output("coverage.fig12", chapter="attribution", needs=f"{COVERAGE_PLANS}, and {SUMS}")
 @per_model("pruned")
 def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Target share of the score that each layer keeps, under each smoothing of layer losses.
@@ -208,27 +208,19 @@ def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Fig
 
     losses = results.study.layer_losses
     losses = losses[losses["model"] == comparison.model].dropna(subset=["loss"])
-    sets = names.calibrations_in_order(losses["calibration"])
-    if not sets:
+    if losses.empty or coverage_cells(comparison).empty:
         return None
-    drawing, grid = style.panels(len(sets), 3, 2.1)
-    for axes, calibration in zip(grid, sets, strict=True):
+    frames = []
+    for calibration in names.calibrations_in_order(losses["calibration"]):
         layers = losses[losses["calibration"] == calibration].sort_values("layer")
-        for number, smoothing in enumerate(get_args(Smoothing)):
+        for smoothing in get_args(Smoothing):
             targets = smooth(layers["loss"].to_numpy(float), smoothing)
-            axes.plot(
-                layers["layer"],
-                targets / targets.mean(),
-                label=smoothing,
-                markersize=3.5,
-                linewidth=1.2,
-                **style.line_look(number),
-            )
-        axes.set_title(names.calibration(calibration))
-        style.layer_axis(axes)
-        axes.grid(axis="y")
-    grid[0].set_ylabel("target, mean 1")
-    style.legend(drawing, grid[0].get_lines())
+            texts = {"panel": names.calibration(calibration), "label": smoothing}
+            frames.append(layers.assign(**texts, x=layers["layer"], y=targets / targets.mean()))
+    looks = style.line_looks(get_args(Smoothing))
+    y = marks.Axis("target, mean 1")
+    drawing = marks.over(pd.concat(frames), looks, marks.LAYERS, y)
+    style.legend(drawing, looks.values())
     caption = (
         "Target share of the score that each layer keeps, relative to the mean, under each "
         "smoothing of the layer losses (none: proportional to the loss). Based on "

@@ -3,22 +3,20 @@ MoE-Slimming, Table 18)."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
+from matplotlib.axis import Axis
 
 from analysis import names
 from analysis.load import settings
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import HEAPR, SLIMMING
-from analysis.outputs.score_rows import Block, score_table, sorted_in_order
+from analysis.outputs.score_rows import Block, criterion_looks, score_table, sorted_in_order
 from analysis.registry import Results, output, per_model
-from analysis.render import style
+from analysis.render import marks, style
 from analysis.render.style import Figure
 from analysis.stats.cell_scores import MEAN, differences, mean_target, mean_text
 from analysis.stats.comparison import Comparison
@@ -117,6 +115,18 @@ def lines_by_tokens(study: Study, comparison: Comparison) -> dict[tuple[str, flo
     return lines
 
 
+def _token_axis(counts: Iterable[int]) -> marks.Axis:
+    """The axis of numbers of calibration tokens, with a tick at each of `counts`."""
+
+    def set_ticks(axis: Axis) -> None:
+        axis.axes.set_xscale("log", base=2)
+        axis.minorticks_off()
+        positions = sorted(set(counts))
+        axis.set_ticks(positions, labels=[style.format_tokens(count) for count in positions])
+
+    return marks.Axis("calibration tokens read", set_ticks)
+
+
 @output(
     "heapr.fig3",
     chapter="task",
@@ -127,35 +137,22 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     """Scores against the number of calibration tokens.
 
     A panel per ratio, a line per text and method."""
-    lines = lines_by_tokens(results.study, comparison)
-    # through str, because pandas' types allow any label in an index
-    cells = [int(str(cell)) for line in lines.values() for cell in line.index]
-    target = mean_target(comparison, cells, names.HEAPR)
+    lines = [
+        line.assign(label=label, panel=f"{comparison.removed_text(ratio)} pruned")
+        for (label, ratio), line in lines_by_tokens(results.study, comparison).items()
+    ]
+    cells = pd.concat(lines) if lines else comparison.cells[:0]
+    target = mean_target(comparison, list(cells.index), names.HEAPR)
     if not target:
         return None
     score, low, high = comparison.displayed_scores(target)
-    ratios = sorted({ratio for _, ratio in lines})
-    drawing = style.drawing(style.PAGE, 2.9)
-    grid = drawing.subplots(1, len(ratios), squeeze=False, sharey=True)[0]
-    keys: dict[str, Line2D] = {}
-    for (label, ratio), line in lines.items():
-        axes = grid[ratios.index(ratio)]
-        shade = style.colour(line["method"].iloc[0])
-        marker = style.MARKERS[len(keys) % len(style.MARKERS)]
-        # lines with the same label share a legend entry
-        key = keys.setdefault(
-            label, style.legend_entry(label, color=shade, marker=marker, markersize=4)
-        )
-        axes.vlines(line["read"], low[line.index], high[line.index], color=shade, alpha=0.5)
-        style.draw_line(axes, key, line["read"], score[line.index])
-    for axes, ratio in zip(grid, ratios, strict=True):
-        axes.set_xscale("log", base=2)
-        counts = sorted({int(count) for line in lines.values() for count in line["read"]})
-        style.label_ticks(axes.xaxis, counts, map(style.format_tokens, counts))
-        axes.set(xlabel="calibration tokens read", title=f"{comparison.removed_text(ratio)} pruned")
-        axes.grid()
-    grid[0].set_ylabel("mean of HEAPr's benchmarks")
-    style.legend(drawing, keys.values(), most=3)
+    rows = cells.sort_values("ratio", kind="stable").assign(
+        x=cells["read"], y=score, low=low, high=high
+    )
+    looks = criterion_looks(cells)
+    y = marks.Axis("mean of HEAPr's benchmarks")
+    drawing = marks.over(rows, looks, _token_axis(cells["read"]), y, sharey=True)
+    style.legend(drawing, looks.values(), most=3)
     caption = (
         f"{mean_text(target, names.HEAPR)} after calibration on more and more of the same text, "
         "with 95 % intervals. Lines are texts and methods; points of one line answered the same "
@@ -168,18 +165,6 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
 
 POINTS = 100
 """Points of a score of 1."""
-_SHADES = {
-    "Code": "#ee7733",
-    "WildBench": "#aa4499",
-    "Math": "#117733",
-    "Multiple choice": "#2277bb",
-}
-"""Family of benchmarks -> colour of its lines."""
-_FAMILIES = {
-    "Eval+": "Code", "LiveCode": "Code", "WildBench": "WildBench", "GSM8K": "Math",
-    "MATH-500": "Math", "MC Avg": "Multiple choice",
-}  # fmt: skip
-"""Displayed column -> the family of its benchmarks."""
 
 
 def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
@@ -225,76 +210,43 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
     points = changes(results.study, comparison)
     if points.empty:
         return None
-    points["significant"] = (points["low"] > 0) | (points["high"] < 0)
-    panels = list(groups(points, ["label", "ratio"]))
-    drawing, grid = style.panels(len(panels), 2, 2.6, below=0.9, sharey=True)
-    keys: dict[str, Line2D] = {}
-    for axes, (key, panel_points) in zip(grid, panels, strict=True):
-        keys |= _draw_changes(axes, panel_points)
-        axes.set_title(
-            f"{key['label']}, {comparison.removed_text(key['ratio'])} pruned", fontsize=7.5
-        )
-    for axes in grid[::2]:  # the left column
-        axes.set_ylabel("change of the score (points)")
-    style.legend(drawing, [keys[benchmark] for benchmark in names.in_order(keys, names.BENCHMARKS)])
+    points["panel"] = [
+        f"{label}, {comparison.removed_text(ratio)} pruned"
+        for label, ratio in zip(points["label"], points["ratio"], strict=True)
+    ]
+    points["is_open"] = (points["low"] <= 0) & (points["high"] >= 0)
+    # the benchmarks of a displayed column have one colour
+    colours = {
+        names.benchmark(benchmark): style.SHADES[number]
+        for number, column in enumerate(names.COLUMNS.values())
+        for benchmark in column
+    }
+    benchmarks = names.in_order(points["benchmark"], names.BENCHMARKS)
+    looks = style.line_looks(map(names.benchmark, benchmarks), colours)
+    drawing = marks.over(
+        # without intervals, which would hide the lines
+        points[["panel", "is_open"]].assign(
+            label=points["benchmark"].map(names.benchmark), x=points["read"], y=points["difference"]
+        ),
+        looks,
+        _token_axis(points["read"]),
+        marks.Axis("change of the score (points)"),
+        columns=2,
+        height=2.6,
+        sharey=True,
+    )
+    style.legend(drawing, looks.values())
     tokens_by_panel = points.groupby(["label", "ratio"])["read"]
     least_tokens = " / ".join(
         style.format_tokens(count) for count in tokens_by_panel.min().unique()
     )
     rows_with_more_tokens = points[points["read"] > tokens_by_panel.transform("min")]
-    has_filled_marker = rows_with_more_tokens.groupby(["label", "ratio", "benchmark"])[
-        "significant"
-    ].any()
+    is_line_open = rows_with_more_tokens.groupby(["label", "ratio", "benchmark"])["is_open"].all()
     caption = (
         "Change of each benchmark's score, in points, against calibration on the least tokens "
         f"({least_tokens}) of the same text. Filled markers: the 95 % interval of the paired "
         "difference, not corrected for the number of benchmarks, excludes zero; with one seed it "
-        f"is over items, for these plans. {has_filled_marker.sum()} of {len(has_filled_marker)} "
+        f"is over items, for these plans. {(~is_line_open).sum()} of {len(is_line_open)} "
         "lines have a filled marker."
     )
     return Figure(name, f"Effect of more calibration text: {comparison.model}", caption, drawing)
-
-
-def _draw_changes(axes: Axes, points: pd.DataFrame) -> dict[str, Line2D]:
-    """Draw one panel, with a line per benchmark. Returns benchmark -> legend entry of its line.
-
-    points: the panel's rows of `changes`, with the boolean column "significant"."""
-    family_of_benchmark = {
-        benchmark: family
-        for column, family in _FAMILIES.items()
-        for benchmark in names.COLUMNS[column]
-    }
-    keys: dict[str, Line2D] = {}
-    line_counts: Counter[str] = Counter()
-    axes.axhline(0, color=style.MUTED, linewidth=0.8)
-    for key, line in groups(points, ["benchmark"]):
-        benchmark = str(key["benchmark"])
-        family = family_of_benchmark.get(benchmark, "")
-        index_in_family = line_counts[family]
-        line_counts[family] += 1
-        shade = _SHADES.get(family, style.OTHER)
-        marker = style.MARKERS[index_in_family % len(style.MARKERS)]
-        # after all markers are used once, the family's next lines have other dashes
-        line_style: Any = {
-            "color": shade,
-            "linestyle": ("-", "--", ":")[index_in_family // len(style.MARKERS) % 3],
-            "linewidth": 1.0,
-        }
-        axes.plot(line["read"], line["difference"], **line_style)
-        for is_significant, fill_colour in ((False, style.SURFACE), (True, shade)):
-            rows = line[line["significant"] == is_significant]
-            marker_style: Any = {
-                "color": shade,
-                "markerfacecolor": fill_colour,
-                "markersize": 3.8,
-                "markeredgewidth": 0.9,
-            }
-            axes.plot(rows["read"], rows["difference"], marker, **marker_style)
-        keys[benchmark] = style.legend_entry(
-            names.benchmark(benchmark), marker=marker, markersize=3.8, **line_style
-        )
-    counts = sorted(points["read"].unique())
-    style.label_ticks(axes.xaxis, counts, map(style.format_tokens, counts))
-    axes.set_xlabel("calibration tokens read")
-    axes.grid(axis="y")
-    return keys

@@ -3,15 +3,15 @@ channels (MoE-Slimming, Figs. 4, 15 and 16)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from textwrap import fill
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection
+from matplotlib.colors import to_hex
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from analysis import names
@@ -27,7 +27,7 @@ from analysis.outputs.score_rows import (
     shallow_middle_deep_layers,
 )
 from analysis.registry import Item, Results, output, per_model
-from analysis.render import style
+from analysis.render import marks, style
 from analysis.render.style import Figure
 from analysis.stats.comparison import Comparison
 
@@ -35,11 +35,20 @@ MOST_PANELS = 6
 """Largest number of panels in a figure."""
 PIECES = 10
 """Number of pieces of an expert's bar; a piece is a tenth of the expert's channels."""
-MOST_EXPERTS_IN_PANEL = 64
-"""Largest number of experts in a panel of `expert_bars_by_score`."""
 ACTIVATION, WEIGHT_GRADIENT = "channel_activation", "snip"
 """The two channel scores that the published Fig. 16 compares."""
-RETAINED_COLOUR, ATTRIBUTION_COLOUR = "#bb3311", "#b39a25"
+PIECE_COLOURS = {piece: style.shade(0.9 - 0.8 * piece / (PIECES - 1)) for piece in range(PIECES)}
+"""Piece of a bar -> its colour; piece 0 has the highest scores and the darkest colour."""
+RETAINED_COLOUR = "#bb3311"
+ATTRIBUTION_LOOK = style.legend_entry(
+    "attribution, of the highest",
+    color="#b39a25",
+    marker="D",
+    linestyle="",
+    markersize=3.5,
+    markeredgecolor=style.INK,
+    markeredgewidth=0.4,
+)
 
 
 def concentration(study: Study, scores_folder: str) -> pd.DataFrame | None:
@@ -74,37 +83,29 @@ def channel_scores(results: Results, comparison: Comparison, name: str) -> list[
 def concentration_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
     """Fig. 4 (a): curves of `concentration`. A panel per scoring step, a line per expert."""
     cells = cells_without_recovery(comparison, "channel")
-    panels: list[tuple[str, pd.DataFrame]] = []
+    frames = []
     for row in records(cells[cells["scores_folder"].notna()].drop_duplicates("scores_folder")):
         curves = concentration(study, row["scores_folder"])
-        if curves is not None and len(panels) < MOST_PANELS:
+        if curves is not None and len(frames) < MOST_PANELS:
             title = f"{names.criterion(row['criterion'])}, {names.calibration(row['calibration'])}"
-            panels.append((title, curves))
-    if not panels:
+            frames.append(curves.assign(panel=title))
+    if not frames:
         return None
-    drawing, grid = style.panels(len(panels), 3, 2.2)
-    for axes, (title, curves) in zip(grid, panels, strict=True):
-        layers = sorted(curves["layer"].unique())
-        lines = []
-        shades = []
-        for key, curve in groups(curves.dropna(subset=["score"]), ["layer", "expert"]):
-            lines.append(curve[["channels", "score"]].to_numpy(float))
-            shades.append(style.depth_colour(key["layer"], layers))
-        # many lines are drawn as pixels, because vectors would make the file too large
-        has_many_lines = len(lines) > 256
-        axes.add_collection(
-            LineCollection(
-                lines, colors=shades, linewidths=0.5, alpha=0.6, rasterized=has_many_lines
-            )
-        )
+    curves = pd.concat(frames).rename(columns={"layer": "label", "channels": "x", "score": "y"})
+    # the experts of a layer are one line, which NaN interrupts after each expert
+    curve = ["panel", "label", "expert"]
+    ends = curves.drop_duplicates(curve).assign(x=np.nan, y=np.nan)
+    points = pd.concat([curves, ends]).sort_values([*curve, "x"], kind="stable")
+    looks = _layer_looks(curves["label"], linewidth=0.6)
+    drawing = marks.over(
+        points,
+        looks,
+        marks.Axis("channels, highest score first", style.format_percent, (0, 1)),
+        marks.Axis("share of the expert's score", style.format_percent, marks.SCORES),
+    )
+    for axes in drawing.axes:
         axes.plot([0, 1], [0, 1], **style.DASHED)
-        axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="channels, highest score first")
-        axes.set_title(title, fontsize=7.5)
-        style.format_percent(axes.xaxis, axes.yaxis)
-        axes.locator_params(nbins=4)
-        axes.grid()
-    grid[0].set_ylabel("share of the expert's score")
-    style.legend(drawing, style.depth_keys(layers))  # all panels have the same layers
+    style.legend(drawing, _ends(looks))
     caption = (
         "(a) Each line is an expert, its shade the depth of its layer: share of the sum of its "
         "channel scores that its highest channels hold. Dashed: equal channels. The further a line "
@@ -113,6 +114,22 @@ def concentration_figure(study: Study, comparison: Comparison, name: str) -> Fig
     return Figure(
         name, f"How concentrated channel scores are: {comparison.model}", caption, drawing
     )
+
+
+def _layer_looks(layers: Iterable[int], **look: Any) -> dict[int, Line2D]:
+    """Layer -> legend entry of its lines, from light for the first layer to dark for the last."""
+    ordered = sorted(set(layers))
+    # without the lightest and the darkest colours of the map
+    shades = colormaps["viridis_r"](np.linspace(0.1, 0.95, len(ordered)))
+    return {
+        layer: style.legend_entry(f"layer {layer}", color=to_hex(shade), **look)
+        for layer, shade in zip(ordered, shades, strict=True)
+    }
+
+
+def _ends(looks: Mapping[int, Line2D]) -> Iterable[Line2D]:
+    """The legend entries of the first and of the last layer."""
+    return {layer: looks[layer] for layer in (min(looks), max(looks))}.values()
 
 
 def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
@@ -142,26 +159,18 @@ def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figur
     losses = output_losses(study, comparison)
     if losses.empty:
         return None
-    labels = list(losses["label"].unique())[:MOST_PANELS]
-    layers = sorted(losses["layer"].unique())
-    drawing, grid = style.panels(len(labels), 3, 2.2)
-    for axes, label in zip(grid, labels, strict=True):
-        for key, line in groups(losses[losses["label"] == label].sort_values("kept"), ["layer"]):
-            shade = style.depth_colour(key["layer"], layers)
-            axes.plot(
-                [*line["kept"], 1.0],  # a layer that keeps all channels has no error
-                [*line["loss"], 0.0],
-                color=shade,
-                marker="o",
-                markersize=2.5,
-                linewidth=1,
-            )
-        axes.set_title(fill(label, 30), fontsize=7.5)
-        axes.set(xlabel="channels of the layer kept", xlim=(0, 1.02), ylim=(0, None))
-        style.format_percent(axes.xaxis)
-        axes.grid(axis="y")
-    grid[0].set_ylabel("loss of the output")
-    style.legend(drawing, style.depth_keys(layers))
+    losses = losses[losses["label"].isin(losses["label"].unique()[:MOST_PANELS])]
+    # a layer that keeps all channels has no error
+    ends = losses.drop_duplicates(["label", "layer"]).assign(kept=1.0, loss=0.0)
+    points = pd.concat([losses, ends]).sort_values("kept", kind="stable")
+    looks = _layer_looks(losses["layer"], marker="o", markersize=2.5)
+    drawing = marks.over(
+        points.rename(columns={"label": "panel", "layer": "label", "kept": "x", "loss": "y"}),
+        looks,
+        marks.Axis("channels of the layer kept", style.format_percent, marks.SCORES),
+        marks.Axis("loss of the output"),
+    )
+    style.legend(drawing, _ends(looks))
     caption = (
         "(b) Each line is a layer: error of its routed output when this layer alone is pruned, ‖m "
         "− m′‖² / (‖y‖² + ε), the mean over the tokens of a text; m: routed output, y: residual "
@@ -213,65 +222,42 @@ def stacks_by_layer(study: Study, comparison: Comparison, cell: int) -> dict[int
     }
 
 
-def _piece_colour(piece: int) -> Any:
-    """Colour of a piece of a bar; piece 0 has the highest scores and the darkest colour."""
-    return colormaps[style.SEQUENTIAL](0.9 - 0.8 * piece / (PIECES - 1))
-
-
 def _draw_bars(axes: Axes, stacks: pd.DataFrame) -> None:
     """Draw one panel of `bars_figure`. stacks: rows of `expert_stacks`."""
     positions = np.arange(len(stacks))
-    bottom = np.zeros(len(stacks))
-    for piece in reversed(range(PIECES)):  # the lowest scores are at the bottom
-        height = stacks[piece].fillna(0).to_numpy(float)
-        axes.bar(
-            positions, height, bottom=bottom, width=0.8, color=_piece_colour(piece), linewidth=0
-        )
-        bottom = bottom + height
-    retained = stacks["kept"].to_numpy(float)
-    edges = np.arange(len(retained) + 1) - 0.5
-    axes.stairs(retained, edges, color=RETAINED_COLOUR, linewidth=1.4, baseline=None)
-    axes.plot(
-        positions,
-        stacks["attribution"].clip(lower=0),
-        "D",
-        color=ATTRIBUTION_COLOUR,
-        markersize=3.5,
-        markeredgecolor=style.INK,
-        markeredgewidth=0.4,
-    )
-    step = -(-len(stacks) // 32)  # at most 32 labels
-    style.label_ticks(axes.xaxis, positions[::step], stacks.index[::step].map(str), labelsize=6)
-    axes.set(xlim=(-0.7, len(stacks) - 0.3), ylim=(-0.03, 1.03))
-    style.format_percent(axes.yaxis)
+    # from the lowest scores, at the bottom, to the highest
+    tops = stacks[list(PIECE_COLOURS)].fillna(0).iloc[:, ::-1].cumsum(axis=1).iloc[:, ::-1]
+    for piece, colour in PIECE_COLOURS.items():  # the shorter bars cover the longer ones
+        axes.bar(positions, tops[piece], width=0.8, color=colour, linewidth=0)
+    edges = np.arange(len(stacks) + 1) - 0.5
+    axes.stairs(stacks["kept"], edges, color=RETAINED_COLOUR, linewidth=1.4, baseline=None)
+    attributions = stacks["attribution"].clip(lower=0)
+    style.draw_line(axes, ATTRIBUTION_LOOK, positions, attributions)
+    style.label_ticks(axes.xaxis, stacks.index, most=32, labelsize=6)
+    axes.set_xlim(-0.7, len(stacks) - 0.3)
 
 
 def bars_figure(
-    study: Study, panels: Sequence[tuple[str, pd.DataFrame]], name: str, title: str, plans: str
+    study: Study, stacks_of_title: Mapping[str, pd.DataFrame], name: str, title: str, plans: str
 ) -> Figure:
-    """A figure with a bar per expert, and a panel for each (title of the panel, `expert_stacks`) in
-    `panels`.
+    """A figure with a bar per expert.
 
-    plans: a sentence for the caption that names the plans."""
-    drawing = style.drawing(style.PAGE, 1.55 * len(panels) + 0.6)
-    for axes, (panel_title, stacks) in zip(
-        np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True
-    ):
-        _draw_bars(axes, stacks)
-        axes.set_title(panel_title, fontsize=7.5)
-        axes.set_ylabel("share")
-    axes.set_xlabel("expert")
+    stacks_of_title: title of a panel -> `expert_stacks`; plans: a sentence for the caption that
+    names the plans."""
+    drawing, panel_of_title = marks.panels(
+        list(stacks_of_title),
+        marks.Axis("expert"),
+        marks.Axis("share", style.format_percent, (-0.03, 1.03)),
+        columns=1,
+        height=1.7,
+    )
+    for panel_title, stacks in stacks_of_title.items():
+        _draw_bars(panel_of_title[panel_title], stacks)
     handles = [
-        Patch(facecolor=_piece_colour(0), label="highest tenth of the channels"),
-        Patch(facecolor=_piece_colour(PIECES - 1), label="lowest"),
+        Patch(facecolor=PIECE_COLOURS[0], label="highest tenth of the channels"),
+        Patch(facecolor=PIECE_COLOURS[PIECES - 1], label="lowest"),
         style.legend_entry("channels kept", color=RETAINED_COLOUR, linewidth=1.4),
-        style.legend_entry(
-            "attribution, of the highest",
-            color=ATTRIBUTION_COLOUR,
-            marker="D",
-            linestyle="",
-            markersize=4,
-        ),
+        ATTRIBUTION_LOOK,
     ]
     style.legend(drawing, handles)
     caption = (
@@ -301,9 +287,7 @@ def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure |
     stacks = stacks_by_layer(results.study, comparison, int(cell))
     if not stacks:
         return None
-    panels = [
-        (f"Layer {layer}", stacks[layer]) for layer in shallow_middle_deep_layers(list(stacks))
-    ]
+    panels = {f"Layer {layer}": stacks[layer] for layer in shallow_middle_deep_layers(list(stacks))}
     label = settings.method_labels(cells)[cell]
     title = f"Channel scores and budgets, expert by expert: {comparison.model}"
     return bars_figure(results.study, panels, name, title, plans=f"Plan: {label}.")
@@ -330,18 +314,17 @@ def expert_bars_by_score(results: Results, comparison: Comparison, name: str) ->
         return None
     layers = sorted(stacks_of_criterion[ACTIVATION])
     layer = layers[(len(layers) - 1) // 2]  # the shallower of two middle layers
-    panels: list[tuple[str, pd.DataFrame]] = []
-    for criterion, stacks in stacks_of_criterion.items():
-        for part in _split(stacks[layer]):
-            panels.append((f"({'abcdefgh'[len(panels)]}) {names.criterion(criterion)}", part))
-    above, below = map(names.criterion, stacks_of_criterion)
+    panels = {
+        names.criterion(criterion): stacks[layer]
+        for criterion, stacks in stacks_of_criterion.items()
+    }
     title = f"Channel scores and budgets of layer {layer} by two scores: {comparison.model}"
     return bars_figure(
         results.study,
         panels,
         name,
         title,
-        plans=f"Above by {above}, below by {below} (weight times gradient).",
+        plans="SNIP is weight times gradient.",
     )
 
 
@@ -357,9 +340,3 @@ def _cells_of_two_scores(cells: pd.DataFrame) -> dict[str, int]:
         if set(criteria) <= set(cell_of_criterion.index):
             return {criterion: int(cell_of_criterion[criterion]) for criterion in criteria}
     return {}
-
-
-def _split(stacks: pd.DataFrame) -> list[pd.DataFrame]:
-    """Split `stacks` into parts of nearly equal size, of at most MOST_EXPERTS_IN_PANEL rows."""
-    part_count = -(-len(stacks) // MOST_EXPERTS_IN_PANEL)  # rounded up
-    return [stacks.iloc[rows] for rows in np.array_split(np.arange(len(stacks)), part_count)]

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 
 from analysis import names
 from analysis.load import settings
@@ -21,6 +18,7 @@ from analysis.outputs.score_rows import (
     Block,
     cells_by_ratio,
     cells_without_recovery,
+    criterion_looks,
     draw_chance,
     draw_unpruned,
     only_cell,
@@ -29,12 +27,12 @@ from analysis.outputs.score_rows import (
     score_table,
 )
 from analysis.registry import Results, output, per_model
-from analysis.render import style
+from analysis.render import marks, style
 from analysis.render.style import Figure
 from analysis.stats.cell_scores import COMMON_SENSE_MEAN, MEAN, mean_target, mean_text
 from analysis.stats.comparison import Comparison, Target
 
-REMOVED_LABEL = "routed parameters removed (%)"
+REMOVED = marks.Axis("routed parameters removed (%)")
 EQUAL_COLUMNS = ["ratio", "calibration", "gate"]
 """Cells with equal values in these columns are compared across allocations or channel scores."""
 
@@ -173,30 +171,16 @@ def channel_score_table(results: Results, comparison: Comparison) -> Iterator[Bl
             yield ratio_block(comparison, ratio, criteria.map(names.criterion), base)
 
 
-def draw_ratios(
-    axes: Axes, comparison: Comparison, target: Target
-) -> tuple[list[Line2D], list[Artist]]:
-    """Draw scores on `target` against the removed share in per cent: a line with 95 % intervals for
-    each method of `ratio_lines`, the unpruned model, and the bands of `draw_chance`.
-
-    Returns (legend entries of the lines, legend entries of the unpruned model and of the bands)."""
-    score, low, high = comparison.displayed_scores(target)
-    unpruned_key = draw_unpruned(axes, comparison, target)
-    keys = []
+def score_lines(comparison: Comparison, target: Target, panel: str) -> pd.DataFrame:
+    """Scores on `target` of the methods of `ratio_lines` against the removed share in per cent, for
+    the panel `panel` of `marks.over`."""
     lines = ratio_lines(cells_without_recovery(comparison))
-    for number, (label, line) in enumerate(lines.items()):
-        shade = style.colour(line["method"].iloc[0])
-        key = style.legend_entry(
-            label, color=shade, marker=style.MARKERS[number % len(style.MARKERS)], markersize=4
-        )
-        # the points of one ratio are 0.6 % apart
-        x = line["removed"] * 100 + 0.6 * (number - (len(lines) - 1) / 2)
-        axes.vlines(x, low[line.index], high[line.index], color=shade, linewidth=1.4, alpha=0.6)
-        style.draw_line(axes, key, x, score[line.index])
-        keys.append(key)
-    axes.set_xlabel(REMOVED_LABEL)
-    axes.grid(axis="y")
-    return keys, [unpruned_key, *draw_chance(axes, comparison, target)]
+    rows = pd.concat([line.assign(label=label) for label, line in lines.items()])
+    score, low, high = comparison.displayed_scores(target)
+    # the points of one ratio are 0.6 % apart
+    order = rows["label"].map(list(lines).index)
+    x = 100 * rows["removed"] + 0.6 * (order - order.max() / 2)
+    return rows.assign(panel=panel, x=x, y=score, low=low, high=high)
 
 
 @output("heapr.fig2", chapter="channels", needs=f"HEAPr or CAMERA at three ratios, and {HEAPR}")
@@ -210,21 +194,21 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
         if len(heapr_cells(comparison.cells))
         else {}
     )
-    # through str, because pandas' types allow any label in an index
-    cells = [int(str(cell)) for line in lines.values() for cell in line.index]
-    target = mean_target(comparison, cells, names.HEAPR)
+    cells = pd.concat([comparison.cells[:0], *lines.values()]).index
+    target = mean_target(comparison, list(cells), names.HEAPR)
     if not target:  # also if there are no lines, because then there are no cells
         return None
-    flops_saved = 1 - results.study.costs.set_index("cell")["flops_ratio"].astype(float)
-    drawing = style.drawing(style.PAGE, 2.7)
-    left, right = drawing.subplots(1, 2)
-    keys, references = draw_ratios(left, comparison, target)
-    left.set(ylabel="mean of HEAPr's benchmarks", ylim=(0, None))
-    for key, line in zip(keys, lines.values(), strict=True):
-        style.draw_line(right, key, line["removed"] * 100, flops_saved.reindex(line.index) * 100)
-    right.set(xlabel=REMOVED_LABEL, ylabel="FLOPs saved per token (%)", ylim=(0, None))
-    right.grid(axis="y")
-    style.legend(drawing, [*keys, *references])
+    scores = score_lines(comparison, target, "mean of HEAPr's benchmarks")
+    flops = results.study.costs.set_index("cell")["flops_ratio"].astype(float)
+    saved = scores.drop(columns=["low", "high"]).assign(
+        panel="FLOPs saved per token", x=100 * scores["removed"], y=1 - flops
+    )
+    looks = criterion_looks(scores)
+    y = marks.Axis(limits=marks.SCORES)
+    drawing = marks.over(pd.concat([scores, saved]), looks, REMOVED, y, columns=2, height=2.4)
+    left = drawing.axes[0]
+    references = [draw_unpruned(left, comparison, target), *draw_chance(left, comparison, target)]
+    style.legend(drawing, [*looks.values(), *references])
     has_bands = len(references) > 1
     band_note = (
         "; grey: where a further random plan lies with 95 % probability" if has_bands else ""
@@ -252,24 +236,21 @@ def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     ]
     if not benchmarks or not ratio_lines(cells_without_recovery(comparison)):
         return None
-    drawing = style.drawing(style.PAGE, 2.8)
-    keys: list[Artist] = []  # equal for all panels
-    scales = []
-    for axes, benchmark in zip(
-        np.atleast_1d(drawing.subplots(1, len(benchmarks))), benchmarks, strict=True
-    ):
-        lines, references = draw_ratios(axes, comparison, (benchmark,))
-        keys = [*lines, *references]
-        quantity = comparison.quantity((benchmark,))
-        scales.append(quantity.scale)
-        axes.set_ylabel(f"{quantity.name} ({quantity.direction})")
-        axes.set_title(names.benchmark(benchmark))
-    style.legend(drawing, keys, most=2)
+    frames = []
+    for benchmark in benchmarks:
+        title = f"{names.benchmark(benchmark)}: {comparison.quantity((benchmark,)).name}"
+        frames.append(score_lines(comparison, (benchmark,), title))
+    looks = criterion_looks(frames[0])
+    drawing = marks.over(pd.concat(frames), looks, REMOVED, marks.Axis())
+    references: list[Artist] = []  # equal for all panels
+    for axes, benchmark in zip(drawing.axes, benchmarks, strict=True):
+        references = [draw_unpruned(axes, comparison, (benchmark,))]
+        references += draw_chance(axes, comparison, (benchmark,))
+    style.legend(drawing, [*looks.values(), *references], most=2)
     caption = (
         "Bars: 95 % intervals over seeds and texts. Dashed: the unpruned model. Lower is better."
     )
-    title = f"{names.capitalised(names.enumeration(dict.fromkeys(scales)))} against the ratio"
-    return Figure(name, f"{title}: {comparison.model}", caption, drawing)
+    return Figure(name, f"Losses against the ratio: {comparison.model}", caption, drawing)
 
 
 PUBLISHED_BLOCKS = "coverage aligned 128"

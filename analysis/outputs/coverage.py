@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import numpy as np
 import pandas as pd
-from matplotlib import colormaps
-from matplotlib.patches import Patch
 
 from analysis import names
 from analysis.load.reader import groups
 from analysis.load.study import Study
 from analysis.outputs.captions import pass_setup
-from analysis.outputs.score_rows import sorted_in_order
-from analysis.registry import Item, Results, output
-from analysis.render import style
-from analysis.render.style import Figure
+from analysis.registry import Results, output
 from analysis.render.table import Table, display_frame
 
 RARE_SHARE = 0.1
@@ -51,16 +45,11 @@ def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
 
 
 @output("tokens_per_expert", chapter="coverage")
-def tokens_per_expert(results: Results, name: str) -> list[Item]:
-    """Calibration tokens per expert."""
-    if results.study.coverage.empty:
-        return []
-    return [coverage_figure(results.study, name), coverage_table(results.study, name)]
-
-
-def coverage_table(study: Study, name: str) -> Table:
-    """Table of `coverage_summary`, with the numbers of benchmark items that the calibration text
-    contains."""
+def coverage_table(results: Results, name: str) -> Table | None:
+    """Calibration tokens per expert, and items of benchmarks that the calibration text contains."""
+    study = results.study
+    if study.coverage.empty:
+        return None
     text_columns = {"Model": "model", "Calibration": "calibration"}
     number_columns = {
         "Experts": "experts",
@@ -131,45 +120,3 @@ def _explanation_of_items(study: Study) -> str:
         "calibration text, out of the items with 13 words (words that more than ten items share do "
         f"not count). {''.join(sentences)}"
     )
-
-
-def coverage_figure(study: Study, name: str) -> Figure:
-    """A panel per model and calibration set, with a row per layer and a square per expert."""
-    coverage = study.coverage
-    order = names.calibrations_in_order(coverage["calibration"])
-    ordered = sorted_in_order(coverage, "calibration", order, "model")
-    panels = list(groups(ordered, ["model", "calibration"]))
-    layer_count = max(experts["layer"].nunique() for _, experts in panels)
-    # height in inches
-    drawing = style.drawing(style.PAGE, len(panels) * (0.2 * min(layer_count, 24) + 0.5) + 0.5)
-    for axes, (key, experts) in zip(
-        np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True
-    ):
-        style.draw_expert_rows(axes, experts.set_index("layer")["tokens"], _colour_positions)
-        axes.set_title(f"{key['model']}, {names.calibration(key['calibration'])}")
-    axes.set_xlabel("experts of a layer, from the least to the most used")
-    handles = [
-        Patch(facecolor=colormaps[style.SEQUENTIAL](level), label=label)
-        for level, label in (  # positions in the colour map, see `_colour_positions`
-            (0.15, "a tenth of an even load"),
-            (0.5, "even load"),
-            (0.85, "ten times"),
-        )
-    ]
-    style.legend(drawing, [Patch(**style.NO_TOKENS, label="no token"), *handles])
-    caption = (
-        "Each square is an expert; its shade is its share of tokens on a logarithmic scale. "
-        f"Crossed: no tokens. Based on {pass_setup(study)}"
-    )
-    return Figure(name, "Tokens per expert", caption, drawing)
-
-
-def _colour_positions(tokens: np.ndarray) -> np.ndarray:
-    """Positions (experts,) in the colour map for the experts of one layer: 0.5 for the mean of the
-    layer, 0.85 for ten times the mean, and 0.15 for a tenth of the mean.
-
-    tokens (experts,): number of tokens of each expert."""
-    # 1e-9 stands for 0, which has no logarithm
-    even_load = max(tokens.mean(), 1e-9)
-    decades = np.log10(np.maximum(tokens, 1e-9) / even_load)
-    return np.asarray(0.5 + 0.35 * np.clip(decades, -1.4, 1.4))

@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import product
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
 
 from analysis import names
-from analysis.load.reader import groups, records
 from analysis.outputs.captions import pass_setup
+from analysis.outputs.score_rows import sorted_in_order
 from analysis.registry import Item, Results, output
-from analysis.render import style
+from analysis.render import marks, style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table, display_frame
 from analysis.stats import overlap
@@ -69,10 +68,6 @@ def proxy_table(results: Results, name: str) -> Table:
     )
 
 
-HEAT_MAP_ROWS = [(b, alpha) for b in (0, 1) for alpha in (0, 1, 2)]
-"""(b, alpha) of the rows of a heat map."""
-HEAT_MAP_COLUMNS = (0, 1, 2)
-"""beta of the columns of a heat map."""
 _SHADES = {"b": "#2277bb", "alpha": "#ee7733", "beta": "#117733"}
 """Parameter of a variant -> colour of the parameter's bars."""
 _LETTERS = {"b": "b", "alpha": "α", "beta": "β"}
@@ -83,33 +78,23 @@ def proxy_figure(results: Results, name: str) -> Figure:
     """Overlap of proxy and exact damage (Unified Expert Pruning, Fig. 3). A row per model and
     calibration set, a colour per ratio."""
     overlaps = results.proxy_overlaps
-    # (model, calibration set) of each row of the figure
-    rows = list(dict.fromkeys(zip(overlaps["model"], overlaps["calibration"], strict=True)))
-    drawing = style.drawing(style.PAGE * 0.75, 0.34 * len(rows) + 0.95)
-    axes = drawing.add_subplot()
-    ratio_groups = groups(overlaps.sort_values("ratio", kind="stable"), ["ratio"])
-    for number, (key, group) in enumerate(ratio_groups):
-        rows_of_ratio = zip(group["model"], group["calibration"], strict=True)
-        # number - 0.5 places the first ratio above and the second below the centre of the row
-        y = np.array([rows.index(row) for row in rows_of_ratio]) + 0.22 * (number - 0.5)
-        look = style.line_look(number)
-        axes.hlines(
-            y, group["lowest"], group["overlap"], color=look["color"], linewidth=1.4, alpha=0.6
-        )
-        label = f"{names.ratio(key['ratio'])} pruned"
-        axes.plot(group["overlap"], y, linestyle="", markersize=5, label=label, **look)
-        axes.plot(group["chance"], y, "|", color=look["color"], markersize=7)
+    ratios = sorted(overlaps["ratio"].unique())
+    sets = overlaps["calibration"].map(names.calibration)
     has_several_models = overlaps["model"].nunique() > 1
-    labels = [
-        f"{model}, {names.calibration(calibration)}"
-        if has_several_models
-        else names.calibration(calibration)
-        for model, calibration in rows
-    ]
-    style.label_ticks(axes.yaxis, range(len(rows)), labels)
-    axes.set(xlim=(0, 1.02), ylim=(len(rows) - 0.5, -0.5), xlabel="share of the same experts")
-    axes.grid(axis="x")
-    style.legend(drawing, axes.get_legend_handles_labels()[0], most=4)
+    rows = overlaps.assign(
+        panel=overlaps["ratio"].map(names.ratio) + " pruned",
+        label=overlaps["model"] + ", " + sets if has_several_models else sets,
+        x=overlaps["overlap"],
+        low=overlaps["lowest"],
+        high=overlaps["overlap"],
+        colour=style.SHADES[0],
+        is_open=False,
+    )
+    rows = rows.sort_values("ratio", kind="stable")
+    drawing = marks.intervals(rows, marks.Axis("share of the same experts", limits=marks.SCORES))
+    for axes, ratio in zip(drawing.axes, ratios, strict=True):
+        chance = rows.loc[rows["ratio"] == ratio, "chance"]
+        axes.plot(chance, range(len(chance)), "|", color=style.SHADES[0], markersize=7)
     caption = (
         "Share of the experts with the lowest exact damage that also have the lowest proxy "
         "S(0,1,1): mean over layers (point), the lowest layer (end of the line), and expectation "
@@ -128,7 +113,7 @@ def pooled_figure(results: Results, name: str) -> Figure:
     for (left, right), ratio in zip(grid, ratios, strict=True):
         ratio_overlaps = overlaps[overlaps["ratio"] == ratio]
         _draw_effects(left, ratio_overlaps)
-        _draw_heat_map(right, ratio_overlaps)
+        marks.draw_squares(right, _squares(ratio_overlaps), 3)
         left.set_title(f"{names.ratio(ratio)} pruned")
     caption = (
         "Share of the lowest-scored experts of a layer that is the same under all calibration sets "
@@ -145,61 +130,36 @@ def _draw_effects(axes: Axes, overlaps: pd.DataFrame) -> None:
 
     overlaps: the rows of one ratio in `overlap.mean_over_models`."""
     effects = overlap.component_effects(overlaps)
-    position = 0.0
-    ticks: list[tuple[float, str]] = []  # (position, label) of each bar
-    for component in overlap.VARIANT:
-        for row in records(effects[effects["component"] == component]):
-            axes.bar(position, row["overlap"], width=0.8, color=_SHADES[component], alpha=0.8)
-            axes.text(
-                position, row["overlap"] + 0.015, f"{row['overlap']:.2f}", ha="center", fontsize=6.5
-            )
-            ticks.append((position, f"{_LETTERS[component]}={row['level']}"))
-            position += 1
-        position += 0.6  # a gap between components
-    chance = float(overlaps["chance_triple"].iloc[0])
-    axes.axhline(chance, **style.DASHED)
-    axes.set_xlim(-0.6, position + 1.0)  # room for "chance" to the right of the last bar
-    axes.text(
-        position + 1.0, chance, "chance", fontsize=6.5, ha="right", va="bottom", color=style.MUTED
-    )
-    style.label_ticks(axes.xaxis, *zip(*ticks, strict=True), labelsize=7)
+    effects = sorted_in_order(effects, "component", list(overlap.VARIANT))
+    labels = effects["component"].map(_LETTERS) + "=" + effects["level"].astype(str)
+    bars = axes.bar(labels, effects["overlap"], color=effects["component"].map(_SHADES))
+    axes.bar_label(bars, fmt="{:.2f}", fontsize=6.5)
+    axes.axhline(overlaps["chance_triple"].iloc[0], **style.DASHED)
     axes.set(ylim=(0, 1), ylabel="overlap")
     axes.grid(axis="y")
 
 
-def _draw_heat_map(axes: Axes, overlaps: pd.DataFrame) -> None:
-    """Draw a square for each variant (b, alpha, beta), shaded by the variant's overlap.
+def _squares(overlaps: pd.DataFrame) -> pd.DataFrame:
+    """A square for each variant (b, alpha, beta), shaded by the variant's overlap: the columns of
+    `marks.heat` but for "panel".
 
     overlaps: a row per variant, with the columns b, alpha, beta and triple (the overlap)."""
-    overlap_of_variant = {
-        (row["b"], row["alpha"], row["beta"]): row["triple"] for row in records(overlaps)
-    }
-    for y, (b, alpha) in enumerate(HEAT_MAP_ROWS):
-        for x, beta in enumerate(HEAT_MAP_COLUMNS):
-            share = overlap_of_variant.get((b, alpha, beta), np.nan)
-            if (b, alpha, beta) == overlap.DEGENERATE_VARIANT or np.isnan(share):
-                hatching: Any = {
-                    "facecolor": "none",
-                    "edgecolor": style.RULE,
-                    "hatch": "///",
-                    "linewidth": 0,
-                }
-                axes.add_patch(Rectangle((x, y), 1, 1, **hatching))
-                axes.text(x + 0.5, y + 0.5, "N/A", ha="center", va="center", color=style.MUTED)
-            else:
-                style.draw_square(
-                    axes,
-                    x,
-                    y,
-                    float(share),
-                    f"{share:.2f}",
-                    below=overlap.variant_name(b, alpha, beta),
-                )
-    style.label_squares(
-        axes,
-        [f"β={beta}" for beta in HEAT_MAP_COLUMNS],
-        [f"b={b}, α={alpha}" for b, alpha in HEAT_MAP_ROWS],
-    )
+    by_variant = overlaps.set_index(list(overlap.VARIANT))["triple"]
+    rows = []
+    for b, alpha, beta in product((0, 1), (0, 1, 2), (0, 1, 2)):
+        share = by_variant.get((b, alpha, beta), np.nan)
+        is_missing = (b, alpha, beta) == overlap.DEGENERATE_VARIANT or np.isnan(share)
+        rows.append(
+            {
+                "x": f"β={beta}",
+                "y": f"b={b}, α={alpha}",
+                "colour": "none" if is_missing else style.shade(share),
+                "text": "N/A"
+                if is_missing
+                else f"{share:.2f} {overlap.variant_name(b, alpha, beta)}",
+            }
+        )
+    return pd.DataFrame(rows)
 
 
 OVERLAP = "a run with overlap=true and two calibration sets"
@@ -226,15 +186,11 @@ def overlap_figure(results: Results, name: str) -> Figure | None:
     overlaps = results.overlaps
     if overlaps.empty or overlaps["model"].nunique() < 2:
         return None
-    models = list(dict.fromkeys(overlaps["model"]))
-    ratios = sorted(overlaps["ratio"].unique())
-    drawing = style.drawing(style.PAGE, 2.6 * len(models))
-    grid = drawing.subplots(len(models), len(ratios), squeeze=False)
-    for row, model in zip(grid, models, strict=True):
-        for axes, ratio in zip(row, ratios, strict=True):
-            is_in_panel = (overlaps["model"] == model) & (overlaps["ratio"] == ratio)
-            _draw_heat_map(axes, overlaps[is_in_panel])
-            axes.set_title(f"{model}, {names.ratio(ratio)} pruned")
+    frames = [
+        _squares(rows).assign(panel=f"{model}, {names.ratio(ratio)} pruned")
+        for (model, ratio), rows in overlaps.groupby(["model", "ratio"], sort=False)
+    ]
+    drawing = marks.heat(pd.concat(frames))
     caption = (
         "The heat map of each model: share of the lowest-scored experts that is the same under all "
         f"calibration sets. Based on {pass_setup(results.study)}"

@@ -3,33 +3,30 @@ and a comparison of channels with whole experts (MoE-Slimming, Table 10 and Fig.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from analysis import names
 from analysis.load import settings
 from analysis.load.plans import BYTES
-from analysis.load.reader import groups, records
+from analysis.load.reader import records
 from analysis.load.study import Study
 from analysis.outputs.captions import MEBIBYTE, SLIMMING, score_setup
 from analysis.outputs.score_rows import (
     STORAGE_COSTS,
     Block,
     cells_by_ratio,
-    draw_storage,
     draw_unpruned,
     ratio_block,
     score_table,
     storage_points,
 )
 from analysis.registry import Item, Results, output, per_model
-from analysis.render import style
+from analysis.render import marks, style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table, display_frame
 from analysis.stats.cell_scores import (
@@ -56,9 +53,6 @@ KINDS = {
     "none": "nothing removed",
 }
 """Kind of a pruned cell -> description of what is removed, and of what replaces it."""
-
-SHAPES = {"expert": "o", "constant": "D", "merged": "s", "channel": "^", "none": "*"}
-"""Kind of a pruned cell -> its marker."""
 
 
 def average_and_costs(study: Study, comparison: Comparison) -> pd.DataFrame:
@@ -215,13 +209,14 @@ def _fronts_in_words(rows: pd.DataFrame) -> list[str]:
     return texts
 
 
-NARROWEST_RANGE = 0.1
-"""Smallest range of an axis, as a share of the unpruned model's cost."""
-
 _FRONT_STYLE: Any = {"color": style.MUTED, "linewidth": 2.2, "alpha": 0.45}
 """Style of the steps of a Pareto front."""
-_NUMBER_STYLE: Any = {"color": style.INK, "markeredgewidth": 0.3}
-"""Style of the numbers of models in the legend."""
+
+
+def _draw_front(axes: Axes, points: pd.DataFrame) -> None:
+    """Draw the steps of a Pareto front through `points`, with the columns "x" and "y"."""
+    ordered = points.sort_values("x", kind="stable")
+    axes.step(ordered["x"], ordered["y"], where="post", zorder=1, **_FRONT_STYLE)
 
 
 def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
@@ -233,119 +228,60 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
     pruned = cells[(cells["method"] != "none") & cells["avg"].notna() & cells["kind"].notna()]
     if (pruned[list(COST_SHARES)].round(2).nunique() < 2).all():
         return None
-    quantity = comparison.quantity(comparison.all_average_columns)
-    display_name = partial(names.recovery_name, none="not recovered")
-    pruned = pruned.assign(recovery=pruned["recovery"].map(display_name))
-    recoveries = names.in_order(pruned["recovery"], map(display_name, names.RECOVERIES))
-    shades = {
-        recovery: style.SHADES[number % len(style.SHADES)]
-        for number, recovery in enumerate(recoveries)
-    }
-    is_on_front = pruned[[f"front_{cost}" for cost in COST_SHARES]].any(axis=1)
-    cells_on_fronts = pruned[is_on_front].sort_values("merit", kind="stable")
-    number_of_cell = {cell: number for number, cell in enumerate(cells_on_fronts["cell"], start=1)}
-    drawing = style.drawing(style.PAGE, 3.2)
-    grid = drawing.subplots(1, len(COST_SHARES), sharey=True, gridspec_kw={"wspace": 0.09})
-    for axes, (cost, title) in zip(grid, COST_SHARES.items(), strict=True):
-        unpruned_entry = draw_unpruned(axes, comparison, comparison.all_average_columns)
-        _draw_marks(axes, pruned, cost, shades)
-        front_cells = pruned[pruned[f"front_{cost}"]].sort_values(cost, kind="stable")
-        axes.step(front_cells[cost], front_cells["avg"], where="post", zorder=1, **_FRONT_STYLE)
-        _draw_numbers(axes, front_cells, cost, number_of_cell)
-        axes.set_title(title, fontsize=8)
-        _format_share_axis(axes)
-    grid[0].set_ylabel(f"{quantity.mean_name} ({quantity.direction})")
-    grid[len(COST_SHARES) // 2].set_xlabel("share of what the unpruned model has")
-    kinds = [kind for kind in KINDS if kind in set(pruned["kind"])]
-    legend_entries = [
-        style.legend_entry(KINDS[kind], **_mark_style(kind, style.MUTED)) for kind in kinds
+    recoveries = pruned["recovery"].map(names.recovery_name)
+    labels = map(settings.comma_joined, pruned["kind"].map(KINDS), recoveries)
+    plans = settings.method_labels(comparison.cells)[pruned["cell"]].to_numpy()
+    points = pruned.assign(
+        label=list(labels),
+        line=pruned["method"] + pruned["calibration"],
+        plan=plans + ", " + pruned["pruned"],
+        y=pruned["avg"],
+    ).sort_values("merit", kind="stable")
+    looks = style.line_looks(sorted(points["label"]))
+    for look in looks.values():
+        look.set_linewidth(0.5)
+    frames = [
+        points.assign(panel=title, x=points[cost], is_on_front=points[f"front_{cost}"])
+        for cost, title in COST_SHARES.items()
     ]
-    if len(shades) > 1:
-        legend_entries += [
-            style.legend_entry(recovery, color=shade, linewidth=5)
-            for recovery, shade in shades.items()
-        ]
-    legend_entries += [style.legend_entry("front", **_FRONT_STYLE), unpruned_entry]
-    labels = settings.method_labels(comparison.cells)
-    for row in records(cells_on_fronts):
-        number = number_of_cell[row["cell"]]
-        label = f"{labels[row['cell']]}, {row['pruned']}"
-        look = {"linestyle": "none", "marker": f"${number}$", "markersize": 5, **_NUMBER_STYLE}
-        legend_entries.append(style.legend_entry(label, **look))
-    style.legend(drawing, legend_entries, most=3)
-    colour_sentence = " Its colour says how the model was recovered." if len(shades) > 1 else ""
+    quantity = comparison.quantity(comparison.all_average_columns)
+    drawing = marks.over(
+        pd.concat(frames),
+        looks,
+        marks.Axis("share of the unpruned model's", style.format_percent, (0, 1.05)),
+        marks.Axis(f"{quantity.mean_name} ({quantity.direction})"),
+        sharey=True,
+    )
+    fronts = [frame[frame["is_on_front"]] for frame in frames]
+    plans_on_fronts = list(dict.fromkeys(pd.concat(fronts).sort_values("merit")["plan"]))
+    for axes, front in zip(drawing.axes, fronts, strict=True):
+        unpruned_entry = draw_unpruned(axes, comparison, comparison.all_average_columns)
+        _draw_front(axes, front)
+        _draw_numbers(axes, front, plans_on_fronts)
+    numbers = [
+        style.legend_entry(plan, marker=f"${number}$", linestyle="", color=style.INK)
+        for number, plan in enumerate(plans_on_fronts, start=1)
+    ]
+    front_entry = style.legend_entry("front", **_FRONT_STYLE)
+    style.legend(drawing, [*looks.values(), front_entry, unpruned_entry, *numbers], most=3)
     caption = (
-        "Each mark is a pruned model. Its shape says what was removed and what takes its place."
-        f"{colour_sentence} Thin lines join the ratios of a method; bars are 95 % intervals. Steps "
-        "and numbers: the Pareto front, models that no other model beats at their cost or less. "
-        "Dashed: the unpruned model."
+        "Each mark is a pruned model; colour and shape say what was removed, what takes its place "
+        "and how the model was recovered. Thin lines join the ratios of a method; bars are 95 % "
+        "intervals. Steps and numbers: the Pareto front, models that no other model beats at their "
+        "cost or less. Dashed: the unpruned model."
     )
     return Figure(name, f"Accuracy against cost: {comparison.model}", caption, drawing)
 
 
-def _format_share_axis(axes: Axes) -> None:
-    """Label the horizontal axis in per cent, and widen its range to at least NARROWEST_RANGE,
-    because a narrower range would exaggerate small differences."""
-    axes.xaxis.set_major_formatter(lambda share, _: f"{share * 100:.4g} %")
-    axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
-    axes.margins(x=0.08)
-    low, high = axes.get_xlim()
-    margin = max(0.0, NARROWEST_RANGE - (high - low)) / 2
-    axes.set_xlim(low - margin, high + margin)
-    axes.grid(axis="both")
+def _draw_numbers(axes: Axes, front: pd.DataFrame, plans: Sequence[str]) -> None:
+    """Write the numbers of the models on a front at their points: 1 for the first of `plans`.
 
-
-def _mark_style(kind: str, shade: str) -> dict[str, Any]:
-    """Style of the marks of cells of the kind `kind`, a key of KINDS, in the colour `shade`."""
-    face = style.SURFACE if kind == "expert" else shade
-    look = {"linestyle": "none", "markersize": 4.6, "markeredgewidth": 1.0}
-    return {**look, "marker": SHAPES[kind], "color": shade, "markerfacecolor": face}
-
-
-def _draw_marks(axes: Axes, pruned: pd.DataFrame, cost: str, shades: Mapping[str, str]) -> None:
-    """Draw Avg against one cost: a mark and an interval for each row of `pruned`, and thin lines
-    between the rows of one method and calibration set.
-
-    pruned: rows of `average_and_costs`, with display names in the column `recovery`; cost: a key of
-    COST_SHARES; shades: display name of a recovery -> colour."""
-    ordered = pruned.sort_values(cost, kind="stable")
-    colours = list(ordered["recovery"].map(shades))
-    axes.vlines(
-        ordered[cost],
-        ordered["low"],
-        ordered["high"],
-        color=colours,
-        linewidth=0.9,
-        alpha=0.35,
-        zorder=2,
-    )
-    for _, cells in groups(ordered, ["method", "calibration"]):
-        if len(cells) > 1:
-            # all cells of a method have the same recovery
-            shade = shades[cells["recovery"].iloc[0]]
-            axes.plot(cells[cost], cells["avg"], color=shade, linewidth=0.6, alpha=0.45, zorder=2)
-    for key, cells in groups(ordered, ["kind", "recovery"]):
-        mark = style.legend_entry("", **_mark_style(key["kind"], shades[key["recovery"]]))
-        style.draw_line(axes, mark, cells[cost], cells["avg"])
-
-
-def _draw_numbers(
-    axes: Axes, front_cells: pd.DataFrame, cost: str, number_of_cell: Mapping[int, int]
-) -> None:
-    """Write the numbers of the cells on a front next to the cells' marks.
-
-    front_cells: rows of `average_and_costs`; cost: a key of COST_SHARES."""
-    for _, point_cells in groups(front_cells, [cost, "avg"]):
-        text = ", ".join(str(number_of_cell[cell]) for cell in point_cells["cell"])
-        point = point_cells[cost].iloc[0], point_cells["avg"].iloc[0]
-        # at the upper left of a mark, where the steps of the front do not pass
-        offset: Any = {
-            "textcoords": "offset points",
-            "xytext": (-3, 2),
-            "ha": "right",
-            "va": "bottom",
-        }
-        axes.annotate(text, point, fontsize=6.5, fontweight="bold", **offset)
+    front: columns "x", "y" and "plan"."""
+    # at the upper left of a mark, where the steps of the front do not pass
+    look: Any = {"textcoords": "offset points", "ha": "right", "va": "bottom", "fontsize": 6.5}
+    for point, rows in front.groupby(["x", "y"]):
+        text = ", ".join(str(plans.index(plan) + 1) for plan in rows["plan"])
+        axes.annotate(text, point, xytext=(-3, 2), fontweight="bold", **look)
 
 
 BOTH_GRANULARITIES = (
@@ -387,9 +323,11 @@ def storage_frontier(study: Study, comparison: Comparison) -> pd.DataFrame:
     - front: whether the cell is on the Pareto front of low storage and high merit
     """
     cells = cells_of_both_granularities(comparison)
+    cells = cells.assign(label=settings.method_labels(cells))
     points = storage_points(study, comparison, cells, names.COMMON_SENSE)
-    points = points.assign(label=settings.method_labels(cells), granularity=cells["granularity"])
-    return points.assign(front=pareto_front(points["storage"], points["merit"]))
+    target = mean_target(comparison, list(points.index), names.COMMON_SENSE)
+    merit = comparison.quantity(target).sign * points["y"]
+    return points.assign(front=pareto_front(points["x"], merit)).sort_values("x", kind="stable")
 
 
 @output("coverage.fig9", chapter="cost", needs=BOTH_GRANULARITIES)
@@ -400,23 +338,17 @@ def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figu
     None unless the cells with a score and a storage have at least two ratios and both
     granularities.
     """
-    points = storage_frontier(results.study, comparison).dropna(subset=["storage", "score"])
+    points = storage_frontier(results.study, comparison)
     if points["ratio"].nunique() < 2 or points["granularity"].nunique() < 2:
         return None
-    drawing = style.drawing(style.PAGE, 3.0)
-    axes = drawing.add_subplot()
-    for number, (key, line) in enumerate(groups(points, ["label", "granularity"])):
-        ordered = line.sort_values("storage", kind="stable")
-        look = style.line_look(number)
-        face = style.SURFACE if key["granularity"] == "expert" else look["color"]
-        draw_storage(axes, ordered, label=key["label"], markerfacecolor=face, **look)
-    front_points = points[points["front"]].sort_values("storage", kind="stable")
-    axes.step(
-        front_points["storage"], front_points["score"], where="post", zorder=1, **_FRONT_STYLE
-    )
-    axes.set_ylabel("mean of six benchmarks")
-    axes.grid()
-    style.legend(drawing, axes.get_legend_handles_labels()[0], most=3)
+    ordered = points.sort_values("label", kind="stable")
+    looks = style.line_looks(ordered["label"])
+    for label in ordered.loc[ordered["granularity"] == "expert", "label"]:
+        looks[label].set_markerfacecolor(style.SURFACE)
+    y = marks.Axis("mean of six benchmarks", limits=marks.SCORES)
+    drawing = marks.over(ordered, looks, marks.Axis("storage (MiB)"), y, columns=1, height=3)
+    _draw_front(drawing.axes[0], points[points["front"]])
+    style.legend(drawing, looks.values(), most=3)
     target = mean_target(comparison, list(points.index), names.COMMON_SENSE)
     caption = (
         f"{mean_text(target, names.COMMON_SENSE)}, with 95 % intervals, against the size of the "

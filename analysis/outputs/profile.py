@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 
 from analysis import names
 from analysis.load.reader import groups
 from analysis.load.settings import removed_share_texts
 from analysis.outputs.captions import pass_setup, run_setup
-from analysis.outputs.score_rows import method_lines
+from analysis.outputs.score_rows import criterion_looks, panel_cells
 from analysis.registry import Item, Results, output, per_model
-from analysis.render import style
+from analysis.render import marks, style
 from analysis.render.style import Figure
 from analysis.render.table import Table, display_frame
 from analysis.stats.comparison import Comparison
@@ -35,34 +34,19 @@ def variance_figure(results: Results, comparison: Comparison, name: str) -> Figu
     """Token variance of hidden states against layers: a panel per ratio and calibration set, a line
     per method and for the unpruned model."""
     profiles = results.study.profiles.dropna(subset=["variance"])
-    profile_of_cell = {
-        # through str, because pandas' types allow any label in an index
-        int(str(cell)): profile.sort_values("layer")
-        for cell, profile in profiles.groupby("cell")
-    }
-    panels = [
-        panel for panel in comparison.panels if set(panel.cells.values()) & set(profile_of_cell)
+    frames = [
+        panel_cells(comparison, panel).merge(profiles, on="cell")
+        for panel in comparison.panels
+        if profiles["cell"].isin(panel.cells.values()).any()
     ]
-    if not panels:
+    if not frames:
         return None
-    lines = method_lines(comparison)
-    methods_with_profile: set[str] = set()
-    columns = min(style.WIDE, len({panel.calibration for panel in panels}))
-    drawing, grid = style.panels(len(panels), columns, 1.9, sharey="row")
-    for axes, panel in zip(grid, panels, strict=True):
-        for method, cell in {"none": comparison.unpruned_cell, **panel.cells}.items():
-            if cell in profile_of_cell:
-                methods_with_profile.add(method)
-                profile = profile_of_cell[cell]
-                style.draw_line(axes, lines[method], profile["layer"], profile["variance"])
-        calibration = names.calibration(panel.calibration)
-        axes.set_title(f"{calibration}, {panel.pruned_text} pruned", fontsize=7.5)
-        style.layer_axis(axes)
-        axes.grid(axis="y")
-    for axes in grid[::columns]:
-        axes.set_ylabel("token variance")
-    methods = ("none", *names.methods_in_order(methods_with_profile - {"none"}))
-    style.legend(drawing, [lines[method] for method in methods])
+    points = pd.concat(frames).sort_values("layer", kind="stable")
+    points = points.assign(x=points["layer"], y=points["variance"])
+    looks = criterion_looks(points)
+    y = marks.Axis("token variance")
+    drawing = marks.over(points, looks, marks.LAYERS, y, height=1.9, sharey="row")
+    style.legend(drawing, looks.values())
     caption = (
         "Variance of the residual stream after each layer over the tokens of a text, the mean over "
         "its coordinates; dashed: the unpruned model."
@@ -154,19 +138,14 @@ def entropy_figure(results: Results, name: str) -> Figure | None:
     entropies = quantiles(results.study.router_entropies)
     if entropies.empty:
         return None
-    models = list(entropies["model"].unique())
-    sets = names.calibrations_in_order(entropies["calibration"])
-    drawing = style.drawing(style.PAGE, 1.7 * len(models) + 0.4)
-    grid = drawing.subplots(len(models), len(sets), squeeze=False, sharey=True)
-    for row, model in zip(grid, models, strict=True):
-        for axes, calibration in zip(row, sets, strict=True):
-            panel = entropies[
-                (entropies["model"] == model) & (entropies["calibration"] == calibration)
-            ]
-            axes.set_visible(len(panel) > 0)  # a model may lack a set
-            _draw_boxes(axes, panel)
-            axes.set_title(f"{model}\n{names.calibration(calibration)}", fontsize=7.5)
-        row[0].set_ylabel("router entropy / ln(experts)", fontsize=7)
+    rows = entropies.rename(columns=dict(zip(QUANTILES, marks.BOX, strict=True)))
+    panels = rows["model"] + ", " + rows["calibration"].map(names.calibration)
+    drawing = marks.spread(
+        rows.assign(panel=panels, label=rows["layer"]),
+        marks.LAYERS,
+        marks.Axis("router entropy / ln(experts)", limits=marks.SCORES),
+        height=1.7,
+    )
     caption = (
         "Entropy of the softmax of the router's logits over all experts, for each token of a "
         "calibration set, as a share of the highest possible: 1 where all experts are equally "
@@ -174,29 +153,3 @@ def entropy_figure(results: Results, name: str) -> Figure | None:
         f"{pass_setup(results.study)}"
     )
     return Figure(name, "Router entropy across texts, layers and models", caption, drawing)
-
-
-def _draw_boxes(axes: Axes, layers: pd.DataFrame) -> None:
-    """Draw a box with whiskers for each of `layers`, the rows of `quantiles` for one model and
-    calibration set."""
-    low, first_quartile, median, third_quartile, high = (
-        layers[quantile].to_numpy(float) for quantile in QUANTILES
-    )
-    positions = np.arange(len(layers))
-    axes.vlines(positions, low, high, color=style.INK, linewidth=0.7)
-    axes.bar(
-        positions,
-        third_quartile - first_quartile,
-        bottom=first_quartile,
-        width=0.6,
-        color="#66aadd",
-        edgecolor=style.INK,
-        linewidth=0.6,
-    )
-    axes.hlines(median, positions - 0.3, positions + 0.3, color=style.INK, linewidth=1.6)
-    # every step-th layer has a label; rounded up, so that at most 12 have one
-    step = max(1, -(-len(layers) // 12))
-    labels = layers["layer"].iloc[::step].map(str)
-    style.label_ticks(axes.xaxis, positions[::step], labels, labelsize=6.5)
-    axes.set(xlabel="decoder layer", ylim=(0, 1.02))
-    axes.grid(axis="y")

@@ -3,20 +3,18 @@ methods."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
-from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from analysis.load.reader import records
 from analysis.outputs.captions import LOSSES, score_setup
 from analysis.registry import Item, Results, output
-from analysis.render import style
+from analysis.render import marks, style
 from analysis.render.style import Figure
 from analysis.render.table import PERCENT, SCORE, Table, display_frame
 from analysis.stats.cell_scores import mean_definitions, notes_on_average
@@ -163,23 +161,36 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
     """A figure with a panel for each of `rankings`, all of one model.
 
     notes: sentences at the end of the caption."""
-    # height of each panel in inches: 0.155 per plan, at least 0.6
-    heights = [max(0.155 * min(len(ranking.scored_rows), MOST_PLANS), 0.6) for ranking in rankings]
-    drawing = style.drawing(style.PAGE, sum(heights) + 0.75 * len(rankings) + 0.3)
-    grid = drawing.subplots(len(rankings), 1, squeeze=False, height_ratios=heights, sharex=True)[
-        :, 0
-    ]
-    for axes, ranking in zip(grid, rankings, strict=True):
-        _draw_ranking(axes, ranking)
+    frames = []
+    for ranking in rankings:
+        count = len(ranking.scored_rows)
+        note = f", the best {MOST_PLANS} of {count} plans" if count > MOST_PLANS else ""
+        rows = ranking.scored_rows.iloc[:MOST_PLANS]
+        frames.append(
+            rows.assign(
+                panel=f"{ranking.pruned_text} pruned{note}",
+                label=list(map(plan_name, records(rows))),
+                x=rows["score"],
+                colour=rows["method"].map(style.colour),
+                is_open=~rows["status"].str.startswith((ABOVE_CHANCE, BEST, TIED)),
+            )
+        )
+    plans = pd.concat(frames)
     # The label of the axis and the legend are made for the first ranking. They hold for the others
     # if all plans of the model were run on the same benchmarks.
     first_ranking = rankings[0]
-    grid[-1].set_xlabel(f"{first_ranking.mean_name} ({first_ranking.quantity.direction})")
+    x = marks.Axis(f"{first_ranking.mean_name} ({first_ranking.quantity.direction})")
+    drawing = marks.intervals(plans, x, sharex=True)
+    for axes, ranking in zip(drawing.axes, rankings, strict=True):
+        for chance in ranking.chance.values():
+            low, high = chance.limits(ranking.plans_tested)
+            axes.axvspan(low, high, color=style.RULE, alpha=0.6, linewidth=0)
+        axes.axvline(ranking.unpruned_score, **style.DASHED)  # not drawn if it is NaN
     legend_entries: list[Artist] = [
         style.legend_entry(f"unpruned {first_ranking.unpruned_score:.3f}", **style.DASHED)
     ]
     has_chance = any(ranking.chance for ranking in rankings)
-    if any(_is_filled(row) for ranking in rankings for row in records(ranking.scored_rows)):
+    if not plans["is_open"].all():
         look: dict[str, Any] = {
             "marker": "o",
             "linestyle": "none",
@@ -196,49 +207,10 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
     if has_chance:
         legend_entries.append(Patch(facecolor=style.RULE, alpha=0.6, label="chance"))
         sentences.append("Grey: within chance.")
-    drawing.legend(handles=legend_entries, loc="outside lower center", ncols=4, handlelength=1.8)
+    style.legend(drawing, legend_entries)
     return Figure(
         name,
         f"Ranking: {first_ranking.model}",
         " ".join(filter(None, (*sentences, *notes))),
         drawing,
     )
-
-
-def _is_filled(row: Mapping[str, Any]) -> bool:
-    """Whether the mark of a plan is filled. row: the plan's row in `Ranking.rows`."""
-    return str(row["status"]).startswith((ABOVE_CHANCE, BEST, TIED))
-
-
-def _draw_ranking(axes: Axes, ranking: Ranking) -> None:
-    """Draw a panel: the first MOST_PLANS plans of a ranking with their intervals, the unpruned
-    model, and a band of chance for each kind of random plans."""
-    for chance in ranking.chance.values():
-        low, high = chance.limits(ranking.plans_tested)
-        axes.axvspan(low, high, color=style.RULE, alpha=0.6, linewidth=0)
-    if not np.isnan(ranking.unpruned_score):
-        axes.axvline(ranking.unpruned_score, **style.DASHED)
-    scored_rows = ranking.scored_rows
-    plans = records(scored_rows.iloc[:MOST_PLANS])
-    for y, row in enumerate(plans):
-        shade = style.colour(str(row["method"]))
-        face = shade if _is_filled(row) else style.SURFACE
-        axes.plot(
-            [row["low"], row["high"]],
-            [y, y],
-            color=shade,
-            linewidth=1.5,
-            alpha=0.7,
-            solid_capstyle="butt",
-        )
-        axes.plot(row["score"], y, marker="o", markersize=4, color=shade, markerfacecolor=face)
-    style.label_ticks(axes.yaxis, range(len(plans)), map(plan_name, plans), labelsize=6.5)
-    axes.set_ylim(len(plans) - 0.4, -0.6)
-    note = (
-        f", the best {MOST_PLANS} of {len(scored_rows)} plans"
-        if len(scored_rows) > MOST_PLANS
-        else ""
-    )
-    axes.set_title(f"{ranking.pruned_text} pruned{note}", fontsize=8)
-    axes.grid(axis="x")
-    axes.spines["left"].set_visible(False)

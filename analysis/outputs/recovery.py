@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, StrMethodFormatter
+from matplotlib.axis import Axis
+from matplotlib.ticker import LogLocator
 
 from analysis import names
 from analysis.load import settings
@@ -22,7 +23,6 @@ from analysis.outputs.score_rows import (
     Block,
     block_table,
     cells_by_ratio,
-    draw_storage,
     only_cell,
     ratio_block,
     score_table,
@@ -30,7 +30,7 @@ from analysis.outputs.score_rows import (
     storage_points,
 )
 from analysis.registry import Results, output, per_model
-from analysis.render import style
+from analysis.render import marks, style
 from analysis.render.style import Figure
 from analysis.render.table import Table
 from analysis.stats.cell_scores import MEAN, mean_target, mean_text
@@ -93,34 +93,23 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
     a model.
     """
     label_of_cell = labels(comparison)
-    points = storage_points(
-        results.study, comparison, comparison.cells.loc[label_of_cell.index], names.ABLATION
-    )
-    if not points[["storage", "score"]].notna().all(axis=1).any():
-        return None
+    cells = comparison.cells.loc[label_of_cell.index].assign(label=label_of_cell)
+    points = storage_points(results.study, comparison, cells, names.ABLATION)
     # (sweep, ratio) -> number of different storages among the recoveries
-    storage_counts = (
-        points.join(comparison.cells[SWEEP_COLUMNS])
-        .groupby([*SWEEP_COLUMNS, "ratio"], sort=False)["storage"]
-        .nunique()
-    )
+    storage_counts = points.groupby([*SWEEP_COLUMNS, "ratio"], sort=False)["x"].nunique()
     if (storage_counts < 2).all():
         return None
-    drawing = style.drawing(style.PAGE * 0.75, 3.4)
-    axes = drawing.add_subplot()
-    lines = list(groups(points.assign(label=label_of_cell), ["label"]))  # (key, rows of points)
-    for number, (key, line) in enumerate(lines):
-        draw_storage(axes, line, label=key["label"], **style.line_look(number))
-    # line by line, because the first of several close points gets the text
-    _label_ratios(axes, comparison, pd.concat([line for _, line in lines]))
-    axes.set_xscale("log")
-    axes.minorticks_off()
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.set(ylabel="mean of MoE-Slimming's benchmarks", ylim=(0, None))
-    axes.margins(x=0.1)  # room for the label of the last point
-    axes.grid()
-    style.legend(drawing, axes.get_legend_handles_labels()[0], most=3)
+    looks = style.line_looks(points["label"])
+    drawing = marks.over(
+        points,
+        looks,
+        marks.Axis("storage (MiB)", _set_storage_ticks),
+        marks.Axis("mean of MoE-Slimming's benchmarks", limits=marks.SCORES),
+        columns=1,
+        height=3,
+    )
+    _label_ratios(drawing.axes[0], comparison, points.sort_values("label", kind="stable"))
+    style.legend(drawing, looks.values(), most=3)
     target = mean_target(comparison, points.index.tolist(), names.ABLATION)
     caption = (
         f"{mean_text(target, names.ABLATION)}, with 95 % intervals, against the size of the "
@@ -130,17 +119,24 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
     return Figure(name, f"Accuracy against storage: {comparison.model}", caption, drawing)
 
 
+def _set_storage_ticks(axis: Axis) -> None:
+    """Make an axis logarithmic, with ticks also between powers of ten."""
+    axis.axes.set_xscale("log")
+    axis.axes.margins(x=0.1)  # room for the label of the last point
+    axis.minorticks_off()
+    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axis.set_major_formatter("{x:g}")
+
+
 def _label_ratios(axes: Axes, comparison: Comparison, points: pd.DataFrame) -> None:
     """Write the removed share next to `points`, rows of `storage_points`. Of several points with
     the same ratio and nearly the same storage, only the first has a text."""
     # storages with the same rounded log2 differ by at most 7 %
-    points = points.assign(log_storage=np.log2(points["storage"]).round(1))
-    points = points.dropna(subset=["storage", "score"])
-    points = points.drop_duplicates(["ratio", "log_storage"])
+    points = points.assign(log_storage=np.log2(points["x"]).round(1))
     look: Any = {"textcoords": "offset points", "fontsize": 6.5, "color": style.MUTED}
-    for point in records(points):
-        position = (point["storage"], point["score"])
-        axes.annotate(comparison.removed_text(point["ratio"]), position, xytext=(5, -9), **look)
+    for point in records(points.drop_duplicates(["ratio", "log_storage"])):
+        text = comparison.removed_text(point["ratio"])
+        axes.annotate(text, (point["x"], point["y"]), xytext=(5, -9), **look)
 
 
 def recovery_blocks(comparison: Comparison) -> Iterator[Block]:

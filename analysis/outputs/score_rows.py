@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -36,7 +37,14 @@ from analysis.stats.cell_scores import (
     scores,
 )
 from analysis.stats.chance import chance_from_scores
-from analysis.stats.comparison import Comparison, Kind, Target, mean_quantities, random_scores
+from analysis.stats.comparison import (
+    Comparison,
+    Kind,
+    Panel,
+    Target,
+    mean_quantities,
+    random_scores,
+)
 from moe_lab.results import RANDOM
 
 
@@ -289,34 +297,25 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
     return Numbers(frame, low, high, numbers.best)
 
 
-_PATTERNS: tuple[Any, ...] = ("-", (0, (5, 1.2)), (0, (2, 1)), (0, (4, 1, 1, 1)))
-"""Line styles of matplotlib: a solid line, long dashes, short dashes, dashes and dots."""
+def criterion_looks(rows: pd.DataFrame) -> dict[str, Line2D]:
+    """Label -> legend entry of its lines, in the colour of its criterion and in the order of
+    methods; dashed for the unpruned model. rows: columns "label" and "method"."""
+    ordered = sorted_in_order(rows, "method", names.methods_in_order(rows["method"]))
+    colours = dict(zip(ordered["label"], ordered["method"].map(style.colour), strict=True))
+    looks = style.line_looks(colours, colours)
+    if UNPRUNED_LABEL in looks:
+        looks[UNPRUNED_LABEL].set(**style.DASHED, marker="")
+    return looks
 
 
-def method_lines(comparison: Comparison) -> dict[str, Line2D]:
-    """Method -> legend entry with the style of the method's lines; "none" is the unpruned model.
-
-    All methods of a criterion have the criterion's colour."""
-    lines = {"none": style.legend_entry(names.method("none"), **style.DASHED)}
-    # criterion -> number of its methods that already have an entry
-    counts: Counter[str] = Counter()
-    criteria = list(names.CRITERIA)
-    for method in names.methods_in_order(set(comparison.cells["method"]) - {"none"}):
-        criterion, _, _ = names.method_parts(method)
-        number = counts[criterion]
-        counts[criterion] += 1
-        criterion_number = criteria.index(criterion) if criterion in criteria else 0
-        colour = style.colour(method)
-        lines[method] = style.legend_entry(
-            names.method(method),
-            color=colour,
-            linewidth=1.3,
-            linestyle=_PATTERNS[number % len(_PATTERNS)],
-            marker=style.MARKERS[(criterion_number + number) % len(style.MARKERS)],
-            markersize=3.5,
-            markerfacecolor=style.SURFACE if number else colour,
-        )
-    return lines
+def panel_cells(comparison: Comparison, panel: Panel) -> pd.DataFrame:
+    """The unpruned model and the methods of a panel, a row each: columns "panel" (a title),
+    "method", "label" (display name of the method) and "cell" (NaN if the unpruned model was not
+    run)."""
+    cells = {"none": comparison.unpruned_cell, **panel.cells}
+    title = f"{names.calibration(panel.calibration)}, {panel.pruned_text} pruned"
+    rows = [(title, method, names.method(method), cell) for method, cell in cells.items()]
+    return pd.DataFrame(rows, columns=["panel", "method", "label", "cell"])
 
 
 def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
@@ -454,31 +453,18 @@ def coverage_cells(comparison: Comparison) -> pd.DataFrame:
 def storage_points(
     study: Study, comparison: Comparison, cells: pd.DataFrame, benchmarks: Sequence[str]
 ) -> pd.DataFrame:
-    """Storage and score, a row per cell.
+    """Those of `cells` that have a storage and a score, with columns for a figure by `marks.over`.
 
-    Columns:
+    Added columns:
 
-    - "recovery", "ratio"
-    - "storage": in MiB
-    - "score": mean over those of `benchmarks` that were run
-    - "low", "high": ends of the score's 95 % interval
-    - "merit": the score if higher is better; otherwise the negative of the score"""
-    # int(cell) alone is rejected by the type checker, because an index may hold any type
-    cell_numbers = [int(str(cell)) for cell in cells.index]
-    target = mean_target(comparison, cell_numbers, benchmarks)
-    points = cells[["recovery", "ratio"]]
-    if not target:
-        # no rows, but all columns
-        return points[:0].reindex(columns=[*points, "storage", "score", "low", "high", "merit"])
-    score, low, high = (values[cell_numbers] for values in comparison.displayed_scores(target))
-    storage = costs_of_cells(study, cell_numbers, "storage_bytes") / MEBIBYTE
-    merit = comparison.quantity(target).sign * score
-    return points.assign(storage=storage, score=score, low=low, high=high, merit=merit)
-
-
-def draw_storage(axes: Axes, line: pd.DataFrame, **look: Any) -> None:
-    """Draw a line of scores with 95 % intervals against storage. line: rows of `storage_points`."""
-    x = line["storage"]
-    axes.vlines(x, line["low"], line["high"], color=look["color"], linewidth=1.2, alpha=0.6)
-    axes.plot(x, line["score"], linewidth=1.2, markersize=4.5, **look)
-    axes.set_xlabel("storage (MiB)")
+    - "panel": the only panel
+    - "x": storage in MiB
+    - "y": score, the mean over those of `benchmarks` that were run
+    - "low", "high": ends of the score's 95 % interval"""
+    target = mean_target(comparison, list(cells.index), benchmarks)
+    points = cells.assign(panel="", x=np.nan, y=np.nan)
+    if target:
+        score, low, high = comparison.displayed_scores(target)
+        storage = costs_of_cells(study, list(cells.index), "storage_bytes") / MEBIBYTE
+        points = points.assign(x=storage, y=score, low=low, high=high)
+    return points.dropna(subset=["x", "y"])

@@ -3,21 +3,23 @@ Expert Pruning, Tables 2 and 5; AIMER, Figs. 3 to 5)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pandas as pd
-from matplotlib.lines import Line2D
-from matplotlib.projections.polar import PolarAxes
 
 from analysis import names
 from analysis.load.settings import removed_share_texts
 from analysis.load.study import Study
 from analysis.outputs.captions import PANEL_COLUMNS, metrics_in_words, score_setup
-from analysis.outputs.score_rows import concatenate_numbers, method_lines, numbers_table
+from analysis.outputs.score_rows import (
+    concatenate_numbers,
+    criterion_looks,
+    numbers_table,
+    panel_cells,
+)
 from analysis.registry import Results, output, per_model
-from analysis.render import style
+from analysis.render import marks, style
 from analysis.render.style import Figure
 from analysis.render.table import RANK, Table, display_frame
 from analysis.stats.cell_scores import Numbers, mean_target, panels_by_domain, scores, task_block
@@ -42,16 +44,34 @@ def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     panels = [panel for panel in comparison.panels if len(radar_benchmarks(comparison, panel)) >= 3]
     if not panels:
         return None
-    lines = method_lines(comparison)
-    drawing, grid = style.panels(len(panels), 2, 2.45, subplot_kw={"projection": "polar"})
-    methods: list[str] = []
-    for axes, panel in zip(grid, panels, strict=True):
-        assert isinstance(axes, PolarAxes)
-        methods += _draw_radar(axes, comparison, panel, lines)
-    style.legend(drawing, [lines[method] for method in ("none", *names.methods_in_order(methods))])
+    frames = []
+    for panel in panels:
+        cells = panel_cells(comparison, panel)
+        cells = cells[cells["method"].isin(["none", *radar_methods(comparison, panel)])]
+        benchmark_scores = comparison.benchmark_scores[list(radar_benchmarks(comparison, panel))]
+        # a row per cell and benchmark
+        values = (
+            benchmark_scores.rename_axis("cell")
+            .reset_index()
+            .melt("cell", var_name="benchmark", value_name="y")
+        )
+        frames.append(cells.merge(values.dropna(), on="cell"))
+    points = pd.concat(frames)
+    benchmarks = names.in_order(points["benchmark"], names.BENCHMARKS)
+    points = points.assign(x=points["benchmark"].map(benchmarks.index)).sort_values(
+        "x", kind="stable"
+    )
+    looks = criterion_looks(points)
+    labels = list(map(names.benchmark, benchmarks))
+    x = marks.Axis(
+        ticks=lambda axis: style.label_ticks(axis, labels, labelsize=6.5, labelrotation=90)
+    )
+    y = marks.Axis("score", limits=marks.SCORES)
+    drawing = marks.over(points, looks, x, y, columns=2, height=2.2)
+    style.legend(drawing, looks.values())
     limit = names.count(MOST_RADAR_METHODS, "method")
     caption = (
-        "Scores on each benchmark from 0 (centre) to 1 (rim); dashed: the unpruned model. Each "
+        "Scores on each benchmark; dashed: the unpruned model. Each "
         "panel has the first two methods by Avg, those of AIMER's tables, then the first of the "
         f"others, {limit} at most."
     )
@@ -89,42 +109,6 @@ def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
     published_methods = [method for method in RADAR_METHODS if method in methods]
     ordered = dict.fromkeys([*methods[:RADAR_BEST_METHODS], *published_methods, *methods])
     return list(ordered)[:MOST_RADAR_METHODS]
-
-
-def _draw_radar(
-    axes: PolarAxes, comparison: Comparison, panel: Panel, lines: Mapping[str, Line2D]
-) -> list[str]:
-    """Draw one radar plot. Returns its `radar_methods`.
-
-    lines: method -> legend entry with the style of the method's line."""
-    benchmarks = list(radar_benchmarks(comparison, panel))
-    methods = radar_methods(comparison, panel)
-    angles = np.linspace(0, 2 * np.pi, len(benchmarks), endpoint=False)
-    closed_angles = np.append(angles, angles[0])
-    cells = {
-        "none": comparison.unpruned_cell,
-        **{method: panel.cells[method] for method in methods},
-    }
-    for method, cell in cells.items():
-        if cell is None:
-            continue
-        values = comparison.benchmark_scores.loc[cell, benchmarks].to_numpy(float)
-        style.draw_line(axes, lines[method], closed_angles, np.append(values, values[0]))
-    # the first spoke points up, further spokes follow clockwise
-    axes.set_theta_offset(np.pi / 2)
-    axes.set_theta_direction(-1)
-    style.label_ticks(axes.xaxis, angles, map(names.benchmark, benchmarks), labelsize=6.5, pad=-2)
-    for label, angle in zip(axes.get_xticklabels(), angles, strict=True):
-        # matplotlib would centre labels left and right of the plot, which then cover its rim
-        side = int(np.sign(np.sin(angle).round(6)))
-        label.set_horizontalalignment(("center", "left", "right")[side])
-    axes.set_ylim(0, 1)
-    style.label_ticks(axes.yaxis, [0.25, 0.5, 0.75], [""] * 3)
-    axes.spines["polar"].set_color(style.RULE)
-    axes.set_title(
-        f"{names.calibration(panel.calibration)}, {panel.pruned_text} pruned", fontsize=7.5
-    )
-    return methods
 
 
 BOTH_TASKS = "a calibration set about code and one about mathematics"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure as Drawing
@@ -15,9 +14,14 @@ from analysis.load.reader import groups
 from analysis.load.settings import comma_joined, is_searched, removed_share_texts
 from analysis.load.study import Study
 from analysis.outputs.captions import SEARCHES, score_setup
-from analysis.outputs.score_rows import concatenate_numbers, numbers_table, sorted_by_criterion
+from analysis.outputs.score_rows import (
+    concatenate_numbers,
+    criterion_looks,
+    numbers_table,
+    sorted_by_criterion,
+)
 from analysis.registry import Results, output, per_model
-from analysis.render import style
+from analysis.render import marks, style
 from analysis.render.style import Figure
 from analysis.render.table import Table, display_frame
 from analysis.stats import uncertainty
@@ -229,17 +233,11 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
     candidates = names.in_order(counts.index[counts == counts.max()], names.CRITERIA)
     criterion = "reap" if "reap" in candidates else candidates[0]
     shares = shares[shares["criterion"] == criterion]
-    legend_entries = {}
-    allocations = names.in_order(shares["allocation"], ["uniform", "global by frequency", "global"])
-    for number, allocation in enumerate(allocations):
-        shade = (style.INK, "#ee7733", "#2277bb", "#117733", "#aa4499", "#7a7a7a")[number % 6]
-        # the first allocation is dashed: `uniform`, if it was run
-        pattern = "-" if number else style.DASHED["linestyle"]
-        look: Any = {"color": shade, "marker": "sD^ov"[number % 5], "linestyle": pattern}
-        legend_entries[allocation] = style.legend_entry(
-            names.allocation_name(allocation), markersize=3.8, linewidth=1.3, **look
-        )
-    drawing = _density_drawing(shares, "allocation", legend_entries)
+    shares = shares[shares["allocation"] != "uniform"].assign(
+        label=shares["allocation"].map(names.allocation_name)
+    )
+    labels = names.in_order(shares["label"], names.ALLOCATIONS.values())
+    drawing = _density_drawing(shares, style.line_looks(labels))
     caption = (
         f"Share of the experts each layer keeps when {names.criterion(criterion)} chooses which. "
         "All schedules of a panel remove the same number of experts."
@@ -258,16 +256,10 @@ def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figu
     shares = shares[shares["allocation"].map(is_searched).astype(bool)]
     if shares.empty:
         return None
-    legend_entries = {}
-    for number, criterion in enumerate(names.in_order(shares["criterion"], names.CRITERIA)):
-        look: Any = {
-            "color": style.colour(criterion),
-            "marker": style.MARKERS[number % len(style.MARKERS)],
-        }
-        legend_entries[criterion] = style.legend_entry(
-            names.criterion(criterion), markersize=3.8, linewidth=1.3, **look
-        )
-    drawing = _density_drawing(shares, "criterion", legend_entries)
+    shares = shares.assign(
+        label=shares["criterion"].map(names.criterion), method=shares["criterion"]
+    )
+    drawing = _density_drawing(shares, criterion_looks(shares))
     caption = (
         "Share of the experts each layer keeps under the searched allocation of each criterion. "
         "All schedules of a panel remove the same number of experts."
@@ -275,33 +267,22 @@ def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figu
     return Figure(name, f"Searched densities: {comparison.model}", caption, drawing)
 
 
-def _density_drawing(
-    shares: pd.DataFrame, column: str, legend_entries: Mapping[str, Line2D]
-) -> Drawing:
+def _density_drawing(shares: pd.DataFrame, looks: Mapping[str, Line2D]) -> Drawing:
     """A drawing of the retained share of experts by layer, with a panel per ratio and calibration
-    set and a line per cell.
+    set, a line per cell and a dashed line for uniform allocation.
 
-    shares: rows of `densities`; legend_entries: value of `column` -> legend entry with the style of
-    the cells with this value."""
-    panels = list(groups(shares.sort_values("ratio", kind="stable"), ["ratio", "calibration"]))
-    has_several_sets = shares["calibration"].nunique() > 1
-    drawing, grid = style.panels(len(panels), 3, 2.0, sharey="row")
-    uniform_entries = (
-        [] if "uniform" in legend_entries else [style.legend_entry("uniform", **style.DASHED)]
+    shares: rows of `densities`, with the column "label"; looks: label -> legend entry."""
+    sets = shares["calibration"].map(names.calibration)
+    rows = shares.sort_values(["ratio", "layer"], kind="stable").assign(
+        panel=shares["removed_text"] + " pruned, " + sets,
+        line=shares["cell"],
+        x=shares["layer"],
+        y=shares["share"],
     )
-    for axes, (panel, rows) in zip(grid, panels, strict=True):
-        if uniform_entries:
-            axes.axhline(rows["share"].mean(), **style.DASHED)
-        for value, legend_entry in legend_entries.items():
-            lines = groups(rows[rows[column] == value].sort_values("layer"), ["cell"])
-            for _, line in lines:
-                style.draw_line(axes, legend_entry, line["layer"], line["share"])
-        calibration = f", {names.calibration(panel['calibration'])}" if has_several_sets else ""
-        axes.set_title(f"{rows['removed_text'].iloc[0]} pruned{calibration}", fontsize=8)
-        style.layer_axis(axes)
-        style.format_percent(axes.yaxis)
-        axes.grid(axis="y")
-    for axes in grid[::3]:  # the first panel in each row
-        axes.set_ylabel("experts kept")
-    style.legend(drawing, [*legend_entries.values(), *uniform_entries], most=5)
+    y = marks.Axis("experts kept", style.format_percent)
+    drawing = marks.over(rows, looks, marks.LAYERS, y, sharey="row")
+    uniform_shares = rows.groupby("panel", sort=False)["share"].mean()
+    for axes, share in zip(drawing.axes, uniform_shares, strict=True):
+        axes.axhline(share, **style.DASHED)
+    style.legend(drawing, [*looks.values(), style.legend_entry("uniform", **style.DASHED)], most=5)
     return drawing

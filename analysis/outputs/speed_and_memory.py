@@ -5,21 +5,19 @@ and 4)."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 
 from analysis import names
 from analysis.load import plans, settings
-from analysis.load.reader import groups, records
+from analysis.load.reader import groups
 from analysis.load.study import Study
 from analysis.outputs.captions import MEBIBYTE, TIMINGS, run_setup
 from analysis.registry import Results, output, per_model
-from analysis.render import style
+from analysis.render import marks, style
 from analysis.render.style import Figure
-from analysis.render.table import Table, display_frame, frame_and_formats
+from analysis.render.table import Table, display_frame, format_number, frame_and_formats
 from analysis.stats.comparison import Comparison
 
 PREFILL = "Prefill (tokens/s)"
@@ -155,20 +153,16 @@ def memory_figure(results: Results, comparison: Comparison, name: str) -> Figure
         return None
     drawing = style.drawing(style.PAGE, 0.24 * len(largest_requests) + 1.1)
     axes = drawing.add_subplot()
-    positions = range(len(largest_requests))
-    weights = largest_requests[WEIGHTS]
-    working_memory = (largest_requests[PEAK_MEMORY] - weights).fillna(0)
-    # two colours that do not stand for criteria here
-    look: Any = {"color": style.CRITERIA["man"], "label": "working memory"}
+    labels, weights, peak = (largest_requests[column] for column in ("label", WEIGHTS, PEAK_MEMORY))
+    # the bars of the weights cover those of the peak
     handles = [
-        axes.barh(positions, weights, color=style.CRITERIA["reap"], label="weights"),
-        axes.barh(positions, working_memory, left=weights, **look),
+        axes.barh(labels, peak, color=marks.BAR_COLOURS[1], label="working memory"),
+        axes.barh(labels, weights, color=marks.BAR_COLOURS[0], label="weights"),
     ]
-    style.label_ticks(axes.yaxis, positions, largest_requests["label"], labelsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("MiB")
     axes.grid(axis="x")
-    drawing.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=7)
+    style.legend(drawing, handles)
     size = int(largest_requests["batch_size"].iloc[0])
     length = int(largest_requests["prompt_length"].iloc[0])
     caption = f"Memory at {size} prompts of {length} tokens. {conditions(results.study)}"
@@ -201,22 +195,33 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
     if len(timed_blocks) < 2:
         return None
     unpruned = largest_requests[largest_requests["cell"] == comparison.unpruned_cell]
-    rows = list(groups(timed_blocks, ["ratio", "recovery", "device"]))
-    heights = [0.22 * row_blocks["smallest"].nunique() + 0.85 for _, row_blocks in rows]
-    drawing = style.drawing(style.PAGE, sum(heights) + 0.2)
-    grid = drawing.subplots(len(rows), len(BLOCK_MAPS), squeeze=False, height_ratios=heights)
-    for panels, (key, row_blocks) in zip(grid, rows, strict=True):
+    frames = []
+    for key, blocks in groups(timed_blocks, ["ratio", "recovery", "device"]):
         recovery = names.recovery_name(key["recovery"])
         pruned = settings.comma_joined(f"{comparison.removed_text(key['ratio'])} pruned", recovery)
-        for axes, (column, title) in zip(panels, BLOCK_MAPS.items(), strict=True):
-            _draw_map(axes, row_blocks, column)
+        for column, title in BLOCK_MAPS.items():
             if unpruned[column].notna().any():
-                title += f"; unpruned {unpruned[column].iloc[0]:,.0f}"
-            axes.set_title(f"{pruned}\n{title}", fontsize=7.5)
+                title += f", unpruned {unpruned[column].iloc[0]:,.0f}"
+            form = "{:,.1f}" if blocks[column].max() < 100 else "{:,.0f}"
+            text = [format_number(value, form) for value in blocks[column]]
+            frames.append(
+                blocks.assign(panel=f"{pruned}: {title}", text=text, value=blocks[column])
+            )
+    rows = pd.concat(frames, ignore_index=True)
+    drawing = marks.heat(
+        rows.assign(
+            x=rows["block"],
+            y=rows["smallest"],
+            colour=marks.relative_shades(rows, "panel", "value"),
+        ),
+        "block size",
+        "smallest expert",
+        height=0.22,
+    )
     caption = (
-        "a: block size, of which an expert's number of channels is a multiple; m: experts with "
-        "fewer channels lose all. Tokens per second are medians. The unpruned model is in 16 bits. "
-        f"{conditions(study)}"
+        "Block size: an expert's number of channels is a multiple of it. Smallest expert: experts "
+        "with fewer channels lose all. Tokens per second are medians. The unpruned model is in 16 "
+        f"bits. {conditions(study)}"
     )
     return Figure(
         name, f"Throughput and memory by blocks of channels: {comparison.model}", caption, drawing
@@ -237,29 +242,6 @@ def _largest_requests(study: Study, comparison: Comparison) -> pd.DataFrame:
     methods = settings.method_labels(comparison.cells)
     return rows.assign(
         label=[settings.comma_joined(methods[cell], removed_text[cell]) for cell in rows["cell"]]
-    )
-
-
-def _draw_map(axes: Axes, rows: pd.DataFrame, column: str) -> None:
-    """Draw a map with a square for each of `rows`. The square shows the number in `column`.
-
-    rows: frame with `column`, "block" (block size) and "smallest" (smallest number of channels that
-    an expert may have)."""
-    blocks = sorted(rows["block"].unique())
-    smallest_experts = sorted(rows["smallest"].unique())
-    low = float(rows[column].min())
-    high = float(rows[column].max())
-    for row in records(rows):
-        value = row[column]
-        shade = 0.1
-        if high > low and not np.isnan(value):
-            shade += 0.8 * (value - low) / (high - low)
-        text = "–" if np.isnan(value) else f"{value:,.{1 if high < 100 else 0}f}"
-        x = blocks.index(row["block"])
-        y = smallest_experts.index(row["smallest"])
-        style.draw_square(axes, x, y, shade, text)
-    style.label_squares(
-        axes, [f"a={block}" for block in blocks], [f"m={channels}" for channels in smallest_experts]
     )
 
 

@@ -7,14 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pandas as pd
-from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
 from analysis import names
 from analysis.load import settings
-from analysis.load.reader import groups, records, stacked
+from analysis.load.reader import records, stacked
 from analysis.load.study import Study
 from analysis.outputs.score_rows import (
     Block,
@@ -26,7 +23,7 @@ from analysis.outputs.score_rows import (
     score_table,
 )
 from analysis.registry import Results, output
-from analysis.render import style
+from analysis.render import marks, style
 from analysis.render.style import Figure
 from analysis.render.table import Table
 from analysis.stats.cell_scores import CODE_BENCHMARKS, GROUPS, WRITING_AND_MATH
@@ -34,8 +31,6 @@ from analysis.stats.comparison import Comparison
 
 WEIGHTS = "cells with criterion=aimer"
 """Data that the tables of this module need."""
-SHADES = colormaps["viridis"]
-"""Colours of scores from the lowest to the highest of a layer."""
 
 
 def weights_table(
@@ -97,8 +92,6 @@ OPPOSITE_SIGN_CRITERIA = ("aimer",)
 """Criteria whose scores in the store have the opposite sign of the paper's scores, because the
 lowest scores in the store are pruned first."""
 COLUMNS = ("model", "criterion", "layer", "expert", "score")
-MOST_MODELS_IN_ROW = 3
-MOST_LAYER_LABELS = 8
 
 
 def weight_scores(study: Study) -> pd.DataFrame:
@@ -148,26 +141,22 @@ def profile_figure(results: Results, name: str) -> Figure | None:
     if scores.empty:
         return None
     scores = profiles(scores)
-    models = list(dict.fromkeys(scores["model"]))
-    criteria = names.in_order(scores["criterion"], FIGURE_CRITERIA)
-    columns = min(MOST_MODELS_IN_ROW, len(models))
-    # rows of models (rounded up), each with a row of maps per criterion
-    rows = -(-len(models) // columns) * len(criteria)
-    drawing = style.drawing(style.PAGE, 1.9 * rows + 0.5)
-    grid = drawing.subplots(rows, columns, squeeze=False)
-    for axes in grid.flat:
-        axes.set_visible(False)  # until a map is drawn; some places can remain empty
-    for key, panel in groups(scores, ["model", "criterion"]):
-        model_row, column = divmod(models.index(key["model"]), columns)
-        axes = grid[model_row * len(criteria) + criteria.index(key["criterion"])][column]
-        axes.set_visible(True)
-        _draw_profile(axes, panel, is_first_in_row=column == 0)
-        axes.set_title(f"{key['model']}\n{names.criterion(key['criterion'])}", fontsize=7.5)
-    label_of_score = {0.0: "0 (lowest)", 0.25: "0.25", 0.5: "0.5", 0.75: "0.75", 1.0: "1 (highest)"}
+    panels = {
+        f"{model}, {names.criterion(criterion)}": panel
+        for (model, criterion), panel in scores.groupby(["model", "criterion"], sort=False)
+    }
+    drawing, panel_of_title = marks.panels(
+        list(panels), marks.Axis("rank of the expert in its layer"), marks.Axis("layer"), height=1.9
+    )
+    for title, panel in panels.items():
+        axes = panel_of_title[title]
+        image = panel.pivot_table(index="layer", columns="position", values="profile", dropna=False)
+        axes.imshow(image, style.SEQUENTIAL, vmin=0, vmax=1, aspect="auto", origin="lower")
+        style.label_ticks(axes.yaxis, image.index)
     handles = [
-        Patch(facecolor=SHADES(score), label=label) for score, label in label_of_score.items()
+        Patch(facecolor=style.shade(score), label=f"{score:g}") for score in np.linspace(0, 1, 5)
     ]
-    style.legend(drawing, handles, title="score, min-max in its layer")
+    style.legend(drawing, handles, title="score, from the lowest (0) to the highest (1) of a layer")
     caption = (
         "Experts of each layer from the lowest score (rank 0) to the highest, shaded by their "
         "score, scaled from the lowest (0) to the highest (1) of the layer. Magnitude prunes the "
@@ -175,19 +164,3 @@ def profile_figure(results: Results, name: str) -> Figure | None:
         "layer have the same score."
     )
     return Figure(name, "Profiles of scores that read weights only", caption, drawing)
-
-
-def _draw_profile(axes: Axes, panel: pd.DataFrame, *, is_first_in_row: bool) -> None:
-    """Draw the map of one model and criterion.
-
-    panel: rows of `profiles`."""
-    image = panel.pivot_table(index="layer", columns="position", values="profile", dropna=False)
-    axes.imshow(
-        image, cmap=SHADES, vmin=0, vmax=1, aspect="auto", interpolation="nearest", origin="lower",
-    )  # fmt: skip
-    step = -(-len(image) // MOST_LAYER_LABELS)  # rounded up
-    style.label_ticks(axes.yaxis, range(0, len(image), step), image.index[::step].map(str))
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    axes.set_xlabel("rank of the expert in its layer", fontsize=7)
-    if is_first_in_row:
-        axes.set_ylabel("layer")

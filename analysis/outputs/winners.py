@@ -7,23 +7,23 @@ solves and the other does not.
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.colors import to_rgba
+from matplotlib.patches import Patch
 
 from analysis import names
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import LOSSES, score_setup
+from analysis.outputs.score_rows import sorted_in_order
 from analysis.registry import Item, Results, output
-from analysis.render import style
-from analysis.render.style import LETTER, SMALL_LETTER, Figure
+from analysis.render import marks, style
+from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table, display_frame
 from analysis.stats.uncertainty import LEVEL
 from analysis.stats.winners import CAPTION, SETTINGS, label
@@ -160,14 +160,25 @@ _PHRASES = {
 def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
     """A map for each model, ratio and gate, with a row per displayed column and a column per
     calibration set. wins: rows of `winner_map`."""
-    maps = list(groups(wins, SETTINGS))
-    most_rows = max(map_wins["column"].nunique() for _, map_wins in maps)
-    drawing, grid = style.panels(len(maps), 2, max(0.36 * most_rows, 1.1) + 0.75, below=0)
-    # at most two maps side by side
-    map_inches = drawing.get_figwidth() / min(2, len(maps)) - _LABEL_WIDTH
-    for axes, (key, map_wins) in zip(grid, maps, strict=True):
-        _draw_map(axes, map_wins, map_inches)
-        axes.set_title(f"{key['model']}, {map_wins['pruned'].iloc[0]} pruned")
+    frames = []
+    for key, map_wins in groups(wins, SETTINGS):
+        sets = names.calibrations_in_order(map_wins["calibration"])
+        columns = list(dict.fromkeys(map_wins["column"]))
+        squares = sorted_in_order(map_wins, "calibration", sets)
+        squares = sorted_in_order(squares, "column", columns)
+        title = f"{key['model']}, {map_wins['pruned'].iloc[0]} pruned"
+        frames.append(squares.assign(panel=title))
+    squares = pd.concat(frames)
+    is_tie = squares["winners"].map(len) != 1
+    drawing = marks.heat(
+        squares.assign(
+            x=squares["calibration"].map(names.calibration),
+            y=squares["column"].map(names.benchmark),
+            colour=squares["winners"].map(_colour),
+            text=list(map(_text, squares["winners"], squares["score"])),
+            is_hatched=~is_tie & ~squares["proved"].astype(bool),
+        )
+    )
     handles = [
         Patch(facecolor=style.RULE, label="proved win"),
         Patch(
@@ -186,59 +197,19 @@ def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
     )
     caption = (
         f"{proved_wins_sentence(wins)} Each cell names the leading criterion of a column and "
-        "calibration set, or all criteria with the highest score. "
+        "calibration set, or the number of criteria that share the highest score. "
         f"{explanation if _has_tests(wins) else _NO_TESTS}"
     )
     return Figure(name, title, caption, drawing)
 
 
-_LABEL_WIDTH = 0.8
-"""Inches for the labels of the rows."""
+def _colour(winners: Sequence[str]) -> Any:
+    """Colour of a square: that of the only winner, light; none for a tie."""
+    return to_rgba(style.colour(winners[0]), 0.3) if len(winners) == 1 else "none"
 
 
-def _draw_map(axes: Axes, wins: pd.DataFrame, inches: float) -> None:
-    """Draw one map, with a cell for each of `wins`.
-
-    wins: rows of `winner_map`; inches: width of the map."""
-    columns = list(dict.fromkeys(wins["column"]))
-    sets = names.calibrations_in_order(wins["calibration"])
-    for win in records(wins):
-        x = sets.index(win["calibration"])
-        y = columns.index(win["column"])
-        winners: tuple[str, ...] = win["winners"]
-        if len(winners) == 1:
-            square = Rectangle(
-                (x, y), 1, 1, facecolor=style.colour(winners[0]), edgecolor=style.MUTED, linewidth=0
-            )
-            square.set(alpha=0.3, hatch=None if win["proved"] else style.HATCH)
-            axes.add_patch(square)
-        text, size = _text_and_size(winners, win["score"], inches / len(sets))
-        axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=size, linespacing=1.0)
-    for edge in range(len(sets) + 1):
-        axes.axvline(edge, color=style.SURFACE, linewidth=2)
-    for edge in range(len(columns) + 1):
-        axes.axhline(edge, color=style.SURFACE, linewidth=2)
-    style.label_squares(
-        axes, list(map(names.calibration, sets)), list(map(names.benchmark, columns))
-    )
-
-
-def _text_and_size(winners: Sequence[str], score: float, inches: float) -> tuple[str, float]:
-    """(text in a cell of a map, font size in points). inches: width of the cell.
-
-    A tie of five winners is printed as `A = B =` and, below, `C +2`, or as `5 tied` if the two
-    lines do not fit."""
-    letters_in_line = int(inches / SMALL_LETTER)  # at 5.6 points
-    if len(winners) > 1 and score != 0:
-        methods = [names.method(name) for name in winners[:3]]
-        others = f" +{len(winners) - 3}" if len(winners) > 3 else ""
-        if len(winners) == 2:
-            text = " =\n".join(methods)
-        else:
-            text = f"{methods[0]} = {methods[1]} =\n{methods[2]}{others}"
-        is_fitting = max(map(len, text.splitlines())) <= letters_in_line
-        return (text, 5.6) if is_fitting else (f"{len(winners)} tied", 6.5)
-    text = label(winners, score)
-    if len(text) > inches / LETTER:  # too long for one line at 7.5 points
-        return textwrap.fill(text, letters_in_line), 5.6
-    return text, 7.5 if len(winners) == 1 else 6.5
+def _text(winners: Sequence[str], score: float) -> str:
+    """Text of a square: the winner, or two that are tied, or the number of those tied."""
+    if len(winners) > 2 and score != 0:
+        return f"{len(winners)} tied"
+    return label(winners, score)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +14,6 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-import pandas as pd
 from matplotlib import colormaps
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -22,27 +21,21 @@ from matplotlib.axis import Axis
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure as Drawing
 from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import (
     FixedFormatter,
     FixedLocator,
-    MaxNLocator,
     PercentFormatter,
     ScalarFormatter,
 )
 
 from analysis import names
 
-LETTER, SMALL_LETTER = 0.063, 0.047
-"""Average width of a letter in inches at 7.5 and at 5.6 points."""
+SMALL_LETTER = 0.047
+"""Average width of a letter in inches at 5.6 points."""
 
 PAGE = 6.9
 """Width of a figure across the page, in inches."""
 DPI = 200
-WIDE = 3
-"""Largest number of panels side by side that leaves room for a title of several words on one
-line."""
-
 INK, MUTED, RULE, SURFACE = "#15181e", "#667080", "#d4d9e0", "#fdfdfe"
 """Colours that follow the page's light or dark theme: in SVG they become CSS variables."""
 _THEME = {INK: "var(--ink)", MUTED: "var(--muted)", RULE: "var(--rule)", SURFACE: "var(--surface)"}
@@ -81,13 +74,9 @@ SHADES = ("#2277bb", "#ee7733", "#117733", "#aa4499", "#15181e", "#b39a25", "#cc
 """Colours of lines that do not stand for criteria."""
 DASHED: Any = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 0.9}
 """Line style of references, such as the unpruned model."""
-NO_TOKENS: Any = {"facecolor": "none", "edgecolor": "#bb3311", "hatch": "xxxx"}
-"""Patch style of experts without tokens."""
 MARKERS = "osD^vPX*<>hd"
 SEQUENTIAL = "YlGnBu"
 """Name of a colour map from light to dark, also when printed in grey."""
-DARK = 0.55
-"""Position (0..1) in SEQUENTIAL from which colours are too dark for black letters."""
 HATCH = "/////"
 """Hatching of squares of a winner map whose win is not proved."""
 
@@ -208,39 +197,20 @@ def svg_element(figure: Figure) -> str:
     )
 
 
-def remove_spines(axes: Axes) -> None:
-    """Hide the border lines of axes."""
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+def label_ticks(
+    axis: Axis, labels: Iterable[str], first: float = 0, most: int = 12, **look: Any
+) -> None:
+    """Label the positions `first`, `first` + 1, ... of an axis, unlike `Axes.set_xticks` without
+    changing the axis's limits.
 
-
-def label_ticks(axis: Axis, positions: Iterable[float], labels: Iterable[str], **look: Any) -> None:
-    """Label these positions of an axis, unlike `Axes.set_xticks` without changing the axis's
-    limits.
-
+    most: largest number of labels; of more, every second, third, ... is shown.
     look: tick parameters such as `labelsize` and `labelrotation`.
     """
-    axis.set_major_locator(FixedLocator(list(positions)))
-    axis.set_major_formatter(FixedFormatter(list(labels)))
+    texts = list(map(str, labels))
+    step = max(1, -(-len(texts) // most))  # rounded up
+    axis.set_major_locator(FixedLocator([first + number for number in range(0, len(texts), step)]))
+    axis.set_major_formatter(FixedFormatter(texts[::step]))
     axis.set_tick_params(**look)
-
-
-def panels(
-    count: int, columns: int, height: float, below: float = 0.5, **options: Any
-) -> tuple[Drawing, list[Axes]]:
-    """(drawing, panels): a drawing with `count` empty panels, at most `columns` in a row.
-
-    - height: height of a row of panels in inches
-    - below: height of the space for the legend in inches
-    - options: arguments of `subplots`
-    """
-    columns = min(columns, count)
-    rows = -(-count // columns)  # rounded up
-    empty_drawing = drawing(PAGE if columns > 1 else PAGE * 0.6, height * rows + below)
-    grid = empty_drawing.subplots(rows, columns, squeeze=False, **options)
-    for axes in grid.flat[count:]:
-        axes.remove()
-    return empty_drawing, list(grid.flat[:count])
 
 
 def legend(figure: Drawing, handles: Iterable[Artist], most: int = 6, title: str = "") -> None:
@@ -280,40 +250,25 @@ def draw_line(axes: Axes, look: Line2D, x: Any, y: Any) -> None:
     axes.autoscale(None)  # type: ignore[arg-type]
 
 
-def line_look(number: int) -> dict[str, Any]:
-    """Colour and marker of the line with this number (from 0), for lines that do not stand for
-    criteria."""
-    return {"color": SHADES[number % len(SHADES)], "marker": MARKERS[number % len(MARKERS)]}
+def line_looks(
+    labels: Iterable[str], colours: Mapping[str, str] | None = None
+) -> dict[str, Line2D]:
+    """Legend entries with different markers for the lines of a figure, by label.
+
+    colours: label -> colour, OTHER for labels without an entry; without `colours`, lines have the
+    colours SHADES.
+    """
+    looks = {}
+    for number, label in enumerate(dict.fromkeys(labels)):
+        shade = colours.get(label, OTHER) if colours else SHADES[number % len(SHADES)]
+        marker = MARKERS[number % len(MARKERS)]
+        looks[label] = legend_entry(label, color=shade, marker=marker, markersize=4, linewidth=1.2)
+    return looks
 
 
-def depth_colour(layer: int, layers: Sequence[int]) -> str:
-    """The colour of `layer` in a figure of `layers`, from light for the first layer to dark for the
-    last layer."""
-    # without the lightest and the darkest colours of the map
-    return to_hex(
-        colormaps["viridis_r"](0.1 + 0.85 * layers.index(layer) / max(1, len(layers) - 1))
-    )
-
-
-def depth_keys(layers: Sequence[int]) -> list[Line2D]:
-    """Legend entries for the first and the last layer in `layers`."""
-    ends = dict.fromkeys((layers[0], layers[-1]))
-    return [
-        legend_entry(f"layer {layer}", color=depth_colour(layer, layers), marker="o")
-        for layer in ends
-    ]
-
-
-def layer_axis(axes: Axes) -> None:
-    """Label the x axis as decoder layers, with integer ticks."""
-    axes.set_xlabel("decoder layer")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-
-
-def format_percent(*axes: Axis) -> None:
-    """Format the tick labels of these axes as per cent: the share 0.5 becomes 50 %."""
-    for axis in axes:
-        axis.set_major_formatter(PercentFormatter(1, symbol=" %"))
+def format_percent(axis: Axis) -> None:
+    """Format the tick labels of an axis as per cent: the share 0.5 becomes 50 %."""
+    axis.set_major_formatter(PercentFormatter(1, symbol=" %"))
 
 
 def format_power(axis: Axis) -> None:
@@ -325,76 +280,11 @@ def format_power(axis: Axis) -> None:
     axis.get_offset_text().set_fontsize(6.5)
 
 
+def shade(share: float) -> str:
+    """The colour of the colour map SEQUENTIAL at the position `share` (0..1)."""
+    return to_hex(colormaps[SEQUENTIAL](share))
+
+
 def format_tokens(count: float) -> str:
     """Format a number of tokens, such as `65k` or `0.5M`."""
     return f"{count / 1e6:.3g}M" if count >= 5e5 else f"{count / 1e3:.3g}k"
-
-
-def label_squares(
-    axes: Axes, columns: Sequence[str], rows: Sequence[str], *, above: bool = True
-) -> None:
-    """Label the columns and rows of axes that contain a grid of unit squares.
-
-    above: whether the labels of columns are above the grid or below it.
-    """
-    axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0))
-    label_ticks(
-        axes.xaxis, np.arange(len(columns)) + 0.5, columns, labeltop=above, labelbottom=not above
-    )
-    label_ticks(axes.yaxis, np.arange(len(rows)) + 0.5, rows)
-    remove_spines(axes)
-
-
-def draw_square(
-    axes: Axes, x: int, y: int, shade: float, text: str, size: float | None = None, below: str = ""
-) -> None:
-    """Draw a unit square of a grid with a text in its middle. The y axis of the grid points down.
-
-    x, y: the square's top left corner; shade: position (0..1) of the square's colour in the colour
-    map SEQUENTIAL; size: font size of `text` in points; below: a smaller text under `text`.
-    """
-    axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colormaps[SEQUENTIAL](shade), linewidth=0))
-    text_style: Any = {
-        "ha": "center",
-        "va": "center",
-        "color": "#000000" if shade < DARK else "#ffffff",
-    }
-    axes.text(
-        x + 0.5, y + (0.36 if below else 0.5), text, fontsize=size, fontweight="bold", **text_style
-    )
-    if below:
-        axes.text(x + 0.5, y + 0.74, below, fontsize=5.8, **text_style)
-
-
-def draw_expert_rows(axes: Axes, values: pd.Series, shade: Callable[[Any], Any]) -> None:
-    """Draw a row for each layer, with a coloured square for each expert of the layer. The experts
-    of a row are in ascending order of their values. The value 0 is hatched (NO_TOKENS).
-
-    values: a value >= 0 for each expert, indexed by the expert's layer.
-    shade: converts the values (experts,) of one layer to positions (0..1) in the colour map
-    SEQUENTIAL.
-    """
-    layers = sorted(values.index.unique())
-    for y, layer in enumerate(layers):
-        ordered = np.sort(values[values.index == layer].to_numpy(float))
-        image = colormaps[SEQUENTIAL](shade(ordered))[None]  # (1, experts, red-green-blue-alpha)
-        zeros = int((ordered == 0).sum())
-        image[0, :zeros, 3] = 0  # fully transparent
-        axes.imshow(
-            image,
-            # left, right, bottom and top; the y axis points down
-            extent=(0, len(ordered), y + 0.94, y + 0.06),
-            aspect="auto",
-            interpolation="nearest",
-        )
-        if zeros:
-            axes.add_patch(Rectangle((0, y + 0.06), zeros, 0.88, linewidth=0, **NO_TOKENS))
-    axes.set(xlim=(0, values.groupby(level=0).size().max()), ylim=(len(layers), 0))
-    # at most 12 layers
-    labelled_layers = layers[:: -(-len(layers) // 12)]
-    positions = [layers.index(layer) + 0.5 for layer in labelled_layers]
-    label_ticks(
-        axes.yaxis, positions, [f"layer {layer}" for layer in labelled_layers], labelsize=6.5
-    )
-    label_ticks(axes.xaxis, [], [])
-    remove_spines(axes)

@@ -238,7 +238,6 @@ def test_figures_are_files_that_the_page_links(small_report: Path) -> None:
         "winners",
         "ranking",
         "aimer.fig3",
-        "tokens_per_expert",
     ],
 )
 def test_figures_are_drawn(name: str, small_report: Path) -> None:

@@ -24,7 +24,6 @@ from analysis.load import settings as cell_settings
 from analysis.outputs import (
     calibration,
     channels,
-    layer_budgets,
     recovery,
     score_rows,
     search,
@@ -257,31 +256,6 @@ def test_the_front_is_what_nothing_beats() -> None:
         assert pareto_front(costs, scores).tolist() == naive_front(costs, scores)
 
 
-def retained_shares(plans: dict[int, list[list[float]]]) -> pd.DataFrame:
-    """Rows of cell -> layers -> shares of the experts' channels."""
-    return pd.DataFrame(
-        [
-            {"cell": number, "layer": layer, "expert": expert, "share": share}
-            for number, layers in plans.items()
-            for layer, values in enumerate(layers)
-            for expert, share in enumerate(values)
-        ]
-    )
-
-
-def test_layers_retain_the_mean_of_their_experts() -> None:
-    plans = {
-        1: [[0.5, 0.5], [0.5, 0.5]],
-        2: [[0.7502, 0.25], [0.5, 0.5]],
-        3: [[1.0, 0.5], [0.5, 0.0]],
-    }
-    allocations = ("uniform", "layerwise", "coverage")
-    cells = cells_of([UNPRUNED, *(cell("snip", allocation) for allocation in allocations)])
-    shares = layer_budgets.layer_shares(cells, retained_shares(plans))
-    assert shares.index.tolist() == ["uniform\nlayerwise", "coverage"]
-    assert shares.to_numpy().tolist() == [[0.5, 0.5], [0.75, 0.25]]
-
-
 def test_perplexity_is_drawn_against_the_ratio() -> None:
     axes = [UNPRUNED, *(cell("heapr", "global", ratio=ratio) for ratio in (0.2, 0.6, 0.4))]
     comparison = comparison_of(
@@ -295,8 +269,8 @@ def test_perplexity_is_drawn_against_the_ratio() -> None:
         [panel] = figure.drawing.axes
         [points] = [line for line in panel.lines if len(line.get_xdata()) == 3]
         assert np.asarray(points.get_ydata()) == pytest.approx(values[[1, 3, 2]])
-        assert scale in panel.get_ylabel()
-        assert np.asarray(panel.lines[0].get_ydata()) == pytest.approx(values[[0, 0]])
+        assert scale in panel.get_title()
+        assert np.asarray(panel.lines[-1].get_ydata()) == pytest.approx(values[[0, 0]])
     assert channels.loss_figure(results_of(study, [comparison]), "loss_by_ratio") == []
     assert score_rows.ratio_lines(cells_of(axes[:3]).iloc[1:]) == {}, "two ratios are no line"
 
@@ -318,11 +292,13 @@ def storage_sizes(*sizes: int) -> list[dict[str, float]]:
     return [{"storage_bytes": size * 2**20, "routed_kept": size / 8} for size in sizes]
 
 
-def test_first_method_of_a_criterion_has_filled_markers(recovered: Comparison) -> None:
-    lines = score_rows.method_lines(recovered)
-    methods = [names.method_key("reap"), names.method_key("reap", "evolutionary")]
-    markers = [lines[method].get_markerfacecolor() for method in methods]
-    assert markers == [style.colour(methods[0]), style.SURFACE]
+def test_lines_of_the_unpruned_model_are_dashed_and_of_a_criterion_have_its_colour() -> None:
+    methods = ["reap", names.method_key("reap", "evolutionary"), "none"]
+    rows = pd.DataFrame({"method": methods, "label": list(map(names.method, methods))})
+    unpruned, first, second = score_rows.criterion_looks(rows).values()
+    assert first.get_color() == second.get_color() == style.colour("reap")
+    assert first.get_marker() != second.get_marker()
+    assert unpruned.is_dashed() and not first.is_dashed()
 
 
 def test_storage_figure_has_a_line_for_each_method_with_each_recovery(
