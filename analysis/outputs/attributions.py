@@ -16,7 +16,7 @@ from analysis.load.reader import groups, step_kind, steps_with_inputs, time_and_
 from analysis.load.study import Study
 from analysis.outputs.captions import SECONDS_NOTE, SUMS, machines_sentence, pass_setup
 from analysis.outputs.score_rows import COVERAGE_PLANS, Block, coverage_cells, score_table
-from analysis.registry import Item, Results, output, per_model
+from analysis.registry import Results, output, per_model
 from analysis.render import marks, style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table
@@ -50,8 +50,11 @@ EQUAL_COLUMNS = ["ratio", "criterion", "gate", "other_settings"]
 SECONDS = "Time (s)"
 
 
+@output("coverage.table14", chapter="attribution", filters="Model|Calibration|Pruned", needs=SUMS)
 def agreement_table(results: Results, name: str) -> Table:
-    """Table 14: correlations of each of ESTIMATES with each of TRUTHS over experts. A row per
+    """Agreement of attributions with ablations, and seconds of attributions.
+
+    Table 14: correlations of each of ESTIMATES with each of TRUTHS over experts. A row per
     model, calibration set and estimate."""
     kinds = ("Pearson", "Rank", "Rank in a layer", "Pearson of channels kept")
     columns = [f"{kind}, {truth}" for truth in TRUTHS.values() for kind in kinds]
@@ -161,10 +164,14 @@ def seconds_and_machines(study: Study, cells: pd.DataFrame) -> tuple[dict[str, f
 
 
 @score_table(
+    "coverage.table14.scores",
     "Channel budgets by the prior that divides a layer among its experts",
     (*names.COMMON_SENSE, "gsm8k", "mmlu", MEAN),
     "Rows name the prior by which allocation=coverage divides a layer among its experts. "
     "Difference: Mean minus that of the first order, paired.",
+    chapter="attribution",
+    filters="Model|Calibration|Pruned",
+    needs="plans of allocation=coverage that differ in the prior alone",
 )
 def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Blocks of plans of allocation=coverage that differ in the prior alone."""
@@ -190,12 +197,6 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
             title_parts.append(names.allocation_name(str(first_order_plans["allocation"].iloc[0])))
             base = int(first_order_plans["cell"].iloc[0])
         yield Block(comparison, ", ".join(filter(None, title_parts)), labels, base)
-
-
-@output("coverage.table14", chapter="attribution", filters="Model|Calibration|Pruned", needs=SUMS)
-def agreement_and_prior_tables(results: Results, name: str) -> list[Item | None]:
-    """Agreement of attributions with ablations, seconds of attributions, and scores by prior."""
-    return [agreement_table(results, name), prior_table(results, f"{name}.scores")]
 
 
 @output("coverage.fig12", chapter="attribution", needs=f"{COVERAGE_PLANS}, and {SUMS}")

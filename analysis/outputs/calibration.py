@@ -60,17 +60,15 @@ def calibrated_cells(comparison: Comparison) -> pd.DataFrame:
     return sorted_in_order(cells, "method", order, "ratio")
 
 
-@output(
-    "coverage.table18",
-    chapter="task",
-    filters="*Model|Pruned",
-    needs=f"one criterion on several calibration sets, and {SLIMMING}",
-)
 @score_table(
+    "coverage.table18",
     "Calibration sets: texts, and numbers of tokens",
     (*names.ABLATION, MEAN),
     "A block per ratio and method; rows name the calibration set and the tokens read of it. "
     "Difference: Mean minus that of the set of most tokens, the last row, paired.",
+    chapter="task",
+    filters="*Model|Pruned",
+    needs=f"one criterion on several calibration sets, and {SLIMMING}",
 )
 def calibration_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Each method with several calibration sets, a block per ratio and method."""

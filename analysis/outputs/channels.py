@@ -44,19 +44,17 @@ def heapr_cells(cells: pd.DataFrame) -> pd.DataFrame:
     return channels[[pair in names.METHODS for pair in pairs]]
 
 
-@output(
-    "heapr.table1",
-    chapter="channels",
-    filters="*Model|Pruned",
-    needs=f"HEAPr or CAMERA with allocation=global or layerwise, and {HEAPR}",
-)
 @score_table(
+    "heapr.table1",
     "Channels and whole experts",
     (*names.HEAPR, MEAN),
     (
         "Kept: share of the parameters of routed experts. FLOPs saved: per token, with the pruned "
         "model's routing."
     ),
+    chapter="channels",
+    filters="*Model|Pruned",
+    needs=f"HEAPr or CAMERA with allocation=global or layerwise, and {HEAPR}",
 )
 def method_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """HEAPr's Table 1: every method at every ratio, HEAPr's seven benchmarks and their mean."""
@@ -65,21 +63,19 @@ def method_table(results: Results, comparison: Comparison) -> Iterator[Block]:
             yield ratio_block(comparison, ratio, settings.method_labels(cells))
 
 
-@output(
+@score_table(
     "heapr.table2",
+    "Choice of channels: CAMERA and HEAPr within layers, HEAPr over all layers",
+    (*names.HEAPR, MEAN),
+    "CAMERA-P scores each layer on the outputs of the pruned layers below it, as its code does; "
+    "one-shot scores all layers of the unpruned model. Difference: Mean minus that of CAMERA-P "
+    "(one-shot where only that was run), paired.",
     chapter="channels",
     filters="Model|Pruned",
     needs=(
         "CAMERA with allocation=sequential or layerwise, HEAPr with layerwise or global, and "
         f"{HEAPR}"
     ),
-)
-@score_table(
-    "Choice of channels: CAMERA and HEAPr within layers, HEAPr over all layers",
-    (*names.HEAPR, MEAN),
-    "CAMERA-P scores each layer on the outputs of the pruned layers below it, as its code does; "
-    "one-shot scores all layers of the unpruned model. Difference: Mean minus that of CAMERA-P "
-    "(one-shot where only that was run), paired.",
 )
 def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """HEAPr's Table 2: CAMERA-P, HEAPr-L and HEAPr-G."""
@@ -92,15 +88,13 @@ def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[B
             yield ratio_block(comparison, key["ratio"], settings.method_labels(cells), base)
 
 
-@output(
-    "coverage.table6",
-    chapter="channels",
-    needs=f"one channel criterion under allocation=coverage and others, and {SLIMMING}",
-)
 @score_table(
+    "coverage.table6",
     "Channel budgets: allocations",
     (*names.ABLATION, MEAN),
     "Difference: Mean minus that of uniform widths, paired. Rows name the allocation.",
+    chapter="channels",
+    needs=f"one channel criterion under allocation=coverage and others, and {SLIMMING}",
 )
 def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 6: one channel score under every allocation."""
@@ -120,17 +114,15 @@ def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]
             yield ratio_block(comparison, key["ratio"], labels, base)
 
 
-@output(
-    "coverage.table7",
-    chapter="channels",
-    needs=f"allocation=coverage and its coverage_smoothing_* variants, and {SLIMMING}",
-    aliases=("coverage.table15",),
-)
 @score_table(
+    "coverage.table7",
     "Channel budgets: smoothing",
     (*names.ABLATION, MEAN),
     "How layer losses are smoothed; the priors of experts keep their own smoothing. Difference: "
     f"Mean minus that of {DEFAULT_SMOOTHING}, the default, paired.",
+    chapter="channels",
+    needs=f"allocation=coverage and its coverage_smoothing_* variants, and {SLIMMING}",
+    aliases=("coverage.table15",),
 )
 def smoothing_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 7: coverage budgets with different smoothings of layer losses."""
@@ -150,16 +142,14 @@ def smoothing_table(results: Results, comparison: Comparison) -> Iterator[Block]
             yield ratio_block(comparison, key["ratio"], smoothings.map(names.capitalised), base)
 
 
-@output(
-    "coverage.table13",
-    chapter="channels",
-    needs=f"several channel criteria under allocation=coverage, and {SLIMMING}",
-)
 @score_table(
+    "coverage.table13",
     "Channel scores under coverage budgets",
     (*names.ABLATION, MEAN),
     "Activations, weights and gradients are those of the down projection, unless a row names "
     "another. Difference: Mean minus that of Activation, the default, paired.",
+    chapter="channels",
+    needs=f"several channel criteria under allocation=coverage, and {SLIMMING}",
 )
 def channel_score_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 13: channel scores under the allocation `coverage`."""
@@ -279,30 +269,26 @@ _BLOCKS_CAPTION = (
 )
 
 
-@output(
-    "coverage.table8",
-    needs=f"several of coverage_aligned_* of sweeps (coverage_table8), and {SLIMMING}",
-    aliases=("coverage.table17",),
-)
 @score_table(
+    "coverage.table8",
     "Channel budgets in blocks: channels left over by rounding",
     (*names.COMMON_SENSE, COMMON_SENSE_MEAN, "gsm8k", "humaneval", MEAN),
     _BLOCKS_CAPTION,
+    needs=f"several of coverage_aligned_* of sweeps (coverage_table8), and {SLIMMING}",
+    aliases=("coverage.table17",),
 )
 def aligned_blocks(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Channel budgets in blocks: sizes of blocks, and assignment of channels left by rounding."""
     return allocation_blocks(comparison, r"coverage aligned \d+( scores)?")
 
 
-@output(
-    "coverage.table16",
-    chapter="channels",
-    needs=f"coverage_aligned_128 and coverage_min_* of sweeps (coverage_table16), and {SLIMMING}",
-)
 @score_table(
+    "coverage.table16",
     "Channel budgets in blocks: the smallest expert that is kept",
     (*names.ABLATION, MEAN),
     _BLOCKS_CAPTION,
+    chapter="channels",
+    needs=f"coverage_aligned_128 and coverage_min_* of sweeps (coverage_table16), and {SLIMMING}",
 )
 def smallest_experts(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Channel budgets in blocks: smallest number of channels with which an expert is kept."""

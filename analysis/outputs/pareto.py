@@ -300,12 +300,15 @@ def cells_of_both_granularities(comparison: Comparison) -> pd.DataFrame:
     return cells if cells["granularity"].nunique() > 1 else cells[:0]
 
 
-@output("coverage.table10", chapter="cost", filters="Model|Pruned", needs=BOTH_GRANULARITIES)
 @score_table(
+    "coverage.table10",
     "Channels and whole experts, benchmark by benchmark",
     (*names.COMMON_SENSE, MEAN),
     "Kept: share of the parameters of routed experts. Storage: weights on disk.",
     costs=STORAGE_COSTS,
+    chapter="cost",
+    filters="Model|Pruned",
+    needs=BOTH_GRANULARITIES,
 )
 def channels_and_experts(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 10: channels and whole experts at each ratio, benchmark by benchmark."""

@@ -67,13 +67,15 @@ def _method_without_recovery(method: str) -> str:
     return names.method(names.method_key(criterion, allocation))
 
 
-@output("coverage.table11", chapter="recovery", needs=f"cells with a recovery, and {SLIMMING}")
 @score_table(
+    "coverage.table11",
     "Pruning and recovery together",
     (*names.ABLATION, MEAN),
     "Rows name how pruned models were quantised or tuned. Difference: Mean minus that of 16 bits "
     "at the same ratio, paired. Storage: weights on disk, with the scales of quantised ones.",
     costs=STORAGE_COSTS,
+    chapter="recovery",
+    needs=f"cells with a recovery, and {SLIMMING}",
 )
 def recovery_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 11: every ratio with every recovery."""
@@ -139,49 +141,37 @@ def _label_ratios(axes: Axes, comparison: Comparison, points: pd.DataFrame) -> N
         axes.annotate(text, (point["x"], point["y"]), xytext=(5, -9), **look)
 
 
-def recovery_blocks(comparison: Comparison) -> Iterator[Block]:
-    """Yield a block for each ratio at which a cell has a recovery: all pruned cells of this ratio,
-    sorted by method."""
-    for ratio, cells in cells_by_ratio(comparison.cells[comparison.cells["criterion"] != "none"]):
-        if set(cells["recovery"]) != {"none"}:
-            order = names.methods_in_order(cells["method"])
-            positions = cells["method"].map(order.index)
-            sorted_cells = positions.sort_values(kind="stable").index
-            yield ratio_block(comparison, ratio, settings.method_labels(cells)[sorted_cells])
-
-
 _RECOVERY_CAPTION = (
     "Mean: of the benchmarks before it. Storage: weights on disk, with the scales of quantised "
     "ones."
 )
 
 
-@output(
-    "coverage.table3",
-    needs="cells with a recovery (coverage_table3 and coverage_table5 of sweeps)",
-    aliases=("coverage.table5",),
-)
 @score_table(
+    "coverage.table3",
     "Pruned and recovered: general benchmarks",
     (*names.GENERAL, MEAN),
     _RECOVERY_CAPTION,
     costs=STORAGE_COSTS,
+    needs="cells with a recovery (coverage_table3 and coverage_table5 of sweeps)",
+    aliases=("coverage.table5",),
 )
-def general_benchmark_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Pruned and recovered models on general benchmarks."""
-    return recovery_blocks(comparison)
-
-
-@output("coverage.table4", needs="cells with a recovery, and reasoning benchmarks, such as gsm8k")
 @score_table(
+    "coverage.table4",
     "Pruned and recovered: reasoning",
     (*names.REASONING, MEAN),
     _RECOVERY_CAPTION,
     costs=STORAGE_COSTS,
+    needs="cells with a recovery, and reasoning benchmarks, such as gsm8k",
 )
-def reasoning_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Pruned and recovered models on reasoning benchmarks."""
-    return recovery_blocks(comparison)
+def recovery_blocks(results: Results, comparison: Comparison) -> Iterator[Block]:
+    """Yield a block for each ratio at which a cell has a recovery: all pruned cells of this ratio,
+    sorted by method."""
+    for ratio, cells in cells_by_ratio(comparison.cells[comparison.cells["criterion"] != "none"]):
+        if set(cells["recovery"]) != {"none"}:
+            labels = settings.method_labels(cells)
+            ordered = sorted_in_order(cells, "method", names.methods_in_order(cells["method"]))
+            yield ratio_block(comparison, ratio, labels[ordered.index])
 
 
 @output(

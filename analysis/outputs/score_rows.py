@@ -21,7 +21,7 @@ from analysis.load.reader import groups
 from analysis.load.settings import comma_joined, gate_and_seed
 from analysis.load.study import Study
 from analysis.outputs.captions import MEBIBYTE, score_setup
-from analysis.registry import Results
+from analysis.registry import Results, output
 from analysis.render import style
 from analysis.render.table import SCORE, Table
 from analysis.stats import uncertainty
@@ -106,14 +106,20 @@ BlockMaker = Callable[[Results, Comparison], Iterable[Block]]
 
 
 def score_table(
-    title: str, columns: Sequence[str], caption: str, costs: Mapping[str, Cost] = COSTS
-) -> Callable[[BlockMaker], Callable[[Results, str], Table | None]]:
-    """Decorator for a function that yields the blocks of one model. The decorated function takes
-    (results, name) and returns the `block_table` with the blocks of all models.
+    name: str,
+    title: str,
+    columns: Sequence[str],
+    caption: str,
+    costs: Mapping[str, Cost] = COSTS,
+    **fields: Any,
+) -> Callable[[BlockMaker], BlockMaker]:
+    """Decorator that registers a `block_table` as an output. The decorated function yields the
+    blocks of one model.
 
-    title, columns, caption, costs: arguments of `block_table`."""
+    name, fields: arguments of `output`; title, columns, caption, costs: arguments of `block_table`.
+    """
 
-    def decorate(blocks_of: BlockMaker) -> Callable[[Results, str], Table | None]:
+    def register(blocks_of: BlockMaker) -> BlockMaker:
         @wraps(blocks_of)
         def make(results: Results, name: str) -> Table | None:
             blocks: list[Block] = []
@@ -123,9 +129,11 @@ def score_table(
                 results.study, blocks, columns, costs, name=name, title=title, caption=caption
             )
 
-        return make
+        make.__doc__ = f"{title}."
+        output(name, **fields)(make)
+        return blocks_of
 
-    return decorate
+    return register
 
 
 def block_table(

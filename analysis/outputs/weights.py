@@ -4,6 +4,7 @@ scores (AIMER, Tables 2, 3 and 5 to 7, and Fig. 2)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,7 +26,6 @@ from analysis.outputs.score_rows import (
 from analysis.registry import Results, output
 from analysis.render import marks, style
 from analysis.render.style import Figure
-from analysis.render.table import Table
 from analysis.stats.cell_scores import CODE_BENCHMARKS, GROUPS, WRITING_AND_MATH
 from analysis.stats.comparison import Comparison
 
@@ -34,16 +34,39 @@ WEIGHTS = "cells with criterion=aimer"
 
 
 def weights_table(
-    title_end: str, columns: Sequence[str]
-) -> Callable[[BlockMaker], Callable[[Results, str], Table | None]]:
+    name: str, title_end: str, columns: Sequence[str], **fields: Any
+) -> Callable[[BlockMaker], BlockMaker]:
     """The decorator `score_table` with a title and a caption for tables of this module.
 
     title_end: last words of the title; columns: benchmarks and averages."""
     title = f"Scores from weights alone and from text: {title_end}"
-    return score_table(title, columns, f"Difference: {columns[-1]} minus that of AIMER, paired.")
+    caption = f"Difference: {columns[-1]} minus that of AIMER, paired."
+    return score_table(name, title, columns, caption, **fields)
 
 
-def aimer_blocks(comparison: Comparison) -> Iterator[Block]:
+@weights_table(
+    "aimer.table2",
+    "group averages",
+    GROUPS,
+    chapter="weights",
+    filters="Model|Pruned",
+    needs=WEIGHTS,
+    aliases=("aimer.table3",),
+)
+@weights_table(
+    "aimer.table5",
+    "writing and mathematics",
+    WRITING_AND_MATH,
+    needs=f"{WEIGHTS}, and WildBench, gsm8k or math500",
+)
+@weights_table("aimer.table6", "coding", CODE_BENCHMARKS, needs=f"{WEIGHTS}, and coding benchmarks")
+@weights_table(
+    "aimer.table7",
+    "multiple choice",
+    (*names.MULTIPLE_CHOICE, "MC Avg"),
+    needs=f"{WEIGHTS}, and multiple-choice benchmarks",
+)
+def aimer_blocks(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Yield a block for each ratio at which AIMER was run, with the cells of all criteria without
     recovery. AIMER's cell is the base of the block's differences."""
     for ratio, cells in cells_by_ratio(cells_without_recovery(comparison)):
@@ -51,40 +74,6 @@ def aimer_blocks(comparison: Comparison) -> Iterator[Block]:
         if len(aimer_cells):
             base = only_cell(aimer_cells)
             yield ratio_block(comparison, ratio, settings.method_labels(cells), base)
-
-
-@output(
-    "aimer.table2",
-    chapter="weights",
-    filters="Model|Pruned",
-    needs=WEIGHTS,
-    aliases=("aimer.table3",),
-)
-@weights_table("group averages", GROUPS)
-def group_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Group averages of criteria that read weights alone and of criteria that read a text."""
-    return aimer_blocks(comparison)
-
-
-@output("aimer.table5", needs=f"{WEIGHTS}, and WildBench, gsm8k or math500")
-@weights_table("writing and mathematics", WRITING_AND_MATH)
-def writing_and_mathematics_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Criteria that read weights alone, and others: writing and mathematics."""
-    return aimer_blocks(comparison)
-
-
-@output("aimer.table6", needs=f"{WEIGHTS}, and coding benchmarks")
-@weights_table("coding", CODE_BENCHMARKS)
-def coding_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Criteria that read weights alone, and others: coding benchmarks."""
-    return aimer_blocks(comparison)
-
-
-@output("aimer.table7", needs=f"{WEIGHTS}, and multiple-choice benchmarks")
-@weights_table("multiple choice", (*names.MULTIPLE_CHOICE, "MC Avg"))
-def multiple_choice_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Criteria that read weights alone, and others: multiple choice."""
-    return aimer_blocks(comparison)
 
 
 FIGURE_CRITERIA = ("magnitude", "aimer")

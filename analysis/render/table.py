@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from analysis import names
 SCORE = "{:.3f}"
 RANK = "{:.2f}"
 PERCENT = "{:.0%}"
-_PRECISION = re.compile(r"\.(\d)([f%])")
-"""Digits and unit in a format."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,23 +150,17 @@ def best_marks(table: Table) -> pd.DataFrame:
     marks = pd.DataFrame(False, index=table.frame.index, columns=table.frame.columns)
     if not table.best or table.frame.empty:
         return marks
-    is_competing = (
-        table.frame["Criterion"].to_numpy() != UNPRUNED if "Criterion" in table.frame else True
-    )
-    blocks: list[Any] = [np.arange(len(table.frame))]  # row numbers of each block
-    if table.blocks:
-        blocks = list(table.frame.groupby(list(table.blocks), sort=False).indices.values())
+    values = table.frame[list(table.best)].astype(float)
+    if "Criterion" in table.frame:
+        values.loc[table.frame["Criterion"] == UNPRUNED] = np.nan
+    block_keys = [table.frame[column] for column in table.blocks] or np.zeros(len(values))
+    by_block = values.groupby(block_keys, sort=False, dropna=False)
     for column, direction in table.best.items():
-        precision = _PRECISION.search(table.formats[column])
-        # n decimals of a per cent are n + 2 of the fraction
-        decimals = int(precision[1]) + 2 * (precision[2] == "%") if precision else 3
-        values = np.where(is_competing, table.frame[column].astype(float).round(decimals), np.nan)
-        is_best = np.zeros(len(values), bool)
-        for rows in blocks:
-            if np.count_nonzero(~np.isnan(values[rows])) > 1:
-                top = np.nanmin(values[rows]) if direction == "min" else np.nanmax(values[rows])
-                is_best[rows] = values[rows] == top
-        marks[column] = is_best
+        texts, best_texts = (
+            numbers.map(partial(format_number, form=table.formats[column]))
+            for numbers in (values[column], by_block[column].transform(direction))
+        )
+        marks[column] = (texts == best_texts) & (by_block[column].transform("count") > 1)
     return marks
 
 
@@ -210,7 +201,8 @@ def csv(table: Table) -> str:
 def markdown(table: Table) -> str:
     """The table as Markdown. The numbers marked by `best_marks` are bold."""
     align = [("---:" if column in table.formats else ":---") for column in table.frame]
-    lines = [[str(column) for column in table.frame], align, *_lines(table, "**{}**", str)]
+    texts = _marked_frame(table, "**{}**", str)
+    lines = [list(texts), align, *texts.to_numpy().tolist()]
     body = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
     notes = "".join(f"\n{note}\n" for note in footnotes(table))
     return f"## {table.title}\n\n{body}\n\n{table.caption}\n{notes}"
@@ -218,38 +210,21 @@ def markdown(table: Table) -> str:
 
 def latex(table: Table) -> str:
     """The table as LaTeX for the package booktabs. The numbers marked by `best_marks` are bold."""
-    layout = "".join("r" if column in table.formats else "l" for column in table.frame)
-    caption = _tex(" ".join([f"{table.title}.", table.caption, *footnotes(table)]))
-    head = " & ".join(_tex(column) for column in table.frame)
-    lines = [f"{' & '.join(line)} \\\\" for line in _lines(table, r"\textbf{{{}}}", _tex)]
-    parts = [
-        "% needs \\usepackage{booktabs}",
-        r"\begin{table}[t]",
-        f"\\caption{{{caption}}}",
-        f"\\label{{tab:{table.name}}}",
-        f"\\begin{{tabular}}{{{layout}}}",
-        r"\toprule",
-        f"{head} \\\\",
-        r"\midrule",
-        *lines,
-        r"\bottomrule",
-        r"\end{tabular}",
-        r"\end{table}",
-    ]
-    return "\n".join(parts) + "\n"
+    marked_frame = _marked_frame(table, r"\textbf{{{}}}", _tex)
+    text = marked_frame.to_latex(
+        index=False,
+        column_format="".join("r" if column in table.formats else "l" for column in table.frame),
+        caption=_tex(" ".join([f"{table.title}.", table.caption, *footnotes(table)])),
+        label=f"tab:{table.name}",
+        position="t",
+    )
+    return f"% needs \\usepackage{{booktabs}}\n{text}"
 
 
-def _lines(table: Table, bold: str, escape_value: Callable[[object], str]) -> list[list[str]]:
-    """Texts of the cells of every row. bold: format of the best numbers, such as `**{}**`."""
-    lines = []
-    for row, marks in zip(
-        printed_texts(table).to_numpy(), best_marks(table).to_numpy(), strict=True
-    ):
-        cells = list(map(escape_value, row))
-        lines.append(
-            [bold.format(cell) if mark else cell for cell, mark in zip(cells, marks, strict=True)]
-        )
-    return lines
+def _marked_frame(table: Table, bold: str, escape_value: Callable[[object], str]) -> pd.DataFrame:
+    """The texts of all cells and columns. bold: format of the best numbers, such as `**{}**`."""
+    texts = printed_texts(table).map(escape_value)
+    return texts.mask(best_marks(table), texts.map(bold.format)).rename(columns=escape_value)
 
 
 _TEX = {"\\": r"\textbackslash{}", "–": "--", "α": r"$\alpha$", "β": r"$\beta$"} | {
@@ -266,31 +241,16 @@ def _tex(value: object) -> str:
 def html(table: Table) -> str:
     """The table as an HTML element that the page can sort. Numbers have their intervals below."""
     head = "".join(_head(table, str(column)) for column in table.frame)
-    marks = best_marks(table).to_numpy()
-    texts = printed_texts(table).to_numpy()
-    is_block_start = _block_starts(table)
-    interval_ends = _interval_ends(table)
+    frames = (table.frame, printed_texts(table), best_marks(table), _interval_texts(table))
+    # per row: four arrays (columns,)
+    arrays = zip(*(frame.to_numpy(object) for frame in frames), strict=True)
     rows = []
-    for row_number, record in enumerate(table.frame.to_dict("records")):
-        classes = ["first"] if is_block_start[row_number] else []
-        if record.get("Criterion") == UNPRUNED:
-            classes.append("unpruned")
-        cells = []
-        for column_number, column in enumerate(map(str, table.frame)):
-            cells.append(
-                _cell(
-                    table,
-                    column,
-                    record[column],
-                    str(texts[row_number, column_number]),
-                    bool(marks[row_number, column_number]),
-                )
-            )
-            if column in interval_ends:
-                cells.append(_interval(table, column, *interval_ends[column][row_number]))
-            cells.append("</td>")
-        attributes = f' class="{" ".join(classes)}"' if classes else ""
-        rows.append(f"<tr{attributes}>{''.join(cells)}</tr>")
+    for classes, parts in zip(_row_classes(table), arrays, strict=True):
+        cells = [
+            _cell(table, str(column), *cell)
+            for column, *cell in zip(table.frame, *parts, strict=True)
+        ]
+        rows.append(f'<tr class="{classes}">{"".join(cells)}</tr>')
     body = "".join(rows)
     return f"<table class=sortable><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
@@ -304,10 +264,12 @@ def _head(table: Table, column: str) -> str:
     )
 
 
-def _cell(table: Table, column: str, value: object, printed: str, is_bold: bool) -> str:
-    """An HTML cell without its closing tag, because an interval may follow.
+def _cell(
+    table: Table, column: str, value: object, printed: str, is_bold: bool, interval: str
+) -> str:
+    """An HTML cell.
 
-    value: value in the frame; printed: text that the cell shows.
+    value: value in the frame; printed, interval: texts that the cell shows.
 
     The page's script sorts numbers by `data-key`. It filters rows by `data-block`, or by the text
     of a cell without it. `--v` is the length of a bar in the background.
@@ -322,9 +284,9 @@ def _cell(table: Table, column: str, value: object, printed: str, is_bold: bool)
             else ""
         )
         block = "" if printed == value else f' data-block="{escape(str(value))}"'
-        return f"<td{css_class}{block}>{content}"
+        return f"<td{css_class}{block}>{content}</td>"
     if printed == GAP:
-        return '<td class=number data-key="">' + GAP
+        return f'<td class=number data-key="">{GAP}</td>'
     number = float(str(value))  # through str, because a frame has values of any type
     form = table.formats[column]
     bar = (
@@ -332,38 +294,35 @@ def _cell(table: Table, column: str, value: object, printed: str, is_bold: bool)
         if form == SCORE and column in table.best and 0 <= number <= 1
         else ""
     )
-    return f'<td class=number data-key="{number:.9g}"{bar}>{content}'
+    small = f"<small>{interval}</small>" if interval else ""
+    return f'<td class=number data-key="{number:.9g}"{bar}>{content}{small}</td>'
 
 
-def _interval_ends(table: Table) -> dict[str, list[tuple[float, float]]]:
-    """Column with intervals -> the low and high end of each row's interval."""
-    ends: dict[str, list[tuple[float, float]]] = {}
+def _interval_texts(table: Table) -> pd.DataFrame:
+    """The interval of each cell as text, with fewer decimals than the number; "" without one."""
+    texts = pd.DataFrame("", index=table.frame.index, columns=table.frame.columns)
     if table.low is None or table.high is None:
-        return ends
-    for column in table.low:
-        if column in table.frame:
-            low = table.low[column].astype(float)
-            high = table.high[column].astype(float)
-            ends[str(column)] = list(zip(low, high, strict=True))
-    return ends
+        return texts
+    for column in table.low.columns.intersection(table.frame.columns):
+        form = "{:.2f} to {:.2f}" if table.formats[column] == SCORE else "{:.1f} to {:.1f}"
+        ends = zip(table.low[column].astype(float), table.high[column].astype(float), strict=True)
+        texts[column] = [
+            "" if math.isnan(low + high) else with_minus_signs(form.format(low, high))
+            for low, high in ends
+        ]
+    return texts
 
 
-def _interval(table: Table, column: str, low: float, high: float) -> str:
-    """The HTML of an interval, with fewer decimals than the numbers of its column."""
-    if math.isnan(low) or math.isnan(high):
-        return ""
-    short = "{:.2f}" if table.formats[column] == SCORE else "{:.1f}"
-    interval = with_minus_signs(f"{short.format(low)} to {short.format(high)}")
-    return f"<small>{interval}</small>"
-
-
-def _block_starts(table: Table) -> list[bool]:
-    """Whether each row is the first of its block."""
-    if not table.blocks or table.frame.empty:
-        return [False] * len(table.frame)
-    keys = table.frame[list(table.blocks)].to_numpy(str).tolist()
-    # strict=False: the second list has one key more
-    return [key != previous for key, previous in zip(keys, [None, *keys], strict=False)]
+def _row_classes(table: Table) -> pd.Series:
+    """CSS classes of each row: `first` for the first of its block, `unpruned` for the unpruned
+    model."""
+    keys = table.frame[list(table.blocks)].astype(str)
+    is_first = (keys != keys.shift()).any(axis=1)
+    criterion = table.frame.get("Criterion", pd.Series("", index=table.frame.index))
+    return (
+        is_first.map({True: "first ", False: ""})
+        + criterion.where(criterion == UNPRUNED, "").str.lower()
+    )
 
 
 RENDERERS: dict[str, Callable[[Table], str]] = {

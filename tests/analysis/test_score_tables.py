@@ -105,7 +105,7 @@ def two_protocols() -> Table:
             for name in names.HEAPR
         ]
     )
-    return channels.channel_choice_table(results_of(study, [first_model]), "t")
+    return find("heapr.table2").make(results_of(study, [first_model]), "t")
 
 
 def test_channel_choices_have_the_columns_of_the_paper(two_protocols: Table) -> None:
@@ -134,7 +134,7 @@ def two_seeds() -> Comparison:
 @pytest.fixture(scope="module")
 def channel_choices(two_seeds: Comparison) -> Table:
     study = study_of(two_seeds, [*COSTS, *COSTS[1:]])
-    return channels.channel_choice_table(results_of(study, [two_seeds]), "t")
+    return find("heapr.table2").make(results_of(study, [two_seeds]), "t")
 
 
 def test_differences_are_paired_with_the_base(channel_choices: Table) -> None:
@@ -170,16 +170,14 @@ def test_channel_choices_name_benchmarks_that_were_not_run(channel_choices: Tabl
 
 
 def test_differences_of_plans_of_one_seed_are_not_tested() -> None:
-    table_rows = rows(
-        channels.channel_choice_table(results_of(study_of(HEAPR, COSTS), [HEAPR]), "t")
-    )
+    table_rows = rows(find("heapr.table2").make(results_of(study_of(HEAPR, COSTS), [HEAPR]), "t"))
     assert table_rows.loc["HEAPr-G", "Difference"] == pytest.approx((6 + 4) / 20 / 2)
     assert "p (Holm)" not in table_rows
 
 
 def test_gap_stays_a_gap() -> None:
     lost = made(AXES, {**SOLVED, "piqa": [20, None, 10, 8, 2, 18, 11]})
-    table = channels.channel_choice_table(results_of(study_of(lost, COSTS), [lost]), "t")
+    table = find("heapr.table2").make(results_of(study_of(lost, COSTS), [lost]), "t")
     row = rows(table).loc["HEAPr-G"]
     assert np.isnan(row["Mean"])
     assert np.isnan(row["Difference"])
@@ -196,7 +194,7 @@ def test_sequential_camera_is_the_base() -> None:
         {name: [*counts, 5] for name, counts in SOLVED.items()},
     )
     costs = [*COSTS, {"routed_kept": 0.5, "flops_ratio": 0.87, "storage_bytes": 100.0}]
-    table_rows = rows(channels.channel_choice_table(results_of(study_of(both, costs), [both]), "t"))
+    table_rows = rows(find("heapr.table2").make(results_of(study_of(both, costs), [both]), "t"))
     assert table_rows.index.tolist() == [
         "Unpruned",
         "HEAPr-G",
