@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, wraps
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pandas as pd
 
@@ -106,16 +106,16 @@ class Output:
 
     name: str
     make: Maker
-    needs: str
+    needs: str = DEFAULT_NEEDS
     """What a run must include for this output to have data."""
-    chapter: str
+    chapter: str = ""
     """The chapter of the report that shows the output; "" for none."""
-    figures_only: bool
+    figures_only: bool = False
     """Whether the chapter shows the figures without the tables."""
-    filters: str
+    filters: str = ""
     """Columns by which the page filters the tables, separated by |. With a leading star, the page
     first shows only the first block."""
-    aliases: tuple[str, ...]
+    aliases: tuple[str, ...] = ()
     """Names of other published tables and figures that this output contains."""
 
     @property
@@ -164,20 +164,11 @@ REGISTERED: dict[str, Output] = {}
 """Outputs of the modules imported so far; `outputs` imports all of them."""
 
 
-def output(
-    name: str,
-    *,
-    chapter: str = "",
-    figures_only: bool = False,
-    filters: str = "",
-    needs: str = DEFAULT_NEEDS,
-    aliases: Sequence[str] = (),
-) -> Callable[[MakerT], MakerT]:
-    """Decorator that registers a function as the Maker of an output. The arguments are fields of
-    `Output`."""
+def output(name: str, **fields: Any) -> Callable[[MakerT], MakerT]:
+    """Decorator that registers a function as the Maker of an output. fields: of `Output`."""
 
     def register(make: MakerT) -> MakerT:
-        REGISTERED[name] = Output(name, make, needs, chapter, figures_only, filters, tuple(aliases))
+        REGISTERED[name] = Output(name, make, **fields)
         return make
 
     return register

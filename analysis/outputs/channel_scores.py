@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 
 from analysis import names
 from analysis.load import passes, settings
-from analysis.load.reader import groups, records, stacked
+from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import pass_setup
 from analysis.outputs.score_rows import (
@@ -145,12 +145,10 @@ def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
     )
     shares = study.retained.groupby(["cell", "layer"])["share"].mean().rename("kept").reset_index()
     losses = losses.merge(shares, on=["cell", "layer"])
-    frames = []
-    for label, line in ratio_lines(cells_without_recovery(comparison, "channel")).items():
-        line_losses = losses[losses["cell"].isin(line.index)]
-        if line_losses["cell"].nunique() > 1:
-            frames.append(line_losses.assign(label=label))
-    return stacked(frames, ["label", "cell", "layer", "kept", "loss"])
+    cells = ratio_lines(cells_without_recovery(comparison, "channel"))
+    losses = losses.merge(cells["label"], left_on="cell", right_index=True)
+    cell_counts = losses.groupby("label")["cell"].transform("nunique")
+    return losses[cell_counts > 1]
 
 
 def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:

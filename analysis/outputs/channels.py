@@ -164,11 +164,10 @@ def channel_score_table(results: Results, comparison: Comparison) -> Iterator[Bl
 def score_lines(comparison: Comparison, target: Target, panel: str) -> pd.DataFrame:
     """Scores on `target` of the methods of `ratio_lines` against the removed share in per cent, for
     the panel `panel` of `marks.over`."""
-    lines = ratio_lines(cells_without_recovery(comparison))
-    rows = pd.concat([line.assign(label=label) for label, line in lines.items()])
+    rows = ratio_lines(cells_without_recovery(comparison))
     score, low, high = comparison.displayed_scores(target)
     # the points of one ratio are 0.6 % apart
-    order = rows["label"].map(list(lines).index)
+    order = pd.factorize(rows["label"])[0]
     x = 100 * rows["removed"] + 0.6 * (order - order.max() / 2)
     return rows.assign(panel=panel, x=x, y=score, low=low, high=high)
 
@@ -179,14 +178,9 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     """Accuracy and FLOPs against the ratio.
 
     HEAPr's Fig. 2: the mean of HEAPr's benchmarks (left) and FLOPs saved (right)."""
-    lines = (
-        ratio_lines(cells_without_recovery(comparison))
-        if len(heapr_cells(comparison.cells))
-        else {}
-    )
-    cells = pd.concat([comparison.cells[:0], *lines.values()]).index
-    target = mean_target(comparison, list(cells), names.HEAPR)
-    if not target:  # also if there are no lines, because then there are no cells
+    cells = ratio_lines(cells_without_recovery(comparison))
+    target = mean_target(comparison, list(cells.index), names.HEAPR)
+    if heapr_cells(comparison.cells).empty or not target:
         return None
     scores = score_lines(comparison, target, "mean of HEAPr's benchmarks")
     flops = results.study.costs.set_index("cell")["flops_ratio"].astype(float)
@@ -224,7 +218,7 @@ def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure |
         for benchmark in comparison.benchmark_scores
         if benchmark in comparison.lower_is_better
     ]
-    if not benchmarks or not ratio_lines(cells_without_recovery(comparison)):
+    if not benchmarks or ratio_lines(cells_without_recovery(comparison)).empty:
         return None
     frames = []
     for benchmark in benchmarks:

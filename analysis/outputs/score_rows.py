@@ -430,19 +430,12 @@ def ratio_block(
     return Block(comparison, comparison.removed_text(ratio), label_of_cell, base)
 
 
-def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Label of a method -> the method's cells, sorted by ratio. Methods that were run at fewer than
-    FEWEST_RATIOS ratios are left out."""
-    lines = [
-        line
-        for _, line in groups(cells, settings.METHOD)
-        if line["ratio"].nunique() >= FEWEST_RATIOS
-    ]
-    if not lines:
-        return {}
-    labels = settings.method_labels(pd.concat(lines))
-    # all cells of a line have the same method, and so the same label
-    return {str(labels[line.index[0]]): line.sort_values("ratio") for line in lines}
+def ratio_lines(cells: pd.DataFrame) -> pd.DataFrame:
+    """The cells of methods that were run at FEWEST_RATIOS ratios or more, sorted by ratio, with the
+    column "label" (of the method)."""
+    ratio_counts = cells.groupby(settings.METHOD)["ratio"].transform("nunique")
+    lines = cells[ratio_counts >= FEWEST_RATIOS]
+    return lines.assign(label=settings.method_labels(lines)).sort_values("ratio", kind="stable")
 
 
 def coverage_cells(comparison: Comparison) -> pd.DataFrame:

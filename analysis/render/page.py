@@ -6,7 +6,6 @@ import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -71,16 +70,10 @@ def html(page: Page) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
     )
+    filters = (_bind_percent_signs, _data_url, _table_html, style.svg_element, tables.footnotes)
+    environment.filters |= {function.__name__.lstrip("_"): function for function in filters}
     return environment.get_template("page.html.j2").render(
-        title=page.title,
-        kicker=page.kicker,
-        lead=_bind_percent_signs(page.lead),
-        tiles=[{"value": f"{value:,}", "label": label} for value, label in page.tiles],
-        sections=[_section_variables(section) for section in page.sections if not section.empty],
-        css=_read_raw("page.css"),
-        script=_read_raw("page.js"),
-        footer=page.footer,
-        figure_format=page.figure_format,
+        page=page, css=_read_raw("page.css"), script=_read_raw("page.js")
     )
 
 
@@ -92,70 +85,6 @@ def _bind_percent_signs(sentence: str) -> str:
 def _read_raw(file: str) -> Markup:
     """The content of a file in the folder of templates, to be inserted without escaping."""
     return Markup((_TEMPLATES / file).read_text(encoding="utf-8"))
-
-
-def _section_variables(section: Section) -> dict[str, Any]:
-    """Variables of the page's template for one chapter."""
-    return {
-        "anchor": section.anchor,
-        "short": section.short,
-        "title": section.title,
-        "text": [_bind_percent_signs(sentence) for sentence in section.text],
-        "collapsed": section.folded,
-        "facts": section.facts,
-        "details": section.details,
-        "figures": [
-            _figure_variables(output) for output in section.outputs if isinstance(output, Figure)
-        ],
-        "tables": [
-            _table_variables(output, section.filters.get(output.name, ""))
-            for output in section.outputs
-            if isinstance(output, Table)
-        ],
-    }
-
-
-def _figure_variables(figure: Figure) -> dict[str, Any]:
-    """Variables of the page's template for one figure."""
-    return {
-        "name": figure.name,
-        "title": figure.title,
-        "caption": figure.caption,
-        "svg": Markup(style.svg_element(figure)),
-    }
-
-
-def _table_variables(table: Table, filters: str) -> dict[str, Any]:
-    """Variables of the page's template for one table.
-
-    filters: the value of `Section.filters` for this table.
-    """
-    files = [
-        {
-            "name": f"{table.name}.{suffix}",
-            "kind": kind,
-            "data": _data_url(table.texts[suffix], media),
-        }
-        for suffix, kind, media in (
-            ("csv", "CSV", "text/csv"),
-            ("md", "Markdown", "text/markdown"),
-            ("tex", "LaTeX", "text/x-tex"),
-        )
-    ]
-    return {
-        "name": f"table-{table.name}",
-        "rows": len(table.frame),
-        "title": table.title,
-        "caption": table.caption,
-        "footnotes": tables.footnotes(table),
-        "html": Markup(_table_html(table)),
-        "intervals": table.low is not None,
-        # whether intervals are shown at first; wide tables have no room for them
-        "open_intervals": len(table.frame.columns) < 15,
-        "files": files,
-        "filter": filters.lstrip("*"),
-        "first": filters.startswith("*"),
-    }
 
 
 def _table_html(table: Table) -> str:

@@ -270,7 +270,7 @@ def test_perplexity_is_drawn_against_the_ratio() -> None:
         assert scale in panel.get_title()
         assert np.asarray(panel.lines[-1].get_ydata()) == pytest.approx(values[[0, 0]])
     assert channels.loss_figure(results_of(study, [comparison]), "loss_by_ratio") == []
-    assert score_rows.ratio_lines(cells_of(axes[:3]).iloc[1:]) == {}, "two ratios are no line"
+    assert score_rows.ratio_lines(cells_of(axes[:3]).iloc[1:]).empty, "two ratios are no line"
 
 
 @pytest.fixture(scope="module")
@@ -598,7 +598,9 @@ def test_html_has_keys_for_sorting_and_intervals(table: Table) -> None:
 def test_the_page_first_shows_intervals_of_narrow_tables(width: int, is_checked: bool) -> None:
     frame = pd.DataFrame(0.5, index=[0], columns=[f"B{number}" for number in range(width)])
     table = Table("t", "", "", frame, dict.fromkeys(frame, "{:.3f}"), low=frame, high=frame)
-    assert page._table_variables(table, "")["open_intervals"] == is_checked
+    section = page.Section("t", outputs=[table])
+    text = page.html(page.Page("", "", "", (), [section], ""))
+    assert ('class="intervals" checked' in text) == is_checked
 
 
 def test_html_escapes_names(table: Table) -> None:
