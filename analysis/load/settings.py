@@ -104,9 +104,9 @@ def removed_text(shares: pd.Series, requested: Sequence[float]) -> str:
     return f"{' to '.join(limits)} % ({requested_text} requested)"
 
 
-def comma_joined(first: str, second: str) -> str:
-    """The two texts joined by a comma. An empty text is left out."""
-    return ", ".join(filter(None, (first, second)))
+def comma_joined(*texts: str) -> str:
+    """The texts joined by commas. Empty texts are left out."""
+    return ", ".join(filter(None, texts))
 
 
 def protocols(cells: pd.DataFrame) -> str:

@@ -3,15 +3,14 @@ MoE-Slimming, Table 18)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import pandas as pd
 from matplotlib.axis import Axis
 
 from analysis import names
 from analysis.load import settings
-from analysis.load.reader import groups, records
+from analysis.load.reader import groups, stacked
 from analysis.load.study import Study
 from analysis.outputs.captions import HEAPR, SLIMMING
 from analysis.outputs.score_rows import Block, criterion_looks, score_table, sorted_in_order
@@ -25,39 +24,25 @@ EQUAL_COLUMNS = ["ratio", "method", "gate"]
 """Cells with equal values in these columns are compared across calibration sets."""
 
 
-def pass_reports(study: Study, model: str) -> dict[str, Mapping[str, Any]]:
-    """Calibration set -> report of the model's pass over this set."""
-    report_of_set = {}
+def calibrated_cells(study: Study, comparison: Comparison) -> pd.DataFrame:
+    """Pruned cells with a calibration set, sorted by ratio, method and number of tokens.
+
+    Added columns: "read" (number of valid tokens that the model's pass read of the set; NaN if it
+    is unknown) and "source" (identifier of the text: sets that read different numbers of tokens of
+    one text have equal identifiers)."""
+    passes = {}
     for key, report in study.calibrations.items():
-        calibration, _, pass_model = key.partition("@")  # a key is calibration@model
-        if pass_model == model:
-            report_of_set[calibration] = report
-    return report_of_set
-
-
-def token_counts(study: Study, model: str) -> dict[str, int]:
-    """Calibration set -> number of valid tokens that the model's pass read of this set."""
-    return {  # a report has a number for each source of the set
-        name: sum((report.get("valid_tokens") or {}).values())
-        for name, report in pass_reports(study, model).items()
-    }
-
-
-def text_identifiers(study: Study, model: str) -> dict[str, str]:
-    """Calibration set -> identifier of its text. Sets that read different numbers of tokens of one
-    text have equal identifiers."""
-    return {
-        name: str(report.get("sha256") or report.get("source") or name)
-        for name, report in pass_reports(study, model).items()
-    }
-
-
-def calibrated_cells(comparison: Comparison) -> pd.DataFrame:
-    """Pruned cells with a calibration set, sorted by ratio and method."""
+        calibration, _, model = key.partition("@")  # a key is calibration@model
+        if model == comparison.model:
+            # a report has a number of tokens for each source of the set
+            tokens = sum((report.get("valid_tokens") or {}).values())
+            source = str(report.get("sha256") or report.get("source") or calibration)
+            passes[calibration] = (tokens, source)
     cells = comparison.cells
     cells = cells[(cells["criterion"] != "none") & (cells["calibration"] != "none")]
-    order = names.methods_in_order(cells["method"])
-    return sorted_in_order(cells, "method", order, "ratio")
+    reads = pd.DataFrame.from_dict(passes, orient="index", columns=["read", "source"])
+    cells = cells.join(reads, on="calibration").sort_values("read", kind="stable")
+    return sorted_in_order(cells, "method", names.methods_in_order(cells["method"]), "ratio")
 
 
 @score_table(
@@ -72,45 +57,29 @@ def calibrated_cells(comparison: Comparison) -> pd.DataFrame:
 )
 def calibration_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Each method with several calibration sets, a block per ratio and method."""
-    counts = token_counts(results.study, comparison.model)
-    for key, rows in groups(calibrated_cells(comparison), EQUAL_COLUMNS):
+    for key, rows in groups(calibrated_cells(results.study, comparison), EQUAL_COLUMNS):
         if rows["calibration"].nunique() > 1:
-            labels = {}
-            ordered_cells = rows.assign(tokens=rows["calibration"].map(counts)).sort_values(
-                "tokens", kind="stable"
-            )
-            for cell, calibration in ordered_cells["calibration"].items():
-                suffix = f", {counts[calibration]:,} tokens" if calibration in counts else ""
-                # through str, because pandas' types allow any label in an index
-                labels[int(str(cell))] = f"{names.calibration(calibration)}{suffix}"
+            suffixes = rows["read"].map(", {:,.0f} tokens".format, na_action="ignore").fillna("")
+            labels = rows["calibration"].map(names.calibration) + suffixes
+            cells = rows.index.astype(int)
             pruned = f"{comparison.removed_text(key['ratio'])}, {names.method(str(key['method']))}"
-            yield Block(comparison, pruned, labels, base=list(labels)[-1])
+            yield Block(comparison, pruned, dict(zip(cells, labels, strict=True)), base=cells[-1])
 
 
-def lines_by_tokens(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.DataFrame]:
-    """(label, ratio) -> cells with equal method, gate and text, sorted by tokens. These cells have
-    at least two numbers of tokens.
+def lines_by_tokens(study: Study, comparison: Comparison) -> pd.DataFrame:
+    """Those of `calibrated_cells` for which there is another number of tokens with equal ratio,
+    method, gate and text.
 
-    Added columns: "read" (number of calibration tokens that were read) and "source" (identifier of
-    the text)."""
-    counts = token_counts(study, comparison.model)
-    source_of_set = text_identifiers(study, comparison.model)
-    cells = calibrated_cells(comparison)
-    cells = cells.assign(
-        read=cells["calibration"].map(counts), source=cells["calibration"].map(source_of_set)
-    )
+    Added columns: "label" (of the method and text) and "panel" (removed share)."""
+    cells = calibrated_cells(study, comparison).dropna(subset=["read"])
+    by_line = cells.groupby([*EQUAL_COLUMNS, "source"], sort=False)
+    # the set with most tokens names the text
+    texts = by_line["calibration"].transform("last").map(names.calibration)
     # "" if the model has one gate; without seeds, as these cells have no column "seed"
-    gate_texts = settings.gate_and_seed(cells)
-    lines = {}
-    for key, rows in groups(cells.dropna(subset=["read"]), [*EQUAL_COLUMNS, "source"]):
-        if rows["read"].nunique() > 1:
-            line = rows.sort_values("read", kind="stable")
-            # the set with most tokens names the text
-            text = names.calibration(str(line["calibration"].iloc[-1]))
-            label = f"{names.method(str(key['method']))}, {text}"
-            label = settings.comma_joined(label, gate_texts[line.index[0]])
-            lines[label, float(key["ratio"])] = line
-    return lines
+    gates = settings.gate_and_seed(cells)
+    labels = map(settings.comma_joined, cells["method"].map(names.method), texts, gates)
+    lines = cells.assign(label=list(labels), panel=cells["removed_text"] + " pruned")
+    return lines[by_line["read"].transform("nunique") > 1]
 
 
 def _token_axis(counts: Iterable[int]) -> marks.Axis:
@@ -135,18 +104,12 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     """Scores against the number of calibration tokens.
 
     A panel per ratio, a line per text and method."""
-    lines = [
-        line.assign(label=label, panel=f"{comparison.removed_text(ratio)} pruned")
-        for (label, ratio), line in lines_by_tokens(results.study, comparison).items()
-    ]
-    cells = pd.concat(lines) if lines else comparison.cells[:0]
+    cells = lines_by_tokens(results.study, comparison)
     target = mean_target(comparison, list(cells.index), names.HEAPR)
     if not target:
         return None
     score, low, high = comparison.displayed_scores(target)
-    rows = cells.sort_values("ratio", kind="stable").assign(
-        x=cells["read"], y=score, low=low, high=high
-    )
+    rows = cells.assign(x=cells["read"], y=score, low=low, high=high)
     looks = criterion_looks(cells)
     y = marks.Axis("mean of HEAPr's benchmarks")
     drawing = marks.over(rows, looks, _token_axis(cells["read"]), y, sharey=True)
@@ -169,30 +132,23 @@ def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
     """Change of each benchmark's score with more calibration text: the score of each cell of
     `lines_by_tokens` minus the score of the cell with the fewest tokens in its line.
 
-    Columns: "label" (method and text), "ratio", "benchmark", "read" (number of tokens), and
+    Columns: "panel" (method, text and removed share), "benchmark", "read" (number of tokens), and
     "difference", "low" and "high" (95 %) in points."""
-    rows = []
-    for (label, ratio), line in lines_by_tokens(study, comparison).items():
-        # through str, because pandas' types allow any label in an index
-        base_cell, *other_cells = (int(str(cell)) for cell in line.index)
-        benchmarks = [
-            str(name)
-            for name in comparison.benchmark_scores
-            if name not in comparison.lower_is_better
-        ]
-        benchmarks = names.in_order(benchmarks, names.BENCHMARKS)
+    frames = []
+    benchmarks = [
+        str(name) for name in comparison.benchmark_scores if name not in comparison.lower_is_better
+    ]
+    benchmarks = names.in_order(benchmarks, names.BENCHMARKS)
+    for key, line in groups(lines_by_tokens(study, comparison), ["label", "panel"]):
+        base_cell, *other_cells = line.index.astype(int)
         # each benchmark on which at least one cell of the line was evaluated
         for benchmark in mean_target(comparison, [base_cell, *other_cells], benchmarks):
             base_of_cell = dict.fromkeys(other_cells, base_cell)
             points = POINTS * differences(comparison, (benchmark,), base_of_cell)
-            key = {"label": label, "ratio": ratio, "benchmark": benchmark}
-            no_change = {"difference": 0.0, "low": 0.0, "high": 0.0}
-            rows.append({**key, "read": line["read"][base_cell], **no_change})
-            for cell, change in zip(other_cells, records(points[list(no_change)]), strict=True):
-                rows.append({**key, "read": line["read"][cell], **change})
-    return pd.DataFrame(
-        rows, columns=["label", "ratio", "benchmark", "read", "difference", "low", "high"]
-    )
+            points.loc[base_cell] = 0.0
+            panel = f"{key['label']}, {key['panel']}"
+            frames.append(line[["read"]].join(points).assign(panel=panel, benchmark=benchmark))
+    return stacked(frames, ["panel", "benchmark", "read", "difference", "low", "high"])
 
 
 @output(
@@ -208,10 +164,6 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
     points = changes(results.study, comparison)
     if points.empty:
         return None
-    points["panel"] = [
-        f"{label}, {comparison.removed_text(ratio)} pruned"
-        for label, ratio in zip(points["label"], points["ratio"], strict=True)
-    ]
     points["is_open"] = (points["low"] <= 0) & (points["high"] >= 0)
     # the benchmarks of a displayed column have one colour
     colours = {
@@ -234,12 +186,12 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
         sharey=True,
     )
     style.legend(drawing, looks.values())
-    tokens_by_panel = points.groupby(["label", "ratio"])["read"]
+    tokens_by_panel = points.groupby("panel")["read"]
     least_tokens = " / ".join(
         style.format_tokens(count) for count in tokens_by_panel.min().unique()
     )
     rows_with_more_tokens = points[points["read"] > tokens_by_panel.transform("min")]
-    is_line_open = rows_with_more_tokens.groupby(["label", "ratio", "benchmark"])["is_open"].all()
+    is_line_open = rows_with_more_tokens.groupby(["panel", "benchmark"])["is_open"].all()
     caption = (
         "Change of each benchmark's score, in points, against calibration on the least tokens "
         f"({least_tokens}) of the same text. Filled markers: the 95 % interval of the paired "

@@ -15,7 +15,7 @@ from analysis.outputs.score_rows import sorted_in_order
 from analysis.registry import Item, Results, output
 from analysis.render import marks, style
 from analysis.render.style import Figure
-from analysis.render.table import SCORE, Table, display_frame
+from analysis.render.table import SCORE, Table, frame_and_formats
 from analysis.stats import overlap
 
 
@@ -30,24 +30,20 @@ def overlap_table(results: Results, name: str) -> Table:
         "Model": "model",
         "Pruned": "ratio",
         "Variant": "variant",
-        "b": "b",
-        "α": "alpha",
-        "β": "beta",
     }
-    # displayed column -> column of `overlaps`
-    measures = {"Triple": "triple", "Pairwise": "pairwise", "Jaccard": "jaccard"}
-    expectations = {
-        f"{label}, by chance": f"chance_{measure}" for label, measure in measures.items()
+    measures = ("Triple", "Pairwise", "Jaccard")
+    number_columns = {
+        **{name: (source, "{:.0f}") for name, source in PARAMETERS.items()},
+        **{name: (name.lower(), SCORE) for name in measures},
+        **{f"{name}, by chance": (f"chance_{name.lower()}", SCORE) for name in measures},
     }
-    number_columns = measures | expectations
     return Table(
         name=name,
         title="Overlap of the experts to prune across calibration sets",
         caption="Triple: share of the lowest experts that is the same under all calibration sets; "
         "pairwise: mean over pairs of sets; Jaccard: intersection over union. (1,0,0) scores all "
         f"experts alike. Based on {pass_setup(results.study)}",
-        frame=display_frame(overlaps.assign(variant=variants), text_columns | number_columns),
-        formats=dict.fromkeys(("b", "α", "β"), "{:.0f}") | dict.fromkeys(number_columns, SCORE),
+        **frame_and_formats(overlaps.assign(variant=variants), text_columns, number_columns),
         best=dict.fromkeys(measures, "max"),
         blocks=("Model", "Pruned"),
     )
@@ -56,22 +52,23 @@ def overlap_table(results: Results, name: str) -> Table:
 def proxy_table(results: Results, name: str) -> Table:
     """The numbers of `proxy_figure`. A row per model, calibration set and ratio."""
     text_columns = {"Model": "model", "Calibration": "calibration", "Pruned": "ratio"}
-    shares = {"Overlap": "overlap", "Lowest layer": "lowest", "By chance": "chance"}
+    number_columns = {
+        "Overlap": ("overlap", SCORE),
+        "Lowest layer": ("lowest", SCORE),
+        "By chance": ("chance", SCORE),
+    }
     return Table(
         name=name,
         title="Overlap of proxy and exact damage",
         caption="Share of the experts with the lowest exact damage that also have the lowest proxy "
         "S(0,1,1): mean over layers, the lowest layer, and expectation for random sets. Based on "
         f"{pass_setup(results.study)}",
-        frame=display_frame(results.proxy_overlaps, text_columns | shares),
-        formats=dict.fromkeys(shares, SCORE),
+        **frame_and_formats(results.proxy_overlaps, text_columns, number_columns),
     )
 
 
-_SHADES = {"b": "#2277bb", "alpha": "#ee7733", "beta": "#117733"}
-"""Parameter of a variant -> colour of the parameter's bars."""
-_LETTERS = {"b": "b", "alpha": "α", "beta": "β"}
-"""Parameter of a variant -> its letter in labels."""
+PARAMETERS = {"b": "b", "α": "alpha", "β": "beta"}
+"""Letter of a parameter of a variant -> its column."""
 
 
 def proxy_figure(results: Results, name: str) -> Figure:
@@ -131,8 +128,10 @@ def _draw_effects(axes: Axes, overlaps: pd.DataFrame) -> None:
     overlaps: the rows of one ratio in `overlap.mean_over_models`."""
     effects = overlap.component_effects(overlaps)
     effects = sorted_in_order(effects, "component", list(overlap.VARIANT))
-    labels = effects["component"].map(_LETTERS) + "=" + effects["level"].astype(str)
-    bars = axes.bar(labels, effects["overlap"], color=effects["component"].map(_SHADES))
+    letters = dict(zip(PARAMETERS.values(), PARAMETERS, strict=True))
+    labels = effects["component"].map(letters) + "=" + effects["level"].astype(str)
+    shades = dict(zip(PARAMETERS.values(), style.SHADES, strict=False))
+    bars = axes.bar(labels, effects["overlap"], color=effects["component"].map(shades))
     axes.bar_label(bars, fmt="{:.2f}", fontsize=6.5)
     axes.axhline(overlaps["chance_triple"].iloc[0], **style.DASHED)
     axes.set(ylim=(0, 1), ylabel="overlap")

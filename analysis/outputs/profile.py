@@ -14,7 +14,7 @@ from analysis.outputs.score_rows import criterion_looks, panel_cells
 from analysis.registry import Item, Results, output, per_model
 from analysis.render import marks, style
 from analysis.render.style import Figure
-from analysis.render.table import Table, display_frame
+from analysis.render.table import Table, frame_and_formats
 from analysis.stats.comparison import Comparison
 
 PROFILE = "a run with profile=true"
@@ -69,7 +69,7 @@ def profile_table(results: Results, name: str) -> Table:
         if len(profiles):
             share = profiles["variance"] / unpruned_variance
             frames.append(profiles.join(cells, on="cell").assign(unpruned_share=share))
-    no_rows = pd.DataFrame(columns=["model", "pruned", "calibration", "method"])
+    no_rows = pd.DataFrame(columns=["model", "pruned", "calibration", "method", "layer", "experts"])
     rows = pd.concat(frames or [no_rows], ignore_index=True)
     text_columns = {
         "Model": "model",
@@ -87,8 +87,9 @@ def profile_table(results: Results, name: str) -> Table:
         "Load entropy": ("load_entropy", "{:.3f}"),
         "Experts": ("experts", "{:.0f}"),
     }
-    frame = display_frame(
-        rows, text_columns | {column: source for column, (source, _) in number_columns.items()}
+    # a layer without experts has a gap in the column Experts, not 0
+    rows = rows.assign(
+        layer=rows["layer"].astype(str), experts=rows["experts"].where(rows["experts"] > 0)
     )
     return Table(
         name=name,
@@ -98,11 +99,7 @@ def profile_table(results: Results, name: str) -> Table:
         "softmax over the experts it chooses from, and of the gates of the chosen ones; load: of "
         "the distribution of tokens over experts. Layers without experts have none. Based on "
         f"{run_setup(study)}",
-        # a layer without experts has a gap in the column Experts, not 0
-        frame=frame.assign(
-            Layer=frame["Layer"].astype(str), Experts=frame["Experts"].where(frame["Experts"] > 0)
-        ),
-        formats={column: form for column, (_, form) in number_columns.items()},
+        **frame_and_formats(rows, text_columns, number_columns),
         blocks=("Model", "Pruned", "Calibration", "Criterion"),
         optional=tuple(number_columns),
     )

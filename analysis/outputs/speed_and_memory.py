@@ -17,7 +17,7 @@ from analysis.outputs.captions import MEBIBYTE, TIMINGS, run_setup
 from analysis.registry import Results, output, per_model
 from analysis.render import marks, style
 from analysis.render.style import Figure
-from analysis.render.table import Table, display_frame, format_number, frame_and_formats
+from analysis.render.table import Table, format_number, frame_and_formats
 from analysis.stats.comparison import Comparison
 
 PREFILL = "Prefill (tokens/s)"
@@ -86,7 +86,7 @@ def speed_table(results: Results, name: str) -> Table:
     """MoE-Slimming's Table 2: throughput, latency and memory of every timed model."""
     study = results.study
     # columns of a study without timings
-    frames = [pd.DataFrame(columns=["model", "removed_text", "label"])]
+    frames = [pd.DataFrame(columns=["model", "removed_text", "label", *REQUEST_COLUMNS])]
     for comparison in results.pruned:
         labels = comparison.cells[["model", "removed_text"]].assign(
             label=settings.method_labels(comparison.cells)
@@ -102,9 +102,8 @@ def speed_table(results: Results, name: str) -> Table:
         "Prompts": "batch_size",
         "Tokens each": "prompt_length",
     }
-    memory_formats = {WEIGHTS: "{:,.2f}", PEAK_MEMORY: "{:,.1f}"}
-    number_columns = {column: column for column in (*SPEEDS, *memory_formats)}
-    frame = display_frame(rows, text_columns | number_columns)
+    formats = {**SPEEDS, WEIGHTS: "{:,.2f}", PEAK_MEMORY: "{:,.1f}"}
+    rows = rows.astype({"batch_size": str, "prompt_length": str})
     low, high = (
         rows.reindex(columns=[f"{name}{suffix}" for name in SPEEDS]).set_axis(list(SPEEDS), axis=1)
         for suffix in (" low", " high")
@@ -113,8 +112,9 @@ def speed_table(results: Results, name: str) -> Table:
         name=name,
         title="Throughput, latency and memory of requests",
         caption=f"Medians, with quartiles. {conditions(study)} {run_setup(study)}",
-        frame=frame.astype({"Prompts": str, "Tokens each": str}),
-        formats={**SPEEDS, **memory_formats},
+        **frame_and_formats(
+            rows, text_columns, {column: (column, form) for column, form in formats.items()}
+        ),
         best={PREFILL: "max", DECODE: "max", TIME_TO_FIRST_TOKEN: "min", TIME_PER_TOKEN: "min"},
         blocks=("Model", "Device", "Prompts", "Tokens each"),
         low=low,

@@ -24,7 +24,7 @@ from analysis.outputs.score_rows import sorted_in_order
 from analysis.registry import Item, Results, output
 from analysis.render import marks, style
 from analysis.render.style import Figure
-from analysis.render.table import SCORE, Table, display_frame
+from analysis.render.table import SCORE, Table, frame_and_formats
 from analysis.stats.uncertainty import LEVEL
 from analysis.stats.winners import CAPTION, SETTINGS, label
 
@@ -85,7 +85,12 @@ def winner_table(study: Study, wins: pd.DataFrame, name: str, title: str) -> Tab
         "Runner-up": "runner_up",
         "Verdict": "verdict",
     }
-    number_columns = {"Score": "score", "Lead": "lead", "p": "p", "p (Holm)": "p_holm"}
+    number_columns = {
+        "Score": ("score", SCORE),
+        "Lead": ("lead", SCORE),
+        "p": ("p", "{:.4f}"),
+        "p (Holm)": ("p_holm", SCORE),
+    }
     return Table(
         name=name,
         title=title,
@@ -93,8 +98,7 @@ def winner_table(study: Study, wins: pd.DataFrame, name: str, title: str) -> Tab
             f"{proved_wins_sentence(wins)} {_MEANING_OF_P if _has_tests(wins) else _NO_TESTS} "
             f"{score_setup(study)}"
         ),
-        frame=display_frame(rows, text_columns | number_columns),
-        formats={"Score": SCORE, "Lead": SCORE, "p": "{:.4f}", "p (Holm)": SCORE},
+        **frame_and_formats(rows, text_columns, number_columns),
         blocks=("Model", "Pruned", "Calibration"),
         optional=("Lead", "p", "p (Holm)"),
         low=wins[["lead_low"]].set_axis(["Lead"], axis=1),

@@ -608,20 +608,19 @@ def test_html_escapes_names(table: Table) -> None:
     assert "<script>" not in rendering.html(replace(table, frame=frame, low=None))
 
 
-def test_lines_of_calibration_tokens_are_told_apart_by_their_gate(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(calibration, "token_counts", lambda *_: {"small": 10, "large": 20})
-    monkeypatch.setattr(
-        calibration, "text_identifiers", lambda *_: {"small": "text", "large": "text"}
-    )
+def test_lines_of_calibration_tokens_are_told_apart_by_their_gate() -> None:
     rows = [(gate, name) for gate in ("raw", "renormalized") for name in ("large", "small")]
     cells = pd.DataFrame(rows, columns=["gate", "calibration"])
-    cells = cells.assign(model="m", criterion="man", method="man", ratio=0.5)
-    study: Any = SimpleNamespace()
+    cells = cells.assign(criterion="man", method="man", ratio=0.5, removed_text="50 %", model="m")
+    reports = {
+        f"{name}@m": {"valid_tokens": {"web": tokens}, "sha256": "text"}
+        for name, tokens in (("small", 10), ("large", 20))
+    }
+    study: Any = SimpleNamespace(calibrations=reports)
     comparison: Any = SimpleNamespace(model="m", cells=cells)
     lines = calibration.lines_by_tokens(study, comparison)
-    assert [(label, list(line["calibration"])) for (label, _), line in lines.items()] == [
-        ("MAN, large, gate raw", ["small", "large"]),
-        ("MAN, large, gate renormalized", ["small", "large"]),
+    assert list(zip(lines["label"], lines["read"], strict=True)) == [
+        (f"MAN, large, gate {gate}", tokens)
+        for tokens in (10, 20)
+        for gate in ("raw", "renormalized")
     ]
