@@ -20,7 +20,7 @@ from analysis.load.settings import has_replacement, is_searched
 from analysis.outputs.captions import score_setup
 from analysis.outputs.score_rows import cells_by_ratio
 from analysis.registry import Results, output
-from analysis.render.table import SCORE, Table, display_frame
+from analysis.render.table import SCORE, Columns, Table, frame_and_formats
 from analysis.stats import overlap, uncertainty
 from analysis.stats.cell_scores import pooled_difference
 from analysis.stats.comparison import Comparison, group_targets, mean_quantities, overall_columns
@@ -269,13 +269,17 @@ def claim_table(results: Results, name: str) -> Table | None:
     if rows.empty:
         return None
     parts = pd.DataFrame(list(rows["parts"]), index=rows.index, dtype=float)
-    text_columns = {"Model": "model", "Claim": "statement", "Pruned": "pruned"}
-    number_columns = {
-        "Pairs": "compared",
-        "Difference": "difference",
-        "Detectable": "detectable",
-        "p": "p",
-        "p (Holm)": "p_holm",
+    columns: Columns = {
+        "Model": "model",
+        "Claim": "statement",
+        "Pruned": "pruned",
+        "Pairs": ("compared", "{:.0f}"),
+        "Difference": ("difference", SCORE),
+        "Detectable": ("detectable", SCORE),
+        "p": ("p", "{:.4f}"),
+        "p (Holm)": ("p_holm", "{:.4f}"),
+        "Verdict": "verdict",
+        **{column: (column, SCORE) for column in map(str, parts)},
     }
     cells = results.study.cells
     # all cells of a model and ratio have the same text
@@ -287,8 +291,6 @@ def claim_table(results: Results, name: str) -> Table | None:
         else:
             pruned.append(removed_text.get((model, ratio), names.ratio(ratio)))
     rows_with_texts = rows.assign(statement=rows["claim"].map(STATEMENTS), pruned=pruned)
-    columns = {**text_columns, **number_columns, "Verdict": "verdict"}
-    frame = pd.concat([display_frame(rows_with_texts, columns), parts], axis=1)
     return Table(
         name=name,
         title="What the papers claim",
@@ -302,15 +304,7 @@ def claim_table(results: Results, name: str) -> Table | None:
         "Detectable: the difference that this study would find in 80 % of cases. The last columns "
         "are differences of group averages. "
         f"{_sign_of_losses(results)}{score_setup(results.study)}",
-        frame=frame,
-        formats={
-            "Pairs": "{:.0f}",
-            "Difference": SCORE,
-            "Detectable": SCORE,
-            "p": "{:.4f}",
-            "p (Holm)": "{:.4f}",
-            **dict.fromkeys(map(str, parts), SCORE),
-        },
+        **frame_and_formats(rows_with_texts.join(parts), columns),
         optional=tuple(map(str, parts)),
         # the ends of an interval have the name of the column that shows it
         low=rows[["low"]].set_axis(["Difference"], axis=1),

@@ -12,7 +12,7 @@ from analysis.load.reader import groups
 from analysis.load.study import Study
 from analysis.outputs.captions import pass_setup
 from analysis.registry import Results, output
-from analysis.render.table import Table, display_frame
+from analysis.render.table import Columns, Table, frame_and_formats
 
 RARE_SHARE = 0.1
 """An expert with less than this share of an even load is called rare."""
@@ -50,14 +50,19 @@ def coverage_table(results: Results, name: str) -> Table | None:
     study = results.study
     if study.coverage.empty:
         return None
-    text_columns = {"Model": "model", "Calibration": "calibration"}
-    number_columns = {
+    counts = {
         "Experts": "experts",
         "Unseen": "unseen",
         "Rare": "rare",
         "Least tokens": "least",
         "Median tokens": "median",
         "Most tokens": "most",
+    }
+    columns: Columns = {
+        "Model": "model",
+        "Calibration": "calibration",
+        **{name: (source, "{:,.0f}") for name, source in counts.items()},
+        "Items in the text": "items",
     }
     summary = coverage_summary(study.coverage)
     keys = summary["calibration"] + "@" + summary["model"]
@@ -68,10 +73,7 @@ def coverage_table(results: Results, name: str) -> Table | None:
         caption="Unseen: experts without calibration tokens; they are scored 0 and pruned first. "
         "Rare: less than a tenth of an even load. "
         f"{_explanation_of_items(study)}Based on {pass_setup(study)}",
-        frame=display_frame(
-            summary, text_columns | number_columns | {"Items in the text": "items"}
-        ),
-        formats=dict.fromkeys(number_columns, "{:,.0f}"),
+        **frame_and_formats(summary, columns),
     )
 
 

@@ -19,7 +19,7 @@ from analysis.load.study import Study
 from analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SECONDS_NOTE, machines_sentence, run_setup
 from analysis.outputs.score_rows import sorted_by_criterion
 from analysis.registry import Results, output
-from analysis.render.table import Table, display_frame
+from analysis.render.table import Columns, Table, frame_and_formats
 
 if TYPE_CHECKING:
     from moe_lab.criteria import Array
@@ -240,21 +240,24 @@ def scoring_table(results: Results, name: str) -> Table:
             {
                 **cell,
                 "reads": names.enumeration(passes),
-                "Scoring time (s)": steps["seconds"].sum(),
-                "Of these, the scores (s)": steps.loc[steps["kind"] == "scores", "seconds"].sum(),
-                "Peak memory (MiB)": steps["peak"].max() / MEBIBYTE,
-                GPU_PEAK: steps["gpu_peak"].max() / MEBIBYTE,
-                "Loading memory (MiB)": _parameter_count(study, cell["model"]) * BYTES / MEBIBYTE,
+                "seconds": steps["seconds"].sum(),
+                "score_seconds": steps.loc[steps["kind"] == "scores", "seconds"].sum(),
+                "peak": steps["peak"].max() / MEBIBYTE,
+                "gpu_peak": steps["gpu_peak"].max() / MEBIBYTE,
+                "loading": _parameter_count(study, cell["model"]) * BYTES / MEBIBYTE,
             }
         )
-    gpu_format = {GPU_PEAK: "{:,.0f}"} if any(pd.notna(row[GPU_PEAK]) for row in rows) else {}
-    formats = {
-        "Scoring time (s)": SECONDS_FORMAT,
-        "Of these, the scores (s)": SECONDS_FORMAT,
-        "Peak memory (MiB)": "{:,.0f}",
-        **gpu_format,
-        "Loading memory (MiB)": "{:,.2f}",
+    columns: Columns = {
+        **TEXT_COLUMNS,
+        "Reads": "reads",
+        "Scoring time (s)": ("seconds", SECONDS_FORMAT),
+        "Of these, the scores (s)": ("score_seconds", SECONDS_FORMAT),
+        "Peak memory (MiB)": ("peak", "{:,.0f}"),
+        GPU_PEAK: ("gpu_peak", "{:,.0f}"),
+        "Loading memory (MiB)": ("loading", "{:,.2f}"),
     }
+    if all(pd.isna(row["gpu_peak"]) for row in rows):
+        columns = {name: source for name, source in columns.items() if name != GPU_PEAK}
     return Table(
         name=name,
         title="Time and memory of scoring",
@@ -263,14 +266,10 @@ def scoring_table(results: Results, name: str) -> Table:
         "Peak memory: of the process, which may have done other steps before, in main memory and, "
         "where some were used, on GPUs; loading memory: the model in bfloat16. "
         f"{SECONDS_NOTE}{machines_sentence(machines)}{run_setup(study)}",
-        frame=display_frame(
-            pd.DataFrame(rows),
-            {**TEXT_COLUMNS, "Reads": "reads", **{column: column for column in formats}},
-        ),
-        formats=formats,
+        **frame_and_formats(pd.DataFrame(rows), columns),
         best={"Scoring time (s)": "min"},
         blocks=("Model",),
-        optional=tuple(gpu_format),
+        optional=(GPU_PEAK,),
     )
 
 
@@ -301,7 +300,11 @@ def allocation_table(results: Results, name: str) -> Table:
         for column in dict.fromkeys(COLUMN_OF_STEP_KIND.values())
         if any(column in row for row in rows)
     ]
-    formats = dict.fromkeys([*step_columns, "Total (s)"], SECONDS_FORMAT)
+    columns: Columns = {
+        **TEXT_COLUMNS,
+        "Allocation": "allocation",
+        **{column: (column, SECONDS_FORMAT) for column in (*step_columns, "Total (s)")},
+    }
     return Table(
         name=name,
         title="Time of channel allocations",
@@ -309,11 +312,7 @@ def allocation_table(results: Results, name: str) -> Table:
         "forward pass gives the attributions of all experts at once; ablation runs the layers "
         "above again for every expert. "
         f"{SECONDS_NOTE}{machines_sentence(machines)}{run_setup(study)}",
-        frame=display_frame(
-            pd.DataFrame(rows),
-            {**TEXT_COLUMNS, "Allocation": "allocation", **{column: column for column in formats}},
-        ),
-        formats=formats,
+        **frame_and_formats(pd.DataFrame(rows), columns),
         blocks=("Model", "Calibration"),
         optional=tuple(step_columns),
     )

@@ -15,7 +15,7 @@ from analysis.outputs.score_rows import sorted_in_order
 from analysis.registry import Item, Results, output
 from analysis.render import marks, style
 from analysis.render.style import Figure
-from analysis.render.table import SCORE, Table, frame_and_formats
+from analysis.render.table import SCORE, Columns, Table, frame_and_formats
 from analysis.stats import overlap
 
 
@@ -26,13 +26,11 @@ def overlap_table(results: Results, name: str) -> Table:
     variants = [
         overlap.variant_name(*variant) for variant in overlaps[overlap.VARIANT].to_numpy(int)
     ]
-    text_columns = {
+    measures = ("Triple", "Pairwise", "Jaccard")
+    columns: Columns = {
         "Model": "model",
         "Pruned": "ratio",
         "Variant": "variant",
-    }
-    measures = ("Triple", "Pairwise", "Jaccard")
-    number_columns = {
         **{name: (source, "{:.0f}") for name, source in PARAMETERS.items()},
         **{name: (name.lower(), SCORE) for name in measures},
         **{f"{name}, by chance": (f"chance_{name.lower()}", SCORE) for name in measures},
@@ -43,7 +41,7 @@ def overlap_table(results: Results, name: str) -> Table:
         caption="Triple: share of the lowest experts that is the same under all calibration sets; "
         "pairwise: mean over pairs of sets; Jaccard: intersection over union. (1,0,0) scores all "
         f"experts alike. Based on {pass_setup(results.study)}",
-        **frame_and_formats(overlaps.assign(variant=variants), text_columns, number_columns),
+        **frame_and_formats(overlaps.assign(variant=variants), columns),
         best=dict.fromkeys(measures, "max"),
         blocks=("Model", "Pruned"),
     )
@@ -51,8 +49,10 @@ def overlap_table(results: Results, name: str) -> Table:
 
 def proxy_table(results: Results, name: str) -> Table:
     """The numbers of `proxy_figure`. A row per model, calibration set and ratio."""
-    text_columns = {"Model": "model", "Calibration": "calibration", "Pruned": "ratio"}
-    number_columns = {
+    columns: Columns = {
+        "Model": "model",
+        "Calibration": "calibration",
+        "Pruned": "ratio",
         "Overlap": ("overlap", SCORE),
         "Lowest layer": ("lowest", SCORE),
         "By chance": ("chance", SCORE),
@@ -63,7 +63,7 @@ def proxy_table(results: Results, name: str) -> Table:
         caption="Share of the experts with the lowest exact damage that also have the lowest proxy "
         "S(0,1,1): mean over layers, the lowest layer, and expectation for random sets. Based on "
         f"{pass_setup(results.study)}",
-        **frame_and_formats(results.proxy_overlaps, text_columns, number_columns),
+        **frame_and_formats(results.proxy_overlaps, columns),
     )
 
 

@@ -28,7 +28,7 @@ from analysis.outputs.score_rows import (
 from analysis.registry import Item, Results, output, per_model
 from analysis.render import marks, style
 from analysis.render.style import Figure
-from analysis.render.table import SCORE, Table, display_frame
+from analysis.render.table import SCORE, Columns, Table, frame_and_formats
 from analysis.stats.cell_scores import (
     MEAN,
     mean_definitions,
@@ -154,13 +154,6 @@ def pareto_table(results: Results, name: str) -> Table:
     rows["storage_bytes"] /= MEBIBYTE
     rows["kind"] = rows["kind"].replace(KINDS)
     rows["front"] = _fronts_in_words(rows)
-    text_columns = {
-        "Model": "model",
-        "Criterion": "method",
-        "Calibration": "calibration",
-        "Pruned": "pruned",
-        "Removes": "kind",
-    }
     averages = list(mean_quantities(results.comparisons))  # names: Avg, the name of a mean loss
     # Each frame has a column for each name in `averages`. A row has a number only in the column of
     # its model's average.
@@ -170,17 +163,17 @@ def pareto_table(results: Results, name: str) -> Table:
         )
         for column in ("avg", "low", "high")
     )
-    # displayed column -> (column of `rows` or `values`, format)
-    number_columns = {
+    columns: Columns = {
+        "Model": "model",
+        "Criterion": "method",
+        "Calibration": "calibration",
+        "Pruned": "pruned",
+        "Removes": "kind",
         **{average: (average, SCORE) for average in averages},
         "Parameters kept": ("parameters_kept", "{:.1%}"),
         "Routed kept": ("routed_kept", "{:.1%}"),
         "FLOPs": ("flops_ratio", "{:.1%}"),
         "Storage (MiB)": ("storage_bytes", "{:,.2f}"),
-    }
-    columns = {
-        **text_columns,
-        **{column: source for column, (source, _) in number_columns.items()},
         "Front": "front",
     }
     return Table(
@@ -190,8 +183,7 @@ def pareto_table(results: Results, name: str) -> Table:
         "shares of all parameters, of those of routed experts, and of the unpruned model's FLOPs "
         "per token. Front: the costs by which no cheaper pruned model is as good. "
         f"{score_setup(results.study)}",
-        frame=display_frame(rows.join(values), columns),
-        formats={column: form for column, (_, form) in number_columns.items()},
+        **frame_and_formats(rows.join(values), columns),
         blocks=("Model",),
         low=low,
         high=high,

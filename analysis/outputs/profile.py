@@ -14,7 +14,7 @@ from analysis.outputs.score_rows import criterion_looks, panel_cells
 from analysis.registry import Item, Results, output, per_model
 from analysis.render import marks, style
 from analysis.render.style import Figure
-from analysis.render.table import Table, frame_and_formats
+from analysis.render.table import Columns, Table, frame_and_formats
 from analysis.stats.comparison import Comparison
 
 PROFILE = "a run with profile=true"
@@ -71,15 +71,13 @@ def profile_table(results: Results, name: str) -> Table:
             frames.append(profiles.join(cells, on="cell").assign(unpruned_share=share))
     no_rows = pd.DataFrame(columns=["model", "pruned", "calibration", "method", "layer", "experts"])
     rows = pd.concat(frames or [no_rows], ignore_index=True)
-    text_columns = {
+    # displayed column -> (column of `rows`, format)
+    columns: Columns = {
         "Model": "model",
         "Pruned": "pruned",
         "Calibration": "calibration",
         "Criterion": "method",
         "Layer": "layer",
-    }
-    # displayed column -> (column of `rows`, format)
-    number_columns = {
         "Token variance": ("variance", "{:.3f}"),
         "Of the unpruned": ("unpruned_share", "{:.0%}"),
         "Router entropy": ("router_entropy", "{:.3f}"),
@@ -99,9 +97,9 @@ def profile_table(results: Results, name: str) -> Table:
         "softmax over the experts it chooses from, and of the gates of the chosen ones; load: of "
         "the distribution of tokens over experts. Layers without experts have none. Based on "
         f"{run_setup(study)}",
-        **frame_and_formats(rows, text_columns, number_columns),
+        **frame_and_formats(rows, columns),
         blocks=("Model", "Pruned", "Calibration", "Criterion"),
-        optional=tuple(number_columns),
+        optional=tuple(columns),
     )
 
 

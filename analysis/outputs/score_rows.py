@@ -39,7 +39,6 @@ from analysis.stats.cell_scores import (
 from analysis.stats.chance import chance_from_scores
 from analysis.stats.comparison import (
     Comparison,
-    Kind,
     Panel,
     Target,
     mean_quantities,
@@ -344,24 +343,23 @@ def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patc
     per cent. Each kind of random plans that was run at two or more ratios has a band.
 
     Returns a list with one legend entry for all bands; [] when no band is drawn."""
-    # kind -> removed share in per cent -> (low, high), the ends of the band at this share
-    bands: dict[Kind, dict[float, tuple[float, float]]] = {}
+    rows = []
     random_cells = comparison.cells[comparison.cells["criterion"].isin(RANDOM)]
     for _, cells in cells_by_ratio(random_cells):
         # kind -> mean of the removed shares (0..1)
-        removed = cells.groupby(["granularity", "recovery"])["removed"].mean().to_dict()
+        removed = cells.groupby(["granularity", "recovery"])["removed"].mean()
         for kind, plan_scores in random_scores(comparison, cells, target).items():
-            bands.setdefault(kind, {})[100 * removed[kind]] = chance_from_scores(plan_scores).band
+            ends = map(
+                comparison.quantity(target).to_displayed, chance_from_scores(plan_scores).band
+            )
+            rows.append((kind, 100 * removed[kind], *ends))
+    bands = pd.DataFrame(rows, columns=["kind", "x", "low", "high"])
+    look: Any = {"color": style.RULE, "alpha": 0.6, "linewidth": 0}
     patches: list[Patch] = []
-    for band in bands.values():
+    for _, band in bands.groupby("kind"):
         if len(band) > 1:
-            low, high = zip(
-                *map(comparison.quantity(target).to_displayed, band.values()), strict=True
-            )
-            axes.fill_between(
-                list(band), low, high, color=style.RULE, alpha=0.6, linewidth=0, zorder=0
-            )
-            patches = [Patch(facecolor=style.RULE, alpha=0.6, label="band of chance")]
+            axes.fill_between(band["x"], band["low"], band["high"], zorder=0, **look)
+            patches = [Patch(label="band of chance", **look)]
     return patches
 
 

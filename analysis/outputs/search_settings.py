@@ -76,6 +76,8 @@ def cost_table(results: Results, name: str) -> Table:
         after=costs["loading_bytes"].to_numpy() / MEBIBYTE,
     )
     columns = {
+        **TEXT_COLUMNS,
+        "Fitness": "fitness",
         **_SETTINGS,
         "Evaluated": ("candidates", "{:,.0f}"),
         SECONDS: ("seconds", "{:,.1f}"),
@@ -92,7 +94,7 @@ def cost_table(results: Results, name: str) -> Table:
         caption="Search: seconds of the process that finished it; peak memory: of that process, in "
         "main memory and, where some were used, on GPUs; loading memory: the model in bfloat16. "
         f"Based on {run_setup(study)}",
-        **frame_and_formats(rows, {**TEXT_COLUMNS, "Fitness": "fitness"}, columns),
+        **frame_and_formats(rows, columns),
         blocks=("Model",),
         optional=("Samples", "Peak memory (MiB)", GPU_PEAK),
     )

@@ -17,7 +17,7 @@ from analysis.outputs.captions import MEBIBYTE, TIMINGS, run_setup
 from analysis.registry import Results, output, per_model
 from analysis.render import marks, style
 from analysis.render.style import Figure
-from analysis.render.table import Table, format_number, frame_and_formats
+from analysis.render.table import Columns, Table, format_number, frame_and_formats
 from analysis.stats.comparison import Comparison
 
 PREFILL = "Prefill (tokens/s)"
@@ -94,15 +94,17 @@ def speed_table(results: Results, name: str) -> Table:
         frames.append(requests(study).merge(labels, left_on="cell", right_index=True))
     # frames without rows would change the dtypes of columns
     rows = pd.concat([frame for frame in frames if len(frame)] or frames, ignore_index=True)
-    text_columns = {
+    columns: Columns = {
         "Model": "model",
         "Pruned": "removed_text",
         "Criterion": "label",
         "Device": "device",
         "Prompts": "batch_size",
         "Tokens each": "prompt_length",
+        **{column: (column, form) for column, form in SPEEDS.items()},
+        WEIGHTS: (WEIGHTS, "{:,.2f}"),
+        PEAK_MEMORY: (PEAK_MEMORY, "{:,.1f}"),
     }
-    formats = {**SPEEDS, WEIGHTS: "{:,.2f}", PEAK_MEMORY: "{:,.1f}"}
     rows = rows.astype({"batch_size": str, "prompt_length": str})
     low, high = (
         rows.reindex(columns=[f"{name}{suffix}" for name in SPEEDS]).set_axis(list(SPEEDS), axis=1)
@@ -112,9 +114,7 @@ def speed_table(results: Results, name: str) -> Table:
         name=name,
         title="Throughput, latency and memory of requests",
         caption=f"Medians, with quartiles. {conditions(study)} {run_setup(study)}",
-        **frame_and_formats(
-            rows, text_columns, {column: (column, form) for column, form in formats.items()}
-        ),
+        **frame_and_formats(rows, columns),
         best={PREFILL: "max", DECODE: "max", TIME_TO_FIRST_TOKEN: "min", TIME_PER_TOKEN: "min"},
         blocks=("Model", "Device", "Prompts", "Tokens each"),
         low=low,
@@ -249,7 +249,9 @@ def _largest_requests(study: Study, comparison: Comparison) -> pd.DataFrame:
 def memory_table(results: Results, name: str) -> Table:
     """Bytes of the model in bfloat16 before and after pruning, counted without its weights."""
     memory = results.study.memory
-    number_columns = {
+    columns: Columns = {
+        "Model": "model",
+        "Pruned": "removed_text",
         "Before (MiB)": ("before", "{:,.2f}"),
         "After (MiB)": ("after", "{:,.2f}"),
         "Saved": ("saved", "{:.1%}"),
@@ -267,7 +269,7 @@ def memory_table(results: Results, name: str) -> Table:
             "Parameters of the whole model in bfloat16. Plans that remove the same share can "
             "differ in it, by rows of routers and by what replaces experts."
         ),
-        **frame_and_formats(memory, {"Model": "model", "Pruned": "removed_text"}, number_columns),
+        **frame_and_formats(memory, columns),
     )
 
 

@@ -17,14 +17,14 @@ from matplotlib.colors import to_rgba
 from matplotlib.patches import Patch
 
 from analysis import names
-from analysis.load.reader import groups, records
+from analysis.load.reader import records
 from analysis.load.study import Study
 from analysis.outputs.captions import LOSSES, score_setup
 from analysis.outputs.score_rows import sorted_in_order
 from analysis.registry import Item, Results, output
 from analysis.render import marks, style
 from analysis.render.style import Figure
-from analysis.render.table import SCORE, Table, frame_and_formats
+from analysis.render.table import SCORE, Columns, Table, frame_and_formats
 from analysis.stats.uncertainty import LEVEL
 from analysis.stats.winners import CAPTION, SETTINGS, label
 
@@ -76,7 +76,7 @@ def winner_table(study: Study, wins: pd.DataFrame, name: str, title: str) -> Tab
         runner_up=wins["runner_up"].map(names.method),
         verdict=[verdict(win) for win in records(wins)],
     )
-    text_columns = {
+    columns: Columns = {
         "Model": "model",
         "Pruned": "pruned",
         "Calibration": "calibration",
@@ -84,8 +84,6 @@ def winner_table(study: Study, wins: pd.DataFrame, name: str, title: str) -> Tab
         "Winner": "winner",
         "Runner-up": "runner_up",
         "Verdict": "verdict",
-    }
-    number_columns = {
         "Score": ("score", SCORE),
         "Lead": ("lead", SCORE),
         "p": ("p", "{:.4f}"),
@@ -98,7 +96,7 @@ def winner_table(study: Study, wins: pd.DataFrame, name: str, title: str) -> Tab
             f"{proved_wins_sentence(wins)} {_MEANING_OF_P if _has_tests(wins) else _NO_TESTS} "
             f"{score_setup(study)}"
         ),
-        **frame_and_formats(rows, text_columns, number_columns),
+        **frame_and_formats(rows, columns),
         blocks=("Model", "Pruned", "Calibration"),
         optional=("Lead", "p", "p (Holm)"),
         low=wins[["lead_low"]].set_axis(["Lead"], axis=1),
@@ -164,23 +162,17 @@ _PHRASES = {
 def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
     """A map for each model, ratio and gate, with a row per displayed column and a column per
     calibration set. wins: rows of `winner_map`."""
-    frames = []
-    for key, map_wins in groups(wins, SETTINGS):
-        sets = names.calibrations_in_order(map_wins["calibration"])
-        columns = list(dict.fromkeys(map_wins["column"]))
-        squares = sorted_in_order(map_wins, "calibration", sets)
-        squares = sorted_in_order(squares, "column", columns)
-        title = f"{key['model']}, {map_wins['pruned'].iloc[0]} pruned"
-        frames.append(squares.assign(panel=title))
-    squares = pd.concat(frames)
-    is_tie = squares["winners"].map(len) != 1
+    sets = names.calibrations_in_order(wins["calibration"])
+    squares = sorted_in_order(wins, "calibration", sets, *SETTINGS)
+    is_win = squares["winners"].map(len) == 1
     drawing = marks.heat(
         squares.assign(
+            panel=squares["model"] + ", " + squares["pruned"] + " pruned",
             x=squares["calibration"].map(names.calibration),
             y=squares["column"].map(names.benchmark),
             colour=squares["winners"].map(_colour),
             text=list(map(_text, squares["winners"], squares["score"])),
-            is_hatched=~is_tie & ~squares["proved"].astype(bool),
+            is_hatched=is_win & ~squares["proved"].astype(bool),
         )
     )
     handles = [

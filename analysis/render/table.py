@@ -86,17 +86,16 @@ def display_frame(rows: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFram
     return pd.DataFrame(displayed, columns=list(columns))
 
 
-def frame_and_formats(
-    rows: pd.DataFrame, text: Mapping[str, str], numbers: Mapping[str, tuple[str, str]]
-) -> dict[str, Any]:
-    """The arguments `frame` and `formats` of a `Table`, as a dictionary.
+Columns = Mapping[str, str | tuple[str, str]]
+"""Column of a table -> its source: a column of a frame, for numbers with their format."""
 
-    text: text column of the table -> column of `rows`; numbers: number column of the table ->
-    (column of `rows`, format).
-    """
-    columns = {**text, **{name: source for name, (source, _) in numbers.items()}}
+
+def frame_and_formats(rows: pd.DataFrame, columns: Columns) -> dict[str, Any]:
+    """The arguments `frame` and `formats` of a `Table`, as a dictionary."""
+    numbers = {name: source for name, source in columns.items() if isinstance(source, tuple)}
+    sources = {name: column for name, (column, _) in numbers.items()}
     return {
-        "frame": display_frame(rows, columns),
+        "frame": display_frame(rows, {**columns, **sources}),
         "formats": {name: form for name, (_, form) in numbers.items()},
     }
 
