@@ -133,7 +133,8 @@ def entropy_figure(results: Results, name: str) -> Figure | None:
     entropies = quantiles(results.study.router_entropies)
     if entropies.empty:
         return None
-    rows = entropies.rename(columns=dict(zip(QUANTILES, marks.BOX, strict=True)))
+    # a box of five numbers has them as ends of whiskers, quartiles and median
+    rows = entropies.melt(["model", "calibration", "layer"], list(QUANTILES), value_name="y")
     panels = rows["model"] + ", " + rows["calibration"].map(names.calibration)
     drawing = marks.spread(
         rows.assign(panel=panels, label=rows["layer"]),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pandas as pd
 from matplotlib.artist import Artist
@@ -189,21 +188,14 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
     legend_entries: list[Artist] = [
         style.legend_entry(f"unpruned {first_ranking.unpruned_score:.3f}", **style.DASHED)
     ]
-    has_chance = any(ranking.chance for ranking in rankings)
-    if not plans["is_open"].all():
-        look: dict[str, Any] = {
-            "marker": "o",
-            "linestyle": "none",
-            "color": style.INK,
-            "markersize": 4.5,
-        }
-        label = "above chance" if has_chance else "the best method, or not separated from it"
-        legend_entries.append(style.legend_entry(label, **look))
-        legend_entries.append(style.legend_entry("others", **look, markerfacecolor=style.SURFACE))
     sentences = [
         f"{first_ranking.mean_name} of every plan with its 95 % interval, best first.",
         _caption(rankings),
     ]
+    has_chance = any(ranking.chance for ranking in rankings)
+    if not plans["is_open"].all():
+        meaning = "above chance" if has_chance else "the best method, or not separated from it"
+        sentences.append(f"Filled marks: {meaning}.")
     if has_chance:
         legend_entries.append(Patch(facecolor=style.RULE, alpha=0.6, label="chance"))
         sentences.append("Grey: within chance.")

@@ -200,17 +200,12 @@ def activation_figure(results: Results, comparison: Comparison, name: str) -> Fi
         return None
     sets = names.calibrations_in_order(experts["calibration"])
     experts = sorted_in_order(experts[experts["layer"].isin(layers)], "calibration", sets, "layer")
-    by_box = experts.groupby(["layer", "calibration"], sort=False)["size"]
-    boxes = by_box.quantile([0, 0.25, 0.5, 0.75, 1]).unstack().set_axis(marks.BOX, axis=1)
-    boxes = boxes.reset_index()
-    drawing = marks.spread(
-        boxes.assign(
-            panel="Layer " + boxes["layer"].astype(str),
-            label=boxes["calibration"].map(names.calibration),
-        ),
-        marks.Axis(),
-        marks.Axis("root mean square of channels"),
+    rows = experts.assign(
+        panel="Layer " + experts["layer"].astype(str),
+        label=experts["calibration"].map(names.calibration),
+        y=experts["size"],
     )
+    drawing = marks.spread(rows, marks.Axis(), marks.Axis("root mean square of channels"))
     for axes, (_, points) in zip(drawing.axes, experts.groupby("layer"), strict=True):
         # spread at random, so that they hide each other less
         shift = np.random.default_rng(0).uniform(-0.18, 0.18, len(points))

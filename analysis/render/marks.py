@@ -203,27 +203,24 @@ def intervals(rows: pd.DataFrame, x: Axis, **layout: Any) -> Drawing:
     return drawing
 
 
-BOX = ["whislo", "q1", "med", "q3", "whishi"]
-"""Ends of the whiskers, quartiles and median of a box, in ascending order."""
-
-
 def spread(rows: pd.DataFrame, x: Axis, y: Axis, **layout: Any) -> Drawing:
-    """Boxes with whiskers, side by side.
+    """Boxes side by side: quartiles and median, with whiskers over the range of the numbers.
 
-    rows: columns "panel", "label" (of a box) and BOX; layout: arguments of `panels`.
+    rows: columns "panel", "label" (of a box) and "y"; layout: arguments of `panels`.
     """
     drawing, panel_of_title = panels(list(rows["panel"].unique()), x, y, **layout)
-    for title, boxes in rows.groupby("panel", sort=False):
+    for title, numbers in rows.groupby("panel", sort=False):
         axes = panel_of_title[title]
-        axes.bxp(
-            boxes[BOX].to_dict("records"),
+        boxes = {label: box.to_numpy() for label, box in numbers.groupby("label", sort=False)["y"]}
+        axes.boxplot(
+            list(boxes.values()),
             positions=range(len(boxes)),
             widths=0.6,
-            showfliers=False,
+            whis=(0, 100),
             manage_ticks=False,
             medianprops={"color": INK, "linewidth": 1.6},
         )
-        style.label_ticks(axes.xaxis, boxes["label"], labelsize=6.5)
+        style.label_ticks(axes.xaxis, boxes, labelsize=6.5)
         axes.grid(axis="y")
     return drawing
 
