@@ -167,7 +167,12 @@ def _sections(publisher: Publisher, items_by_output: ItemsByOutput) -> list[Sect
     """All sections of the page, in their order."""
     results = publisher.results
     study = results.study
-    sections = [_section(chapter, results, items_by_output) for chapter in CHAPTERS]
+    sections = []
+    for chapter in CHAPTERS:
+        section = _section(chapter, items_by_output)
+        if chapter.anchor == "ranking" and section.outputs:
+            section = replace(section, text=[*headlines(results.rankings), *section.text])
+        sections.append(section)
     published = publisher.attempt(PUBLISHED, partial(published_chapter, study, results.comparisons))
     if published:
         sections.append(published)
@@ -176,7 +181,8 @@ def _sections(publisher: Publisher, items_by_output: ItemsByOutput) -> list[Sect
     sections.append(
         Section(GAPS, short="Gaps", title="Missing results", text=text, outputs=gap_items[GAPS])
     )
-    return [*sections, _provenance(study, items_by_output)]
+    provenance = _section(PROVENANCE, items_by_output)
+    return [*sections, replace(provenance, facts=_facts(study), details=_details(study))]
 
 
 def _sentence_on_empty(items_by_output: ItemsByOutput) -> list[str]:
@@ -226,38 +232,20 @@ class Chapter:
     """Explanation of the chapter's tables and figures."""
 
 
-def _section(chapter: Chapter, results: Results, items_by_output: ItemsByOutput) -> Section:
+def _section(chapter: Chapter, items_by_output: ItemsByOutput) -> Section:
     """The section of a chapter. Without tables and figures, the section has no text either, so that
     the page leaves it out."""
-    section = _untitled_section(chapter.anchor, items_by_output)
-    text = [chapter.note] if chapter.note and section.outputs else []
-    if chapter.anchor == "ranking" and section.outputs:
-        text = [*headlines(results.rankings), *text]
-    return replace(section, short=chapter.short, title=chapter.title, text=text)
-
-
-def _untitled_section(anchor: str, items_by_output: ItemsByOutput) -> Section:
-    """A section with the tables and figures of the chapter `anchor`, without title and text."""
     items: list[Item] = []
     filters: dict[str, str] = {}
     for name, output in outputs().items():
-        if output.chapter == anchor:
+        if output.chapter == chapter.anchor:
             for item in items_by_output[name]:
                 if isinstance(item, Figure) or not output.figures_only:
                     items.append(item)
                     filters[item.name] = output.filters
-    return Section(anchor, outputs=items, filters=filters)
-
-
-def _provenance(study: Study, items_by_output: ItemsByOutput) -> Section:
-    """The last section, on how the study was computed."""
-    section = _untitled_section("provenance", items_by_output)
-    return replace(
-        section,
-        short="Provenance",
-        title="Provenance and files",
-        facts=_facts(study),
-        details=_details(study),
+    text = [chapter.note] if chapter.note and items else []
+    return Section(
+        chapter.anchor, chapter.short, chapter.title, text, outputs=items, filters=filters
     )
 
 
@@ -297,6 +285,7 @@ CHAPTERS = (
     Chapter("memory", "Memory", "Architectures and loading memory"),
 )
 """Chapters in the order of the page."""
+PROVENANCE = Chapter("provenance", "Provenance", "Provenance and files")
 
 
 def _facts(study: Study) -> list[tuple[str, str]]:

@@ -8,7 +8,6 @@ from typing import Any
 import pandas as pd
 
 from analysis import names
-from analysis.load.reader import groups
 from analysis.load.study import Study
 from analysis.outputs.captions import pass_setup
 from analysis.registry import Results, output
@@ -26,22 +25,17 @@ def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
     their layer), and "least", "median" and "most" (tokens of an expert).
 
     Columns of `coverage`: "model", "calibration", "layer", "expert" and "tokens"."""
-    rows = []
-    for key, experts in groups(coverage, ["model", "calibration"]):
-        even_load = experts.groupby("layer")["tokens"].transform("mean")
-        tokens = experts["tokens"]
-        rows.append(
-            {
-                **key,
-                "experts": len(experts),
-                "unseen": int((tokens == 0).sum()),
-                "rare": int((tokens < RARE_SHARE * even_load).sum()),
-                "least": int(tokens.min()),
-                "median": float(tokens.median()),
-                "most": int(tokens.max()),
-            }
-        )
-    return pd.DataFrame(rows)
+    tokens = coverage["tokens"]
+    even_load = coverage.groupby(["model", "calibration", "layer"])["tokens"].transform("mean")
+    experts = coverage.assign(unseen=tokens == 0, rare=tokens < RARE_SHARE * even_load)
+    return experts.groupby(["model", "calibration"], sort=False, as_index=False).agg(
+        experts=("tokens", "size"),
+        unseen=("unseen", "sum"),
+        rare=("rare", "sum"),
+        least=("tokens", "min"),
+        median=("tokens", "median"),
+        most=("tokens", "max"),
+    )
 
 
 @output("tokens_per_expert", chapter="coverage")

@@ -10,7 +10,6 @@ from matplotlib.patches import Patch
 
 from analysis import names
 from analysis.load.passes import STATISTICS
-from analysis.load.reader import groups
 from analysis.outputs.captions import ABLATIONS, SUMS, pass_setup
 from analysis.outputs.score_rows import shallow_middle_deep_layers, sorted_in_order
 from analysis.registry import Results, output, per_model
@@ -115,15 +114,16 @@ def statistics_by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
 
     statistics: a row per expert, with the columns layer, count (number of weights or channels),
     mean, std and ablation."""
-    rows = []
-    for key, experts in groups(statistics.sort_values("layer"), ["layer"]):
-        weights = experts["count"] / experts["count"].sum()
-        mean = float((weights * experts["mean"]).sum())
-        # mean of squares = std ** 2 + mean ** 2, for an expert and for the layer
-        mean_square = float((weights * (experts["std"] ** 2 + experts["mean"] ** 2)).sum())
-        std = max(mean_square - mean**2, 0.0) ** 0.5  # rounding errors can give less than 0
-        rows.append((key["layer"], mean, std, experts["ablation"].mean()))
-    return pd.DataFrame(rows, columns=["layer", "mean", "std", "ablation"])
+    count = statistics["count"]
+    # mean of squares = std ** 2 + mean ** 2, for an expert and for the layer
+    square = statistics["std"] ** 2 + statistics["mean"] ** 2
+    sums = statistics.assign(mean=count * statistics["mean"], square=count * square)
+    by_layer = sums.groupby("layer")
+    means = by_layer[["mean", "square"]].sum().div(by_layer["count"].sum(), axis=0)
+    # rounding errors can give less than 0
+    std = (means["square"] - means["mean"] ** 2).clip(lower=0) ** 0.5
+    layers = {"mean": means["mean"], "std": std, "ablation": by_layer["ablation"].mean()}
+    return pd.DataFrame(layers).reset_index()
 
 
 @output(

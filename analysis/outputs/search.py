@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure as Drawing
@@ -81,13 +82,6 @@ _MEANING_OF_SIGNIFICANT = (
 _NO_TESTS = "Methods with one seed are not tested."
 
 
-@output(
-    "evoesap.table1",
-    chapter="search",
-    filters="Model|Pruned|Calibration|Criterion",
-    needs=SEARCHES,
-    aliases=("evoesap.table2",),
-)
 def allocation_table(
     results: Results,
     name: str,
@@ -177,30 +171,45 @@ def _significant_columns(
     return texts
 
 
-@output(
-    "evoesap.table7", needs=f"{SEARCHES}, calibrated on general text (evoesap_table7 of sweeps)"
+def _register(name: str, *arguments: Any, **fields: Any) -> None:
+    """Register an `allocation_table` with these `arguments` as an output. fields: of `Output`."""
+
+    def make(results: Results, name: str) -> Table | None:
+        return allocation_table(results, name, *arguments)
+
+    make.__doc__ = f"Searched and uniform allocations: {arguments[1]}."
+    output(name, **fields)(make)
+
+
+_register(
+    "evoesap.table1",
+    GROUPS,
+    "group averages",
+    chapter="search",
+    filters="Model|Pruned|Calibration|Criterion",
+    needs=SEARCHES,
+    aliases=("evoesap.table2",),
 )
-def general_text_table(results: Results, name: str) -> Table | None:
-    """Group averages of searched and uniform allocations that were calibrated on general text."""
-    return allocation_table(results, name, GROUPS, "calibrated on general text", general_pairs)
-
-
-@output("evoesap.table8", needs=f"{SEARCHES}, and coding benchmarks")
-def coding_table(results: Results, name: str) -> Table | None:
-    """Searched and uniform allocations: coding benchmarks."""
-    return allocation_table(results, name, CODE_BENCHMARKS, "coding")
-
-
-@output("evoesap.table9", needs=f"{SEARCHES}, and WildBench, gsm8k or math500")
-def writing_and_mathematics_table(results: Results, name: str) -> Table | None:
-    """Searched and uniform allocations: writing and mathematics."""
-    return allocation_table(results, name, WRITING_AND_MATH, "writing and mathematics")
-
-
-@output("evoesap.table10", needs=f"{SEARCHES}, and multiple-choice benchmarks")
-def multiple_choice_table(results: Results, name: str) -> Table | None:
-    """Searched and uniform allocations: multiple choice."""
-    return allocation_table(results, name, (*names.MULTIPLE_CHOICE, "MC Avg"), "multiple choice")
+_register(
+    "evoesap.table7",
+    GROUPS,
+    "calibrated on general text",
+    general_pairs,
+    needs=f"{SEARCHES}, calibrated on general text (evoesap_table7 of sweeps)",
+)
+_register("evoesap.table8", CODE_BENCHMARKS, "coding", needs=f"{SEARCHES}, and coding benchmarks")
+_register(
+    "evoesap.table9",
+    WRITING_AND_MATH,
+    "writing and mathematics",
+    needs=f"{SEARCHES}, and WildBench, gsm8k or math500",
+)
+_register(
+    "evoesap.table10",
+    (*names.MULTIPLE_CHOICE, "MC Avg"),
+    "multiple choice",
+    needs=f"{SEARCHES}, and multiple-choice benchmarks",
+)
 
 
 def densities(study: Study, comparison: Comparison) -> pd.DataFrame:

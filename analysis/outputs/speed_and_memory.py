@@ -49,36 +49,27 @@ def requests(study: Study) -> pd.DataFrame:
     - each of SPEEDS: median over the repeats
     - each of SPEEDS followed by ` low` or ` high`: lower or upper quartile over the repeats
     - WEIGHTS; PEAK_MEMORY: weights and working memory"""
-    speed_columns = (f"{name}{suffix}" for name in SPEEDS for suffix in QUARTILES)
-    columns = [*REQUEST_COLUMNS, *speed_columns, WEIGHTS, PEAK_MEMORY]
-    rows = []
-    for key, timings in groups(study.timings, REQUEST_COLUMNS):
-        speeds = _speeds(timings)
-        row = dict(key)
-        for suffix, quantile in QUARTILES.items():
-            for name in SPEEDS:
-                row[f"{name}{suffix}"] = speeds[name].quantile(quantile)
-        # all repeats have the same bytes
-        weight_bytes = float(timings["weight_bytes"].iloc[0])
-        peak_bytes = weight_bytes + float(timings["working_bytes"].iloc[0])
-        rows.append({**row, WEIGHTS: weight_bytes / MEBIBYTE, PEAK_MEMORY: peak_bytes / MEBIBYTE})
-    return pd.DataFrame(rows, columns=columns)
-
-
-def _speeds(timings: pd.DataFrame) -> pd.DataFrame:
-    """The columns SPEEDS, a row per timed request.
-
-    timings: rows of `Study.timings`."""
+    timings = study.timings
     prompt_tokens = timings["batch_size"] * timings["prompt_length"]
     new_tokens = timings["batch_size"] * timings["new_tokens"]
-    return pd.DataFrame(
-        {
-            PREFILL: prompt_tokens / timings["prefill_seconds"],
-            DECODE: new_tokens / timings["decode_seconds"],
-            TIME_TO_FIRST_TOKEN: 1000 * timings["prefill_seconds"],
-            TIME_PER_TOKEN: 1000 * timings["decode_seconds"] / timings["new_tokens"],
-        }
-    )
+    numbers = {
+        PREFILL: prompt_tokens / timings["prefill_seconds"],
+        DECODE: new_tokens / timings["decode_seconds"],
+        TIME_TO_FIRST_TOKEN: 1000 * timings["prefill_seconds"],
+        TIME_PER_TOKEN: 1000 * timings["decode_seconds"] / timings["new_tokens"],
+        WEIGHTS: timings["weight_bytes"] / MEBIBYTE,
+        PEAK_MEMORY: (timings["weight_bytes"] + timings["working_bytes"]) / MEBIBYTE,
+    }
+    # columns of a study without timings have no type
+    rows = timings.assign(**numbers).astype(dict.fromkeys(numbers, float))
+    by_request = rows.groupby(REQUEST_COLUMNS, sort=False)
+    speeds = [
+        by_request[list(SPEEDS)].quantile(quantile).add_suffix(suffix)
+        for suffix, quantile in QUARTILES.items()
+    ]
+    # all repeats have the same bytes
+    memory = by_request[[WEIGHTS, PEAK_MEMORY]].first()
+    return pd.concat([*speeds, memory], axis=1).reset_index()
 
 
 @output("coverage.table2", chapter="cost", filters="Model|Pruned", needs=TIMINGS)
