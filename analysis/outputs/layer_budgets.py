@@ -3,7 +3,7 @@ from which coverage budgets are computed (MoE-Slimming, Figs. 7 and 11)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -97,64 +97,23 @@ def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True) if frames else rows.assign(smoothed=np.nan)
 
 
-_MEANING = (
-    "Layer loss: size of a layer's routed output relative to the residual stream after it, the "
-    "mean over calibration tokens of ‖m‖² / (‖y‖² + ε), divided by its mean over layers. Score "
-    "coverage: share of the sum of the layer's channel scores that the plan keeps. Squares of a "
-    "row are shaded between its least and its greatest value."
-)
-
-
-@output("coverage.fig7", chapter="attribution", needs=COVERAGE_PLANS)
-@per_model("pruned")
-def coverage_budgets(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Loss, score coverage and retained share of each layer."""
-    return strip_figure(
-        results,
-        comparison,
-        name,
-        ("loss", "coverage", "kept"),
-        title="Losses of layers and their budgets",
-        caption=_MEANING,
-    )
-
-
 @output(
     "coverage.fig11",
     chapter="attribution",
-    needs=f"{COVERAGE_PLANS}, and the sums of their pass in the store",
+    needs=f"{COVERAGE_PLANS}; for losses also the sums of their pass in the store",
+    aliases=("coverage.fig7",),
 )
 @per_model("pruned")
-def smoothed_losses_and_budgets(
-    results: Results, comparison: Comparison, name: str
-) -> Figure | None:
-    """Raw and smoothed loss, score coverage and retained share of each layer."""
-    caption = (
-        "Smoothed loss: by the smoothing of the plan, divided by its mean; the target of the "
-        f"coverage. {_MEANING}"
-    )
-    return strip_figure(results, comparison, name, STRIPS, "From layer losses to budgets", caption)
+def budget_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Raw and smoothed loss, score coverage and retained share of each layer.
 
-
-def strip_figure(
-    results: Results,
-    comparison: Comparison,
-    name: str,
-    strips: Iterable[str],
-    title: str,
-    caption: str,
-) -> Figure | None:
-    """A figure of `budget_strips` with a panel per plan; None without budgets.
-
-    A panel has a row of squares for each column in `strips`, with one square per layer.
-
-    strips: keys of STRIPS."""
+    A panel per plan with a row of squares for each of STRIPS, one square per layer."""
     study = results.study
     losses = study.layer_losses[study.layer_losses["model"] == comparison.model]
     budgets = budget_strips(layer_budgets(study, comparison), losses)
     if budgets.empty:
         return None
-    columns = [column for column in strips if budgets[column].notna().any()]
+    columns = [column for column in STRIPS if budgets[column].notna().any()]
     squares = (
         budgets.sort_values("layer", kind="stable")
         .melt(["label", "layer"], columns, "column", "value")
@@ -172,6 +131,12 @@ def strip_figure(
         text=texts,
     )
     drawing = marks.heat(squares, "decoder layer", columns=1, height=0.3)
-    return Figure(
-        name, f"{title}: {comparison.model}", f"{caption} Based on {pass_setup(study)}", drawing
+    caption = (
+        "Layer loss: size of a layer's routed output relative to the residual stream after it, the "
+        "mean over calibration tokens of ‖m‖² / (‖y‖² + ε), divided by its mean over layers. "
+        "Smoothed loss: by the smoothing of the plan, divided by its mean; the target of the "
+        "coverage. Score coverage: share of the sum of the layer's channel scores that the plan "
+        "keeps. Squares of a row are shaded between its least and its greatest value. Based on "
+        f"{pass_setup(study)}"
     )
+    return Figure(name, f"From layer losses to budgets: {comparison.model}", caption, drawing)

@@ -112,30 +112,21 @@ def format_number(value: object, form: str) -> str:
     return with_minus_signs(form.format(value)).replace("%", " %")
 
 
-def is_gap(table: Table, row: Mapping[Any, object], column: str) -> bool:
-    """Whether `row` has no number in `column` but should have one."""
-    is_unranked = row.get("Criterion") == UNPRUNED and column == "Avg Rank"
-    is_expected = not is_unranked and column not in table.optional
-    # in any format, GAP is the text of None and NaN
-    return is_expected and format_number(row[column], "{}") == GAP
-
-
 @lru_cache(maxsize=128)
 def footnotes(table: Table) -> list[str]:
     """`Table.footnotes`, between a note on the columns in which less is better and one on gaps."""
-    rows = table.frame.to_dict("records")
-    has_gap = any(is_gap(table, row, column) for row in rows for column in table.formats)
-    return [*_footnotes_on_direction(table), *table.footnotes, *([GAP_NOTE] if has_gap else [])]
-
-
-def _footnotes_on_direction(table: Table) -> list[str]:
-    """At most one sentence, which names the columns in which less is better."""
     lower_is_better = [
         column
         for column, direction in table.best.items()
         if direction == "min" and column in table.frame
     ]
-    return [f"Less is better: {names.enumeration(lower_is_better)}."] if lower_is_better else []
+    is_gap = table.frame[[name for name in table.formats if name not in table.optional]].isna()
+    if "Criterion" in table.frame and "Avg Rank" in is_gap:
+        is_gap.loc[table.frame["Criterion"] == UNPRUNED, "Avg Rank"] = False  # is not ranked
+    notes = list(table.footnotes)
+    if lower_is_better:
+        notes.insert(0, f"Less is better: {names.enumeration(lower_is_better)}.")
+    return [*notes, GAP_NOTE] if is_gap.any(axis=None) else notes
 
 
 @lru_cache(maxsize=128)
