@@ -26,13 +26,15 @@ from analysis.outputs.score_rows import (
     ratio_lines,
     shallow_middle_deep_layers,
 )
-from analysis.registry import Item, Results, output, per_model
+from analysis.registry import Results, output, per_model
 from analysis.render import marks, style
 from analysis.render.style import Figure
 from analysis.stats.comparison import Comparison
 
 MOST_PANELS = 6
 """Largest number of panels in a figure."""
+MOST_VECTOR_POINTS = 5000
+"""Largest number of points in a figure that are not drawn as pixels."""
 PIECES = 10
 """Number of pieces of an expert's bar; a piece is a tenth of the expert's channels."""
 ACTIVATION, WEIGHT_GRADIENT = "channel_activation", "snip"
@@ -62,32 +64,21 @@ def concentration(study: Study, scores_folder: str) -> pd.DataFrame | None:
     )
 
 
-@output(
-    "coverage.fig4",
-    chapter="attribution",
-    needs=(
-        "scores of channels in the store; for losses, profile=true with a channel criterion at "
-        "three ratios"
-    ),
-)
+@output("coverage.fig4", chapter="attribution", needs="scores of channels in the store")
 @per_model("pruned")
-def channel_scores(results: Results, comparison: Comparison, name: str) -> list[Item | None]:
-    """Concentration of channel scores in experts, and output losses of layers by kept share."""
+def concentration_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Concentration of channel scores in experts.
+
+    Fig. 4 (a): curves of `concentration`. A panel per scoring step, a line per expert."""
     study = results.study
-    return [
-        concentration_figure(study, comparison, name),
-        output_loss_figure(study, comparison, f"{name}.loss"),
-    ]
-
-
-def concentration_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
-    """Fig. 4 (a): curves of `concentration`. A panel per scoring step, a line per expert."""
     cells = cells_without_recovery(comparison, "channel")
+    cells = cells.assign(gate_text=settings.gate_and_seed(cells))
     frames = []
     for row in records(cells[cells["scores_folder"].notna()].drop_duplicates("scores_folder")):
         curves = concentration(study, row["scores_folder"])
         if curves is not None and len(frames) < MOST_PANELS:
-            title = f"{names.criterion(row['criterion'])}, {names.calibration(row['calibration'])}"
+            criterion, calibration = row["criterion"], names.calibration(row["calibration"])
+            title = settings.comma_joined(names.criterion(criterion), calibration, row["gate_text"])
             frames.append(curves.assign(panel=title))
     if not frames:
         return None
@@ -104,6 +95,8 @@ def concentration_figure(study: Study, comparison: Comparison, name: str) -> Fig
         marks.Axis("share of the expert's score", style.format_percent, marks.SCORES),
     )
     for axes in drawing.axes:
+        for line in axes.lines:  # many points as vectors would make the file too large
+            line.set_rasterized(len(points) > MOST_VECTOR_POINTS)
         axes.plot([0, 1], [0, 1], **style.DASHED)
     style.legend(drawing, _ends(looks))
     caption = (
@@ -151,9 +144,18 @@ def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
     return losses[cell_counts > 1]
 
 
-def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
-    """Fig. 4 (b): `output_losses` against the retained share of the layer's channels. A panel per
+@output(
+    "coverage.fig4.loss",
+    chapter="attribution",
+    needs="profile=true with a channel criterion at three ratios",
+)
+@per_model("pruned")
+def output_loss_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Output losses of layers by kept share.
+
+    Fig. 4 (b): `output_losses` against the retained share of the layer's channels. A panel per
     method, a line per layer."""
+    study = results.study
     losses = output_losses(study, comparison)
     if losses.empty:
         return None

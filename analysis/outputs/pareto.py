@@ -25,7 +25,7 @@ from analysis.outputs.score_rows import (
     score_table,
     storage_points,
 )
-from analysis.registry import Item, Results, output, per_model
+from analysis.registry import Results, output, per_model
 from analysis.render import marks, style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Columns, Table, frame_and_formats
@@ -124,22 +124,10 @@ def pareto_front(
 
 
 @output("pareto", chapter="cost", filters="Model|Pruned|Removes")
-def accuracy_and_cost(results: Results, name: str) -> list[Item]:
+def pareto_table(results: Results, name: str) -> Table | None:
     """All methods: accuracy against parameters, FLOPs and storage, with Pareto fronts."""
     if results.study.costs.empty or not results.comparisons:
-        return []
-    return [pareto_table(results, name)]
-
-
-@output("pareto.front", chapter="cost", needs="pruned models of several costs")
-@per_model()
-def fronts(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Accuracy against parameters, FLOPs and storage, with Pareto fronts."""
-    return None if results.study.costs.empty else pareto_figure(results.study, comparison, name)
-
-
-def pareto_table(results: Results, name: str) -> Table:
-    """`average_and_costs` of all models as a table."""
+        return None
     frames = []
     for comparison in results.comparisons:
         average_name = comparison.quantity(comparison.all_average_columns).mean_name
@@ -211,12 +199,14 @@ def _draw_front(axes: Axes, points: pd.DataFrame) -> None:
     axes.step(ordered["x"], ordered["y"], where="post", zorder=1, **_FRONT_STYLE)
 
 
-def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
-    """Avg of one model's cells against each cost in COST_SHARES, a panel per cost.
+@output("pareto.front", chapter="cost", needs="pruned models of several costs")
+@per_model()
+def pareto_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Accuracy against parameters, FLOPs and storage, with Pareto fronts.
 
     None if all pruned cells have the same costs, rounded to per cent.
     """
-    cells = average_and_costs(study, comparison)
+    cells = average_and_costs(results.study, comparison)
     pruned = cells[(cells["method"] != "none") & cells["avg"].notna() & cells["kind"].notna()]
     if (pruned[list(COST_SHARES)].round(2).nunique() < 2).all():
         return None
