@@ -73,7 +73,7 @@ def concentration_figure(results: Results, comparison: Comparison, name: str) ->
     study = results.study
     cells = cells_without_recovery(comparison, "channel")
     cells = cells.assign(gate_text=settings.gate_and_seed(cells))
-    frames = []
+    frames: list[pd.DataFrame] = []
     for row in records(cells[cells["scores_folder"].notna()].drop_duplicates("scores_folder")):
         curves = concentration(study, row["scores_folder"])
         if curves is not None and len(frames) < MOST_PANELS:

@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from analysis import names
+from analysis.load.reader import groups
 from analysis.outputs.captions import pass_setup
 from analysis.outputs.score_rows import sorted_in_order
 from analysis.registry import Item, Results, output
@@ -186,8 +187,8 @@ def overlap_figure(results: Results, name: str) -> Figure | None:
     if overlaps.empty or overlaps["model"].nunique() < 2:
         return None
     frames = [
-        _squares(rows).assign(panel=f"{model}, {names.ratio(ratio)} pruned")
-        for (model, ratio), rows in overlaps.groupby(["model", "ratio"], sort=False)
+        _squares(rows).assign(panel=f"{key['model']}, {names.ratio(key['ratio'])} pruned")
+        for key, rows in groups(overlaps, ["model", "ratio"])
     ]
     drawing = marks.heat(pd.concat(frames))
     caption = (

@@ -261,9 +261,9 @@ def _draw_numbers(axes: Axes, front: pd.DataFrame, plans: Sequence[str]) -> None
     front: columns "x", "y" and "plan"."""
     # at the upper left of a mark, where the steps of the front do not pass
     look: Any = {"textcoords": "offset points", "ha": "right", "va": "bottom", "fontsize": 6.5}
-    for point, rows in front.groupby(["x", "y"]):
+    for (x, y), rows in front.groupby(["x", "y"]):
         text = ", ".join(str(plans.index(plan) + 1) for plan in rows["plan"])
-        axes.annotate(text, point, xytext=(-3, 2), fontweight="bold", **look)
+        axes.annotate(text, (x, y), xytext=(-3, 2), fontweight="bold", **look)
 
 
 BOTH_GRANULARITIES = (

@@ -75,7 +75,7 @@ def cost_table(results: Results, name: str) -> Table:
         # without the index: costs are in the order of `rows`, but indexed by cell
         after=costs["loading_bytes"].to_numpy() / MEBIBYTE,
     )
-    columns = {
+    columns: dict[str, str | tuple[str, str]] = {
         **TEXT_COLUMNS,
         "Fitness": "fitness",
         **_SETTINGS,

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 
 from analysis import names
 from analysis.load import settings
-from analysis.load.reader import records, stacked
+from analysis.load.reader import groups, records, stacked
 from analysis.load.study import Study
 from analysis.outputs.score_rows import (
     Block,
@@ -131,8 +131,8 @@ def profile_figure(results: Results, name: str) -> Figure | None:
         return None
     scores = profiles(scores)
     panels = {
-        f"{model}, {names.criterion(criterion)}": panel
-        for (model, criterion), panel in scores.groupby(["model", "criterion"], sort=False)
+        f"{key['model']}, {names.criterion(key['criterion'])}": panel
+        for key, panel in groups(scores, ["model", "criterion"])
     }
     drawing, panel_of_title = marks.panels(
         list(panels), marks.Axis("rank of the expert in its layer"), marks.Axis("layer"), height=1.9

@@ -55,7 +55,7 @@ def panels(
     columns: int = WIDE,
     height: float | Sequence[float] = 2.1,
     **options: Any,
-) -> tuple[Drawing, dict[str, Axes]]:
+) -> tuple[Drawing, dict[Any, Axes]]:
     """(drawing, title -> panel): a drawing with an empty panel for each of the distinct `titles`.
 
     - columns: largest number of panels in a row
@@ -147,7 +147,8 @@ def draw_squares(axes: Axes, squares: pd.DataFrame, width: float) -> None:
         x, y = column_labels.index(square["x"]), row_labels.index(square["y"])
         patch = Rectangle((x + 0.01, y + 0.02), 0.98, 0.96, facecolor=square["colour"])
         patch.set(edgecolor=MUTED, linewidth=0)
-        patch.set_hatch(style.HATCH if square.get("is_hatched") else None)
+        if square.get("is_hatched"):
+            patch.set_hatch(style.HATCH)
         axes.add_patch(patch)
         if letters > 3:
             text = fill(square["text"], letters)
@@ -195,7 +196,8 @@ def intervals(rows: pd.DataFrame, x: Axis, **layout: Any) -> Drawing:
             y, points["low"], points["high"], color=points["colour"], linewidth=1.5, alpha=0.7
         )
         face = points["colour"].mask(points["is_open"].astype(bool), SURFACE)
-        axes.scatter(points["x"], y, s=16, c=face, edgecolors=points["colour"], zorder=2)
+        edge = points["colour"].tolist()
+        axes.scatter(points["x"], y, s=16, c=face.tolist(), edgecolors=edge, zorder=2)
         style.label_ticks(axes.yaxis, points["label"], most=len(points), labelsize=6.5)
         axes.set_ylim(len(points) - 0.4, -0.6)
         axes.grid(axis="x")
@@ -211,7 +213,8 @@ def spread(rows: pd.DataFrame, x: Axis, y: Axis, **layout: Any) -> Drawing:
     drawing, panel_of_title = panels(list(rows["panel"].unique()), x, y, **layout)
     for title, numbers in rows.groupby("panel", sort=False):
         axes = panel_of_title[title]
-        boxes = {label: box.to_numpy() for label, box in numbers.groupby("label", sort=False)["y"]}
+        by_label = numbers.groupby("label", sort=False)["y"]
+        boxes = {str(label): box.to_numpy() for label, box in by_label}
         axes.boxplot(
             list(boxes.values()),
             positions=range(len(boxes)),

@@ -15,7 +15,6 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib import colormaps
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import to_hex
@@ -213,7 +212,7 @@ def label_ticks(
     axis.set_tick_params(**look)
 
 
-def legend(figure: Drawing, handles: Iterable[Artist], most: int = 6, title: str = "") -> None:
+def legend(figure: Drawing, handles: Iterable[Any], most: int = 6, title: str = "") -> None:
     """Add a legend below the panels. The drawing must have space for three rows of entries.
 
     most: largest number of entries side by side.

@@ -93,9 +93,11 @@ Columns = Mapping[str, str | tuple[str, str]]
 def frame_and_formats(rows: pd.DataFrame, columns: Columns) -> dict[str, Any]:
     """The arguments `frame` and `formats` of a `Table`, as a dictionary."""
     numbers = {name: source for name, source in columns.items() if isinstance(source, tuple)}
-    sources = {name: column for name, (column, _) in numbers.items()}
+    sources = {
+        name: source[0] if isinstance(source, tuple) else source for name, source in columns.items()
+    }
     return {
-        "frame": display_frame(rows, {**columns, **sources}),
+        "frame": display_frame(rows, sources),
         "formats": {name: form for name, (_, form) in numbers.items()},
     }
 
@@ -145,7 +147,8 @@ def best_marks(table: Table) -> pd.DataFrame:
         values.loc[table.frame["Criterion"] == UNPRUNED] = np.nan
     block_keys = [table.frame[column] for column in table.blocks] or np.zeros(len(values))
     by_block = values.groupby(block_keys, sort=False, dropna=False)
-    for column, direction in table.best.items():
+    directions: Mapping[str, Any] = table.best
+    for column, direction in directions.items():
         texts, best_texts = (
             numbers.map(partial(format_number, form=table.formats[column]))
             for numbers in (values[column], by_block[column].transform(direction))
@@ -192,7 +195,7 @@ def markdown(table: Table) -> str:
     """The table as Markdown. The numbers marked by `best_marks` are bold."""
     align = [("---:" if column in table.formats else ":---") for column in table.frame]
     texts = _marked_frame(table, "**{}**", str)
-    lines = [list(texts), align, *texts.to_numpy().tolist()]
+    lines: list[Any] = [list(texts), align, *texts.itertuples(index=False)]
     body = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
     notes = "".join(f"\n{note}\n" for note in footnotes(table))
     return f"## {table.title}\n\n{body}\n\n{table.caption}\n{notes}"
@@ -232,10 +235,10 @@ def html(table: Table) -> str:
     """The table as an HTML element that the page can sort. Numbers have their intervals below."""
     head = "".join(_head(table, str(column)) for column in table.frame)
     frames = (table.frame, printed_texts(table), best_marks(table), _interval_texts(table))
-    # per row: four arrays (columns,)
-    arrays = zip(*(frame.to_numpy(object) for frame in frames), strict=True)
+    arrays = (frame.to_numpy(object) for frame in frames)
     rows = []
-    for classes, parts in zip(_row_classes(table), arrays, strict=True):
+    for classes, *parts in zip(_row_classes(table), *arrays, strict=True):
+        # parts: values, texts, marks and intervals of the row's cells
         cells = [
             _cell(table, str(column), *cell)
             for column, *cell in zip(table.frame, *parts, strict=True)
