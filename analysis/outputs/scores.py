@@ -1,4 +1,4 @@
-"""Scores: all benchmarks as a table and as radar plots, and task-specific calibration (Unified
+"""Scores: all benchmarks as a table and as lines, and task-specific calibration (Unified
 Expert Pruning, Tables 2 and 5; AIMER, Figs. 3 to 5)."""
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from analysis.render.table import RANK, Table, display_frame
 from analysis.stats.cell_scores import Numbers, mean_target, panels_by_domain, scores, task_block
 from analysis.stats.comparison import Comparison, Panel, Target
 
-RADAR_METHODS = ("aimer", "magnitude", "random", "frequency", "seer", "ean", "reap")
+AIMER_METHODS = ("aimer", "magnitude", "random", "frequency", "seer", "ean", "reap")
 """The methods of AIMER's tables."""
-RADAR_BEST_METHODS = 2
-"""Number of methods with the highest Avg that a radar plot always includes."""
-MOST_RADAR_METHODS = len(RADAR_METHODS)
+DRAWN_BEST_METHODS = 2
+"""Number of methods with the highest Avg that a panel always includes."""
+MOST_DRAWN_METHODS = len(AIMER_METHODS)
 
 
 @output(
     "aimer.fig3", chapter="task", needs="three benchmarks", aliases=("aimer.fig4", "aimer.fig5")
 )
 @per_model()
-def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """All benchmarks of each method around a circle (AIMER, Figs. 3 to 5).
+def benchmark_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """All benchmarks of each method side by side (AIMER, Figs. 3 to 5).
 
-    One plot for each panel with at least three benchmarks.
+    A panel for each calibration set and ratio with at least three benchmarks, a line per method.
     """
-    panels = [panel for panel in comparison.panels if len(radar_benchmarks(comparison, panel)) >= 3]
+    panels = [panel for panel in comparison.panels if len(drawn_benchmarks(comparison, panel)) >= 3]
     if not panels:
         return None
     frames = []
     for panel in panels:
         cells = panel_cells(comparison, panel)
-        cells = cells[cells["method"].isin(["none", *radar_methods(comparison, panel)])]
-        benchmark_scores = comparison.benchmark_scores[list(radar_benchmarks(comparison, panel))]
+        cells = cells[cells["method"].isin(["none", *drawn_methods(comparison, panel)])]
+        benchmark_scores = comparison.benchmark_scores[list(drawn_benchmarks(comparison, panel))]
         # a row per cell and benchmark
         values = (
             benchmark_scores.rename_axis("cell")
@@ -69,7 +69,7 @@ def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     y = marks.Axis("score", limits=marks.SCORES)
     drawing = marks.over(points, looks, x, y, columns=2, height=2.2)
     style.legend(drawing, looks.values())
-    limit = names.count(MOST_RADAR_METHODS, "method")
+    limit = names.count(MOST_DRAWN_METHODS, "method")
     caption = (
         "Scores on each benchmark; dashed: the unpruned model. Each "
         "panel has the first two methods by Avg, those of AIMER's tables, then the first of the "
@@ -85,7 +85,7 @@ def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     return Figure(name, f"Strengths and weaknesses: {comparison.model}", caption, drawing)
 
 
-def radar_benchmarks(comparison: Comparison, panel: Panel) -> Target:
+def drawn_benchmarks(comparison: Comparison, panel: Panel) -> Target:
     """Benchmarks of a panel in which higher is better, in the order of `names.BENCHMARKS`."""
     benchmarks = [
         str(name) for name in comparison.benchmark_scores if name not in comparison.lower_is_better
@@ -95,20 +95,20 @@ def radar_benchmarks(comparison: Comparison, panel: Panel) -> Target:
     )
 
 
-def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
-    """The methods of a panel that a radar plot draws, at most MOST_RADAR_METHODS.
+def drawn_methods(comparison: Comparison, panel: Panel) -> list[str]:
+    """The methods of a panel that are drawn, at most MOST_DRAWN_METHODS.
 
-    First come the RADAR_BEST_METHODS methods with the highest Avg, then RADAR_METHODS, then the
+    First come the DRAWN_BEST_METHODS methods with the highest Avg, then AIMER_METHODS, then the
     other methods from the highest Avg to the lowest."""
     average = comparison.score(panel.average_columns(comparison))
     average = average.fillna(-1)  # below all scores: methods without Avg come last
-    benchmarks = list(radar_benchmarks(comparison, panel))
+    benchmarks = list(drawn_benchmarks(comparison, panel))
     has_scores = comparison.benchmark_scores[benchmarks].notna().any(axis=1)
     methods = [method for method in panel.cells if has_scores[panel.cells[method]]]
     methods.sort(key=lambda method: -average[panel.cells[method]])
-    published_methods = [method for method in RADAR_METHODS if method in methods]
-    ordered = dict.fromkeys([*methods[:RADAR_BEST_METHODS], *published_methods, *methods])
-    return list(ordered)[:MOST_RADAR_METHODS]
+    published_methods = [method for method in AIMER_METHODS if method in methods]
+    ordered = dict.fromkeys([*methods[:DRAWN_BEST_METHODS], *published_methods, *methods])
+    return list(ordered)[:MOST_DRAWN_METHODS]
 
 
 BOTH_TASKS = "a calibration set about code and one about mathematics"

@@ -198,7 +198,7 @@ def test_front_is_drawn_if_costs_differ_in_per_cent(
     assert bool(pareto_figure(results, "front")) == is_drawn
 
 
-def test_radar_of_losses_is_not_drawn() -> None:
+def test_losses_are_not_drawn_with_scores() -> None:
     benchmarks = ("a", "b", "c")
     losses = {(cell, name): 9.0 - cell for cell in range(4) for name in benchmarks}
     study = study_of({name: [{}] * 4 for name in benchmarks}, losses)

@@ -31,7 +31,7 @@ from analysis.outputs import (
     weights,
 )
 from analysis.outputs.pareto import pareto_front
-from analysis.outputs.scores import radar_figure, radar_methods
+from analysis.outputs.scores import benchmark_figure, drawn_methods
 from analysis.published.numbers import counterparts
 from analysis.published.tables import published_key
 from analysis.registry import find
@@ -503,7 +503,7 @@ def test_speeds_are_medians_with_quartiles() -> None:
     assert [row[f"Decode (tokens/s){end}"] for end in (" low", "", " high")] == [5, 20 / 3, 10]
 
 
-RADAR_SOLVED = {
+DRAWN_SOLVED = {
     "none": 5,
     **dict.fromkeys(("reap", "aimer", "ean", "seer", "magnitude"), 2),
     "man": 3,
@@ -513,23 +513,23 @@ RADAR_SOLVED = {
 """Criterion -> right items of five."""
 
 
-def radar_comparison(*benchmarks: str) -> Comparison:
-    outcomes = [first_solved(count, 5) for count in RADAR_SOLVED.values()]
-    axes = [UNPRUNED, *(cell(name) for name in RADAR_SOLVED if name != "none")]
+def drawn_comparison(*benchmarks: str) -> Comparison:
+    outcomes = [first_solved(count, 5) for count in DRAWN_SOLVED.values()]
+    axes = [UNPRUNED, *(cell(name) for name in DRAWN_SOLVED if name != "none")]
     return comparison_of(axes, dict.fromkeys(benchmarks, outcomes))
 
 
-def test_radar_has_the_best_methods_and_those_of_the_paper() -> None:
-    comparison = radar_comparison("rte", "gsm8k", "mmlu")
+def test_a_panel_of_benchmarks_has_the_best_methods_and_those_of_the_paper() -> None:
+    comparison = drawn_comparison("rte", "gsm8k", "mmlu")
     [panel] = comparison.panels
     methods = ["msan", "man", "aimer", "magnitude", "seer", "ean", "reap"]
-    assert radar_methods(comparison, panel) == methods
+    assert drawn_methods(comparison, panel) == methods
 
 
-def test_radar_needs_three_benchmarks() -> None:
-    comparison = radar_comparison("rte", "gsm8k")
+def test_a_figure_of_benchmarks_needs_three_benchmarks() -> None:
+    comparison = drawn_comparison("rte", "gsm8k")
     results = results_of(study_of(comparison), [comparison])
-    assert radar_figure(results, "aimer.fig3") == []
+    assert benchmark_figure(results, "aimer.fig3") == []
 
 
 @pytest.fixture
