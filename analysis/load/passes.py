@@ -220,14 +220,10 @@ def experts(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.Da
       channels, before the down projection; NaN for N = 0
     """
     frames = []
-    for model, calibration, cells_of_pass, sums, report in _passes(
-        "experts.parquet", cells, calibrations, reader
-    ):
+    for cells_of_pass, sums, report in _passes("experts.parquet", cells, calibrations, reader):
         ablations = _input_table(cells_of_pass, ABLATION, reader)
-        measures = _measures(sums, _tokens(report)).merge(
-            ablations, on=["layer", "expert"], how="left"
-        )
-        frames.append(measures.assign(model=model, calibration=calibration))
+        measures = _measures(sums, _tokens(report))
+        frames.append(measures.merge(ablations, on=["layer", "expert"], how="left"))
     return stacked(frames, [*KEYS, *MEASURES, "size"])
 
 
@@ -245,12 +241,11 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
       gradients
     """
     frames = []
-    for model, calibration, cells_of_pass, sums, _ in _passes(
-        "experts.parquet", cells, calibrations, reader
-    ):
+    for cells_of_pass, sums, _ in _passes("experts.parquet", cells, calibrations, reader):
         ablations = _input_table(cells_of_pass, ABLATION, reader)
         if ablations.empty:
             continue
+        model, calibration = cells_of_pass[["model", "calibration"]].iloc[0]
         cells_of_model = cells[cells["model"] == model]
         # weights do not depend on the calibration set
         weights = _input_table(cells_of_model, "weights", reader)
@@ -309,13 +304,8 @@ def router_entropies(cells: pd.DataFrame, calibrations: Reports, reader: Reader)
     - entropy: upper end of a bin, as a share of the logarithm of the number of experts
     - tokens: number of calibration tokens in the bin
     """
-    frames = [
-        counts.assign(model=model, calibration=calibration)
-        for model, calibration, _, counts, _ in _passes(
-            "entropy.parquet", cells, calibrations, reader
-        )
-    ]
-    return stacked(frames, ["model", "calibration", *ENTROPIES])
+    passes = _passes("entropy.parquet", cells, calibrations, reader)
+    return stacked((counts for _, counts, _ in passes), ["model", "calibration", *ENTROPIES])
 
 
 def layer_losses(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
@@ -324,31 +314,24 @@ def layer_losses(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> 
     loss: mean over calibration tokens of ||m||^2 / (||y||^2 + eps), with m, y and eps of `experts`.
     """
     frames = [
-        sums.assign(model=model, calibration=calibration, loss=sums["layer_loss"] / _tokens(report))
-        for model, calibration, _, sums, report in _passes(
-            "layers.parquet", cells, calibrations, reader
-        )
+        sums.assign(loss=sums["layer_loss"] / _tokens(report))
+        for _, sums, report in _passes("layers.parquet", cells, calibrations, reader)
     ]
     return stacked(frames, ["model", "calibration", "layer", "loss"])
 
 
 def _measures(sums: pd.DataFrame, calibration_tokens: float) -> pd.DataFrame:
-    """Layer, expert, size, and all MEASURES except ablation, as defined in `experts`.
+    """KEYS, size, and all MEASURES except ablation, as defined in `experts`.
 
-    sums: the table experts.parquet.
+    sums: the table experts.parquet of a pass.
     """
     tokens = _routed_tokens(sums)
-    return pd.DataFrame(
-        {
-            "layer": sums["layer"],
-            "expert": sums["expert"],
-            "tokens": sums["tokens"],
-            "gate": sums["gate_sum"] / tokens,
-            "norm": sums["norm_sum"] / tokens,
-            "first": sums["ala_first"] / calibration_tokens,
-            "second": sums["ala_second"] / calibration_tokens,
-            "size": np.sqrt(sums["channel_square"] / (tokens * sums["channels"])),
-        }
+    return sums[[*KEYS, "tokens"]].assign(
+        gate=sums["gate_sum"] / tokens,
+        norm=sums["norm_sum"] / tokens,
+        first=sums["ala_first"] / calibration_tokens,
+        second=sums["ala_second"] / calibration_tokens,
+        size=np.sqrt(sums["channel_square"] / (tokens * sums["channels"])),
     )
 
 
@@ -359,11 +342,12 @@ def _tokens(report: Mapping[str, Any]) -> float:
 
 def _passes(
     file: str, cells: pd.DataFrame, calibrations: Reports, reader: Reader
-) -> Iterator[tuple[str, str, pd.DataFrame, pd.DataFrame, Mapping[str, Any]]]:
-    """For each pass in `shown_passes` that has the table `file`, yield (model, calibration set,
-    cells_of_pass, table, report):
+) -> Iterator[tuple[pd.DataFrame, pd.DataFrame, Mapping[str, Any]]]:
+    """For each pass in `shown_passes` that has the table `file`, yield (cells_of_pass, table,
+    report):
 
     - cells_of_pass: the rows of `cells` that use the pass
+    - table: with the columns model and calibration
     - report: the report of the pass in `calibrations`, {} if it is missing
     """
     cells = cells[cells["statistics_folder"].notna()]
@@ -378,7 +362,8 @@ def _passes(
         table = read_table(reader.find_folder(folders.iloc[0]), file, reader)
         if table is not None:
             report = calibrations.get(f"{calibration}@{model}", {})
-            yield str(model), str(calibration), cells_of_pass, table, report
+            table = table.assign(model=str(model), calibration=str(calibration))
+            yield cells_of_pass, table, report
 
 
 _COLUMNS_OF_KIND = {"ablation": ABLATIONS, "gradients": GRADIENTS, "weights": WEIGHTS}

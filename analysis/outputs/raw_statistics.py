@@ -141,24 +141,21 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
     None if no expert has both a raw statistic and an ablation loss.
     """
     experts = experts_of_first_set(results.study.raw_statistics, comparison.model)
-    available_statistics = [
-        statistic for statistic in STATISTICS if (experts["statistic"] == statistic).any()
-    ]
-    if not available_statistics:
+    rows_of_statistic = {
+        label: experts[experts["statistic"] == statistic] for statistic, label in STATISTICS.items()
+    }
+    drawn = {label: rows for label, rows in rows_of_statistic.items() if len(rows)}
+    if not drawn:
         return None
     layers = sorted(experts["layer"].unique())
     middle = layers[(len(layers) - 1) // 2]
-    panels: dict[str, pd.DataFrame] = {}
-    for statistic in available_statistics:
-        rows = experts[experts["statistic"] == statistic]
-        panels[f"(a) {STATISTICS[statistic]}"] = statistics_by_layer(rows)
-    for statistic in available_statistics:
-        rows = experts[(experts["statistic"] == statistic) & (experts["layer"] == middle)]
-        panels[f"(b) {STATISTICS[statistic]}, layer {middle}"] = rows.sort_values(
+    panels = {f"(a) {label}": statistics_by_layer(rows) for label, rows in drawn.items()}
+    for label, rows in drawn.items():
+        panels[f"(b) {label}, layer {middle}"] = rows[rows["layer"] == middle].sort_values(
             "ablation", ascending=False, kind="stable"
         )
     drawing, panel_of_title = marks.panels(
-        list(panels), marks.Axis(), marks.Axis(LOSS_LABEL), columns=len(available_statistics)
+        list(panels), marks.Axis(), marks.Axis(LOSS_LABEL), columns=len(drawn)
     )
     for title, rows in panels.items():
         axes = panel_of_title[title]
@@ -168,7 +165,7 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
     gaps = [
         f"{label} ({SOURCES[statistic]})"
         for statistic, label in STATISTICS.items()
-        if statistic not in available_statistics
+        if label not in drawn
     ]
     sentence_on_gaps = f" Not in this store: {names.enumeration(gaps)}." if gaps else ""
     caption = (
