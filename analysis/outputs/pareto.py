@@ -218,12 +218,14 @@ def pareto_figure(results: Results, comparison: Comparison, name: str) -> Figure
         line=pruned["method"] + pruned["calibration"],
         plan=plans + ", " + pruned["pruned"],
         y=pruned["avg"],
-    ).sort_values("merit", kind="stable")
+    )
     looks = style.line_looks(sorted(points["label"]))
     for look in looks.values():
         look.set_linewidth(0.5)
     frames = [
-        points.assign(panel=title, x=points[cost], is_on_front=points[f"front_{cost}"])
+        points.assign(panel=title, x=points[cost], is_on_front=points[f"front_{cost}"]).sort_values(
+            "x", kind="stable"
+        )
         for cost, title in COST_SHARES.items()
     ]
     quantity = comparison.quantity(comparison.all_average_columns)
@@ -235,7 +237,8 @@ def pareto_figure(results: Results, comparison: Comparison, name: str) -> Figure
         sharey=True,
     )
     fronts = [frame[frame["is_on_front"]] for frame in frames]
-    plans_on_fronts = list(dict.fromkeys(pd.concat(fronts).sort_values("merit")["plan"]))
+    by_merit = pd.concat(fronts).sort_values("merit", kind="stable")
+    plans_on_fronts = list(by_merit["plan"].unique())
     for axes, front in zip(drawing.axes, fronts, strict=True):
         unpruned_entry = draw_unpruned(axes, comparison, comparison.all_average_columns)
         _draw_front(axes, front)

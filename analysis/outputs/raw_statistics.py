@@ -171,7 +171,7 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
     caption = (
         "Weights: |w| of an expert. Activations and gradients: the root mean square over its "
         "tokens of each channel, the input of its down projection, and of the gradient of the loss "
-        "at it. (a) Mean and standard deviation over all weights or channels of a layer; dots: "
+        "at it. (a) Mean and standard deviation over all weights or channels of a layer; bars: "
         "rise of the loss without one expert, the mean over the layer. (b) Experts of layer "
         f"{middle} by the rise of the loss without them (bars).{sentence_on_gaps} Based on "
         f"{pass_setup(results.study)}"

@@ -193,7 +193,7 @@ def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
     )
     caption = (
         f"{proved_wins_sentence(wins)} Each cell names the leading criterion of a column and "
-        "calibration set, or the number of criteria that share the highest score. "
+        "calibration set; of more than two with the highest score, it has the number. "
         f"{explanation if _has_tests(wins) else _NO_TESTS}"
     )
     return Figure(name, title, caption, drawing)
