@@ -49,7 +49,7 @@ def overlap_table(results: Results, name: str) -> Table:
 
 
 def proxy_table(results: Results, name: str) -> Table:
-    """The numbers of `proxy_figure`. A row per model, calibration set and ratio."""
+    """The numbers of `proxy_and_damage`. A row per model, calibration set and ratio."""
     columns: Columns = {
         "Model": "model",
         "Calibration": "calibration",
@@ -72,10 +72,18 @@ PARAMETERS = {"b": "b", "α": "alpha", "β": "beta"}
 """Letter of a parameter of a variant -> its column."""
 
 
-def proxy_figure(results: Results, name: str) -> Figure:
-    """Overlap of proxy and exact damage (Unified Expert Pruning, Fig. 3). A row per model and
-    calibration set, a colour per ratio."""
+OVERLAP = "a run with overlap=true and two calibration sets"
+"""Data that Figs. 4 and 5 need."""
+
+
+@output("unified.fig3", chapter="overlap", figures_only=True, needs="a run with overlap=true")
+def proxy_and_damage(results: Results, name: str) -> list[Item]:
+    """Overlap of the proxy S(0,1,1) and exact damage.
+
+    Unified Expert Pruning, Fig. 3: a panel per ratio, a row per model and calibration set."""
     overlaps = results.proxy_overlaps
+    if overlaps.empty:
+        return []
     ratios = sorted(overlaps["ratio"].unique())
     sets = overlaps["calibration"].map(names.calibration)
     has_several_models = overlaps["model"].nunique() > 1
@@ -98,12 +106,18 @@ def proxy_figure(results: Results, name: str) -> Figure:
         "S(0,1,1): mean over layers (point), the lowest layer (end of the line), and expectation "
         f"for random sets (tick). Based on {pass_setup(results.study)}"
     )
-    return Figure(name, "Overlap of proxy and exact damage", caption, drawing)
+    figure = Figure(name, "Overlap of proxy and exact damage", caption, drawing)
+    return [figure, proxy_table(results, name)]
 
 
-def pooled_figure(results: Results, name: str) -> Figure:
-    """Overlap of the experts with the lowest scores S(b, alpha, beta) across calibration sets, the
-    mean over models (Unified Expert Pruning, Fig. 4). Two panels per ratio."""
+@output("unified.fig4", chapter="overlap", figures_only=True, needs=OVERLAP)
+def pooled_overlap(results: Results, name: str) -> list[Item]:
+    """Overlap of the experts to prune across calibration sets, mean over models.
+
+    Unified Expert Pruning, Fig. 4: the overlap of the experts with the lowest scores S(b, alpha,
+    beta), two panels per ratio."""
+    if results.overlaps.empty:
+        return []
     overlaps = overlap.mean_over_models(results.overlaps)
     ratios = sorted(overlaps["ratio"].unique())
     drawing = style.drawing(style.PAGE, 2.75 * len(ratios))
@@ -119,7 +133,8 @@ def pooled_figure(results: Results, name: str) -> Figure:
         "Right: each variant. Dashed: random sets. (1,0,0) scores all experts alike. Based on "
         f"{pass_setup(results.study)}"
     )
-    return Figure(name, "Which scores depend least on the calibration set", caption, drawing)
+    title = "Which scores depend least on the calibration set"
+    return [Figure(name, title, caption, drawing), overlap_table(results, name)]
 
 
 def _draw_effects(axes: Axes, overlaps: pd.DataFrame) -> None:
@@ -162,20 +177,6 @@ def _squares(overlaps: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-OVERLAP = "a run with overlap=true and two calibration sets"
-"""Data that Figs. 4 and 5 need."""
-
-
-@output("unified.fig4", chapter="overlap", figures_only=True, needs=OVERLAP)
-def pooled_overlap(results: Results, name: str) -> list[Item]:
-    """Overlap of the experts to prune across calibration sets, mean over models."""
-    return (
-        []
-        if results.overlaps.empty
-        else [pooled_figure(results, name), overlap_table(results, name)]
-    )
-
-
 @output("unified.fig5", chapter="overlap", needs=f"{OVERLAP}, of several models")
 def overlap_figure(results: Results, name: str) -> Figure | None:
     """Overlap of the experts to prune across calibration sets, model by model.
@@ -196,13 +197,3 @@ def overlap_figure(results: Results, name: str) -> Figure | None:
         f"calibration sets. Based on {pass_setup(results.study)}"
     )
     return Figure(name, "Overlap across calibration sets, model by model", caption, drawing)
-
-
-@output("unified.fig3", chapter="overlap", figures_only=True, needs="a run with overlap=true")
-def proxy_and_damage(results: Results, name: str) -> list[Item]:
-    """Overlap of the proxy S(0,1,1) and exact damage."""
-    return (
-        []
-        if results.proxy_overlaps.empty
-        else [proxy_figure(results, name), proxy_table(results, name)]
-    )
