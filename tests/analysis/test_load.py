@@ -199,7 +199,7 @@ def test_damaged_plan_cost_and_search_are_left_out(damaged: Study) -> None:
 def test_table_has_no_replacement_of_a_damaged_plan(damaged: Study) -> None:
     table = pareto_table(Results(damaged), "pareto")
     assert table is not None
-    assert table.set_index("Criterion")["Removes"].isna().to_dict() == {
+    assert table.frame.set_index("Criterion")["Removes"].isna().to_dict() == {
         "Unpruned": False,
         "Magnitude": False,
         "Magnitude, novices": True,
