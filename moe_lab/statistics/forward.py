@@ -249,7 +249,8 @@ class ExpertsCall:
         the experts."""
         self.outputs.append((part.rows, f))
         self.norm_square[part.rows] = inner_products(f, f)
-        largest = torch.linalg.vector_norm(f, math.inf, -1)
+        # on the CPU much faster than the norm or than both at once
+        largest = torch.maximum(f.amax(-1), -f.amin(-1))
         statistics = {
             "output_sum": part.sum(f, self.ignored_rows),
             "output_abs_max": part.amax(largest, self.ignored_rows),
