@@ -105,7 +105,7 @@ def _shifts(stream, added, shifts, n_rows, width, ROWS: tl.constexpr, COLUMNS: t
     divisor = tl.where(is_defined, squares, 1)
     cosine = (xx + xa) / tl.sqrt(divisor)
     sine_square = tl.maximum(xx * aa - xa * xa, 0) / divisor
-    shift = tl.where(cosine > 0, sine_square / (1 + cosine), 1 - cosine)
+    shift = tl.where(cosine > 0, sine_square / (1 + tl.abs(cosine)), 1 - cosine)
     tl.store(shifts + row, tl.where(is_defined, shift, 1), mask=row < n_rows)
 
 

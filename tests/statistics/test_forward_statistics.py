@@ -49,7 +49,14 @@ SOFTMAX_ROUTERS = {
 SOFTMAX_GATES = {"full_softmax", "double_softmax"}
 
 
-@pytest.fixture(scope="module", params=["one expert after the other", "grouped", "Triton"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "one expert after the other",
+        "grouped",
+        pytest.param("Triton", marks=pytest.mark.slow),
+    ],
+)
 def observed(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Any]]:
     """Statistics by layer of a model, computed once."""
 
