@@ -19,8 +19,7 @@ from benchmarks.models import CONFIGURATIONS, published_model
 from moe_lab.models import rows
 from moe_lab.models.load import set_arithmetic
 
-PLAIN = {row.name: row for row in PASSES}
-"""Name -> pass."""
+PASS_OF_NAME = {row.name: row for row in PASSES}
 
 
 def main() -> int:
@@ -47,7 +46,7 @@ def misses_bar(row: Pass, model: Any, counted: Any, arguments: Any) -> bool:
     """Print a pass; True when it misses its bar. `counted`: one layer of `model` on the device
     "meta"."""
     data = batch(row, arguments.tokens)
-    estimate, plain = (count(each, counted, data) for each in (row, PLAIN[row.plain]))
+    estimate, plain = (count(each, counted, data) for each in (row, PASS_OF_NAME[row.plain]))
     pairs = seconds(row, model, data, arguments)
     measured = median(own for own, _ in pairs) / arguments.layers
     what = (
@@ -65,7 +64,7 @@ def seconds(row: Pass, model: Any, data: Any, arguments: Any) -> list[tuple[floa
     return [
         (
             batch_seconds(row, model, data, arguments.device),
-            batch_seconds(PLAIN[row.plain], model, data, arguments.device),
+            batch_seconds(PASS_OF_NAME[row.plain], model, data, arguments.device),
         )
         for _ in range(arguments.pairs + 1)
     ][1:]
@@ -73,7 +72,7 @@ def seconds(row: Pass, model: Any, data: Any, arguments: Any) -> list[tuple[floa
 
 def batch_seconds(row: Pass, model: Any, data: Any, device: str) -> float:
     """Seconds of the second batch of a pass; the first also allocates the sums."""
-    devices = rows.TRITON_DEVICES if row.has_triton else ()
+    devices = rows.TRITON_DEVICES if row.uses_triton else ()
     with patch.object(rows, "TRITON_DEVICES", devices), row.context(model) as read:
         read(*data)
         return device_seconds(device, lambda: read(*data))

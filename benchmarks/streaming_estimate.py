@@ -19,13 +19,13 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.launches import BANDWIDTH, FLOPS, Launches, Pass, count, plain_forward, statistics
+from benchmarks import launches
+from benchmarks.launches import BANDWIDTH, FLOPS, FORWARD, Launches, Pass, count
 from benchmarks.measure import parser
 from benchmarks.models import CONFIGURATIONS, published_model
 from benchmarks.statistics import batch
 from moe_lab.models.config_json import Size
 from moe_lab.models.discover import moe_layers
-from moe_lab.statistics.forward import ForwardHook
 
 BF16 = 2
 """Bytes of a number."""
@@ -33,10 +33,7 @@ CONVERSION = 13 / 3
 """Bytes that the conversion of a layer moves, as a multiple of the layer's bytes: stacks of three
 projections are read and written (2), two of them are concatenated (4 / 3), and all numbers are
 checked (1)."""
-PASSES = [
-    Pass("plain forward", plain_forward, "plain forward", 0),
-    Pass("statistics", statistics(ForwardHook), "plain forward", 0),
-]
+PASSES = [row for row in launches.PASSES if row.name in (FORWARD, "statistics")]
 
 
 def main() -> int:
@@ -95,7 +92,12 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--model", choices=CONFIGURATIONS, default="glm_4_7")
     options.add_argument("--samples", type=int, default=1024)
     options.add_argument("--length", type=int, default=2048, help="tokens in a sample")
-    options.add_argument("--batch-tokens", type=int, default=8192, help="tokens in a batch")
+    options.add_argument(
+        "--batch-tokens",
+        type=int,
+        default=8192,
+        help="tokens in a batch; half of the default on a GPU, for 24 GB",
+    )
     options.add_argument("--disk", type=float, default=3.0, help="GB/s from the disk")
     options.add_argument("--bus", type=float, default=25.0, help="GB/s between CPU and GPU")
     return options.parse_args()

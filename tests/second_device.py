@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import moe_lab
+from tools.unordered import ALWAYS
 
 NAME = "gpu"
 READS = frozenset(
@@ -42,17 +43,7 @@ READS = frozenset(
     ]
 )
 """Operations whose result, or its shape, the CPU needs."""
-UNORDERED = frozenset(
-    [
-        "bincount",
-        "index_add",
-        "index_add_",
-        "scatter_add",
-        "scatter_add_",
-        "scatter_reduce",
-        "scatter_reduce_",
-    ]
-)
+UNORDERED = ALWAYS | {"bincount"}
 """Operations that add floats in any order on CUDA."""
 PACKAGE = Path(moe_lab.__file__).parent
 COPIES = ("_to_copy", "copy_", "to", "cpu")

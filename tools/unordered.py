@@ -1,7 +1,7 @@
 """Find operations in moe_lab that add floats in any order on CUDA: `python -m tools.unordered`.
 
-They give other bits each time. Allowed are those in `Rows`, which computes on the CPU, and those
-whose line ends in a comment `# ordered: REASON`, such as that integers are added. Exit code 1 when
+Their results differ from run to run. Exempt are the class `Rows`, which computes on the CPU, and
+lines that end in a comment `# ordered: REASON`, such as that integers are added. Exit code 1 when
 others are found.
 """
 

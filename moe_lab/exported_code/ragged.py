@@ -97,7 +97,9 @@ class RaggedExperts(nn.Module):
     ) -> torch.Tensor:
         """The output (T, H): for each token, the sum of gate times output over its K experts.
         `top_k_index` (T, K) has the numbers of the experts, `top_k_weights` (T, K) their gates."""
-        if self.config._experts_implementation == "grouped_mm":
+        # for a few tokens, as in generation, it takes longer to pad all weights
+        is_large = top_k_index.numel() >= self.num_experts and not hidden_states.is_cpu
+        if is_large and self.config._experts_implementation == "grouped_mm":
             owners = on_device(self.owners, top_k_index.device)
             experts: Any = copy.copy(self._apply_gate.__self__)  # the replaced module
             gate_up, down = self.padded()

@@ -181,10 +181,15 @@ def is_divided(layer: MoELayer) -> bool:
 def check_in_memory(layer: MoELayer) -> None:
     """Raise UserError when weights of the layer are offloaded, as accelerate loads them only while
     their module runs, or divided over several processes."""
-    if is_divided(layer) or any(weight.is_meta for weight in layer.block.parameters()):
+    if is_divided(layer):
         raise UserError(
-            f"{layer.name}: weights are offloaded, or divided over processes by a parallel plan: "
-            "expected them in this process, load the model without offloading and without a plan"
+            f"{layer.name}: weights are divided over processes by a parallel plan: expected all of "
+            "them in this process, load the model without the plan"
+        )
+    if any(weight.is_meta for weight in layer.block.parameters()):
+        raise UserError(
+            f"{layer.name}: weights are offloaded: expected them in memory, load the model without "
+            "offloading"
         )
 
 

@@ -1,5 +1,4 @@
-"""Triton kernels for sums over routed rows: each value is read once or twice, however many sums it
-adds to.
+"""Triton kernels for sums over routed rows, whose terms are never stored.
 
 One program adds each sum, in the order of the rows: the same bits each time. Numbers in half
 precision are converted while they are read.
@@ -34,7 +33,7 @@ def _sums_by_expert(
     COLUMNS: tl.constexpr,
 ):
     expert = tl.program_id(0)
-    kind = tl.program_id(1)
+    number = tl.program_id(1)  # of the factor
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < width
     start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
@@ -53,13 +52,13 @@ def _sums_by_expert(
         if POWER == 2:
             term = term * term
         if factors is not None:
-            factor = tl.load(factors + kind * n_rows + row, mask=is_read, other=0)
+            factor = tl.load(factors + number * n_rows + row, mask=is_read, other=0)
             term = term * factor.to(dtype)[:, None]
         total += tl.sum(term, 0)
         largest = tl.maximum(largest, tl.max(term, 0))
-    place = (kind * tl.num_programs(0) + expert) * width + column
-    tl.store(sums + place, total, mask=is_column)
-    tl.store(maxima + place, largest, mask=is_column)
+    offset = (number * tl.num_programs(0) + expert) * width + column
+    tl.store(sums + offset, total, mask=is_column)
+    tl.store(maxima + offset, largest, mask=is_column)
 
 
 @triton.jit
@@ -85,15 +84,17 @@ def _inner_products(
 @triton.jit
 def _shifts(stream, added, shifts, n_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    xx = tl.zeros((ROWS, COLUMNS), tl.float32)
-    xa = tl.zeros((ROWS, COLUMNS), tl.float32)
-    aa = tl.zeros((ROWS, COLUMNS), tl.float32)
+    is_double: tl.constexpr = stream.dtype.element_ty == tl.float64
+    dtype: tl.constexpr = tl.float64 if is_double else tl.float32
+    xx = tl.zeros((ROWS, COLUMNS), dtype)
+    xa = tl.zeros((ROWS, COLUMNS), dtype)
+    aa = tl.zeros((ROWS, COLUMNS), dtype)
     for first in range(0, width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)[None]
-        place = row[:, None] * width + column
+        offset = row[:, None] * width + column
         is_read = (row < n_rows)[:, None] & (column < width)
-        x = tl.load(stream + place, mask=is_read, other=0).to(tl.float32)
-        a = tl.load(added + place, mask=is_read, other=0).to(tl.float32)
+        x = tl.load(stream + offset, mask=is_read, other=0).to(dtype)
+        a = tl.load(added + offset, mask=is_read, other=0).to(dtype)
         xx += x * x
         xa += x * a
         aa += a * a
@@ -137,20 +138,20 @@ def _softmax_gates(
     total = tl.where(is_token, tl.sum(power, 1), 1)[:, None]
     probability = power / total
     doubled_total = tl.sum(tl.where(expert < n_experts, tl.exp(probability), 0), 1)[:, None]
-    place = token[:, None] * top_k + choice
-    chosen = tl.load(index + place, mask=is_choice, other=0)
+    offset = token[:, None] * top_k + choice
+    chosen = tl.load(index + offset, mask=is_choice, other=0)
     chosen_logit = tl.load(row + chosen, mask=is_choice, other=0).to(tl.float64)
     chosen_probability = tl.exp(chosen_logit - largest) / total
-    tl.store(gates + place, chosen_probability, mask=is_choice)
+    tl.store(gates + offset, chosen_probability, mask=is_choice)
     doubled = tl.exp(chosen_probability) / doubled_total
     tl.store(gates + (n_tokens + token[:, None]) * top_k + choice, doubled, mask=is_choice)
     terms = probability * tl.log(tl.where(probability > 0, probability, 1))
     entropy = -tl.sum(terms, 1) / tl.log(tl.maximum(2, n_experts).to(tl.float64))
-    bin = tl.minimum(tl.maximum((entropy * BINS).to(tl.int64), 0), BINS - 1)
+    bin_number = tl.minimum(tl.maximum((entropy * BINS).to(tl.int64), 0), BINS - 1)
     is_counted = is_token
     if valid is not None:
         is_counted = is_counted & tl.load(valid + token, mask=is_token, other=0).to(tl.int1)
-    tl.atomic_add(histogram + bin, 1, mask=is_counted)  # ordered: integers
+    tl.atomic_add(histogram + bin_number, 1, mask=is_counted)  # ordered: integers
 
 
 def sums_by_expert(
@@ -165,14 +166,16 @@ def sums_by_expert(
     in fp64 in fp64. `power`: 1 or 2. Maxima are at least 0. `ignored` (S,) bool: rows that are left
     out; None: none. `ends` (E,): end of each expert's rows."""
     values = values.contiguous()
+    factors = None if factors is None else factors.contiguous()
     n_rows, width = values.shape
     shape = (1 if factors is None else len(factors), len(ends), width)
     sums = torch.empty(shape, dtype=torch.float64, device=values.device)
     maxima = torch.empty_like(sums)
     grid = (shape[1], shape[0], triton.cdiv(width, COLUMNS))
-    _sums_by_expert[grid](
-        values, factors, ignored, ends, sums, maxima, n_rows, width, power, ROWS, COLUMNS
-    )
+    with torch.cuda.device_of(values):  # kernels run on the current GPU
+        _sums_by_expert[grid](
+            values, factors, ignored, ends, sums, maxima, n_rows, width, power, ROWS, COLUMNS
+        )
     return sums, maxima
 
 
@@ -183,20 +186,22 @@ def inner_products(
     left = left.contiguous()
     n_rows, width = left.shape
     products = torch.empty(n_rows, dtype=torch.float64, device=left.device)
-    _inner_products[(triton.cdiv(n_rows, ROWS),)](
-        left, right.contiguous(), right_rows, products, n_rows, width, ROWS, COLUMNS
-    )
+    with torch.cuda.device_of(left):  # kernels run on the current GPU
+        _inner_products[(triton.cdiv(n_rows, ROWS),)](
+            left, right.contiguous(), right_rows, products, n_rows, width, ROWS, COLUMNS
+        )
     return products
 
 
 def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """As `moe_lab.statistics.forward.shifts`; inner products are computed in fp32."""
+    """As `moe_lab.statistics.forward.shifts`."""
     stream = stream.contiguous()
     n_rows, width = stream.shape
     result = torch.empty(n_rows, dtype=torch.float64, device=stream.device)
-    _shifts[(triton.cdiv(n_rows, ROWS),)](
-        stream, added.contiguous(), result, n_rows, width, ROWS, COLUMNS
-    )
+    with torch.cuda.device_of(stream):  # kernels run on the current GPU
+        _shifts[(triton.cdiv(n_rows, ROWS),)](
+            stream, added.contiguous(), result, n_rows, width, ROWS, COLUMNS
+        )
     return result
 
 
@@ -209,18 +214,19 @@ def softmax_gates(
     histogram = torch.zeros(bins, dtype=torch.int64, device=logits.device)
     columns = triton.next_power_of_2(n_experts)
     rows = max(1, ROUTER_LOGITS // columns)
-    _softmax_gates[(triton.cdiv(len(logits), rows),)](
-        logits.contiguous(),
-        index.contiguous(),
-        valid,
-        gates,
-        histogram,
-        len(logits),
-        n_experts,
-        top_k,
-        bins,
-        rows,
-        columns,
-        triton.next_power_of_2(top_k),
-    )
+    with torch.cuda.device_of(logits):  # kernels run on the current GPU
+        _softmax_gates[(triton.cdiv(len(logits), rows),)](
+            logits.contiguous(),
+            index.contiguous(),
+            valid,
+            gates,
+            histogram,
+            len(logits),
+            n_experts,
+            top_k,
+            bins,
+            rows,
+            columns,
+            triton.next_power_of_2(top_k),
+        )
     return gates, histogram

@@ -360,6 +360,7 @@ def backward(
     torch adds their cumulative sums in any order."""
     mode = torch.get_deterministic_debug_mode()
     if model.device.type != "cpu":
+        set_arithmetic(None)  # also for a model that `load_model` has not loaded
         kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
         torch.use_deterministic_algorithms("linear_attention" not in kinds)
     try:

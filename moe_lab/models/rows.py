@@ -8,10 +8,12 @@ kernels on CUDA, and operations of torch on other devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.util import find_spec
+from subprocess import SubprocessError
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,6 +26,9 @@ from moe_lab.models.transformers_private import experts_implementation, grouped_
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 PIECE = 64
 """Rows that a segment reduction adds one after the other."""
+DENSE_TOKENS = 512
+"""Tokens of which the results of all experts are in memory at once, where all experts compute
+them."""
 TRITON_DEVICES = ("cuda",) if find_spec("triton") else ()
 """Types of devices that run Triton kernels."""
 
@@ -35,10 +40,19 @@ def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 def triton_kernels(device: torch.device) -> ModuleType | None:
     """The module `kernels` for tensors on `device`; None if the device runs no Triton kernels."""
-    if device.type not in TRITON_DEVICES:
-        return None
+    return _compiled_kernels(device.type) if device.type in TRITON_DEVICES else None
+
+
+@cache
+def _compiled_kernels(device: str) -> ModuleType | None:
+    """The module `kernels`, or None with a warning if a first kernel fails on `device`."""
     from moe_lab.models import kernels
 
+    try:
+        kernels.shifts(torch.zeros(1, 1, device=device), torch.zeros(1, 1, device=device))
+    except (RuntimeError, OSError, SubprocessError) as error:  # such as without a C compiler
+        warnings.warn(f"operations of torch take the place of Triton's: {error}", stacklevel=2)
+        return None
     return kernels
 
 
@@ -270,7 +284,8 @@ class GroupedRows(Rows):
         """(ends (1 + P,) of pieces of at most PIECE rows of one expert, ends (1 + E,) of the pieces
         of each expert), both after a 0. P depends on the number of rows only; pieces can be
         empty."""
-        cuts = torch.arange(PIECE, len(self.expert), PIECE, device=self.ends.device)
+        n_pieces = max(1, -(-len(self.expert) // PIECE))
+        cuts = PIECE * torch.arange(1, n_pieces, device=self.ends.device)
         piece_ends = torch.cat([self.ends, cuts]).sort().values
         last_pieces = torch.searchsorted(piece_ends, self.ends, right=True)
         zero = self.ends.new_zeros(1)
@@ -380,11 +395,15 @@ def is_grouped(layer: MoELayer) -> bool:
     return experts_implementation(layer.experts) == "grouped_mm"
 
 
-def dense_weights(layer: MoELayer) -> Iterator[tuple[slice, DenseWeights]]:
-    """(slice of experts, their weights) for experts that all compute the same states: one expert
-    after the other, or all at once."""
+def dense_weights(
+    layer: MoELayer, needed: Collection[int] | None = None
+) -> Iterator[tuple[slice, DenseWeights]]:
+    """(slice of experts, their weights) for experts that all compute the same states: all at once,
+    or one expert after the other, of the `needed` ones; None: of all."""
     step = layer.n_experts if is_grouped(layer) else 1
     for first in range(0, layer.n_experts, step):
+        if step == 1 and needed is not None and first not in needed:
+            continue
         experts = slice(first, first + step)
         yield experts, DenseWeights(**vars(layer.weights(experts)))
 

@@ -257,6 +257,9 @@ class StreamedModel:
                 for _ in range(0, entry.size, BLOCK):
                     file.read(BLOCK)
                 return mapped
-            tensor = torch.empty_like(mapped, pin_memory=True)
+            try:
+                tensor = torch.empty_like(mapped, pin_memory=True)
+            except RuntimeError:  # no memory can be pinned; the copy waits then
+                tensor = torch.empty_like(mapped)
             file.readinto(tensor.flatten().view(torch.uint8).numpy().data)
             return tensor

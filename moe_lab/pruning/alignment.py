@@ -15,11 +15,10 @@ from scipy.optimize import linear_sum_assignment
 
 from moe_lab.exported_code.ragged import on_device
 from moe_lab.models.discover import MoELayer, check_in_memory
-from moe_lab.models.rows import at_least_fp32, dense_weights
+from moe_lab.models.rows import DENSE_TOKENS, at_least_fp32, dense_weights
 from moe_lab.pruning.layer_plan import Alignment, LayerPlan
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import Layers
-from moe_lab.statistics.damage import DENSE_TOKENS
 from moe_lab.statistics.observe import StatisticsHook
 
 COMPONENTS = 64
@@ -104,21 +103,21 @@ class AlignmentHook(StatisticsHook):
         """The routed output (T, H).
 
         Adds sums over all valid tokens, routed to an expert or not. `squares` (E, I): the squared
-        activations of each expert. `products` (M, I, I): the products of the activations of an
-        owner (rows) and of its merged expert (columns), for the M `merged_members`."""
+        activations of each expert, 0 for experts that are neither merged nor owners. `products` (M,
+        I, I): the products of the activations of an owner (rows) and of its merged expert
+        (columns), for the M `merged_members`."""
         plan = self.plan.layers[self.layer.index]
         members = plan.merged_members
         if members:
             pairs = on_device([(plan.owners[member], member) for member in members], hidden.device)
+            needed = {*members, *(plan.owners[member] for member in members)}
             for tokens in self.valid_indices(hidden).split(DENSE_TOKENS):
                 states = hidden[tokens]
-                # phi: the activations, which are the input of the down projection
-                phi = torch.cat(
-                    [
-                        at_least_fp32(self.layer.phi(states, expert_weights))
-                        for _, expert_weights in dense_weights(self.layer)
-                    ]
-                )
+                # the activations, which are the input of the down projection; 0 if not needed
+                shape = (self.layer.n_experts, len(states), self.layer.width)
+                phi = at_least_fp32(states.new_empty(0)).new_zeros(shape)
+                for experts, expert_weights in dense_weights(self.layer, needed):
+                    phi[experts] = self.layer.phi(states, expert_weights)
                 products = phi[pairs[:, 0]].mT @ phi[pairs[:, 1]]
                 self.add({"squares": phi.square().sum(1), "products": products})
         return self.unobserved(hidden, index, weights)

@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 import torch
 
 from moe_lab.allocation.shapes import MAX_SUBSETS, removals_within_limit, retained_subsets
-from moe_lab.models.rows import dense_weights
+from moe_lab.models.rows import DENSE_TOKENS, dense_weights
 from moe_lab.statistics import Layers, Statistics
-from moe_lab.statistics.damage import DENSE_TOKENS, ReroutingHook
+from moe_lab.statistics.damage import ReroutingHook
 from moe_lab.statistics.observe import StatisticsHook
 
 TOKENS = 4096

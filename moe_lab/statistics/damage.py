@@ -18,13 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 from moe_lab.errors import UserError
 from moe_lab.models.experts import dense_gates
-from moe_lab.models.rows import Part, at_least_fp32, dense_weights, sort_by_expert
+from moe_lab.models.rows import DENSE_TOKENS, Part, at_least_fp32, dense_weights, sort_by_expert
 from moe_lab.statistics.observe import StatisticsHook
 
 TOKENS = 2048
 """Tokens of which DamageHook has the outputs of their top-k + 1 experts in memory at once."""
-DENSE_TOKENS = 512
-"""Tokens of which SimilarityHook has the outputs of all experts in memory at once."""
 
 
 class ReroutingHook(StatisticsHook):

@@ -193,7 +193,7 @@ def stream_gradients(
             # `done` is n_layers + 1 after the loss: the loop begins with the layer n_layers - 1
             for number in range(2 * n_layers - layer_pass.done, first_moe - 1, -1):
                 with (
-                    streamed.layer(number, next_number=number - 1),
+                    streamed.layer(number, next_number=number - 1 if number > first_moe else -1),
                     layer_pass.observer(number, hook) as observer,
                 ):
                     for index in range(len(batches)):

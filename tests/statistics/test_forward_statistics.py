@@ -276,6 +276,20 @@ def test_sums_of_two_batches_are_those_of_one() -> None:
     naive.assert_sums_close(sums(2), sums(len(ids)), 1e-6)
 
 
+def test_sums_of_few_tokens_are_computed_at_once() -> None:
+    """Of fewer rows than a piece of a sum has."""
+    model = naive.model("olmoe")
+    ids, valid = naive.batch()
+    layers = []
+    for implementation in ("eager", "grouped_mm"):
+        copied = copy.deepcopy(model)
+        copied.set_experts_implementation(implementation)
+        with Observer(copied, ForwardHook) as observer:
+            observer.run_batch(ids[-1:, :3], torch.ones_like(valid[:1, :3]))
+            layers.append(observer.layers())
+    naive.assert_sums_close(*layers, 1e-6)
+
+
 def test_exact_damage_keeps_the_output_of_a_router_with_equal_logits() -> None:
     """Without an expert, each of the others with its logit can be chosen, so a token may use many
     more than top-k + 1."""

@@ -118,19 +118,27 @@ def test_a_pass_has_the_waits_and_unordered_sums_of_the_model_alone(
             device.waits.clear()
             device.unordered.clear()
             observer.run_batch(ids, valid, reading)
-            assert (device.waits.total(), device.unordered.total()) == plain, device.waits
+            assert device.waits.total() == plain[0], device.waits
+            assert device.unordered.total() <= plain[1], device.unordered
+
+
+def waits_of_the_model(model: Any, batch: Any, device: SecondDevice) -> int:
+    """Waits of its forward pass alone."""
+    device.waits.clear()
+    forward(model, *batch)
+    return device.waits.total()
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_exact_damage_waits_once_in_each_layer(name: str, device: SecondDevice) -> None:
     """For the number of experts that a token uses."""
     model = on_device(naive.model(name))
+    plain = waits_of_the_model(model, naive.batch(), device)
     with Observer(model, DamageHook) as observer:
         observer.run_batch(*naive.batch())
         device.waits.clear()
         observer.run_batch(*naive.batch())
-    waits = [count for wait, count in device.waits.items() if "statistics/damage.py" in wait]
-    assert waits == [len(observer.hooks)]
+    assert device.waits.total() == plain + len(observer.hooks), device.waits
     assert not [line for line in device.unordered if line.endswith(("sum_by_expert", "experts"))]
 
 
@@ -196,14 +204,13 @@ def test_passes_of_all_experts_are_those_of_the_cpu_without_waiting(
     model = naive.model(name)
     hook = hook_of(kind, model)
     copied = on_device(model)
+    plain = [waits_of_the_model(copied, batch, device) for batch in tiny.batches()]
     with Observer(model, hook) as observer, Observer(copied, hook) as on_the_device:
         for number, (ids, valid) in enumerate(tiny.batches()):
             observer.run_batch(ids, valid)
             device.waits.clear()
             on_the_device.run_batch(ids, valid)
-            parts = ("search/", "pruning/", "damage")
-            waits = [line for line in device.waits if any(part in line for part in parts)]
-            assert not waits or number == 0, waits
+            assert device.waits.total() == plain[number] or number == 0, device.waits
         expected = {hook.layer.index: hook.sums for hook in observer.hooks}
         actual = {
             hook.layer.index: {name: total.cpu() for name, total in hook.sums.items()}
@@ -227,15 +234,15 @@ def test_a_pass_goes_on_on_another_device(device: SecondDevice) -> None:
 
 
 @pytest.mark.parametrize("hook", [ForwardHook, DamageHook])
-def test_statistics_in_half_precision_are_those_of_fp32(hook: Any, device: SecondDevice) -> None:
-    """Up to the rounding of bf16 weights and states, of which some change an expert's tokens."""
-    half = sums(on_device(tiny.build("olmoe", dtype=torch.bfloat16)), hook, forward)
-    full = sums(naive.model("olmoe"), hook, forward)
-    for layer, tensors in full.items():
+def test_statistics_in_half_precision_are_those_of_the_cpu(hook: Any, device: SecondDevice) -> None:
+    """Up to the rounding of sums of outputs in bf16, of which some change an expert's tokens."""
+    model = tiny.build("olmoe", dtype=torch.bfloat16)
+    expected = sums(model, hook, forward)
+    for layer, tensors in sums(on_device(model), hook, forward).items():
         for name, values in tensors.items():
-            assert half[layer][name].dtype == torch.float64
-            error = (half[layer][name] - values).norm() / values.norm()
-            assert error < 0.25, (layer, name)
+            assert values.dtype == torch.float64
+            error = (values - expected[layer][name]).norm() / expected[layer][name].norm()
+            assert error < 0.05, (layer, name, error)
 
 
 @pytest.mark.parametrize("way", ["whole experts", "ragged", "constants", "merged"])

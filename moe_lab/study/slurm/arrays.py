@@ -206,12 +206,13 @@ def job_resources(
         too_large = [step for step in steps if not step.resources().fits(count, max_memory)]
         # without config.json, the memory is a guess, which is no reason to refuse the step
         if model and too_large and not gpu_options and config_of(model):
+            largest = max(too_large, key=lambda step: step.resources().memory or 0.0)
             can_divide = model.device in DEVICE_MAPS or resources[0].weights == "layers"
             raise UserError(
                 f"{steps[0].kind} of model={model.name} needs about "
-                f"{largest_memory(too_large)}, and is divided among at most {count} GPUs of "
+                f"{largest_memory([largest])}, and is divided among at most {count} GPUs of "
                 f"resources.gpu_memory={settings.gpu_memory:g} GiB: expected "
-                f"{_batch_advice(too_large[0], count, max_memory)}"
+                f"{_batch_advice(largest, count, max_memory)}"
                 f"resources.jobs={{{steps[0].kind}: {{gpus: {count}}}}} where that is enough, "
                 f"{'' if can_divide else 'model.device=auto, '}or weights of fewer bits"
             )
