@@ -103,7 +103,7 @@ class AlignmentHook(StatisticsHook):
         """The routed output (T, H).
 
         Adds sums over all valid tokens, routed to an expert or not. `squares` (E, I): the squared
-        activations of each expert, 0 for experts that are neither merged nor owners. `products` (M,
+        activations of owners and merged experts; other experts have any values. `products` (M,
         I, I): the products of the activations of an owner (rows) and of its merged expert
         (columns), for the M `merged_members`."""
         plan = self.plan.layers[self.layer.index]
