@@ -164,7 +164,8 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
     points = changes(results.study, comparison)
     if points.empty:
         return None
-    points["is_open"] = (points["low"] <= 0) & (points["high"] >= 0)
+    # also without an interval (NaN)
+    points["is_open"] = ~((points["low"] > 0) | (points["high"] < 0))
     # the benchmarks of a displayed column have one colour
     colours = {
         names.benchmark(benchmark): style.SHADES[number]
@@ -185,6 +186,8 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
         height=2.6,
         sharey=True,
     )
+    for axes in drawing.axes:
+        axes.axhline(0, color=style.MUTED, linewidth=0.8, zorder=1)
     style.legend(drawing, looks.values())
     tokens_by_panel = points.groupby("panel")["read"]
     least_tokens = " / ".join(
