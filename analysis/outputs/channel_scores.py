@@ -233,7 +233,7 @@ def _draw_bars(axes: Axes, stacks: pd.DataFrame) -> None:
     axes.stairs(stacks["kept"], edges, color=RETAINED_COLOUR, linewidth=1.4, baseline=None)
     attributions = stacks["attribution"].clip(lower=0)
     style.draw_line(axes, ATTRIBUTION_LOOK, positions, attributions)
-    style.label_ticks(axes.xaxis, stacks.index, most=32, labelsize=6)
+    style.label_ticks(axes.xaxis, stacks.index, max_numbers=32, labelsize=6)
     axes.set_xlim(-0.7, len(stacks) - 0.3)
 
 

@@ -73,7 +73,7 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
             axes, highest_experts.rename(columns={"ablation": "bar", measure: "line"}), label
         )
         labels = [f"{row.layer}.{row.expert}" for row in highest_experts.itertuples()]
-        style.label_ticks(axes.xaxis, labels, most=TOP_EXPERTS, labelrotation=90, labelsize=5)
+        style.label_ticks(axes.xaxis, labels, labelrotation=90, labelsize=5)
     style.legend(drawing, _bar_and_line_entries("router weight, tokens"))
     # the caption gives the number of experts in the last panel
     caption = (

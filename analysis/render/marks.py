@@ -198,7 +198,7 @@ def intervals(rows: pd.DataFrame, x: Axis, **layout: Any) -> Drawing:
         face = points["colour"].mask(points["is_open"].astype(bool), SURFACE)
         edge = points["colour"].tolist()
         axes.scatter(points["x"], y, s=16, c=face.tolist(), edgecolors=edge, zorder=2)
-        style.label_ticks(axes.yaxis, points["label"], most=len(points), labelsize=6.5)
+        style.label_ticks(axes.yaxis, points["label"], labelsize=6.5)
         axes.set_ylim(len(points) - 0.4, -0.6)
         axes.grid(axis="x")
         axes.spines["left"].set_visible(False)
@@ -214,7 +214,7 @@ def spread(rows: pd.DataFrame, x: Axis, y: Axis, **layout: Any) -> Drawing:
     for title, numbers in rows.groupby("panel", sort=False):
         axes = panel_of_title[title]
         by_label = numbers.groupby("label", sort=False)["y"]
-        boxes = {str(label): box.to_numpy() for label, box in by_label}
+        boxes = {label: box.to_numpy() for label, box in by_label}
         axes.boxplot(
             list(boxes.values()),
             positions=range(len(boxes)),

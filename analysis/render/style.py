@@ -197,16 +197,19 @@ def svg_element(figure: Figure) -> str:
 
 
 def label_ticks(
-    axis: Axis, labels: Iterable[str], first: float = 0, most: int = 12, **look: Any
+    axis: Axis, labels: Iterable[Any], first: float = 0, max_numbers: int = 12, **look: Any
 ) -> None:
     """Label the positions `first`, `first` + 1, ... of an axis, unlike `Axes.set_xticks` without
     changing the axis's limits.
 
-    most: largest number of labels; of more, every second, third, ... is shown.
+    max_numbers: largest number of labels that are numbers, such as layers; of more, every second,
+    third, ... is shown. Labels that are texts, such as names, are all shown.
     look: tick parameters such as `labelsize` and `labelrotation`.
     """
+    labels = list(labels)
+    are_texts = any(isinstance(label, str) for label in labels)
+    step = 1 if are_texts else max(1, -(-len(labels) // max_numbers))  # rounded up
     texts = list(map(str, labels))
-    step = max(1, -(-len(texts) // most))  # rounded up
     axis.set_major_locator(FixedLocator([first + number for number in range(0, len(texts), step)]))
     axis.set_major_formatter(FixedFormatter(texts[::step]))
     axis.set_tick_params(**look)

@@ -1,0 +1,28 @@
+"""Marks of figures, drawn from frames made by hand."""
+
+from typing import Any
+
+import pandas as pd
+
+from analysis.render import marks
+
+
+def row_labels(labels: list[Any]) -> list[str]:
+    """Tick labels of the rows of a heat map with one column."""
+    rows = pd.DataFrame({"panel": "", "x": "a", "y": labels, "colour": "none", "text": ""})
+    [axes] = marks.heat(rows).axes
+    return [label.get_text() for label in axes.get_yticklabels()]
+
+
+def test_all_names_of_categories_are_shown() -> None:
+    names = [f"benchmark {number}" for number in range(16)]
+    assert row_labels(names) == names
+    [axes] = marks.spread(
+        pd.DataFrame({"panel": "", "label": names, "y": 0.5}), marks.Axis(), marks.Axis()
+    ).axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == names
+
+
+def test_of_many_layers_every_second_or_third_is_named() -> None:
+    assert row_labels(list(range(12))) == list(map(str, range(12)))
+    assert row_labels(list(range(36))) == list(map(str, range(0, 36, 3)))
