@@ -55,7 +55,9 @@ def benchmark_figure(results: Results, comparison: Comparison, name: str) -> Fig
             .reset_index()
             .melt("cell", var_name="benchmark", value_name="y")
         )
-        frames.append(cells.merge(values.dropna(), on="cell"))
+        # without cells that have no score; a benchmark that was not run (NaN) interrupts a line
+        has_scores = values.groupby("cell")["y"].transform("count") > 0
+        frames.append(cells.merge(values[has_scores], on="cell"))
     points = pd.concat(frames)
     benchmarks = names.in_order(points["benchmark"], names.BENCHMARKS)
     points = points.assign(x=points["benchmark"].map(benchmarks.index)).sort_values(
