@@ -172,8 +172,10 @@ def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
             y=squares["column"].map(names.benchmark),
             colour=squares["winners"].map(_colour),
             text=list(map(_text, squares["winners"], squares["score"])),
+            short_text=[_count_text(winners) for winners in squares["winners"]],
             is_hatched=is_win & ~squares["proved"].astype(bool),
-        )
+        ),
+        columns=2 if len(sets) < 5 else 1,  # so that the squares are wide enough for most names
     )
     handles = [
         Patch(facecolor=style.RULE, label="proved win"),
@@ -206,6 +208,9 @@ def _colour(winners: Sequence[str]) -> Any:
 
 def _text(winners: Sequence[str], score: float) -> str:
     """Text of a square: the winner, or two that are tied, or the number of those tied."""
-    if len(winners) > 2 and score != 0:
-        return f"{len(winners)} tied"
-    return label(winners, score)
+    return _count_text(winners) if len(winners) > 2 and score != 0 else label(winners, score)
+
+
+def _count_text(winners: Sequence[str]) -> str:
+    """The number of winners that are tied; "" without a tie."""
+    return f"{len(winners)} tied" if len(winners) > 1 else ""

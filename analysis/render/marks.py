@@ -3,9 +3,9 @@ with one panel for each value of the column "panel"."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from textwrap import fill
+from textwrap import fill, wrap
 from typing import Any
 
 import numpy as np
@@ -122,7 +122,8 @@ def heat(
 
     rows: columns "panel", "x" and "y" (labels of the square's column and row: numbers, which are
     sorted, or texts in the order of their first squares), "colour" ("none" for a square without
-    colour), "text" and, optionally, "is_hatched".
+    colour), "text" and, optionally, "short_text" (drawn where "text" does not fit) and
+    "is_hatched".
     x, y: labels of the axes; height: of a square, in inches.
     """
     by_panel = rows.groupby("panel", sort=False)
@@ -132,17 +133,20 @@ def heat(
     )
     width = drawing.get_figwidth() / min(columns, len(panel_of_title))
     for title, squares in by_panel:
-        draw_squares(panel_of_title[title], squares, width)
+        draw_squares(panel_of_title[title], squares, width, height)
     return drawing
 
 
-def draw_squares(axes: Axes, squares: pd.DataFrame, width: float) -> None:
-    """Draw one map. squares: rows of `heat`; width: of the panel with its labels, in inches."""
+def draw_squares(axes: Axes, squares: pd.DataFrame, width: float, height: float = 0.36) -> None:
+    """Draw one map.
+
+    squares: rows of `heat`; width: of the panel with its labels, in inches; height: of a square."""
     column_labels, row_labels = (
         sorted(labels.unique()) if is_numeric_dtype(labels) else list(labels.unique())
         for labels in (squares["x"], squares["y"])
     )
     letters = int((width - 1) / len(column_labels) / style.SMALL_LETTER)
+    line_count = int(height / style.SMALL_LINE)
     for square in squares.to_dict("records"):
         x, y = column_labels.index(square["x"]), row_labels.index(square["y"])
         patch = Rectangle((x + 0.01, y + 0.02), 0.98, 0.96, facecolor=square["colour"])
@@ -150,14 +154,26 @@ def draw_squares(axes: Axes, squares: pd.DataFrame, width: float) -> None:
         if square.get("is_hatched"):
             patch.set_hatch(style.HATCH)
         axes.add_patch(patch)
-        if letters > 3:
-            text = fill(square["text"], letters)
+        texts = (square["text"], square.get("short_text", ""))
+        if text := _first_fitting(texts, letters, line_count):
             look: Any = {"ha": "center", "va": "center", "color": _ink(square["colour"])}
             axes.text(x + 0.5, y + 0.5, text, fontsize=5.6, linespacing=1, **look)
     axes.set(xlim=(0, len(column_labels)), ylim=(len(row_labels), 0))
     style.label_ticks(axes.xaxis, column_labels, 0.5, labeltop=True, labelbottom=False)
     style.label_ticks(axes.yaxis, row_labels, 0.5)
     axes.spines[:].set_visible(False)
+
+
+def _first_fitting(texts: Iterable[str], letters: int, line_count: int) -> str:
+    """The first of `texts` that fits into `line_count` lines of `letters` letters, broken between
+    words; "" if none fits, or if lines are shorter than 4 letters."""
+    if letters < 4:
+        return ""
+    for text in texts:
+        lines = wrap(text, letters, break_long_words=False, break_on_hyphens=False)
+        if len(lines) <= line_count and all(len(line) <= letters for line in lines):
+            return "\n".join(lines)
+    return ""
 
 
 def relative_shades(rows: pd.DataFrame, by: str | list[str], column: str) -> pd.Series:

@@ -29,8 +29,8 @@ from matplotlib.ticker import (
 
 from analysis import names
 
-SMALL_LETTER = 0.047
-"""Average width of a letter in inches at 5.6 points."""
+SMALL_LETTER, SMALL_LINE = 0.047, 0.08
+"""Average width of a letter and height of a line in inches, at 5.6 points."""
 
 PAGE = 6.9
 """Width of a figure across the page, in inches."""

@@ -26,3 +26,12 @@ def test_all_names_of_categories_are_shown() -> None:
 def test_of_many_layers_every_second_or_third_is_named() -> None:
     assert row_labels(list(range(12))) == list(map(str, range(12)))
     assert row_labels(list(range(36))) == list(map(str, range(0, 36, 3)))
+
+
+def test_texts_of_squares_are_shortened_or_left_out_where_they_do_not_fit() -> None:
+    texts = ["REAP, evolutionary", "MAN = REAP", "seven lines " * 4, *["REAP"] * 6]
+    short_texts = ["2 tied", *[""] * 8]
+    rows = pd.DataFrame({"panel": "", "x": range(9), "y": 0, "colour": "none", "text": texts})
+    [axes] = marks.heat(rows.assign(short_text=short_texts)).axes
+    # a ninth of the width, without the inch for labels, has space for 7 letters
+    assert [text.get_text() for text in axes.texts] == ["2 tied", "MAN =\nREAP", *["REAP"] * 6]
