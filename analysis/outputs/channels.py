@@ -185,12 +185,14 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     scores = score_lines(comparison, target, "mean of HEAPr's benchmarks")
     flops = results.study.costs.set_index("cell")["flops_ratio"].astype(float)
     saved = scores.drop(columns=["low", "high"]).assign(
-        panel="FLOPs saved per token", x=100 * scores["removed"], y=1 - flops
+        panel="FLOPs saved per token (%)", x=100 * scores["removed"], y=100 * (1 - flops)
     )
     looks = criterion_looks(scores)
-    y = marks.Axis(limits=marks.SCORES)
-    drawing = marks.over(pd.concat([scores, saved]), looks, REMOVED, y, columns=2, height=2.4)
-    left = drawing.axes[0]
+    rows = pd.concat([scores, saved])
+    drawing = marks.over(rows, looks, REMOVED, marks.Axis(), columns=2, height=2.4)
+    left, right = drawing.axes
+    left.set_ylim(marks.SCORES)
+    right.set_ylim(bottom=0)
     references = [draw_unpruned(left, comparison, target), *draw_chance(left, comparison, target)]
     style.legend(drawing, [*looks.values(), *references])
     has_bands = len(references) > 1
