@@ -1,5 +1,5 @@
 """Marks of figures: lines, maps, intervals, boxes, and bars with a line. Each draws a data frame
-with one panel for each value of the column "panel"."""
+of at least one row, with one panel for each value of the column "panel"."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def panels(
     height: float | Sequence[float] = 2.1,
     **options: Any,
 ) -> tuple[Drawing, dict[Any, Axes]]:
-    """(drawing, title -> panel): a drawing with an empty panel for each of the distinct `titles`.
+    """(drawing, title -> panel): a drawing with an empty panel for each of the distinct `titles`,
+    at least one.
 
     - columns: largest number of panels in a row
     - height: height of each row of panels in inches, or a list with the height of each
