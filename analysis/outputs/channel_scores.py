@@ -318,14 +318,10 @@ def expert_bars_by_score(results: Results, comparison: Comparison, name: str) ->
         names.criterion(criterion): stacks[layer]
         for criterion, stacks in stacks_of_criterion.items()
     }
+    above, below = panels
     title = f"Channel scores and budgets of layer {layer} by two scores: {comparison.model}"
-    return bars_figure(
-        results.study,
-        panels,
-        name,
-        title,
-        plans="SNIP is weight times gradient.",
-    )
+    plans = f"Above by {above}, below by {below} (weight times gradient)."
+    return bars_figure(results.study, panels, name, title, plans)
 
 
 def _cells_of_two_scores(cells: pd.DataFrame) -> dict[str, int]:
