@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
@@ -149,18 +151,22 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
         return None
     layers = sorted(experts["layer"].unique())
     middle = layers[(len(layers) - 1) // 2]
-    panels = {f"(a) {label}": statistics_by_layer(rows) for label, rows in drawn.items()}
+    # title -> (rows, tick labels)
+    panels: dict[str, tuple[pd.DataFrame, Sequence[int]]] = {}
     for label, rows in drawn.items():
-        panels[f"(b) {label}, layer {middle}"] = rows[rows["layer"] == middle].sort_values(
-            "ablation", ascending=False, kind="stable"
-        )
+        by_layer = statistics_by_layer(rows)
+        panels[f"(a) {label}"] = (by_layer, by_layer["layer"].tolist())
+    for label, rows in drawn.items():
+        experts_of_layer = rows[rows["layer"] == middle]
+        by_loss = experts_of_layer.sort_values("ablation", ascending=False, kind="stable")
+        panels[f"(b) {label}, layer {middle}"] = (by_loss, [])
     drawing, panel_of_title = marks.panels(
         list(panels), marks.Axis(), marks.Axis(LOSS_LABEL), columns=len(drawn)
     )
-    for title, rows in panels.items():
+    for title, (rows, tick_labels) in panels.items():
         axes = panel_of_title[title]
         marks.bars_and_line(axes, rows.rename(columns={"ablation": "bar", "mean": "line"}))
-        style.label_ticks(axes.xaxis, rows["layer"] if title.startswith("(a)") else [])
+        style.label_ticks(axes.xaxis, tick_labels)
     style.legend(drawing, _bar_and_line_entries("mean of the statistic ± standard deviation"))
     gaps = [
         f"{label} ({SOURCES[statistic]})"
