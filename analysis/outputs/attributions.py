@@ -174,7 +174,7 @@ def seconds_and_machines(study: Study, cells: pd.DataFrame) -> tuple[dict[str, f
     needs="plans of allocation=coverage that differ in the prior alone",
 )
 def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Blocks of plans of allocation=coverage that differ in the prior alone."""
+    """MoE-Slimming's Table 14: scores of coverage budgets that differ in the prior alone."""
     cells = comparison.cells.reset_index().merge(
         plans.priors(comparison.cells, results.study.reader), on="cell"
     )

@@ -165,7 +165,9 @@ _RECOVERY_CAPTION = (
     needs="cells with a recovery, and reasoning benchmarks, such as gsm8k",
 )
 def recovery_blocks(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Yield a block for each ratio at which a cell has a recovery: all pruned cells of this ratio,
+    """MoE-Slimming's Tables 3 (general) and 4 (reasoning): pruned and recovered models.
+
+    Yields a block for each ratio at which a cell has a recovery: all pruned cells of this ratio,
     sorted by method."""
     for ratio, cells in cells_by_ratio(comparison.cells[comparison.cells["criterion"] != "none"]):
         if set(cells["recovery"]) != {"none"}:

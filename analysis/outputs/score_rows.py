@@ -113,7 +113,7 @@ def score_table(
     **fields: Any,
 ) -> Callable[[BlockMaker], BlockMaker]:
     """Decorator that registers a `block_table` as an output. The decorated function yields the
-    blocks of one model.
+    blocks of one model; the first line of its docstring describes the output in the help.
 
     name, fields: arguments of `output`; title, columns, caption, costs: arguments of `block_table`.
     """
@@ -128,7 +128,6 @@ def score_table(
                 results.study, blocks, columns, costs, name=name, title=title, caption=caption
             )
 
-        make.__doc__ = f"{title}."
         output(name, **fields)(make)
         return blocks_of
 

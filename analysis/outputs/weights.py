@@ -67,7 +67,9 @@ def weights_table(
     needs=f"{WEIGHTS}, and multiple-choice benchmarks",
 )
 def aimer_blocks(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Yield a block for each ratio at which AIMER was run, with the cells of all criteria without
+    """AIMER's Tables 2 (groups), 5 (writing, mathematics), 6 (coding) and 7 (multiple choice).
+
+    Yields a block for each ratio at which AIMER was run, with the cells of all criteria without
     recovery. AIMER's cell is the base of the block's differences."""
     for ratio, cells in cells_by_ratio(cells_without_recovery(comparison)):
         aimer_cells = cells[cells["criterion"] == "aimer"]
