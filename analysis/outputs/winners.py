@@ -195,7 +195,8 @@ def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
     )
     caption = (
         f"{proved_wins_sentence(wins)} Each cell names the leading criterion of a column and "
-        "calibration set; of more than two with the highest score, it has the number. "
+        "calibration set, or both of two that tie. If more tie, or the names do not fit, it gives "
+        'their number; "all 0": every score is 0. '
         f"{explanation if _has_tests(wins) else _NO_TESTS}"
     )
     return Figure(name, title, caption, drawing)
