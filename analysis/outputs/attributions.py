@@ -218,10 +218,10 @@ def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Fig
             targets = smooth(layers["loss"].to_numpy(float), smoothing)
             texts = {"panel": names.calibration(calibration), "label": smoothing}
             frames.append(layers.assign(**texts, x=layers["layer"], y=targets / targets.mean()))
-    looks = style.line_looks(get_args(Smoothing))
+    entries = style.legend_entries(get_args(Smoothing))
     y = marks.Axis("target, mean 1")
-    drawing = marks.over(pd.concat(frames), looks, marks.LAYERS, y)
-    style.legend(drawing, looks.values())
+    drawing = marks.lines(pd.concat(frames), entries, marks.LAYERS, y)
+    style.legend(drawing, entries.values())
     caption = (
         "Target share of the score that each layer keeps, relative to the mean, under each "
         "smoothing of the layer losses (none: proportional to the loss). Based on "

@@ -13,7 +13,7 @@ from analysis.load import settings
 from analysis.load.reader import groups, stacked
 from analysis.load.study import Study
 from analysis.outputs.captions import HEAPR, SLIMMING
-from analysis.outputs.score_rows import Block, criterion_looks, score_table, sorted_in_order
+from analysis.outputs.score_rows import Block, criterion_entries, score_table, sorted_in_order
 from analysis.registry import Results, output, per_model
 from analysis.render import marks, style
 from analysis.render.style import Figure
@@ -110,10 +110,10 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
         return None
     score, low, high = comparison.displayed_scores(target)
     rows = cells.assign(x=cells["read"], y=score, low=low, high=high)
-    looks = criterion_looks(cells)
+    entries = criterion_entries(cells)
     y = marks.Axis("mean of HEAPr's benchmarks")
-    drawing = marks.over(rows, looks, _token_axis(cells["read"]), y, sharey=True)
-    style.legend(drawing, looks.values(), most=3)
+    drawing = marks.lines(rows, entries, _token_axis(cells["read"]), y, sharey=True)
+    style.legend(drawing, entries.values(), max_columns=3)
     caption = (
         f"{mean_text(target, names.HEAPR)} after calibration on more and more of the same text, "
         "with 95 % intervals. Lines are texts and methods; points of one line answered the same "
@@ -173,13 +173,13 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
         for benchmark in column
     }
     benchmarks = names.in_order(points["benchmark"], names.BENCHMARKS)
-    looks = style.line_looks(map(names.benchmark, benchmarks), colours)
-    drawing = marks.over(
+    entries = style.legend_entries(map(names.benchmark, benchmarks), colours)
+    drawing = marks.lines(
         # without intervals, which would hide the lines
         points[["panel", "is_open"]].assign(
             label=points["benchmark"].map(names.benchmark), x=points["read"], y=points["difference"]
         ),
-        looks,
+        entries,
         _token_axis(points["read"]),
         marks.Axis("change of the score (points)"),
         columns=2,
@@ -188,7 +188,7 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
     )
     for axes in drawing.axes:
         axes.axhline(0, color=style.MUTED, linewidth=0.8, zorder=1)
-    style.legend(drawing, looks.values())
+    style.legend(drawing, entries.values())
     tokens_by_panel = points.groupby("panel")["read"]
     least_tokens = " / ".join(
         style.format_tokens(count) for count in tokens_by_panel.min().unique()

@@ -42,7 +42,7 @@ ACTIVATION, WEIGHT_GRADIENT = "channel_activation", "snip"
 PIECE_COLOURS = {piece: style.shade(0.9 - 0.8 * piece / (PIECES - 1)) for piece in range(PIECES)}
 """Piece of a bar -> its colour; piece 0 has the highest scores and the darkest colour."""
 RETAINED_COLOUR = "#bb3311"
-ATTRIBUTION_LOOK = style.legend_entry(
+ATTRIBUTION_ENTRY = style.legend_entry(
     "attribution, of the highest",
     color="#b39a25",
     marker="D",
@@ -87,10 +87,10 @@ def concentration_figure(results: Results, comparison: Comparison, name: str) ->
     curve = ["panel", "label", "expert"]
     ends = curves.drop_duplicates(curve).assign(x=np.nan, y=np.nan)
     points = pd.concat([curves, ends]).sort_values([*curve, "x"], kind="stable")
-    looks = _layer_looks(curves["label"], linewidth=0.6)
-    drawing = marks.over(
+    entries = _layer_entries(curves["label"], linewidth=0.6)
+    drawing = marks.lines(
         points,
-        looks,
+        entries,
         marks.Axis("channels, highest score first", style.format_percent, (0, 1)),
         marks.Axis("share of the expert's score", style.format_percent, marks.SCORES),
     )
@@ -98,7 +98,7 @@ def concentration_figure(results: Results, comparison: Comparison, name: str) ->
         for line in axes.lines:  # many points as vectors would make the file too large
             line.set_rasterized(len(points) > MOST_VECTOR_POINTS)
         axes.plot([0, 1], [0, 1], **style.DASHED)
-    style.legend(drawing, _ends(looks))
+    style.legend(drawing, _ends(entries))
     caption = (
         "(a) Each line is an expert, its shade the depth of its layer: share of the sum of its "
         "channel scores that its highest channels hold. Dashed: equal channels. The further a line "
@@ -109,20 +109,20 @@ def concentration_figure(results: Results, comparison: Comparison, name: str) ->
     )
 
 
-def _layer_looks(layers: Iterable[int], **look: Any) -> dict[int, Line2D]:
+def _layer_entries(layers: Iterable[int], **properties: Any) -> dict[int, Line2D]:
     """Layer -> legend entry of its lines, from light for the first layer to dark for the last."""
     ordered = sorted(set(layers))
     # without the lightest and the darkest colours of the map
     shades = colormaps["viridis_r"](np.linspace(0.1, 0.95, len(ordered)))
     return {
-        layer: style.legend_entry(f"layer {layer}", color=to_hex(shade), **look)
+        layer: style.legend_entry(f"layer {layer}", color=to_hex(shade), **properties)
         for layer, shade in zip(ordered, shades, strict=True)
     }
 
 
-def _ends(looks: Mapping[int, Line2D]) -> Iterable[Line2D]:
+def _ends(entries: Mapping[int, Line2D]) -> Iterable[Line2D]:
     """The legend entries of the first and of the last layer."""
-    return {layer: looks[layer] for layer in (min(looks), max(looks))}.values()
+    return {layer: entries[layer] for layer in (min(entries), max(entries))}.values()
 
 
 def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
@@ -163,14 +163,14 @@ def output_loss_figure(results: Results, comparison: Comparison, name: str) -> F
     # a layer that keeps all channels has no error
     ends = losses.drop_duplicates(["label", "layer"]).assign(kept=1.0, loss=0.0)
     points = pd.concat([losses, ends]).sort_values("kept", kind="stable")
-    looks = _layer_looks(losses["layer"], marker="o", markersize=2.5)
-    drawing = marks.over(
+    entries = _layer_entries(losses["layer"], marker="o", markersize=2.5)
+    drawing = marks.lines(
         points.rename(columns={"label": "panel", "layer": "label", "kept": "x", "loss": "y"}),
-        looks,
+        entries,
         marks.Axis("channels of the layer kept", style.format_percent, marks.SCORES),
         marks.Axis("loss of the output"),
     )
-    style.legend(drawing, _ends(looks))
+    style.legend(drawing, _ends(entries))
     caption = (
         "(b) Each line is a layer: error of its routed output when this layer alone is pruned, ‖m "
         "− m′‖² / (‖y‖² + ε), the mean over the tokens of a text; m: routed output, y: residual "
@@ -232,7 +232,7 @@ def _draw_bars(axes: Axes, stacks: pd.DataFrame) -> None:
     edges = np.arange(len(stacks) + 1) - 0.5
     axes.stairs(stacks["kept"], edges, color=RETAINED_COLOUR, linewidth=1.4, baseline=None)
     attributions = stacks["attribution"].clip(lower=0)
-    style.draw_line(axes, ATTRIBUTION_LOOK, positions, attributions)
+    style.draw_line(axes, ATTRIBUTION_ENTRY, positions, attributions)
     style.label_ticks(axes.xaxis, stacks.index, max_numbers=32, labelsize=6)
     axes.set_xlim(-0.7, len(stacks) - 0.3)
 
@@ -257,7 +257,7 @@ def bars_figure(
         Patch(facecolor=PIECE_COLOURS[0], label="highest tenth of the channels"),
         Patch(facecolor=PIECE_COLOURS[PIECES - 1], label="lowest"),
         style.legend_entry("channels kept", color=RETAINED_COLOUR, linewidth=1.4),
-        ATTRIBUTION_LOOK,
+        ATTRIBUTION_ENTRY,
     ]
     style.legend(drawing, handles)
     caption = (

@@ -18,7 +18,7 @@ from analysis.outputs.score_rows import (
     Block,
     cells_by_ratio,
     cells_without_recovery,
-    criterion_looks,
+    criterion_entries,
     draw_chance,
     draw_unpruned,
     only_cell,
@@ -163,7 +163,7 @@ def channel_score_table(results: Results, comparison: Comparison) -> Iterator[Bl
 
 def score_lines(comparison: Comparison, target: Target, panel: str) -> pd.DataFrame:
     """Scores on `target` of the methods of `ratio_lines` against the removed share in per cent, for
-    the panel `panel` of `marks.over`."""
+    the panel `panel` of `marks.lines`."""
     rows = ratio_lines(cells_without_recovery(comparison))
     score, low, high = comparison.displayed_scores(target)
     # the points of one ratio are 0.6 % apart
@@ -187,14 +187,14 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     saved = scores.drop(columns=["low", "high"]).assign(
         panel="FLOPs saved per token (%)", x=100 * scores["removed"], y=100 * (1 - flops)
     )
-    looks = criterion_looks(scores)
+    entries = criterion_entries(scores)
     rows = pd.concat([scores, saved])
-    drawing = marks.over(rows, looks, REMOVED, marks.Axis(), columns=2, height=2.4)
+    drawing = marks.lines(rows, entries, REMOVED, marks.Axis(), columns=2, height=2.4)
     left, right = drawing.axes
     left.set_ylim(marks.SCORES)
     right.set_ylim(bottom=0)
     references = [draw_unpruned(left, comparison, target), *draw_chance(left, comparison, target)]
-    style.legend(drawing, [*looks.values(), *references])
+    style.legend(drawing, [*entries.values(), *references])
     has_bands = len(references) > 1
     band_note = (
         "; grey: where a further random plan lies with 95 % probability" if has_bands else ""
@@ -226,13 +226,13 @@ def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     for benchmark in benchmarks:
         title = f"{names.benchmark(benchmark)}: {comparison.quantity((benchmark,)).name}"
         frames.append(score_lines(comparison, (benchmark,), title))
-    looks = criterion_looks(frames[0])
-    drawing = marks.over(pd.concat(frames), looks, REMOVED, marks.Axis())
+    entries = criterion_entries(frames[0])
+    drawing = marks.lines(pd.concat(frames), entries, REMOVED, marks.Axis())
     references: list[Artist] = []  # equal for all panels
     for axes, benchmark in zip(drawing.axes, benchmarks, strict=True):
         references = [draw_unpruned(axes, comparison, (benchmark,))]
         references += draw_chance(axes, comparison, (benchmark,))
-    style.legend(drawing, [*looks.values(), *references], most=2)
+    style.legend(drawing, [*entries.values(), *references], max_columns=2)
     caption = (
         "Bars: 95 % intervals over seeds and texts. Dashed: the unpruned model. Lower is better."
     )

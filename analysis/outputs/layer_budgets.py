@@ -130,7 +130,7 @@ def budget_figure(results: Results, comparison: Comparison, name: str) -> Figure
         colour=marks.relative_shades(squares, ["label", "column"], "value"),
         text=texts,
     )
-    drawing = marks.heat(squares, "decoder layer", columns=1, height=0.3)
+    drawing = marks.heat_map(squares, "decoder layer", columns=1, height=0.3)
     caption = (
         "Layer loss: size of a layer's routed output relative to the residual stream after it, the "
         "mean over calibration tokens of ‖m‖² / (‖y‖² + ε), divided by its mean over layers. "

@@ -156,7 +156,7 @@ def _draw_effects(axes: Axes, overlaps: pd.DataFrame) -> None:
 
 def _squares(overlaps: pd.DataFrame) -> pd.DataFrame:
     """A square for each variant (b, alpha, beta), shaded by the variant's overlap: the columns of
-    `marks.heat` but for "panel".
+    `marks.heat_map` but for "panel".
 
     overlaps: a row per variant, with the columns b, alpha, beta and triple (the overlap)."""
     by_variant = overlaps.set_index(list(overlap.VARIANT))["triple"]
@@ -191,7 +191,7 @@ def overlap_figure(results: Results, name: str) -> Figure | None:
         _squares(rows).assign(panel=f"{key['model']}, {names.ratio(key['ratio'])} pruned")
         for key, rows in groups(overlaps, ["model", "ratio"])
     ]
-    drawing = marks.heat(pd.concat(frames))
+    drawing = marks.heat_map(pd.concat(frames))
     caption = (
         "The heat map of each model: share of the lowest-scored experts that is the same under all "
         f"calibration sets. Based on {pass_setup(results.study)}"

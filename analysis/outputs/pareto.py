@@ -219,9 +219,9 @@ def pareto_figure(results: Results, comparison: Comparison, name: str) -> Figure
         plan=plans + ", " + pruned["pruned"],
         y=pruned["avg"],
     )
-    looks = style.line_looks(sorted(points["label"]))
-    for look in looks.values():
-        look.set_linewidth(0.5)
+    entries = style.legend_entries(sorted(points["label"]))
+    for entry in entries.values():
+        entry.set_linewidth(0.5)
     frames = [
         points.assign(panel=title, x=points[cost], is_on_front=points[f"front_{cost}"]).sort_values(
             "x", kind="stable"
@@ -229,9 +229,9 @@ def pareto_figure(results: Results, comparison: Comparison, name: str) -> Figure
         for cost, title in COST_SHARES.items()
     ]
     quantity = comparison.quantity(comparison.all_average_columns)
-    drawing = marks.over(
+    drawing = marks.lines(
         pd.concat(frames),
-        looks,
+        entries,
         marks.Axis("share of the unpruned model's", style.format_percent, (0, 1.05)),
         marks.Axis(f"{quantity.mean_name} ({quantity.direction})"),
         sharey=True,
@@ -248,7 +248,7 @@ def pareto_figure(results: Results, comparison: Comparison, name: str) -> Figure
         for number, plan in enumerate(plans_on_fronts, start=1)
     ]
     front_entry = style.legend_entry("front", **_FRONT_STYLE)
-    style.legend(drawing, [*looks.values(), front_entry, unpruned_entry, *numbers], most=3)
+    style.legend(drawing, [*entries.values(), front_entry, unpruned_entry, *numbers], max_columns=3)
     caption = (
         "Each mark is a pruned model; colour and shape say what was removed, what takes its place "
         "and how the model was recovered. Thin lines join the ratios of a method; bars are 95 % "
@@ -263,10 +263,15 @@ def _draw_numbers(axes: Axes, front: pd.DataFrame, plans: Sequence[str]) -> None
 
     front: columns "x", "y" and "plan"."""
     # at the upper left of a mark, where the steps of the front do not pass
-    look: Any = {"textcoords": "offset points", "ha": "right", "va": "bottom", "fontsize": 6.5}
+    properties: Any = {
+        "textcoords": "offset points",
+        "ha": "right",
+        "va": "bottom",
+        "fontsize": 6.5,
+    }
     for (x, y), rows in front.groupby(["x", "y"]):
         text = ", ".join(str(plans.index(plan) + 1) for plan in rows["plan"])
-        axes.annotate(text, (x, y), xytext=(-3, 2), fontweight="bold", **look)
+        axes.annotate(text, (x, y), xytext=(-3, 2), fontweight="bold", **properties)
 
 
 BOTH_GRANULARITIES = (
@@ -330,13 +335,13 @@ def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figu
     if points["ratio"].nunique() < 2 or points["granularity"].nunique() < 2:
         return None
     ordered = points.sort_values("label", kind="stable")
-    looks = style.line_looks(ordered["label"])
+    entries = style.legend_entries(ordered["label"])
     for label in ordered.loc[ordered["granularity"] == "expert", "label"]:
-        looks[label].set_markerfacecolor(style.SURFACE)
+        entries[label].set_markerfacecolor(style.SURFACE)
     y = marks.Axis("mean of six benchmarks", limits=marks.SCORES)
-    drawing = marks.over(ordered, looks, marks.Axis("storage (MiB)"), y, columns=1, height=3)
+    drawing = marks.lines(ordered, entries, marks.Axis("storage (MiB)"), y, columns=1, height=3)
     _draw_front(drawing.axes[0], points[points["front"]])
-    style.legend(drawing, looks.values(), most=3)
+    style.legend(drawing, entries.values(), max_columns=3)
     target = mean_target(comparison, list(points.index), names.COMMON_SENSE)
     caption = (
         f"{mean_text(target, names.COMMON_SENSE)}, with 95 % intervals, against the size of the "

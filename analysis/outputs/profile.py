@@ -10,7 +10,7 @@ from analysis import names
 from analysis.load.reader import groups
 from analysis.load.settings import removed_share_texts
 from analysis.outputs.captions import pass_setup, run_setup
-from analysis.outputs.score_rows import criterion_looks, panel_cells
+from analysis.outputs.score_rows import criterion_entries, panel_cells
 from analysis.registry import Item, Results, output, per_model
 from analysis.render import marks, style
 from analysis.render.style import Figure
@@ -43,10 +43,10 @@ def variance_figure(results: Results, comparison: Comparison, name: str) -> Figu
         return None
     points = pd.concat(frames).sort_values("layer", kind="stable")
     points = points.assign(x=points["layer"], y=points["variance"])
-    looks = criterion_looks(points)
+    entries = criterion_entries(points)
     y = marks.Axis("token variance")
-    drawing = marks.over(points, looks, marks.LAYERS, y, height=1.9, sharey="row")
-    style.legend(drawing, looks.values())
+    drawing = marks.lines(points, entries, marks.LAYERS, y, height=1.9, sharey="row")
+    style.legend(drawing, entries.values())
     caption = (
         "Variance of the residual stream after each layer over the tokens of a text, the mean over "
         "its coordinates; dashed: the unpruned model."
@@ -136,7 +136,7 @@ def entropy_figure(results: Results, name: str) -> Figure | None:
     # a box of five numbers has them as ends of whiskers, quartiles and median
     rows = entropies.melt(["model", "calibration", "layer"], list(QUANTILES), value_name="y")
     panels = rows["model"] + ", " + rows["calibration"].map(names.calibration)
-    drawing = marks.spread(
+    drawing = marks.box_plots(
         rows.assign(panel=panels, label=rows["layer"]),
         marks.LAYERS,
         marks.Axis("router entropy / ln(experts)", limits=marks.SCORES),

@@ -208,7 +208,7 @@ def activation_figure(results: Results, comparison: Comparison, name: str) -> Fi
         label=experts["calibration"].map(names.calibration),
         y=experts["size"],
     )
-    drawing = marks.spread(rows, marks.Axis(), marks.Axis("root mean square of channels"))
+    drawing = marks.box_plots(rows, marks.Axis(), marks.Axis("root mean square of channels"))
     for axes, (_, points) in zip(drawing.axes, experts.groupby("layer"), strict=True):
         # spread at random, so that they hide each other less
         shift = np.random.default_rng(0).uniform(-0.18, 0.18, len(points))

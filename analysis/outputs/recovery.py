@@ -101,17 +101,17 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
     storage_counts = points.groupby([*SWEEP_COLUMNS, "ratio"], sort=False)["x"].nunique()
     if (storage_counts < 2).all():
         return None
-    looks = style.line_looks(points["label"])
-    drawing = marks.over(
+    entries = style.legend_entries(points["label"])
+    drawing = marks.lines(
         points,
-        looks,
+        entries,
         marks.Axis("storage (MiB)", _set_storage_ticks),
         marks.Axis("mean of MoE-Slimming's benchmarks", limits=marks.SCORES),
         columns=1,
         height=3,
     )
     _label_ratios(drawing.axes[0], comparison, points.sort_values("label", kind="stable"))
-    style.legend(drawing, looks.values(), most=3)
+    style.legend(drawing, entries.values(), max_columns=3)
     target = mean_target(comparison, points.index.tolist(), names.ABLATION)
     caption = (
         f"{mean_text(target, names.ABLATION)}, with 95 % intervals, against the size of the "
@@ -135,10 +135,10 @@ def _label_ratios(axes: Axes, comparison: Comparison, points: pd.DataFrame) -> N
     the same ratio and nearly the same storage, only the first has a text."""
     # storages with the same rounded log2 differ by at most 7 %
     points = points.assign(log_storage=np.log2(points["x"]).round(1))
-    look: Any = {"textcoords": "offset points", "fontsize": 6.5, "color": style.MUTED}
+    properties: Any = {"textcoords": "offset points", "fontsize": 6.5, "color": style.MUTED}
     for point in records(points.drop_duplicates(["ratio", "log_storage"])):
         text = comparison.removed_text(point["ratio"])
-        axes.annotate(text, (point["x"], point["y"]), xytext=(5, -9), **look)
+        axes.annotate(text, (point["x"], point["y"]), xytext=(5, -9), **properties)
 
 
 _RECOVERY_CAPTION = (

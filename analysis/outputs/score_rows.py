@@ -303,15 +303,15 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
     return Numbers(frame, low, high, numbers.best)
 
 
-def criterion_looks(rows: pd.DataFrame) -> dict[str, Line2D]:
+def criterion_entries(rows: pd.DataFrame) -> dict[str, Line2D]:
     """Label -> legend entry of its lines, in the colour of its criterion and in the order of
     methods; dashed for the unpruned model. rows: columns "label" and "method"."""
     ordered = sorted_in_order(rows, "method", names.methods_in_order(rows["method"]))
     colours = dict(zip(ordered["label"], ordered["method"].map(style.colour), strict=True))
-    looks = style.line_looks(colours, colours)
-    if UNPRUNED_LABEL in looks:
-        looks[UNPRUNED_LABEL].set(**style.DASHED, marker="")
-    return looks
+    entries = style.legend_entries(colours, colours)
+    if UNPRUNED_LABEL in entries:
+        entries[UNPRUNED_LABEL].set(**style.DASHED, marker="")
+    return entries
 
 
 def panel_cells(comparison: Comparison, panel: Panel) -> pd.DataFrame:
@@ -353,12 +353,12 @@ def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patc
             )
             rows.append((kind, 100 * removed[kind], *ends))
     bands = pd.DataFrame(rows, columns=["kind", "x", "low", "high"])
-    look: Any = {"color": style.RULE, "alpha": 0.6, "linewidth": 0}
+    properties: Any = {"color": style.RULE, "alpha": 0.6, "linewidth": 0}
     patches: list[Patch] = []
     for _, band in bands.groupby("kind"):
         if len(band) > 1:
-            axes.fill_between(band["x"], band["low"], band["high"], zorder=0, **look)
-            patches = [Patch(label="band of chance", **look)]
+            axes.fill_between(band["x"], band["low"], band["high"], zorder=0, **properties)
+            patches = [Patch(label="band of chance", **properties)]
     return patches
 
 
@@ -451,7 +451,7 @@ def coverage_cells(comparison: Comparison) -> pd.DataFrame:
 def storage_points(
     study: Study, comparison: Comparison, cells: pd.DataFrame, benchmarks: Sequence[str]
 ) -> pd.DataFrame:
-    """Those of `cells` that have a storage and a score, with columns for a figure by `marks.over`.
+    """Those of `cells` that have a storage and a score, with columns for a figure by `marks.lines`.
 
     Added columns:
 

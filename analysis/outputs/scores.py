@@ -14,7 +14,7 @@ from analysis.load.study import Study
 from analysis.outputs.captions import PANEL_COLUMNS, metrics_in_words, score_setup
 from analysis.outputs.score_rows import (
     concatenate_numbers,
-    criterion_looks,
+    criterion_entries,
     numbers_table,
     panel_cells,
 )
@@ -63,14 +63,14 @@ def benchmark_figure(results: Results, comparison: Comparison, name: str) -> Fig
     points = points.assign(x=points["benchmark"].map(benchmarks.index)).sort_values(
         "x", kind="stable"
     )
-    looks = criterion_looks(points)
+    entries = criterion_entries(points)
     labels = list(map(names.benchmark, benchmarks))
     x = marks.Axis(
         ticks=lambda axis: style.label_ticks(axis, labels, labelsize=6.5, labelrotation=90)
     )
     y = marks.Axis("score", limits=marks.SCORES)
-    drawing = marks.over(points, looks, x, y, columns=2, height=2.2)
-    style.legend(drawing, looks.values())
+    drawing = marks.lines(points, entries, x, y, columns=2, height=2.2)
+    style.legend(drawing, entries.values())
     limit = names.count(MOST_DRAWN_METHODS, "method")
     caption = (
         "Scores on each benchmark; dashed: the unpruned model. Each "

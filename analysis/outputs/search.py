@@ -17,7 +17,7 @@ from analysis.load.study import Study
 from analysis.outputs.captions import SEARCHES, score_setup
 from analysis.outputs.score_rows import (
     concatenate_numbers,
-    criterion_looks,
+    criterion_entries,
     numbers_table,
     sorted_by_criterion,
 )
@@ -246,7 +246,7 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
         label=shares["allocation"].map(names.allocation_name)
     )
     labels = names.in_order(shares["label"], names.ALLOCATIONS.values())
-    drawing = _density_drawing(shares, style.line_looks(labels))
+    drawing = _density_drawing(shares, style.legend_entries(labels))
     caption = (
         f"Share of the experts each layer keeps when {names.criterion(criterion)} chooses which. "
         "All schedules of a panel remove the same number of experts."
@@ -268,7 +268,7 @@ def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figu
     shares = shares.assign(
         label=shares["criterion"].map(names.criterion), method=shares["criterion"]
     )
-    drawing = _density_drawing(shares, criterion_looks(shares))
+    drawing = _density_drawing(shares, criterion_entries(shares))
     caption = (
         "Share of the experts each layer keeps under the searched allocation of each criterion. "
         "All schedules of a panel remove the same number of experts."
@@ -276,11 +276,11 @@ def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figu
     return Figure(name, f"Searched densities: {comparison.model}", caption, drawing)
 
 
-def _density_drawing(shares: pd.DataFrame, looks: Mapping[str, Line2D]) -> Drawing:
+def _density_drawing(shares: pd.DataFrame, entries: Mapping[str, Line2D]) -> Drawing:
     """A drawing of the retained share of experts by layer, with a panel per ratio and calibration
     set, a line per cell and a dashed line for uniform allocation.
 
-    shares: rows of `densities`, with the column "label"; looks: label -> legend entry."""
+    shares: rows of `densities`, with the column "label"; entries: label -> legend entry."""
     sets = shares["calibration"].map(names.calibration)
     rows = shares.sort_values(["ratio", "layer"], kind="stable").assign(
         panel=shares["removed_text"] + " pruned, " + sets,
@@ -289,9 +289,11 @@ def _density_drawing(shares: pd.DataFrame, looks: Mapping[str, Line2D]) -> Drawi
         y=shares["share"],
     )
     y = marks.Axis("experts kept", style.format_percent)
-    drawing = marks.over(rows, looks, marks.LAYERS, y, sharey="row")
+    drawing = marks.lines(rows, entries, marks.LAYERS, y, sharey="row")
     uniform_shares = rows.groupby("panel", sort=False)["share"].mean()
     for axes, share in zip(drawing.axes, uniform_shares, strict=True):
         axes.axhline(share, **style.DASHED)
-    style.legend(drawing, [*looks.values(), style.legend_entry("uniform", **style.DASHED)], most=5)
+    style.legend(
+        drawing, [*entries.values(), style.legend_entry("uniform", **style.DASHED)], max_columns=5
+    )
     return drawing

@@ -199,7 +199,7 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
                 blocks.assign(panel=f"{pruned}: {title}", text=text, value=blocks[column])
             )
     rows = pd.concat(frames, ignore_index=True)
-    drawing = marks.heat(
+    drawing = marks.heat_map(
         rows.assign(
             x=rows["block"],
             y=rows["smallest"],

@@ -165,7 +165,7 @@ def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
     sets = names.calibrations_in_order(wins["calibration"])
     squares = sorted_in_order(wins, "calibration", sets, *SETTINGS)
     is_win = squares["winners"].map(len) == 1
-    drawing = marks.heat(
+    drawing = marks.heat_map(
         squares.assign(
             panel=squares["model"] + ", " + squares["pruned"] + " pruned",
             x=squares["calibration"].map(names.calibration),

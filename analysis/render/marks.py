@@ -87,15 +87,15 @@ def panels(
     return drawing, panel_of_title
 
 
-def over(
-    rows: pd.DataFrame, looks: Mapping[Any, Line2D], x: Axis, y: Axis, **layout: Any
+def lines(
+    rows: pd.DataFrame, entries: Mapping[Any, Line2D], x: Axis, y: Axis, **layout: Any
 ) -> Drawing:
     """Lines with markers over a number.
 
-    rows: columns "panel", "label" (a key of `looks`), "x", "y", and optional columns: "line" (value
-    that differs between lines of one label), "low" and "high" (interval of a point), and "is_open"
-    (whether the marker is not filled). NaN in "x" or "y" interrupts a line.
-    looks: label -> legend entry with the style of its lines; layout: arguments of `panels`.
+    rows: columns "panel", "label" (a key of `entries`), "x", "y", and optional columns: "line"
+    (value that differs between lines of one label), "low" and "high" (interval of a point), and
+    "is_open" (whether the marker is not filled). NaN in "x" or "y" interrupts a line.
+    entries: label -> legend entry with the style of its lines; layout: arguments of `panels`.
     """
     drawing, panel_of_title = panels(list(rows["panel"].unique()), x, y, **layout)
     for axes in panel_of_title.values():
@@ -103,20 +103,20 @@ def over(
     keys = [column for column in ("panel", "label", "line") if column in rows]
     for (title, label, *_), line in rows.groupby(keys, sort=False):
         axes = panel_of_title[title]
-        look = looks[label]
-        shade = look.get_color()
+        entry = entries[label]
+        shade = entry.get_color()
         if "low" in line:
             axes.vlines(line["x"], line["low"], line["high"], color=shade, linewidth=1.2, alpha=0.5)
-        style.draw_line(axes, look, line["x"], line["y"])
+        style.draw_line(axes, entry, line["x"], line["y"])
         if "is_open" in line:
-            hollow = style.legend_entry("", color=shade, marker=look.get_marker(), linestyle="")
-            hollow.set(markersize=look.get_markersize(), markerfacecolor=SURFACE)
+            hollow = style.legend_entry("", color=shade, marker=entry.get_marker(), linestyle="")
+            hollow.set(markersize=entry.get_markersize(), markerfacecolor=SURFACE)
             points = line[line["is_open"].astype(bool)]
             style.draw_line(axes, hollow, points["x"], points["y"])
     return drawing
 
 
-def heat(
+def heat_map(
     rows: pd.DataFrame, x: str = "", y: str = "", *, columns: int = 2, height: float = 0.36
 ) -> Drawing:
     """Maps of labelled squares. Texts that do not fit into their squares are left out.
@@ -141,7 +141,8 @@ def heat(
 def draw_squares(axes: Axes, squares: pd.DataFrame, width: float, height: float = 0.36) -> None:
     """Draw one map.
 
-    squares: rows of `heat`; width: of the panel with its labels, in inches; height: of a square."""
+    squares: rows of `heat_map`; width: of the panel with its labels, in inches; height: of a
+    square."""
     column_labels, row_labels = (
         sorted(labels.unique()) if is_numeric_dtype(labels) else list(labels.unique())
         for labels in (squares["x"], squares["y"])
@@ -157,8 +158,8 @@ def draw_squares(axes: Axes, squares: pd.DataFrame, width: float, height: float 
         axes.add_patch(patch)
         texts = (square["text"], square.get("short_text", ""))
         if text := _first_fitting(texts, letters, line_count):
-            look: Any = {"ha": "center", "va": "center", "color": _ink(square["colour"])}
-            axes.text(x + 0.5, y + 0.5, text, fontsize=5.6, linespacing=1, **look)
+            properties: Any = {"ha": "center", "va": "center", "color": _ink(square["colour"])}
+            axes.text(x + 0.5, y + 0.5, text, fontsize=5.6, linespacing=1, **properties)
     axes.set(xlim=(0, len(column_labels)), ylim=(len(row_labels), 0))
     style.label_ticks(axes.xaxis, column_labels, 0.5, labeltop=True, labelbottom=False)
     style.label_ticks(axes.yaxis, row_labels, 0.5)
@@ -222,7 +223,7 @@ def intervals(rows: pd.DataFrame, x: Axis, **layout: Any) -> Drawing:
     return drawing
 
 
-def spread(rows: pd.DataFrame, x: Axis, y: Axis, **layout: Any) -> Drawing:
+def box_plots(rows: pd.DataFrame, x: Axis, y: Axis, **layout: Any) -> Drawing:
     """Boxes side by side: quartiles and median, with whiskers over the range of the numbers.
 
     rows: columns "panel", "label" (of a box) and "y"; layout: arguments of `panels`.
@@ -259,9 +260,9 @@ def bars_and_line(axes: Axes, rows: pd.DataFrame, line_label: str = "") -> None:
     axes.bar(x, rows["bar"], width=0.75, color=np.where(rows["bar"] < 0, *BAR_COLOURS[::-1]))
     axes.axhline(0, color=style.RULE, linewidth=0.8)
     right = axes.twinx()
-    look: Any = {"color": INK, "marker": ".", "markersize": 3, "elinewidth": 0.6}
+    properties: Any = {"color": INK, "marker": ".", "markersize": 3, "elinewidth": 0.6}
     width = 0 if "std" in rows else 0.9  # points with error bars are not joined
-    right.errorbar(x, rows["line"], rows.get("std"), linewidth=width, **look)
+    right.errorbar(x, rows["line"], rows.get("std"), linewidth=width, **properties)
     right.set_ylabel(line_label, fontsize=7)
     right.spines["right"].set_visible(True)
     for panel in (axes, right):

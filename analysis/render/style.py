@@ -197,14 +197,14 @@ def svg_element(figure: Figure) -> str:
 
 
 def label_ticks(
-    axis: Axis, labels: Iterable[Any], first: float = 0, max_numbers: int = 12, **look: Any
+    axis: Axis, labels: Iterable[Any], first: float = 0, max_numbers: int = 12, **properties: Any
 ) -> None:
     """Label the positions `first`, `first` + 1, ... of an axis, unlike `Axes.set_xticks` without
     changing the axis's limits.
 
     max_numbers: largest number of labels that are numbers, such as layers; of more, every second,
     third, ... is shown. Labels that are texts, such as names, are all shown.
-    look: tick parameters such as `labelsize` and `labelrotation`.
+    properties: tick parameters such as `labelsize` and `labelrotation`.
     """
     labels = list(labels)
     are_texts = any(isinstance(label, str) for label in labels)
@@ -212,19 +212,19 @@ def label_ticks(
     texts = list(map(str, labels))
     axis.set_major_locator(FixedLocator([first + number for number in range(0, len(texts), step)]))
     axis.set_major_formatter(FixedFormatter(texts[::step]))
-    axis.set_tick_params(**look)
+    axis.set_tick_params(**properties)
 
 
-def legend(figure: Drawing, handles: Iterable[Any], most: int = 6, title: str = "") -> None:
+def legend(figure: Drawing, handles: Iterable[Any], max_columns: int = 6, title: str = "") -> None:
     """Add a legend below the panels. The drawing must have space for three rows of entries.
 
-    most: largest number of entries side by side.
+    max_columns: largest number of entries side by side.
     """
     entries = list(handles)
     label_length = max((len(str(entry.get_label())) for entry in entries), default=0)
     width = int(figure.get_figwidth() * 14.5)  # in characters, 14.5 per inch
     # an entry is 8 characters wider than the label, for the line and the gap
-    columns = max(1, min(most, len(entries), width // (label_length + 8)))
+    columns = max(1, min(max_columns, len(entries), width // (label_length + 8)))
     rows = -(-len(entries) // columns)  # rounded up
     figure.set_figheight(figure.get_figheight() + 0.16 * max(rows - 3, 0))
     figure.legend(
@@ -237,22 +237,22 @@ def legend(figure: Drawing, handles: Iterable[Any], most: int = 6, title: str = 
     )
 
 
-def legend_entry(label: str, **look: Any) -> Line2D:
-    """A legend entry with a line in the style `look` (properties of Line2D)."""
-    return Line2D([], [], label=label, **look)
+def legend_entry(label: str, **properties: Any) -> Line2D:
+    """A legend entry with a line that has these `properties` of Line2D."""
+    return Line2D([], [], label=label, **properties)
 
 
-def draw_line(axes: Axes, look: Line2D, x: Any, y: Any) -> None:
-    """Draw a line in the style of its legend entry `look`."""
+def draw_line(axes: Axes, entry: Line2D, x: Any, y: Any) -> None:
+    """Draw a line in the style of its legend `entry`."""
     line = Line2D(np.asarray(x), np.asarray(y))
-    line.update_from(look)
+    line.update_from(entry)
     axes.add_line(line)
     # None postpones the computation of limits until the figure is drawn. Panels that share an axis
     # would otherwise take quadratic time.
     axes.autoscale(None)  # type: ignore[arg-type]
 
 
-def line_looks(
+def legend_entries(
     labels: Iterable[str], colours: Mapping[str, str] | None = None
 ) -> dict[str, Line2D]:
     """Legend entries with different markers for the lines of a figure, by label.
@@ -260,12 +260,14 @@ def line_looks(
     colours: label -> colour, OTHER for labels without an entry; without `colours`, lines have the
     colours SHADES.
     """
-    looks = {}
+    entries = {}
     for number, label in enumerate(dict.fromkeys(labels)):
         shade = colours.get(label, OTHER) if colours else SHADES[number % len(SHADES)]
         marker = MARKERS[number % len(MARKERS)]
-        looks[label] = legend_entry(label, color=shade, marker=marker, markersize=4, linewidth=1.2)
-    return looks
+        entries[label] = legend_entry(
+            label, color=shade, marker=marker, markersize=4, linewidth=1.2
+        )
+    return entries
 
 
 def format_percent(axis: Axis) -> None:

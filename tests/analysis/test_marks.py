@@ -10,14 +10,14 @@ from analysis.render import marks
 def row_labels(labels: list[Any]) -> list[str]:
     """Tick labels of the rows of a heat map with one column."""
     rows = pd.DataFrame({"panel": "", "x": "a", "y": labels, "colour": "none", "text": ""})
-    [axes] = marks.heat(rows).axes
+    [axes] = marks.heat_map(rows).axes
     return [label.get_text() for label in axes.get_yticklabels()]
 
 
 def test_all_names_of_categories_are_shown() -> None:
     names = [f"benchmark {number}" for number in range(16)]
     assert row_labels(names) == names
-    [axes] = marks.spread(
+    [axes] = marks.box_plots(
         pd.DataFrame({"panel": "", "label": names, "y": 0.5}), marks.Axis(), marks.Axis()
     ).axes
     assert [label.get_text() for label in axes.get_xticklabels()] == names
@@ -32,6 +32,6 @@ def test_texts_of_squares_are_shortened_or_left_out_where_they_do_not_fit() -> N
     texts = ["REAP, evolutionary", "MAN = REAP", "seven lines " * 4, *["REAP"] * 6]
     short_texts = ["2 tied", *[""] * 8]
     rows = pd.DataFrame({"panel": "", "x": range(9), "y": 0, "colour": "none", "text": texts})
-    [axes] = marks.heat(rows.assign(short_text=short_texts)).axes
+    [axes] = marks.heat_map(rows.assign(short_text=short_texts)).axes
     # a ninth of the width, without the inch for labels, has space for 7 letters
     assert [text.get_text() for text in axes.texts] == ["2 tied", "MAN =\nREAP", *["REAP"] * 6]

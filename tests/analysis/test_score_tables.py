@@ -293,7 +293,7 @@ def storage_sizes(*sizes: int) -> list[dict[str, float]]:
 def test_lines_of_the_unpruned_model_are_dashed_and_of_a_criterion_have_its_colour() -> None:
     methods = ["reap", names.method_key("reap", "evolutionary"), "none"]
     rows = pd.DataFrame({"method": methods, "label": list(map(names.method, methods))})
-    unpruned, first, second = score_rows.criterion_looks(rows).values()
+    unpruned, first, second = score_rows.criterion_entries(rows).values()
     assert first.get_color() == second.get_color() == style.colour("reap")
     assert first.get_marker() != second.get_marker()
     assert unpruned.is_dashed() and not first.is_dashed()
