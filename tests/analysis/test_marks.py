@@ -4,6 +4,7 @@ from typing import Any
 
 import pandas as pd
 
+from analysis.outputs import winners
 from analysis.render import marks
 
 
@@ -35,3 +36,12 @@ def test_texts_of_squares_are_shortened_or_left_out_where_they_do_not_fit() -> N
     [axes] = marks.heat_map(rows.assign(short_text=short_texts)).axes
     # a ninth of the width, without the inch for labels, has space for 7 letters
     assert [text.get_text() for text in axes.texts] == ["2 tied", "MAN =\nREAP", *["REAP"] * 6]
+
+
+def test_winner_map_counts_two_winners_whose_names_do_not_fit() -> None:
+    sets = [f"text_{number}" for number in range(20)]
+    winner_map = {"model": "m", "ratio": 0.5, "gate": "model", "pruned": "50 %", "column": "mmlu"}
+    winner_map |= {"score": 0.5, "p": None, "proved": False, "calibration": sets}
+    wins = pd.DataFrame(winner_map).assign(winners=[("frequency", "magnitude")] * len(sets))
+    figure = winners.winner_figure(wins, "winners", "Winners")
+    assert [text.get_text() for text in figure.drawing.axes[0].texts] == ["2 tied"] * len(sets)
