@@ -74,6 +74,7 @@ ROWS = [
         f"{SMALL_MODEL} --pairs 1",
         2,
     ),
+    Row("rounding", "-m benchmarks.rounding --device cuda", "--device cpu", 1),
     Row("weights", "-m benchmarks.weights --device cuda", "--device cpu --layers 1 --pairs 1", 2),
     Row("memory", "-m benchmarks.memory --device cuda --model olmoe_7b", SMALL_MODEL, 3),
     Row(
