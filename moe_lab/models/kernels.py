@@ -8,9 +8,14 @@ precision are converted while they are read.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
+
+if TYPE_CHECKING:
+    from moe_lab.models.rows import GroupedRows
 
 ROWS, COLUMNS = 32, 128
 """Rows and columns that a program reads at once."""
@@ -179,8 +184,28 @@ def sums_by_expert(
     return sums, maxima
 
 
+def reduce_by_expert(
+    values: torch.Tensor, ignored: torch.Tensor | None, rows: GroupedRows, how: str
+) -> torch.Tensor:
+    """As `moe_lab.models.rows.reduce_by_expert`."""
+    flat = values.reshape(len(values), -1)
+    sums, maxima = sums_by_expert(flat, None, ignored, rows.ends, power=1)
+    return (sums if how == "sum" else maxima).view(-1, *values.shape[1:])
+
+
+def term_sums(
+    values: torch.Tensor,
+    factors: torch.Tensor,
+    ignored: torch.Tensor | None,
+    rows: GroupedRows,
+    power: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `moe_lab.models.rows.term_sums`."""
+    return sums_by_expert(values, factors, ignored, rows.ends, power)
+
+
 def inner_products(
-    left: torch.Tensor, right: torch.Tensor, right_rows: torch.Tensor | None
+    left: torch.Tensor, right: torch.Tensor, right_rows: torch.Tensor | None = None
 ) -> torch.Tensor:
     """As `moe_lab.models.rows.inner_products`."""
     left = left.contiguous()
@@ -206,12 +231,12 @@ def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
 
 
 def softmax_gates(
-    logits: torch.Tensor, index: torch.Tensor, valid: torch.Tensor | None, bins: int
+    logits: torch.Tensor, index: torch.Tensor, valid: torch.Tensor | None, n_bins: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `moe_lab.statistics.forward.softmax_gates`."""
     n_experts, top_k = logits.shape[1], index.shape[1]
     gates = torch.empty(2, *index.shape, dtype=torch.float64, device=logits.device)
-    histogram = torch.zeros(bins, dtype=torch.int64, device=logits.device)
+    histogram = torch.zeros(n_bins, dtype=torch.int64, device=logits.device)
     columns = triton.next_power_of_2(n_experts)
     rows = max(1, ROUTER_LOGITS // columns)
     with torch.cuda.device_of(logits):  # kernels run on the current GPU
@@ -224,7 +249,7 @@ def softmax_gates(
             len(logits),
             n_experts,
             top_k,
-            bins,
+            n_bins,
             rows,
             columns,
             triton.next_power_of_2(top_k),

@@ -11,11 +11,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, wraps
 from importlib.util import find_spec
 from subprocess import SubprocessError
 from types import ModuleType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch.nn.functional import linear
@@ -23,6 +23,8 @@ from torch.nn.functional import linear
 from moe_lab.models.discover import MoELayer, Weights
 from moe_lab.models.transformers_private import experts_implementation, grouped_mm
 
+P = ParamSpec("P")
+R = TypeVar("R")
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 PIECE = 64
 """Rows that a segment reduction adds one after the other."""
@@ -56,14 +58,27 @@ def _compiled_kernels(device: str) -> ModuleType | None:
     return kernels
 
 
+def in_kernels(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: on a device with Triton kernels, the function of the same name in the module
+    `kernels` takes the place of `function`, whose first argument is a tensor on the device."""
+
+    @wraps(function)
+    def chosen(*args: P.args, **kwargs: P.kwargs) -> R:
+        values: Any = args[0]
+        kernels = triton_kernels(values.device)
+        implementation = getattr(kernels, function.__name__) if kernels else function
+        result: R = implementation(*args, **kwargs)
+        return result
+
+    return chosen
+
+
+@in_kernels
 def inner_products(
     left: torch.Tensor, right: torch.Tensor, right_rows: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Inner products (S,) fp64, computed in at least fp32, of the rows of `left` (S, H) and the
     rows `right_rows` (S,) of `right` (T, H). None: all rows in their order."""
-    if kernels := triton_kernels(left.device):
-        products: torch.Tensor = kernels.inner_products(left, right, right_rows)
-        return products
     right = right if right_rows is None else right[right_rows]
     return (at_least_fp32(left) * right).sum(-1).double()
 
@@ -242,7 +257,7 @@ class GroupedRows(Rows):
     def product_sums(
         self, factors: torch.Tensor, values: torch.Tensor, ignored: torch.Tensor | None
     ) -> torch.Tensor:
-        return AllExperts(self).term_sums(values, factors, ignored, power=1)[0]
+        return term_sums(values, factors, ignored, self, power=1)[0]
 
     def assemble(
         self, parts: Sequence[tuple[Part, Mapping[str, torch.Tensor]]]
@@ -324,12 +339,12 @@ class AllExperts:
     def sum(self, values: torch.Tensor, ignored: torch.Tensor | None = None) -> torch.Tensor:
         """The sums (E, ...), in at least fp32, of `values` (S, ...) over each expert's rows,
         without the rows `ignored` (S,) bool; None: over all."""
-        return self._reduce(values, ignored, "sum")
+        return reduce_by_expert(values, ignored, self.grouped, "sum")
 
     def amax(self, values: torch.Tensor, ignored: torch.Tensor | None = None) -> torch.Tensor:
         """The largest (E, ...) of `values` (S, ...) >= 0; 0 without rows. `ignored`: as in
         `sum`."""
-        return self._reduce(values, ignored, "max")
+        return reduce_by_expert(values, ignored, self.grouped, "max")
 
     def square_sums(
         self, values: torch.Tensor, factors: torch.Tensor, ignored: torch.Tensor | None
@@ -337,43 +352,45 @@ class AllExperts:
         """(sums, roots of the maxima), (F, E, C) each and in at least fp32, of a v^2 over each
         expert's rows, for v = `values` (S, C) and each of the `factors` a (F, S) >= 0. `ignored`:
         as in `sum`."""
-        sums, maxima = self.term_sums(values, factors, ignored, power=2)
+        sums, maxima = term_sums(values, factors, ignored, self.grouped, power=2)
         return sums, maxima.sqrt()
 
-    def term_sums(
-        self, values: torch.Tensor, factors: torch.Tensor, ignored: torch.Tensor | None, power: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sums, maxima), (F, E, C) each and in at least fp32, of a v^power over each expert's
-        rows, for v = `values` (S, C) and each of the `factors` a (F, S). Maxima are at least 0.
-        `power`: 1 or 2. `ignored`: as in `sum`."""
-        if kernels := triton_kernels(values.device):
-            sums, maxima = kernels.sums_by_expert(
-                values, factors, ignored, self.grouped.ends, power
-            )
-            return sums, maxima
-        powers = at_least_fp32(values) ** power
-        products = powers[:, None] * factors.t()[:, :, None].to(powers.dtype)
-        sums, maxima = self.sum(products, ignored), self.amax(products, ignored)
-        return sums.movedim(1, 0), maxima.movedim(1, 0)
 
-    def _reduce(self, values: torch.Tensor, ignored: torch.Tensor | None, how: str) -> torch.Tensor:
-        """`values` (S, ...) -> (E, ...), 0 for experts without rows."""
-        if kernels := triton_kernels(values.device):
-            flat = values.reshape(len(values), -1)
-            results = kernels.sums_by_expert(flat, None, ignored, self.grouped.ends, power=1)
-            reduced: torch.Tensor = results[how == "max"]
-            return reduced.view(-1, *values.shape[1:])
-        values = at_least_fp32(values)
-        if ignored is not None:
-            values = values.masked_fill(ignored.view(-1, *[1] * (values.dim() - 1)), 0)
-        # Pieces first: an expert with many rows would take long, since a column of its rows is
-        # added one by one, and rounding errors would add up.
-        for offsets in self.grouped.pieces:
-            # without `unsafe`, the offsets are read on the CPU
-            values = torch.segment_reduce(
-                values, how, offsets=offsets, axis=0, unsafe=True, initial=0.0
-            )
-        return values
+@in_kernels
+def reduce_by_expert(
+    values: torch.Tensor, ignored: torch.Tensor | None, rows: GroupedRows, how: str
+) -> torch.Tensor:
+    """The sums, or the largest, (E, ...), in at least fp32, of `values` (S, ...) over each expert's
+    rows, without the rows `ignored` (S,) bool; None: over all. 0 without rows. `how`: sum, or max
+    of values >= 0."""
+    values = at_least_fp32(values)
+    if ignored is not None:
+        values = values.masked_fill(ignored.view(-1, *[1] * (values.dim() - 1)), 0)
+    # Pieces first: an expert with many rows would take long, since a column of its rows is added
+    # one by one, and rounding errors would add up.
+    for offsets in rows.pieces:
+        # without `unsafe`, the offsets are read on the CPU
+        values = torch.segment_reduce(
+            values, how, offsets=offsets, axis=0, unsafe=True, initial=0.0
+        )
+    return values
+
+
+@in_kernels
+def term_sums(
+    values: torch.Tensor,
+    factors: torch.Tensor,
+    ignored: torch.Tensor | None,
+    rows: GroupedRows,
+    power: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sums, maxima), (F, E, C) each and in at least fp32, of a v^power over each expert's rows,
+    for v = `values` (S, C) and each of the `factors` a (F, S). Maxima are at least 0. `power`: 1 or
+    2. `ignored`: as in `reduce_by_expert`."""
+    powers = at_least_fp32(values) ** power
+    products = powers[:, None] * factors.t()[:, :, None].to(powers.dtype)
+    sums, maxima = (reduce_by_expert(products, ignored, rows, how) for how in ("sum", "max"))
+    return sums.movedim(1, 0), maxima.movedim(1, 0)
 
 
 class _LinearMap(torch.autograd.Function):

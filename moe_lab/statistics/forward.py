@@ -18,9 +18,9 @@ from moe_lab.models.discover import MoELayer
 from moe_lab.models.rows import (
     Part,
     Rows,
+    in_kernels,
     inner_products,
     sort_by_expert,
-    triton_kernels,
 )
 from moe_lab.statistics.observe import Observer, StatisticsHook
 
@@ -105,7 +105,8 @@ class ForwardHook(StatisticsHook):
         valid = self.valid_tokens(hidden)
         softmax_kinds: dict[str, torch.Tensor] = {}
         if self.logits is not None:
-            softmax_kinds, entropies = softmax_gates(self.logits, index, valid)
+            of_kinds, entropies = softmax_gates(self.logits, index, valid, ENTROPY_BINS)
+            softmax_kinds = dict(zip(SOFTMAX_GATES, of_kinds, strict=True))
             if self.softmax_test is None and self.is_softmax_router is None:
                 self.softmax_test = is_softmax(self.logits, index, gates)
         call = ExpertsCall(
@@ -150,27 +151,24 @@ class ForwardHook(StatisticsHook):
         return self.sums
 
 
+@in_kernels
 def softmax_gates(
-    logits: torch.Tensor, index: torch.Tensor, valid: torch.Tensor | None
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    logits: torch.Tensor, index: torch.Tensor, valid: torch.Tensor | None, n_bins: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(gates, entropies) of a router with the `logits` (T, E) that chose the experts `index` (T,
-    K). Gates: kind of SOFTMAX_GATES -> (T, K) fp64: the softmax p of the logits, and the softmax of
-    p. Entropies of p: a histogram (ENTROPY_BINS,) int64 of numbers of tokens, in equal bins from 0
-    to ln E. `valid` (T,): which tokens count in it; None: all."""
-    if kernels := triton_kernels(logits.device):
-        gates, histogram = kernels.softmax_gates(logits, index, valid, ENTROPY_BINS)
-        return dict(zip(SOFTMAX_GATES, gates, strict=True)), histogram
+    K). Gates (2, T, K) fp64, of the kinds SOFTMAX_GATES: the softmax p of the logits, and the
+    softmax of p. Entropies of p: a histogram (n_bins,) int64 of numbers of tokens, in equal bins
+    from 0 to ln E. `valid` (T,): which tokens count in it; None: all."""
     probabilities = logits.double().softmax(-1)
     both = (probabilities, probabilities.softmax(-1))
     # divided by ln 2 if there is only one expert, because ln 1 is 0
     entropies: torch.Tensor = torch.special.entr(probabilities).sum(-1) / math.log(
         max(2, probabilities.shape[-1])
     )
-    bins = (entropies * ENTROPY_BINS).long().clamp(0, ENTROPY_BINS - 1)
+    bins = (entropies * n_bins).long().clamp(0, n_bins - 1)
     counts = torch.ones_like(bins) if valid is None else valid.to(bins.dtype)
-    histogram = bins.new_zeros(ENTROPY_BINS).scatter_add_(0, bins, counts)  # ordered: integers
-    gates = (kind.gather(-1, index) for kind in both)
-    return dict(zip(SOFTMAX_GATES, gates, strict=True)), histogram
+    histogram = bins.new_zeros(n_bins).scatter_add_(0, bins, counts)  # ordered: integers
+    return torch.stack([kind.gather(-1, index) for kind in both]), histogram
 
 
 def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -188,12 +186,10 @@ def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor)
     return (spread <= tolerance).all()
 
 
+@in_kernels
 def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     """1 - cos(x, x + a) of every token, (T,) fp64, at least 0, for x = `stream` (T, H) and a =
     `added` (T, H); 1 where x or x + a is 0."""
-    if kernels := triton_kernels(stream.device):
-        result: torch.Tensor = kernels.shifts(stream, added)
-        return result
     xx, xa, aa = (
         inner_products(left, right)
         for left, right in ((stream, stream), (stream, added), (added, added))
