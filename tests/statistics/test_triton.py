@@ -1,6 +1,9 @@
 """Triton's kernels, run as Python: sums that are not those of a pass over a tiny model, and the
 bytes that they load and store."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +18,34 @@ from moe_lab.models import kernels
 from moe_lab.statistics.forward import shifts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from moe_lab.models import kernels
+
+SIZES = dict.fromkeys(["n_rows", "n_tokens", "n_experts", "top_k", "width"], "i32")
+TYPES = dict.fromkeys(["sums", "maxima", "products", "shifts", "gates", "factors"], "*fp64")
+TYPES |= dict.fromkeys(["ends", "right_rows", "index", "histogram"], "*i64")
+TYPES |= dict.fromkeys(["ignored", "valid"], "*i1") | SIZES
+CONSTANTS = {"POWER": 2, "BINS": 50, "ROWS": 16, "COLUMNS": 128, "EXPERTS": 128, "CHOICES": 8}
+OPTIONAL = {"factors": None, "ignored": None, "right_rows": None, "valid": None}
+
+for name in ("_sums_by_expert", "_inner_products", "_shifts", "_softmax_gates"):
+    kernel = getattr(kernels, name)
+    for dtype in ("*bf16", "*fp32", "*fp64"):
+        # arguments that are None, and integers that are 1, are constants for the compiler
+        for more in ({}, OPTIONAL, dict.fromkeys(SIZES, 1)):
+            given = {**CONSTANTS, **more}
+            constants = {(i,): given[a] for i, a in enumerate(kernel.arg_names) if a in given}
+            types = {a: TYPES.get(a, dtype) for a in kernel.arg_names}
+            types |= {a: "constexpr" for a in given if a in types}
+            source = ASTSource(kernel, types, constants)
+            assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+"""
+"""Compiles each kernel for a GPU, which is not needed for it."""
 
 
 class Traffic:
@@ -77,6 +108,15 @@ def test_bytes_are_those_of_the_formulas(
     kernels.softmax_gates(torch.rand(tokens, experts), index, valid, 50)
     assert traffic.moved == traffic.formula
     assert traffic.moved.keys() == TRAFFIC.keys()
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
 
 
 def test_ignored_rows_are_not_read() -> None:
