@@ -30,18 +30,20 @@ def calibrated_cells(study: Study, comparison: Comparison) -> pd.DataFrame:
     Added columns: "read" (number of valid tokens that the model's pass read of the set; NaN if it
     is unknown) and "source" (identifier of the text: sets that read different numbers of tokens of
     one text have equal identifiers)."""
-    passes = {}
+    reads: dict[str, int] = {}
+    sources: dict[str, str] = {}
     for key, report in study.calibrations.items():
         calibration, _, model = key.partition("@")  # a key is calibration@model
         if model == comparison.model:
             # a report has a number of tokens for each source of the set
-            tokens = sum((report.get("valid_tokens") or {}).values())
-            source = str(report.get("sha256") or report.get("source") or calibration)
-            passes[calibration] = (tokens, source)
+            reads[calibration] = sum((report.get("valid_tokens") or {}).values())
+            source = report.get("sha256") or report.get("source") or calibration
+            sources[calibration] = str(source)
     cells = comparison.cells
     cells = cells[(cells["criterion"] != "none") & (cells["calibration"] != "none")]
-    reads = pd.DataFrame.from_dict(passes, orient="index", columns=["read", "source"])
-    cells = cells.join(reads, on="calibration").sort_values("read", kind="stable")
+    calibrations = cells["calibration"]
+    cells = cells.assign(read=calibrations.map(reads), source=calibrations.map(sources))
+    cells = cells.sort_values("read", kind="stable")
     return sorted_in_order(cells, "method", names.methods_in_order(cells["method"]), "ratio")
 
 

@@ -624,3 +624,11 @@ def test_lines_of_calibration_tokens_are_told_apart_by_their_gate() -> None:
         for tokens in (10, 20)
         for gate in ("raw", "renormalized")
     ]
+
+
+def test_cells_whose_criterion_reads_no_text_have_no_number_of_tokens() -> None:
+    cells = pd.DataFrame({"criterion": ["random"], "method": ["random"], "calibration": ["web"]})
+    study: Any = SimpleNamespace(calibrations={})
+    comparison: Any = SimpleNamespace(model="m", cells=cells.assign(ratio=0.5))
+    read = calibration.calibrated_cells(study, comparison)["read"]
+    assert read.isna().tolist() == [True]
