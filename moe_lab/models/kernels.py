@@ -8,14 +8,11 @@ precision are converted while they are read.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-
-if TYPE_CHECKING:
-    from moe_lab.models.rows import GroupedRows
 
 ROWS, COLUMNS = 32, 128
 """Rows and columns that a program reads at once."""
@@ -159,49 +156,36 @@ def _softmax_gates(
     tl.atomic_add(histogram + bin_number, 1, mask=is_counted)  # ordered: integers
 
 
-def sums_by_expert(
+def term_sums(
     values: torch.Tensor,
     factors: torch.Tensor | None,
     ignored: torch.Tensor | None,
-    ends: torch.Tensor,
+    rows: Any,
     power: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sums, maxima), (F, E, C) fp64 each, of a v^power over each expert's rows, for v = `values`
-    (S, C) and each of the `factors` a (F, S); None: a = 1. Terms are computed in fp32, of `values`
-    in fp64 in fp64. `power`: 1 or 2. Maxima are at least 0. `ignored` (S,) bool: rows that are left
-    out; None: none. `ends` (E,): end of each expert's rows."""
+    """As `moe_lab.models.rows.term_sums`, in fp64. `factors`: None for 1. Terms are computed in
+    fp32, of `values` in fp64 in fp64."""
     values = values.contiguous()
     factors = None if factors is None else factors.contiguous()
     n_rows, width = values.shape
-    shape = (1 if factors is None else len(factors), len(ends), width)
+    shape = (1 if factors is None else len(factors), len(rows.ends), width)
     sums = torch.empty(shape, dtype=torch.float64, device=values.device)
     maxima = torch.empty_like(sums)
     grid = (shape[1], shape[0], triton.cdiv(width, COLUMNS))
     with torch.cuda.device_of(values):  # kernels run on the current GPU
         _sums_by_expert[grid](
-            values, factors, ignored, ends, sums, maxima, n_rows, width, power, ROWS, COLUMNS
+            values, factors, ignored, rows.ends, sums, maxima, n_rows, width, power, ROWS, COLUMNS
         )
     return sums, maxima
 
 
 def reduce_by_expert(
-    values: torch.Tensor, ignored: torch.Tensor | None, rows: GroupedRows, how: str
+    values: torch.Tensor, ignored: torch.Tensor | None, rows: Any, how: str
 ) -> torch.Tensor:
-    """As `moe_lab.models.rows.reduce_by_expert`."""
+    """As `moe_lab.models.rows.reduce_by_expert`, in fp64."""
     flat = values.reshape(len(values), -1)
-    sums, maxima = sums_by_expert(flat, None, ignored, rows.ends, power=1)
+    sums, maxima = term_sums(flat, None, ignored, rows, power=1)
     return (sums if how == "sum" else maxima).view(-1, *values.shape[1:])
-
-
-def term_sums(
-    values: torch.Tensor,
-    factors: torch.Tensor,
-    ignored: torch.Tensor | None,
-    rows: GroupedRows,
-    power: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `moe_lab.models.rows.term_sums`."""
-    return sums_by_expert(values, factors, ignored, rows.ends, power)
 
 
 def inner_products(

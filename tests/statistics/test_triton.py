@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -102,7 +103,7 @@ def test_bytes_are_those_of_the_formulas(
     valid = torch.arange(tokens) < tokens - 8
     ends = torch.arange(1, experts + 1) * tokens // experts
     index = torch.rand(tokens, experts).topk(3).indices
-    kernels.sums_by_expert(values, torch.rand(2, tokens), None, ends, 2)
+    kernels.term_sums(values, torch.rand(2, tokens), None, SimpleNamespace(ends=ends), 2)
     kernels.inner_products(values, values, torch.arange(tokens))
     kernels.shifts(values, values.clone())
     kernels.softmax_gates(torch.rand(tokens, experts), index, valid, 50)
@@ -122,15 +123,16 @@ def test_kernels_compile_for_a_gpu() -> None:
 def test_ignored_rows_are_not_read() -> None:
     values = torch.tensor([[1.0, 2.0], [torch.nan, torch.inf], [3.0, -4.0]])
     ignored = torch.tensor([False, True, False])
-    ends = torch.tensor([0, 3])
-    sums, maxima = kernels.sums_by_expert(values, None, ignored, ends, 2)
+    rows = SimpleNamespace(ends=torch.tensor([0, 3]))
+    sums, maxima = kernels.term_sums(values, None, ignored, rows, 2)
     assert sums.tolist() == [[[0, 0], [10, 20]]]
     assert maxima.tolist() == [[[0, 0], [9, 16]]]
 
 
 def test_sums_of_doubles_are_computed_in_fp64() -> None:
     values = torch.tensor([[1.0], [1e-12]], dtype=torch.float64)
-    sums, _ = kernels.sums_by_expert(values, None, None, torch.tensor([2]), 1)
+    rows = SimpleNamespace(ends=torch.tensor([2]))
+    sums, _ = kernels.term_sums(values, None, None, rows, 1)
     assert sums.item() == 1 + 1e-12
 
 
