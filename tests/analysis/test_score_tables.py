@@ -626,9 +626,8 @@ def test_lines_of_calibration_tokens_are_told_apart_by_their_gate() -> None:
     ]
 
 
-def test_cells_whose_criterion_reads_no_text_have_no_number_of_tokens() -> None:
-    cells = pd.DataFrame({"criterion": ["random"], "method": ["random"], "calibration": ["web"]})
+def test_a_study_whose_criteria_read_no_text_has_no_lines_of_tokens() -> None:
+    cells = pd.DataFrame({"criterion": ["random"], "method": ["random"], "calibration": ["none"]})
     study: Any = SimpleNamespace(calibrations={})
     comparison: Any = SimpleNamespace(model="m", cells=cells.assign(ratio=0.5))
-    read = calibration.calibrated_cells(study, comparison)["read"]
-    assert read.isna().tolist() == [True]
+    assert calibration.calibrated_cells(study, comparison)["read"].tolist() == []
