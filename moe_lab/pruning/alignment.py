@@ -13,8 +13,8 @@ import numpy
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from moe_lab.exported_code.ragged import on_device
 from moe_lab.models.discover import MoELayer, check_in_memory
+from moe_lab.models.experts import to_device
 from moe_lab.models.rows import DENSE_TOKENS, at_least_fp32, dense_weights
 from moe_lab.pruning.layer_plan import Alignment, LayerPlan
 from moe_lab.pruning.plan import Plan
@@ -109,7 +109,8 @@ class AlignmentHook(StatisticsHook):
         plan = self.plan.layers[self.layer.index]
         members = plan.merged_members
         if members:
-            pairs = on_device([(plan.owners[member], member) for member in members], hidden.device)
+            pairs = torch.tensor([(plan.owners[member], member) for member in members])
+            pairs = to_device(pairs, hidden.device)
             needed = {*members, *(plan.owners[member] for member in members)}
             for tokens in self.valid_indices(hidden).split(DENSE_TOKENS):
                 states = hidden[tokens]

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
-from moe_lab.exported_code.ragged import ALIGNMENT, on_device, replace_tensor
+from moe_lab.exported_code.ragged import ALIGNMENT, replace_tensor
 from moe_lab.models.discover import (
     MoELayer,
     is_ragged,
@@ -21,6 +21,7 @@ from moe_lab.models.discover import (
     post_expert_norm,
     routed_layers,
 )
+from moe_lab.models.experts import to_device
 from moe_lab.models.families import GATE_UP, split
 from moe_lab.models.rows import (
     AllExperts,
@@ -205,7 +206,7 @@ class DoraExperts(nn.Module):
         index = top_k_index
         if is_ragged(original):
             # a merged expert is computed with the weights of its owner
-            index = on_device(original.owners, index.device)[index]
+            index = to_device(torch.tensor(original.owners), index.device)[index]
         rows = sort_by_expert(self.layer, index)
         output = rows.output(hidden_states, top_k_weights, self._part_output)
         if is_ragged(original):

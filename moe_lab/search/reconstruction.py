@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from moe_lab.allocation.shapes import MAX_SUBSETS, removals_within_limit, retained_subsets
+from moe_lab.models.experts import to_device
 from moe_lab.models.rows import DENSE_TOKENS, dense_weights
 from moe_lab.statistics import Layers, Statistics
 from moe_lab.statistics.damage import ReroutingHook
@@ -123,7 +124,7 @@ class SubsetHook(ReroutingHook):
         all_tokens = torch.arange(len(hidden), device=hidden.device)
         gates = self.reroute(all_tokens, index.new_empty(len(hidden), 0))
         self.check_gates(index, weights, gates)
-        removed = self.removed.to(hidden.device, non_blocking=True)
+        removed = to_device(self.removed, hidden.device)
         errors = torch.zeros(len(removed), dtype=torch.float64, device=hidden.device)
         output_square = errors.new_zeros(n)
         square = errors.new_zeros(1)
