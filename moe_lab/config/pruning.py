@@ -85,6 +85,7 @@ class ModelConfig(Group):
             "trust_remote_code",
             "expected",
             "template_arguments",
+            "thinking_marks",
             "search",
         }
     )
@@ -117,6 +118,9 @@ class ModelConfig(Group):
     downloaded, and a checkpoint with other numbers is refused."""
     template_arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template besides the messages, such as enable_thinking: false."""
+    thinking_marks: tuple[tuple[Text, Text], ...] = ()
+    """Opening and closing marks of thoughts, such as [[<plan>,</plan>]], besides those that moe_lab
+    knows and those of the tokenizer's response template."""
     date: Date = "2026-01-01"
     """Date that chat templates write as today's, in calibration, recovery and evaluation."""
     search: dict[str, Any] = field(default_factory=dict)

@@ -25,7 +25,6 @@ from moe_lab.evaluation.engines import (
     check_finite,
 )
 from moe_lab.evaluation.items import (
-    MARKS,
     Answer,
     Document,
     Item,
@@ -34,6 +33,7 @@ from moe_lab.evaluation.items import (
     Reply,
     Request,
     Text,
+    ThoughtMarks,
     Window,
     answer_after_thought,
     may_think,
@@ -104,7 +104,7 @@ def collect_answers(
         replies = []
         for index in range(start, start + len(item.requests)):
             text = texts.get(index)
-            replies.append(_reply(queries[index], text, likelihoods, chat=benchmark.chat))
+            replies.append(encoder.reply(queries[index], text, likelihoods))
         answers.append(Answer(item.name, queries[start].prompt, tuple(replies)))
         start += len(item.requests)
     return answers
@@ -146,6 +146,7 @@ class _Encoder:
         self.engine = engine
         self.benchmark = benchmark
         self.name = f"benchmark {benchmark.name}"
+        self.marks = ThoughtMarks.of(engine.tokenizer)
         limits = [
             length for length in (engine.max_length, benchmark.max_length) if length is not None
         ]
@@ -180,7 +181,7 @@ class _Encoder:
             request,
             text,
             self._tokens(text),
-            kept_tokens=special_marks(self.engine.tokenizer, request.stop),
+            kept_tokens=special_marks(self.engine.tokenizer, request.stop, self.marks),
         )
         if request.reference and self.engine.scores:
             self._add_reference(query, request.reference)
@@ -302,6 +303,44 @@ class _Encoder:
             )
         return prompts
 
+    def reply(
+        self, query: _Query, text: GeneratedText | None, likelihoods: Mapping[Row, Likelihood]
+    ) -> Reply:
+        """The reply to the request of `query`. `text`: the generated text; None for a request other
+        than a `Text`, and for a prompt that was too long."""
+        if not isinstance(query.request, Text):
+            windows = []
+            for row in query.rows:
+                nats, is_likeliest = likelihoods[row]
+                windows.append(Window(nats, len(row.tokens) - row.start, is_likeliest))
+            return Reply(windows=tuple(windows), tokens=len(query.tokens))
+        loss = None
+        if query.rows:
+            log_likelihood, _ = likelihoods[query.rows[0]]
+            # bits per byte
+            loss = -log_likelihood / math.log(2) / query.reference_bytes
+        if text is None:
+            return Reply(ended="too_long", loss=loss)
+        thought_and_answer = self._cut_at_stop_text(text.text, query.request.stop, query.prompt)
+        ended = "stop" if thought_and_answer != text.text else text.ended
+        # special tokens outside of marks were only needed to find stop texts
+        for _, special_token in query.kept_tokens:
+            if not self.marks.contain(special_token):
+                thought_and_answer = thought_and_answer.replace(special_token, "")
+        answer = self._answer(thought_and_answer, query.prompt)
+        thought = thought_and_answer[: len(thought_and_answer) - len(answer or "")]
+        return Reply(answer, thought, ended, loss)
+
+    def _answer(self, text: str, prompt: str) -> str | None:
+        """The answer in a generated `text`; None if its thought does not end."""
+        return answer_after_thought(text, prompt, chat=self.benchmark.chat, marks=self.marks)
+
+    def _cut_at_stop_text(self, text: str, stop: Sequence[str], prompt: str) -> str:
+        """The generated `text`, cut at the first text of `stop` in its answer."""
+        answer = self._answer(text, prompt) or ""
+        ends = [answer.index(stop_text) for stop_text in stop if stop_text in answer]
+        return text[: len(text) - len(answer) + min(ends, default=len(answer))]
+
 
 # cached, because all plans of a model get the same questions
 @lru_cache(maxsize=1 << 13)
@@ -335,7 +374,7 @@ def _generate(
     cache: ResultCache,
 ) -> dict[int, GeneratedText]:
     """Index of a query -> the text that is generated after its prompt."""
-    # a stop text must not end a thought; `cut_at_stop_text` applies the stop texts later
+    # a stop text must not end a thought; `_Encoder.reply` applies the stop texts later
     is_thinker = benchmark.chat and may_think(engine.tokenizer)
     # settings -> prompt -> indices of the queries with this prompt
     groups: dict[GenerationSettings, dict[Prompt, list[int]]] = {}
@@ -428,45 +467,3 @@ def _sorted_by_question(rows: Iterable[Row]) -> list[Row]:
 def _slices(values: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
     for start in range(0, len(values), size):
         yield values[start : start + size]
-
-
-# Replies.
-
-
-def _reply(
-    query: _Query, text: GeneratedText | None, likelihoods: Mapping[Row, Likelihood], *, chat: bool
-) -> Reply:
-    """The reply to the request of `query`. `text`: the generated text; None for a request other
-    than a `Text`, and for a prompt that was too long."""
-    if not isinstance(query.request, Text):
-        windows = []
-        for row in query.rows:
-            nats, is_likeliest = likelihoods[row]
-            windows.append(Window(nats, len(row.tokens) - row.start, is_likeliest))
-        return Reply(windows=tuple(windows), tokens=len(query.tokens))
-    loss = None
-    if query.rows:
-        log_likelihood, _ = likelihoods[query.rows[0]]
-        # bits per byte
-        loss = -log_likelihood / math.log(2) / query.reference_bytes
-    if text is None:
-        return Reply(ended="too_long", loss=loss)
-    thought_and_answer = cut_at_stop_text(text.text, query.request.stop, query.prompt, chat=chat)
-    ended = "stop" if thought_and_answer != text.text else text.ended
-    # special tokens outside MARKS were only needed to find stop texts
-    for _, special_token in query.kept_tokens:
-        if special_token not in MARKS:
-            thought_and_answer = thought_and_answer.replace(special_token, "")
-    answer = answer_after_thought(thought_and_answer, query.prompt, chat=chat)
-    thought = thought_and_answer[: len(thought_and_answer) - len(answer or "")]
-    return Reply(answer, thought, ended, loss)
-
-
-def cut_at_stop_text(text: str, stop: Sequence[str], prompt: str = "", *, chat: bool = True) -> str:
-    """The generated `text`, cut at the first stop text in its answer. `stop`: stop texts. `prompt`:
-    the prompt, which may begin the thought. `chat`: whether the prompt is a conversation."""
-    answer = answer_after_thought(text, prompt, chat=chat) or ""
-    end = min(
-        (answer.index(stop_text) for stop_text in stop if stop_text in answer), default=len(answer)
-    )
-    return text[: len(text) - len(answer) + end]

@@ -175,19 +175,72 @@ def read_answers(content: bytes) -> list[Answer]:
     return answers
 
 
-CLOSING_MARKS: Mapping[str, str] = {
+_KNOWN_MARKS: Mapping[str, str] = {
     "<think>": "</think>",
     "[THINK]": "[/THINK]",
     "<seed:think>": "</seed:think>",
     "<longcat_think>": "</longcat_think>",
     "<thought>": "</thought>",
     "<thinking>": "</thinking>",
+    "<reasoning>": "</reasoning>",
+    "<analysis>": "</analysis>",
     "<|START_THINKING|>": "<|END_THINKING|>",
     "<|begin_of_thought|>": "<|end_of_thought|>",
+    "<|inner_prefix|>": "<|inner_suffix|>",
     "◁think▷": "◁/think▷",
+    "Here is my thought process:": "Here is my response:",
+    "Here's my thought process:": "Here's my response:",
 }
 """Opening mark of a thought -> closing mark, of all families."""
-MARKS = frozenset({*CLOSING_MARKS, *CLOSING_MARKS.values()})
+_THOUGHT_FIELD = re.compile("reason|think|thought")
+"""In the name of a thought's field in a response template of transformers."""
+
+
+@dataclass(frozen=True)
+class ThoughtMarks:
+    """The marks of a model's thoughts."""
+
+    pairs: tuple[tuple[str, str], ...]
+    """(opening mark, closing mark), as regular expressions that ignore case."""
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> ThoughtMarks:
+        """The known marks, those of model.thinking_marks, and those of the tokenizer's response
+        template."""
+        literals = [*getattr(tokenizer, "thinking_marks", ()), *_KNOWN_MARKS.items()]
+        pairs = [(re.escape(opening), re.escape(closing)) for opening, closing in literals]
+        template = getattr(tokenizer, "response_template", None) or {}
+        fields: Mapping[str, Any] = template.get("fields", {})
+        # a message may have a header between the thought and the answer
+        header = _anchor(fields.get("content", {}), "open")
+        for name, field in fields.items():
+            opening, closing = (_anchor(field, end) for end in ("open", "close"))
+            if _THOUGHT_FIELD.search(name) and opening and (closing or header):
+                ends = rf"(?:{closing})(?:\s*(?:{header}))?" if closing and header else None
+                pairs.append((opening, ends or closing or header))
+        return cls(tuple(dict.fromkeys(pairs)))
+
+    def are_in(self, text: str) -> bool:
+        """Whether `text` has a mark."""
+        # the opening mark of gpt-oss is not among the pairs
+        return _HARMONY_THOUGHT in text or any(
+            re.search(mark, text, re.IGNORECASE) for pair in self.pairs for mark in pair
+        )
+
+    def contain(self, token: str) -> bool:
+        """Whether a mark contains the text of a special token."""
+        pattern = re.escape(token).lower()
+        return any(pattern in mark.lower() for pair in self.pairs for mark in pair)
+
+
+def _anchor(field: Mapping[str, Any], end: str) -> str:
+    """The regular expression at an end, "open" or "close", of a field of a response template; "" if
+    there is none."""
+    literals = field.get(end, [])
+    literals = [literals] if isinstance(literals, str) else literals
+    return field.get(f"{end}_pattern") or "|".join(map(re.escape, literals))
+
+
 _HARMONY = "<|start|>assistant"
 """End of a prompt in the harmony format of gpt-oss."""
 _HARMONY_THOUGHT = "<|channel|>analysis<|message|>"
@@ -201,26 +254,33 @@ _HARMONY_ANSWER = re.compile(
 """The header of a message to the user, or the empty text before a message to a function."""
 
 
-def answer_after_thought(text: str, prompt: str = "", *, chat: bool = True) -> str | None:
+def answer_after_thought(
+    text: str, prompt: str = "", *, chat: bool = True, marks: ThoughtMarks | None = None
+) -> str | None:
     """The answer in a text that a model wrote after `prompt`: the part after the thought, or the
     whole text if there is no thought. None if a thought does not end.
 
     `chat`: whether a chat template made the prompt. The opening mark of a thought may then be
-    missing.
+    missing, or follow a sentence. `marks`: by default the known marks.
     """
     if _is_harmony(text, prompt):  # the format of gpt-oss, which has other marks
         answer = _HARMONY_ANSWER.search(text)
         return None if answer is None else text[answer.end() :].lstrip()
-    for opening, closing in CLOSING_MARKS.items():
-        if prompt.rstrip().endswith(opening) or text.lstrip().startswith(opening):
+    pairs = (marks or ThoughtMarks.of(None)).pairs
+    for opening, closing in pairs:
+        is_open = re.search(rf"(?:{opening})\s*\Z", prompt, re.IGNORECASE)
+        if is_open or re.match(rf"\s*(?:{opening})", text, re.IGNORECASE):
             return _after_thoughts(text, opening, closing)
     if not chat:
         return text
-    # a closing mark without an opening mark before it still ends a thought
-    for opening, closing in CLOSING_MARKS.items():
+    for opening, closing in pairs:
         end = _end_of_mark(closing, text)
-        if end is not None and opening not in text[:end]:
+        # a closing mark without an opening mark before it still ends a thought
+        if end is not None and not re.search(opening, text[:end], re.IGNORECASE):
             return _after_thoughts(text, opening, closing)
+        start = _end_of_later_opening(opening, text)
+        if start is not None:
+            return _after_thoughts(text[start:], opening, closing)
     return text
 
 
@@ -228,12 +288,13 @@ def may_think(tokenizer: Any) -> bool:
     """Whether a tokenizer's chat templates contain an opening or closing mark of a thought."""
     # `str`, because a tokenizer may have one template, several as a dict, or None
     templates = str(getattr(tokenizer, "chat_template", None))
-    # the opening mark of gpt-oss is not among MARKS
-    return _HARMONY_THOUGHT in templates or any(mark in templates for mark in MARKS)
+    return ThoughtMarks.of(tokenizer).are_in(templates)
 
 
-def special_marks(tokenizer: Any, stop: Sequence[str]) -> tuple[tuple[int, str], ...]:
-    """(token id, text) of each special token that is a mark of a thought or a part of a text in
+def special_marks(
+    tokenizer: Any, stop: Sequence[str], marks: ThoughtMarks
+) -> tuple[tuple[int, str], ...]:
+    """(token id, text) of each special token that is a part of a mark of a thought or of a text in
     `stop`."""
     added_tokens: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     special_tokens = [
@@ -242,7 +303,7 @@ def special_marks(tokenizer: Any, stop: Sequence[str]) -> tuple[tuple[int, str],
     return tuple(
         (token_id, content)
         for token_id, content in special_tokens
-        if content in MARKS or any(content in text for text in stop)
+        if marks.contain(content) or any(content in text for text in stop)
     )
 
 
@@ -250,21 +311,32 @@ def _after_thoughts(text: str, opening: str, closing: str) -> str | None:
     """The part of `text` after its last thought; None if a thought does not end. The first thought
     may have begun before `text`."""
     rest = text
-    later_opening = re.compile(rf"^[ \t]*{re.escape(opening)}", re.MULTILINE)
     while True:
         end = _end_of_mark(closing, rest)
         if end is None:
             return None
         rest = rest[end:]
-        if not (mark := later_opening.search(rest)):
+        start = _end_of_later_opening(opening, rest)
+        if start is None:
             return rest.lstrip()
-        rest = rest[mark.end() :]
+        rest = rest[start:]
+
+
+def _end_of_later_opening(opening: str, text: str) -> int | None:
+    """The index in `text` at which the first mark `opening` ends that begins a line or follows a
+    sentence, outside of fences; None if there is no such mark."""
+    marks = rf"(?:^|[.!?…。！？][\"'”’)\]*_]*)[ \t]*(?:{opening})"
+    for mark in re.finditer(marks, text, re.IGNORECASE | re.MULTILINE):
+        fences = re.findall(r"^[ \t]*```", text[: mark.start()], re.MULTILINE)
+        if len(fences) % 2 == 0:
+            return mark.end()
+    return None
 
 
 def _end_of_mark(closing: str, text: str) -> int | None:
     """The index in `text` at which the first mark `closing` that is not in quotes ends; None if
     there is no such mark."""
-    for mark in re.finditer(re.escape(closing), text):
+    for mark in re.finditer(closing, text, re.IGNORECASE):
         # "" if the text has no character there
         character_before = text[mark.start() - 1 : mark.start()]
         character_after = text[mark.end() : mark.end() + 1]

@@ -31,7 +31,7 @@ from tiny import SimulatedKill
 from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken
 
-from moe_lab.config import BenchmarkConfig
+from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, answers, run
 from moe_lab.evaluation.answers import ResultCache, collect_answers, render_prompt
@@ -47,6 +47,8 @@ from moe_lab.evaluation.engines import (
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.server import ServedModel
 from moe_lab.evaluation.items import Document, Item, Pair, Text, read_answers, write_answers
+from moe_lab.models.files import local_folder
+from moe_lab.models.load import load_tokenizer
 from moe_lab.serving import vllm_engine
 
 BENCHMARK = BenchmarkConfig("b", "lm_eval", "none", batch_size=2)
@@ -234,6 +236,17 @@ TEXTS = [
     ),
     ('text.split("</think>")[-1]', "", 'text.split("</think>")[-1]'),
     ("analysis of the text: 72", "", "analysis of the text: 72"),
+    ("Sure. <think>24? No.</think>It is 72.", "", "It is 72."),
+    ("**Sure!**\n<think>24? No.</think>It is 72.", "", "It is 72."),
+    ("Sure. <think>It could be 72, but wait", "", None),
+    ("Write:\n```\n<think>\n```\nIt is 72.", "", "Write:\n```\n<think>\n```\nIt is 72."),
+    ("<THINK>24?</THINK>It is 72.", "", "It is 72."),
+    ("<reasoning>24?</reasoning>It is 72.", "", "It is 72."),
+    ("<Analysis>It could be", "", None),
+    ("Is it 24?</analysis>It is 72.", "<analysis>\n", "It is 72."),
+    ("<|inner_prefix|>24?<|inner_suffix|>It is 72.", "", "It is 72."),
+    ("Here's my thought process: 24? Here's my response: It is 72.", "", "It is 72."),
+    ("Here is my thought process: 24? It is", "", None),
 ]
 """A text, how its prompt ends, and its answer; None where the thought before it does not end."""
 
@@ -251,6 +264,41 @@ def test_text_is_split_into_thought_and_answer(text: str, end: str, answer: str 
         assert text.startswith(written)
         assert model.generation.stop == stop
         assert reply.ended == ("end" if written == text else "stop")
+
+
+RESPONSE = {
+    "start_anchor": "assistant",
+    "fields": {
+        "reasoning_content": {"open": ["[[", "(("], "close_pattern": r"\]\]|\)\)"},
+        "content": {"open": "@answer:"},
+    },
+}
+"""A response template of transformers."""
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("((24?)) @answer:It is 72.", "It is 72."),
+        ("[[24?]]It is 72.", "It is 72."),
+        ("[[24?", None),
+        ("<plan>24?</plan>It is 72.", "It is 72."),
+        ("<plan>24?", None),
+        ("<think>24?</think>It is 72.", "It is 72."),
+    ],
+)
+def test_marks_of_the_tokenizer_and_of_settings(text: str, answer: str | None) -> None:
+    """Also if a mark is a special token, which decoding would leave out."""
+    model = ModelConfig("m", "pocket:olmoe", thinking_marks=(("<plan>", "</plan>"),))
+    tokenizer = load_tokenizer(local_folder(model), model)
+    tokenizer.chat_template = PLAIN
+    tokenizer.response_template = RESPONSE
+    names = ("((", "))", "]]", "</plan>")
+    tokenizer.add_tokens([AddedToken(name, special=True) for name in names], special_tokens=True)
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
+    engine = vllm_with_replies(tokenizer, [[0, tokens, -1.0]])
+    (reply,) = collect_replies(engine, ["Q"], 60, chat=True)
+    assert (reply.text, reply.thought + (answer or "")) == (answer, text)
 
 
 def test_marks_within_a_completion_are_no_thought() -> None:

@@ -34,7 +34,7 @@ from moe_lab.evaluation.engines import (
     error_summary,
     search_path,
 )
-from moe_lab.evaluation.items import MARKS
+from moe_lab.evaluation.items import ThoughtMarks
 from moe_lab.models.checkpoint import read_json, read_json_if_there
 from moe_lab.models.config_json import eos_tokens
 from moe_lab.paths import user_cache
@@ -98,10 +98,14 @@ class ServedModel(Engine):
         text.
         """
         end_token_ids = eos_tokens(self.end_token_ids, self.tokenizer)
-        # An end token ends a text even if it is omitted. `generation.marks` are marks of thoughts
-        # (MARKS), which matter only in a chat, and special tokens in stop texts.
-        marks = [mark for token, mark in generation.marks if token not in end_token_ids]
-        if omitted_marks := [mark for mark in marks if generation.chat or mark not in MARKS]:
+        thought_marks = ThoughtMarks.of(self.tokenizer)
+        # An end token ends a text even if it is omitted. `generation.marks` are marks of thoughts,
+        # which matter only in a chat, and special tokens in stop texts.
+        if omitted_marks := [
+            mark
+            for token, mark in generation.marks
+            if token not in end_token_ids and (generation.chat or not thought_marks.contain(mark))
+        ]:
             raise UserError(
                 "backend=server: a server leaves out special tokens, and "
                 f"{', '.join(omitted_marks)} part the model's thoughts from its answers, or end "

@@ -217,9 +217,10 @@ class OpenEngine:
                 raise
             self.engine = engine
             self._key = key
-        # these two settings change only prompts, so they need no new engine
+        # these settings change only prompts and where answers begin, so they need no new engine
         engine.template_arguments = model.template_arguments
         engine.tokenizer.date = model.date
+        engine.tokenizer.thinking_marks = model.thinking_marks
         engine.set_plan(plan)
         return engine
 

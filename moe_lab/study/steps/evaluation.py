@@ -46,7 +46,7 @@ ITEMS_PER_PHRASE = 10
 instruction or template."""
 _WORD = re.compile(r"[^\W_]+")
 Template = tuple[tuple[str, Any], ...]
-"""Arguments of a chat template."""
+"""Arguments of a chat template, and marks of thoughts if the model has its own."""
 
 
 def results_step_of(benchmark: BenchmarkConfig, config: Config) -> Task:
@@ -73,6 +73,8 @@ def results_step_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     def results_of(pruned: Pruned) -> Evaluate | Grade:
         # part of the id only if the benchmark uses the chat template
         template = tuple(pruned.model.template_arguments.items()) if benchmark.chat else None
+        if marks := pruned.model.thinking_marks:
+            template = (*(template or ()), ("thinking_marks", marks))
         checkpoint = _export_step(pruned, backend.name, config)
         if two_phases:
             return Grade(grading, Generate(setup, pruned, checkpoint, template))
@@ -139,7 +141,7 @@ class BenchmarkRun(Step):
     pruned: Pruned
     checkpoint: Export | None
     template: Template | None
-    """None if the benchmark does not use a chat template."""
+    """None if the benchmark does not use a chat template and the model has no marks of its own."""
 
     @property
     def benchmark(self) -> BenchmarkConfig:
