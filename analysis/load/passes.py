@@ -11,16 +11,6 @@ import pandas as pd
 
 from analysis.load.reader import Reader, records, stacked, step_kind, steps_with_inputs
 from moe_lab import results
-from moe_lab.results import (
-    ABLATIONS,
-    BUDGETS,
-    CONCENTRATION,
-    ENTROPIES,
-    EXPERTS,
-    GRADIENTS,
-    LOSSES,
-    WEIGHTS,
-)
 
 Reports = Mapping[str, Mapping[str, Any]]
 """"calibration@model" -> the report of the calibration pass."""
@@ -96,28 +86,6 @@ def coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[st
     return stacked(frames, [*results.COVERAGE, "model", "calibration"]), reports
 
 
-def family(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Read every expert's scores S(b, alpha, beta), defined in `moe_lab.criteria.experts`; columns
-    model, calibration, and those in `results.FAMILY`.
-
-    document: the study's record.
-    """
-    return _concatenated_tables(
-        document["families"], "family.parquet", results.FAMILY, cells, reader
-    )
-
-
-def damage(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Read the exact damage of removing each expert; columns model, calibration, and those in
-    `results.SCORES`.
-
-    document: the study's record.
-    """
-    return _concatenated_tables(
-        document["damages"], "scores.parquet", results.SCORES, cells, reader
-    )
-
-
 def contaminations(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> Reports:
     """Read how many items of each benchmark occur in each calibration text.
 
@@ -138,15 +106,12 @@ def contaminations(document: Mapping[str, Any], cells: pd.DataFrame, reader: Rea
     return counts
 
 
-def _concatenated_tables(
-    rows: Sequence[Mapping[str, Any]],
-    file: str,
-    columns: Sequence[str],
-    cells: pd.DataFrame,
-    reader: Reader,
+def tables_by_calibration(
+    rows: Sequence[Mapping[str, Any]], file: str, cells: pd.DataFrame, reader: Reader
 ) -> pd.DataFrame:
-    """Read the table `file` of the steps that `steps_by_calibration` selects from `rows`. The
-    result has the columns `columns`, model and calibration."""
+    """Read the table `file`, one of TABLES, of the steps that `steps_by_calibration` selects from
+    `rows`. The result has the columns of the table, model and calibration."""
+    columns = TABLES[file]
     frames: list[pd.DataFrame] = []
     for (calibration, model), step_name in steps_by_calibration(
         rows, shown_gate_and_seed(cells)
@@ -159,14 +124,16 @@ def _concatenated_tables(
 
 
 TABLES = {
-    "experts.parquet": EXPERTS,
-    "layers.parquet": LOSSES,
-    "ablation.parquet": ABLATIONS,
-    "entropy.parquet": ENTROPIES,
-    "gradients.parquet": GRADIENTS,
-    "weights.parquet": WEIGHTS,
-    "expert_concentration.parquet": CONCENTRATION,
-    "budgets.parquet": BUDGETS,
+    "experts.parquet": results.EXPERTS,
+    "layers.parquet": results.LOSSES,
+    "ablation.parquet": results.ABLATIONS,
+    "entropy.parquet": results.ENTROPIES,
+    "gradients.parquet": results.GRADIENTS,
+    "weights.parquet": results.WEIGHTS,
+    "expert_concentration.parquet": results.CONCENTRATION,
+    "budgets.parquet": results.BUDGETS,
+    "family.parquet": results.FAMILY,
+    "scores.parquet": results.SCORES,
 }
 """Name of a file that holds a table -> the table's columns."""
 
@@ -305,7 +272,8 @@ def router_entropies(cells: pd.DataFrame, calibrations: Reports, reader: Reader)
     - tokens: number of calibration tokens in the bin
     """
     passes = _passes("entropy.parquet", cells, calibrations, reader)
-    return stacked((counts for _, counts, _ in passes), ["model", "calibration", *ENTROPIES])
+    columns = ["model", "calibration", *results.ENTROPIES]
+    return stacked((counts for _, counts, _ in passes), columns)
 
 
 def layer_losses(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
@@ -366,20 +334,16 @@ def _passes(
             yield cells_of_pass, table, report
 
 
-_COLUMNS_OF_KIND = {"ablation": ABLATIONS, "gradients": GRADIENTS, "weights": WEIGHTS}
-"""Kind of step -> the columns of the step's table KIND.parquet."""
-
-
 def _input_table(cells: pd.DataFrame, kind: str, reader: Reader) -> pd.DataFrame:
     """The first readable table KIND.parquet among the direct and indirect inputs of the plans of
     `cells`. If there is none, a frame without rows."""
+    file = f"{kind}.parquet"
     for row in records(cells[cells["plan_folder"].notna()]):
         for name, folder in steps_with_inputs([row["plan_folder"]], reader).items():
             if step_kind(name) != kind:
                 continue
-            table = read_table(folder, f"{kind}.parquet", reader)
+            table = read_table(folder, file, reader)
             if table is not None:
                 return table
-    return pd.DataFrame(columns=list(_COLUMNS_OF_KIND[kind]), dtype=float).astype(
-        {"layer": int, "expert": int}
-    )
+    no_rows = pd.DataFrame(columns=list(TABLES[file]), dtype=float)
+    return no_rows.astype({"layer": int, "expert": int})

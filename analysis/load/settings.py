@@ -180,6 +180,11 @@ SEARCHED = "evolutionary"
 """Beginning of a searched allocation in a study's record."""
 
 
+ALL_BUT_ALLOCATION = ["ratio", "criterion", "calibration", "recovery", "gate"]
+"""Cells of a model with equal values in these columns differ only in their allocation, which
+includes the settings of a search."""
+
+
 def is_searched(allocation: str) -> bool:
     """Whether an allocation of a study's record was found by a search."""
     return allocation.startswith(SEARCHED)

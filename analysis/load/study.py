@@ -59,7 +59,8 @@ class Study:
     """cell, benchmark, item, outcome (0..1), answer_loss (bits per byte of the right answer; NaN if
     not measured), units (weight of the item in the score; NaN if all weights are equal)."""
     family: pd.DataFrame
-    """model, calibration, layer, expert, b, alpha, beta, score: every S(b, alpha, beta)."""
+    """model, calibration, layer, expert, b, alpha, beta, score: every S(b, alpha, beta), see
+    `moe_lab.criteria.experts`."""
     damage: pd.DataFrame
     """model, calibration, layer, expert, score: the exact damage of removing one expert."""
     coverage: pd.DataFrame
@@ -127,8 +128,8 @@ def load(store: Path, name: str) -> Study:
         cells=cells,
         results=results,
         samples=samples,
-        family=passes.family(document, cells, reader),
-        damage=passes.damage(document, cells, reader),
+        family=passes.tables_by_calibration(document["families"], "family.parquet", cells, reader),
+        damage=passes.tables_by_calibration(document["damages"], "scores.parquet", cells, reader),
         coverage=coverage,
         calibrations=calibrations,
         contaminations=contaminations,

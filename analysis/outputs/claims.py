@@ -16,9 +16,10 @@ import pandas as pd
 
 from analysis import names
 from analysis.load.reader import groups, records
-from analysis.load.settings import has_replacement, is_searched
+from analysis.load.settings import has_replacement
 from analysis.outputs.captions import score_setup
 from analysis.outputs.score_rows import cells_by_ratio
+from analysis.outputs.search import searched_pairs
 from analysis.registry import Results, output
 from analysis.render.table import SCORE, Columns, Table, frame_and_formats
 from analysis.stats import overlap, uncertainty
@@ -38,8 +39,6 @@ ALL_RATIOS = "all"
 TOLERANCE = 0.035
 """Two retained shares of routed parameters count as equal when they differ by less than TOLERANCE.
 A number of whole experts cannot match a share more closely."""
-EQUAL_COLUMNS = ["ratio", "criterion", "calibration", "recovery", "gate"]
-"""Columns in which a searched cell and the uniform cell of its pair are equal."""
 
 ESTIMATE_COLUMNS = ["difference", "low", "high", "detectable", "p"]
 """Columns of numbers of an `uncertainty.Estimate`."""
@@ -93,16 +92,11 @@ def verdict(low: float, high: float, p_holm: float) -> str:
 
 def _searched_rows(comparison: Comparison) -> list[dict[str, object]]:
     """Rows of the claim SEARCHED_ALLOCATION, one per ratio."""
-    cells = comparison.cells
-    searched_cells = cells[cells["allocation"].map(is_searched).astype(bool)]
-    uniform_cells = cells[(cells["allocation"] == "uniform") & (cells["granularity"] == "expert")]
-    all_pairs = searched_cells.reset_index().merge(
-        uniform_cells.reset_index(), on=EQUAL_COLUMNS, suffixes=("", "_uniform")
-    )
+    pairs = searched_pairs(comparison)
     rows = []
-    for ratio, ratio_pairs in cells_by_ratio(all_pairs):
-        pairs = list(zip(ratio_pairs["cell"], ratio_pairs["cell_uniform"], strict=True))
-        rows.append(_row(comparison, SEARCHED_ALLOCATION, ratio, [pairs]))
+    for ratio, cells in cells_by_ratio(comparison.cells.loc[list(pairs)]):
+        ratio_pairs = [pair for pair in pairs.items() if pair[0] in cells.index]
+        rows.append(_row(comparison, SEARCHED_ALLOCATION, ratio, [ratio_pairs]))
     return rows
 
 

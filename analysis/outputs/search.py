@@ -12,7 +12,12 @@ from matplotlib.lines import Line2D
 
 from analysis import names
 from analysis.load.reader import groups
-from analysis.load.settings import comma_joined, is_searched, removed_share_texts
+from analysis.load.settings import (
+    ALL_BUT_ALLOCATION,
+    comma_joined,
+    is_searched,
+    removed_share_texts,
+)
 from analysis.load.study import Study
 from analysis.outputs.captions import SEARCHES, score_setup
 from analysis.outputs.score_rows import (
@@ -43,19 +48,17 @@ TEXT_COLUMNS = ["Model", "Pruned", "Calibration", "Criterion", "Allocation"]
 GAIN = "Δ {}"
 """Name of a column with differences, from the name of the column of scores."""
 SIGNIFICANCE = "Significant"
-_EQUAL_COLUMNS = ["ratio", "criterion", "calibration", "recovery", "gate"]
-"""Cells with equal values in these columns differ only in their allocation."""
 
 
 def searched_pairs(comparison: Comparison) -> dict[int, int]:
     """Cell with a searched allocation -> the cell with uniform allocation and the same values in
-    _EQUAL_COLUMNS. A searched cell is left out if no uniform cell has these values, or if several
-    have."""
+    ALL_BUT_ALLOCATION. A searched cell is left out if no uniform cell has these values, or if
+    several have."""
     cells = comparison.cells[comparison.cells["criterion"] != "none"]
     if not cells["allocation"].map(is_searched).any():
         return {}
     pairs: dict[int, int] = {}
-    for _, group in groups(sorted_by_criterion(cells, "ratio"), _EQUAL_COLUMNS):
+    for _, group in groups(sorted_by_criterion(cells, "ratio"), ALL_BUT_ALLOCATION):
         uniform_cells = group.index[group["allocation"] == "uniform"]
         searched_cells = group.index[group["allocation"].map(is_searched)]
         if len(uniform_cells) == 1:

@@ -11,7 +11,7 @@ import pandas as pd
 from analysis import names
 from analysis.load.plans import BYTES
 from analysis.load.reader import groups, time_and_memory
-from analysis.load.settings import is_searched
+from analysis.load.settings import ALL_BUT_ALLOCATION, is_searched
 from analysis.load.study import Study
 from analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SEARCHES, run_setup, score_setup
 from analysis.outputs.score_rows import concatenate_numbers, numbers_table
@@ -22,9 +22,6 @@ from analysis.stats.cell_scores import GROUPS, Numbers, column_targets, mean_def
 from analysis.stats.comparison import Comparison
 
 SECONDS_PER_HOUR = 3600
-EQUAL_COLUMNS = ["ratio", "criterion", "calibration", "recovery", "gate"]
-"""Cells with equal values in these columns differ only in their allocation, which includes the
-settings of its search."""
 COMPARED_AVERAGES = ("Code", "WildBench", "MC Avg")
 """The averages of EvoESAP's Tables 4 and 6."""
 FITNESSES = ("esap", "spec_dec")
@@ -243,7 +240,7 @@ def _rows(
       allocation
     - columns: averages to list, if they were run"""
     pruned = comparison.cells[comparison.cells["criterion"] != "none"]
-    selections = [select(cells) for _, cells in groups(pruned, EQUAL_COLUMNS)]
+    selections = [select(cells) for _, cells in groups(pruned, ALL_BUT_ALLOCATION)]
     # pruned[:0] has no rows; concat fails without a frame
     cells = pd.concat([pruned[:0], *selections])
     targets = column_targets(comparison, list(cells.index), columns) if len(cells) else {}

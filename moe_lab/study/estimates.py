@@ -262,18 +262,14 @@ def forecast_table(
         "GPU-hours",
     )
     table = Table(*columns, title="steps, and estimates for missing steps", show_footer=True)
-    total = Hours()
     for kind in dict.fromkeys(step.kind for step in steps):
         kind_steps = [step for step in steps if step.kind == kind]
         missing = [step for step in kind_steps if step.id not in done]
         counts = (len(kind_steps), len(kind_steps) - len(missing), len(missing))
         hours = _hours(missing, gpu_memory, seconds)
         table.add_row(kind, *map(str, counts), largest_memory(missing), *hours.texts())
-        total = Hours(
-            total.work + hours.work,
-            total.gpu_work + hours.gpu_work,
-            total.unknown + hours.unknown,
-        )
+    all_missing = [step for step in steps if step.id not in done]
+    total = _hours(all_missing, gpu_memory, seconds)
     # the last two columns are hours and GPU-hours
     for column, value in zip(table.columns[-2:], total.texts(), strict=True):
         column.footer = value

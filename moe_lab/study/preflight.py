@@ -6,11 +6,9 @@ each problem.
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,6 @@ from moe_lab.models import config_json, files
 from moe_lab.paths import conf, store_folder
 from moe_lab.pruning import replacement_error
 from moe_lab.pruning.plan import ROUNDED
-from moe_lab.results import RANDOM
 from moe_lab.study.estimates import check_device, check_memory, disk_problems
 from moe_lab.study.resources import Check
 from moe_lab.study.step import KINDS, Step
@@ -112,57 +109,6 @@ def _unread_field_remarks(cells: Iterable[Cell]) -> Iterator[str]:
             f"calibration={calibration}: model={','.join(names)} does not read texts of one word, "
             f"of {', '.join(fields)}: name these fields in calibration.template to read them, or "
             f"in calibration.ignored=[{','.join(fields)}]"
-        )
-
-
-DIFFERING_ITEMS = 0.25
-"""Assumed share of items on which two plans differ."""
-BETWEEN_SEEDS = 0.05
-"""Assumed standard deviation of averages between seeds."""
-
-
-def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
-    """A sentence for each request: how large a difference between two methods must be for the study
-    to detect it with a power of 80 %. A method is a pruned cell without its seed.
-
-    The test is a two-sided t-test of averages over benchmarks. Its level is 5 % divided by the
-    number of pairs of methods."""
-    from scipy.special import stdtrit  # takes half a second to import
-
-    for cells, benchmarks in requests:
-        item_counts = [
-            min(benchmark.expected, benchmark.limit or benchmark.expected)
-            for benchmark in benchmarks
-            if benchmark.expected
-        ]
-        seed_count_of: Counter[Cell] = Counter()  # method, a cell with seed 0 -> number of seeds
-        for cell in cells:
-            if cell.ratio and cell.criterion.name not in RANDOM:
-                seed_count_of[replace(cell, seed=0)] += 1
-        if not item_counts or len(seed_count_of) < 2:
-            continue
-        seed_counts = [count for count in seed_count_of.values() if count > 1]
-        if len(seed_counts) < 2:
-            yield (
-                "visible: no differences between methods, as they have one seed: seed=1,2,3 "
-                "gives each three plans"
-            )
-            continue
-        degrees_of_freedom = sum(seed_counts) - len(seed_counts)
-        pair_count = len(seed_counts) * (len(seed_counts) - 1) / 2
-        # a mean over n seeds has the variance BETWEEN_SEEDS**2 / n; the difference of two such
-        # means has twice this variance
-        seed_variance = 2 * BETWEEN_SEEDS**2 / min(seed_counts)
-        # the mean over B benchmarks has the sum of the benchmarks' variances divided by B**2
-        item_variance = sum(DIFFERING_ITEMS / n for n in item_counts) / len(item_counts) ** 2
-        # quantiles of Student's t distribution; the level of 5 % has 2.5 % on each side
-        level_quantile = stdtrit(degrees_of_freedom, 1 - 0.025 / pair_count)
-        power_quantile = stdtrit(degrees_of_freedom, 0.8)
-        difference = (level_quantile + power_quantile) * math.sqrt(seed_variance + item_variance)
-        yield (
-            f"visible: differences between averages of {len(seed_counts)} methods "
-            f"({min(seed_counts)} seeds) from about {difference:.3f} on, "
-            f"with {sum(item_counts):,} items"
         )
 
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 from typing import NamedTuple
 
 from moe_lab.config import Config
 from moe_lab.config.base import Mistakes, SettingsError
-from moe_lab.errors import Unavailable
+from moe_lab.errors import Unavailable, user_errors
 from moe_lab.grid import Request
 from moe_lab.machine import WORKERS, cores, main_memory, visible_gpus
 from moe_lab.study.claims import in_queue
+from moe_lab.study.estimates import forecast_table, seconds_estimator
 from moe_lab.study.graph import build, unresolved_names
 from moe_lab.study.preflight import (
     capacity_problems,
     missing_requirements,
     preflight,
     remark_sentences,
-    visible_difference,
 )
 from moe_lab.study.record import Study, finish, outdate_reports
 from moe_lab.study.runs import Run, create_run
@@ -26,6 +27,7 @@ from moe_lab.study.schedule import (
     InProcessExecutor,
     Schedule,
     WorkerProcess,
+    console,
     inform,
     print_notices,
     recall_failures,
@@ -75,11 +77,7 @@ def run(
     problems = missing_requirements(graph.steps, config.launcher)
     with store.errors_as_sentences():
         if config.dry_run or unavailable:
-            from moe_lab.study.forecast import print_forecast
-
             problems += print_forecast(study)
-            for sentence in visible_difference(requests):
-                inform(sentence)
         if unavailable:
             problem = (
                 f"missing here: {', '.join(unavailable)}: no folder or file, not in the cache, and "
@@ -91,6 +89,33 @@ def run(
         if problems:
             raise SettingsError(problems)
         return RunResult(0 if config.dry_run else _run(study), study)
+
+
+def print_forecast(study: Study) -> list[str]:
+    """Print a table of the steps of a study. With launcher=slurm, also print a table of the Slurm
+    jobs for the missing steps. Returns a sentence for each problem: the disk or the memory is too
+    small, or the settings of jobs are wrong."""
+    from moe_lab.study.other_stores import finished_in, open_other
+
+    config = study.config
+    # a run would copy finished steps of the stores in `also`, so these steps count as finished
+    ids_elsewhere = [finished_in(open_other(path), study.graph.steps) for path in config.also]
+    steps, done = study.steps_and_finished_ids(set().union(*ids_elsewhere))
+    print_notices(study.store)
+    seconds = seconds_estimator(study.store)
+    console.print(forecast_table(steps, done, config.resources.gpu_memory, seconds))
+    missing = [step for step in steps if step.id not in done]
+    problems = capacity_problems(study.store.root, missing, config.launcher)
+    if config.launcher.name == "slurm" and missing:
+        from moe_lab.study.slurm.arrays import array_table, divide_into_arrays, job_resources
+
+        def print_arrays() -> None:
+            resources_of = partial(job_resources, settings=config.resources, seconds=seconds)
+            arrays = divide_into_arrays(missing, resources_of, config.launcher)
+            console.print(array_table(arrays, config.resources.longest, seconds))
+
+        problems += user_errors(print_arrays)
+    return problems
 
 
 def _run(study: Study) -> int:

@@ -12,7 +12,6 @@ import numpy
 import pytest
 import tiny
 from example_steps import evaluation_step
-from scipy.stats import t
 
 from moe_lab.compose import compose, hydra_context
 from moe_lab.config import BenchmarkConfig, Config, LauncherConfig, ModelConfig
@@ -28,7 +27,6 @@ from moe_lab.study.preflight import (
     missing_requirements,
     preflight,
     remark_sentences,
-    visible_difference,
 )
 
 
@@ -560,30 +558,3 @@ def test_devices_on_a_machine_without_gpus_are_reported(
     monkeypatch.setattr(estimates, "visible_gpus", list)
     assert missing_on(device) == [f"model.device={device}: none"]
     assert looked_up == [device]
-
-
-def test_one_seed_has_no_visible_difference() -> None:
-    """Random plans, which may have several seeds, are no method."""
-    [(methods, benchmarks)] = request("criterion=man,reap")[1]
-    [(random, _)] = request("criterion=random", "seed=1,2,3")[1]
-    [sentence] = visible_difference([([*methods, *random], benchmarks)])
-    assert "one seed" in sentence
-    assert not re.search(r"0\.\d+", sentence)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seeds", [2, 3, 5])
-def test_visible_difference_is_found_by_four_of_five_studies(seeds: int) -> None:
-    """Simulated studies: an estimate of the difference, and one of its variance, which t tests."""
-    _, requests = request("criterion=man,reap", f"seed={','.join(map(str, range(seeds)))}")
-    [sentence] = visible_difference(requests)
-    difference = float(re.findall(r"0\.\d+", sentence)[0])
-    items = requests[0][1][0].expected
-    assert items
-    degrees = 2 * (seeds - 1)
-    error = (2 * 0.05**2 / seeds + 0.25 / items) ** 0.5
-    draw = numpy.random.default_rng(0)
-    differences = draw.normal(difference, error, 20_000)
-    errors = error * (draw.chisquare(degrees, 20_000) / degrees) ** 0.5
-    significant = abs(differences) > t.ppf(0.975, degrees) * errors
-    assert numpy.mean(significant) == pytest.approx(0.8, abs=0.06)

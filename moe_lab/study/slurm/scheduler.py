@@ -19,17 +19,17 @@ from moe_lab.errors import UserError
 MAX_ARRAY_TASKS = 1001
 """Slurm's default MaxArraySize."""
 ENDED_STATES = (
-    *(
-        "COMPLETING",
-        "COMPLETED",
-        "CANCELLED",
-        "FAILED",
-        "TIMEOUT",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "DEADLINE",
-    ),
-    *("BOOT_FAIL", "PREEMPTED", "REVOKED"),
+    "COMPLETING",
+    "COMPLETED",
+    "CANCELLED",
+    "FAILED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "DEADLINE",
+    "BOOT_FAIL",
+    "PREEMPTED",
+    "REVOKED",
 )
 """States of jobs that have ended, although squeue may still show them."""
 REQUEUED_STATE = ("COMPLETING", "None", "0:00")
