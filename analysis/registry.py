@@ -23,7 +23,7 @@ from analysis.render.table import Table
 from analysis.stats import overlap
 from analysis.stats.comparison import Comparison, compare
 from analysis.stats.ranking import Ranking, rankings
-from analysis.stats.winners import study_of_losses, winner_map
+from analysis.stats.winners import study_of_column, winner_map
 from moe_lab.errors import UserError, nearest
 
 
@@ -69,7 +69,7 @@ class Results:
     @cached_property
     def by_answer_loss(self) -> Results:
         """The results when each score is replaced by the loss on the right answers."""
-        return Results(study_of_losses(self.study))
+        return Results(study_of_column(self.study, "answer_loss", "bits per byte"))
 
     @cached_property
     def baseline_winners(self) -> pd.DataFrame:

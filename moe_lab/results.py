@@ -43,7 +43,28 @@ class Result(TypedDict):
     """Number of items of the whole benchmark; larger than n only with a limit."""
 
 
-class Sample(TypedDict):
+class TextMeasures(TypedDict):
+    """Columns of samples.parquet about a generated text, with its thought. 1 and 0 stand for yes
+    and no; all columns are None if no text was generated."""
+
+    limit: float | None
+    """Whether the text was cut at the limit of tokens."""
+    unfinished: float | None
+    """Whether the text ends inside a thought."""
+    loop: float | None
+    """Whether the text ends in a loop, see `evaluation.items.ends_in_loop`."""
+    empty: float | None
+    """Whether there is no answer: nothing, or only white space, after the thought."""
+    natural_end: float | None
+    """Whether the model ended the text, by an end token or a stop text outside a thought."""
+    distinct_4: float | None
+    """Distinct sequences of four words as a share of all sequences of four words; None for fewer
+    than four words."""
+    characters: float | None
+    """Length of the text."""
+
+
+class Sample(TextMeasures):
     """One row of samples.parquet: one item of one result."""
 
     benchmark: str

@@ -13,15 +13,14 @@ import pyarrow as pa
 
 from analysis import names
 from analysis.load.reader import Reader, groups, records, steps_with_inputs
-from moe_lab.results import SCALES, STEPS
+from moe_lab.results import SCALES, STEPS, TextMeasures
 from moe_lab.results import SCHEMA as RESULT_SCHEMA
 
 _SAMPLES = ("benchmark", "item", "outcome")
 """Columns that every samples.parquet has."""
-_LOSS = "answer_loss"
-"""Optional column of samples.parquet, missing for benchmarks without reference answers."""
-_UNITS = "units"
-"""Optional column of samples.parquet, missing where all items have equal weights."""
+_OPTIONAL = ("answer_loss", "units", *TextMeasures.__annotations__)
+"""Columns of samples.parquet that are missing or empty for some benchmarks: those without reference
+answers, with items of equal weights, or without generated texts."""
 _RESULT = ("benchmark", "metric", "score", "scale", "unit", "stderr", "n", "expected")
 """Fields of a result in result.json."""
 _NUMBERS = ["score", "stderr", "n", "expected"]
@@ -75,7 +74,7 @@ def evaluations(
             ]
             if step_name not in origins:  # several cells can share an evaluation
                 origins[step_name] = _origin(step_name, result, reader.provenance(folder))
-            table = reader.table(folder, "samples.parquet", _SAMPLES, optional=(_LOSS, _UNITS))
+            table = reader.table(folder, "samples.parquet", _SAMPLES, optional=_OPTIONAL)
             if table is not None:
                 sample_tables.append(
                     table.append_column("cell", pa.array(np.full(len(table), cell, np.int64)))
@@ -108,7 +107,7 @@ def _samples(tables: list[pa.Table]) -> pd.DataFrame:
     samples = pd.DataFrame(columns=["cell", *_SAMPLES])
     if tables:
         samples = pa.concat_tables(tables, promote_options="permissive").to_pandas()
-    for column in (_LOSS, _UNITS):
+    for column in _OPTIONAL:
         samples[column] = pd.to_numeric(samples[column]) if column in samples else np.nan
     return samples
 

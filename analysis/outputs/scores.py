@@ -164,7 +164,7 @@ def benchmark_table(results: Results, name: str) -> Table | None:
     """Every benchmark of every model, with 95 % intervals."""
     blocks = []
     for comparison in results.measured:
-        cells = _sort_cells(comparison.cells.assign(pruned=removed_share_texts(comparison.cells)))
+        cells = sort_cells(comparison.cells.assign(pruned=removed_share_texts(comparison.cells)))
         text_columns = {
             "Model": "model",
             "Pruned": "pruned",
@@ -192,7 +192,7 @@ def benchmark_table(results: Results, name: str) -> Table | None:
     )
 
 
-def _sort_cells(cells: pd.DataFrame) -> pd.DataFrame:
+def sort_cells(cells: pd.DataFrame) -> pd.DataFrame:
     """Sort cells by ratio, gate, calibration set and method; calibration sets and methods in the
     order of tables."""
     sets = names.calibrations_in_order(cells["calibration"])

@@ -149,20 +149,15 @@ def label(winners: Sequence[str], score: float) -> str:
     return " = ".join(names.method(name) for name in winners)
 
 
-METRIC = "answer_loss"
-"""Column of `Study.samples` with the loss on right answers, and name of the metric."""
 CAPTION = "Loss on right answers, in bits per byte of the answer: lower is better."
 
 
-def study_of_losses(study: Study) -> Study:
-    """A copy of the study with losses on right answers (column METRIC of `samples`) in place of
-    scores in `results`, and in place of outcomes in `samples`. Items for which this loss was not
-    measured are left out."""
-    samples_with_loss = study.samples.dropna(subset=[METRIC]).drop_duplicates(
-        ["cell", "benchmark", "item"]
-    )
+def study_of_column(study: Study, column: str, unit: str) -> Study:
+    """A copy of the study with the numbers in a column of `samples` in place of outcomes and
+    scores. They count as losses in `unit`. Items without a number in this column are left out."""
+    samples = study.samples.dropna(subset=[column]).drop_duplicates(["cell", "benchmark", "item"])
     # units NaN: all items have equal weights
-    samples = samples_with_loss.assign(outcome=samples_with_loss[METRIC], units=np.nan)
+    samples = samples.assign(outcome=samples[column], units=np.nan)
     summary = (
         samples.groupby(["cell", "benchmark"])["outcome"].agg(["mean", "sem", "size"]).reset_index()
     )
@@ -170,7 +165,7 @@ def study_of_losses(study: Study) -> Study:
         columns=["metric", "score", "scale", "unit", "stderr", "n"]
     )
     results = results_without_scores.merge(summary, on=["cell", "benchmark"]).assign(
-        metric=METRIC, scale="loss", unit="bits per byte"
+        metric=column, scale="loss", unit=unit
     )
     results = results.rename(columns={"mean": "score", "sem": "stderr", "size": "n"})[
         list(study.results.columns)

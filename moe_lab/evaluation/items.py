@@ -1,5 +1,5 @@
-"""Items of benchmarks: requests to a model, its replies, and where an answer begins after thoughts.
-No torch."""
+"""Items of benchmarks: requests to a model, its replies, where an answer begins after thoughts, and
+signs of degeneration in a text. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.calibration.documents import Tools
-from moe_lab.results import Sample
+from moe_lab.results import Sample, TextMeasures
 
 Messages = Sequence[Mapping[str, str]]
 """A conversation: role and content of each message."""
@@ -143,6 +143,8 @@ class Answer:
             ended=self.reply.ended,
             extracted=extracted,
             answer_loss=self.reply.loss,
+            units=None,
+            **text_measures(self.reply),
         )
 
 
@@ -353,3 +355,68 @@ def _is_harmony(text: str, prompt: str) -> bool:
         return bool(_CHANNEL.match(text))
     # an ordinary text may begin with the word "analysis", too
     return text.lstrip().startswith("analysis") and bool(_HARMONY_ANSWER.search(text))
+
+
+# Degeneration.
+
+
+REPEATS = 4
+"""Fewest repetitions of the block at the end of a text that count as a loop."""
+LONGEST_BLOCK = 50
+"""Largest number of units (words or characters) of a repeated block."""
+SHORTEST_RUN = 32
+"""Fewest characters of a loop of characters: shorter ones are numbers, rulers or brackets."""
+
+
+def text_measures(reply: Reply) -> TextMeasures:
+    """The measures of the text of a reply, all None if no text was generated."""
+    thought, answer, ended = reply.thought, reply.text, reply.ended
+    if ended in (None, "too_long"):
+        return TextMeasures(
+            limit=None,
+            unfinished=None,
+            loop=None,
+            empty=None,
+            natural_end=None,
+            distinct_4=None,
+            characters=None,
+        )
+    text = thought + (answer or "")
+    is_cut = ended == "limit"
+    is_unfinished = answer is None
+    return TextMeasures(
+        limit=float(is_cut),
+        unfinished=float(is_unfinished),
+        loop=float(ends_in_loop(text, is_cut=is_cut)),
+        empty=float(answer is not None and not answer.strip()),
+        natural_end=float(not is_cut and not is_unfinished),
+        distinct_4=_distinct_4(text.split()),
+        characters=float(len(text)),
+    )
+
+
+def ends_in_loop(text: str, *, is_cut: bool) -> bool:
+    """Whether a text ends in a block of at most LONGEST_BLOCK words that is repeated REPEATS times
+    or more, or in such a block of characters, over at least SHORTEST_RUN characters. Words are
+    separated by white space. `is_cut`: whether the last word may be incomplete. The time is linear
+    in the length of the text."""
+    words = text.split()
+    if _ends_in_repeats(words) or _ends_in_repeats(text, SHORTEST_RUN):
+        return True
+    return is_cut and _ends_in_repeats(words[:-1])
+
+
+def _ends_in_repeats(units: Sequence[str], shortest: int = 0) -> bool:
+    """Whether `units` end in a repeated block, over at least `shortest` units."""
+    for period in range(1, LONGEST_BLOCK + 1):
+        length = max(REPEATS * period, shortest)
+        end = units[-length:]
+        if len(end) == length and end[period:] == end[:-period]:
+            return True
+    return False
+
+
+def _distinct_4(words: Sequence[str]) -> float | None:
+    """Distinct sequences of four words as a share of all; None for fewer than four words."""
+    sequences = list(zip(words, words[1:], words[2:], words[3:], strict=False))
+    return len(set(sequences)) / len(sequences) if sequences else None

@@ -17,7 +17,7 @@ from moe_lab.evaluation.harness import Harness, check_count, harness_of
 from moe_lab.evaluation.items import Answer, replace_surrogates
 from moe_lab.json_files import ResultCache, write_text
 from moe_lab.machine import package_version
-from moe_lab.results import SCHEMA, Result, ResultFile, Sample
+from moe_lab.results import SCHEMA, Result, ResultFile, Sample, TextMeasures
 
 ANSWERS = "answers.jsonl"
 
@@ -115,7 +115,8 @@ def _write_samples(samples: Sequence[Sample], file: Path) -> None:
     import pyarrow.parquet as parquet
 
     types = dict.fromkeys(Sample.__annotations__, arrow.string())
-    types |= dict.fromkeys(("outcome", "answer_loss", "units"), arrow.float64())
+    numbers = ("outcome", "answer_loss", "units", *TextMeasures.__annotations__)
+    types |= dict.fromkeys(numbers, arrow.float64())
     types["replicate"] = arrow.int64()
     rows = []
     for sample in samples:

@@ -46,7 +46,17 @@ from moe_lab.evaluation.engines import (
 )
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.server import ServedModel
-from moe_lab.evaluation.items import Document, Item, Pair, Text, read_answers, write_answers
+from moe_lab.evaluation.items import (
+    Document,
+    Item,
+    Pair,
+    Reply,
+    Text,
+    answer_after_thought,
+    read_answers,
+    text_measures,
+    write_answers,
+)
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import load_tokenizer
 from moe_lab.serving import vllm_engine
@@ -318,8 +328,56 @@ def test_unfinished_thought_is_no_empty_answer(tmp_path: Path) -> None:
         tmp_path / "out",
         policy=Policy(),
     )
-    assert [sample["outcome"] for sample in samples(tmp_path / "out")] == [0.0, 1.0]
+    rows = samples(tmp_path / "out")
+    assert [sample["outcome"] for sample in rows] == [0.0, 1.0]
+    assert [(row["unfinished"], row["empty"], row["distinct_4"]) for row in rows] == [
+        (1, 0, None),
+        (0, 1, None),
+    ]
     assert protocol(tmp_path / "out")["unfinished_thoughts"] == ["0"]
+
+
+BLOCK = [f"w{number}" for number in range(50)]
+
+
+@pytest.mark.parametrize(
+    ("text", "ended", "signs"),
+    [
+        ("It is four.", "end", {"natural_end"}),
+        ("It is four.", "stop", {"natural_end"}),
+        ("It is fo", "limit", {"limit"}),
+        ("<think>It is", "limit", {"limit", "unfinished"}),
+        ("<think>It is", "end", {"unfinished"}),
+        ("<think>so so so so so", "limit", {"limit", "unfinished", "loop"}),
+        ("<think>no no no no no</think> Four.", "end", {"natural_end"}),
+        ("<think>hm</think> \n", "end", {"natural_end", "empty"}),
+        ("", "end", {"natural_end", "empty"}),
+        ("\n" * 99, "limit", {"limit", "empty", "loop"}),
+        (" ".join(BLOCK * 4), "end", {"natural_end", "loop"}),
+        (" ".join([*BLOCK * 4, "end"]), "end", {"natural_end"}),
+        (" ".join([*BLOCK * 4, "w"]), "limit", {"limit", "loop"}),
+        (" ".join([*BLOCK, "w50"] * 9), "limit", {"limit"}),
+        (" ".join(BLOCK * 3), "limit", {"limit"}),
+        ("\u8fd9\u662f" * 16, "limit", {"limit", "loop"}),
+        ("Of 1010101010 and 10000000, {{{{}}}}", "end", {"natural_end"}),
+        ("!" * 100_000, "limit", {"limit", "loop"}),
+    ],
+)
+def test_signs_of_degeneration(text: str, ended: str, signs: set[str]) -> None:
+    answer = answer_after_thought(text)
+    thought = text[: len(text) - len(answer or "")]
+    measures = text_measures(Reply(answer, thought, ended))
+    assert {name for name, value in measures.items() if value == 1} - {"distinct_4"} == signs
+    assert measures["characters"] == len(text)
+
+
+def test_repetition_and_texts_that_were_not_generated() -> None:
+    distinct = [
+        text_measures(Reply(text, ended="end"))["distinct_4"] for text in ("a b a b a b", "a")
+    ]
+    assert distinct == [2 / 3, None]
+    for ended in (None, "too_long"):
+        assert set(text_measures(Reply("", ended=ended)).values()) == {None}
 
 
 def test_the_loaded_model_says_why_a_text_ended(subject: LoadedModel) -> None:
