@@ -72,13 +72,15 @@ class JudgeConfig(Group):
     """Largest number of tokens of a reply."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Other fields of a request to the endpoint, such as reasoning_effort: low; the temperature is
-    0 unless it is set here."""
+    0 unless it is set here. The value null removes a field: OpenAI's reasoning models need
+    {temperature: null, max_tokens: null, max_completion_tokens: 4096}."""
 
     @model_validator(mode="after")
     def _check_extra(self) -> Self:
         """Raise ValueError if `extra` has a field of the request that moe_lab sets itself."""
-        for name in self.extra:
-            if name in ("model", "messages", "max_tokens", "stream"):
+        for name, value in self.extra.items():
+            removes_limit = name == "max_tokens" and value is None
+            if name in ("model", "messages", "max_tokens", "stream") and not removes_limit:
                 raise ValueError(
                     f"extra.{name} is set by moe_lab: expected other fields of a request"
                 )

@@ -8,12 +8,12 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
@@ -38,9 +38,15 @@ TIMEOUT = 120.0
 """Seconds to wait for one reply; judges that reason take up to a minute."""
 LOWEST, HIGHEST = 1.0, 10.0
 """The scale of WildBench v2: very poor to perfect."""
-_SCORE = re.compile(r'"score"\s*:\s*', re.IGNORECASE)
-# A character must follow the number, because a reply may be cut off in the middle of 10.
-_NUMBER = re.compile(r'"?\s*(\d+(?:\.\d+)?)(?=["},\s])')
+_FIELDS = ("strengths", "weaknesses", "score")
+"""Fields of the object that a judge is asked for."""
+_OBJECT = re.compile(r"""\{\s*["'}]""")
+"""Beginning of a JSON object, or of an object with single quotes."""
+_TRAILING_COMMA = re.compile(r",(?=\s*[}\]])")
+# A character must follow the value, because a reply may be cut off in the middle of 10.
+_SCORE = re.compile(r"""["']score["']\s*:\s*["']?([^"'}\n]*)["'}\n]""", re.IGNORECASE)
+_NUMBER = re.compile(r"([0-9]+(?:[.,][0-9]+)?)\s*(?:(?:/|out of)\s*10)?")
+_DECODER = json.JSONDecoder(strict=False)  # judges write line breaks into texts
 UNPARSABLE_ATTEMPTS = 3
 """How often a text is sent while the replies have no score: enough for a reply that broke off by
 chance."""
@@ -147,14 +153,16 @@ def _verdict(
     with suppress(OSError, ValueError):  # if the cached reply is missing or unusable, request it
         reply = read_sealed(file, {"reply": str})["reply"]
         return Verdict(score(reply), reply)
+    # a setting that is null in judge.extra is left out of the request
+    fields = {"temperature": 0, "max_tokens": judge.max_tokens, **judge.extra}
+    sent_fields = {name: value for name, value in fields.items() if value is not None}
     reason = "canceled"
     for _ in range(0 if stop.is_set() else UNPARSABLE_ATTEMPTS):
         try:
             response = client.chat.completions.with_raw_response.create(
                 model=judge.model,
                 messages=[{"role": "user", "content": prompt}],
-                max_tokens=judge.max_tokens,
-                extra_body={"temperature": 0, **judge.extra},
+                extra_body=sent_fields,
             )
             reply = _message(response.content)
             verdict = Verdict(score(reply), reply)
@@ -200,21 +208,51 @@ def _message(body: bytes) -> str:
 
 
 def score(reply: str) -> float:
-    """The score in a judge's reply: the number from 1 to 10 after the last "score". An earlier
-    "score" may quote the prompt.
+    """The score, from 1 to 10, in the JSON object of a judge's reply.
 
-    Raises Unparsable for a reply without such a number.
+    A judge may quote other objects, such as the form of a reply or the answer that it judges. So
+    the object with the most of the fields that were asked for counts, then one that begins a line,
+    then the last one. Raises Unparsable for a reply without such a score.
     """
     answer = answer_after_thought(reply)
     if answer is None:
         raise Unparsable("a thought that does not end")
-    ends = [match.end() for match in _SCORE.finditer(answer)]
-    if not ends:
+    best = max(_ranked_scores(answer), default=None)
+    if best is None:
         raise Unparsable('no "score"')
-    number = _NUMBER.match(answer, ends[-1])
-    if number is None:
-        raise Unparsable(f'the last "score" is no number: {answer[ends[-1] : ends[-1] + 20]!r}')
-    value = float(number[1])
-    if not LOWEST <= value <= HIGHEST:
-        raise Unparsable(f"score {number[1]} is not between 1 and 10")
-    return value
+    *_, value = best
+    if isinstance(value, str) and (number := _NUMBER.fullmatch(value.strip(" ,"))):
+        value = float(number[1].replace(",", "."))
+    if type(value) not in (int, float) or not LOWEST <= value <= HIGHEST:
+        raise Unparsable(f"score {value!r:.40} is no number from 1 to 10")
+    return float(value)
+
+
+def _ranked_scores(answer: str) -> Iterator[tuple[int, bool, int, Any]]:
+    """Yield (number of fields that were asked for, whether the object begins a line, index, value
+    of "score") of each JSON object in a judge's answer, without objects inside objects.
+
+    After a damaged or incomplete object, only objects that begin a line are read, because all
+    others may be inside it. The score of a damaged object is None unless all later scores are the
+    same.
+    """
+    text = _TRAILING_COMMA.sub(" ", answer)
+    is_damaged = False
+    end = 0
+    while match := _OBJECT.search(text, end):
+        start, end = match.span()
+        begins_line = text[start - 1 : start] in ("", "\n")
+        if is_damaged and not begins_line:
+            continue
+        try:
+            document, end = _DECODER.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            is_damaged = True
+            scores = set(_SCORE.findall(text, start))
+            value = scores.pop() if len(scores) == 1 else None
+            yield len(_FIELDS), begins_line, start, value
+            continue
+        fields = {name.lower(): value for name, value in document.items()}
+        if "score" in fields:
+            count = sum(name in fields for name in _FIELDS)
+            yield count, begins_line, start, fields["score"]

@@ -1,9 +1,9 @@
 """Judges behind endpoints that answer well, badly, late and never."""
 
 import json
-import string
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -79,20 +79,6 @@ def test_judge_is_asked_until_a_reply_has_a_score(
         (verdict,) = verdicts(settings(server), tmp_path, ["p"], 0)
     assert verdict.score == expected
     assert len(server.requests) == 3
-
-
-@pytest.mark.parametrize(
-    ("reply", "expected"),
-    [
-        ('The form is {"score": "1..10"}, first I thought "score": 2, but {"score": 4}', 4),
-        ('<think>{"score": "3"}? no</think>{"score": "8"}', 8),
-    ],
-)
-def test_the_last_score_after_a_thought_counts(reply: str, expected: int, tmp_path: Path) -> None:
-    with endpoint(lambda _: message(reply)) as server:
-        (verdict,) = verdicts(settings(server), tmp_path, ["p"], 0)
-    assert verdict.score == expected
-    assert len(server.requests) == 1
 
 
 def test_scores_are_stored_in_the_order_of_the_prompts(tmp_path: Path) -> None:
@@ -219,31 +205,70 @@ def test_slow_endpoints_and_wrong_ports_end_with_one_sentence(
         verdicts(settings(server), tmp_path, ["p"], 0)
 
 
-def naive_score(reply: str) -> float | None:
-    """By hand: the text behind the last "score":, up to what ends a number."""
-    if '"score":' not in reply:
-        return None
-    number = reply.rsplit('"score":', 1)[1].lstrip().removeprefix('"').lstrip()
-    digits = next(
-        (number[:n] for n in range(len(number)) if number[n] not in string.digits + "."), ""
-    )
-    try:
-        value = float(digits) if digits and digits[0] != "." and digits[-1] != "." else None
-    except ValueError:
-        return None
-    ended = number[len(digits) : len(digits) + 1] in tuple('"}, \n')
-    return value if value is not None and ended and 1 <= value <= 10 else None
+QUOTE = '{"score": "10"}'
+FORM = '{"strengths": ..., "weaknesses": ..., "score": ...}'
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ('{"strengths": "a", "score": "3"}\nNote: it ends with ' + QUOTE, 3),
+        (f'It ends with {QUOTE}.\n\n{{"score": 3}}\nNot {QUOTE}!', 3),
+        ('{"strengths": "a", "score": 3,}\nNote: it ends with ' + QUOTE, 3),
+        (json.dumps({"strengths": f"It ends with {QUOTE}", "score": "3"}), 3),
+        (f'{{"strengths": "It ends with {QUOTE}", "score": "3"}}', None),
+        ('{"score": 8, "checklist": [{"item": "rhyme", "score": 3}]}', 8),
+        ('{"score": 8, "checklist": [\n  {"item": "rhyme",\n "score": 3},\n', None),
+        ('The form is {"score": "1..10"}, first I thought "score": 2, but {"score": 4}', 4),
+        (f'The form is {FORM}.\n{{"strengths": "", "weaknesses": "", "score": 4}}', 4),
+        ('{"score": 2}\nOn reflection:\n{"score": 4}', 4),
+        (f'```json\n{{"strengths": "a\nb", "score": 6}}\n```\n{QUOTE}', 6),
+        (f'<think>{QUOTE}? no</think>A set {{a, b}}. {{"score": "8"}}', 8),
+        ('{"strengths": "the "big" words", "score": "8"}', 8),
+        ("{'strengths': 'a', 'Score': 8}", 8),
+        ('[{"score": " 7,5 "}]', 7.5),
+        ('{"score": 7/10}', 7),
+        ('{"score": "7 out of 10"}', 7),
+        ('{"score": "7/5"}', None),
+        ('{"strengths": "a", "score": "4", "weaknesses": "it is', 4),
+        ('{"strengths": "a", "score": "1', None),
+        ('{"score": NaN}', None),
+        ('{"score": true}', None),
+        ('{"score": {"score": 7}}', None),
+        (f'{{"score": {"9" * 400}}}', None),
+        (f'{{"score": {"9" * 5000}}}', None),
+        ('"score": 7', None),
+        ('{"score":' * 10_000, None),
+    ],
+)
+def test_the_score_is_that_of_the_object_that_was_asked_for(
+    reply: str, expected: float | None
+) -> None:
+    if expected is None:
+        with pytest.raises(Unparsable):
+            score(reply)
+    else:
+        assert score(reply) == expected
 
 
 @given(
     some.lists(
-        some.sampled_from(['"score":', '"score": "', *' "},107.-\nx', "/10", '10"', "0.5}", "8,"])
+        some.sampled_from(['"score":', '{"score": "', *"'\" {}[],107.-\nx\\", "/10", '10"', "8,"])
     )
 )
-def test_last_score_on_the_scale_counts(pieces: list[str]) -> None:
-    reply = "".join(pieces)
-    try:
-        number: float | None = score(reply)
-    except Unparsable:
-        number = None
-    assert number == naive_score(reply)
+def test_every_reply_has_a_score_on_the_scale_or_none(pieces: list[str]) -> None:
+    with suppress(Unparsable):
+        assert 1 <= score("".join(pieces)) <= 10
+
+
+REASONING = {"temperature": None, "max_tokens": None, "max_completion_tokens": 4096}
+
+
+def test_null_removes_a_field_of_the_request(tmp_path: Path) -> None:
+    with endpoint(lambda _: scored(3)) as server:
+        verdicts(settings(server, extra=REASONING), tmp_path, ["p"], 0)
+    (body,) = server.requests
+    assert set(body) == {"model", "messages", "max_completion_tokens"}
+    for extra in ({"max_tokens": 9}, {"model": None}):
+        with pytest.raises(ValueError, match=next(iter(extra))):
+            settings("http://localhost:1/v1", extra=extra)
