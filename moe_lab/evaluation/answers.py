@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from moe_lab.evaluation.engines import (
     Row,
     appended_tokens,
     check_finite,
+    encode,
 )
 from moe_lab.evaluation.items import (
     Answer,
@@ -192,8 +193,8 @@ class _Encoder:
         dropped, because the model must continue the text."""
         # the text has its leading special tokens already
         if self.benchmark.chat or (self._first_text and text.startswith(self._first_text)):
-            return _encode_text(self.engine.tokenizer, text, add_special=False)
-        tokens = _encode_text(self.engine.tokenizer, text, add_special=True)
+            return encode(self.engine.tokenizer, text, add_special=False)
+        tokens = encode(self.engine.tokenizer, text, add_special=True)
         return tokens[: len(tokens) - len(self._appended)]
 
     def _add_reference(self, query: _Query, reference: str) -> None:
@@ -220,7 +221,7 @@ class _Encoder:
             tokens = self._tokens(context + continuation)
             start = len(self._tokens(context.rstrip()))
         else:
-            tokens = _encode_text(self.engine.tokenizer, continuation, add_special=False)
+            tokens = encode(self.engine.tokenizer, continuation, add_special=False)
             start = 1
             if self.first_token is not None and tokens[:1] != (self.first_token,):
                 tokens = (self.first_token, *tokens)
@@ -340,13 +341,6 @@ class _Encoder:
         answer = self._answer(text, prompt) or ""
         ends = [answer.index(stop_text) for stop_text in stop if stop_text in answer]
         return text[: len(text) - len(answer) + min(ends, default=len(answer))]
-
-
-# cached, because all plans of a model get the same questions
-@lru_cache(maxsize=1 << 13)
-def _encode_text(tokenizer: Any, text: str, add_special: bool) -> tuple[int, ...]:
-    """Token ids of `text`."""
-    return tuple(tokenizer([text], add_special_tokens=add_special, verbose=False).input_ids[0])
 
 
 def _rolling_windows(tokens: Sequence[int], length: int) -> list[Row]:

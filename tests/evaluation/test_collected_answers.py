@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +29,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tiny import SimulatedKill
+from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
-from transformers import AddedToken
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError
@@ -43,6 +46,7 @@ from moe_lab.evaluation.engines import (
     Prompt,
     Row,
     error_summary,
+    generated_text,
 )
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.server import ServedModel
@@ -464,6 +468,52 @@ def test_answer_ends_at_a_stop_text_with_a_special_token(
         collect_replies(
             ServedModel("http://127.0.0.1:9/v1", "m", tokenizer, 512, {}), ["Q"], 60, stop=stop
         )
+
+
+def sentencepiece_tokenizer() -> Any:
+    """A tokenizer that drops the first space of a text, and writes rare characters as bytes."""
+    names = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdef"]
+    tokenizer = Tokenizer(
+        BPE({name: number for number, name in enumerate(names)}, [], byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+@pytest.mark.parametrize("text", [" def", "語a", " 二", "é", "d 😀😀 漢字<m>語 <m> 字"])
+def test_text_is_decoded_with_its_first_space_and_whole_characters(
+    subject: LoadedModel, text: str
+) -> None:
+    for tokenizer in (sentencepiece_tokenizer(), deepcopy(subject.tokenizer)):
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<m>"]})
+        mark, end = tokenizer.convert_tokens_to_ids(["<m>", tokenizer.eos_token])
+        prompt = "字:"
+        tokens: list[int] = []
+        for part in text.split("<m>"):
+            tokens += tokenizer(prompt + part).input_ids[len(tokenizer(prompt).input_ids) :]
+            tokens.append(mark)
+        settings = GenerationSettings(99, marks=((mark, "<m>"),))
+        assert generated_text(tokenizer, [*tokens[:-1], end], settings, [end]).text == text
+
+
+def test_broken_character_damages_no_other() -> None:
+    """Three bytes of which the first is missing, as a model may write them after any prompt."""
+    tokenizer = sentencepiece_tokenizer()
+    mark, end = tokenizer.convert_tokens_to_ids(["a", "</s>"])
+    tokens = tokenizer("語").input_ids[2:]
+    written = [*tokens, mark, *tokenizer("語").input_ids[1:], mark, *tokens]
+    settings = GenerationSettings(99, marks=((mark, "a"),))
+    assert generated_text(tokenizer, written, settings, [end]).text == "��a語a��"
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "abort", "error"])

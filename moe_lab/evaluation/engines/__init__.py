@@ -14,6 +14,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -28,9 +29,10 @@ from moe_lab.models.families import PORTS
 
 TOKEN_SECONDS = 1.0
 """Seconds per token that a slow server or engine may take."""
-# Prompt tokens that are decoded together with the first new ones: by themselves, some tokenizers
-# would drop a leading space.
-_CONTEXT_TOKENS = 4
+_CONTEXT = "a"
+"""Text whose tokens are decoded before new tokens: some tokenizers drop the space that begins a
+text. The end of the prompt cannot be used, because tokenizers that write characters as bytes decode
+adjacent bytes together, and one broken character would damage all of them."""
 _LOG_LINES = 60
 """Lines of a log that are printed when a server or an engine fails."""
 _MOST_CHARACTERS = 600
@@ -127,34 +129,38 @@ class Engine(ABC):
 
 def generated_text(
     tokenizer: Any,
-    prompt_tokens: Sequence[int],
     new_tokens: Sequence[int],
     generation: GenerationSettings,
     end_token_ids: Collection[int],
 ) -> GeneratedText:
-    """The text of the `new_tokens`, which follow the `prompt_tokens`, up to the first end token.
-    Special tokens are left out, except for `generation.marks`."""
+    """The text of the `new_tokens`, which follow a prompt, up to the first end token. Special
+    tokens are left out, except for `generation.marks`."""
     # number of tokens before the end token
     length = next(
         (index for index, token in enumerate(new_tokens) if token in end_token_ids), len(new_tokens)
     )
     marks = dict(generation.marks)  # id of a special token to keep -> its text
-    end_of_prompt = prompt_tokens[-_CONTEXT_TOKENS:]
-    tokens = [*end_of_prompt, *new_tokens[:length]]
+    context = encode(tokenizer, _CONTEXT, add_special=False)
+    context_text = _decode(tokenizer, context)
     text = ""
-    start = len(end_of_prompt)
-    # The tokens between two marks are decoded together. A few earlier tokens are decoded with them,
-    # because the text of a token may depend on the tokens before it.
-    mark_indices = [index for index in range(start, len(tokens)) if tokens[index] in marks]
-    for end in (*mark_indices, len(tokens)):
-        context_start = max(0, start - _CONTEXT_TOKENS)
-        context_text = _decode(tokenizer, tokens[context_start:start])
-        text += _decode(tokenizer, tokens[context_start:end])[len(context_text) :]
-        if end < len(tokens):  # `_decode` has omitted the mark
-            text += marks[tokens[end]]
+    start = 0
+    # the tokens between two marks are decoded together
+    mark_indices = [index for index in range(length) if new_tokens[index] in marks]
+    for end in (*mark_indices, length):
+        decoded = _decode(tokenizer, [*context, *new_tokens[start:end]])
+        text += decoded[len(context_text) :]
+        if end < length:
+            text += marks[new_tokens[end]]
         start = end + 1  # after the mark
     reached_limit = len(new_tokens) >= generation.max_tokens and length == len(new_tokens)
     return GeneratedText(text, "limit" if reached_limit else "end")
+
+
+# cached, because all plans of a model get the same questions
+@lru_cache(maxsize=1 << 13)
+def encode(tokenizer: Any, text: str, add_special: bool) -> tuple[int, ...]:
+    """Token ids of `text`. `add_special`: whether the tokenizer adds its special tokens."""
+    return tuple(tokenizer([text], add_special_tokens=add_special, verbose=False).input_ids[0])
 
 
 def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
@@ -176,11 +182,8 @@ def end_token_ids(checkpoint: Path, tokenizer: Any) -> list[int]:
 
 def appended_tokens(tokenizer: Any) -> list[int]:
     """Ids of the tokens, such as an end token, that a tokenizer appends to every text."""
-    # the tokens of any text, here "a", without and with those that the tokenizer adds
-    plain_tokens, all_tokens = (
-        tokenizer(["a"], add_special_tokens=adds_special, verbose=False).input_ids[0]
-        for adds_special in (False, True)
-    )
+    plain_tokens = encode(tokenizer, _CONTEXT, add_special=False)  # of any text
+    all_tokens = encode(tokenizer, _CONTEXT, add_special=True)
     return list(all_tokens[all_tokens.index(plain_tokens[0]) + len(plain_tokens) :])
 
 

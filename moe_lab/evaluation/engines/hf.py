@@ -66,17 +66,20 @@ class LoadedModel(Engine):
             if self.tokenizer.pad_token_id is not None
             else self.end_token_ids[0]
         )
-        prompt_ids = [prompt.tokens for prompt in prompts]
-        answers = [_readable_answer(prompt) for prompt in prompts]
         batch = Batch(
-            prompt_ids, answers, generation, frozenset(self.end_token_ids), padding, self.tokenizer
+            [prompt.tokens for prompt in prompts],
+            [_readable_answer(prompt) for prompt in prompts],
+            generation,
+            frozenset(self.end_token_ids),
+            padding,
+            self.tokenizer,
         )
         return [
             replace(
-                generated_text(self.tokenizer, tokens, text.tokens, generation, self.end_token_ids),
+                generated_text(self.tokenizer, text.tokens, generation, self.end_token_ids),
                 likelihood=text.likelihood,
             )
-            for tokens, text in zip(prompt_ids, greedy_tokens(self.model, batch), strict=True)
+            for text in greedy_tokens(self.model, batch)
         ]
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:

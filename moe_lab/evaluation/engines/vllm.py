@@ -163,7 +163,7 @@ class VllmModel(Engine):
         for index, new_tokens, log_likelihood in replies:
             check_finite(log_likelihood, "log-likelihood")
             texts[index] = generated_text(
-                self.tokenizer, prompts[index].tokens, new_tokens, generation, self.end_token_ids
+                self.tokenizer, new_tokens, generation, self.end_token_ids
             )
         return [texts[index] for index in range(len(prompts))]
 
