@@ -40,6 +40,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, mirror, run
 from moe_lab.evaluation.adapters import lm_eval_tasks
 from moe_lab.evaluation.adapters.lm_eval_files import task_folder
+from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harness import Graded, harness_of
 from moe_lab.evaluation.mirror import benchmarks
@@ -128,7 +129,8 @@ def _items_differ(engine: LoadedModel, benchmark: BenchmarkConfig) -> bool:
 
 def _graded(engine: LoadedModel, benchmark: BenchmarkConfig) -> Graded:
     """Answer and grade a benchmark through its adapter."""
-    return harness_of(benchmark).grade(run.answer(engine, benchmark), benchmark, Policy())
+    answers = collect_answers(engine, run.list_items(benchmark), benchmark)
+    return harness_of(benchmark).grade(answers, benchmark, Policy())
 
 
 def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ from moe_lab.study.steps.evaluation import (
     Contamination,
     Evaluate,
     Grading,
+    Items,
     results_step_of,
 )
 from moe_lab.study.steps.files import Files, Models
@@ -146,7 +147,8 @@ def step_of(
     text = IdentifiedText.of(cell.texts["flops"])
     step_functions: dict[str, Callable[[], Any]] = {
         "model": lambda: loaded_field(cell.model).facts,
-        "contamination": lambda: Contamination.of(cell.model, cell.calibration, {"b": benchmark}),  # type: ignore[dict-item]
+        "contamination": lambda: Contamination.of(cell.model, cell.calibration, [benchmark]),  # type: ignore[list-item]
+        "items": lambda: Items.of(benchmark),  # type: ignore[arg-type]
         "finetune": lambda: pruned_of(cell).finetune,
         "export": lambda: export_of(pruned, config.export, config.verify),
         "cost": lambda: Cost.of(pruned, text, Cost.of(unpruned_model(cell.model), text)),
@@ -171,5 +173,7 @@ def evaluation_step(
     """The step that evaluates a model, pruned by a plan, on a benchmark."""
     pruned = Pruned(loaded_field(model), plan, None, None, RecoveryConfig(), True)
     grading = Grading(IdentifiedBenchmark.of(benchmark), Policy(), None)
-    setup = BenchmarkSetup(benchmark, None, changes.pop("backend", BackendConfig()))
+    setup = BenchmarkSetup(
+        benchmark, Items.of(benchmark), None, changes.pop("backend", BackendConfig())
+    )
     return Evaluate(setup, pruned, None, None, grading, **changes)

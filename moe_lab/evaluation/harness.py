@@ -82,8 +82,6 @@ class Harness(ABC):
     reads_path = False
     """Whether suite.path names the data: the folder that has the file benchmark.task or, without a
     task, the file itself."""
-    lists_items = True
-    """Whether items can be listed in this interpreter."""
     counts_items = True
     """Whether benchmark.expected is the number of items. False for a text, which is one item with
     many windows."""
@@ -149,26 +147,26 @@ class Harness(ABC):
             digest.update(f"{len(content)}\n".encode() + content)
         return digest.hexdigest()
 
-    def question_identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
-        """All settings that can change an answer: name -> value. The batch size can change answers,
-        because it changes how sums are rounded."""
+    def item_identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
+        """All settings that determine the items: name -> value."""
         # without a mirror, `data_digest` covers the file that benchmark.task names
         mirror_settings = ("task", "subset", "split") if benchmark.data is not None else ()
-        names = (
-            *mirror_settings,
-            "shots",
-            "chat",
-            "max_new_tokens",
-            "max_length",
-            "limit",
-            "batch_size",
-        )
+        names = (*mirror_settings, "shots", "chat", "max_new_tokens", "limit")
         return {
             "harness": benchmark.harness,
             "version": self.version(benchmark),
             "data": self.data_digest(benchmark),
             **{name: getattr(benchmark, name) for name in names},
             "parameters": _parameters(benchmark, self.question_parameters),
+        }
+
+    def question_identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
+        """All settings that can change an answer: name -> value. The batch size can change answers,
+        because it changes how sums are rounded."""
+        return {
+            **self.item_identity(benchmark),
+            "max_length": benchmark.max_length,
+            "batch_size": benchmark.batch_size,
         }
 
     def identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
@@ -377,6 +375,18 @@ def loss_result(
         n=len(losses),
         expected=benchmark.expected,
     )
+
+
+@dataclass(frozen=True)
+class ItemSource:
+    """A benchmark that is identified by all that can change its items."""
+
+    benchmark: BenchmarkConfig
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """All settings that can change an item: name -> value."""
+        return harness_of(self.benchmark).item_identity(self.benchmark)
 
 
 @dataclass(frozen=True)

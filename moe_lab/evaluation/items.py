@@ -3,10 +3,11 @@ signs of degeneration in a text. No torch."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ class Document:
 
 
 Request = Text | Pair | Document
+_REQUESTS: Mapping[str, type[Request]] = {kind.__name__: kind for kind in (Text, Pair, Document)}
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,10 @@ class Item:
     name: str
     """Unique in its benchmark."""
     requests: tuple[Request, ...]
+    right_answer: str = ""
+    """The right answer as the data or the harness gives it; "" if there is no single one."""
+    doc_hash: str = ""
+    """lm-eval's hash of the item's row of the data; "" for other harnesses."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +154,30 @@ class Answer:
         )
 
 
-def text_items(requests: Iterable[tuple[str, Text]]) -> list[Item]:
-    """One item for each (name of the item, request of the item)."""
-    return [Item(name, (request,)) for name, request in requests]
+def write_items(items: Sequence[Item], file: Path) -> None:
+    """Write one JSON line per item, compressed by gzip, as the choices of an item repeat its
+    context. Each request is {name of its class: its fields}."""
+    lines = []
+    for item in items:
+        requests = [{type(request).__name__: asdict(request)} for request in item.requests]
+        lines.append(json.dumps({**vars(item), "requests": requests}) + "\n")
+    # without the time of writing, equal items give equal files
+    file.write_bytes(gzip.compress("".join(lines).encode(), mtime=0))
+
+
+def read_items(content: bytes) -> list[Item]:
+    """The items in the content of a file that `write_items` wrote."""
+    items = []
+    for line in gzip.decompress(content).splitlines():
+        row = json.loads(line)
+        requests = []
+        for request in row["requests"]:
+            ((kind, fields),) = request.items()
+            # JSON has lists in place of tuples
+            tuples = {name: tuple(fields[name]) for name in ("stop", "tools") if name in fields}
+            requests.append(_REQUESTS[kind](**{**fields, **tuples}))
+        items.append(Item(**{**row, "requests": tuple(requests)}))
+    return items
 
 
 def replace_surrogates(text: str) -> str:

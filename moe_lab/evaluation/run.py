@@ -14,11 +14,12 @@ from moe_lab.evaluation import Policy
 from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines import Engine
 from moe_lab.evaluation.harness import Harness, check_count, harness_of
-from moe_lab.evaluation.items import Answer, replace_surrogates
+from moe_lab.evaluation.items import Answer, Item, replace_surrogates
 from moe_lab.json_files import ResultCache, write_text
 from moe_lab.machine import package_version
 from moe_lab.results import SCHEMA, Result, ResultFile, Sample, TextMeasures
 
+ITEMS = "items.jsonl.gz"
 ANSWERS = "answers.jsonl"
 
 
@@ -38,13 +39,12 @@ def evaluate(
     """
     harness = harness_of(benchmark)
     harness.check(benchmark, policy)
-    return _grade(harness, answer(engine, benchmark, cache), benchmark, out, policy)
+    answers = collect_answers(engine, list_items(benchmark), benchmark, cache)
+    return _grade(harness, answers, benchmark, out, policy)
 
 
-def answer(
-    engine: Engine, benchmark: BenchmarkConfig, cache: ResultCache | None = None
-) -> list[Answer]:
-    """The model's answers to all items of the benchmark.
+def list_items(benchmark: BenchmarkConfig) -> list[Item]:
+    """All items of the benchmark.
 
     UserError if two items have the same name. Without a benchmark.limit, also UserError if the
     number of items is not benchmark.expected.
@@ -56,7 +56,7 @@ def answer(
     names = [item.name for item in items]
     if len(set(names)) < len(names):
         raise UserError(f"{benchmark.name}: two items have the name {mode(names)}")
-    return collect_answers(engine, items, benchmark, cache)
+    return items
 
 
 def grade(

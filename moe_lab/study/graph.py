@@ -21,7 +21,6 @@ from moe_lab.config import (
     ModelConfig,
 )
 from moe_lab.criteria import IdentifiedCriterion
-from moe_lab.evaluation.harness import harness_of
 from moe_lab.grid import Cell, Request
 from moe_lab.models.files import UNRESOLVED
 from moe_lab.results import FIGURE_STEPS, STEPS
@@ -298,11 +297,6 @@ def _figure_steps(
     cell_of: dict[FigureKey, Cell] = {}
     benchmarks_of: dict[FigureKey, dict[str, BenchmarkConfig]] = defaultdict(dict)
     for cells, benchmarks in requests:
-        item_benchmarks = {
-            benchmark.name: benchmark
-            for benchmark in benchmarks
-            if harness_of(benchmark).lists_items
-        }
         for cell in cells:
             if not reads_text(cell):
                 continue
@@ -310,9 +304,10 @@ def _figure_steps(
             key = FigureKey(cell.calibration.name, cell.model.name, cell.gate, cell.seed)
             if first_seeds.setdefault(key._replace(seed=0), cell.seed) != cell.seed:
                 continue
-            if item_benchmarks:
+            if benchmarks:
                 cell_of.setdefault(key, cell)
-                benchmarks_of[key].update(item_benchmarks)
+                for benchmark in benchmarks:
+                    benchmarks_of[key][benchmark.name] = benchmark
             if resolver.config.overlap:
                 resolved_cell = resolver.resolve_cell(cell)
                 figures["families"][key] = Family.of(resolved_cell)
@@ -321,6 +316,6 @@ def _figure_steps(
     for key, cell in cell_of.items():
         resolved_cell = resolver.resolve_cell(cell)
         figures["contaminations"][key] = Contamination.of(
-            resolved_cell.model, resolved_cell.calibration, benchmarks_of[key]
+            resolved_cell.model, resolved_cell.calibration, benchmarks_of[key].values()
         )
     return figures

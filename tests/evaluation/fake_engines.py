@@ -31,7 +31,7 @@ PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 def evaluate(engine: Engine, benchmark: BenchmarkConfig, policy: Policy | None = None) -> Graded:
     """Grade the engine's answers by the harness of a benchmark, without files and without a
     preflight."""
-    answers = run.answer(engine, benchmark)
+    answers = collect_answers(engine, run.list_items(benchmark), benchmark)
     graded = harness_of(benchmark).grade(answers, benchmark, policy or Policy())
     graded.protocol.setdefault("prompt", answers[0].prompt)
     return graded
@@ -161,6 +161,7 @@ def assert_equals_lm_eval(engine: LoadedModel, benchmark: BenchmarkConfig) -> No
         log_samples=True,
     )
     graded = evaluate(engine, benchmark)
+    doc_hashes = [item.doc_hash for item in run.list_items(benchmark)]
     for report, metric in benchmark.reports.items():
         name, _, filter_name = metric.partition(",")
         rows = [
@@ -169,6 +170,7 @@ def assert_equals_lm_eval(engine: LoadedModel, benchmark: BenchmarkConfig) -> No
             for row in expected["samples"][task]
             if not filter_name or row["filter"] == filter_name
         ]
+        assert doc_hashes == [row["doc_hash"] for row in rows]
         samples = [sample for sample in graded.samples if sample["benchmark"] == report]
         assert len(samples) == len(rows) == sum(map(len, indices.values())) > 0
         for sample, row in zip(samples, rows, strict=True):

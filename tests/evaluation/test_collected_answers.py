@@ -58,8 +58,10 @@ from moe_lab.evaluation.items import (
     Text,
     answer_after_thought,
     read_answers,
+    read_items,
     text_measures,
     write_answers,
+    write_items,
 )
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import load_tokenizer
@@ -144,6 +146,21 @@ def test_killed_evaluations_resume_with_the_same_batches(
     assert progress == sums.batches_done
     write_answers(result, file)
     assert read_answers(file.read_bytes()) == expected
+
+
+def test_items_are_read_as_they_were_written(tmp_path: Path) -> None:
+    message = {"role": "user", "content": "\u00e9 \ud800"}
+    items = [
+        Item("0", (Text([message], 3, ("\n",), None, ({"name": "f"},), True),), "right"),
+        Item("1", (Pair("c", " d"), Pair([message], "e")), "d", "hash"),
+        Item("2", (Document("text", 5, True, 2), Text("p", 1, (), "r"))),
+    ]
+    contents = []
+    for name in ("first", "second"):
+        write_items(items, tmp_path / name)
+        contents.append((tmp_path / name).read_bytes())
+    assert read_items(contents[0]) == items
+    assert contents[0] == contents[1]
 
 
 def test_recorded_answers_are_read_for_their_question_only(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, mirror, run
 from moe_lab.evaluation.adapters.evalplus import GRADER, GradeRequest
 from moe_lab.evaluation.adapters.evalplus_rules import longest_program, sanitize
+from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.harnesses import evalplus
 from moe_lab.evaluation.harnesses.evalplus import fenced_program
 from moe_lab.evaluation.items import Answer, read_answers, write_answers
@@ -141,7 +142,8 @@ def answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answered:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     benchmark = small_mirror(tmp_path)
     model = ScriptedEngine(SAID)
-    write_answers(run.answer(model, benchmark), tmp_path / run.ANSWERS)
+    answers = collect_answers(model, run.list_items(benchmark), benchmark)
+    write_answers(answers, tmp_path / run.ANSWERS)
     return Answered(benchmark, model, read_answers((tmp_path / run.ANSWERS).read_bytes()))
 
 

@@ -55,6 +55,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, mirror, run
 from moe_lab.evaluation.adapters import lm_eval_files, lm_eval_tasks
+from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harnesses.lm_eval import HARNESS
 from moe_lab.evaluation.mirror import benchmarks
@@ -331,7 +332,8 @@ def test_no_item_shows_itself(
     subject: LoadedModel, tmp_path: Path, shots: int, definition: dict[str, Any]
 ) -> None:
     benchmark = custom_task(tmp_path, NUMBERED, {**MULTIPLE_CHOICE, **definition}, shots=shots)
-    for answer, item in zip(run.answer(subject, benchmark), NUMBERED, strict=True):
+    answers = collect_answers(subject, run.list_items(benchmark), benchmark)
+    for answer, item in zip(answers, NUMBERED, strict=True):
         counts = [answer.prompt.count(str(other["q"])) for other in NUMBERED]
         assert max(counts) == 1
         assert sum(counts) == (shots or 3) + 1

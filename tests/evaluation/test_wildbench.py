@@ -16,6 +16,7 @@ from fake_engines import ScriptedEngine, made_up_answers, protocol, samples
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import Policy, mirror, run
+from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.harness import benchmark_errors
 from moe_lab.evaluation.harnesses.wildbench import HARNESS, question, template
 
@@ -227,10 +228,8 @@ def test_too_long_conversations_count_as_empty_answers(
 ) -> None:
     """Those with a turn before have nine words, the others four."""
     benchmark = replace(judged, max_length=8, max_new_tokens=4)
-    answers = run.answer(
-        ScriptedEngine(lambda _: "7", "{% for m in messages %}{{ m.content }} {% endfor %}"),
-        benchmark,
-    )
+    engine = ScriptedEngine(lambda _: "7", "{% for m in messages %}{{ m.content }} {% endfor %}")
+    answers = collect_answers(engine, run.list_items(benchmark), benchmark)
     long = [f"session{number}#0" for number in CREATIVE if number % 2]
     assert len(long) == 73
     assert [answer.item for answer in answers if answer.reply.ended == "too_long"] == long

@@ -55,7 +55,7 @@ from moe_lab.study.slurm.submit import _submit_missing as submit_missing
 from moe_lab.study.slurm.submit import copy_code, pending_jobs, setup_lines
 from moe_lab.study.status import StepState, queued_jobs, seconds_left
 from moe_lab.study.step import Step
-from moe_lab.study.steps.evaluation import BenchmarkSetup, Generate, Grade, Grading
+from moe_lab.study.steps.evaluation import BenchmarkSetup, Generate, Grade, Grading, Items
 from moe_lab.study.store import Store
 
 SETTINGS = LauncherConfig(cells_per_job=2)
@@ -131,6 +131,7 @@ def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> 
     )
     step_about = BenchmarkSetup(
         benchmark,
+        Items.of(benchmark),
         Questions(benchmark),
         BackendConfig(name=backend, command="serve {checkpoint}"),
     )

@@ -234,6 +234,7 @@ def test_a_new_harness_version_changes_only_its_steps(
     assert old_ids.keys() == new_ids.keys()
     assert len(old_ids) > 4
     assert {kind for kind in old_ids if old_ids[kind] != new_ids[kind]} == {
+        "items",
         "evaluate",
         "contamination",
     }

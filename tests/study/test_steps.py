@@ -27,9 +27,9 @@ from moe_lab.config import (
     RecoveryConfig,
 )
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation import run
+from moe_lab.evaluation import answers, run
 from moe_lab.evaluation.harness import Harness
-from moe_lab.json_files import write_json
+from moe_lab.evaluation.items import Answer
 from moe_lab.models import load
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.layer_plan import LayerPlan
@@ -41,7 +41,7 @@ from moe_lab.study.schedule import InProcessExecutor, Schedule, StepError, work
 from moe_lab.study.slurm.jobs import update_from_store
 from moe_lab.study.step import Step, unmerged
 from moe_lab.study.steps.costs import Cost
-from moe_lab.study.steps.evaluation import Contamination, Evaluate
+from moe_lab.study.steps.evaluation import Contamination, Evaluate, Items
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import loaded_field
 from moe_lab.study.steps.plans import drops_whole_experts
@@ -515,17 +515,19 @@ def evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Evaluate, Files, list[Any]]:
     """A step that evaluates a model with template arguments, its files, and the template arguments
-    that the harness gets."""
+    that the engine has."""
 
-    def evaluate(subject: Any, *_: Any, **__: Any) -> None:
-        template_arguments.append(subject.template_arguments)
-        write_json(tmp_path / "result.json", {"protocol": {"prompt": "?"}})
+    def collect_answers(engine: Any, *_: Any) -> list[Answer]:
+        template_arguments.append(engine.template_arguments)
+        return [Answer("item", "?", ())]
 
     template_arguments: list[Any] = []
     network = Mock(**{"generation_config.eos_token_id": 2})
     tokenizer = Mock(eos_token_id=2)
     monkeypatch.setattr(Pruned, "open", lambda *_: nullcontext((network, tokenizer)))
-    monkeypatch.setattr(run, "evaluate", evaluate)
+    monkeypatch.setattr(Items, "read", lambda *_: [])
+    monkeypatch.setattr(answers, "collect_answers", collect_answers)
+    monkeypatch.setattr(run, "grade", lambda *_, **__: None)
     benchmark = BenchmarkConfig(
         "code", "evalplus", "pocket:benchmarks/mbpp.jsonl", reports={"mbpp": "base"}
     )
@@ -616,7 +618,7 @@ def test_contamination_counts_the_planted_items(
     planted: CalibrationConfig,
 ) -> None:
     """Case and punctuation do not matter; paragraphs of a document are counted."""
-    step = Contamination.of(MODEL, planted, {"s": stories, "w": one_document})
+    step = Contamination.of(MODEL, planted, [stories, one_document])
     folder = perform_with_inputs(Store(tmp_path / "store").create(), step)
     counts = json.loads((folder / "contamination.json").read_text())
     assert counts["s"] == {"comparable": 21, "found": 3}
@@ -626,9 +628,9 @@ def test_contamination_counts_the_planted_items(
 def test_contamination_id_depends_on_tokens_not_on_batches(
     stories: BenchmarkConfig, one_document: BenchmarkConfig, planted: CalibrationConfig
 ) -> None:
-    step = Contamination.of(MODEL, planted, {"s": stories, "w": one_document})
-    other_batches = {"w": one_document, "s": replace(stories, batch_size=2)}
+    step = Contamination.of(MODEL, planted, [stories, one_document])
+    other_batches = [one_document, replace(stories, batch_size=2)]
     assert Contamination.of(MODEL, replace(planted, batch_tokens=1), other_batches).id == step.id
     fewer_tokens = replace(planted, tokens=512)
-    shorter = Contamination.of(MODEL, fewer_tokens, {"s": stories, "w": one_document})
+    shorter = Contamination.of(MODEL, fewer_tokens, [stories, one_document])
     assert shorter.id != step.id

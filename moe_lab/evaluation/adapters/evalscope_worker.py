@@ -25,10 +25,13 @@ Samples = dict[str, Any]
 
 
 def questions(**task: Any) -> list[dict[str, Any]]:
-    """The questions of a task, each {"item": name, "messages": conversation}. `task`: keyword
-    arguments of `load`, without hides_tests."""
+    """The questions of a task, each {"item": name, "messages": conversation, "right_answer": text}.
+    `task`: keyword arguments of `load`, without hides_tests."""
     _, samples = load(**task, hides_tests=True)
-    return [{"item": name, "messages": _messages(sample)} for name, sample in samples.items()]
+    return [
+        {"item": name, "messages": _messages(sample), "right_answer": str(sample.target)}
+        for name, sample in samples.items()
+    ]
 
 
 def grade(texts: dict[str, str], **task: Any) -> dict[str, Any]:

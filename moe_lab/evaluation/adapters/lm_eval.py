@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from lm_eval.api import metrics
 from lm_eval.api.instance import Instance
+from lm_eval.utils import handle_non_serializable, hash_string
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, check_known
@@ -65,7 +66,10 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
     for questions in _questions_by_task(tasks_by_name, benchmark):
         for question in questions:
             requests = [_request(request, question, benchmark) for request in question.requests]
-            items.append(Item(question.name, tuple(requests)))
+            right_answer = _right_answer(question)
+            items.append(
+                Item(question.name, tuple(requests), right_answer, _doc_hash(question.doc))
+            )
     return items
 
 
@@ -143,6 +147,24 @@ def _request(
         # the text that a right answer adds to the prompt: a delimiter, then the target
         reference = f"{question.task.config.target_delimiter}{target}"
     return Text(context, max_tokens, stop, reference)
+
+
+def _right_answer(question: _Question) -> str:
+    """The right answer of an item as a text; several are a list in JSON."""
+    task = question.task
+    if task.OUTPUT_TYPE == "loglikelihood_rolling":
+        return ""
+    label = label_of(task, question.doc)
+    if task.OUTPUT_TYPE == "multiple_choice" and isinstance(label, int):
+        label = task.doc_to_choice(question.doc)[label]
+    return label if isinstance(label, str) else json.dumps(label, default=str)
+
+
+def _doc_hash(doc: Mapping[str, Any]) -> str:
+    """The `doc_hash` with which lm-eval logs a row of the data."""
+    content = json.dumps(doc, indent=2, default=handle_non_serializable, ensure_ascii=False)
+    hashed: str = hash_string(content)
+    return hashed
 
 
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

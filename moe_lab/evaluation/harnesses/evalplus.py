@@ -51,7 +51,7 @@ class EvalPlus(Harness):
                 request = Text([message], max_tokens)
             else:
                 request = Text(f"{prompt}\n", max_tokens, stop, problem["canonical_solution"])
-            items.append(Item(task, (request,)))
+            items.append(Item(task, (request,), problem["canonical_solution"]))
         return items
 
     def stop_texts(self, benchmark: BenchmarkConfig) -> tuple[str, ...]:

@@ -54,7 +54,6 @@ class EvalScope(Harness):
     mirrored = True
     shows_examples = True
     two_phases = True
-    lists_items = False
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
         """Items with EvalScope's prompts."""
@@ -64,7 +63,7 @@ class EvalScope(Harness):
             messages = question["messages"]
             text = "\n\n".join(message["content"] for message in messages) + "\n"
             request = Text(messages if benchmark.chat else text, benchmark.max_new_tokens)
-            items.append(Item(question["item"], (request,)))
+            items.append(Item(question["item"], (request,), question["right_answer"]))
         return items
 
     def grade(

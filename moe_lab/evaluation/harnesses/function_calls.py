@@ -3,6 +3,7 @@ compared, never run."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from moe_lab.errors import UserError, check_known
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.adapters.function_call_rules import TYPES, answer_mistake, tool
 from moe_lab.evaluation.harness import Graded, Harness, check_count, graded_by_mean
-from moe_lab.evaluation.items import Answer, Item, Text, text_items
+from moe_lab.evaluation.items import Answer, Item, Text
 from moe_lab.json_files import fits
 
 # Expected form of a line of the file of questions, and of the file of right answers.
@@ -62,15 +63,12 @@ class FunctionCalls(Harness):
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
         """An item for each question."""
-        questions = self.questions(benchmark)[: benchmark.limit]
-        max_tokens = benchmark.max_new_tokens
-        return text_items(
-            (
-                question.name,
-                Text(question.messages, max_tokens, tools=list(map(tool, question.functions))),
-            )
-            for question in questions
-        )
+        items = []
+        for question in self.questions(benchmark)[: benchmark.limit]:
+            tools = tuple(map(tool, question.functions))
+            request = Text(question.messages, benchmark.max_new_tokens, tools=tools)
+            items.append(Item(question.name, (request,), json.dumps(question.right_calls)))
+        return items
 
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy

@@ -12,7 +12,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, check_known
 from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harness import Graded, Harness, graded_by_mean
-from moe_lab.evaluation.items import Answer, Item, Text, text_items
+from moe_lab.evaluation.items import Answer, Item, Text
 
 
 class Stories(Harness):
@@ -28,11 +28,12 @@ class Stories(Harness):
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
         """An item for each row of the data file."""
-        max_tokens = benchmark.max_new_tokens
-        return text_items(
-            (str(row["id"]), Text(row["prompt"], max_tokens, reference=row.get("reference")))
-            for row in self._rows(benchmark)
-        )
+        items = []
+        for row in self._rows(benchmark):
+            reference = row.get("reference")
+            request = Text(row["prompt"], benchmark.max_new_tokens, reference=reference)
+            items.append(Item(str(row["id"]), (request,), reference or ""))
+        return items
 
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy

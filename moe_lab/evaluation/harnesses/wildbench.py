@@ -17,7 +17,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown_name_error, user_errors
 from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harness import Graded, Harness, graded_by_mean
-from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates, text_items
+from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates
 from moe_lab.evaluation.judge import HIGHEST, LOWEST, Verdict, verdicts
 from moe_lab.paths import cache_folder
 
@@ -43,11 +43,11 @@ class WildBench(Harness):
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
         """An item for each conversation. A conversation that is too long for the model gets an
         empty answer, as in HELM."""
-        max_tokens = benchmark.max_new_tokens
-        return text_items(
-            (row["session_id"], Text(_messages(row), max_tokens, skip_long=True))
-            for row in _rows(benchmark)
-        )
+        items = []
+        for row in _rows(benchmark):
+            request = Text(_messages(row), benchmark.max_new_tokens, skip_long=True)
+            items.append(Item(row["session_id"], (request,)))
+        return items
 
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy

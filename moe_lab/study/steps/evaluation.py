@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections import Counter
@@ -18,8 +17,17 @@ from moe_lab.calibration.documents import BLANK_LINE
 from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, Config, ModelConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, engines
-from moe_lab.evaluation.harness import IdentifiedBenchmark, Questions, harness_of
-from moe_lab.evaluation.items import Document, Item, Text, read_answers, write_answers
+from moe_lab.evaluation.harness import IdentifiedBenchmark, ItemSource, Questions, harness_of
+from moe_lab.evaluation.items import (
+    Answer,
+    Document,
+    Item,
+    Text,
+    read_answers,
+    read_items,
+    write_answers,
+    write_items,
+)
 from moe_lab.json_files import ResultCache, write_json
 from moe_lab.results import CONTAMINATION
 from moe_lab.study.resources import (
@@ -68,7 +76,8 @@ def results_step_of(benchmark: BenchmarkConfig, config: Config) -> Task:
         policy = replace(policy, sandbox=NAMESPACES)
 
     grading = Grading(IdentifiedBenchmark.of(benchmark), policy, limited_or_none)
-    setup = BenchmarkSetup(benchmark, Questions(benchmark) if two_phases else None, backend)
+    questions = Questions(benchmark) if two_phases else None
+    setup = BenchmarkSetup(benchmark, Items.of(benchmark), questions, backend)
 
     def results_of(pruned: Pruned) -> Evaluate | Grade:
         # part of the id only if the benchmark uses the chat template
@@ -111,10 +120,42 @@ class Grading(StepFields):
         return [(harness_of(self.benchmark).missing_requirements, self.benchmark, self.policy)]
 
 
+class Items(Step):
+    """The items of a benchmark. Every evaluation on the benchmark reads them."""
+
+    kind = "items"
+    small = True
+    source: ItemSource
+
+    @classmethod
+    def of(cls, benchmark: BenchmarkConfig) -> Self:
+        """The step that lists the items of `benchmark`."""
+        return cls(ItemSource(benchmark))
+
+    def label(self) -> str:
+        return self.source.benchmark.name
+
+    def resources(self) -> Resources:
+        return Resources(memory=PROGRAMS, isolated=True, pace=["items"], steps_per_job="short")
+
+    def work(self, files: Files) -> None:
+        from moe_lab.evaluation import run
+
+        _check_data(self.source.benchmark, self.settings["source"])
+        write_items(run.list_items(self.source.benchmark), files.out / run.ITEMS)
+
+    def read(self, files: Files) -> list[Item]:
+        """The items, from the result of this step."""
+        from moe_lab.evaluation import run
+
+        return read_items(files.read(self, run.ITEMS))
+
+
 class BenchmarkSetup(StepFields):
     """A benchmark, and the backend that runs models on it."""
 
     benchmark: BenchmarkConfig
+    items: Items
     questions: Questions | None
     """The settings of the benchmark that change answers. None if the step also grades: its field
     `grading` then identifies the benchmark."""
@@ -187,11 +228,18 @@ class BenchmarkRun(Step):
             with self.pruned.open(files) as (network, tokenizer):
                 yield LoadedModel(network, tokenizer, self.pruned.model.template_arguments)
 
-    def cache(self, files: Files) -> ResultCache:
-        """Cache of the model's outputs, from which an interrupted step resumes."""
-        from moe_lab.evaluation.answers import COMPUTED
+    def answers(self, files: Files) -> list[Answer]:
+        """The model's answers to the items. An interrupted step resumes from a cache of its
+        outputs."""
+        from moe_lab.evaluation.answers import COMPUTED, collect_answers
 
-        return ResultCache(files.partial / COMPUTED)
+        items = self.setup.items.read(files)
+        cache = ResultCache(files.partial / COMPUTED)
+        with self.engine(files) as engine:
+            answers = collect_answers(engine, items, self.benchmark, cache)
+        prompt = answers[0].prompt  # an example of what the model has read
+        print(f"{self.folder} asks, for example: {prompt!r}", file=sys.stderr, flush=True)
+        return answers
 
     def weights(self, files: Files) -> Path:
         """Folder of the checkpoint that a server or vLLM reads."""
@@ -200,10 +248,6 @@ class BenchmarkRun(Step):
         if self.checkpoint:
             return files.path(self.checkpoint, "checkpoint")
         return local_folder(self.pruned.model)
-
-    def log_prompt(self, prompt: str) -> None:
-        """Write `prompt` to the log, as an example of what the model has read."""
-        print(f"{self.folder} asks, for example: {prompt!r}", file=sys.stderr, flush=True)
 
 
 class Evaluate(BenchmarkRun):
@@ -220,15 +264,8 @@ class Evaluate(BenchmarkRun):
         from moe_lab.evaluation import run
 
         _check_data(self.benchmark, self.settings["benchmark"])
-        with self.engine(files) as engine:
-            run.evaluate(
-                engine,
-                self.benchmark,
-                files.out,
-                policy=self.grading.policy,
-                cache=self.cache(files),
-            )
-        self.log_prompt(json.loads((files.out / "result.json").read_text())["protocol"]["prompt"])
+        answers = self.answers(files)
+        run.grade(answers, self.benchmark, files.out, policy=self.grading.policy)
 
 
 class Generate(BenchmarkRun):
@@ -244,12 +281,7 @@ class Generate(BenchmarkRun):
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import run
 
-        # the id of this step does not depend on settings of grading
-        _check_data(self.benchmark, self.settings["questions"])
-        with self.engine(files) as engine:
-            answers = run.answer(engine, self.benchmark, self.cache(files))
-        write_answers(answers, files.out / run.ANSWERS)
-        self.log_prompt(answers[0].prompt)
+        write_answers(self.answers(files), files.out / run.ANSWERS)
 
 
 class Grade(Step):
@@ -293,22 +325,21 @@ class Contamination(Step):
     facts: Facts
     """Facts of the model whose tokenizer determines where the calibration set ends."""
     text: IdentifiedText
-    asked: tuple[tuple[str, Questions], ...]
-    """(name of a benchmark, its questions). The name of this field is part of the id."""
+    items: dict[str, Items]
+    """Role of an input -> items of a benchmark."""
 
     @classmethod
     def of(
-        cls, model: ModelConfig, text: CalibrationConfig, benchmarks: Mapping[str, BenchmarkConfig]
+        cls, model: ModelConfig, text: CalibrationConfig, benchmarks: Iterable[BenchmarkConfig]
     ) -> Self:
-        """The step that compares `text` with the items of `benchmarks` (name -> benchmark)."""
-        # settings that do not change the counts are fixed, so that more studies share the step;
+        """The step that compares `text` with the items of `benchmarks`."""
         # few-shot examples are items of another split, and are not compared with the text
-        questions = []
-        for name in sorted(benchmarks):
-            benchmark = replace(benchmarks[name], shots=0, batch_size=1)
-            questions.append((name, Questions(benchmark)))
+        items = {
+            f"items of {benchmark.name}": Items.of(replace(benchmark, shots=0))
+            for benchmark in benchmarks
+        }
         identified_text = IdentifiedText.of(replace(text, batch_tokens=1, parts=1))
-        return cls(loaded_field(model).facts, identified_text, tuple(questions))
+        return cls(loaded_field(model).facts, identified_text, items)
 
     def label(self) -> str:
         return f"{self.text.name}-{self.facts.model.name}"
@@ -319,16 +350,12 @@ class Contamination(Step):
         )
 
     def work(self, files: Files) -> None:
-        """Write the result of `count_contamination` for each benchmark. Raises Unavailable when the
-        data of a benchmark has changed since the step's id was computed."""
-        # the setting "asked" has the pairs of the field `asked` as JSON
-        for (_, questions), (_, identity) in zip(self.asked, self.settings["asked"], strict=True):
-            _check_data(questions.benchmark, identity)
+        """Write the result of `count_contamination` for each benchmark."""
         text_phrases = {phrase for text in self._texts() for phrase in phrases(text)}
         counts = {}
-        for name, questions in self.asked:
-            items = harness_of(questions.benchmark).items(questions.benchmark)
-            counts[name] = count_contamination(items, text_phrases)
+        for step in self.items.values():
+            name = step.source.benchmark.name
+            counts[name] = count_contamination(step.read(files), text_phrases)
         write_json(files.out / CONTAMINATION, counts)
 
     def _texts(self) -> Iterator[str]:
