@@ -121,7 +121,7 @@ def main() -> int:
         by_program, _ = evaluate_utils.evaluate_generations_by_problem(
             [program], {"input_output": json.dumps(tests)}, False, 6
         )
-        programs = Programs(confined="namespaces" in sys.argv)
+        programs = Programs(sys.argv[1])
         results, _ = programs.run_tests(program, tests)
         programs.close()
         by_evalscope = sum(result is True for result in by_program[0])

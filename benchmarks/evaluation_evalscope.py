@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.data_sets import mirror_files
-from benchmarks.measure import namespaces_missing, parser, timed
+from benchmarks.measure import parser, program_isolation, timed
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harnesses.evalscope import HARNESS
@@ -48,9 +48,9 @@ def main() -> int:
     failed = False
     if "programs" in arguments.parts:
         python = interpreter("evalscope", None, "benchmarks.contest_programs")
-        sandbox = "limits" if namespaces_missing() else "namespaces"
         program = Path(__file__).with_name("contest_programs.py")
-        failed |= subprocess.run([python, "-s", str(program), sandbox], check=False).returncode != 0
+        line = [python, "-s", str(program), program_isolation()]
+        failed |= subprocess.run(line, check=False).returncode != 0
     if "answers" in arguments.parts:
         failed |= _answers_fail(arguments)
     return int(failed)

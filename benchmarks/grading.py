@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import median_misses, namespaces_missing, parser, ratios, timed
+from benchmarks.measure import median_misses, parser, program_isolation, ratios, timed
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.adapters.evalplus import GRADER, Grader, GradeRequest
@@ -98,9 +98,7 @@ def count(benchmark: BenchmarkConfig, program: Callable[[Problem], str]) -> Coun
     """Grade the program of each problem in the form of a model's answer."""
     problems = {row["task_id"]: row for row in mirror.rows(benchmark)}
     answers = [_answer(item, problems[item.name], program) for item in HARNESS.items(benchmark)]
-    policy = Policy(
-        allow_code_execution=True, sandbox="none" if namespaces_missing() else "namespaces"
-    )
+    policy = Policy(allow_code_execution=True, sandbox=program_isolation())
 
     def graded_anew() -> Graded:
         graded = HARNESS.grade(answers, benchmark, policy)
@@ -225,8 +223,7 @@ def canonical_solutions(plan: str, data: Path) -> GradeRequest:
 
 
 def _request(dataset: str, data: Path, programs: dict[str, str]) -> GradeRequest:
-    confined = namespaces_missing() is None
-    return GradeRequest(dataset, str(data), programs, confined)
+    return GradeRequest(dataset, str(data), programs, program_isolation())
 
 
 def main() -> int:

@@ -31,16 +31,11 @@ def parser(program: str, doc: str) -> argparse.ArgumentParser:
     )
 
 
-def namespaces_missing() -> str | None:
-    """The reason why programs cannot be confined by namespaces on this machine; None when they can
-    be."""
-    from moe_lab.evaluation.sandbox.client import RunnerError, check_namespaces
+def program_isolation() -> str:
+    """How programs of models are isolated on this machine: landlock, bubblewrap, or none."""
+    from moe_lab.evaluation.sandbox.isolation import ISOLATIONS, NONE, missing
 
-    try:
-        check_namespaces()
-    except RunnerError as error:
-        return str(error)
-    return None
+    return next((kind for kind in ISOLATIONS if missing(kind) is None), NONE)
 
 
 # Timing.

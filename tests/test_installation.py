@@ -190,7 +190,7 @@ def hostile(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("arguments", "output"),
-    [(["-u", "-m", RUNNER, "limited"], ""), (["-m", "analysis", "help"], "unified.table1")],
+    [(["-u", "-m", RUNNER, "none", "/none"], ""), (["-m", "analysis", "help"], "unified.table1")],
 )
 @pytest.mark.parametrize(
     "variables",

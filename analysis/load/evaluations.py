@@ -257,15 +257,11 @@ def are_binary(outcomes: np.ndarray) -> bool:
     return bool(np.isin(outcomes[~np.isnan(outcomes)], (0.0, 1.0)).all())
 
 
-NAMESPACES = "namespaces"
-"""The sandbox that isolates programs fully."""
-
-
 def remarks(
     results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader
 ) -> list[str]:
-    """Sentences about results that are hard to compare, and about each sandbox, other than
-    NAMESPACES, in which programs written by models ran."""
+    """Sentences about results that are hard to compare, and about programs written by models that
+    ran without isolation."""
     sentences = mixed_versions(origins, cells, reader)
     commits = [str(commit) for commit in origins["commit"].dropna().unique()]
     if len(commits) > 1:
@@ -303,10 +299,8 @@ def remarks(
             "Cells were evaluated on different sets of benchmarks; averages are over those a group "
             "has in common."
         )
-    for sandbox in sorted(set(origins["sandbox"].dropna()) - {NAMESPACES}):
-        sentences.append(
-            f"Programs written by models ran without namespaces around them (sandbox: {sandbox})."
-        )
+    if (origins["sandbox"] == "none").any():
+        sentences.append("Programs written by models ran without isolation (sandbox=none).")
     return sentences
 
 

@@ -286,9 +286,9 @@ class Config(Group):
     timing."""
     allow_code_execution: bool = False
     """Let benchmarks run programs that the model wrote, in a sandbox."""
-    sandbox: Literal["auto", "namespaces", "none"] = "auto"
-    """How programs that the model wrote are confined: auto (namespaces, or a limited subprocess for
-    shipped benchmarks if the kernel has no namespaces), namespaces, or none."""
+    sandbox: Literal["auto", "landlock", "bubblewrap", "none"] = "auto"
+    """How programs that the model wrote are isolated: landlock (Linux 5.13 or later), bubblewrap,
+    auto (the first of these that the machine has), or none."""
     allow_judge: bool = False
     """Send the model's answers to the judge's endpoint."""
     allow_pickled_data: bool = False

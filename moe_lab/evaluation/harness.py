@@ -19,10 +19,10 @@ from typing import Any
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError, unknown_name_error, user_errors
-from moe_lab.evaluation import LIMITED, Policy
+from moe_lab.evaluation import Policy
 from moe_lab.evaluation.items import Answer, Item
 from moe_lab.machine import package_version
-from moe_lab.paths import PREFIX, local_path
+from moe_lab.paths import local_path
 from moe_lab.results import Result, Sample, Scale
 
 
@@ -257,27 +257,11 @@ class Harness(ABC):
 
             yield from judge.missing_requirements(benchmark, policy)
         if self.runs_programs(benchmark):
-            yield from user_errors(self.program_sandbox, benchmark, policy)
+            yield from user_errors(policy.program_sandbox)
 
     def runs_programs(self, benchmark: BenchmarkConfig) -> bool:
         """Whether grading runs programs that the model wrote."""
         return False
-
-    def program_sandbox(self, benchmark: BenchmarkConfig, policy: Policy) -> str:
-        """The sandbox in which the model's programs run. UserError or Unavailable if there is no
-        sandbox."""
-        # A shipped benchmark has a task that begins with PREFIX. It is a closed world: programs can
-        # solve it without imports and private attributes.
-        return policy.program_sandbox(closed_world=benchmark.task.startswith(PREFIX))
-
-    def uses_limited_sandbox(self, benchmark: BenchmarkConfig, policy: Policy) -> bool:
-        """Whether the sandbox on this machine is `LIMITED`."""
-        if not self.runs_programs(benchmark):
-            return False
-        try:
-            return self.program_sandbox(benchmark, policy) == LIMITED
-        except (UserError, Unavailable):  # `missing_requirements` reports the error
-            return False
 
 
 def _parameters(benchmark: BenchmarkConfig, keys: Sequence[str]) -> dict[str, Any]:

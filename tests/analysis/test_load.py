@@ -280,7 +280,7 @@ def mixed(store: Path) -> Study:
         provenance = {"versions": {"torch": "9.9"}, "code": {"commit": "c1", "edits": edits}}
         step = {"files": {}, "provenance": provenance}
         write_json(folder(store, 2, name) / "step.json", step)
-    change_result(store, 3, "humaneval", protocol={"sandbox": "limited subprocess"})
+    change_result(store, 3, "humaneval", protocol={"sandbox": "none"})
     change_result(store, 3, "wildbench", protocol={"too_long": ["a", "b"]})
     change_result(store, 3, "mbpp", protocol={"unfinished_thoughts": ["a"]})
     return load(store, "made_up")
@@ -297,7 +297,7 @@ def test_notes_name_mixed_sizes_metrics_and_versions(mixed: Study) -> None:
         "arc_easy was measured by different metrics",
         "torch",
         "c1 (edits e1), c1 (edits e2)",
-        "sandbox: limited",
+        "sandbox=none",
         "A limit was set: one benchmark ",
     ):
         assert note in notes

@@ -365,9 +365,7 @@ PROCESSES = [
     ),
     _attempt("goes before all others", "os.nice(-20)"),
     _attempt("raises its limits", "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))"),
-    _attempt(
-        "raises the limit of processes", "resource.setrlimit(resource.RLIMIT_NPROC, (99, 99))"
-    ),
+    _attempt("limits its parent", "resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))"),
 ]
 MEMORY = [
     _attempt("takes 10 GiB at once", "len(bytearray(10 << 30))"),
@@ -432,9 +430,9 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def failures(programs: Sequence[Program]) -> list[str]:
-    """Grade `programs`, each followed by a right and a wrong program. Returns a sentence for each
-    forbidden verdict and for each trace."""
+def failures(programs: Sequence[Program], isolation: str) -> list[str]:
+    """Grade `programs` with a kind of isolation, each followed by a right and a wrong program.
+    Returns a sentence for each forbidden verdict and for each trace."""
     adopt_orphans()
     mark = f"moe_lab_escape_{os.getpid()}"
     with (
@@ -463,7 +461,7 @@ def failures(programs: Sequence[Program]) -> list[str]:
                 texts[rows[-1]["task_id"]] = body
         data = str(write_lines(folder / "data.jsonl", rows))
         limits = {"seconds": SECONDS, "memory_mib": MEMORY_MIB, "processes": 2}
-        request = GradeRequest("humaneval", data, texts, True, **limits)
+        request = GradeRequest("humaneval", data, texts, isolation, **limits)
         start = time.monotonic()
         with (
             mock.patch.dict(os.environ, TMPDIR=str(folder / "temporary")),

@@ -4,33 +4,34 @@ from typing import Any
 
 import pytest
 
-from benchmarks.measure import namespaces_missing
 from moe_lab.config import ModelConfig
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.sandbox.client import Runner
+from moe_lab.evaluation.sandbox.isolation import ISOLATIONS, NONE, missing
 from moe_lab.models.load import load_model
 
 
-@pytest.fixture(scope="session")
-def namespaces() -> None:
-    """Skips what needs them on a machine that has none."""
-    if namespaces_missing():
-        pytest.skip(f"no namespaces: {namespaces_missing()}")
-
-
-@pytest.fixture(params=["namespaces", "limits"])
-def runner(request: pytest.FixtureRequest) -> Any:
-    """A runner, with and without namespaces."""
-    if request.param == "namespaces":
-        request.getfixturevalue("namespaces")
-    with Runner(confined=request.param == "namespaces") as sandbox_runner:
-        yield sandbox_runner
+@pytest.fixture(params=ISOLATIONS)
+def isolation(request: pytest.FixtureRequest) -> str:
+    """Each kind of isolation; skipped where the machine does not have it."""
+    if reason := missing(request.param):
+        pytest.skip(reason)
+    return str(request.param)
 
 
 @pytest.fixture
-def confined_runner(namespaces: None) -> Any:
-    """A runner behind namespaces."""
-    with Runner(confined=True) as sandbox_runner:
+def isolated_runner(isolation: str) -> Any:
+    """A runner with each kind of isolation."""
+    with Runner(isolation) as sandbox_runner:
+        yield sandbox_runner
+
+
+@pytest.fixture(params=[*ISOLATIONS, NONE])
+def runner(request: pytest.FixtureRequest) -> Any:
+    """A runner with each kind of isolation, and without any."""
+    if reason := missing(request.param):
+        pytest.skip(reason)
+    with Runner(request.param) as sandbox_runner:
         yield sandbox_runner
 
 

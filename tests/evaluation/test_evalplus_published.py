@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from processes import is_running, wait_until
 
 from benchmarks.grading import canonical, count, raising, wrong_at_last
-from benchmarks.measure import namespaces_missing
+from benchmarks.measure import program_isolation
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, mirror, run
@@ -38,9 +38,7 @@ from moe_lab.evaluation.mirror import benchmarks, make
 
 pytestmark = pytest.mark.slow
 
-ALLOWED = Policy(
-    allow_code_execution=True, sandbox="none" if namespaces_missing() else "namespaces"
-)
+ALLOWED = Policy(allow_code_execution=True, sandbox=program_isolation())
 CHOSEN = {
     # 32: judged by putting the answer in; 38, 50: helpers in the prompt
     "humaneval": (0, 2, 32, 38, 50, 115, 163),
@@ -262,7 +260,7 @@ def test_nothing_kills_the_sanitizer(tmp_path: Path) -> None:
 
     def sanitized_by_grader(text: str) -> str:
         request = GradeRequest(
-            "humaneval", data, {"HumanEval/900": text}, not namespaces_missing(), sanitize=True
+            "humaneval", data, {"HumanEval/900": text}, program_isolation(), sanitize=True
         )
         return GRADER.grade(request)["HumanEval/900"].program
 
@@ -286,7 +284,7 @@ import sys
 from moe_lab.evaluation.adapters.evalplus import GRADER, GradeRequest
 endless = "def f(x):\\n    while True: pass"
 answers = {"HumanEval/1": endless}
-GRADER.grade(GradeRequest("humaneval", sys.argv[1], answers, sys.argv[2] == "", seconds=50.0))
+GRADER.grade(GradeRequest("humaneval", sys.argv[1], answers, sys.argv[2], seconds=50.0))
 """
 
 
@@ -295,11 +293,11 @@ def grading(tmp_path: Path) -> Iterator[psutil.Popen]:
     """A process that grades a program, which runs."""
     data = write_lines(tmp_path / "data.jsonl", [problem(1, "f", "return x", [[1]], [])])
     (tmp_path / "temporary").mkdir()
-    command = [sys.executable, "-c", GRADING, str(data), namespaces_missing() or ""]
+    command = [sys.executable, "-c", GRADING, str(data), program_isolation()]
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
     process = psutil.Popen(command, env=environment)
-    # the runner, process 1 of its tree, the program
-    wait_until(lambda: len(process.children(recursive=True)) >= 3)
+    # the runner and the program
+    wait_until(lambda: len(process.children(recursive=True)) >= 2)
     yield process
     with suppress(psutil.NoSuchProcess):
         process.kill()

@@ -20,11 +20,12 @@ import pyarrow.parquet as parquet
 import pytest
 from fake_engines import ScriptedEngine, made_up_answers, problems, protocol, samples
 
+from benchmarks.measure import program_isolation
 from moe_lab import machine
 from moe_lab.child_process import ChildProcess, ErrorReply
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import NAMESPACES, Policy, mirror, run
+from moe_lab.evaluation import Policy, mirror, run
 from moe_lab.evaluation.adapters import evalscope_code, evalscope_worker
 from moe_lab.evaluation.harnesses import evalscope
 from moe_lab.evaluation.harnesses.evalscope import HARNESS
@@ -160,7 +161,7 @@ class JudgedPrograms(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def judged_programs(namespaces: None, tmp_path_factory: pytest.TempPathFactory) -> JudgedPrograms:
+def judged_programs(tmp_path_factory: pytest.TempPathFactory) -> JudgedPrograms:
     """Two problems are of days outside the benchmark's."""
     folder = tmp_path_factory.mktemp("live_code_bench")
     benchmark = configured("live_code_bench", folder, expected=len(CASES))
@@ -190,7 +191,7 @@ def test_evalscope_judges_programs_that_run_in_the_sandbox(
     outcomes = {name: outcome for name, (_, _, outcome) in CASES.items()}
     assert {name: sample["outcome"] for name, sample in rows.items()} == outcomes
     assert (result["n"], result["score"]) == (len(CASES), pytest.approx(3 / len(CASES)))
-    assert record["sandbox"] == NAMESPACES
+    assert record["sandbox"] == program_isolation()
     assert record["evalscope"]["evalscope"]
 
 
@@ -216,7 +217,7 @@ def test_evalscope_asks_in_its_own_words(judged_programs: JudgedPrograms) -> Non
 def test_ended_runner_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evalscope_code, "program_source", lambda solution, function: solution)
     monkeypatch.setattr(evalscope_code.LimitedCalls, "__call__", lambda *_: ([], {}))
-    programs = evalscope_code.Programs(confined=False)
+    programs = evalscope_code.Programs("none")
     tests = {"fn_name": None, "inputs": ["1"], "outputs": ["1"]}
     answer = "def moe_lab_answer(given): return given"
     try:

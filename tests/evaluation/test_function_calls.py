@@ -24,7 +24,7 @@ from moe_lab.evaluation.items import answer_after_thought
 from moe_lab.models.config_json import check_chat_template
 
 EXAMPLE = Path(__file__).parents[2] / "examples/function_calls"
-ALLOWED = Policy(False, "namespaces", False, False)
+ALLOWED = Policy()
 
 
 def decode(text: str, functions: Sequence[Mapping[str, Any]] = ()) -> list[Call]:

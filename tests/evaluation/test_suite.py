@@ -24,17 +24,17 @@ from evalplus.provider.utility import EOS
 from fake_engines import collect_replies, generate, problems, protocol, samples
 from harness_files import shipped_items, write_lines
 
-from benchmarks.measure import namespaces_missing
+from benchmarks.measure import program_isolation
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation import LIMITED, NAMESPACES, UNCONFINED, Policy
+from moe_lab.evaluation import Policy
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harness import benchmark_errors
 from moe_lab.evaluation.harnesses import evalplus
 from moe_lab.evaluation.harnesses.perplexity import HARNESS as PERPLEXITY
 from moe_lab.evaluation.run import evaluate
-from moe_lab.evaluation.sandbox import client
-from moe_lab.evaluation.sandbox.runner import NO_NAMESPACES, Request
+from moe_lab.evaluation.sandbox import client, isolation
+from moe_lab.evaluation.sandbox.runner import Request
 from moe_lab.paths import resolve
 from moe_lab.results import Sample
 
@@ -108,46 +108,45 @@ def test_identity_follows_content_and_settings_not_place(tmp_path: Path) -> None
         assert evalplus.HARNESS.identity(replace(CODE, **values)) != known, values  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def fresh_sandbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that has not found out yet what this machine can do."""
+    monkeypatch.setattr(client, "PAUSE", 0.0)
+    isolation.missing.cache_clear()
+    client.check_runner.cache_clear()
+    yield
+    isolation.missing.cache_clear()
+    client.check_runner.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_sandbox")
 @pytest.mark.parametrize(
-    ("sandbox", "missing", "closed_world", "expected"),
+    ("sandbox", "version", "bwrap", "expected"),
     [
-        ("auto", False, False, NAMESPACES),
-        ("auto", True, True, LIMITED),
-        ("auto", True, False, None),
-        ("namespaces", False, True, NAMESPACES),
-        ("namespaces", True, True, None),
-        ("none", True, False, UNCONFINED),
+        ("auto", 7, "/usr/bin/bwrap", "landlock"),
+        ("auto", 0, "/usr/bin/bwrap", "bubblewrap"),
+        ("auto", 0, None, "Landlock.*bwrap"),
+        ("landlock", 0, "/usr/bin/bwrap", "Landlock"),
+        ("bubblewrap", 7, "/usr/bin/bwrap", "bubblewrap"),
+        ("bubblewrap", 7, None, "bwrap"),
+        ("none", 0, None, "none"),
     ],
 )
-def test_the_sandbox_setting_selects_the_sandbox(
-    monkeypatch: pytest.MonkeyPatch,
-    sandbox: str,
-    missing: bool,
-    closed_world: bool,
-    expected: str | None,
+def test_the_sandbox_setting_selects_the_isolation(
+    monkeypatch: pytest.MonkeyPatch, sandbox: str, version: int, bwrap: str | None, expected: str
 ) -> None:
-    monkeypatch.setattr(client, "check_namespaces", no_namespaces if missing else lambda: None)
-    refused = pytest.raises(UserError, match=f"sandbox={re.escape(sandbox)}")
-    with nullcontext() if expected else refused:
-        assert Policy(True, sandbox).program_sandbox(closed_world=closed_world) == expected
+    """On kernels with and without Landlock, the second of which is only pretended."""
+    monkeypatch.setattr(isolation, "landlock_version", lambda: version)
+    monkeypatch.setattr(isolation.shutil, "which", lambda program: bwrap)
+    monkeypatch.setattr(client, "start", lambda kind: nullcontext())
+    monkeypatch.setattr(nullcontext, "close", lambda self: None, raising=False)
+    if expected in ("landlock", "bubblewrap", "none"):
+        assert Policy(True, sandbox).program_sandbox() == expected
+    else:
+        with pytest.raises(UserError, match=f"sandbox={sandbox} .*{expected}.*sandbox=none"):
+            Policy(True, sandbox).program_sandbox()
     with pytest.raises(UserError, match=r"allow_code_execution=false"):
-        Policy(False, sandbox).program_sandbox(closed_world=closed_world)
-
-
-def no_namespaces() -> None:
-    raise client.NoNamespaces("none here")
-
-
-def test_refused_namespaces_are_reported_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By the words that a runner ends with, and at once."""
-    code = f"raise SystemExit('{NO_NAMESPACES} (clone: Operation not permitted)')"
-    monkeypatch.setattr(
-        client, "runner_command", lambda *, confined: ([sys.executable, "-c", code], {})
-    )
-    with pytest.raises(client.NoNamespaces, match="not permitted"):
-        client.start(confined=True)
+        Policy(False, sandbox).program_sandbox()
 
 
 def broken_starts(monkeypatch: pytest.MonkeyPatch, count: int, how: str) -> list[str]:
@@ -155,9 +154,9 @@ def broken_starts(monkeypatch: pytest.MonkeyPatch, count: int, how: str) -> list
     failed: list[str] = []
     plain = client.runner_command
 
-    def command(*, confined: bool) -> tuple[list[str], dict[str, str]]:
+    def command(kind: str) -> tuple[list[str], dict[str, str]]:
         if len(failed) == count:
-            return plain(confined=confined)
+            return plain(kind)
         failed.append(how)
         if how == "no process":
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -165,15 +164,6 @@ def broken_starts(monkeypatch: pytest.MonkeyPatch, count: int, how: str) -> list
 
     monkeypatch.setattr(client, "runner_command", command)
     return failed
-
-
-@pytest.fixture
-def fresh_sandbox(namespaces: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process that has not found out yet what this machine can do."""
-    monkeypatch.setattr(client, "PAUSE", 0.0)
-    client.check_namespaces.cache_clear()
-    yield
-    client.check_namespaces.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh_sandbox")
@@ -186,7 +176,7 @@ def test_failed_sandbox_start_is_repeated_not_weakened(
         with pytest.raises(Unavailable, match="sandbox=auto"):
             Policy(True).program_sandbox()
     failed = broken_starts(monkeypatch, 1, how)  # the failure before is not remembered
-    assert Policy(True).program_sandbox() == NAMESPACES
+    assert Policy(True).program_sandbox() == program_isolation()
     assert failed == [how]
 
 
@@ -195,7 +185,7 @@ def test_failed_sandbox_start_is_repeated_while_grading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     broken_starts(monkeypatch, 2, "killed")
-    runners = client.Runners(confined=True)
+    runners = client.Runners(program_isolation())
     try:
         request = Request("def f(x): return x", "f", [[3]], [1.0], 2.0, 1 << 30, 1 << 20)
         assert runners.run(request).status == "ok"
@@ -237,7 +227,7 @@ def completed(subject: LoadedModel, tmp_path_factory: pytest.TempPathFactory) ->
     data = write_lines(folder / "problems.jsonl", problems)
     limits = {"seconds": 0.5, "memory_mib": 512, "processes": 1}
     benchmark = replace(CODE, task=str(data), expected=3, max_new_tokens=64, parameters=limits)
-    policy = Policy(True, sandbox="none" if namespaces_missing() else "namespaces")
+    policy = Policy(True, sandbox=program_isolation())
     (result,) = evaluate(subject, benchmark, folder, policy=policy)
     return SimpleNamespace(result=result, folder=folder, prompts=prompts, texts=texts)
 
@@ -265,32 +255,10 @@ def test_programs_have_the_loss_of_the_canonical_solution(
 
 def test_the_protocol_of_programs_has_the_sandbox_and_a_prompt(completed: Any) -> None:
     content = protocol(completed.folder)
-    assert content["sandbox"] == (UNCONFINED if namespaces_missing() else NAMESPACES)
+    assert content["sandbox"] == program_isolation()
     assert content["prompt"] == completed.prompts[0]
     assert set(EOS) <= set(content["stop"])
     assert tuple(EOS) == STOP[5:], "EvalPlus's own list was changed"
-
-
-def test_shipped_benchmarks_run_without_namespaces(
-    subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client, "check_namespaces", no_namespaces)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    shipped = replace(CODE, max_new_tokens=32, limit=4, parameters={"seconds": 0.5})
-    evaluate(subject, shipped, tmp_path / "out", policy=Policy(True))
-    assert protocol(tmp_path / "out")["sandbox"] == LIMITED
-    with pytest.raises(UserError, match="sandbox=none"):
-        evaluate(
-            subject,
-            replace(shipped, task=resolve(shipped.task)),
-            tmp_path / "other",
-            policy=Policy(True),
-        )
-    assert not (tmp_path / "other").exists()
-    monkeypatch.setattr(evalplus, "closed_world_violation", lambda program: "the name open")
-    evaluate(subject, shipped, tmp_path / "refused", policy=Policy(True))
-    verdicts = [sample["extracted"].splitlines()[0] for sample in samples(tmp_path / "refused")]
-    assert verdicts == ["refused: not run: it uses the name open"] * 4
 
 
 STORY_PROMPT = (

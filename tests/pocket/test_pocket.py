@@ -272,9 +272,7 @@ def test_the_model_calls_functions(calling: BenchmarkConfig, tmp_path: Path) -> 
             ModelConfig(name="calls", path="pocket:function_calls", threads=1, device="cpu")
         )
     )
-    (result,) = run.evaluate(
-        model, calling, tmp_path, policy=Policy(False, "namespaces", False, False)
-    )
+    (result,) = run.evaluate(model, calling, tmp_path, policy=Policy())
     assert result["n"] == 160
     assert result["score"] >= 0.9
 

@@ -19,9 +19,6 @@ from moe_lab.config import (
     ProtocolConfig,
     SuiteConfig,
 )
-from moe_lab.errors import UserError
-from moe_lab.evaluation import LIMITED
-from moe_lab.evaluation.sandbox import client
 from moe_lab.grid import benchmarks
 from moe_lab.json_files import write_sealed
 from moe_lab.results import STEPS
@@ -188,35 +185,6 @@ def test_template_arguments_change_chat_evaluations() -> None:
         chat = replace(benchmark, chat=True)
         assert evaluation_id(chat, thinking=True) != evaluation_id(chat, thinking=False)
         assert evaluation_id(benchmark, thinking=True) == evaluation_id(benchmark, thinking=False)
-
-
-@pytest.fixture
-def graded(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Step], dict[str, Step]]:
-    """The steps of a study that began where namespaces can be used, and of one that began where
-    they cannot, as now."""
-    monkeypatch.setattr(client, "check_namespaces", lambda: None)
-    confined = code_steps(CODE, allow_code_execution=True)
-    error = Mock(side_effect=client.NoNamespaces("none here"))
-    monkeypatch.setattr(client, "check_namespaces", error)
-    return confined, code_steps(CODE, allow_code_execution=True)
-
-
-def test_the_sandbox_changes_the_grade_and_not_the_programs(
-    graded: tuple[dict[str, Step], dict[str, Step]],
-) -> None:
-    """Programs that are not run give other results."""
-    confined, limited = graded
-    assert limited["grade"].id != confined["grade"].id
-    assert limited["generate"].id == confined["generate"].id
-
-
-def test_the_sandbox_is_that_of_the_machine_where_the_study_began(
-    graded: tuple[dict[str, Any], dict[str, Any]],
-) -> None:
-    confined, limited = (steps["grade"].grading.policy for steps in graded)
-    assert limited.program_sandbox(closed_world=True) == LIMITED
-    with pytest.raises(UserError, match=r"sandbox=.*none here"):
-        confined.program_sandbox(closed_world=True)
 
 
 def test_a_new_harness_version_changes_only_its_steps(

@@ -16,6 +16,7 @@ from typing import Any
 from moe_lab.evaluation.adapters import evalplus_rules
 from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runners
 from moe_lab.evaluation.sandbox.encoding import encode
+from moe_lab.evaluation.sandbox.isolation import ISOLATIONS, NONE
 from moe_lab.evaluation.sandbox.runner import Request
 from moe_lab.machine import cores
 
@@ -45,8 +46,8 @@ class GradeRequest:
     """Path of the data file."""
     programs: dict[str, str]
     """Task id -> complete program."""
-    confined: bool
-    """Run programs in namespaces; False: only in a subprocess with limits."""
+    isolation: str
+    """How programs are isolated; see `sandbox/isolation.py`."""
     sanitize: bool = False
     """Apply EvalPlus's sanitizer to the programs first."""
     seconds: float = 4.0
@@ -62,8 +63,8 @@ class GradeRequest:
 class Verdict:
     """Statuses of a program: `base` on the base tests, `plus` on the base and plus tests together.
 
-    A status is pass, fail, timeout, crash (the program died), output (an output is too large or not
-    a value) or refused (not run, because `sandbox/closed_world.py` does not accept the program).
+    A status is pass, fail, timeout, crash (the program died) or output (an output is too large or
+    not a value).
     """
 
     program: str
@@ -103,8 +104,8 @@ class Grader:
         environment |= {"PYTHONNOUSERSITE": "1", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
         self.rules = LimitedCalls(evalplus_rules.__name__, environment)
         """Calls functions of evalplus_rules in processes with limits."""
-        self.runners = {confined: Runners(confined=confined) for confined in (True, False)}
-        """Whether programs are confined -> the processes that run programs."""
+        self.runners = {kind: Runners(kind) for kind in (*ISOLATIONS, NONE)}
+        """Kind of isolation -> the processes that run programs."""
         self.files: dict[tuple[str, str], _DataFile] = {}
         """(data set, sha256 of the data file) -> problems and cached results."""
 
@@ -118,7 +119,7 @@ class Grader:
         try:
             return _Grading(request, self.files[key], self).verdicts()
         finally:
-            if not request.confined:  # an unconfined program may have harmed the processes
+            if request.isolation == NONE:  # a program may have harmed the processes
                 self.close()
 
     def close(self) -> None:
@@ -145,7 +146,7 @@ class _Grading:
         """Task id -> verdict, for each program of the request."""
         request = self.request
         canonical_results = self.file.canonical_results
-        settings = (request.seconds, request.memory_mib, request.confined, request.sanitize)
+        settings = (request.seconds, request.memory_mib, request.isolation, request.sanitize)
         # a key has all that the verdict depends on
         keys = {task: (task, program, *settings) for task, program in request.programs.items()}
         cache = self.file.verdicts
@@ -185,7 +186,7 @@ class _Grading:
             memory=memory,
             output=_OUTPUT,
         )
-        return self.grader.runners[self.request.confined].run(request)
+        return self.grader.runners[self.request.isolation].run(request)
 
     def _run_canonical(self, task: str) -> dict[str, Any]:
         """Run the canonical solution of a task. Returns part -> {"encoded": encoded output of each

@@ -27,9 +27,6 @@ _FIRST_TESTS = 4
 """Number of tests that run before the others. Most wrong programs fail one of these tests."""
 _OUTPUT = 256 << 20
 """Bytes of encoded outputs that a program may send."""
-_MOST_PROCESSES = 4
-"""Most threads and processes of a program. Solutions often recurse in a thread, and a thread that
-has ended still counts for a moment."""
 _COMPARISON_LIMITS = (60.0, 4 << 30)  # CPU seconds and bytes of memory
 _COLUMNS = ("inputs", "outputs")
 """Lists of a problem that have one entry for each test."""
@@ -116,18 +113,18 @@ class TextUnpickler(pickle.Unpickler):
 class Programs:
     """Runs programs and grades their outputs.
 
-    `confined`: run programs in namespaces; False: only in a subprocess with limits. `seconds`: CPU
-    limit of each test; the default is EvalScope's. `memory_mib`: limit on the address space in MiB.
-    `processes`: number of programs that run at the same time.
+    `isolation`: see `sandbox/isolation.py`. `seconds`: CPU limit of each test; the default is
+    EvalScope's. `memory_mib`: limit on the address space in MiB. `processes`: number of programs
+    that run at the same time.
     """
 
     def __init__(
-        self, *, confined: bool, seconds: float = 6.0, memory_mib: int = 4096, processes: int = 1
+        self, isolation: str, seconds: float = 6.0, memory_mib: int = 4096, processes: int = 1
     ) -> None:
         self.seconds = seconds
         self.memory = memory_mib << 20
         self.processes = processes
-        self._runners = Runners(confined=confined)
+        self._runners = Runners(isolation)
         # calls `compare` of this module in processes with limits
         self._comparison = LimitedCalls(__name__, os.environ)
 
@@ -174,7 +171,6 @@ class Programs:
             memory=self.memory,
             output=_OUTPUT,
             parts=_PARTS,
-            processes=_MOST_PROCESSES,  # of this program alone
         )
         outcome = self._runners.run(request)
         # number of tests with an output, plus the test at which the program failed

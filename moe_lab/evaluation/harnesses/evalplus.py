@@ -15,10 +15,9 @@ from typing import Any
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, mirror
+from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harness import Graded, Harness, graded_by_mean
 from moe_lab.evaluation.items import Answer, Item, Text
-from moe_lab.evaluation.sandbox.closed_world import closed_world_violation
 
 # A fenced block, with or without a closing fence; the group is its content.
 _BLOCK = re.compile(r"^[ \t]*```.*(?:\n|\Z)((?s:.*?))\n?(?:^[ \t]*```|\Z)", re.MULTILINE)
@@ -70,40 +69,31 @@ class EvalPlus(Harness):
 
         For a benchmark with a mirror, EvalPlus's sanitizer extracts the programs from the answers.
 
-        In a `LIMITED` sandbox, a program with imports or other forbidden parts is not run, and its
-        status is "refused". UserError if programs may not be run, RuntimeError for a canonical
-        solution that does not run.
+        UserError if programs may not be run, RuntimeError for a canonical solution that does not
+        run.
         """
         from moe_lab.evaluation.adapters import evalplus
 
-        sandbox = self.program_sandbox(benchmark, policy)
         problems = self.problems(benchmark)
-        programs: dict[str, str] = {}
-        refusals: dict[str, evalplus.Verdict] = {}
-        for answer in answers:
-            program = _program(answer, problems[answer.item], chat=benchmark.chat)
-            violation = closed_world_violation(program) if sandbox == LIMITED else None
-            if violation:
-                refusals[answer.item] = evalplus.Verdict(
-                    program, base="refused", plus="refused", reason=f"not run: it uses {violation}"
-                )
-            else:
-                programs[answer.item] = program
+        programs = {
+            answer.item: _program(answer, problems[answer.item], chat=benchmark.chat)
+            for answer in answers
+        }
         request = evalplus.GradeRequest(
             dataset=dataset_of(problems),
             data=str(self.data_file(benchmark)),
             programs=programs,
-            confined=sandbox == NAMESPACES,
+            isolation=policy.program_sandbox(),
             sanitize=benchmark.data is not None,
             **benchmark.parameters,
         )
-        verdicts = evalplus.GRADER.grade(request) | refusals
+        verdicts = evalplus.GRADER.grade(request)
         protocol = {
             "dataset": request.dataset,
             "sanitize": request.sanitize,
             "seconds": request.seconds,
             "memory_mib": request.memory_mib,
-            "sandbox": sandbox,
+            "sandbox": request.isolation,
             "stop": list(self.stop_texts(benchmark)),
         }
         return graded_by_mean(

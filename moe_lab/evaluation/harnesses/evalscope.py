@@ -17,10 +17,11 @@ from typing import Any
 from moe_lab.child_process import ChildProcess, ErrorReply, ProcessEnded
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown_name_error, user_errors
-from moe_lab.evaluation import NAMESPACES, Policy, mirror
+from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.adapters.evalscope_code import DataError
 from moe_lab.evaluation.harness import Graded, Harness, graded_by_mean
 from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates
+from moe_lab.evaluation.sandbox.isolation import NONE
 from moe_lab.machine import check_has, cores, interpreter, package_version_in
 from moe_lab.start import command
 
@@ -95,7 +96,7 @@ class EvalScope(Harness):
 
         protocol = {"evalscope": graded["versions"], "unscored": unscored_items}
         if is_code:
-            protocol["sandbox"] = self.program_sandbox(benchmark, policy)
+            protocol["sandbox"] = policy.program_sandbox()
         return graded_by_mean(answers, benchmark, verdict, protocol)
 
     def version(self, benchmark: BenchmarkConfig) -> str | None:
@@ -224,9 +225,9 @@ def _code_settings(benchmark: BenchmarkConfig, policy: Policy | None) -> dict[st
     # A limit of 0 or null is left out. `evalscope_code.Programs` then uses its default.
     limits = {key: parameters[key] for key in HARNESS.numeric_parameters if parameters.get(key)}
     # without a policy no program runs, and the value is not used
-    is_confined = policy is None or policy.program_sandbox() == NAMESPACES
+    isolation = policy.program_sandbox() if policy else NONE
     return {
         "days": [str(parameters[key]) for key in HARNESS.question_parameters],
         "pickles": policy is not None and policy.allow_pickled_data,
-        "limits": {"processes": cores(), **limits, "confined": is_confined},
+        "limits": {"processes": cores(), **limits, "isolation": isolation},
     }

@@ -4,6 +4,7 @@ returned."""
 from __future__ import annotations
 
 import importlib
+import os
 import resource
 import signal
 import sys
@@ -19,7 +20,8 @@ from typing import Any, Generic, TypeVar
 
 from moe_lab.child_process import ChildProcess, ErrorReply, ProcessEnded
 from moe_lab.evaluation.sandbox.encoding import decode_text
-from moe_lab.evaluation.sandbox.runner import NO_NAMESPACES, Request, runner_command
+from moe_lab.evaluation.sandbox.isolation import BUBBLEWRAP, NONE, PACKAGE, bubblewrap_command
+from moe_lab.evaluation.sandbox.runner import Request
 from moe_lab.start import command
 
 
@@ -48,10 +50,6 @@ class RunnerError(RuntimeError):
     """The process that runs programs could not be started, or died."""
 
 
-class NoNamespaces(RunnerError):
-    """This machine does not allow namespaces, by which a process is confined."""
-
-
 _STATM = Path("/proc/self/statm")
 """A file of Linux. Its first number is the number of pages of memory that this process has
 mapped."""
@@ -62,34 +60,46 @@ PAUSE = 0.5
 
 
 class Runner(ChildProcess):
-    """A process that runs programs, one at a time. If it is confined, Linux namespaces hide files,
-    processes and the network from the programs. Otherwise the programs only have limits."""
+    """A process that runs programs, one at a time. `isolation`: see `isolation.py`; with "none",
+    programs have only limits."""
 
-    def __init__(self, *, confined: bool) -> None:
+    def __init__(self, isolation: str) -> None:
         """Start the process, and wait until it can run programs."""
-        super().__init__(*runner_command(confined=confined), Path("/"))
+        super().__init__(*runner_command(isolation), Path("/"))
         try:
             self.call("start")
         except ProcessEnded as error:
             self.close()
-            error_type = NoNamespaces if NO_NAMESPACES in str(error) else RunnerError
-            raise error_type(str(error)) from None
+            raise RunnerError(str(error)) from None
 
     def run(self, request: Request) -> Outcome:
         """Run one program. Raises ProcessEnded if the runner itself ends."""
         return Outcome(**self.call("run", request=vars(request)))
 
 
-def start(*, confined: bool) -> Runner:
-    """A new runner. Raises NoNamespaces on a machine without namespaces, and RunnerError when
-    `STARTS` tries failed."""
+def runner_command(isolation: str) -> tuple[list[str], dict[str, str]]:
+    """(command line, environment variables) of a runner, which inherits no other variables."""
+    line = command("moe_lab.evaluation.sandbox.runner", isolation, str(PACKAGE))
+    if isolation == BUBBLEWRAP:
+        line = [*bubblewrap_command(), *line]
+    # some interpreters find their shared libraries only by LD_LIBRARY_PATH
+    inherited = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    return line, {
+        "PYTHONHASHSEED": "0",
+        "PYTHONNOUSERSITE": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        **inherited,
+    }
+
+
+def start(isolation: str) -> Runner:
+    """A new runner. Raises RunnerError when `STARTS` tries failed."""
     last_error: Exception | None = None
     for number in range(STARTS):
         time.sleep(PAUSE if number else 0)
         try:
-            return Runner(confined=confined)
-        except NoNamespaces:  # another try would fail, too
-            raise
+            return Runner(isolation)
         except (RunnerError, OSError) as error:
             last_error = error
     raise RunnerError(f"{STARTS} starts failed, the last with: {last_error}") from last_error
@@ -134,20 +144,20 @@ class Pool(Generic[Process]):
 class Runners(Pool[Runner]):
     """A pool of runners."""
 
-    def __init__(self, *, confined: bool) -> None:
-        super().__init__(partial(start, confined=confined))
-        self._confined = confined
+    def __init__(self, isolation: str) -> None:
+        super().__init__(partial(start, isolation))
+        self._isolation = isolation
 
     def run(self, request: Request) -> Outcome:
         """Run one program. If the runner ends, the program is run once more, on another runner.
 
-        Raises RunnerError if no runner can start, or if two confined runners end.
+        Raises RunnerError if no runner can start, or if two runners end that isolate programs.
         """
-        # Two tries: an earlier unconfined program may have ended the first runner.
+        # Two tries: without isolation, an earlier program may have ended the first runner.
         for _ in range(2):
             with suppress(ProcessEnded), self.process() as runner:
                 return runner.run(request)
-        if self._confined:
+        if self._isolation != NONE:
             raise RunnerError(
                 "the process that runs programs ended twice, and no program can have ended it"
             )
@@ -155,12 +165,10 @@ class Runners(Pool[Runner]):
         return Outcome("crash", error, encoded=[], seconds=[])
 
 
-@lru_cache(maxsize=1)
-def check_namespaces() -> None:
-    """Start a confined runner and end it. Raises the errors of `start`."""
-    if not sys.platform.startswith("linux"):
-        raise NoNamespaces(f"{sys.platform} has no namespaces")
-    start(confined=True).close()
+@lru_cache
+def check_runner(isolation: str) -> None:
+    """Start a runner and end it. Raises RunnerError as `start` does."""
+    start(isolation).close()
 
 
 class LimitedCalls(Pool[ChildProcess]):

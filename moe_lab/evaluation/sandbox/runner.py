@@ -1,11 +1,10 @@
 """The process that runs programs which a model wrote. The process gets programs and inputs, never
 the expected outputs.
 
-Requests are lines of JSON from `moe_lab/child_process.py`. A program is executed in a child process
-and called on each input. The values that the program returns are sent back encoded (`encoding.py`).
-A program can harm only its own child process. The child has no network, no writable file, no view
-of other processes, and limits on memory, processes, time and output. The child and all processes
-that the child started are killed before the reply is written. Nothing that the child sends is
+Requests are lines of JSON from `moe_lab/child_process.py`. A program runs in a child process: it is
+called on each input, and the values that it returns are sent back encoded (`encoding.py`). A
+program can harm only its own child process (`isolation.py`). The child has limits on memory,
+threads, time and output, and is killed before the reply is written. Nothing that the child sends is
 executed or unpickled.
 
 Standard library only, so that a child has no secrets in memory and starts within milliseconds.
@@ -21,24 +20,19 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_lab.evaluation.sandbox.confinement import (
+from moe_lab.evaluation.sandbox.encoding import HUGE, decode, encode_result
+from moe_lab.evaluation.sandbox.isolation import (
+    NONE,
     die_with_parent,
     enter,
-    fork_process_tree,
-    is_refusal,
-    limit_process,
+    limit_program,
+    thread_count,
 )
-from moe_lab.evaluation.sandbox.encoding import HUGE, decode, encode_result
-from moe_lab.start import command
-
-NO_NAMESPACES = "no namespaces"
-"""Beginning of the last line that a runner writes on a machine without namespaces."""
 
 # Modules that a runner imports, so that programs which import them start faster.
 _USUAL_IMPORTS = (
@@ -58,6 +52,8 @@ _TICK = 0.01
 of short calls."""
 _PIPE = 1 << 20
 """Bytes of results that a program can send between two reads, where the system allows so many."""
+MOST_THREADS = 64
+"""Threads of a program. Each takes memory of the kernel that the limit on memory does not count."""
 
 
 @dataclass(frozen=True)
@@ -80,29 +76,17 @@ class Request:
     """Limit on the encoded results that the program sends, in bytes."""
     parts: int = HUGE
     """Largest number of parts of a value that comes back as a whole, not as a hash."""
-    processes: int = 2
-    """Limit on threads and processes of the program, including its first."""
 
 
-def main(confined: bool, hidden_folders: list[str]) -> None:
-    """Serve requests until standard input ends.
-
-    If `confined`, this process is in namespaces, in which `hidden_folders` are empty; otherwise
-    programs have only limits. The request `start` is answered once the process is confined.
-    """
+def main(isolation: str, hidden: Path) -> None:
+    """Serve requests until standard input ends. The request `start` is answered once this process
+    is isolated. `isolation`, `hidden`: see `isolation.enter`."""
     for name in _USUAL_IMPORTS:
         __import__(name)
-    if confined:
-        try:
-            enter(hidden_folders)
-        except OSError as error:
-            raise SystemExit(
-                f"{NO_NAMESPACES} ({error})" if is_refusal(error) else str(error)
-            ) from None
+    enter(isolation, hidden)
     for line in sys.stdin.buffer:
         method, arguments = json.loads(line)
-        fork = fork_process_tree if confined else os.fork
-        outcome = _run(Request(**arguments["request"]), fork) if method == "run" else None
+        outcome = _run(Request(**arguments["request"]), isolation) if method == "run" else None
         sys.stdout.write(json.dumps({"done": outcome}) + "\n")
         sys.stdout.flush()
 
@@ -110,18 +94,18 @@ def main(confined: bool, hidden_folders: list[str]) -> None:
 # The parent's side: start, watch, kill.
 
 
-def _run(request: Request, fork: Callable[[], int]) -> dict[str, Any]:
+def _run(request: Request, isolation: str) -> dict[str, Any]:
     """Run one program. Returns the fields of its `client.Outcome` as a dictionary."""
     read_end, write_end = os.pipe()
     with suppress(OSError, AttributeError):  # _PIPE exceeds the user's limit, or not Linux
         fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, _PIPE)
     os.set_blocking(read_end, False)
     try:
-        child = fork()
+        child = os.fork()
     except OSError as error:
         raise SystemExit(f"no process can be started for a program ({error})") from error
     if child == 0:
-        _run_and_exit(request, write_end)  # does not return
+        _run_and_exit(request, isolation, write_end)  # does not return
     os.close(write_end)
     watch = _Watch(child, request)
     poll = select.poll()
@@ -134,6 +118,8 @@ def _run(request: Request, fork: Callable[[], int]) -> dict[str, Any]:
             seconds = watch.seconds_remaining()
             if seconds <= 0:
                 return watch.reply("timeout")
+            if isolation != NONE and thread_count(child) > MOST_THREADS:
+                return watch.reply("crash", f"more than {MOST_THREADS} threads")
             if any(descriptor == 0 for descriptor, _ in poll.poll(1000 * min(_TICK, seconds))):
                 raise SystemExit("the grader has ended")
             with suppress(BlockingIOError):  # the program has sent nothing new
@@ -249,7 +235,7 @@ class _Watch:
 # The child's side: nothing in this process can be trusted once the program has started.
 
 
-def _run_and_exit(request: Request, results_pipe: int) -> None:
+def _run_and_exit(request: Request, isolation: str, results_pipe: int) -> None:
     """Run the program, send its results to the file descriptor `results_pipe`, and end this child
     process."""
     try:
@@ -261,7 +247,7 @@ def _run_and_exit(request: Request, results_pipe: int) -> None:
         # `_send` writes to descriptor 3; no other file stays open
         os.dup2(results_pipe, 3)
         os.closerange(4, 256)
-        limit_process(request.memory, request.processes)
+        limit_program(isolation, request.memory)
         random.seed(0)
         _call_program(request)
     except BaseException as error:  # noqa: BLE001 - the program may raise any exception, also SystemExit
@@ -276,7 +262,8 @@ def _run_and_exit(request: Request, results_pipe: int) -> None:
 def _call_program(request: Request) -> None:
     """Execute the program, call its entry point on each input, and send each result as a line."""
     namespace: dict[str, Any] = {}
-    exec(compile(request.program, "<program>", "exec"), namespace)
+    # dont_inherit: the __future__ imports of this file must not apply to the program
+    exec(compile(request.program, "<program>", "exec", dont_inherit=True), namespace)
     function = namespace[request.entry_point]
     _send("loaded")
     for arguments in map(decode, request.inputs):
@@ -290,20 +277,5 @@ def _send(line: str) -> None:
         data = data[os.write(3, data) :]
 
 
-def runner_command(*, confined: bool) -> tuple[list[str], dict[str, str]]:
-    """(command line, environment variables) of a runner, which inherits no other variables."""
-    package = Path(__file__).resolve().parents[2]  # moe_lab: an empty folder in the namespaces
-    mode = "confined" if confined else "limited"
-    # some interpreters find their shared libraries only by LD_LIBRARY_PATH
-    inherited = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-    return command("moe_lab.evaluation.sandbox.runner", mode, str(package)), {
-        "PYTHONHASHSEED": "0",
-        "PYTHONNOUSERSITE": "1",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        **inherited,
-    }
-
-
 if __name__ == "__main__":
-    main(sys.argv[1] == "confined", sys.argv[2:])
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -16,7 +16,7 @@ from moe_lab.calibration import IdentifiedText
 from moe_lab.calibration.documents import BLANK_LINE
 from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, Config, ModelConfig
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, engines
+from moe_lab.evaluation import Policy, engines
 from moe_lab.evaluation.harness import IdentifiedBenchmark, ItemSource, Questions, harness_of
 from moe_lab.evaluation.items import (
     Answer,
@@ -61,21 +61,14 @@ def results_step_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     """A function from a pruned model to the step with the model's results on `benchmark`."""
     # the Python in which vLLM is installed
     backend = replace(config.backend, python=config.interpreters.get("vllm"))
-    harness = harness_of(benchmark)
-    two_phases = harness.two_phases
+    two_phases = harness_of(benchmark).two_phases
     if backend.name == "server" and not two_phases:
         # a server does not give likelihoods, which `Evaluate` needs
         backend = BackendConfig(name="hf")
     policy = Policy(
         config.allow_code_execution, config.sandbox, config.allow_judge, config.allow_pickled_data
     )
-    # part of the step's id, because LIMITED does not run some programs, which then count as wrong
-    limited_or_none = LIMITED if harness.uses_limited_sandbox(benchmark, policy) else None
-    if policy.sandbox == "auto" and limited_or_none is None:
-        # with "auto", another machine might grade in LIMITED
-        policy = replace(policy, sandbox=NAMESPACES)
-
-    grading = Grading(IdentifiedBenchmark.of(benchmark), policy, limited_or_none)
+    grading = Grading(IdentifiedBenchmark.of(benchmark), policy)
     questions = Questions(benchmark) if two_phases else None
     setup = BenchmarkSetup(benchmark, Items.of(benchmark), questions, backend)
 
@@ -109,8 +102,6 @@ class Grading(StepFields):
 
     benchmark: IdentifiedBenchmark
     policy: Policy
-    sandbox: str | None
-    """LIMITED if the benchmark's programs run in this sandbox, which changes results; else None."""
     runtime = frozenset({"policy"})
 
     @property
