@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +17,15 @@ from moe_lab.calibration.batches import batches
 from moe_lab.config import CalibrationConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import Weights, routed_layers
+from moe_lab.models.rows import (
+    AllExperts,
+    GroupedRows,
+    GroupedWeights,
+    at_least_fp32,
+    inner_products,
+    is_grouped,
+    outer_products,
+)
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.recovery.apply import save_tuned
@@ -89,16 +100,16 @@ def fit(
 
 
 def merged_weights(pruned: Any, plan: Plan) -> dict[int, dict[int, Weights]]:
-    """Layer -> id of a merged expert -> weights of the merged expert in the model `pruned`, which
-    `plan` pruned. Writing to the weights changes the model."""
+    """Layer -> id of a merged expert, those with most members first -> weights of the merged expert
+    in the model `pruned`, which `plan` pruned. Writing to the weights changes the model."""
     by_layer: dict[int, dict[int, Weights]] = {}
     for layer in routed_layers(pruned):
         layer_plan = plan.layers[layer.index]
         if layer_plan.merged:
+            owners = sorted(layer_plan.merged, key=lambda j: (-len(layer_plan.merged[j]), j))
             # the experts of the pruned layer are numbered by their positions in `retained`
             by_layer[layer.index] = {
-                expert: layer.weights(layer_plan.retained.index(expert))
-                for expert in sorted(layer_plan.merged)
+                expert: layer.weights(layer_plan.retained.index(expert)) for expert in owners
             }
     return by_layer
 
@@ -127,8 +138,16 @@ class MergeHook(StatisticsHook):
     ) -> torch.Tensor:
         """Add the tokens to the sums of each merged expert. Returns the routed output (T, H) of the
         unpruned layer. hidden: hidden states (T, H); index: expert ids (T, K); weights: gates."""
+        if self.layer.index in self.merged:
+            add = self._add_all if is_grouped(self.layer) else self._add_each
+            add(hidden, index)
+        return self.unobserved(hidden, index, weights)
+
+    def _add_each(self, hidden: torch.Tensor, index: torch.Tensor) -> None:
+        """Add the tokens to the sums of one merged expert after the other, in fp64. Arguments as in
+        `experts`."""
         valid = self.valid_tokens(hidden)  # None if all tokens are valid
-        for j, weights_of_j in self.merged.get(self.layer.index, {}).items():
+        for j, weights_of_j in self.merged[self.layer.index].items():
             members = self.plan.layers[self.layer.index].merged[j]  # id -> share
             is_routed = torch.isin(index, torch.tensor(list(members), device=index.device)).any(1)
             states = hidden[is_routed if valid is None else is_routed & valid]
@@ -146,7 +165,78 @@ class MergeHook(StatisticsHook):
                     f"cross.{j}": residual.T @ phi,
                 }
             )
-        return self.unobserved(hidden, index, weights)
+
+    def _add_all(self, hidden: torch.Tensor, index: torch.Tensor) -> None:
+        """Add the tokens to the sums of all merged experts at once, with products in at least fp32.
+        Arguments as in `experts`."""
+        valid = self.valid_tokens(hidden)
+        merged = self.merged[self.layer.index]
+        groups = self._tables[0][index]
+        if valid is not None:
+            groups = groups.masked_fill(~valid[:, None], len(merged))
+        groups = groups.sort(1).values
+        # a token counts once for a group
+        groups[:, 1:].masked_fill_(groups[:, 1:] == groups[:, :-1], len(merged))
+        rows = GroupedRows(groups, len(merged))
+        part = AllExperts(rows)
+        states = rows.gather(hidden)
+        y = self._targets(states, part)
+        # experts with biases cannot be merged
+        weights = GroupedWeights(
+            inward=torch.stack([expert.inward for expert in merged.values()]),
+            down=torch.stack([expert.down for expert in merged.values()]),
+            grouped=rows,
+        )
+        phi = self.layer.phi(states, weights)
+        residual = y - part.linear(phi, weights.down)
+        sums = {
+            "tokens": part.sum(y.new_ones(len(y))),
+            "square": part.sum(inner_products(y, y)),
+            "error": part.sum(inner_products(residual, residual)),
+            "gram": outer_products(phi, phi, rows),
+            "cross": outer_products(residual, phi, rows),
+        }
+        self.add(
+            {
+                f"{name}.{j}": value
+                for name, values in sums.items()
+                for j, value in zip(merged, values.double(), strict=True)
+            }
+        )
+
+    def _targets(self, states: torch.Tensor, part: AllExperts) -> torch.Tensor:
+        """y (S, H) of the `states` (S, H) of the rows of `part`, one member of each group after the
+        other."""
+        _, shares, members = self._tables
+        y = at_least_fp32(states.new_empty(0)).new_zeros(states.shape)
+        for share_of_group, experts in zip(shares, members, strict=True):
+            stacks = self.layer.tensors(slice(None)).items()
+            weights = part.weights(self.layer, {name: stack[experts] for name, stack in stacks})
+            f = self.layer.output(self.layer.phi(states, weights), weights)
+            share = share_of_group[part.grouped.expert, None]
+            # the outputs of groups with fewer members are undefined
+            y += (f * share).masked_fill_(share == 0, 0)
+        return y
+
+    @cached_property
+    def _tables(self) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """(number (E,) of the group of each expert, G without a group; share (M, G + 1) of the m-th
+        member of each group, 0 without a member or a group; for each m, the m-th members of the
+        groups that have one, which are the first groups)."""
+        plan = self.plan.layers[self.layer.index]
+        owners = list(self.merged[self.layer.index])
+        groups = [plan.merged[owner] for owner in owners]
+        numbers = [owners.index(owner) if owner in owners else len(owners) for owner in plan.owners]
+        shares = zip_longest(*(group.values() for group in groups), [0.0], fillvalue=0.0)
+        members = [
+            [expert for expert in experts if expert is not None] for experts in zip_longest(*groups)
+        ]
+        device = self.layer.routing[0].tensor.device
+        return (
+            torch.tensor(numbers, device=device),
+            torch.tensor(list(shares), device=device),
+            [torch.tensor(experts, device=device) for experts in members],
+        )
 
 
 @torch.no_grad()

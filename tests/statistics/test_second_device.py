@@ -25,6 +25,7 @@ from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.alignment import alignment_hook
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.prune import prune
+from moe_lab.recovery.merge_fit import MergeHook, merged_weights
 from moe_lab.search.candidates import Candidates, Plans, SearchSettings
 from moe_lab.search.reconstruction import SubsetHook
 from moe_lab.statistics.damage import DamageHook, SimilarityHook
@@ -189,23 +190,30 @@ def test_a_backward_pass_adds_in_a_fixed_order(
 
 
 def hook_of(kind: str, model: Any) -> Any:
-    """A hook that computes all experts on all tokens, for choices of experts or an alignment."""
+    """A hook that computes other experts than the router chose, for choices of experts, or an
+    alignment or a fit of merged ones."""
+    plan = random_plan(model, "merged")
     if kind == "alignment":
-        return alignment_hook(random_plan(model, "merged"))
+        return alignment_hook(plan)
+    if kind == "fit":
+        merged = merged_weights(prune(model, plan), plan)
+        return type("Fit", (MergeHook,), {"plan": plan, "merged": merged})
     choices = {layer.index: [range(2, 16), (0, *range(3, 16))] for layer in tiny.moe_layers(model)}
     return type("Choices", (SubsetHook,), {"subsets": choices})
 
 
 @pytest.mark.parametrize("name", ["olmoe", "qwen3_moe"])
-@pytest.mark.parametrize("kind", ["choices", "alignment"])
-def test_passes_of_all_experts_are_those_of_the_cpu_without_waiting(
+@pytest.mark.parametrize("kind", ["choices", "alignment", "fit"])
+def test_passes_of_other_experts_are_those_of_the_cpu_without_waiting(
     name: str, kind: str, device: SecondDevice
 ) -> None:
     model = naive.model(name)
-    hook = hook_of(kind, model)
     copied = on_device(model)
     plain = [waits_of_the_model(copied, batch, device) for batch in tiny.batches()]
-    with Observer(model, hook) as observer, Observer(copied, hook) as on_the_device:
+    with (
+        Observer(model, hook_of(kind, model)) as observer,
+        Observer(copied, hook_of(kind, copied)) as on_the_device,
+    ):
         for number, (ids, valid) in enumerate(tiny.batches()):
             observer.run_batch(ids, valid)
             device.waits.clear()
@@ -221,6 +229,20 @@ def test_passes_of_all_experts_are_those_of_the_cpu_without_waiting(
             for hook in on_the_device.hooks
         }
     naive.assert_sums_close(actual, expected, 10 * TOLERANCE)
+
+
+@pytest.mark.parametrize("devices", [(), ("cpu",)], ids=["torch", "Triton"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_oss"])
+def test_a_fit_of_all_merged_experts_at_once_has_the_sums_of_each_alone(
+    name: str, devices: tuple[str, ...]
+) -> None:
+    model = naive.model(name)
+    grouped = copy.deepcopy(model)
+    grouped.set_experts_implementation("grouped_mm")
+    expected = naive.hook_sums(model, hook_of("fit", model))
+    with patch("moe_lab.models.rows.TRITON_DEVICES", devices):
+        actual = naive.hook_sums(grouped, hook_of("fit", grouped))
+    naive.assert_sums_close(actual, expected, TOLERANCE)
 
 
 def test_a_pass_goes_on_on_another_device(device: SecondDevice) -> None:
