@@ -525,7 +525,9 @@ def _benchmark_config(
     if "parameters" in changes:
         changes["parameters"] = {**content.get("parameters", {}), **changes["parameters"]}
     origin = f"protocol={protocol.name}: benchmark {name}" if changes else f"benchmark={name}"
-    benchmark: BenchmarkConfig = validated(BenchmarkConfig, {**content, **changes}, "", origin)
+    benchmark: BenchmarkConfig = validated(
+        BenchmarkConfig, {"sampling": protocol.sampling, **content, **changes}, "", origin
+    )
     harness = harness_of(benchmark)
     if config.suite.path is not None and not harness.reads_path:
         raise UserError(

@@ -18,7 +18,7 @@ from moe_lab.results import SCHEMA as RESULT_SCHEMA
 
 _SAMPLES = ("benchmark", "item", "outcome")
 """Columns that every samples.parquet has."""
-_OPTIONAL = ("answer_loss", "units", *TextMeasures.__annotations__)
+_OPTIONAL = ("replicate", "answer_loss", "units", *TextMeasures.__annotations__)
 """Columns of samples.parquet that are missing or empty for some benchmarks: those without reference
 answers, with items of equal weights, or without generated texts."""
 _RESULT = ("benchmark", "metric", "score", "scale", "unit", "stderr", "n", "expected")
@@ -76,6 +76,7 @@ def evaluations(
                 origins[step_name] = _origin(step_name, result, reader.provenance(folder))
             table = reader.table(folder, "samples.parquet", _SAMPLES, optional=_OPTIONAL)
             if table is not None:
+                table = _items(table)
                 sample_tables.append(
                     table.append_column("cell", pa.array(np.full(len(table), cell, np.int64)))
                 )
@@ -100,6 +101,14 @@ def _problem(result: Mapping[str, Any]) -> str:
             "study again"
         )
     return ""
+
+
+def _items(table: pa.Table) -> pa.Table:
+    """The samples of an evaluation, with one row for each item: the means over its answers."""
+    if "replicate" not in table.column_names or not table["replicate"].to_numpy().any():
+        return table
+    rows = table.to_pandas().groupby(["benchmark", "item"], sort=False, as_index=False).mean()
+    return pa.Table.from_pandas(rows[table.column_names], preserve_index=False)
 
 
 def _samples(tables: list[pa.Table]) -> pd.DataFrame:

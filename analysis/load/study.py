@@ -58,7 +58,8 @@ class Study:
     samples: pd.DataFrame
     """cell, benchmark, item, outcome (0..1), answer_loss (bits per byte of the right answer; NaN if
     not measured), units (weight of the item in the score; NaN if all weights are equal), and those
-    of `moe_lab.results.TextMeasures` (NaN if no text was generated)."""
+    of `moe_lab.results.TextMeasures` (NaN if no text was generated). Values of an item are means
+    over its answers."""
     family: pd.DataFrame
     """model, calibration, layer, expert, b, alpha, beta, score: every S(b, alpha, beta), see
     `moe_lab.criteria.experts`."""

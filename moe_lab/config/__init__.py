@@ -21,10 +21,12 @@ from moe_lab.config.base import (
     matching,
 )
 from moe_lab.config.evaluation import (
+    GREEDY,
     BackendConfig,
     BenchmarkConfig,
     JudgeConfig,
     ProtocolConfig,
+    Sampling,
     SuiteConfig,
 )
 from moe_lab.config.pruning import (

@@ -3,12 +3,13 @@ and the judge that grades them."""
 
 from __future__ import annotations
 
-from dataclasses import field
+from collections.abc import Mapping
+from dataclasses import field, replace
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, Field, Strict, model_validator
 from pydantic.dataclasses import dataclass
 
 from moe_lab.config.base import (
@@ -19,10 +20,11 @@ from moe_lab.config.base import (
     Group,
     Name,
     Positive,
+    Share,
     Text,
     matching,
 )
-from moe_lab.errors import nearest
+from moe_lab.errors import UserError, nearest
 from moe_lab.json_files import fits
 
 VARIABLE = "expected the name of an environment variable, such as OPENAI_API_KEY"
@@ -152,6 +154,63 @@ def _validate_harness(name: str) -> str:
     raise ValueError(f"expected a harness{hint} (known: {', '.join(names)})")
 
 
+GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+"""Name of a field of `Sampling` -> its value in greedy generation."""
+
+
+@dataclass(config=SETTINGS, frozen=True)
+class Sampling(Group):
+    """How texts are generated. A field that is null is that of the model's generation_config.json
+    if the model thinks and the benchmark uses its chat template. Otherwise generation is greedy."""
+
+    temperature: Annotated[float, Strict(), Field(ge=0)] | None = None
+    """Temperature; 0 is greedy generation."""
+    top_p: Annotated[float, Strict(), Field(gt=0, le=1)] | None = None
+    """Smallest total probability of the tokens from which one is drawn."""
+    top_k: Count | None = None
+    """Number of likeliest tokens from which one is drawn; 0: all."""
+    min_p: Share | None = None
+    """Least probability of a token that is drawn, as a share of that of the likeliest token."""
+    seed: Count = 0
+    """Seed of the random numbers. Those of a text depend on the seed, the item and the number of
+    the answer."""
+    samples: Positive = 1
+    """Answers to each item for which a text is generated."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether generation is greedy for every model."""
+        return self.temperature == 0
+
+    @property
+    def distribution(self) -> dict[str, Any]:
+        """The settings of the distribution from which tokens are drawn."""
+        return {name: getattr(self, name) for name in GREEDY}
+
+    def resolved(self, defaults: Mapping[str, Any]) -> Sampling:
+        """The settings without nulls. `defaults`: those of a model; if there are none, generation
+        is greedy unless `temperature` is set. UserError for several equal answers."""
+        own = {name: value for name, value in self.distribution.items() if value is not None}
+        values = {**GREEDY, **defaults, **own}
+        if self.samples > 1 and not values["temperature"]:
+            raise UserError(
+                f"sampling.samples={self.samples}, but generation is greedy, so that all answers "
+                "would be the same: expected sampling.temperature above 0, as the model has no "
+                "sampling settings or does not think"
+            )
+        return replace(self, **values)
+
+    @model_validator(mode="after")
+    def _check_samples(self) -> Self:
+        """Raise ValueError for several equal answers."""
+        if self.is_greedy and self.samples > 1:
+            raise ValueError(
+                f"samples={self.samples} with temperature=0 gives equal answers: expected a "
+                "temperature above 0"
+            )
+        return self
+
+
 @dataclass(config=SETTINGS, frozen=True)
 class BenchmarkConfig(Group):
     """One run of one harness; it may report several results (HumanEval and HumanEval+ share their
@@ -189,6 +248,8 @@ class BenchmarkConfig(Group):
     """Whether the model's chat template formats the prompts."""
     max_new_tokens: Count = 0
     """Generation limit; 0 for benchmarks that generate nothing."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """How texts are generated."""
     max_length: From2 | None = None
     """Largest number of tokens of prompt and answer together; null: the model's limit."""
     batch_size: Positive = 64
@@ -228,3 +289,5 @@ class ProtocolConfig(Group):
     """Name of the protocol."""
     benchmarks: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Benchmark -> the fields that differ; `every` applies to all benchmarks with `data`."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """How texts are generated for benchmarks whose `sampling` is not set."""

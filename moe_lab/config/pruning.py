@@ -85,6 +85,7 @@ class ModelConfig(Group):
             "trust_remote_code",
             "expected",
             "template_arguments",
+            "thinking",
             "thinking_marks",
             "search",
         }
@@ -118,6 +119,8 @@ class ModelConfig(Group):
     downloaded, and a checkpoint with other numbers is refused."""
     template_arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template besides the messages, such as enable_thinking: false."""
+    thinking: bool | None = None
+    """Whether the model writes thoughts; null: if its chat template writes marks of thoughts."""
     thinking_marks: tuple[tuple[Text, Text], ...] = ()
     """Opening and closing marks of thoughts, such as [[<plan>,</plan>]], besides those that moe_lab
     knows and those of the tokenizer's response template."""

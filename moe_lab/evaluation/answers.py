@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
 from moe_lab import progress
-from moe_lab.calibration.documents import TEMPLATE_ARGUMENTS, Tools, render_whole
-from moe_lab.config import BenchmarkConfig
+from moe_lab.calibration.documents import TEMPLATE_ARGUMENTS, Tools, render, render_whole
+from moe_lab.config import BenchmarkConfig, Sampling
 from moe_lab.errors import UserError
 from moe_lab.evaluation.engines import (
     Engine,
@@ -52,6 +54,8 @@ _EXCERPT = 40
 """Characters of a question that an error quotes."""
 
 _T = TypeVar("_T")
+_Key = tuple[int, int]
+"""Index of a query, and number of an answer to it."""
 
 
 @dataclass
@@ -85,16 +89,26 @@ def collect_answers(
     is too long or has no token. FloatingPointError for a likelihood that is not finite.
     """
     cache = cache or ResultCache()
+    sampling = resolved_sampling(engine, benchmark)
     encoder = _Encoder(engine, benchmark)
+    names = [f"{item.name} {number}" for item in items for number in range(len(item.requests))]
     queries = [encoder.query(request) for item in items for request in item.requests]
     encoder.check_pairs(queries)
-    # keys of `prompts` and of `texts`: indices in `queries`
-    prompts = encoder.prompts(queries)
-    texts = _generate(engine, prompts, queries, benchmark, cache)
+    # keys of `prompts` and of `texts`: (index in `queries`, number of the answer)
+    prompts: dict[_Key, Prompt] = {}
+    for index, prompt in encoder.prompts(queries).items():
+        if not sampling.temperature:
+            prompts[index, 0] = prompt
+            continue
+        for sample in range(sampling.samples):
+            seed = _text_seed(sampling.seed, names[index], sample)
+            # the likelihood of a right answer is computed only with a greedy text
+            prompts[index, sample] = replace(prompt, answer=None, seed=seed)
+    texts = _generate(engine, prompts, queries, benchmark, sampling, cache)
     likelihoods: dict[Row, Likelihood] = {}
     # an engine may score the right answer while it generates a text
-    for index, prompt in prompts.items():
-        likelihood = texts[index].likelihood
+    for key, prompt in prompts.items():
+        likelihood = texts[key].likelihood
         if prompt.answer and likelihood:
             likelihoods[prompt.answer] = likelihood
     rows = {row for query in queries for row in query.rows if row not in likelihoods}
@@ -102,13 +116,63 @@ def collect_answers(
     answers = []
     start = 0  # index of the item's first query
     for item in items:
-        replies = []
-        for index in range(start, start + len(item.requests)):
-            text = texts.get(index)
-            replies.append(encoder.reply(queries[index], text, likelihoods))
-        answers.append(Answer(item.name, queries[start].prompt, tuple(replies)))
+        indices = range(start, start + len(item.requests))
+        is_generated = any(isinstance(request, Text) for request in item.requests)
+        is_sampled = is_generated and bool(sampling.temperature)
+        for sample in range(sampling.samples if is_sampled else 1):
+            replies = tuple(
+                encoder.reply(queries[index], texts.get((index, sample)), likelihoods)
+                for index in indices
+            )
+            answers.append(
+                Answer(
+                    item.name,
+                    queries[start].prompt,
+                    replies,
+                    sample,
+                    asdict(sampling) if is_sampled else None,
+                )
+            )
         start += len(item.requests)
     return answers
+
+
+# Sampling.
+
+
+def resolved_sampling(engine: Engine, benchmark: BenchmarkConfig) -> Sampling:
+    """How the engine generates the texts of a benchmark, without nulls: by the model's own settings
+    where the benchmark has none, if the benchmark is a chat and the model thinks."""
+    defaults = engine.sampling_defaults
+    is_own = benchmark.chat and not benchmark.sampling.is_greedy and defaults and thinks(engine)
+    return benchmark.sampling.resolved(defaults if is_own else {})
+
+
+def thinks(engine: Engine) -> bool:
+    """Whether the model writes thoughts in a chat: model.thinking or, if that is null, whether its
+    chat template writes marks of thoughts. A template that ends a thought at the end of a prompt
+    has turned thoughts off."""
+    thinking: bool | None = getattr(engine.tokenizer, "thinking", None)
+    if thinking is not None:
+        return thinking
+    marks = ThoughtMarks.of(engine.tokenizer)
+    question = {"role": "user", "content": "Hello"}
+    thought = {"reasoning_content": "Hello", "thinking": "Hello"}  # the names of most templates
+    arguments = {TEMPLATE_ARGUMENTS: engine.template_arguments}
+    prompt = render([question], arguments, engine.tokenizer, add_generation_prompt=True)
+    beginning = render([question], arguments, engine.tokenizer, add_generation_prompt=False)
+    if answer_after_thought("", prompt, marks=marks) is None:
+        return True
+    if marks.are_in(prompt.removeprefix(beginning)):
+        return False
+    message = {"role": "assistant", "content": "Hello", **thought}
+    return marks.are_in(render([question, message], arguments, engine.tokenizer))
+
+
+def _text_seed(seed: int, name: str, sample: int) -> int:
+    """Seed of the random numbers of a text. `name`: unique name of its request."""
+    digest = hashlib.sha256(json.dumps([seed, name, sample]).encode()).digest()
+    return int.from_bytes(digest[:8]) >> 1  # the engines take signed numbers of 64 bits
 
 
 # Requests as the engine gets them.
@@ -362,35 +426,42 @@ def _rolling_windows(tokens: Sequence[int], length: int) -> list[Row]:
 
 def _generate(
     engine: Engine,
-    prompts: Mapping[int, Prompt],
+    prompts: Mapping[_Key, Prompt],
     queries: Sequence[_Query],
     benchmark: BenchmarkConfig,
+    sampling: Sampling,
     cache: ResultCache,
-) -> dict[int, GeneratedText]:
-    """Index of a query -> the text that is generated after its prompt."""
+) -> dict[_Key, GeneratedText]:
+    """The text that is generated after each prompt."""
     # a stop text must not end a thought; `_Encoder.reply` applies the stop texts later
     is_thinker = benchmark.chat and may_think(engine.tokenizer)
-    # settings -> prompt -> indices of the queries with this prompt
-    groups: dict[GenerationSettings, dict[Prompt, list[int]]] = {}
-    for index, prompt in prompts.items():
-        request = queries[index].request
-        kept_tokens = queries[index].kept_tokens
+    # settings -> prompt -> keys of this prompt
+    groups: dict[GenerationSettings, dict[Prompt, list[_Key]]] = {}
+    for key, prompt in prompts.items():
+        request = queries[key[0]].request
+        kept_tokens = queries[key[0]].kept_tokens
         assert isinstance(request, Text)
         stop = () if is_thinker else request.stop
         settings = GenerationSettings(
-            request.max_tokens, stop, benchmark.chat, benchmark.batch_size, kept_tokens
+            request.max_tokens,
+            stop,
+            benchmark.chat,
+            benchmark.batch_size,
+            kept_tokens,
+            sampling if sampling.temperature else None,
         )
-        groups.setdefault(settings, {}).setdefault(prompt, []).append(index)
-    texts: dict[int, GeneratedText] = {}
-    for settings, indices_by_prompt in groups.items():
+        groups.setdefault(settings, {}).setdefault(prompt, []).append(key)
+    texts: dict[_Key, GeneratedText] = {}
+    for settings, keys_by_prompt in groups.items():
         ordered_prompts = sorted(
-            indices_by_prompt, key=lambda prompt: (-len(prompt.tokens), prompt.tokens, prompt.text)
+            keys_by_prompt,
+            key=lambda prompt: (-len(prompt.tokens), prompt.tokens, prompt.text, prompt.seed),
         )
         for batch in _slices(ordered_prompts, settings.batch_size * engine.batches):
             progress.update(len(texts), len(prompts), "requests")
             batch_texts = _generate_batch(engine, batch, settings, cache)
             for prompt, text in zip(batch, batch_texts, strict=True):
-                texts |= dict.fromkeys(indices_by_prompt[prompt], text)
+                texts |= dict.fromkeys(keys_by_prompt[prompt], text)
     return texts
 
 
@@ -408,12 +479,12 @@ def _generate_batch(
         return [[text.text, text.ended, text.likelihood] for text in texts]
 
     prompt_keys = [
-        [prompt.tokens, prompt.answer and [prompt.answer.start, prompt.answer.tokens]]
+        [prompt.tokens, prompt.answer and [prompt.answer.start, prompt.answer.tokens], prompt.seed]
         for prompt in batch
     ]
-    results = cache.result(
-        [generation.max_tokens, generation.stop, generation.marks, prompt_keys], compute
-    )
+    sampling = generation.sampling and asdict(generation.sampling)
+    settings = [generation.max_tokens, generation.stop, generation.marks, sampling]
+    results = cache.result([*settings, prompt_keys], compute)
     # JSON in the cache has lists in place of pairs
     return [
         GeneratedText(text, ended, likelihood and tuple(likelihood))

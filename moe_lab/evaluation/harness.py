@@ -167,6 +167,7 @@ class Harness(ABC):
             **self.item_identity(benchmark),
             "max_length": benchmark.max_length,
             "batch_size": benchmark.batch_size,
+            **_sampling_identity(benchmark),
         }
 
     def identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
@@ -269,6 +270,14 @@ def _parameters(benchmark: BenchmarkConfig, keys: Sequence[str]) -> dict[str, An
     return {key: value for key, value in benchmark.parameters.items() if key in keys}
 
 
+def _sampling_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
+    """The entry for the benchmark's sampling; {} if generation is greedy for every model."""
+    sampling = benchmark.sampling
+    if sampling.is_greedy or (sampling.temperature is None and not benchmark.chat):
+        return {}
+    return {"sampling": sampling.identity}
+
+
 def check_count(benchmark: BenchmarkConfig, count: int) -> None:
     """Raise UserError unless `count`, the number of items in the benchmark's data, equals
     benchmark.expected."""
@@ -289,9 +298,14 @@ def mean_result(
     benchmark: BenchmarkConfig,
     scale: Scale = "score",
 ) -> Result:
-    """The result `name`: the mean outcome of the `samples` of this result. The standard
-    error is the standard deviation (with n - 1) over sqrt(n)."""
-    outcomes = [sample["outcome"] for sample in samples if sample["benchmark"] == name]
+    """The result `name`: the mean outcome of the items in the `samples` of this result. The outcome
+    of an item is the mean over its answers. The standard error is the standard deviation over items
+    (with n - 1) over sqrt(n)."""
+    outcomes_by_item: dict[str, list[float]] = {}
+    for sample in samples:
+        if sample["benchmark"] == name:
+            outcomes_by_item.setdefault(sample["item"], []).append(sample["outcome"])
+    outcomes = [math.fsum(values) / len(values) for values in outcomes_by_item.values()]
     n = len(outcomes)
     mean = math.fsum(outcomes) / n
     squares = math.fsum((outcome - mean) ** 2 for outcome in outcomes)

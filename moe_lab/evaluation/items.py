@@ -126,6 +126,13 @@ class Answer:
     """The reply to each request of the item."""
     replicate: int = 0
     """Index of this answer among several answers to the same item."""
+    sampling: dict[str, Any] | None = None
+    """Sampling settings of generated texts; None for greedy generation."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The item and the replicate, which together identify the answer."""
+        return self.item, self.replicate
 
     @property
     def reply(self) -> Reply:

@@ -92,12 +92,14 @@ def _grade(
         **harness.identity(benchmark),
         **grades.protocol,
     }
+    if answers[0].sampling:
+        protocol["sampling"] = answers[0].sampling
     long_items = [answer.item for answer in answers if answer.reply.ended == "too_long"]
     unfinished_items = [answer.item for answer in answers if answer.reply.text is None]
     if long_items:
-        protocol["too_long"] = long_items
+        protocol["too_long"] = list(dict.fromkeys(long_items))
     if unfinished_items:
-        protocol["unfinished_thoughts"] = unfinished_items
+        protocol["unfinished_thoughts"] = list(dict.fromkeys(unfinished_items))
     packages = ("torch", "transformers", harness.package)  # some harnesses have no package
     content = ResultFile(
         schema=SCHEMA,

@@ -292,9 +292,9 @@ def check_shapes(source: Path | str, mismatched: Iterable[tuple[str, Any, Any]])
 
 
 def load_tokenizer(folder: Path, settings: ModelConfig) -> Any:
-    """The tokenizer in `folder`, with a pad token. The new attribute `date` holds model.date, which
-    chat templates write as today's date; `thinking_marks` holds model.thinking_marks. UserError
-    when the folder has no tokenizer, or one with neither a pad token nor an end-of-text token."""
+    """The tokenizer in `folder`, with a pad token and the attributes of `set_template_settings`.
+    UserError when the folder has no tokenizer, or one with neither a pad token nor an end-of-text
+    token."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=settings.trust_remote_code
@@ -314,9 +314,15 @@ def load_tokenizer(folder: Path, settings: ModelConfig) -> Any:
                 "one of them"
             )
         tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.date = settings.date
-    tokenizer.thinking_marks = settings.thinking_marks
+    set_template_settings(tokenizer, settings)
     return tokenizer
+
+
+def set_template_settings(tokenizer: Any, settings: ModelConfig) -> None:
+    """Set attributes of a tokenizer: `date`, which chat templates write as today's date, `thinking`
+    and `thinking_marks`. They are the settings of the model with the same names."""
+    for name in ("date", "thinking", "thinking_marks"):
+        setattr(tokenizer, name, getattr(settings, name))
 
 
 @contextmanager

@@ -94,9 +94,12 @@ class Engine:
         max_tokens: int,
         stop: Sequence[str],
         end_token_ids: Sequence[int],
+        sampling: Mapping[str, float],
+        seeds: Sequence[int],
     ) -> Iterator[tuple[int, list[int], float]]:
-        """Generate a text greedily after each of the `prompts`, which are token ids. Yields (index
-        of the prompt, new tokens, log-likelihood of the new tokens in nats) for each complete text.
+        """Generate a text after each of the `prompts`, which are token ids. Yields (index of the
+        prompt, new tokens, log-likelihood of the new tokens in nats) for each complete text.
+        `sampling`: arguments of vLLM's SamplingParams. `seeds`: seed of each text's random numbers.
 
         A text is complete when it has `max_tokens` new tokens, contains one of the strings `stop`,
         or ends with one of the tokens `end_token_ids`. The log-likelihood is NaN if a logit was
@@ -104,8 +107,9 @@ class Engine:
         """
         from vllm import SamplingParams
 
-        sampling = SamplingParams(
-            temperature=0,
+        settings = partial(
+            SamplingParams,
+            **sampling,
             max_tokens=max_tokens,
             stop=list(stop) or None,
             stop_token_ids=list(end_token_ids),
@@ -113,7 +117,9 @@ class Engine:
             detokenize=bool(stop),
             logprobs=0,  # log-probabilities of the generated tokens only
         )
-        for number, output in self._finished_outputs((ids, sampling) for ids in prompts):
+        for number, output in self._finished_outputs(
+            (ids, settings(seed=seed)) for ids, seed in zip(prompts, seeds, strict=True)
+        ):
             (text,) = output.outputs
             if text.finish_reason not in ("stop", "length"):
                 raise ValueError(

@@ -297,6 +297,12 @@ def item_count(benchmark: BenchmarkConfig) -> int:
     return min(benchmark.limit or count, count)
 
 
+def answer_count(benchmark: BenchmarkConfig) -> int:
+    """Number of answers to a benchmark: one or several to each item."""
+    samples = benchmark.sampling.samples if benchmark.max_new_tokens else 1
+    return item_count(benchmark) * samples
+
+
 def benchmark_pace(benchmark: BenchmarkConfig) -> list[Any]:
     """The settings of a benchmark that determine the seconds per item."""
     return [benchmark.name, benchmark.shots, benchmark.chat, benchmark.max_new_tokens]
@@ -328,7 +334,7 @@ def benchmark_run(
         weights="server" if backend.name == "server" else "model",
         gpu_counts=_vllm_counts(model, backend) if backend.name == "vllm" else _gpu_counts(model),
         isolated=True,
-        units=float(item_count(benchmark) * (PROMPT * (1 + benchmark.shots) + new_tokens)),
+        units=float(answer_count(benchmark) * (PROMPT * (1 + benchmark.shots) + new_tokens)),
         pace=[model_id, backend.name, *benchmark_pace(benchmark)],
         job="evaluate",
         steps_per_job="models",
@@ -339,7 +345,7 @@ def benchmark_run(
 def answer_bytes(benchmark: BenchmarkConfig) -> float:
     """Bytes of the texts that a model generates for a benchmark, if each text has the maximum
     length."""
-    return float(item_count(benchmark) * benchmark.max_new_tokens * BYTES_PER_TOKEN)
+    return float(answer_count(benchmark) * benchmark.max_new_tokens * BYTES_PER_TOKEN)
 
 
 def _vllm_counts(model: ModelConfig, backend: BackendConfig) -> Sequence[int]:

@@ -268,6 +268,17 @@ def test_repeated_cells_and_renamed_folders_are_read_once(
     assert study.gaps == []
 
 
+def test_answers_to_an_item_are_one_outcome(store: Path) -> None:
+    """Else each would count as an item of its own."""
+    samples = folder(store, 1, "rte") / "samples.parquet"
+    first = pd.read_parquet(samples).assign(replicate=0)
+    second = first.assign(replicate=1, outcome=1 - first["outcome"] / 2)
+    pd.concat([first, second]).to_parquet(samples, index=False)
+    rows = load(store, "made_up").samples.query("cell == 1 and benchmark == 'rte'")
+    assert list(rows["item"]) == list(first["item"])
+    assert list(rows["outcome"]) == list(0.5 + first["outcome"] / 4)
+
+
 @pytest.fixture
 def mixed(store: Path) -> Study:
     """Cells evaluated on different numbers of items, by different metrics and versions."""

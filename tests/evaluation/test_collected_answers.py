@@ -551,7 +551,9 @@ def test_text_that_vllm_cut_off_is_an_error(reason: str, monkeypatch: pytest.Mon
         else pytest.raises(ValueError, match=re.escape(reason))
     )
     with broken:
-        assert list(process.generate([[1]], 2, [], [0])) == [(0, [5, 7], -1.0)]
+        assert list(process.generate([[1]], 2, [], [0], {"temperature": 0}, [0])) == [
+            (0, [5, 7], -1.0)
+        ]
 
 
 CAUSE = "ValueError: no memory"

@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.engines import GenerationSettings, Likelihood, Prompt, Row, hf
-from moe_lab.evaluation.engines.hf import Batch, LoadedModel, NewTokens, greedy_tokens
+from moe_lab.evaluation.engines.hf import Batch, LoadedModel, NewTokens, generate_tokens
 from moe_lab.evaluation.engines.likelihoods import log_likelihoods
 
 NEW = 20
@@ -52,7 +52,7 @@ def together(
     """Texts written in one batch, complete at `ends` alone."""
     rows = answers or [None] * len(prompts)
     batch = Batch(prompts, rows, GenerationSettings(NEW), frozenset(ends), 0)
-    return greedy_tokens(model, batch)
+    return generate_tokens(model, batch)
 
 
 def sizes_of_passes(model: Any) -> list[tuple[int, int]]:

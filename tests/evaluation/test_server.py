@@ -238,8 +238,8 @@ def test_served_checkpoint_has_no_generation_preferences(
 ) -> None:
     view = tmp_path / "view"
     servers.make_view(preferring, view, subject.tokenizer)
-    greedy = {"do_sample": False, "eos_token_id": [0, 3, 5], "pad_token_id": 1}
-    assert read(view / "generation_config.json") == greedy
+    neutral = {"do_sample": True, "top_k": 0, "eos_token_id": [0, 3, 5], "pad_token_id": 1}
+    assert read(view / "generation_config.json") == neutral
     assert read(view / "tokenizer_config.json")["clean_up_tokenization_spaces"] is False
 
 

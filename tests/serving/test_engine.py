@@ -186,7 +186,14 @@ def opened(*, forked: bool = True, **arguments: Any) -> vllm.VllmModel:
 def test_dead_engine_is_reported_and_the_next_starts() -> None:
     # one text after the other, so that most are left when the first is there
     subject = opened(max_num_seqs=1)
-    request = {"prompts": [[5, 6]] * 64, "max_tokens": 200, "stop": [], "end_token_ids": []}
+    request = {
+        "prompts": [[5, 6]] * 64,
+        "seeds": [0] * 64,
+        "sampling": {"temperature": 0},
+        "max_tokens": 200,
+        "stop": [],
+        "end_token_ids": [],
+    }
     texts = subject.items("generate", 200, **request)
     next(texts)
     subject.process.kill()

@@ -19,7 +19,7 @@ from identities.plans import random_plan
 from second_device import DeviceTensor, SecondDevice
 
 from moe_lab.evaluation.engines import GenerationSettings, Row
-from moe_lab.evaluation.engines.hf import Batch, greedy_tokens
+from moe_lab.evaluation.engines.hf import Batch, generate_tokens
 from moe_lab.evaluation.engines.likelihoods import log_likelihoods
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.alignment import alignment_hook
@@ -305,8 +305,8 @@ def test_generated_tokens_are_those_of_the_cpu(device: SecondDevice) -> None:
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
     batch = Batch(prompts, [None, None], GenerationSettings(6), frozenset(), 0)
     model = naive.model("olmoe")
-    expected = greedy_tokens(model, batch)
-    assert greedy_tokens(on_device(model), batch) == expected
+    expected = generate_tokens(model, batch)
+    assert generate_tokens(on_device(model), batch) == expected
 
 
 def test_searches_find_the_fitness_that_the_cpu_finds(device: SecondDevice) -> None:

@@ -28,6 +28,7 @@ from moe_lab.config import (
     LauncherConfig,
     ModelConfig,
     RecoveryConfig,
+    Sampling,
 )
 from moe_lab.errors import UserError, user_errors
 from moe_lab.json_files import write_json
@@ -359,6 +360,16 @@ def test_a_part_stores_hidden_states_of_its_rows() -> None:
 def test_texts_that_a_model_generates_take_16_bytes_a_token() -> None:
     benchmark = replace(BENCHMARK, limit=3, max_new_tokens=50)
     assert answer_bytes(benchmark) == 3 * 50 * 16
+
+
+@pytest.mark.parametrize("kind", ["generate", "grade"])
+def test_several_answers_to_an_item_take_as_many_times_longer(kind: str) -> None:
+    several = replace(CODE, sampling=Sampling(temperature=1.0, samples=6))
+    cell = cell_of(model(), TEXT)
+    once, often = (
+        step_of(kind, cell, benchmark=benchmark).resources() for benchmark in (CODE, several)
+    )
+    assert (often.units, often.disk) == (6 * once.units, 6 * once.disk)
 
 
 def test_a_dry_run_creates_no_store(aimer_study: StudyRequest, tmp_path: Path) -> None:

@@ -34,12 +34,13 @@ def questions(**task: Any) -> list[dict[str, Any]]:
     ]
 
 
-def grade(texts: dict[str, str], **task: Any) -> dict[str, Any]:
+def grade(texts: dict[str, list[str]], **task: Any) -> dict[str, Any]:
     """Grade answers. Returns {"samples": one verdict per answer, "versions": package -> version}.
 
     A verdict is {"item": name; "outcome": score, or None if EvalScope could not compare the answer;
-    "extracted": the extracted answer; "why": the reason of a failure}.
-    `texts`: name of an item -> answer. `task`: keyword arguments of `load`, without hides_tests.
+    "extracted": the extracted answer; "why": the reason of a failure}. The verdicts on an item are
+    in the order of its answers.
+    `texts`: name of an item -> answers. `task`: keyword arguments of `load`, without hides_tests.
     """
     grade_answer: Callable[[Any, Any], dict[str, Any]] = _verdict
     threads = 1
@@ -52,12 +53,11 @@ def grade(texts: dict[str, str], **task: Any) -> dict[str, Any]:
     assert not unpaired_names, (
         f"answers and questions are not the same: {sorted(unpaired_names)[0]} is only on one side"
     )
-    states = [_state(sample, texts[name]) for name, sample in samples.items()]
+    names = [name for name in samples for _ in texts[name]]
+    states = [_state(sample, text) for name, sample in samples.items() for text in texts[name]]
     with ThreadPoolExecutor(threads) as pool:
         graded = pool.map(grade_answer, repeat(adapter), states)
-        verdicts = [
-            {"item": name, **verdict} for name, verdict in zip(samples, graded, strict=True)
-        ]
+        verdicts = [{"item": name, **verdict} for name, verdict in zip(names, graded, strict=True)]
     return {"samples": verdicts, "versions": {name: version(name) for name in _VERSIONS}}
 
 

@@ -78,7 +78,11 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
     wrong."""
     tasks_by_name = load_tasks(benchmark)
     questions_by_task = _questions_by_task(tasks_by_name, benchmark)
-    rows = _graded_rows(questions_by_task, {answer.item: answer for answer in answers})
+    rows = []
+    # the answers to an item one after another, as lm-eval has one response to a request
+    for replicate in sorted({answer.replicate for answer in answers}):
+        by_item = {answer.item: answer for answer in answers if answer.replicate == replicate}
+        rows += _graded_rows(questions_by_task, by_item)
     samples: list[Sample] = []
     results: list[Result] = []
     for result_name, metric in benchmark.reports.items():
@@ -189,10 +193,11 @@ def _limit_and_stop(
     settings = {name: value for name, value in settings.items() if value is not None}
     field = f"benchmark {benchmark.name}: {task}: generation_kwargs"
     # without do_sample, lm-eval samples at temperatures above 0
-    if settings.get("do_sample", float(settings.get("temperature", 0)) > 0):
+    is_sampled = settings.get("do_sample", float(settings.get("temperature", 0)) > 0)
+    if is_sampled and benchmark.sampling.temperature is None:
         raise UserError(
-            f"{field} {settings} request sampling: expected do_sample=false, as generation is "
-            "greedy"
+            f"{field} {settings} request sampling: expected do_sample=false, or the benchmark's "
+            "own settings, such as sampling.temperature=1.0, which take precedence"
         )
     for name, value in settings.items():
         check_known(field, name, ("until", *_LIMITS, *_SAMPLING, *_NEUTRAL_VALUES))
@@ -232,7 +237,7 @@ def _graded_rows(
                     response = reply.text or ""
                 elif request.request_type == "loglikelihood":
                     response = (reply.nats, reply.windows[0].likeliest)
-                # generation is greedy, so all repeats of a request have the same response
+                # a task's own repeats of a request have the same response
                 request.resps = [response] * (request.repeats or 1)
                 request.filtered_resps = {}
         first_question = questions[0]

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from string import Template
+from types import MappingProxyType
 from typing import Any
 
-from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
+from moe_lab.config import GREEDY, BackendConfig, BenchmarkConfig, ModelConfig, Sampling
 from moe_lab.errors import UserError, mask, user_errors
 from moe_lab.evaluation.harness import harness_of
 from moe_lab.machine import check_has, interpreter
@@ -66,12 +67,13 @@ class Prompt:
     answer: Row | None = None
     """A right answer after the prompt. An engine may compute the answer's likelihood in the pass
     that generates the text."""
+    seed: int = 0
+    """Seed of the random numbers of the text, if it is sampled."""
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How texts are generated: always greedily, regardless of a checkpoint's sampling settings and
-    penalties."""
+    """How texts are generated, regardless of a checkpoint's sampling settings and penalties."""
 
     max_tokens: int
     """Largest number of tokens of a text."""
@@ -84,6 +86,8 @@ class GenerationSettings:
     """Prompts in one forward pass, or requests under way at the same time."""
     marks: tuple[tuple[int, str], ...] = ()
     """(id, text) of special tokens that stay in a generated text. All others are removed."""
+    sampling: Sampling | None = None
+    """Settings without nulls; None for greedy generation."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,8 @@ class Engine(ABC):
     """Number of batches whose prompts `generate` gets in one call."""
     scores = True
     """Whether the engine computes likelihoods."""
+    sampling_defaults: Mapping[str, Any] = MappingProxyType({})
+    """Sampling settings of the model's generation_config.json; {} for greedy generation."""
 
     @abstractmethod
     def generate(
@@ -178,6 +184,22 @@ def end_token_ids(checkpoint: Path, tokenizer: Any) -> list[int]:
     if ends is None:
         ends = read_json_if_there(checkpoint / "config.json").get("eos_token_id")
     return eos_tokens(ends, tokenizer)
+
+
+def checkpoint_sampling(checkpoint: Path) -> dict[str, Any]:
+    """The `sampling_defaults` in a checkpoint's generation_config.json."""
+    return sampling_defaults(read_json_if_there(checkpoint / "generation_config.json"))
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `Sampling` that the content of a generation_config.json sets; {} if it asks for
+    greedy generation."""
+    # without do_sample, servers sample at temperatures above 0
+    if not generation_config.get("do_sample", generation_config.get("temperature")):
+        return {}
+    values = {name: generation_config.get(name) for name in GREEDY}
+    stated = {name: value for name, value in values.items() if value is not None}
+    return {"temperature": 1.0, **stated}
 
 
 def appended_tokens(tokenizer: Any) -> list[int]:

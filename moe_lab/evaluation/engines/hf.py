@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +27,7 @@ from moe_lab.evaluation.engines import (
     Row,
     check_finite,
     generated_text,
+    sampling_defaults,
 )
 from moe_lab.evaluation.engines.likelihoods import (
     Prediction,
@@ -55,6 +57,7 @@ class LoadedModel(Engine):
         self.max_length = getattr(
             self.model.config.get_text_config(), "max_position_embeddings", None
         )
+        self.sampling_defaults = sampling_defaults(self.model.generation_config.to_dict())
         self.end_token_ids = eos_tokens(self.model.generation_config.eos_token_id, self.tokenizer)
 
     def generate(
@@ -73,13 +76,14 @@ class LoadedModel(Engine):
             frozenset(self.end_token_ids),
             padding,
             self.tokenizer,
+            [prompt.seed for prompt in prompts],
         )
         return [
             replace(
                 generated_text(self.tokenizer, text.tokens, generation, self.end_token_ids),
                 likelihood=text.likelihood,
             )
-            for text in greedy_tokens(self.model, batch)
+            for text in generate_tokens(self.model, batch)
         ]
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
@@ -97,7 +101,7 @@ def _readable_answer(prompt: Prompt) -> Row | None:
     return row if row and row.start <= length and row.tokens[:length] == prompt.tokens else None
 
 
-# Greedy generation.
+# Generation.
 
 
 @dataclass
@@ -123,6 +127,26 @@ class Batch:
     """The token to the left of shorter prompts."""
     tokenizer: Any = None
     """The tokenizer by which stop texts are found."""
+    seeds: Sequence[int] = ()
+    """Seed of the random numbers of each text, if texts are sampled."""
+
+    def next_tokens(
+        self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]
+    ) -> tuple[torch.Tensor, list[float]]:
+        """The next token for each row of `logits` (n, V), and the largest logit of each row. NaN
+        counts as the largest logit, so that `check_finite` finds it. `rows`, `positions`: for each
+        row of `logits`, the index of its prompt and the number of tokens of its text."""
+        likeliest_tokens = logits.float().argmax(-1)
+        largest_logits = logits.gather(-1, likeliest_tokens[:, None])[:, 0].tolist()
+        if sampling := self.generation.sampling:
+            # of the row and the position alone, so that a text does not depend on its batch
+            numbers = [
+                Random(f"{self.seeds[row]} {position}").random()
+                for row, position in zip(rows, positions, strict=True)
+            ]
+            uniform = torch.tensor(numbers, dtype=torch.float64)
+            return drawn_tokens(logits, uniform, **sampling.distribution), largest_logits
+        return likeliest_tokens, largest_logits
 
     def incomplete_rows(
         self, rows: Sequence[int], texts: Sequence[NewTokens], new_token_count: int
@@ -150,8 +174,8 @@ class Batch:
 
 
 @torch.inference_mode()
-def greedy_tokens(model: Any, batch: Batch) -> list[NewTokens]:
-    """The likeliest new tokens after each prompt, up to and including the first end token."""
+def generate_tokens(model: Any, batch: Batch) -> list[NewTokens]:
+    """The new tokens after each prompt, up to and including the first end token."""
     # replaces the checkpoint's settings, such as a penalty
     settings = GenerationConfig(
         max_new_tokens=batch.generation.max_tokens,
@@ -243,7 +267,8 @@ def _generate(
             input_ids, next_sequence_length=1, is_first_iteration=False, **inputs
         )
         output = model(**model_inputs, return_dict=True)
-        new_tokens, logits = _likeliest_tokens(output.logits[:, -1])
+        positions = [len(texts[row].tokens) for row in rows]
+        new_tokens, logits = batch.next_tokens(output.logits[:, -1], rows, positions)
         for row, token, logit in zip(rows, new_tokens.tolist(), logits, strict=True):
             # rows of complete texts may still be in the batch
             if row in incomplete_rows:
@@ -296,9 +321,7 @@ def _read(
     for row, (prompt, answer, logits) in enumerate(
         zip(batch.prompts, answers, all_logits, strict=True)
     ):
-        text = _beginning(
-            prompt, answer, logits[longest - 1 - first_position :], batch.generation.max_tokens
-        )
+        text = _beginning(batch, row, answer, logits[longest - 1 - first_position :])
         if answer:
             # index of the logits that predict the first scored token
             start = row * len(logits) + longest - len(prompt) + answer.start - 1 - first_position
@@ -331,18 +354,20 @@ def _can_remove_answers(model: Any, inputs: dict[str, Any], token_inputs: Collec
     return has_plain_cache and takes_arguments and has_full_attention(model)
 
 
-def _beginning(
-    prompt: Sequence[int], answer: Row | None, logits: torch.Tensor, max_tokens: int
-) -> NewTokens:
-    """The beginning of a generated text: the tokens of the right answer up to the first token that
-    the model would not choose, and then the model's choice. Row i of `logits` (n, V) predicts
-    the token after the prompt and the first i tokens of the answer."""
-    tokens = answer.tokens[len(prompt) :] if answer else ()
-    likeliest_tokens, largest_logits = _likeliest_tokens(logits[: len(tokens) + 1])
-    choices = likeliest_tokens.tolist()
+def _beginning(batch: Batch, row: int, answer: Row | None, logits: torch.Tensor) -> NewTokens:
+    """The beginning of the text in a row of the batch: the tokens of the right answer up to the
+    first token that the model would not choose, and then the model's choice. Row i of `logits`
+    (n, V) predicts the token after the prompt and the first i tokens of the answer."""
+    tokens = answer.tokens[len(batch.prompts[row]) :] if answer else ()
+    positions = range(len(tokens) + 1)
+    next_tokens, largest_logits = batch.next_tokens(
+        logits[: len(positions)], [row] * len(positions), positions
+    )
+    choices = next_tokens.tolist()
     count = 0  # tokens that the text has in common with the answer
     # minus 1, because the model's choice is one more token
-    while count < min(len(tokens), max_tokens - 1) and choices[count] == tokens[count]:
+    most = min(len(tokens), batch.generation.max_tokens - 1)
+    while count < most and choices[count] == tokens[count]:
         count += 1
     for logit in largest_logits[: count + 1]:
         check_finite(logit, "logit")
@@ -374,8 +399,29 @@ def _remove_answers(
     return ids[:, :width], inputs | {"attention_mask": attention, "position_ids": positions}
 
 
-def _likeliest_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-    """The likeliest token for each row of `logits` (n, V), and the logit of this token. NaN counts
-    as the largest logit, so that `check_finite` finds it."""
-    tokens = logits.float().argmax(-1)
-    return tokens, logits.gather(-1, tokens[:, None])[:, 0].tolist()
+def drawn_tokens(
+    logits: torch.Tensor,
+    numbers: torch.Tensor,
+    *,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    min_p: float,
+) -> torch.Tensor:
+    """A random token for each row of `logits` (n, V). `numbers` (n,): random numbers in [0, 1).
+    The other arguments are those of `Sampling`.
+
+    As in vLLM, the temperature comes first, then min_p, top_k and top_p.
+    """
+    count = min(top_k or logits.shape[-1], logits.shape[-1])
+    values, tokens = logits.topk(count)
+    probabilities = (values.double() / temperature).softmax(-1)
+    probabilities = probabilities * (probabilities >= min_p * probabilities[:, :1])
+    probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+    cumulative = probabilities.cumsum(-1)  # ordered: within a row
+    # tokens before which the sum is smaller than top_p
+    probabilities = probabilities * (cumulative - probabilities < top_p)
+    cumulative = probabilities.cumsum(-1)  # ordered: within a row
+    thresholds = numbers.to(logits.device)[:, None] * cumulative[:, -1:]
+    indices = torch.searchsorted(cumulative, thresholds, right=True).clamp(max=count - 1)
+    return tokens.gather(-1, indices)[:, 0]

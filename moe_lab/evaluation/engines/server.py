@@ -20,7 +20,7 @@ from typing import Any
 import openai
 
 from moe_lab.child_process import ChildProcess
-from moe_lab.config import BackendConfig, ModelConfig
+from moe_lab.config import BackendConfig, ModelConfig, Sampling
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.engines import (
     TOKEN_SECONDS,
@@ -29,6 +29,7 @@ from moe_lab.evaluation.engines import (
     GenerationSettings,
     Prompt,
     appended_tokens,
+    checkpoint_sampling,
     command_line,
     end_token_ids,
     error_summary,
@@ -75,6 +76,7 @@ class ServedModel(Engine):
     """Returns the last output of a server that has ended; None while it runs."""
     end_token_ids: list[int] = field(default_factory=list)
     """Tokens besides the tokenizer's end token at which the server ends a text."""
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     batches = 16  # so that the server rarely waits for the last text of a batch
     scores = False
@@ -111,12 +113,11 @@ class ServedModel(Engine):
                 f"{', '.join(omitted_marks)} part the model's thoughts from its answers, or end "
                 "them: expected backend=hf or backend=vllm"
             )
-        texts = [self._request_text(prompt) for prompt in prompts]
+        texts = [(self._request_text(prompt), prompt.seed) for prompt in prompts]
         pool = ThreadPoolExecutor(generation.batch_size)
         with self.client() as client:
             pending = futures = [
-                pool.submit(self.complete, client, text, generation.max_tokens, generation.stop)
-                for text in texts
+                pool.submit(self.complete, client, text, generation, seed) for text, seed in texts
             ]
             seconds = self.ready_seconds + TOKEN_SECONDS * generation.max_tokens
             try:
@@ -144,16 +145,16 @@ class ServedModel(Engine):
         )
 
     def complete(
-        self, client: openai.OpenAI, prompt: str, max_tokens: int, stop: Sequence[str]
+        self, client: openai.OpenAI, prompt: str, generation: GenerationSettings, seed: int = 0
     ) -> GeneratedText:
-        """The server's text after `prompt`, generated greedily and without penalties. At most STOPS
-        stop texts are sent. UserError for a refused request, and for a text of another model.
-        Unavailable for a text that the server broke off, and for a server that has ended or
-        fails."""
+        """The server's text after `prompt`, generated without penalties. At most STOPS stop texts
+        are sent. `seed`: seed of the random numbers, if the text is sampled. UserError for a
+        refused request, and for a text of another model. Unavailable for a text that the server
+        broke off, and for a server that has ended or fails."""
         # if the prompt ends with the beginning of a stop text, some servers would stop at once
         sent_stops = [
             stop_text
-            for stop_text in stop
+            for stop_text in generation.stop
             if not any(prompt.endswith(stop_text[:end]) for end in range(1, len(stop_text)))
         ]
         server = f"the server of {self.name}"
@@ -161,12 +162,11 @@ class ServedModel(Engine):
             completion = client.completions.create(
                 model=self.name,
                 prompt=prompt,
-                max_tokens=max_tokens,
+                max_tokens=generation.max_tokens,
                 stop=sent_stops[:STOPS] or None,
-                temperature=0,
-                top_p=1,
                 frequency_penalty=0,
                 presence_penalty=0,
+                **_sampling_fields(generation.sampling, seed),
             )
             choice = completion.choices[0]
             model = completion.model
@@ -211,6 +211,20 @@ class ServedModel(Engine):
         )
 
 
+def _sampling_fields(sampling: Sampling | None, seed: int) -> dict[str, Any]:
+    """The fields of a request that say how its text is sampled."""
+    if sampling is None:
+        return {"temperature": 0, "top_p": 1}
+    # OpenAI's interface lacks these two: a server without them must refuse them
+    other_fields = {"top_k": sampling.top_k, "min_p": sampling.min_p}
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": seed,
+        "extra_body": {name: value for name, value in other_fields.items() if value},
+    }
+
+
 @contextmanager
 def served_model(
     checkpoint: Path, backend: BackendConfig, model: ModelConfig, name: str
@@ -246,20 +260,23 @@ def served_model(
                 ready_seconds=backend.ready_seconds,
                 exit_reason=partial(_exit_reason, server, _EXIT_SECONDS),
                 end_token_ids=end_ids,
+                sampling_defaults=checkpoint_sampling(checkpoint),
             )
             yield _wait_until_ready(engine, server, str(view))
 
 
 def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
     """Make a folder `view` with links to the checkpoint's files. Two files are written instead of
-    linked: generation_config.json asks for greedy generation, and tokenizer_config.json leaves
+    linked: generation_config.json leaves sampling to each request, and tokenizer_config.json leaves
     spaces in decoded texts as they are."""
     end_ids = end_token_ids(checkpoint, tokenizer)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_ids[0]
     tokenizer_config = read_json_if_there(checkpoint / "tokenizer_config.json")
     written_files = {
         "generation_config.json": {
-            "do_sample": False,
+            # with a temperature of 0 in the request, generation is greedy
+            "do_sample": True,
+            "top_k": 0,
             "eos_token_id": end_ids,
             "pad_token_id": pad_id,
         },
@@ -324,7 +341,7 @@ def _wait_until_ready(engine: ServedModel, server: ChildProcess, path: str) -> S
     try:
         # Only a generated text, here of one token, shows that the server accepts the name.
         with engine.client(max(_ANSWER_SECONDS, deadline - time.monotonic())) as client:
-            engine.complete(client, "Hello", 1, ())
+            engine.complete(client, "Hello", GenerationSettings(1))
     except UserError as error:
         raise Unavailable(
             f"the server does not serve the checkpoint ({error}); it lists "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.child_process import ChildProcess, ErrorReply, ProcessEnded
-from moe_lab.config import BackendConfig, ModelConfig
+from moe_lab.config import GREEDY, BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.engines import (
     CAUSE_MARK,
@@ -24,6 +24,7 @@ from moe_lab.evaluation.engines import (
     Prompt,
     Row,
     check_finite,
+    checkpoint_sampling,
     end_token_ids,
     error_summary,
     generated_text,
@@ -59,6 +60,7 @@ class VllmModel(Engine):
         with quiet_transformers():
             self.tokenizer = load_tokenizer(checkpoint, model)
         self.end_token_ids = end_token_ids(checkpoint, self.tokenizer)
+        self.sampling_defaults = checkpoint_sampling(checkpoint)
         self.template_arguments = model.template_arguments
         self.ready_seconds = backend.ready_seconds
         self.has_mask = False
@@ -155,6 +157,8 @@ class VllmModel(Engine):
             "generate",
             TOKEN_SECONDS * generation.max_tokens,
             prompts=[prompt.tokens for prompt in prompts],
+            seeds=[prompt.seed for prompt in prompts],
+            sampling=generation.sampling.distribution if generation.sampling else GREEDY,
             max_tokens=generation.max_tokens,
             stop=generation.stop,
             end_token_ids=self.end_token_ids,
@@ -196,6 +200,8 @@ class OpenEngine:
         settings are the same, otherwise a new one. Raises Unavailable if a new engine does not
         start. Later calls with the same settings then raise the same error without a new
         attempt."""
+        from moe_lab.models.load import set_template_settings
+
         settings = [
             str(checkpoint),
             asdict(backend),
@@ -219,8 +225,7 @@ class OpenEngine:
             self._key = key
         # these settings change only prompts and where answers begin, so they need no new engine
         engine.template_arguments = model.template_arguments
-        engine.tokenizer.date = model.date
-        engine.tokenizer.thinking_marks = model.thinking_marks
+        set_template_settings(engine.tokenizer, model)
         engine.set_plan(plan)
         return engine
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,19 +76,23 @@ class EvalPlus(Harness):
         from moe_lab.evaluation.adapters import evalplus
 
         problems = self.problems(benchmark)
-        programs = {
-            answer.item: _program(answer, problems[answer.item], chat=benchmark.chat)
-            for answer in answers
-        }
+        # replicate -> task id -> program
+        programs: dict[int, dict[str, str]] = {}
+        for answer in answers:
+            program = _program(answer, problems[answer.item], chat=benchmark.chat)
+            programs.setdefault(answer.replicate, {})[answer.item] = program
         request = evalplus.GradeRequest(
             dataset=dataset_of(problems),
             data=str(self.data_file(benchmark)),
-            programs=programs,
+            programs={},
             isolation=policy.program_sandbox(),
             sanitize=benchmark.data is not None,
             **benchmark.parameters,
         )
-        verdicts = evalplus.GRADER.grade(request)
+        verdicts: dict[tuple[str, int], evalplus.Verdict] = {}
+        for replicate, programs_of_replicate in programs.items():
+            graded = evalplus.GRADER.grade(replace(request, programs=programs_of_replicate))
+            verdicts |= {(task, replicate): verdict for task, verdict in graded.items()}
         protocol = {
             "dataset": request.dataset,
             "sanitize": request.sanitize,
@@ -99,7 +104,7 @@ class EvalPlus(Harness):
         return graded_by_mean(
             answers,
             benchmark,
-            lambda answer, metric: verdicts[answer.item].outcome(metric),
+            lambda answer, metric: verdicts[answer.key].outcome(metric),
             protocol,
         )
 

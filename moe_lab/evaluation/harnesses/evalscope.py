@@ -73,20 +73,27 @@ class EvalScope(Harness):
         """Let EvalScope grade the answers. RuntimeError if EvalScope could not compare more than
         1 % of the answers."""
         is_code = self.runs_programs(benchmark)
-        texts = {answer.item: replace_surrogates(answer.reply.text or "") for answer in answers}
+        texts: dict[str, list[str]] = {}
+        for answer in answers:
+            text = replace_surrogates(answer.reply.text or "")
+            texts.setdefault(answer.item, []).append(text)
         graded = _call_worker(benchmark, policy, "grade", texts=texts)
-        # for each item: the `outcome` (None: not compared), the `extracted` answer, and `why` the
+        # for each answer: the `outcome` (None: not compared), the `extracted` answer, and `why` the
         # answer failed
-        samples = {sample["item"]: sample for sample in graded["samples"]}
-        unscored_items = [item for item, sample in samples.items() if sample["outcome"] is None]
-        if len(unscored_items) > UNSCORED_AT_MOST * len(samples):
+        samples: dict[str, list[dict[str, Any]]] = {}
+        for sample in graded["samples"]:
+            samples.setdefault(sample["item"], []).append(sample)
+        unscored_items = [
+            sample["item"] for sample in graded["samples"] if sample["outcome"] is None
+        ]
+        if len(unscored_items) > UNSCORED_AT_MOST * len(answers):
             raise RuntimeError(
                 f"benchmark {benchmark.name}: EvalScope could not compare {len(unscored_items)} of "
-                f"{len(samples)} answers, such as that to {unscored_items[0]}"
+                f"{len(answers)} answers, such as that to {unscored_items[0]}"
             )
 
         def verdict(answer: Answer, metric: str) -> tuple[float, str]:
-            sample = samples[answer.item]
+            sample = samples[answer.item][answer.replicate]
             outcome = sample["outcome"]
             if outcome is None:
                 return 0.0, f"not compared: {sample['why']}"

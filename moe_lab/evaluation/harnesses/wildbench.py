@@ -61,43 +61,44 @@ class WildBench(Harness):
         assert benchmark.judge is not None
         rows = {row["session_id"]: row for row in _rows(benchmark)}
         judge_template = template(benchmark)
-        judge_prompts: dict[str, str] = {}
-        verdict_of_item: dict[str, Verdict] = {}
+        # the keys are those of answers
+        judge_prompts: dict[tuple[str, int], str] = {}
+        verdict_of_answer: dict[tuple[str, int], Verdict] = {}
         for answer in answers:
             if reason := _reason_of_empty_answer(answer):
-                verdict_of_item[answer.item] = Verdict(LOWEST, f"{reason}: 1 without a request")
+                verdict_of_answer[answer.key] = Verdict(LOWEST, f"{reason}: 1 without a request")
                 continue
             row = rows[answer.item]
             text = replace_surrogates(answer.reply.text or "")
-            judge_prompts[answer.item] = question(
+            judge_prompts[answer.key] = question(
                 judge_template, row["conversation_input"], text, row["checklist"]
             )
-        count_without_request = len(verdict_of_item)
+        count_without_request = len(verdict_of_answer)
         max_unscored = math.floor(UNSCORED_AT_MOST * len(answers))
         judge_verdicts = verdicts(
             benchmark.judge, cache_folder("judge"), list(judge_prompts.values()), max_unscored
         )
-        verdict_of_item.update(zip(judge_prompts, judge_verdicts, strict=True))
+        verdict_of_answer.update(zip(judge_prompts, judge_verdicts, strict=True))
         scores = {
-            item: verdict.score
-            for item, verdict in verdict_of_item.items()
+            key: verdict.score
+            for key, verdict in verdict_of_answer.items()
             if verdict.score is not None
         }
 
         def outcome_and_reply(answer: Answer, metric: str) -> tuple[float, str]:
-            outcome = (scores[answer.item] - LOWEST) / (HIGHEST - LOWEST)
-            return outcome, verdict_of_item[answer.item].reply
+            outcome = (scores[answer.key] - LOWEST) / (HIGHEST - LOWEST)
+            return outcome, verdict_of_answer[answer.key].reply
 
         protocol = {
             "unasked": count_without_request,
             "unscored": {
-                item: verdict.reply
-                for item, verdict in verdict_of_item.items()
-                if item not in scores
+                key[0]: verdict.reply
+                for key, verdict in verdict_of_answer.items()
+                if key not in scores
             },
             "judge_prompt": next(iter(judge_prompts.values()), None),
         }
-        scored_answers = [answer for answer in answers if answer.item in scores]
+        scored_answers = [answer for answer in answers if answer.key in scores]
         return graded_by_mean(
             scored_answers, benchmark, outcome_and_reply, protocol, max_unscored=max_unscored
         )

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from moe_lab.calibration import IdentifiedText
 from moe_lab.calibration.documents import BLANK_LINE
-from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, Config, ModelConfig
+from moe_lab.config import (
+    BackendConfig,
+    BenchmarkConfig,
+    CalibrationConfig,
+    Config,
+    ModelConfig,
+)
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import Policy, engines
 from moe_lab.evaluation.harness import IdentifiedBenchmark, ItemSource, Questions, harness_of
@@ -35,9 +41,9 @@ from moe_lab.study.resources import (
     Check,
     Resources,
     answer_bytes,
+    answer_count,
     benchmark_pace,
     benchmark_run,
-    item_count,
 )
 from moe_lab.study.step import Step, StepFields
 from moe_lab.study.steps.files import Files
@@ -75,8 +81,10 @@ def results_step_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     def results_of(pruned: Pruned) -> Evaluate | Grade:
         # part of the id only if the benchmark uses the chat template
         template = tuple(pruned.model.template_arguments.items()) if benchmark.chat else None
-        if marks := pruned.model.thinking_marks:
-            template = (*(template or ()), ("thinking_marks", marks))
+        for name in ("thinking", "thinking_marks"):
+            value = getattr(pruned.model, name)
+            if value not in (None, ()):
+                template = (*(template or ()), (name, value))
         checkpoint = _export_step(pruned, backend.name, config)
         if two_phases:
             return Grade(grading, Generate(setup, pruned, checkpoint, template))
@@ -292,7 +300,7 @@ class Grade(Step):
         return Resources(
             memory=PROGRAMS,
             isolated=True,
-            units=float(item_count(benchmark)),
+            units=float(answer_count(benchmark)),
             pace=benchmark_pace(benchmark),
             steps_per_job="cells",
             start_checks=self.grading.start_checks,
