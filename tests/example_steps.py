@@ -172,7 +172,7 @@ def evaluation_step(
 ) -> Evaluate:
     """The step that evaluates a model, pruned by a plan, on a benchmark."""
     pruned = Pruned(loaded_field(model), plan, None, None, RecoveryConfig(), True)
-    grading = Grading(IdentifiedBenchmark.of(benchmark), Policy(), None)
+    grading = Grading(IdentifiedBenchmark.of(benchmark), Policy())
     setup = BenchmarkSetup(
         benchmark, Items.of(benchmark), None, changes.pop("backend", BackendConfig())
     )

@@ -135,7 +135,7 @@ def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> 
         Questions(benchmark),
         BackendConfig(name=backend, command="serve {checkpoint}"),
     )
-    grading = Grading(IdentifiedBenchmark.of(benchmark), Policy(), None)
+    grading = Grading(IdentifiedBenchmark.of(benchmark), Policy())
     for plan in [step for step in steps if step.kind == "plan"]:
         pruned = evaluation_step(ModelConfig(name="m", path="owner/m"), benchmark, plan).pruned
         generate = Generate(step_about, pruned, None, None)
