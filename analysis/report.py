@@ -16,7 +16,6 @@ import pandas as pd
 
 from analysis import names
 from analysis.load.evaluations import versions
-from analysis.load.reader import groups
 from analysis.load.settings import removed_noun
 from analysis.load.study import Study, load
 from analysis.names import capitalised, count
@@ -350,7 +349,7 @@ def _details(study: Study) -> list[tuple[str, str]]:
 
 
 def what_was_run(study: Study) -> str:
-    """Two or three sentences on what a study pruned and evaluated."""
+    """Two sentences on what a study pruned and evaluated."""
     pruned = study.cells[study.cells["criterion"] != "none"]
     sizes = study.results["n"]  # numbers of items
     items = "no"
@@ -360,20 +359,13 @@ def what_was_run(study: Study) -> str:
     # at ratio 0 nothing is removed, the model is only recovered
     kind = "pruned model" if (pruned["ratio"] > 0).all() else "model"
     models = names.enumeration(dict.fromkeys(study.cells["model"]))
+    criteria = count(pruned["criterion"].nunique(), "criterion", "criteria")
     benchmarks = count(study.results["benchmark"].nunique(), "benchmark")
     return capitalised(
-        f"{_criteria_in_words(pruned)} chose which {removed_noun(pruned)} of {models} to remove "
-        f"({_shares_in_words(pruned)}).{_recovery_sentence(pruned)} That gave "
-        f"{count(len(pruned), kind)}, each evaluated like the unpruned one on {benchmarks} of "
-        f"{items} items."
+        f"{criteria} chose which {removed_noun(pruned)} of {models} to remove "
+        f"({_shares_in_words(pruned)}). That gave {count(len(pruned), kind)}, each evaluated like "
+        f"the unpruned one on {benchmarks} of {items} items."
     )
-
-
-def _criteria_in_words(pruned: pd.DataFrame) -> str:
-    """Text such as `two criteria and three allocations`."""
-    criteria = count(pruned["criterion"].nunique(), "criterion", "criteria")
-    allocations = pruned["allocation"].nunique()
-    return f"{criteria} and {count(allocations, 'allocation')}" if allocations > 1 else criteria
 
 
 MOST_RATIOS = 6
@@ -381,43 +373,12 @@ MOST_RATIOS = 6
 
 
 def _shares_in_words(pruned: pd.DataFrame) -> str:
-    """Text on the removed shares: `25 % and 50 % of each layer, with code calibration`."""
+    """Text on the removed shares: `25 % and 50 %`; `none` if nothing was removed."""
     ordered = pruned[pruned["ratio"] > 0].sort_values("ratio", kind="stable")
     shares = list(dict.fromkeys(ordered["removed_text"]))
-    text = names.enumeration(shares) or "none"
     if len(shares) > MOST_RATIOS:
-        text = f"{len(shares)} ratios from {shares[0]} to {shares[-1]}"
-    scope = "of each layer" if set(pruned["allocation"]) == {"uniform"} else "in all"
-    return f"{text} {scope}{_calibration_in_words(pruned)}"
-
-
-def _calibration_in_words(pruned: pd.DataFrame) -> str:
-    """Text such as `, with code and math calibration`, or for models with different sets
-    `, with code calibration of OLMoE and math calibration of Mixtral`."""
-    models_by_sets: dict[str, list[str]] = {}  # text with the calibration sets -> models
-    for key, cells in groups(pruned[pruned["calibration"] != "none"], ["model"]):
-        sets = names.calibrations_in_order(cells["calibration"])
-        sets_text = names.enumeration(names.calibration(name).lower() for name in sets)
-        models_by_sets.setdefault(sets_text, []).append(key["model"])
-    phrases = []
-    for sets_text, models in models_by_sets.items():
-        models_text = f" of {names.enumeration(models)}" if len(models_by_sets) > 1 else ""
-        phrases.append(f"{sets_text} calibration{models_text}")
-    return f", with {names.enumeration(phrases)}" if phrases else ""
-
-
-def _recovery_sentence(pruned: pd.DataFrame) -> str:
-    """A sentence on the recoveries (quantisation, fine-tuning) of the pruned models."""
-    recoveries = names.in_order(pruned["recovery"], names.RECOVERIES)
-    if recoveries == ["none"]:
-        return ""
-    phrases = []
-    for recovery in recoveries:
-        # "DoRA, NF4" becomes "DoRA + NF4", because commas separate the phrases
-        name = names.recovery_name(recovery).replace(", ", " + ")
-        # the recovery "none" has the empty name
-        phrases.append(f"with {name}" if name else "as they are")
-    return f" Pruned models were evaluated {names.enumeration(phrases)}."
+        return f"{len(shares)} ratios from {shares[0]} to {shares[-1]}"
+    return names.enumeration(shares) or "none"
 
 
 def completeness(study: Study) -> str:

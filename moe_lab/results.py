@@ -309,7 +309,6 @@ EXPERTS = (
     "ala_first",
     "ala_second",
     "channel_square",
-    "channel_max",
     "channels",
     "channel_root_sum",
 )
@@ -318,7 +317,6 @@ tokens                  number of tokens that are routed to the expert
 gate_sum, norm_sum      sums over these tokens of the gate, and of the norm of the expert's output
 ala_first, ala_second   sums over these tokens of the attributions of first and second order
 channel_square          sum over tokens and channels of the squared activation of a channel
-channel_max             maximum of the channels' maxima
 channels                number of channels
 channel_root_sum        sum over channels of the root mean square over tokens"""
 LOSSES = ("layer", "layer_loss")

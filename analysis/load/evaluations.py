@@ -91,16 +91,12 @@ def evaluations(
 def _problem(result: Mapping[str, Any]) -> str:
     """Why the content of a result.json cannot be used; "" if it can."""
     rows = result.get("results")
-    if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
-        return "result.json is damaged"
     if int(result.get("schema", RESULT_SCHEMA)) > RESULT_SCHEMA:
         return "written by a newer moe_lab: upgrade to read it"
-    if not all(row.get("scale") in SCALES for row in rows):
-        return (
-            "written by an older moe_lab, which does not distinguish losses from scores: run the "
-            "study again"
-        )
-    return ""
+    is_valid = isinstance(rows, list) and all(
+        isinstance(row, dict) and row.get("scale") in SCALES for row in rows
+    )
+    return "" if is_valid else "result.json is damaged"
 
 
 def _items(table: pa.Table) -> pa.Table:

@@ -40,7 +40,7 @@ def weights_table(
 
     title_end: last words of the title; columns: benchmarks and averages."""
     title = f"Scores from weights alone and from text: {title_end}"
-    caption = f"Difference: {columns[-1]} minus that of AIMER, paired."
+    caption = "Difference: last of the scores minus that of AIMER, paired."
     return score_table(name, title, columns, caption, **fields)
 
 

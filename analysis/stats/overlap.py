@@ -20,12 +20,8 @@ VARIANT = ["b", "alpha", "beta"]
 DEGENERATE_VARIANT = (1, 0, 0)
 """The variant (b, alpha, beta) whose score N^-1 N is the same for every expert."""
 
-MEASURES = {
-    "triple": "in all sets",
-    "pairwise": "in pairs of sets",
-    "jaccard": "intersection over union",
-}
-"""Name of a definition of overlap -> description; see `agreement`."""
+MEASURES = ("triple", "pairwise", "jaccard")
+"""Names of the definitions of overlap in `agreement`."""
 
 
 def bottom_sets(scores: np.ndarray, ratio: float) -> np.ndarray:

@@ -18,7 +18,7 @@ import pandas as pd
 from analysis import names
 from analysis.stats import ranks, uncertainty
 from analysis.stats.comparison import Comparison, Panel, Target
-from analysis.stats.uncertainty import LEVEL, Estimate
+from analysis.stats.uncertainty import Estimate
 from moe_lab.results import RANDOM
 
 COLUMNS, BENCHMARKS = "columns", "benchmarks"
@@ -47,11 +47,6 @@ class RankTest:
     simultaneously for all pairs of methods."""
     incomplete_methods: tuple[str, ...]
     """Keys of methods without a result in some block."""
-
-    @property
-    def is_significant(self) -> bool:
-        """Whether at least one method differs significantly from the best one."""
-        return bool((self.p_to_best < LEVEL).any())
 
 
 def rank_test(comparison: Comparison, panel: Panel, block_kind: str = COLUMNS) -> RankTest | None:

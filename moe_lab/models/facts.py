@@ -81,7 +81,6 @@ def architecture(model: Any) -> ExpectedConfig:
 def _layer_facts(layer: MoELayer) -> dict[str, Any]:
     """The sizes of one layer, by name."""
     parameters = sum(weight.numel() for weight in layer.experts.parameters())
-    router_parameters = sum(part.tensor.numel() for part in layer.routing)
     facts_of_layer: dict[str, Any] = {
         "n_experts": layer.n_experts,
         "top_k": layer.top_k,
@@ -90,7 +89,6 @@ def _layer_facts(layer: MoELayer) -> dict[str, Any]:
         "hidden": layer.hidden,
         "width": round(sum(layer.widths) / layer.n_experts),
         "expert_parameters": round(parameters / layer.n_experts),
-        "router_parameters_per_expert": router_parameters // layer.n_experts,
     }
     if is_ragged(layer.experts):
         facts_of_layer["widths"] = list(layer.widths)

@@ -45,7 +45,6 @@ def cost(
     flops_by_part             name of a part (PARTS) -> FLOPs per token of `pruned`
     flops_per_token_unpruned  FLOPs per token of `model`
     flops_ratio               flops_per_token / flops_per_token_unpruned
-    flops_saving              1 - flops_ratio
 
     `unpruned_flops`: the result of `row_flops` for `model`. `routing`: the routing in `pruned`.
     `options`: further arguments of `parameters_and_bytes`.
@@ -64,7 +63,6 @@ def cost(
         "flops_by_part": parts,
         "flops_per_token_unpruned": unpruned_total,
         "flops_ratio": total / unpruned_total,
-        "flops_saving": 1 - total / unpruned_total,
     }
 
 

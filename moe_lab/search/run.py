@@ -108,9 +108,5 @@ def _report(
         "best": {"schedule": list(outcome.best), "fitness": outcome.fitness},
         "uniform": ({name: uniform[name] for name in ("schedule", "fitness")} if uniform else None),
         "counts": outcome.counts,
-        "cost": {
-            **asdict(cost),
-            "per_candidate": cost.forwards / cost.candidates if cost.candidates else None,
-            "seconds": round(seconds, 3),
-        },
+        "cost": {**asdict(cost), "seconds": round(seconds, 3)},
     }

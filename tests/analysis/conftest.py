@@ -2,7 +2,7 @@ from pathlib import Path
 
 import golden_store
 import pytest
-from synthetic import write_store
+from synthetic import CALIBRATIONS, write_store
 
 from analysis import report
 from analysis.load.study import Study, load
@@ -12,8 +12,14 @@ from analysis.registry import Results
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of four criteria, three calibration sets and two ratios; not to be changed."""
-    criteria = ("frequency", "reap", "man", "random")
-    return write_store(tmp_path_factory.mktemp("small") / "store", criteria=criteria, items=30)
+    return write_store(
+        tmp_path_factory.mktemp("small") / "store",
+        criteria=("frequency", "reap", "man", "random"),
+        calibrations=CALIBRATIONS,
+        ratios=(0.25, 0.5),
+        items=30,
+        overlap=True,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,14 @@ from matplotlib.collections import PathCollection
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
-from synthetic import edited_document, record_path, write_frame, write_json, write_store
+from synthetic import (
+    CALIBRATIONS,
+    edited_document,
+    record_path,
+    write_frame,
+    write_json,
+    write_store,
+)
 from synthetic_plans import EXPERTS, LAYERS, rng
 from synthetic_sums import MIB
 
@@ -47,36 +55,11 @@ SIZES = {"text_8k": 8000, "text_65k": 65000}
 
 def write(root: Path) -> Path:
     """Write a store whose studies together have data for nearly every output; returns its root."""
-    defaults = {"root": root, "tasks": TASKS, "items": 12, "overlap": False}
-    half = {**defaults, "ratios": (0.5,)}
+    write_study = partial(write_store, root, tasks=TASKS, items=12)
+    two_ratios = {"ratios": (0.25, 0.5)}
     general = {"calibrations": ("pocket_general",)}
-    code = {"calibrations": ("pocket_code",)}
-    search = {"allocations": ("evolutionary",)}
     experts = ("frequency", "reap", "man", "aimer", "magnitude")
-    write_store(name="experts", criteria=experts, **{**defaults, "overlap": True})
-    write_store(name="chance", criteria=("random",), random_seeds=(1, 2, 3), **general, **half)
-    write_store(name="sizes", criteria=("reap",), calibrations=tuple(SIZES), **half)
-    write_store(name="searched", criteria=("reap", "man"), **search, **code, **defaults)
-    write_store(
-        name="fitness",
-        criteria=("reap",),
-        allocations=("evolutionary spec dec",),
-        **code,
-        **defaults,
-    )
-    write_store(name="text", criteria=("reap",), **search, **general, **defaults)
-    write_store(name="quantised", criteria=("reap",), recoveries=("nf4",), **code, **half)
     replacements = ("uniform, replacement=mean_output", "uniform, replacement=hc_smoe")
-    write_store(name="replaced", criteria=("reap",), allocations=replacements, **code, **half)
-    three_ratios = {**defaults, "ratios": (0.25, 0.5, 0.75)}
-    write_store(
-        name="heapr",
-        criteria=("heapr",),
-        allocations=("layerwise", "global"),
-        **general,
-        **three_ratios,
-    )
-    write_store(name="camera", criteria=("camera",), allocations=("layerwise",), **general, **half)
     budgets = (
         "uniform",
         "coverage",
@@ -85,15 +68,46 @@ def write(root: Path) -> Path:
         "coverage, prior loss",
     )
     blocks = ("coverage aligned 64", "coverage aligned 128", "coverage min 64", "coverage min 256")
-    write_store(
-        name="channels",
-        criteria=("channel_activation",),
-        allocations=(*budgets, *blocks),
-        **general,
-        **half,
-    )
-    write_store(name="snip", criteria=("snip",), allocations=("coverage",), **general, **half)
-    write_store(name="weights", criteria=("channel_weight",), allocations=("coverage",), **half)
+    studies: dict[str, dict[str, Any]] = {
+        "experts": {
+            "criteria": experts,
+            "calibrations": CALIBRATIONS,
+            "overlap": True,
+            **two_ratios,
+        },
+        "chance": {"criteria": ("random",), "random_seeds": (1, 2, 3), **general},
+        "sizes": {"criteria": ("reap",), "calibrations": tuple(SIZES)},
+        "searched": {"criteria": ("reap", "man"), "allocations": ("evolutionary",), **two_ratios},
+        "fitness": {
+            "criteria": ("reap",),
+            "allocations": ("evolutionary spec dec",),
+            **two_ratios,
+        },
+        "text": {
+            "criteria": ("reap",),
+            "allocations": ("evolutionary",),
+            **general,
+            **two_ratios,
+        },
+        "quantised": {"criteria": ("reap",), "recoveries": ("nf4",)},
+        "replaced": {"criteria": ("reap",), "allocations": replacements},
+        "heapr": {
+            "criteria": ("heapr",),
+            "allocations": ("layerwise", "global"),
+            "ratios": (0.25, 0.5, 0.75),
+            **general,
+        },
+        "camera": {"criteria": ("camera",), "allocations": ("layerwise",), **general},
+        "channels": {
+            "criteria": ("channel_activation",),
+            "allocations": (*budgets, *blocks),
+            **general,
+        },
+        "snip": {"criteria": ("snip",), "allocations": ("coverage",), **general},
+        "weights": {"criteria": ("channel_weight",), "allocations": ("coverage",)},
+    }
+    for name, axes in studies.items():
+        write_study(name=name, **axes)
     for study in ("channels", "snip"):
         synthetic_sums.add_statistics(root, study, "coverage, prior loss")
     _make_texts_equal(root)

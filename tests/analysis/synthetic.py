@@ -206,9 +206,8 @@ def _facts(root: Path, model: str) -> str:
         "topk_group": 1,
         "hidden": 128,
         "width": 64,
+        "expert_parameters": synthetic_plans.EXPERT_PARAMETERS,
     }
-    sizes["expert_parameters"] = synthetic_plans.EXPERT_PARAMETERS
-    sizes["router_parameters_per_expert"] = synthetic_plans.ROUTER_PARAMETERS
     facts = {"model": model, "model_type": "olmoe", "parameters": synthetic_plans.PARAMETERS}
     facts |= {
         "decoder_layers": LAYERS + 1,
@@ -278,6 +277,10 @@ def _contamination(root: Path, model: str, calibration: str) -> str:
     )
 
 
+FIGURES = {"families": _family, "damages": _damage, "contaminations": _contamination}
+"""Field of a record -> function that makes its step for a model and a calibration set."""
+
+
 def _plan(root: Path, axes: dict[str, Any]) -> str:
     kind = (
         "search" if axes["allocation"].startswith(synthetic_plans.SEARCHED_ALLOCATION) else "plan"
@@ -329,16 +332,17 @@ def write_store(
     name: str = "made_up",
     models: Sequence[str] = ("pocket_olmoe",),
     criteria: Sequence[str] = CRITERIA,
-    calibrations: Sequence[str] = CALIBRATIONS,
-    ratios: Sequence[float] = (0.25, 0.5),
+    calibrations: Sequence[str] = ("pocket_code",),
+    ratios: Sequence[float] = (0.5,),
     allocations: Sequence[str] = ("uniform",),
     recoveries: Sequence[str] = ("none",),
     tasks: Sequence[str] = ALL_TASKS,
     random_seeds: Sequence[int] = (DEFAULT_SEED,),
-    items: int = 80,
-    overlap: bool = True,
+    items: int = 20,
+    overlap: bool = False,
 ) -> Path:
-    """A store with one study; returns its root."""
+    """Write a store with one study; returns its root. `overlap`: whether the study has steps for
+    figures of overlaps."""
     cells = []
     for model in models:
         unpruned = {"model": model, "criterion": "none", "calibration": "none", "ratio": 0.0}
@@ -350,34 +354,20 @@ def write_store(
             is_searched = allocation.startswith(synthetic_plans.SEARCHED_ALLOCATION)
             if is_searched and criterion in synthetic_plans.CHANNEL_CRITERIA:
                 continue
-            for calibration in (
-                ("none",) if criterion in DATA_FREE_CRITERIA and not is_searched else calibrations
-            ):
+            reads_text = is_searched or criterion not in DATA_FREE_CRITERIA
+            seeds = random_seeds if criterion == "random" else (DEFAULT_SEED,)
+            for calibration, seed in product(calibrations if reads_text else ("none",), seeds):
                 axes = {
                     "model": model,
                     "criterion": criterion,
                     "calibration": calibration,
                     "ratio": ratio,
+                    "allocation": allocation,
+                    "recovery": recovery,
+                    "gate": "model",
+                    "seed": seed,
                 }
-                axes |= {"allocation": allocation, "recovery": recovery, "gate": "model"}
-                for seed in random_seeds if criterion == "random" else (DEFAULT_SEED,):
-                    cells.append(_cell(root, {**axes, "seed": seed}, tasks, items))
-    pairs = (
-        [(model, calibration) for model in models for calibration in calibrations]
-        if overlap
-        else []
-    )
-    keys = [
-        {"calibration": calibration, "model": model, "gate": "model", "seed": 42}
-        for model, calibration in pairs
-    ]
-    families = [
-        {**key, "step": _family(root, *pair)} for key, pair in zip(keys, pairs, strict=True)
-    ]
-    damages = [{**key, "step": _damage(root, *pair)} for key, pair in zip(keys, pairs, strict=True)]
-    contaminations = [
-        {**key, "step": _contamination(root, *pair)} for key, pair in zip(keys, pairs, strict=True)
-    ]
+                cells.append(_cell(root, axes, tasks, items))
     config = {"study": name, "calibration": {"tokens": 65536, "length": 128}}
     document = {
         "schema": 1,
@@ -386,8 +376,19 @@ def write_store(
         "moe_lab": "0.0-synthetic",
         "replaces": [],
     }
-    document |= {"config": config, "cells": cells, "families": families, "damages": damages}
-    document["contaminations"] = contaminations
+    document |= {"config": config, "cells": cells}
+    pairs = list(product(models, calibrations)) if overlap else []
+    for figure, make in FIGURES.items():
+        document[figure] = [
+            {
+                "calibration": calibration,
+                "model": model,
+                "gate": "model",
+                "seed": DEFAULT_SEED,
+                "step": make(root, model, calibration),
+            }
+            for model, calibration in pairs
+        ]
     write_json(record_path(root, name), document)
     return root
 

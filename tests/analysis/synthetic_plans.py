@@ -218,7 +218,6 @@ def search(axes: dict[str, Any]) -> dict[str, Any]:
             "candidates": 36,
             "forwards": 24.5,
             "full": 1.0,
-            "per_candidate": 24.5 / 36,
             "seconds": 12.5,
         },
     }

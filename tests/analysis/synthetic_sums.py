@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from synthetic import record_path, write_json
+from synthetic import record_path, write_frame, write_json
 from synthetic_plans import EXPERTS, LAYERS, WIDTH, channel_masks, rng
 
-from moe_lab import results
+from analysis.load import passes
 from moe_lab.study.steps import tables
 
 UNUSED_EXPERT = 7
@@ -31,10 +31,8 @@ def sums() -> dict[int, dict[str, np.ndarray]]:
             "sums_model": random.integers(0, 99, (EXPERTS, 3, 3)) / 8,
             "layer_loss": np.array(70.0 + layer),
         }
-        layer_sums |= {
-            name: random.integers(0, 32, (EXPERTS, WIDTH)) / 8
-            for name in ("channel_square", "channel_max")
-        }
+        layer_sums |= {"channel_square": random.integers(0, 32, (EXPERTS, WIDTH)) / 8}
+        random.integers(0, 32, (EXPERTS, WIDTH))  # the committed store was made with these numbers
         layer_sums |= {"channel_gradient_square": random.integers(0, 32, (EXPERTS, WIDTH)) / 512}
         layer_sums |= {"router_entropy": random.integers(0, 9, 50)}
         for name, values in layer_sums.items():
@@ -89,50 +87,17 @@ def add_statistics(root: Path, study: str, ablation_allocation: str) -> None:
             continue
         model = {"model": entry["model"]}
         statistics_folder = entry["statistics"]
-        scores_folder = entry["scores"]
-        _step(
-            root,
-            statistics_folder,
-            model,
-            2.5,
-            300,
-            "experts",
-            results.EXPERTS,
-            tables.experts(sums()),
-        )
-        folder = root / statistics_folder
-        pd.DataFrame(tables.losses(sums()), columns=results.LOSSES).to_parquet(
-            folder / "layers.parquet"
-        )
-        pd.DataFrame(tables.entropies(sums()), columns=results.ENTROPIES).to_parquet(
-            folder / "entropy.parquet"
-        )
+        _step(root, statistics_folder, model, 2.5, 300, experts=tables.experts(sums()))
+        _write_table(root / statistics_folder, "layers", tables.losses(sums()))
+        _write_table(root / statistics_folder, "entropy", tables.entropies(sums()))
         inputs = {**model, "statistics": statistics_folder}
         curves = tables.concentration(layers)
-        _step(
-            root,
-            scores_folder,
-            inputs,
-            0.25,
-            200,
-            "expert_concentration",
-            results.CONCENTRATION,
-            curves,
-        )
-        inputs["scores"] = scores_folder
+        _step(root, entry["scores"], inputs, 0.25, 200, expert_concentration=curves)
+        inputs["scores"] = entry["scores"]
         if entry["cell"]["allocation"] == ablation_allocation:
             inputs |= _add_ablation_steps(root, model)
         retained = dict(enumerate(best_channels(entry["cell"])))
-        _step(
-            root,
-            entry["plan"],
-            inputs,
-            0.5,
-            1,
-            "budgets",
-            results.BUDGETS,
-            tables.budgets(layers, retained),
-        )
+        _step(root, entry["plan"], inputs, 0.5, 1, budgets=tables.budgets(layers, retained))
 
 
 def _add_ablation_steps(root: Path, model: dict[str, str]) -> dict[str, str]:
@@ -141,44 +106,18 @@ def _add_ablation_steps(root: Path, model: dict[str, str]) -> dict[str, str]:
     folders = {
         name: f"{name}/made-up-0123456789ab" for name in ("ablation", "weights", "gradients")
     }
-    table = results.ABLATIONS, tables.ablations(ablations())
-    _step(root, folders["ablation"], model, 40.0, 100, "ablation", *table)
-    _step(
-        root,
-        folders["weights"],
-        model,
-        1.0,
-        100,
-        "weights",
-        results.WEIGHTS,
-        tables.weights(weights()),
-    )
-    _step(
-        root,
-        folders["gradients"],
-        model,
-        1.0,
-        100,
-        "gradients",
-        results.GRADIENTS,
-        tables.gradients(sums()),
-    )
+    _step(root, folders["ablation"], model, 40.0, 100, ablation=tables.ablations(ablations()))
+    _step(root, folders["weights"], model, 1.0, 100, weights=tables.weights(weights()))
+    _step(root, folders["gradients"], model, 1.0, 100, gradients=tables.gradients(sums()))
     return folders
 
 
 def _step(
-    root: Path,
-    folder: str,
-    inputs: dict[str, str],
-    seconds: float,
-    mebibytes: int,
-    name: str,
-    columns: Any,
-    rows: Any,
+    root: Path, folder: str, inputs: dict[str, str], seconds: float, mebibytes: int, **tables: Any
 ) -> None:
-    """Write a step with one table, and with its machine and seconds."""
-    (root / folder).mkdir(parents=True, exist_ok=True)
-    pd.DataFrame(rows, columns=columns).to_parquet(root / folder / f"{name}.parquet")
+    """Write a step with `tables` (name -> rows), and with its machine and seconds."""
+    for name, rows in tables.items():
+        _write_table(root / folder, name, rows)
     provenance = {
         "seconds": seconds,
         "peak_memory_bytes": mebibytes * MIB,
@@ -187,3 +126,8 @@ def _step(
     write_json(
         root / folder / "step.json", {"files": {}, "inputs": inputs, "provenance": provenance}
     )
+
+
+def _write_table(folder: Path, name: str, rows: list[tuple[Any, ...]]) -> None:
+    file = f"{name}.parquet"
+    write_frame(folder / file, pd.DataFrame(rows, columns=passes.TABLES[file]))

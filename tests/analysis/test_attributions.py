@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import pearsonr, spearmanr
 from synthetic import write_store
 from synthetic_plans import EXPERTS, LAYERS, WIDTH
-from synthetic_sums import UNUSED_EXPERT, ablations, add_statistics, scores, sums, weights
+from synthetic_sums import UNUSED_EXPERT, ablations, add_statistics, scores, sums
 
 from analysis.load.study import Study, load
 from analysis.outputs import (
@@ -18,7 +18,6 @@ from analysis.outputs import (
     criteria,
     layer_budgets,
     profile,
-    raw_statistics,
     score_rows,
 )
 from analysis.registry import Results, outputs
@@ -157,63 +156,6 @@ def test_losses_are_smoothed_as_the_plan_smooths_them(golden: Study, budgets: pd
     assert plain["smoothed"].tolist() == pytest.approx(plain["loss"].tolist())
 
 
-CHANNEL_SUMS = pytest.mark.parametrize(
-    ("statistic", "name"),
-    [("activation", "channel_square"), ("gradient", "channel_gradient_square")],
-)
-
-
-def root_means(layer: int, expert: int, name: str) -> list[float]:
-    """The root of the mean square of each channel of an expert."""
-    of_layer = sums()[layer]
-    tokens = of_layer["tokens"][expert]
-    return [(square / tokens) ** 0.5 for square in of_layer[name][expert]]
-
-
-def statistics_of(golden: Study, statistic: str, layer: int) -> pd.DataFrame:
-    frame = golden.raw_statistics
-    assert set(frame["statistic"]) == {"weight", "activation", "gradient"}
-    chosen = (frame["statistic"] == statistic) & (frame["layer"] == layer)
-    return frame[chosen].set_index("expert")
-
-
-@CHANNEL_SUMS
-def test_raw_statistics_of_experts_are_means_over_channels(
-    statistic: str, name: str, golden: Study
-) -> None:
-    rows = statistics_of(golden, statistic, 2)
-    assert UNUSED_EXPERT not in rows.index
-    assert len(rows) == EXPERTS - 1
-    for expert, row in rows.iterrows():
-        channels = root_means(2, expert, name)
-        assert row["mean"] == pytest.approx(np.mean(channels))
-        assert row["std"] == pytest.approx(np.std(channels))
-
-
-@CHANNEL_SUMS
-def test_raw_statistics_of_layers_are_means_over_channels(
-    statistic: str, name: str, golden: Study
-) -> None:
-    rows = statistics_of(golden, statistic, 2)
-    channels = [value for expert in rows.index for value in root_means(2, expert, name)]
-    frame = golden.raw_statistics
-    layers = raw_statistics.statistics_by_layer(frame[frame["statistic"] == statistic])
-    row = layers.set_index("layer").loc[2]
-    assert row["mean"] == pytest.approx(np.mean(channels))
-    assert row["std"] == pytest.approx(np.std(channels))
-    assert row["ablation"] == pytest.approx(rows["ablation"].mean())
-
-
-def test_raw_statistics_of_weights_are_means_of_their_sums(golden: Study) -> None:
-    row = statistics_of(golden, "weight", 1).loc[4]
-    sums_of_weights = weights()[1]
-    mean = sums_of_weights["abs_sum"][4] / 64
-    square = sums_of_weights["square_sum"][4] / 64
-    assert row["mean"] == pytest.approx(mean)
-    assert row["std"] == pytest.approx((square - mean**2) ** 0.5)
-    assert row["count"] == 64
-
-
 def test_quantiles_of_router_entropies_are_those_of_their_histogram(golden: Study) -> None:
     """An eighth of the tokens in each of eight bins has its quartiles at a quarter, a half and so
     on."""
@@ -259,9 +201,7 @@ def test_damaged_sums_are_a_gap(tmp_path: Path) -> None:
         criteria=("snip",),
         allocations=("coverage",),
         calibrations=("pocket_general",),
-        ratios=(0.5,),
         tasks=(),
-        overlap=False,
     )
     add_statistics(store, "made_up", "coverage")
     for path in store.glob("statistics/*/experts.parquet"):

@@ -448,14 +448,7 @@ def test_the_lowest_loss_ranks_first(results: Results) -> None:
 
 
 def test_store_without_losses_has_scores_only(tmp_path: Path) -> None:
-    store = write_store(
-        tmp_path,
-        criteria=("random", "man"),
-        calibrations=("pocket_code",),
-        ratios=(0.5,),
-        tasks=("rte",),
-        overlap=False,
-    )
+    store = write_store(tmp_path, criteria=("random", "man"), tasks=("rte",))
     for path in (store / "evaluate").glob("*/samples.parquet"):
         pd.read_parquet(path).drop(columns="answer_loss").to_parquet(path, index=False)
     results = Results(load(store, "made_up"))

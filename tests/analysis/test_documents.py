@@ -24,23 +24,15 @@ from analysis.render.table import Table
 from analysis.stats.overlap import proxy_overlap
 from moe_lab.errors import UserError
 
-SMALL = {
-    "calibrations": ("pocket_code",),
-    "ratios": (0.25,),
-    "tasks": ("gsm8k", "rte", "mmlu"),
-    "items": 15,
-}
-
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two studies that share the unpruned model and REAP; only the second has families, and one
     benchmark less."""
     root = tmp_path_factory.mktemp("two") / "store"
-    write_store(root, name="experts", criteria=("reap", "man"), overlap=False, **SMALL)
-    write_store(
-        root, name="channels", criteria=("reap", "heapr"), **{**SMALL, "tasks": ("gsm8k", "rte")}
-    )
+    tasks = ("gsm8k", "rte", "mmlu")
+    write_store(root, name="experts", criteria=("reap", "man"), tasks=tasks)
+    write_store(root, name="channels", criteria=("reap", "heapr"), tasks=tasks[:2], overlap=True)
     return root
 
 
@@ -152,16 +144,12 @@ GATED = (
 @pytest.fixture(scope="module")
 def two_gates(tmp_path_factory: pytest.TempPathFactory) -> Study:
     """The same cells once more with another gate, whose passes are gone."""
-    few = {
-        "items": 20,
-        "tasks": ("gsm8k", "rte"),
-        "ratios": (0.5,),
-        "criteria": ("frequency", "reap"),
-    }
     root = write_store(
         tmp_path_factory.mktemp("gates") / "store",
+        criteria=("frequency", "reap"),
         calibrations=("pocket_code", "pocket_math"),
-        **few,
+        tasks=("gsm8k", "rte"),
+        overlap=True,
     )
     with edited_document(record_path(root)) as record:
         pruned = [entry for entry in record["cells"] if entry["cell"]["criterion"] != "none"]
@@ -218,22 +206,10 @@ def test_caption_names_the_seeds_of_methods(seeds: dict[str, tuple[int, ...]], t
     assert captions.run_setup(study).startswith(text)
 
 
-@pytest.mark.parametrize(
-    ("benchmarks", "verb"), [(["piqa"], "PIQA was"), (["piqa", "rte"], "PIQA and RTE were")]
-)
-def test_benchmarks_that_were_not_run_agree_in_number(benchmarks: list[str], verb: str) -> None:
-    assert names.not_run(benchmarks) == f"{verb} not run"
-
-
 @pytest.fixture
 def two_models(tmp_path: Path) -> Study:
     """Model b with two calibration sets, and a with one."""
-    few = {
-        "items": 8,
-        "tasks": ("gsm8k",),
-        "ratios": (0.5,),
-        "criteria": ("frequency", "magnitude"),
-    }
+    few = {"criteria": ("frequency", "magnitude"), "tasks": ("gsm8k",), "overlap": True}
     sets = {"b": ("pocket_general", "pocket_code"), "a": ("pocket_general",)}
     for model, calibrations in sets.items():
         write_store(tmp_path, name=model, models=(model,), calibrations=calibrations, **few)
@@ -258,11 +234,6 @@ def test_rows_of_a_model_stand_together(two_models: Study) -> None:
     models = proxy["model"].tolist()
     assert models == sorted(models, key=models.index)
     assert set(models) == {"a", "b"}
-
-
-def test_lead_names_the_calibration_sets_of_each_model(two_models: Study) -> None:
-    sentence = report.what_was_run(two_models)
-    assert ", with general calibration of a and general and code calibration of b)" in sentence
 
 
 @pytest.mark.parametrize(

@@ -35,14 +35,8 @@ TASKS = ("gsm8k", "humaneval", "mbpp", "wildbench", "rte", "hellaswag", "arc_eas
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     """A store of five cells that a test may damage."""
-    few = {
-        "calibrations": ("pocket_code",),
-        "ratios": (0.25,),
-        "tasks": TASKS,
-        "items": 30,
-        "overlap": False,
-    }
-    return write_store(tmp_path / "store", criteria=("frequency", "reap", "man", "random"), **few)
+    criteria = ("frequency", "reap", "man", "random")
+    return write_store(tmp_path / "store", criteria=criteria, tasks=TASKS, items=30)
 
 
 def document(store: Path) -> dict:
@@ -173,14 +167,9 @@ ALLOCATIONS = ("uniform", "uniform, replacement=mean_output", "evolutionary", "g
 def damaged(tmp_path: Path) -> Study:
     """The unpruned model and a cell of each allocation: the second plan, the third's search, the
     last cost and all scores are damaged or gone."""
-    few = {
-        "calibrations": ("pocket_code",),
-        "ratios": (0.5,),
-        "tasks": ("rte",),
-        "items": 5,
-        "overlap": False,
-    }
-    store = write_store(tmp_path / "store", criteria=("magnitude",), allocations=ALLOCATIONS, **few)
+    store = write_store(
+        tmp_path / "store", criteria=("magnitude",), allocations=ALLOCATIONS, tasks=("rte",)
+    )
     study = load(store, "made_up")
     folders = study.cells["plan_folder"].tolist()
     (store / folders[2] / "plan.json").write_text('{"layers": {"0": {}}}')
@@ -354,26 +343,11 @@ def test_inconsistent_scores_have_intervals_of_their_error(store: Path, scale: s
     assert np.isnan([comparison.difference(("gsm8k",), 1, other).p for other in (2, 3)]).all()
 
 
-def test_results_that_do_not_tell_losses_from_scores_are_a_gap(store: Path) -> None:
-    change_result(store, 1, "gsm8k", scale=None)
-    [gap] = load(store, "made_up").gaps
-    assert "older" in gap.reason
-    assert "gsm8k" in gap.location
-
-
-EQUAL_RATIOS = {
-    "calibrations": ("pocket_code",),
-    "tasks": ("rte",),
-    "items": 5,
-    "overlap": False,
-}
-"""Of 32 experts a quarter goes at 25 and at 27 %, and 45 % are no whole number of experts; of
-channels they are."""
-
-
 def test_ratios_with_equal_plans_are_one_row(tmp_path: Path) -> None:
+    """Of 32 experts a quarter goes at 25 and at 27 %, and 45 % are no whole number of experts; of
+    channels they are."""
     store = write_store(
-        tmp_path, criteria=("reap", "man"), ratios=(0.25, 0.27, 0.45, 0.5), **EQUAL_RATIOS
+        tmp_path, criteria=("reap", "man"), ratios=(0.25, 0.27, 0.45, 0.5), tasks=("rte",)
     )
     study = load(store, "made_up")
     columns = study.cells[["ratio", "removed", "removed_text"]].drop_duplicates().to_dict("list")
@@ -388,7 +362,7 @@ def test_ratios_with_equal_plans_are_one_row(tmp_path: Path) -> None:
 
 def test_ratios_with_different_plans_are_two_rows(tmp_path: Path) -> None:
     store = write_store(
-        tmp_path, criteria=("reap", "channel_activation"), ratios=(0.25, 0.27), **EQUAL_RATIOS
+        tmp_path, criteria=("reap", "channel_activation"), ratios=(0.25, 0.27), tasks=("rte",)
     )
     ratios = load(store, "made_up").cells.groupby("method")["ratio"].agg(list)
     assert ratios["reap"] == ratios["channel_activation"] == [0.25, 0.27]
@@ -397,7 +371,7 @@ def test_ratios_with_different_plans_are_two_rows(tmp_path: Path) -> None:
 def test_row_of_equal_ratios_has_the_results_of_both(
     tmp_path: Path,
 ) -> None:
-    store = write_store(tmp_path, criteria=("reap", "man"), ratios=(0.25, 0.27), **EQUAL_RATIOS)
+    store = write_store(tmp_path, criteria=("reap", "man"), ratios=(0.25, 0.27), tasks=("rte",))
     with edited_document(record_path(store)) as record:
         _, lower, _, higher, _ = record["cells"]
         lower |= {"evaluate": {"rte": None}, "cost": None, "errors": {"rte": "out of memory"}}
@@ -426,9 +400,7 @@ def test_removed_share_is_shown_with_the_requested_one(
 
 
 def test_channels_count_by_their_share(tmp_path: Path) -> None:
-    store = write_store(
-        tmp_path, criteria=("channel_activation",), ratios=(0.3,), tasks=("rte",), overlap=False
-    )
+    store = write_store(tmp_path, criteria=("channel_activation",), ratios=(0.3,), tasks=("rte",))
     study = load(store, "made_up")
     for cell, rows in study.retained.groupby("cell"):
         assert study.cells["removed"][cell] == pytest.approx(1 - rows["share"].mean())

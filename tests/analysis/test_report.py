@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pandas as pd
 import pytest
 from processes import time_limit
-from synthetic import CRITERIA, edited_document, record_path, write_store
+from synthetic import CALIBRATIONS, CRITERIA, edited_document, record_path, write_store
 
 from analysis import names, report
 from analysis.__main__ import main
@@ -28,12 +28,6 @@ from analysis.render.table import Table
 pytestmark = pytest.mark.slow
 
 NETWORK = re.compile(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(["']?http""")
-FEW = {
-    "calibrations": ("pocket_code",),
-    "ratios": (0.25,),
-    "items": 10,
-    "overlap": False,
-}
 
 
 def text(page: Path) -> str:
@@ -57,9 +51,18 @@ def test_the_page_says_what_was_run_and_where(small_report: Path) -> None:
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "perplexity": {"tasks": ("perplexity",), "random_seeds": (1, 2, 3), "ratios": (0.25, 0.5)},
-    "one benchmark": {"tasks": ("gsm8k",), "calibrations": ("pocket_code",), "ratios": (0.5,)},
-    "a thousand cells": {"tasks": ("gsm8k",), "ratios": [number / 100 for number in range(20, 50)]},
+    "perplexity": {
+        "tasks": ("perplexity",),
+        "random_seeds": (1, 2, 3),
+        "calibrations": CALIBRATIONS,
+        "ratios": (0.25, 0.5),
+    },
+    "one benchmark": {"tasks": ("gsm8k",)},
+    "a thousand cells": {
+        "tasks": ("gsm8k",),
+        "calibrations": CALIBRATIONS,
+        "ratios": [number / 100 for number in range(20, 50)],
+    },
 }
 """What a study may have little or much of."""
 HEADLINE = re.compile(
@@ -102,8 +105,7 @@ def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     kind, root = request.param, tmp_path_factory.mktemp("page")
     many = [name for name in CRITERIA if name not in ("aimer", "magnitude")]
     criteria = many if "cells" in kind else ("frequency", "man", "random")
-    usual = {"items": 12, "overlap": False, "criteria": criteria}
-    store = write_store(root / "store", **{**usual, **KINDS[kind]})
+    store = write_store(root / "store", items=12, criteria=criteria, **KINDS[kind])
     content = text(report.write(store, "made_up", root / "out"))
     # several of a thousand cells remove the same experts
     assert not list((root / "out").glob("failed/*"))
@@ -265,7 +267,7 @@ def test_gaps_are_written_about_and_end_with_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = write_store(
-        tmp_path / "store", criteria=("frequency", "man"), tasks=("gsm8k", "math500", "rte"), **FEW
+        tmp_path / "store", criteria=("frequency", "man"), tasks=("gsm8k", "math500", "rte")
     )
     with edited_document(record_path(store)) as study:
         study["cells"][1]["evaluate"]["gsm8k"] = None
@@ -278,7 +280,7 @@ def test_gaps_are_written_about_and_end_with_one(
     assert "the <b>tokenizer</b>" not in source and "&lt;b&gt;tokenizer" in source
     assert "– marks a result that is missing" in source
     ranks = (tmp_path / "out" / "tables" / "ranks.csv").read_text()
-    assert re.search(r"^pocket_olmoe,25 %,Code,Frequency,,[\d.]+,[\d.]+,,,", ranks, re.MULTILINE)
+    assert re.search(r"^pocket_olmoe,50 %,Code,Frequency,,[\d.]+,[\d.]+,,,", ranks, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -328,9 +330,7 @@ def failed(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Failed:
-    store = write_store(
-        tmp_path / "store", criteria=("frequency", "man"), tasks=("gsm8k", "rte"), **FEW
-    )
+    store = write_store(tmp_path / "store", criteria=("frequency", "man"), tasks=("gsm8k", "rte"))
     arguments = [request.param, f"store={store}", f"out={tmp_path / 'out'}"]
     unwritable = Table("pareto", "Bad", "", pd.DataFrame({"x": ["a word"]}), {"x": "{:.3f}"})
     with monkeypatch.context() as broken:
@@ -386,8 +386,7 @@ def test_failed_named_output_is_reported(
 
 def test_small_study_has_a_small_report(tmp_path: Path) -> None:
     """One data-free criterion, one benchmark of no known column, no calibration pass."""
-    none = {**FEW, "calibrations": ()}
-    store = write_store(tmp_path / "store", criteria=("random",), tasks=("arc_easy",), **none)
+    store = write_store(tmp_path / "store", criteria=("random",), tasks=("arc_easy",))
     content = text(report.write(store, "made_up", tmp_path / "out"))
     assert "One criterion chose which experts" in content
     assert "one pruned model" in content
@@ -412,7 +411,13 @@ def test_the_analysis_never_imports_torch(small: Path, tmp_path: Path) -> None:
 
 def test_full_study_is_reported_within_its_budget(tmp_path: Path) -> None:
     """73 cells x 16 benchmarks x 80 items, every figure of it drawn."""
-    store = write_store(tmp_path / "store")
+    store = write_store(
+        tmp_path / "store",
+        calibrations=CALIBRATIONS,
+        ratios=(0.25, 0.5),
+        items=80,
+        overlap=True,
+    )
     with time_limit(20):
         report.write(store, "made_up", tmp_path / "out")
 

@@ -307,13 +307,7 @@ def failures(rows: Sequence[Command]) -> list[str]:
     """
     with tempfile.TemporaryDirectory(prefix="moe_lab_campaign-") as name:
         folder = Path(name)
-        write_store(
-            folder / "store",
-            name="sweep",
-            criteria=("reap", "man"),
-            calibrations=("pocket_code",),
-            items=8,
-        )
+        write_store(folder / "store", name="sweep", criteria=("reap", "man"))
         run = folder / "store" / "runs" / "sweep" / "20260101-000000-000000000-0000"
         run.mkdir(parents=True)
         write_sealed(

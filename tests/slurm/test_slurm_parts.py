@@ -151,11 +151,6 @@ def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> 
     assert arrays.index(by_kind["generate"]) < arrays.index(by_kind["grade"])
 
 
-def test_the_cost_of_the_unpruned_model_precedes_evaluations() -> None:
-    kinds = [array.kind for array in divide_into_arrays(study(9), gpus, SETTINGS)]
-    assert kinds.index("cost") < kinds.index("evaluate")
-
-
 def test_small_steps_share_jobs_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_lab.study.slurm.arrays.STEPS_PER_JOB", 4)
     arrays = divide_into_arrays(study(9), gpus, SETTINGS)

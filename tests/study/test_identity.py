@@ -98,6 +98,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
 """Field -> what else is set where the field can be."""
 OTHER_VALUES: dict[str, Any] = {
     "model.date": "2025-06-30",
+    "model.thinking_marks": (("<a>", "</a>"),),
     "calibration.ignored": ("license",),
     "benchmark.limit": 3,
     "model.path": "pocket:qwen3_moe",
@@ -275,41 +276,22 @@ NO_GPU, ONE_GPU, TWO_GPUS = (config.JobConfig(gpus=gpus) for gpus in range(3))
         (SMALL, {"models": {"m": ONE_GPU}}, "cuda"),
         (UNKNOWN, {"every": ONE_GPU}, "cuda"),
         (UNKNOWN, {"models": {"big": NO_GPU}}, "cpu"),
-        (UNKNOWN, {"every": NO_GPU}, "cpu"),
+        (LARGE, {"every": NO_GPU}, "cpu"),
         (SMALL, {"every": TWO_GPUS}, "balanced"),
     ],
 )
-def test_auto_on_a_login_node_is_the_device_of_its_jobs(
+def test_device_and_batches_on_a_login_node_are_those_of_its_jobs(
     model: config.ModelConfig,
     resources: dict[str, Any],
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(estimates, "visible_gpus", list)
-    settings = config.Config(launcher=SLURM, resources=config.ResourcesConfig(**resources))
-    assert resolved_device(model, settings).device == device
-
-
-@pytest.mark.parametrize(
-    ("model", "resources", "tokens"),
-    [
-        (SMALL, {}, 8192),
-        (LARGE, {}, 16384),
-        (LARGE, {"every": NO_GPU}, 8192),
-        (SMALL, {"models": {"m": ONE_GPU}}, 16384),
-    ],
-)
-def test_batches_on_a_login_node_are_those_of_the_device_of_its_jobs(
-    model: config.ModelConfig,
-    resources: dict[str, Any],
-    tokens: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """For texts of any length, unless a text states its own number."""
+    """Batches of texts of any length, unless a text states its own number."""
     monkeypatch.setattr(estimates, "visible_gpus", list)
     settings = config.Config(launcher=SLURM, resources=config.ResourcesConfig(**resources))
     resolved_model = resolved_device(model, settings)
-    for given, expected in ((None, tokens), (5, 5)):
+    assert resolved_model.device == device
+    for given, expected in ((None, 8192 if device == "cpu" else 16384), (5, 5)):
         text = replace(TEXT, length=3, batch_tokens=given)
         assert resolved_text(text, 1, resolved_model, settings).batch_tokens == expected
 

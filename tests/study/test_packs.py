@@ -285,24 +285,6 @@ def test_a_changed_row_of_a_pack_is_refused(store: Store, file: str, change: str
     assert Store(store.root).finished_ids(steps) == {steps[0].id, steps[2].id}
 
 
-def test_packs_of_earlier_versions_are_read(store: Store) -> None:
-    # the names in the files must stay as they are, or these packs count as damaged
-    folder = store.root / "packs"
-    folder.mkdir(parents=True)
-    step_start = "0" * ID_DIGITS
-    documents = {"names": {step_start: "plan/label"}, "inputs": {}, "replaces": []}
-    with sqlite3.connect(folder / "earlier.sqlite") as database:
-        database.execute("create table file (start, name, content, primary key (start, name))")
-        database.execute("create table about (what primary key, content)")
-        for name, document in documents.items():
-            content = zlib.compress(json.dumps(document).encode())
-            database.execute("insert into about values (?, ?)", (name, content))
-    database.close()
-    store.packs.refresh()
-    assert store.packs.steps() == {step_start: f"plan/label-{step_start}"}
-    assert not store.packs.damaged_packs
-
-
 @pytest.mark.parametrize("damage", ["torn", "empty", "words"])
 def test_a_pack_that_cannot_be_read_is_set_aside(
     store: Store, damage: str, monkeypatch: pytest.MonkeyPatch

@@ -269,13 +269,6 @@ def table(folder: Path, name: str) -> pd.DataFrame:
     return pd.read_parquet(folder / f"{name}.parquet").set_index(["layer", "expert"])
 
 
-def test_the_table_of_experts_has_all_experts(
-    folders: dict[str, Path], sums: dict[int, dict[str, Any]]
-) -> None:
-    experts = table(folders["statistics"], "experts")
-    assert len(experts) == sum(len(arrays["tokens"]) for arrays in sums.values())
-
-
 @pytest.mark.parametrize("expert", [0, -1])
 def test_the_table_of_experts_has_the_sums_of_the_pass(
     folders: dict[str, Path], sums: dict[int, dict[str, Any]], expert: int
@@ -329,6 +322,7 @@ def test_the_table_of_entropies_counts_all_tokens(
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
+        ("statistics", "experts"),
         ("weights", "weights"),
         ("gradients", "gradients"),
         ("scores", "expert_concentration"),

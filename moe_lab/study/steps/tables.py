@@ -53,7 +53,6 @@ def experts(layers: Layers) -> list[Row]:
             _array(arrays["ala_first"]),
             _array(arrays["ala_second"]),
             squares.sum(axis=1),
-            _array(arrays["channel_max"]).max(axis=1),
         )
         widths = [squares.shape[1]] * len(squares)
         rows += _expert_rows(
