@@ -10,6 +10,7 @@ import ast
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,17 +34,35 @@ SCHEMA_TYPES: Mapping[str, str] = {
 """Type in the description of a function -> type in JSON schema, where the two differ."""
 PYTHON_NOTE = " Note that the provided function is in Python 3 syntax."
 """What BFCL adds to the description of every function in Python."""
-_BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-_ARGUMENT = re.compile(
-    r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>\s*(.*?)\s*</arg_value>", re.DOTALL
-)
-_RECIPIENT = re.compile(
+_RECIPIENT = (
     r"(?:\A|assistant)\s*(?:<\|channel\|>)?(?:(?:commentary|analysis)\s+)?(?P<to>to=functions\.)"
 )
-"""The beginning of a message to a function. The first message of an answer does not name its
-role."""
+"""The beginning of a message to a function in the harmony format. The first message of an answer
+does not name its role."""
+_MARK = re.compile(
+    rf"""<tool_call>\s*(?:<function=|function<tool_sep>)?
+    |<function=
+    |<tool_calls>\s*(?=\[)
+    |<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?
+    |<\|tool_call_begin\|>(?:functions\.)?
+    |functions\.(?=[^\s:{{]{{1,100}}:\d)
+    |```(?:json)?\s*(?=[{{\[])
+    |{_RECIPIENT}""",
+    re.VERBOSE,
+)
+"""What precedes a call, which begins with the name of its function or is JSON."""
+_SEPARATORS = r"""(?:\s|>|json|```json|:\d+|commentary|analysis|<｜tool▁sep｜>|<tool_sep>
+    |<\|(?:tool_call_argument_begin|channel|constrain|message)\|>)*"""
+"""Text between the name of a function and its arguments."""
+_TAG = re.compile(r"\s*<(?:arg_key>|parameter=)([^<>]*)(?:</arg_key>\s*<arg_value>|>)")
+"""What precedes the value of an argument; group 1 is the name of the argument."""
+_TAG_END = re.compile(r"</(?:arg_value|parameter)>")
+_CLOSING = re.compile(r"\s*</")
 _IGNORED = re.compile(r"[ ,./\-_*^]")
 """Characters that do not count when texts are compared."""
+_DECODER = json.JSONDecoder()
+_PARSE_ERRORS = (ValueError, SyntaxError, RecursionError, MemoryError, TypeError, AttributeError)
+"""Errors of a text that is no JSON or no Python literal."""
 
 
 @dataclass(frozen=True)
@@ -62,21 +81,17 @@ def decode_calls(answer: str, functions: Sequence[Mapping[str, Any]] = ()) -> li
     """The calls in an answer. docs/evaluation.md lists the forms of calls. Raises Undecodable for
     an answer that has none of these forms.
 
-    `answer`: the model's text after its thought. `functions`: the descriptions of functions that
-    came with the question.
+    The time is linear in the length of the answer. `answer`: the model's text after its thought.
+    `functions`: the descriptions of functions that came with the question.
     """
-    answer = answer.strip()
-    descriptions = _descriptions_by_name(functions)
-    document = _json(answer)
-    if document is not None:
-        return [_call(entry) for entry in (document if isinstance(document, list) else [document])]
-    if "<tool_call>" in answer:
-        calls = [_call_in_block(block, descriptions) for block in _BLOCK.findall(answer)]
-        return [call for call in calls if call is not None]
-    message_calls = _calls_in_messages(answer, descriptions)
-    if not message_calls:
-        raise Undecodable(f"expected a call, found {answer!r:.80}")
-    return message_calls
+    # marks around the calls of Llama models
+    answer = re.sub(r"\A<\|python_\w+\|>|<\|python_\w+\|>\Z", "", answer.strip())
+    calls = _json_calls(answer)
+    if calls is None:
+        calls = _python_calls(answer)
+    if calls is None:
+        calls = _marked_calls(answer, _descriptions_by_name(functions))
+    return calls
 
 
 def _descriptions_by_name(functions: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -85,81 +100,114 @@ def _descriptions_by_name(functions: Sequence[Mapping[str, Any]]) -> dict[str, M
     return {function["name"]: function for function in reversed(functions)}
 
 
-def _call_in_block(block: str, descriptions: Mapping[str, Mapping[str, Any]]) -> Call | None:
-    """The call in a <tool_call> block: JSON, or the name of a function followed by <arg_key> and
-    <arg_value> tags. None for other blocks. `descriptions`: name -> description of a function."""
-    name = block.partition("<arg_key>")[0].strip()
-    # a block that is just the name of a function is a call without arguments
-    if "<arg_key>" not in block and name not in descriptions:
-        document = _json(block)
-        return None if document is None else _call(document)
-    parameters = descriptions[name]["parameters"]["properties"] if name in descriptions else {}
-    return Call(
-        name, {key: _value(text, parameters.get(key, {})) for key, text in _ARGUMENT.findall(block)}
-    )
+def _json_calls(text: str) -> list[Call] | None:
+    """The calls in a text that consists of JSON values; None for another text."""
+    documents: list[Any] = []
+    end = 0
+    try:
+        while end < len(text) or not text:
+            document, end = _DECODER.raw_decode(text, end)
+            documents += document if isinstance(document, list) else [document]
+            while text[end : end + 1] in (" ", "\n", ";", ","):
+                end += 1
+    except (ValueError, RecursionError):
+        return None
+    return [_call(document) for document in documents]
 
 
-def _value(text: str, description: Mapping[str, Any]) -> Any:
-    """The value of an argument that is written as `text` in an <arg_value> tag."""
-    if TYPES.get(str(description.get("type"))) is str:
-        return text
-    for parse in (json.loads, ast.literal_eval):
-        try:
-            return parse(text)
-        # the errors that literal_eval documents
-        except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
-            continue
-    return text
+def _python_calls(text: str) -> list[Call] | None:
+    """The calls in a Python list such as [f(x=1), g()], with or without brackets; None for another
+    text."""
+    calls = []
+    try:
+        body: Any = ast.parse(text if text.startswith("[") else f"[{text}]", mode="eval").body
+        for node in body.elts:
+            if node.args:  # values without names
+                return None
+            arguments = {str(entry.arg): _literal(entry.value) for entry in node.keywords}
+            calls.append(Call(ast.unparse(node.func), arguments))
+    except _PARSE_ERRORS:
+        return None
+    return calls or None
 
 
-def _calls_in_messages(answer: str, descriptions: Mapping[str, Any]) -> list[Call]:
-    """The calls in an answer in the harmony format. `descriptions`: name -> description of a
-    function. Raises Undecodable if no JSON object follows a recipient.
-
-    A call is a message with the recipient `to=functions.NAME`, whose text is a JSON object of
-    arguments. The recipient may come before or after the message's channel, which is `commentary`
-    or `analysis`.
-    """
-    # Without special tokens such as `<|channel|>`, nothing separates the name from a following
+def _marked_calls(answer: str, descriptions: Mapping[str, Mapping[str, Any]]) -> list[Call]:
+    """The calls in an answer that marks them. A mark without a call is ignored, unless it is the
+    header of a message. `descriptions`: name -> description of a function."""
+    # Without the special tokens of the harmony format, nothing separates the name from a following
     # `json`. So known names are tried first, longest first.
-    names = "|".join([*map(re.escape, sorted(descriptions, key=len, reverse=True)), r"[^\s<{]+?"])
-    # the rest of a message's header after `to=functions.`; group 1 is the function's name
-    header = re.compile(
-        rf"({names})(?:<\|channel\|>)?(?:commentary|analysis)?\s*(?:<\|constrain\|>)?(?:json)?\s*(?:<\|message\|>)?\s*"
-        r"(?=\{)"
-    )
+    known_names = map(re.escape, sorted(descriptions, key=len, reverse=True))
+    names = "|".join([*known_names, r"[^\s<>{}\[\]:`]{1,100}?"])
+    header_pattern = re.compile(rf"({names})?{_SEPARATORS}(?=[{{[<]|\Z)", re.VERBOSE)
     calls = []
     end = 0
-    while recipient := _RECIPIENT.search(answer, end):
-        error = Undecodable(
-            f"expected a JSON object of arguments, found {answer[recipient.start('to') :]!r:.80}"
-        )
-        message = header.match(answer, recipient.end())
-        if message is None:
-            raise error
-        try:
-            arguments, end = json.JSONDecoder().raw_decode(answer, message.end())
-        except (ValueError, RecursionError):
-            raise error from None
-        calls.append(Call(message[1], arguments))
+    while mark := _MARK.search(answer, end):
+        header = header_pattern.match(answer, mark.end())
+        name = header and header[1]
+        end = header.end() if header else mark.end()
+        document = None
+        with suppress(ValueError, RecursionError):
+            document, end = _DECODER.raw_decode(answer, end)
+        if name and isinstance(document, dict):
+            calls.append(Call(name, document))
+        elif mark["to"]:
+            text = answer[mark.start("to") :]
+            raise Undecodable(f"expected a JSON object of arguments, found {text!r:.80}")
+        elif document is not None:
+            calls += map(_call, document if isinstance(document, list) else [document])
+        elif name:
+            arguments, end = _tagged_arguments(answer, end, descriptions.get(name))
+            # a name alone is a call of a known function only
+            if arguments or name in descriptions:
+                calls.append(Call(name, arguments))
+    if not end:
+        raise Undecodable(f"expected a call, found {answer!r:.80}")
     return calls
 
 
-def _json(text: str) -> Any:
-    """The value of a JSON text; None if the text is not JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+def _tagged_arguments(
+    answer: str, start: int, description: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], int]:
+    """(arguments in the tags from the index `start` on, index after them). `description`: that of
+    the function; None for an unknown function. Raises Undecodable unless a closing tag follows."""
+    properties = description["parameters"]["properties"] if description else {}
+    arguments = {}
+    end = start
+    while tag := _TAG.match(answer, end):
+        key = tag[1].strip()
+        tag_end = _TAG_END.search(answer, tag.end())
+        if tag_end is None:
+            break
+        text = answer[tag.end() : tag_end.start()].strip()
+        arguments[key] = _value(text, properties.get(key, {}))
+        end = tag_end.end()
+    if not _CLOSING.match(answer, end):
+        raise Undecodable(f"expected the end of a call, found {answer[end:]!r:.80}")
+    return arguments, end
+
+
+def _value(text: str, description: Mapping[str, Any]) -> Any:
+    """The value of an argument that is written as `text` in tags."""
+    if TYPES.get(str(description.get("type"))) is str:
+        return text
+    for parse in (json.loads, _literal):
+        with suppress(*_PARSE_ERRORS):
+            return parse(text)
+    return text
+
+
+def _literal(literal: Any) -> Any:
+    """The value of a Python literal, a text or a node, if JSON can represent it."""
+    return json.loads(json.dumps(ast.literal_eval(literal)))
 
 
 def _call(document: Any) -> Call:
-    """The call that a JSON value describes: {"name": name, "arguments": {...}} or {name:
-    {...}}. Raises Undecodable for other values."""
+    """The call that a JSON value describes: {"name": name, "arguments": {...}}, with "parameters"
+    in place of "arguments", or {name: {...}}. Raises Undecodable for other values."""
     if not isinstance(document, dict):
         raise Undecodable(f"expected an object with a name and arguments, found {document!r:.80}")
     name = document.get("name")
-    arguments = document.get("arguments")
+    arguments = document.get("arguments", document.get("parameters"))
     if len(document) == 1:
         ((name, arguments),) = document.items()
     if not isinstance(name, str) or not isinstance(arguments, dict):
@@ -181,15 +229,42 @@ def answer_mistake(
     """
     if answer is None:
         return "expected an answer, found a thought that does not end"
+    calls = []
     try:
         calls = decode_calls(answer, functions)
+        if right_calls:
+            return _calls_mistake(calls, functions, right_calls)
     except Undecodable as error:
         if right_calls:
             return str(error)
-        calls = []
-    if not right_calls:
-        has_call = calls or "<tool_call>" in answer or _RECIPIENT.search(answer.strip())
-        return f"expected no call, found {answer.strip()!r:.80}" if has_call else None
+    except RecursionError:
+        return "expected values that are nested less deeply"
+    if calls or _looks_like_call(answer, functions):
+        return f"expected no call, found {answer.strip()!r:.80}"
+    return None
+
+
+def _looks_like_call(answer: str, functions: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether an answer contains a call in any form, complete or not: marks of calls, or the name
+    of one of the `functions` where calls have it."""
+    names = "|".join(re.escape(function["name"]) for function in functions) or "(?!)"
+    # name(argument=, name("value", name{"argument":, {"tool": "name"}, {"name":, Action: name
+    forms = rf"""<[^<>\s]*(?:tool|function|invoke|action)|\[TOOL_CALLS|{_RECIPIENT}
+        |["'](?:arguments|parameters)["']\s*:
+        |(?<![\w.])(?:{names})\s*\(\s*(?:\w+\s*=|["'\d\[{{-])
+        |(?<![\w.])(?:{names})[^\w\s{{]{{0,3}}\s*(?:```(?:json)?\s*)?{{\s*["']
+        |["']\s*:\s*["'](?:{names})["']
+        |{{\s*["'](?:{names})["']\s*:
+        |\baction:\s*(?:{names})"""
+    return re.search(forms, answer.strip(), re.IGNORECASE | re.VERBOSE) is not None
+
+
+def _calls_mistake(
+    calls: Sequence[Call],
+    functions: Sequence[Mapping[str, Any]],
+    right_calls: Sequence[Mapping[str, Mapping[str, Any]]],
+) -> str | None:
+    """A sentence that says why `calls` are not the `right_calls`; None if they are."""
     if len(calls) != len(right_calls):
         return f"expected {len(right_calls)} calls, found {len(calls)}"
     descriptions = _descriptions_by_name(functions)
@@ -240,9 +315,9 @@ def _is_allowed(value: Any, description: Mapping[str, Any], allowed_values: Sequ
     variables, which are texts, whatever type the `description` declares."""
     declared_type = TYPES[description["type"]]
     allowed_type = _type_of_first(allowed_values)
-    if description["type"] == "float" and type(value) is int:
-        value = float(value)
     value_type = type(value)
+    if description["type"] == "float" and value_type is int:
+        value_type = float
     if value_type is not declared_type:
         return value_type is allowed_type and value in allowed_values
     if not _has_element_types(value, description, allowed_values):
