@@ -450,10 +450,16 @@ def _flat_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _template(arguments: Mapping[str, Any], tokenizer: Any) -> str:
     """The text of the chat template that the tokenizer uses with the `arguments`. A tokenizer may
-    have another template for conversations with tools."""
-    template: str = tokenizer.get_chat_template(
-        tools=_flat_arguments(arguments).get("tools") or None
-    )
+    have another template for conversations with tools. UserError if it has several templates, and
+    none of them is the default."""
+    tools = _flat_arguments(arguments).get("tools") or None
+    try:
+        template: str = tokenizer.get_chat_template(tools=tools)
+    except ValueError:
+        raise UserError(
+            f"the model's tokenizer has the chat templates {', '.join(tokenizer.chat_template)}: "
+            "expected one that is named default"
+        ) from None
     return template
 
 

@@ -141,7 +141,15 @@ def check_chat_template(
         template = file.read_text(encoding="utf-8")
     else:
         tokenizer_config = read_json_if_there(folder / "tokenizer_config.json")
-        template = str(tokenizer_config.get("chat_template") or "")
+        template = tokenizer_config.get("chat_template") or ""
+        if isinstance(template, list):  # several templates, each with a name
+            names = {entry["name"] for entry in template}
+            if not names & {"default", "tool_use" if tools else "default"}:
+                raise UserError(
+                    f"{setting} needs a chat template, and model={settings.name} has those named "
+                    f"{', '.join(sorted(names))}: expected one that is named default"
+                )
+        template = str(template)
     if not template:
         raise UserError(
             f"{setting} needs a chat template, and model={settings.name} has none: expected an "

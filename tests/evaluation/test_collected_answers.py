@@ -666,9 +666,16 @@ def test_unread_chat_template_argument_is_refused(subject: LoadedModel) -> None:
         render_prompt(with_chat_template(subject, reads, thoughtful=False), question)
 
 
-@pytest.mark.parametrize("template", [None, "{{ raise_exception('System role not supported') }}"])
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (None, "no chat template"),
+        ("{{ raise_exception('System role not supported') }}", "System role not supported"),
+        ({"rag": PLAIN, "tool_use": PLAIN}, "rag, tool_use: expected one that is named default"),
+    ],
+)
 def test_missing_or_failing_chat_template_is_reported(
-    template: str | None, subject: LoadedModel
+    template: Any, says: str, subject: LoadedModel
 ) -> None:
-    with pytest.raises(UserError, match=r"no chat template|System role not supported"):
+    with pytest.raises(UserError, match=says):
         render_prompt(with_chat_template(subject, template), [{"role": "user", "content": "hi"}])

@@ -646,6 +646,11 @@ def test_template_without_tools_is_refused_before_loading(tmp_path: Path) -> Non
     model = ModelConfig(name="m", path=str(tmp_path))
     with pytest.raises(UserError, match=r"model=m has none: expected an instruction-tuned model$"):
         check_chat_template(model, "function_calls", True)
+    templates = [{"name": name, "template": TEMPLATE} for name in ("rag", "tool_use")]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    check_chat_template(model, "function_calls", True)
+    with pytest.raises(UserError, match="rag, tool_use: expected one that is named default"):
+        check_chat_template(model, "gsm8k", False)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     check_chat_template(model, "gsm8k", False)
     with pytest.raises(UserError, match="that of model=m knows none"):
