@@ -19,6 +19,7 @@ import datasets
 import lm_eval
 import numpy as np
 import pytest
+import sklearn.metrics
 import yaml
 from choices import read_choice
 from fake_engines import (
@@ -44,6 +45,8 @@ from harness_files import (
     write_mirror,
 )
 from lm_eval import evaluator
+from lm_eval.api.filter import Filter
+from lm_eval.api.registry import register_filter
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 from transformers import AutoTokenizer
@@ -264,13 +267,7 @@ NUMBERED = [
 
 
 BIRD = {"q": "A bird sleeps in a", "c": ["kennel", "nest"]}
-METRICS = [
-    {
-        **MULTIPLE_CHOICE,
-        "metric_list": [{"higher_is_better": True, **metric}, {"metric": "acc_norm"}],
-    }
-    for metric in ({"metric": "mcc"}, {"metric": "acc", "aggregation": "median"})
-]
+MEDIAN = {"metric": "acc", "aggregation": "median", "higher_is_better": True}
 
 
 @pytest.mark.parametrize(
@@ -286,9 +283,18 @@ METRICS = [
             {},
             "request sampling",
         ),
-        # of all items
-        (NUMBERED[:3], METRICS[0], {"reports": {"own": "mcc"}}, r"own.*metric=mcc\b.*acc_norm"),
-        (NUMBERED[:3], METRICS[1], {}, r"own.*metric=acc\b.*acc_norm"),
+        (
+            NUMBERED[:3],
+            {**MULTIPLE_CHOICE, "metric_list": [MEDIAN, {"metric": "acc_norm"}]},
+            {},
+            r"own.*metric=acc\b.*acc_norm",
+        ),
+        (
+            [{"q": "A bird."}, {"q": ""}],
+            {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{q}}"},
+            {"reports": {"own": "bits_per_byte"}},
+            "item 1 is empty",
+        ),
         (
             [{**BIRD, "label": 1}, {**BIRD, "label": -1}],
             {**GENERATION, "doc_to_choice": "c"},
@@ -379,6 +385,112 @@ def test_labels_are_numbers_texts_or_lists_of_choices(subject: LoadedModel, tmp_
         assert graded.results[0]["score"] == float(
             int(str(graded.samples[0]["extracted"])) in right
         )
+
+
+CHOICES = [["nest", "in", "kennel by the old house", "a nest"], ["zq", "漢字", "éé", "😀😀😀"]]
+CHOICE_METRICS = ("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "exact_match")
+QUESTIONS = ("A bird sleeps in a", "A dog lives", "She found the", "It was")
+
+
+@register_filter("second_likeliest_first")
+class SecondLikeliestFirst(Filter):
+    """Exchange the likelihoods of the likeliest choice and the next one."""
+
+    def apply(self, resps: Any, docs: Any) -> Any:
+        resps = [list(replies) for replies in resps]
+        first, second = sorted(range(len(resps)), key=lambda index: -resps[index][0][0])[:2]
+        resps[first], resps[second] = resps[second], resps[first]
+        return [replies[0] for replies in resps]
+
+
+@pytest.mark.parametrize("delimiter", [" ", ""])
+@pytest.mark.parametrize("filter_name", ["take_first", "second_likeliest_first"])
+def test_extracted_choice_is_the_one_that_the_metric_takes(
+    subject: LoadedModel, tmp_path: Path, delimiter: str, filter_name: str
+) -> None:
+    """The outcome is 1 with this choice as label, and 0 with every other. Metrics take different
+    choices."""
+    items = [
+        {"q": question, "c": choices, "label": label}
+        for question in QUESTIONS
+        for choices in CHOICES
+        for label in range(4)
+    ]
+    definition = {
+        **MULTIPLE_CHOICE,
+        "target_delimiter": delimiter,
+        "filter_list": [{"name": "f", "filter": [{"function": filter_name}]}],
+        "metric_list": [
+            {"metric": metric, "aggregation": "mean", "higher_is_better": True}
+            for metric in CHOICE_METRICS
+        ],
+    }
+    reports = {metric: metric for metric in CHOICE_METRICS}
+    if filter_name != "take_first":  # which sees one item at a time
+        items, reports = items[:1], {"acc": "acc"}
+    graded = evaluate(subject, custom_task(tmp_path, items, definition, reports=reports))
+    taken = {metric: [] for metric in reports}
+    for sample, item in zip(graded.samples, items * len(reports), strict=True):
+        choices = str(sample["extracted"]).split(", ")
+        assert sample["outcome"] == float(str(item["label"]) in choices)
+        taken[sample["benchmark"]].append(choices)
+    if filter_name == "take_first":
+        assert len({str(choices) for choices in taken.values()}) > 2
+
+
+def test_no_choice_is_extracted_where_none_is_taken(subject: LoadedModel, tmp_path: Path) -> None:
+    items = [{"q": "A bird sleeps in a", "c": ["kennel", "nest"], "label": 1}]
+    task = custom_task(tmp_path, items, MULTIPLE_CHOICE)
+    with Path(task.task).open("a") as file:
+        file.write("process_results: !function own_code.grade\n")
+    (tmp_path / "own_code.py").write_text("def grade(doc, results):\n    return {'acc': 1.0}\n")
+    (sample,) = evaluate(subject, task).samples
+    assert (sample["outcome"], sample["extracted"]) == (1.0, "")
+
+
+@pytest.mark.parametrize("metric", ["mcc", "f1", "brier_score"])
+def test_metrics_of_a_whole_set_have_outcomes_and_a_standard_error(
+    subject: LoadedModel, tmp_path: Path, metric: str
+) -> None:
+    items = [{**item, "q": f"{item['q']} {n}"} for n in range(4) for item in NUMBERED]
+    definition = {**MULTIPLE_CHOICE, "metric_list": [{"metric": metric}]}
+    benchmark = custom_task(tmp_path, items, definition, reports={"own": metric})
+    graded = evaluate(subject, benchmark)
+    labels = np.array([item["label"] for item in items])
+    nats = np.array([json.loads(str(sample["output"])) for sample in graded.samples])
+    shares = np.exp(nats) / np.exp(nats).sum(axis=1, keepdims=True)
+    chosen = nats.argmax(axis=1)
+    score = {
+        "mcc": lambda rows: sklearn.metrics.matthews_corrcoef(labels[rows], chosen[rows]),
+        "f1": lambda rows: sklearn.metrics.f1_score(labels[rows], chosen[rows]),
+        "brier_score": lambda rows: np.mean(
+            np.sum((np.eye(2)[labels[rows]] - shares[rows]) ** 2, axis=1)
+        ),
+    }[metric]
+    (result,) = graded.results
+    n = len(items)
+    everything = np.arange(n)
+    others = np.array([score(np.delete(everything, index)) for index in everything])
+    jackknife = np.sqrt((n - 1) / n * np.sum((others - others.mean()) ** 2))
+    assert result["score"] == pytest.approx(score(everything), abs=1e-3)
+    assert result["stderr"] == pytest.approx(jackknife, abs=1e-3)
+    assert 0 < result["stderr"] < 0.5
+    outcomes = [sample["outcome"] for sample in graded.samples]
+    assert np.mean(outcomes) == pytest.approx(result["score"])
+    assert [int(str(sample["extracted"])) for sample in graded.samples] == list(chosen)
+    assert evaluate(subject, replace(benchmark, limit=1)).results[0]["stderr"] is None
+
+
+def test_score_of_whole_texts_is_lm_evals(subject: LoadedModel, tmp_path: Path) -> None:
+    items = [{"q": "A bird sleeps in a", "label": "nest in a tree"}, {"q": "A", "label": "dog"}]
+    definition = {**GENERATION, "metric_list": [{"metric": "chrf"}]}
+    benchmark = custom_task(tmp_path, items, definition, reports={"own": "chrf"}, max_new_tokens=12)
+    graded = evaluate(subject, benchmark)
+    pairs = [
+        (item["label"], sample["output"])
+        for item, sample in zip(items, graded.samples, strict=True)
+    ]
+    assert graded.results[0]["score"] == pytest.approx(lm_eval.api.metrics.chrf(pairs))
 
 
 @pytest.mark.parametrize("until", ["", [""], ["", "\n\n\n"]])

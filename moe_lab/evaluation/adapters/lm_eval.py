@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain, groupby, product
 from typing import Any
 
 import numpy as np
@@ -54,8 +54,8 @@ class _Row:
 def items(benchmark: BenchmarkConfig) -> list[Item]:
     """The items of a task, or of a group of tasks.
 
-    Raises UserError for a metric that cannot be computed for a single item, such as BLEU, and for a
-    task that needs sampling, runs programs or shows images.
+    Raises UserError for a metric whose standard error cannot be computed, for an empty document,
+    and for a task that needs sampling, runs programs or shows images.
     """
     tasks_by_name = load_tasks(benchmark)
     for metric in benchmark.reports.values():
@@ -136,6 +136,11 @@ def _request(
 ) -> Text | Pair | Document:
     """Convert a request of lm-eval into a request of moe_lab."""
     if request.request_type == "loglikelihood_rolling":
+        if not request.args[0]:
+            raise UserError(
+                f"benchmark {benchmark.name}: the document of item {question.name} is empty: "
+                "expected a text"
+            )
         return Document(request.args[0], from_nothing=True)
     context, continuation_or_settings = request.args[:2]
     if benchmark.chat:  # the context is a conversation in JSON
@@ -281,31 +286,22 @@ _LOSS_AGGREGATIONS: Mapping[Aggregation, tuple[Scale, str, float]] = {
 }
 """lm-eval's aggregation of log-likelihoods -> (scale, unit of the loss, factor from nats to this
 unit)."""
-_ITEM_AGGREGATIONS = (metrics.mean, metrics.nanmean, *_LOSS_AGGREGATIONS)
-"""Aggregations that give each item an outcome."""
 
 
 def _aggregation(
     metric: str, tasks_by_name: Mapping[str, Any], benchmark: BenchmarkConfig
 ) -> Aggregation:
     """lm-eval's function that computes the score of a metric from the values of all items.
-    `tasks_by_name`: name of a task -> task. UserError for f1, BLEU and other functions
-    that give no outcome of each item."""
+    `tasks_by_name`: name of a task -> task. UserError for functions whose standard error the
+    outcomes of `_outcomes` do not give."""
     aggregation: Aggregation = metrics.mean
     for name, task in tasks_by_name.items():
-        functions = task.aggregation()
-        aggregation = functions.get(metric.partition(",")[0], metrics.mean)
-        if aggregation not in _ITEM_AGGREGATIONS:
-            function_name = getattr(aggregation, "__name__", aggregation)
-            possible_metrics = ", ".join(
-                metric_name
-                for metric_name, function in functions.items()
-                if function in _ITEM_AGGREGATIONS
-            )
+        aggregation = task.aggregation().get(metric.partition(",")[0], metrics.mean)
+        if aggregation in (metrics.median, metrics.bypass, metrics.ter):
             raise UserError(
-                f"benchmark {benchmark.name}: metric={metric} of {name} is computed from all items "
-                f"together, by {function_name}: expected a mean over items or a perplexity (the "
-                f"task has {possible_metrics or 'none'})"
+                f"benchmark {benchmark.name}: metric={metric} of {name} is a "
+                f"{aggregation.__name__}, whose standard error is not computed: expected another "
+                f"metric, such as {', '.join(task.aggregation())}"
             )
     if aggregation in _LOSS_AGGREGATIONS and len(tasks_by_name) > 1:
         raise UserError(
@@ -328,7 +324,8 @@ def _result(
     metric_name = metric.partition(",")[0]
     if aggregation not in _LOSS_AGGREGATIONS:
         samples = [
-            _sample(result_name, metric_name, row, float(row.metrics[metric_name])) for row in rows
+            _sample(result_name, metric_name, row, outcome)
+            for row, outcome in zip(rows, _outcomes(rows, metric_name, aggregation), strict=True)
         ]
         scale: Scale = (
             "score" if rows[0].question.task.higher_is_better().get(metric_name, True) else "loss"
@@ -357,6 +354,28 @@ def _result(
     # such as "nats per word" for word_perplexity
     unit = unit or f"nats per {metric_name.partition('_')[0]}"
     return loss_result(result_name, metric, scale, unit, losses, weights, benchmark), samples
+
+
+def _outcomes(rows: Sequence[_Row], metric_name: str, aggregation: Aggregation) -> list[float]:
+    """The outcome of each row. The mean outcome of a task is its score.
+
+    A metric of a whole set, such as mcc, f1 or BLEU, has no value for a single item. The outcome is
+    then the score plus n - 1 times what the item adds to it, compared with other items. So the
+    standard error of the mean outcome is that of the jackknife.
+    """
+    if aggregation in (metrics.mean, metrics.nanmean):
+        return [float(row.metrics[metric_name]) for row in rows]
+    outcomes: list[float] = []
+    for _, task_rows in groupby(rows, key=lambda row: row.question.task):
+        values = [row.metrics[metric_name] for row in task_rows]
+        score = aggregation(values)
+        n = len(values)
+        scores_without = [score] * n
+        if n > 1:
+            scores_without = [aggregation(values[:i] + values[i + 1 :]) for i in range(n)]
+        mean = math.fsum(scores_without) / n
+        outcomes += [float(score + (n - 1) * (mean - other)) for other in scores_without]
+    return outcomes
 
 
 def _samples_by_task(rows: Sequence[_Row], samples: Sequence[Sample]) -> list[list[Sample]]:
@@ -389,23 +408,43 @@ def _mean_of_tasks(results: Sequence[Result]) -> Result:
 
 def _sample(result_name: str, metric: str, row: _Row, outcome: float) -> Sample:
     """The sample of a row. Without a generated text, the sample's output is the log-likelihoods as
-    JSON. For a question with continuations to score, the extracted answer is the index of the
-    likeliest continuation."""
+    JSON. `metric`: name of the metric in lm-eval."""
     request_type = row.question.requests[0].request_type
     nats = [reply.nats for reply in row.answer.replies]
     if request_type == "generate_until":
-        return row.answer.sample(result_name, outcome, str(row.extracted[0]))
+        # lm-eval has graded an unfinished thought as ""
+        extracted = "" if row.answer.reply.text is None else str(row.extracted[0])
+        return row.answer.sample(result_name, outcome, extracted)
     if request_type == "loglikelihood_rolling":
         return row.answer.sample(result_name, outcome, "", json.dumps(round(nats[0], 4)))
-    # lm-eval does not count the space with which a continuation begins
-    divisors = [
-        len(request.args[1]) - 1 if metric == "acc_norm" else 1 for request in row.question.requests
-    ]
-    chosen_index = int(np.argmax(np.array(nats) / divisors))
     sample = row.answer.sample(
-        result_name, outcome, str(chosen_index), json.dumps([round(value, 4) for value in nats])
+        result_name,
+        outcome,
+        _choice_taken(metric, row),
+        json.dumps([round(value, 4) for value in nats]),
     )
     return {**sample, "answer_loss": _loss_of_right_choice(row.question, nats)}
+
+
+def _choice_taken(metric: str, row: _Row) -> str:
+    """The index of the choice that lm-eval's metric takes as the answer; "" if it takes none, as a
+    task without choices, or with a function of its own that grades."""
+    task = row.question.task
+    if task.OUTPUT_TYPE != "multiple_choice" or task.config.process_results is not None:
+        return ""
+    choices = task.doc_to_choice(row.question.doc)
+    if metric == "exact_match":  # takes the choices that are what the model would write
+        pairs = enumerate(row.extracted[: len(choices)])
+        return ", ".join(str(index) for index, (_, is_likeliest) in pairs if is_likeliest)
+    nats = np.array([nats for nats, _ in row.extracted])
+    scores = nats[: len(choices)]
+    if metric == "acc_norm":
+        scores = scores / [len(choice) for choice in choices]
+    elif metric == "acc_bytes":
+        scores = scores / [len(choice.encode()) for choice in choices]
+    elif metric == "acc_mutual_info":  # the likelihoods without the question come last
+        scores = scores - nats[len(choices) :]
+    return str(np.argmax(scores))
 
 
 def _loss_of_right_choice(question: _Question, nats: Sequence[float]) -> float | None:
