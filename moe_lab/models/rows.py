@@ -334,10 +334,9 @@ class AllExperts:
         return GroupedWeights(**vars(weights), grouped=self.grouped)
 
     def linear(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The products (S, out) of each of the `states` (S, in) with the `weight` (e, out, in) of
-        its expert. e < E: of the rows of the first e experts, and the other products are
-        undefined."""
-        return grouped_mm(states, weight.mT, self.grouped.offsets[: len(weight)])
+        """The products (S, out) of each of the `states` (S, in) with the `weight` (E, out, in) of
+        its expert."""
+        return grouped_mm(states, weight.mT, self.grouped.offsets)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """`values` (E, ...) of the experts -> (S, ...), those of each row's expert."""

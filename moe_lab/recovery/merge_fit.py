@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Mapping
 from functools import cached_property
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +20,6 @@ from moe_lab.models.rows import (
     AllExperts,
     GroupedRows,
     GroupedWeights,
-    at_least_fp32,
     inner_products,
     is_grouped,
     outer_products,
@@ -100,16 +98,16 @@ def fit(
 
 
 def merged_weights(pruned: Any, plan: Plan) -> dict[int, dict[int, Weights]]:
-    """Layer -> id of a merged expert, those with most members first -> weights of the merged expert
-    in the model `pruned`, which `plan` pruned. Writing to the weights changes the model."""
+    """Layer -> id of a merged expert -> weights of the merged expert in the model `pruned`, which
+    `plan` pruned. Writing to the weights changes the model."""
     by_layer: dict[int, dict[int, Weights]] = {}
     for layer in routed_layers(pruned):
         layer_plan = plan.layers[layer.index]
         if layer_plan.merged:
-            owners = sorted(layer_plan.merged, key=lambda j: (-len(layer_plan.merged[j]), j))
             # the experts of the pruned layer are numbered by their positions in `retained`
             by_layer[layer.index] = {
-                expert: layer.weights(layer_plan.retained.index(expert)) for expert in owners
+                expert: layer.weights(layer_plan.retained.index(expert))
+                for expert in sorted(layer_plan.merged)
             }
     return by_layer
 
@@ -171,7 +169,7 @@ class MergeHook(StatisticsHook):
         Arguments as in `experts`."""
         valid = self.valid_tokens(hidden)
         merged = self.merged[self.layer.index]
-        groups = self._tables[0][index]
+        groups = self._groups[0][index]
         if valid is not None:
             groups = groups.masked_fill(~valid[:, None], len(merged))
         groups = groups.sort(1).values
@@ -204,39 +202,32 @@ class MergeHook(StatisticsHook):
             }
         )
 
-    def _targets(self, states: torch.Tensor, part: AllExperts) -> torch.Tensor:
-        """y (S, H) of the `states` (S, H) of the rows of `part`, one member of each group after the
-        other."""
-        _, shares, members = self._tables
-        y = at_least_fp32(states.new_empty(0)).new_zeros(states.shape)
-        for share_of_group, experts in zip(shares, members, strict=True):
+    def _targets(self, states: torch.Tensor, part: AllExperts) -> Any:
+        """y (S, H), in at least fp32, of the `states` (S, H) of the rows of `part`: the first
+        members of all groups, then the second ones, and so on."""
+        _, members, shares = self._groups
+        y: Any = 0
+        for experts, share in zip(members.T, shares.T, strict=True):
             stacks = self.layer.tensors(slice(None)).items()
-            weights = part.weights(self.layer, {name: stack[experts] for name, stack in stacks})
+            weights = part.weights(
+                self.layer, {name: stack[experts[:-1]] for name, stack in stacks}
+            )
             f = self.layer.output(self.layer.phi(states, weights), weights)
-            share = share_of_group[part.grouped.expert, None]
-            # the outputs of groups with fewer members are undefined
-            y += (f * share).masked_fill_(share == 0, 0)
+            y += f * share[part.grouped.expert, None]
         return y
 
     @cached_property
-    def _tables(self) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """(number (E,) of the group of each expert, G without a group; share (M, G + 1) of the m-th
-        member of each group, 0 without a member or a group; for each m, the m-th members of the
-        groups that have one, which are the first groups)."""
+    def _groups(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(number (E,) of the group of each expert, G without a group; members (G + 1, M) of the
+        groups, the owner after the last member; their shares, then 0)."""
         plan = self.plan.layers[self.layer.index]
         owners = list(self.merged[self.layer.index])
-        groups = [plan.merged[owner] for owner in owners]
         numbers = [owners.index(owner) if owner in owners else len(owners) for owner in plan.owners]
-        shares = zip_longest(*(group.values() for group in groups), [0.0], fillvalue=0.0)
-        members = [
-            [expert for expert in experts if expert is not None] for experts in zip_longest(*groups)
-        ]
+        size = max(len(group) for group in plan.merged.values())
+        members = [[*plan.merged[owner].items(), *[(owner, 0.0)] * size][:size] for owner in owners]
         device = self.layer.routing[0].tensor.device
-        return (
-            torch.tensor(numbers, device=device),
-            torch.tensor(list(shares), device=device),
-            [torch.tensor(experts, device=device) for experts in members],
-        )
+        experts, shares = torch.tensor([*members, [(0, 0.0)] * size], device=device).unbind(-1)
+        return torch.tensor(numbers, device=device), experts.long(), shares
 
 
 @torch.no_grad()
