@@ -346,17 +346,6 @@ def test_winner_map_counts_significant_wins() -> None:
     assert proved_wins_sentence(columns).startswith("Proved wins: 1 of 2 cells (1 tied")
 
 
-def test_winner_map_of_one_seed_has_no_significant_wins() -> None:
-    rows = {
-        "gsm8k": [right(190), right(10)],
-        "rte": [right(50), right(50)],
-    }
-    one_seed = comparison_of([cell("man"), cell("ean")], rows)
-    columns = winner_map([one_seed])
-    assert [verdict(row) for row in columns.to_dict("records")] == ["not tested", "tie"]
-    assert proved_wins_sentence(columns).startswith("Proved wins: 0 of 2 cells")
-
-
 def test_random_plans_can_be_ahead_in_a_map_but_prove_nothing() -> None:
     outcomes = {
         "random": {"gsm8k": right(190)},

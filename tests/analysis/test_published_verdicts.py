@@ -261,11 +261,6 @@ MONE = ("deepseek_moe_16b", 0.5, "mone", NOVICES, "none", "c4")
 """The row of MoNE that replaces experts, which a reply to reviewers printed."""
 
 
-def test_mone_with_replacement_is_not_compared_with_dropped_experts() -> None:
-    study, comparison = study_of(("mone",), allocation=NOVICES)
-    assert set(verdicts(study, comparison)["Criterion"]) == {"Unpruned"}, "Unified drops experts"
-
-
 def mone_study(allocation: str) -> tuple[Any, Comparison]:
     """A study in which MoNE has the printed score on BoolQ."""
     printed = [

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
-from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
@@ -230,21 +229,6 @@ def test_figures_are_files_that_the_page_links(small_report: Path) -> None:
     linked = set(re.findall(r'href="figures/([^"]+)"', source))
     assert "ranking.svg" in linked
     assert linked <= figures
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "unified.fig2",
-        "unified.fig3",
-        "winners",
-        "ranking",
-        "aimer.fig3",
-    ],
-)
-def test_figures_are_drawn(name: str, small_report: Path) -> None:
-    figure = ElementTree.parse(small_report.parent / "figures" / f"{name}.svg").getroot()
-    assert len(list(figure.iter("{http://www.w3.org/2000/svg}path"))) > 20
 
 
 @pytest.mark.parametrize(

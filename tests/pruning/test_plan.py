@@ -344,10 +344,6 @@ def test_missing_plan_file_is_named(tmp_path: Path) -> None:
         Plan.load(tmp_path / "plan.json")
 
 
-def test_shortened_plan_file_is_refused(saved_plan: Path) -> None:
-    check_damaged(saved_plan, saved_plan.read_text()[:30])
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -367,13 +363,14 @@ def test_plan_file_with_a_wrong_field_is_refused(change: dict[str, Any], saved_p
 @pytest.mark.parametrize(
     ("original", "damaged"),
     [
+        ("{", ""),
         ('"05"', '"5"'),
         ('"05"', '"07"'),
         ('"width": 3', '"width": 30'),
         ('"05"', '"0g"'),
     ],
 )
-def test_plan_file_with_wrong_channels_is_refused(
+def test_plan_file_with_wrong_text_is_refused(
     original: str, damaged: str, saved_plan: Path
 ) -> None:
     text = saved_plan.read_text()

@@ -151,23 +151,6 @@ def test_sums_depend_on_the_size_of_batches_only_by_rounding(
         assert_close(read(store.path(step) / SUMS), expected, tolerance=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "parts", "engine"),
-    [
-        *((kind, parts, "resident") for kind in KINDS for parts in (2, 3)),
-        ("statistics", 2, "streamed"),
-    ],
-)
-def test_a_merge_has_the_id_of_the_undivided_pass(kind: str, parts: int, engine: str) -> None:
-    """Its parts have ids of their own."""
-    undivided_pass = step_of(kind)
-    step = step_of(kind, parts=parts, engine=engine)
-    assert step.id == undivided_pass.id
-    assert not undivided_pass.merged_steps
-    assert len(step.merged_steps) == parts
-    assert len({part.id for part in (step, *step.merged_steps)}) == parts + 1
-
-
 @pytest.fixture
 def killed_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Store, Step]:
     """A pass in two parts of which the second was killed."""
@@ -209,6 +192,7 @@ def test_parts_of_a_finished_merge_are_not_needed(killed_pass: tuple[Store, Step
         (1, 7, 2, []),
         (2, 7, 2, [(0, 4), (4, 7)]),
         (3, 7, 2, [(0, 2), (2, 4), (4, 7)]),
+        (4, 7, 2, [(0, 2), (2, 4), (4, 6), (6, 7)]),
         (8, 8, 1, [(row, row + 1) for row in range(8)]),
     ],
 )
@@ -216,10 +200,6 @@ def test_rows_are_shared_in_whole_batches(
     parts: int, rows: int, batch_rows: int, shares: list[tuple[int, int]]
 ) -> None:
     assert shares_of(parts, rows, batch_rows) == shares
-
-
-def test_a_last_batch_of_one_row_is_a_share() -> None:
-    assert shares_of(4, 7, 2)[-1] == (6, 7)
 
 
 def shares_of(parts: int, rows: int, batch_rows: int) -> list[tuple[int, int]]:
