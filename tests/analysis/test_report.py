@@ -528,16 +528,3 @@ def test_tables_can_be_downloaded(wide: Any) -> None:
     link = "document.querySelector('#table-ranks a[download$=csv]').href"
     content = wide.execute_script(f"return fetch({link}).then(r => r.text())")
     assert content.startswith("Model,Pruned,Calibration,Criterion,Eval+,")
-
-
-def test_figures_open_large_and_close(wide: Any) -> None:
-    wide.execute_script("document.querySelector('figure.plot .large').click()")
-    assert wide.execute_script("return document.querySelector('#viewer').open")
-    assert (
-        wide.execute_script(
-            "return document.querySelector('#viewer svg').getBoundingClientRect().width"
-        )
-        > 900
-    )
-    wide.execute_script("document.querySelector('#viewer .close').click()")
-    assert not wide.execute_script("return document.querySelector('#viewer').open")

@@ -74,34 +74,9 @@ for (const figure of document.querySelectorAll("figure.table")) {
   apply();
 }
 
-// Open a figure in large; a click beside it closes it.
-const viewer = document.getElementById("viewer");
-const open = (figure) => {
-  viewer.querySelector("div").replaceChildren(figure.querySelector("svg").cloneNode(true));
-  viewer.showModal();
-};
-for (const figure of document.querySelectorAll("figure.plot")) {
-  figure.querySelector(".large").addEventListener("click", () => open(figure));
-  figure.querySelector(".scroll").addEventListener("click", () => open(figure));
-}
-viewer.addEventListener("click", (event) => {
-  if (event.target.closest(".close") || event.target === viewer) viewer.close();
-});
-
 // Switch between light and dark; at first, the page follows the system.
 document.getElementById("theme").addEventListener("click", () => {
   const root = document.documentElement;
   const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = dark ? "light" : "dark";
 });
-
-// Highlight the chapter that is in view in the list of contents.
-const links = new Map([...document.querySelectorAll("nav li a")].map((link) => [link.hash.slice(1), link]));
-const watcher = new IntersectionObserver((entries) => {
-  for (const entry of entries) {
-    if (!entry.isIntersecting) continue;
-    for (const link of links.values()) link.classList.remove("here");
-    links.get(entry.target.id)?.classList.add("here");
-  }
-}, { rootMargin: "-20% 0px -70% 0px" });
-for (const section of document.querySelectorAll("main > section")) watcher.observe(section);
