@@ -219,7 +219,7 @@ def canonical_solutions(plan: str, data: Path) -> GradeRequest:
     file = (data / "HumanEvalPlus.jsonl.gz").resolve()
     problems = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
     programs = {problem["task_id"]: f"{canonical(problem)}\n# {plan}\n" for problem in problems}
-    return replace(_request("humaneval", file, programs), sanitize=True)
+    return replace(_request("humaneval", file, programs), extract=True)
 
 
 def _request(dataset: str, data: Path, programs: dict[str, str]) -> GradeRequest:

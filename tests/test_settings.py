@@ -332,7 +332,7 @@ def test_a_protocol_changes_settings_of_known_benchmarks(name: str) -> None:
     for benchmark, changes in choices.content("protocol", name).get("benchmarks", {}).items():
         unchanged = choices.read_choice(config.BenchmarkConfig, "benchmark", benchmark)
         assert set(replace(unchanged, **changes).reports) == set(unchanged.reports)
-        assert set(changes) <= {"reports", "shots", "max_length", "max_new_tokens"}
+        assert set(changes) <= {"reports", "shots", "max_length", "max_new_tokens", "parameters"}
 
 
 def test_a_cell_has_its_settings() -> None:

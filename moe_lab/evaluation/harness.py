@@ -63,6 +63,8 @@ class Harness(ABC):
     instead of its name."""
     numeric_parameters: tuple[str, ...] = ()
     """Keys of benchmark.parameters whose values are numbers, 0 or more."""
+    boolean_parameters: tuple[str, ...] = ()
+    """Keys of benchmark.parameters whose values are true or false."""
     mirrored: bool | None = None
     """Whether benchmark data is a mirror (True), or files that suite.path or task names (False);
     None: both are supported."""
@@ -210,6 +212,8 @@ class Harness(ABC):
                 yield str(unknown_name_error(f"{name}: parameter", key, keys))
             elif key in self.numeric_parameters and not is_valid_number:
                 yield f"{name}: parameters.{key}={value}: expected a number, 0 or more"
+            elif key in self.boolean_parameters and not isinstance(value, bool):
+                yield f"{name}: parameters.{key}={value}: expected true or false"
 
     def _wrong_settings(self, benchmark: BenchmarkConfig) -> Iterator[str]:
         """Yield a sentence, without the benchmark's name, for each setting that the harness does

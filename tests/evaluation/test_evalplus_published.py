@@ -1,22 +1,25 @@
 """EvalPlus's published problems through the adapter: what is asked, what is taken from an answer,
 and its verdict."""
 
-import ast
 import importlib.util
 import json
 import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
+from evalplus.eval import untrusted_check
+from evalplus.eval._special_oracle import MBPP_OUTPUT_NOT_NONE_TASKS
+from evalplus.gen.util import trusted_exec
 from fake_engines import ScriptedEngine, samples
 from harness_files import problem, write_lines
 from hypothesis import given, settings
@@ -28,12 +31,16 @@ from benchmarks.measure import program_isolation
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, mirror, run
-from moe_lab.evaluation.adapters.evalplus import GRADER, GradeRequest
-from moe_lab.evaluation.adapters.evalplus_rules import longest_program, sanitize
+from moe_lab.evaluation.adapters.evalplus import GRADER, GradeRequest, Verdict
+from moe_lab.evaluation.adapters.evalplus_rules import (
+    longest_program,
+    read_problems,
+    read_program,
+    sanitize,
+)
 from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.harnesses import evalplus
-from moe_lab.evaluation.harnesses.evalplus import fenced_program
-from moe_lab.evaluation.items import Answer, read_answers, write_answers
+from moe_lab.evaluation.items import Answer, Reply, read_answers, write_answers
 from moe_lab.evaluation.mirror import benchmarks, make
 
 pytestmark = pytest.mark.slow
@@ -161,10 +168,10 @@ def test_stored_answers_are_graded_without_their_model(answered: Answered, tmp_p
     assert [row["outcome"] for row in rows] == [1, 1, 0, 1, 0, 0]
     verdict, _, program = rows[4]["extracted"].partition("\n\n")
     assert verdict == "fail: another value was expected"
-    assert [type(node).__name__ for node in ast.parse(program).body] == ["Import", "FunctionDef"]
+    assert program.startswith("import math\n\ndef none(x): return x\n\ndef f1(x):")
     record = json.loads((out / "result.json").read_text())
     assert record["protocol"]["seconds"] == 4.0
-    assert record["protocol"]["sanitize"] is True
+    assert record["protocol"]["extract"] is True
     assert record["protocol"]["prompt"] == answers[0].prompt
     assert "evalplus" in record["versions"]
 
@@ -179,37 +186,6 @@ def test_missing_answers_are_not_graded(answered: Answered, tmp_path: Path) -> N
         run.grade(answered.answers[:2], answered.benchmark, tmp_path / "out", policy=ALLOWED)
 
 
-@pytest.mark.parametrize(
-    ("text", "program"),
-    [
-        ("def f(): pass", "def f(): pass"),
-        ("```\ndef f(): pass\n```", "def f(): pass"),
-        (
-            (
-                "A:\n```python\ndef f(): pass\n```\nB:\n```python\nf()\n# much longer than the "
-                "first\n"
-                "```"
-            ),
-            "def f(): pass",
-        ),
-        (
-            "```python\ndef f(): return 1\n```\nBetter:\n```python\ndef f(): return 2\n```",
-            "def f(): return 2",
-        ),
-        ("```python\nf = lambda: 1\n```\nso\n```\nf()\n```", "f = lambda: 1"),
-        ("```python\ndef f():\n    return 1", "def f():\n    return 1"),
-        ("1. So:\n   ```python\n   def f():\n       return 1\n   ```", "def f():\n    return 1"),
-        (
-            "```python\ndef func(): pass\n\n\n```\n```\nasync  def f(x): pass\n```",
-            "async  def f(x): pass",
-        ),
-        ("", ""),
-    ],
-)
-def test_the_program_is_taken_from_its_fence(text: str, program: str) -> None:
-    assert fenced_program(text, "f") == program
-
-
 @pytest.fixture(scope="module")
 def original() -> ModuleType:
     """EvalPlus's sanitizer as it comes."""
@@ -219,6 +195,125 @@ def original() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+RIGHT = "def f(x):\n    return x + 1"
+CACHED = f"import functools\n@functools.cache\n{RIGHT}"
+"""EvalPlus drops a decorated function, so that only the program as it stands passes."""
+FENCE = "```"
+FENCED = f"{FENCE}py\n{CACHED}\n{FENCE}"
+FORMS = {
+    "program": CACHED,
+    "fence": f"So:\n{FENCED}",
+    "tildes": f"So:\n~~~\n{CACHED}\n~~~",
+    "prose": f"This is it:\n\n{CACHED}\n\nIt adds one.\n\nUse it so:\n\n" + "print(f(1))\n" * 9,
+    "a word of prose": f"Solution\n\n{CACHED}",
+    "indented": f"So:\n\n{textwrap.indent(CACHED, '    ')}\n\nIt adds one.",
+    "in a list": f"1. So:\n{textwrap.indent(FENCED, '   ')}\n2. Done.",
+    "quoted": textwrap.indent(FENCED, "> "),
+    "after a tag": f"<details>\n{FENCED}\n</details>",
+    "longer fence": f"{FENCE}`markdown\nSolution\n{FENCED}\n{FENCE}`",
+    "fence in a docstring": (
+        f'{FENCE}py\ndef f(x):\n  """One more.\n\n  {FENCE}\n  f(1)\n  {FENCE}\n  """\n'
+        f"  return x + 1\n{FENCE}"
+    ),
+    "inline code": f"{FENCE}f{FENCE} adds one:\n\n{FENCED}",
+    "signature again": f"{FENCED}\nIts signature:\n{FENCE}py\ndef f(x):\n    ...\n{FENCE}",
+    "signature with imports": (
+        f"{FENCE}py\nimport math\ndef f(x):\n    '''One more.'''\n{FENCE}\nSo:\n"
+        f"{FENCE}py\ndef f(x):\n    return math.floor(x) + 1\n{FENCE}"
+    ),
+    "closing fence after code": f"{FENCE}py\n{RIGHT}{FENCE}\nIt adds one.",
+    "opening fence after prose": f"So: {FENCED}",
+    "unclosed": f"{FENCE}py\n{CACHED}",
+    "cut off": f"{FENCE}py\n{CACHED}\n\nprint(f(",
+    "cut off in an alternative": f"{FENCED}\nOr:\n{FENCE}py\ndef f(x):\n    x = 9\n    for",
+    "wrong before right": f"{FENCE}py\ndef f(x):\n    return x\n{FENCE}\nBetter:\n{FENCED}",
+    "twice": f"{FENCE}py\nfrom __future__ import annotations\n{CACHED}\n{FENCE}\n" * 2,
+    "helper in a block": (
+        f"{FENCE}py\ndef g(x):\n    return x + 1\n{FENCE}\nThen:\n"
+        f"{FENCE}py\ndef f(x):\n    return g(x)\n{FENCE}"
+    ),
+    "table": "T = {}\nfor x in range(9):\n    T[x] = x + 1\ndef f(x):\n    return T[x]",
+    "generator": "def g(x):\n    yield x + 1\ndef f(x):\n    return next(g(x))",
+    "other blocks": f"{FENCE}sh\npip install x\n{FENCE}\n{FENCED}\n{FENCE}\n>>> f(1)\n2\n{FENCE}",
+    "example that asks": f"{CACHED}\nx = int(input())\nprint(f(x))",
+    "example that exits": f"import sys\n{CACHED}\nsys.exit(f(1))",
+    "example that imports": f"{FENCED}\n{FENCE}py\nfrom solution import f\nf(1)\n{FENCE}",
+}
+"""Texts with a right program, few of which EvalPlus passes."""
+
+
+def form_verdicts(folder: Path, texts: Iterable[str], **settings: Any) -> list[Verdict]:
+    """The verdict on each text as the answer to a problem that the function f solves."""
+    programs = {f"HumanEval/{number}": text for number, text in enumerate(texts)}
+    rows = [
+        problem(number, "f", "return x + 1", [[1]], [[2], [3]]) for number in range(len(programs))
+    ]
+    data = write_lines(folder / "problems.jsonl", rows)
+    isolation = program_isolation()
+    request = GradeRequest("humaneval", str(data), programs, isolation, extract=True, **settings)
+    return [*GRADER.grade(request).values()]
+
+
+def test_programs_run_as_they_stand(tmp_path: Path) -> None:
+    right = form_verdicts(tmp_path, FORMS.values())
+    assert {
+        name: verdict.plus for name, verdict in zip(FORMS, right, strict=True)
+    } == dict.fromkeys(FORMS, "pass")
+    wrong = form_verdicts(tmp_path, [text.replace("+ 1", "+ 2") for text in FORMS.values()])
+    assert "pass" not in [verdict.base for verdict in wrong]
+
+
+def test_answers_that_evalplus_judges_otherwise_are_marked(tmp_path: Path) -> None:
+    method = "class A:\n    def f(self, x):\n        return x + 1"
+    texts = [RIGHT, CACHED, method]
+    verdicts = form_verdicts(tmp_path, texts)
+    assert [verdict.plus for verdict in verdicts] == ["pass", "pass", "fail"]
+    assert [verdict.unlike_harness for verdict in verdicts] == [False, True, False]
+    by_harness = form_verdicts(tmp_path, texts, as_harness=True)
+    assert [verdict.plus for verdict in by_harness] == ["pass", "fail", "fail"]
+
+
+def evalplus_passes(sanitizer: ModuleType, dataset: str, row: Any, text: str) -> bool:
+    """Whether EvalPlus itself passes a text on all tests."""
+    name = row["entry_point"]
+    inputs = row["base_input"] + row["plus_input"]
+    solution = row["prompt"] + row["canonical_solution"]
+    not_none = name in MBPP_OUTPUT_NOT_NONE_TASKS
+    expected, seconds = trusted_exec(solution, inputs, name, True, not_none)
+    program = sanitizer.sanitize(text, name)
+    status, _ = untrusted_check(
+        dataset, program, inputs, name, expected, row["atol"], seconds, fast_check=True
+    )
+    return bool(status == "pass")
+
+
+@pytest.mark.parametrize("name", list(CHOSEN))
+def test_no_verdict_is_worse_than_that_of_evalplus(
+    published_data: Callable[[str, str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    original: ModuleType,
+    name: str,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    benchmark = published(name, tmp_path, published_data, CHOSEN[name][:3])
+    benchmark = replace(benchmark, reports={name: "plus"})
+    as_harness = replace(benchmark, parameters={"as_harness": True})
+    rows = read_problems(name, str(evalplus.HARNESS.data_file(benchmark)))
+    for form in FORMS.values():
+        if CACHED not in form:
+            continue
+        texts = {task: form.replace(CACHED, canonical(row)) for task, row in rows.items()}
+        answers = [Answer(task, "", (Reply(text),)) for task, text in texts.items()]
+        passing = {t for t, text in texts.items() if evalplus_passes(original, name, rows[t], text)}
+        graded = evalplus.HARNESS.grade(answers, as_harness, ALLOWED)
+        assert {sample["item"] for sample in graded.samples if sample["outcome"]} == passing
+        graded = evalplus.HARNESS.grade(answers, benchmark, ALLOWED)
+        others = {*texts} - passing
+        assert sum(sample["outcome"] for sample in graded.samples) == 3 - UNSTABLE.get(name, 0)
+        assert {*graded.protocol["unlike_harness"]} ^ others <= {"HumanEval/32"}
 
 
 LINES = [
@@ -243,14 +338,15 @@ def test_the_longest_program_is_the_one_evalplus_finds(
     original: ModuleType, lines: list[str]
 ) -> None:
     text = "\n".join(lines)
-    assert longest_program(text) == original.code_extract(text)
+    assert longest_program(text).rstrip() == original.code_extract(text).rstrip()
 
 
-def test_the_sanitizer_costs_little() -> None:
+def test_reading_a_program_costs_little() -> None:
     seconds = resource.getrusage(resource.RUSAGE_SELF).ru_utime
     prose = "".join(f"word {i} ( = \n" for i in range(400))
     program = "".join(f"x{i} = {i}\n" for i in range(400))
-    assert (sanitize(prose, "f"), sanitize(program, "f")) == ("word 0 ( = ", program.rstrip("\n"))
+    assert (sanitize(prose, "f"), sanitize(program, "f")) == ("word 0 ( = ", program)
+    assert read_program(prose, "f") is read_program(program, "f") is None
     # 160 s each, as EvalPlus does it
     assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - seconds < 10
 
@@ -260,23 +356,13 @@ def test_nothing_kills_the_sanitizer(tmp_path: Path) -> None:
 
     def sanitized_by_grader(text: str) -> str:
         request = GradeRequest(
-            "humaneval", data, {"HumanEval/900": text}, program_isolation(), sanitize=True
+            "humaneval", data, {"HumanEval/900": text}, program_isolation(), extract=True
         )
         return GRADER.grade(request)["HumanEval/900"].program
 
     program = "print(1)\ndef f(x): return x"
     broken = ["(" * 5000, "x = 1\0", "\ud800"]
     assert [*map(sanitized_by_grader, [*broken, program])] == [*broken, "def f(x): return x"]
-
-
-def test_sanitizing_keeps_a_generator_that_the_entry_point_needs(original: ModuleType) -> None:
-    program = "def g(x):\n    yield x\ndef h():\n    print(1)\ndef f(x):\n    return list(g(x))"
-    code = sanitize(program, "f")
-    assert [node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)] == [
-        "g",
-        "f",
-    ]
-    assert "def g" not in original.sanitize(program, "f"), "EvalPlus keeps it itself by now"
 
 
 GRADING = """

@@ -199,6 +199,7 @@ def test_failed_sandbox_start_is_repeated_while_grading(
         ({"shots": 3}, "shots=3: expected 0"),
         ({"parameters": {"seconds": "abc"}}, "parameters.seconds=abc: expected a number"),
         ({"parameters": {"memory_mib": -3}}, "parameters.memory_mib=-3"),
+        ({"parameters": {"as_harness": "no"}}, "parameters.as_harness=no: expected true or false"),
         (
             {"harness": "stories", "reports": {"s": "score"}, "chat": True},
             "chat=true: expected chat=false",

@@ -9,7 +9,7 @@ import atexit
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ _MOST_SECONDS = 60.0
 """CPU seconds that a program may take for all its calls together."""
 _OUTPUT = 64 << 20
 """Bytes of encoded outputs that a program may send."""
-_SANITIZER_LIMITS = (20.0, 4 << 30)
-"""CPU seconds and bytes of memory."""
+_READING_LIMITS = (10.0, 4 << 30)
+"""CPU seconds and bytes of memory for reading the program in a text."""
 _COMPARISON_LIMITS = (20.0, 1 << 30)
 """CPU seconds and bytes of memory for the outputs of one program."""
 _MOST_VERDICTS = 20_000  # cached in memory: about 40 MB
@@ -45,11 +45,13 @@ class GradeRequest:
     data: str
     """Path of the data file."""
     programs: dict[str, str]
-    """Task id -> complete program."""
+    """Task id -> complete program, or the text that contains it."""
     isolation: str
     """How programs are isolated; see `sandbox/isolation.py`."""
-    sanitize: bool = False
-    """Apply EvalPlus's sanitizer to the programs first."""
+    extract: bool = False
+    """Read the programs in texts; see `_Grading._verdict`. False: run the texts as they are."""
+    as_harness: bool = False
+    """Give EvalPlus's own verdicts."""
     seconds: float = 4.0
     """CPU limit of a call in seconds. The limit is four times the CPU time of the canonical
     solution, if that product is larger."""
@@ -68,11 +70,17 @@ class Verdict:
     """
 
     program: str
-    """The program that was run, as the sanitizer left it."""
+    """The program in the text."""
     base: str
     plus: str
     reason: str = ""
     """Why the program does not pass."""
+    unlike_harness: bool = False
+    """Whether EvalPlus's own verdict is worse."""
+
+    def passed_parts(self) -> int:
+        """How many of the statuses are pass."""
+        return (self.base, self.plus).count("pass")
 
     def outcome(self, metric: str) -> tuple[float, str]:
         """(outcome, text) for `metric`, which is base or plus. The outcome is 1 if the program
@@ -146,7 +154,13 @@ class _Grading:
         """Task id -> verdict, for each program of the request."""
         request = self.request
         canonical_results = self.file.canonical_results
-        settings = (request.seconds, request.memory_mib, request.isolation, request.sanitize)
+        settings = (
+            request.seconds,
+            request.memory_mib,
+            request.isolation,
+            request.extract,
+            request.as_harness,
+        )
         # a key has all that the verdict depends on
         keys = {task: (task, program, *settings) for task, program in request.programs.items()}
         cache = self.file.verdicts
@@ -206,12 +220,29 @@ class _Grading:
         return outputs
 
     def _verdict(self, task: str) -> Verdict:
-        """The verdict on the request's program for a task."""
-        program = self.request.programs[task]
-        if self.request.sanitize:
-            arguments = [program, self.file.problems[task]["entry_point"]]
-            # keep the program if the sanitizer fails (None) or leaves nothing ("")
-            program = self.grader.rules("sanitize", arguments, *_SANITIZER_LIMITS) or program
+        """The verdict on the request's text for a task. If the program that EvalPlus reads in the
+        text does not pass, the program as it stands is run, and the better verdict counts. So no
+        verdict is worse than EvalPlus's."""
+        text = self.request.programs[task]
+        if not self.request.extract:
+            return self._program_verdict(task, text)
+        arguments = [text, self.file.problems[task]["entry_point"]]
+        # the text is run if the sanitizer fails (None) or leaves nothing ("")
+        sanitized = self.grader.rules("sanitize", arguments, *_READING_LIMITS) or text
+        by_harness = self._program_verdict(task, sanitized)
+        if self.request.as_harness or by_harness.plus == "pass":
+            return by_harness
+        programs = self.grader.rules("read_program", arguments, *_READING_LIMITS)
+        if programs is None or programs[0].split() == sanitized.split():
+            return by_harness
+        program, guarded = programs
+        by_program = replace(self._program_verdict(task, guarded), program=program)
+        best = max(by_program, by_harness, key=Verdict.passed_parts)
+        is_better = best.passed_parts() > by_harness.passed_parts()
+        return replace(best, unlike_harness=is_better)
+
+    def _program_verdict(self, task: str, program: str) -> Verdict:
+        """The verdict on a program for a task."""
         base, reason = self._part_verdict(task, "base", program)
         plus = base
         if base == "pass" and self.file.problems[task]["plus_input"]:
@@ -232,6 +263,7 @@ class _Grading:
             "entry_point": problem["entry_point"],
             "atol": problem["atol"],
             "inputs": self._inputs(task, part),
+            "as_harness": self.request.as_harness,
         }
         arguments = [self.request.dataset, problem_fields, outcome.encoded, canonical["encoded"]]
         return _STATUSES[self.grader.rules("compare", arguments, *_COMPARISON_LIMITS)]

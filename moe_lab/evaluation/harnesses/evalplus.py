@@ -7,8 +7,6 @@ EvalPlus's models behind an API.
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +18,6 @@ from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harness import Graded, Harness, graded_by_mean
 from moe_lab.evaluation.items import Answer, Item, Text
 
-# A fenced block, with or without a closing fence; the group is its content.
-_BLOCK = re.compile(r"^[ \t]*```.*(?:\n|\Z)((?s:.*?))\n?(?:^[ \t]*```|\Z)", re.MULTILINE)
 _INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown "
     "code block:"
@@ -33,9 +29,10 @@ class EvalPlus(Harness):
 
     package = "evalplus"
     metrics = ("base", "plus")
-    grading_parameters = ("seconds", "memory_mib")
+    numeric_parameters = ("seconds", "memory_mib", "processes")
+    boolean_parameters = ("as_harness",)
+    grading_parameters = ("seconds", "memory_mib", "as_harness")
     other_parameters = ("processes",)
-    numeric_parameters = grading_parameters + other_parameters
     two_phases = True
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
@@ -68,7 +65,9 @@ class EvalPlus(Harness):
         """Grade programs. For the metric `base`, a program must pass EvalPlus's base tests. For the
         metric `plus`, it must pass all tests, the base tests included.
 
-        For a benchmark with a mirror, EvalPlus's sanitizer extracts the programs from the answers.
+        An answer in a chat, or to a published problem, is a text that contains a program. It passes
+        if EvalPlus passes it, or if the program as it stands passes. With the parameter
+        `as_harness`, only EvalPlus's verdict counts.
 
         UserError if programs may not be run, RuntimeError for a canonical solution that does not
         run.
@@ -79,14 +78,14 @@ class EvalPlus(Harness):
         # replicate -> task id -> program
         programs: dict[int, dict[str, str]] = {}
         for answer in answers:
-            program = _program(answer, problems[answer.item], chat=benchmark.chat)
+            program = _program(answer, chat=benchmark.chat)
             programs.setdefault(answer.replicate, {})[answer.item] = program
         request = evalplus.GradeRequest(
             dataset=dataset_of(problems),
             data=str(self.data_file(benchmark)),
             programs={},
             isolation=policy.program_sandbox(),
-            sanitize=benchmark.data is not None,
+            extract=benchmark.chat or benchmark.data is not None,
             **benchmark.parameters,
         )
         verdicts: dict[tuple[str, int], evalplus.Verdict] = {}
@@ -95,11 +94,14 @@ class EvalPlus(Harness):
             verdicts |= {(task, replicate): verdict for task, verdict in graded.items()}
         protocol = {
             "dataset": request.dataset,
-            "sanitize": request.sanitize,
+            "extract": request.extract,
             "seconds": request.seconds,
             "memory_mib": request.memory_mib,
             "sandbox": request.isolation,
             "stop": list(self.stop_texts(benchmark)),
+            "unlike_harness": [
+                answer.item for answer in answers if verdicts[answer.key].unlike_harness
+            ],
         }
         return graded_by_mean(
             answers,
@@ -131,23 +133,12 @@ class EvalPlus(Harness):
 HARNESS = EvalPlus()
 
 
-def _program(answer: Answer, problem: Mapping[str, Any], *, chat: bool) -> str:
-    """The complete program of an answer; "" if the answer's thought does not end."""
+def _program(answer: Answer, *, chat: bool) -> str:
+    """The text of an answer that contains its program; "" if the answer's thought does not end."""
     text = answer.reply.text
-    if text is None:
-        return ""
-    if chat:
-        return fenced_program(text, problem["entry_point"])
+    if text is None or chat:
+        return text or ""
     return answer.prompt + text.replace("\t", "    ")
-
-
-def fenced_program(text: str, entry_point: str) -> str:
-    """The last fenced block of `text` that defines the function `entry_point`. If no block defines
-    it, the longest block; if there is no block, all of the text."""
-    blocks = [textwrap.dedent(block) for block in _BLOCK.findall(text)]
-    definition = re.compile(rf"^\s*(async\s+)?def\s+{re.escape(entry_point)}\b", re.MULTILINE)
-    defining_blocks = [block for block in blocks if definition.search(block)]
-    return defining_blocks[-1] if defining_blocks else max(blocks, key=len, default=text)
 
 
 def dataset_of(problems: Mapping[str, Any]) -> str:
