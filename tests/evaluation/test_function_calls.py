@@ -101,6 +101,21 @@ CALLS = [
     'commentary to=functions.get_weather json{"city": ',
     '<tool_call>{"name": "get_wea',
     "<tool_call>get_weather\n<arg_key>city",
+    'get_weather(city="Paris")!',
+    "I call get_weather('Paris').",
+    '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}',
+    'get_weather{"city": "Paris"}',
+    '<invoke name="get_weather"><parameter name="city">Paris</parameter></invoke>',
+    '<|action_start|><|plugin|>{"name": "get_weather", "parameters": {"city": "Paris"}}',
+    "```tool_code\nprint(get_weather(city='Paris'))\n```",
+    "```python\nget_weather(city='Paris')\n```",
+    'Action: get_weather\nAction Input: {"city": "Paris"}',
+    'It is {"tool": "get_weather", "input": {"city": "Par',
+    'It is {"get_weather": {"city": ',
+    '{"name": "square_area", "arguments": {"side": ',
+    "square_area(side=5)",
+    "<function=get_wea",
+    "<｜tool▁call▁begin｜>get",
 ]
 SPEECH = [
     "None of the functions helps.",
@@ -155,82 +170,43 @@ def test_tagged_arguments_have_the_type_that_the_function_declares(gap: str) -> 
     assert decode("<tool_call>unknown</tool_call>", DECLARED) == []
 
 
-CODER = "<function=f>\n<parameter=x>\n5\n</parameter>\n<parameter=y>\n{}\n</parameter>\n</function>"
+CODER = "<function=f>\n<parameter=x>\n5\n</parameter>\n<parameter=y>\n5\n</parameter>\n</function>"
 JSON = '{"x": 5, "y": "5"}'
 FORMS = {
-    "Qwen3-Coder": "<tool_call>\n" + CODER.format("5") + "\n</tool_call>",
-    "Qwen3-Coder without a block": "I call it.\n" + CODER.format("5") + "\n</tool_call>",
-    "DeepSeek-V3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>" + JSON,
-    "DeepSeek-V3": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n" + JSON + "\n```",
-    "Kimi-K2": "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>" + JSON,
-    "Kimi-K2 without special tokens": "functions.f:0" + JSON,
-    "Hunyuan-A13B": 'Yes:\n<tool_calls>[{"name": "f", "arguments": ' + JSON + "}]</tool_calls>",
-    "Hunyuan": "<tool_calls>\n<tool_call>function<tool_sep>f\n```json\n"
-    + JSON
-    + "\n```</tool_call>",
+    "Qwen3-Coder": f"<tool_call>\n{CODER}\n</tool_call>",
+    "Qwen3-Coder without a block": f"I call it.\n{CODER}\n</tool_call>",
+    "DeepSeek-V3.1": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{JSON}",
+    "DeepSeek-V3": f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{JSON}\n```",
+    "Kimi-K2": f"<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{JSON}",
+    "Kimi-K2 without special tokens": f"functions.f:0{JSON}",
+    "Hunyuan-A13B": f'Yes:\n<tool_calls>[{{"name": "f", "arguments": {JSON}}}]</tool_calls>',
+    "Hunyuan": f"<tool_calls><tool_call>function<tool_sep>f\n```json\n{JSON}\n```</tool_call>",
     "Hy3": "<tool_calls>\n<tool_call>f<tool_sep>\n<arg_key>x</arg_key>\n<arg_value>5</arg_value>\n"
     "<arg_key>y</arg_key>\n<arg_value>5</arg_value>\n</tool_call>\n</tool_calls>",
-    "Llama 3.1": '<|python_tag|>{"name": "f", "parameters": ' + JSON + "}",
+    "Llama 3.1": f'<|python_tag|>{{"name": "f", "parameters": {JSON}}}',
     "Llama 3.2": '[f(x=5, y="5")]',
     "Llama 4": "<|python_start|>f(x=5, y='5')<|python_end|>",
-    "Llama, own functions": "<function=f>" + JSON + "</function>",
-    "fence": 'Here:\n```json\n[{"name": "f", "arguments": ' + JSON + "}]\n```\nDone.",
-    "fence without a language": '```\n{"f": ' + JSON + "}\n```",
+    "Llama, own functions": f"<function=f>{JSON}</function>",
+    "fence": f'Here:\n```json\n[{{"name": "f", "arguments": {JSON}}}]\n```\nDone.',
+    "fence without a language": f'```\n{{"f": {JSON}}}\n```',
 }
-F_CALL = Call("f", {"x": 5, "y": "5"})
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_calls_are_read_in_the_forms_of_model_families(form: str) -> None:
-    text = FORMS[form]
+@pytest.mark.parametrize("text", FORMS.values(), ids=FORMS)
+def test_calls_are_read_in_the_forms_of_model_families(text: str) -> None:
     right = [{"f": {"x": [5], "y": ["5"], "z": [""]}}]
-    assert decode(text, DECLARED) == [F_CALL]
     assert mistake(text, DECLARED, right) is None
     assert mistake(text, DECLARED, [])
     if not text.startswith(("<|python_", "[f(")):
-        assert decode(f"{text}\n{text}", DECLARED) == 2 * [F_CALL]
+        assert mistake(f"{text}\n{text}", DECLARED, 2 * right) is None
     for end in range(3, text.index("5")):
         assert mistake(text[:end], DECLARED, right), "an incomplete call"
+    call = json.dumps({"name": "f", "arguments": {"x": 1, "y": text}})
+    quoting = f"<tool_call>{call}</tool_call>\n{DRAFT}"
+    assert decode(quoting, DECLARED)[0].arguments["y"] == text
 
 
-def test_arguments_may_contain_marks_of_calls() -> None:
-    for text in FORMS.values():
-        call = json.dumps({"name": "f", "arguments": {"x": 1, "y": text}})
-        assert decode(f"<tool_call>{call}</tool_call>\n{DRAFT}", DECLARED)[0].arguments["y"] == text
-
-
-def test_values_of_tags_have_the_declared_types() -> None:
-    text = CODER.format("a\nb").replace("\n5\n", "\nTrue\n")
-    assert decode(text, DECLARED) == [Call("f", {"x": True, "y": "a\nb"})]
-    text = CODER.format("5").replace("\n5\n", "\n(1, [None])\n", 1)
-    assert decode(text, DECLARED) == [Call("f", {"x": [1, [None]], "y": "5"})]
-
-
-UNKNOWN_FORMS = [
-    'get_weather(city="Paris")!',
-    "I call get_weather('Paris').",
-    '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}',
-    'get_weather{"city": "Paris"}',
-    '<invoke name="get_weather"><parameter name="city">Paris</parameter></invoke>',
-    '<|action_start|><|plugin|>{"name": "get_weather", "parameters": {"city": "Paris"}}',
-    "```tool_code\nprint(get_weather(city='Paris'))\n```",
-    "```python\nget_weather(city='Paris')\n```",
-    'Action: get_weather\nAction Input: {"city": "Paris"}',
-    'It is {"tool": "get_weather", "input": {"city": "Par',
-    'It is {"get_weather": {"city": ',
-    '{"name": "square_area", "arguments": {"side": ',
-    "square_area(side=5)",
-    "<function=get_wea",
-    "<｜tool▁call▁begin｜>get",
-]
-
-
-@pytest.mark.parametrize("text", UNKNOWN_FORMS)
-def test_call_in_an_unknown_form_is_no_abstention(text: str) -> None:
-    assert mistake(text, WEATHER, [])
-
-
-PIECES = [*FORMS.values(), *UNKNOWN_FORMS, "<tool_call>", '{"x": "', "[", "(", "9" * 400, "0x", "f"]
+PIECES = [*FORMS.values(), *CALLS, "<tool_call>", '{"x": "', "[", "(", "9" * 400, "0x", "f"]
 PIECES += [
     "</parameter>",
     "<arg_key>",
@@ -253,7 +229,7 @@ def test_every_text_is_graded(pieces: list[str], start: int) -> None:
 
 @pytest.mark.parametrize(
     "piece",
-    [*PIECES[-15:], "json", "<tool_call>{", "functions.", FORMS["Hy3"], *UNKNOWN_FORMS[5:7]],
+    [*PIECES[-15:], "json", "<tool_call>{", "functions.", FORMS["Hy3"], *CALLS[-6:-4]],
 )
 @pytest.mark.parametrize(
     "start", ["", "f ", "<tool_call>f ", "assistant to=functions.f", "<function=f>"]
@@ -267,20 +243,14 @@ def test_time_is_linear_in_the_length_of_an_answer(start: str, piece: str) -> No
     assert time.process_time() - began < 3
 
 
-def test_numbers_of_any_length_are_compared() -> None:
-    number = described("float")
-    for text in ("9" * 400, "-" + "9" * 400, "1e999", "NaN", "9" * 5000, "0x" + "f" * 5000):
-        for call in (f'{{"f": {{"x": {text}}}}}', f"[f(x={text})]", in_tags("f", {"x": text})):
-            assert mistake(call, [function(x=number)], [{"f": {"x": [5.0]}}])
-    big = written(("f", {"x": 10**399}))
-    assert mistake(big, [function(x=number)], [{"f": {"x": [10**399]}}]) is None
+LONG_VALUES = ["9" * 400, "1e999", "NaN", "9" * 5000, "0x" + "f" * 5000]
+LONG_VALUES += ["[" * depth + "]" * depth for depth in range(100, 1100, 50)]
 
 
-@pytest.mark.parametrize("depth", range(100, 1100, 50))
-def test_deeply_nested_values_are_graded(depth: int) -> None:
-    nested = "[" * depth + "]" * depth
-    for call in (f'{{"f": {{"x": {nested}}}}}', in_tags("f", {"x": nested}), nested):
-        assert mistake(call, [function(x=described("integer"))], [{"f": {"x": [5]}}])
+@pytest.mark.parametrize("text", LONG_VALUES, ids=range(len(LONG_VALUES)))
+def test_long_numbers_and_deeply_nested_values_are_graded(text: str) -> None:
+    for call in (f'{{"f": {{"x": {text}}}}}', f"[f(x={text})]", in_tags("f", {"x": text}), text):
+        assert mistake(call, [function(x=described("float"))], [{"f": {"x": [5.0]}}])
 
 
 @pytest.mark.parametrize(

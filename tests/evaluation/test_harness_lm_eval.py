@@ -289,6 +289,8 @@ MEDIAN = {"metric": "acc", "aggregation": "median", "higher_is_better": True}
             {},
             r"own.*metric=acc\b.*acc_norm",
         ),
+        ([{**BIRD, "label": 1.0}], MULTIPLE_CHOICE, {}, "item 0 .*label=1.0"),
+        ([{**BIRD, "label": ["nest"]}], MULTIPLE_CHOICE, {}, "item 0 .*label="),
         (
             [{"q": "A bird."}, {"q": ""}],
             {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{q}}"},
@@ -438,59 +440,28 @@ def test_extracted_choice_is_the_one_that_the_metric_takes(
         assert len({str(choices) for choices in taken.values()}) > 2
 
 
-def test_no_choice_is_extracted_where_none_is_taken(subject: LoadedModel, tmp_path: Path) -> None:
-    items = [{"q": "A bird sleeps in a", "c": ["kennel", "nest"], "label": 1}]
-    task = custom_task(tmp_path, items, MULTIPLE_CHOICE)
-    with Path(task.task).open("a") as file:
-        file.write("process_results: !function own_code.grade\n")
-    (tmp_path / "own_code.py").write_text("def grade(doc, results):\n    return {'acc': 1.0}\n")
-    (sample,) = evaluate(subject, task).samples
-    assert (sample["outcome"], sample["extracted"]) == (1.0, "")
-
-
-@pytest.mark.parametrize("metric", ["mcc", "f1", "brier_score"])
-def test_metrics_of_a_whole_set_have_outcomes_and_a_standard_error(
-    subject: LoadedModel, tmp_path: Path, metric: str
+@pytest.mark.parametrize(
+    ("metric", "function"),
+    [("mcc", sklearn.metrics.matthews_corrcoef), ("f1", sklearn.metrics.f1_score)],
+)
+def test_metrics_of_a_whole_set_have_the_standard_error_of_the_jackknife(
+    subject: LoadedModel, tmp_path: Path, metric: str, function: Callable[..., float]
 ) -> None:
     items = [{**item, "q": f"{item['q']} {n}"} for n in range(4) for item in NUMBERED]
     definition = {**MULTIPLE_CHOICE, "metric_list": [{"metric": metric}]}
     benchmark = custom_task(tmp_path, items, definition, reports={"own": metric})
     graded = evaluate(subject, benchmark)
-    labels = np.array([item["label"] for item in items])
-    nats = np.array([json.loads(str(sample["output"])) for sample in graded.samples])
-    shares = np.exp(nats) / np.exp(nats).sum(axis=1, keepdims=True)
-    chosen = nats.argmax(axis=1)
-    score = {
-        "mcc": lambda rows: sklearn.metrics.matthews_corrcoef(labels[rows], chosen[rows]),
-        "f1": lambda rows: sklearn.metrics.f1_score(labels[rows], chosen[rows]),
-        "brier_score": lambda rows: np.mean(
-            np.sum((np.eye(2)[labels[rows]] - shares[rows]) ** 2, axis=1)
-        ),
-    }[metric]
-    (result,) = graded.results
+    labels = [item["label"] for item in items]
+    chosen = [int(str(sample["extracted"])) for sample in graded.samples]
     n = len(items)
-    everything = np.arange(n)
-    others = np.array([score(np.delete(everything, index)) for index in everything])
-    jackknife = np.sqrt((n - 1) / n * np.sum((others - others.mean()) ** 2))
-    assert result["score"] == pytest.approx(score(everything), abs=1e-3)
-    assert result["stderr"] == pytest.approx(jackknife, abs=1e-3)
+    others = [function(np.delete(labels, index), np.delete(chosen, index)) for index in range(n)]
+    (result,) = graded.results
+    assert result["score"] == pytest.approx(function(labels, chosen))
+    assert result["stderr"] == pytest.approx(np.sqrt(n - 1) * np.std(others))
     assert 0 < result["stderr"] < 0.5
-    outcomes = [sample["outcome"] for sample in graded.samples]
-    assert np.mean(outcomes) == pytest.approx(result["score"])
-    assert [int(str(sample["extracted"])) for sample in graded.samples] == list(chosen)
+    mean = np.mean([sample["outcome"] for sample in graded.samples])
+    assert mean == pytest.approx(result["score"])
     assert evaluate(subject, replace(benchmark, limit=1)).results[0]["stderr"] is None
-
-
-def test_score_of_whole_texts_is_lm_evals(subject: LoadedModel, tmp_path: Path) -> None:
-    items = [{"q": "A bird sleeps in a", "label": "nest in a tree"}, {"q": "A", "label": "dog"}]
-    definition = {**GENERATION, "metric_list": [{"metric": "chrf"}]}
-    benchmark = custom_task(tmp_path, items, definition, reports={"own": "chrf"}, max_new_tokens=12)
-    graded = evaluate(subject, benchmark)
-    pairs = [
-        (item["label"], sample["output"])
-        for item, sample in zip(items, graded.samples, strict=True)
-    ]
-    assert graded.results[0]["score"] == pytest.approx(lm_eval.api.metrics.chrf(pairs))
 
 
 @pytest.mark.parametrize("until", ["", [""], ["", "\n\n\n"]])
@@ -939,6 +910,18 @@ def task_of_files(folder: Path, files: dict[str, str]) -> BenchmarkConfig:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
     return benchmark
+
+
+def test_no_choice_is_extracted_if_code_of_the_task_grades(
+    subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path / "more/tools")
+    files = {
+        "base.yaml": "include: more/prompt.yaml\nprocess_results: !function own_code.grade\n",
+        "own_code.py": "def grade(doc, results):\n    return {'acc': 1.0}\n",
+    }
+    (sample,) = evaluate(subject, task_of_files(tmp_path, files)).samples
+    assert (sample["outcome"], sample["extracted"]) == (1.0, "")
 
 
 @pytest.mark.parametrize(

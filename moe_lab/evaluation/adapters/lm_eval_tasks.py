@@ -258,8 +258,12 @@ def _check_labels(task: Any, name: str, numbers: Sequence[int], benchmark: Bench
             has_right_answer = label is not None
             expected = "a text"
         else:
-            valid_labels = [*range(len(choices)), *choices]
-            has_right_answer = bool(labels) and all(entry in valid_labels for entry in labels)
+            valid_labels: list[Any] = list(range(len(choices)))
+            if labels is not label:  # lm-eval cannot compare texts in a list
+                valid_labels += choices
+            has_right_answer = bool(labels) and all(
+                isinstance(entry, int | str) and entry in valid_labels for entry in labels
+            )
             expected = f"a number from 0 to {len(choices) - 1} or the text of a choice"
         if not has_right_answer:
             raise UserError(
@@ -269,8 +273,8 @@ def _check_labels(task: Any, name: str, numbers: Sequence[int], benchmark: Bench
 
 
 def label_of(task: Any, doc: Mapping[str, Any]) -> Any:
-    """The label of an item: the number or text of a choice, a list of numbers or texts of choices,
-    or, for an item without choices, the text of the right answer."""
+    """The label of an item: the number or text of a choice, a list of numbers of choices, or, for
+    an item without choices, the text of the right answer."""
     # if each choice has its own context, lm-eval's doc_to_text returns the label
     return task.doc_to_text(doc) if getattr(task, "multiple_input", 0) else task.doc_to_target(doc)
 
