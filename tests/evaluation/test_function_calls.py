@@ -114,6 +114,7 @@ CALLS = [
     'It is {"get_weather": {"city": ',
     '{"name": "square_area", "arguments": {"side": ',
     "square_area(side=5)",
+    "get_weather(city)",
     "<function=get_wea",
     "<｜tool▁call▁begin｜>get",
 ]
@@ -125,6 +126,8 @@ SPEECH = [
     "The functions `get_weather` and `math.area` are of no use: it is 25 (5*5).",
     "- get_weather: gives the weather\n- math.area: gives an area",
     "```python\nprint(5 * 5)\n```",
+    "Is it 3<fraction?",
+    '```json\n{"area": 25}\n```',
     'I would need a function such as `square_area(side)`, or {"name": "Paris"}.',
 ]
 

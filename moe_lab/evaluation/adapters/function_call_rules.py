@@ -46,7 +46,7 @@ _MARK = re.compile(
     |<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?
     |<\|tool_call_begin\|>(?:functions\.)?
     |functions\.(?=[^\s:{{]{{1,100}}:\d)
-    |```(?:json)?\s*(?=[{{\[])
+    |```\w*\s*(?=[{{\[])
     |{_RECIPIENT}""",
     re.VERBOSE,
 )
@@ -86,12 +86,11 @@ def decode_calls(answer: str, functions: Sequence[Mapping[str, Any]] = ()) -> li
     """
     # marks around the calls of Llama models
     answer = re.sub(r"\A<\|python_\w+\|>|<\|python_\w+\|>\Z", "", answer.strip())
-    calls = _json_calls(answer)
-    if calls is None:
-        calls = _python_calls(answer)
-    if calls is None:
-        calls = _marked_calls(answer, _descriptions_by_name(functions))
-    return calls
+    for read in (_json_calls, _python_calls):
+        calls = read(answer)
+        if calls is not None:
+            return calls
+    return _marked_calls(answer, _descriptions_by_name(functions))
 
 
 def _descriptions_by_name(functions: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -249,12 +248,14 @@ def _looks_like_call(answer: str, functions: Sequence[Mapping[str, Any]]) -> boo
     of one of the `functions` where calls have it."""
     names = "|".join(re.escape(function["name"]) for function in functions) or "(?!)"
     # name(argument=, name("value", name{"argument":, {"tool": "name"}, {"name":, Action: name
-    forms = rf"""<[^<>\s]*(?:tool|function|invoke|action)|\[TOOL_CALLS|{_RECIPIENT}
+    forms = rf"""<[^<>\s]*(?:tool.?call|function|invoke|start_action|\|action)
+        |\[TOOL_CALLS|{_RECIPIENT}
         |["'](?:arguments|parameters)["']\s*:
         |(?<![\w.])(?:{names})\s*\(\s*(?:\w+\s*=|["'\d\[{{-])
         |(?<![\w.])(?:{names})[^\w\s{{]{{0,3}}\s*(?:```(?:json)?\s*)?{{\s*["']
         |["']\s*:\s*["'](?:{names})["']
         |{{\s*["'](?:{names})["']\s*:
+        |\A(?:{names})\s*\(.*\)\Z
         |\baction:\s*(?:{names})"""
     return re.search(forms, answer.strip(), re.IGNORECASE | re.VERBOSE) is not None
 
