@@ -86,10 +86,11 @@ class Dora(nn.Module):
             inputs = dropout(inputs, self.dropout)
             plain_output = part.linear(inputs, weight.to(dtype))
         b = self._b()
-        factor = part.spread(self._factor(self._adapted(weight, b).detach()))
-        low_rank_output = part.linear(part.linear(inputs, self.a.to(dtype)), b.to(dtype))
-        # W' is factor (W + s B A), so (W' - W) x is (factor - 1) W x + factor s B A x
-        addition = (factor - 1) * plain_output + factor * self.scaling * low_rank_output
+        factor = self._factor(self._adapted(weight, b).detach())
+        # W' is factor (W + s B A), so (W' - W) x is (factor - 1) W x + (factor s B) A x
+        scaled_b = (self.scaling * factor[..., None] * b).to(dtype)
+        low_rank_output = part.linear(part.linear(inputs, self.a.to(dtype)), scaled_b)
+        addition = part.spread(factor - 1).to(dtype) * plain_output + low_rank_output
         output = (output + addition).to(output.dtype)
         return output if bias is None else output + part.spread(bias)
 
