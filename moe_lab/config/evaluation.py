@@ -163,8 +163,8 @@ class Sampling(Group):
     """How texts are generated. A field that is null is that of the model's generation_config.json
     if the model thinks and the benchmark uses its chat template. Otherwise generation is greedy."""
 
-    temperature: Annotated[float, Strict(), Field(ge=0)] | None = None
-    """Temperature; 0 is greedy generation."""
+    temperature: Annotated[float, Strict(), Field(ge=0, le=2)] | None = None
+    """Temperature, at most 2; 0 is greedy generation."""
     top_p: Annotated[float, Strict(), Field(gt=0, le=1)] | None = None
     """Smallest total probability of the tokens from which one is drawn."""
     top_k: Count | None = None

@@ -160,10 +160,10 @@ def thinks(engine: Engine) -> bool:
     thought = {"reasoning_content": "Hello", "thinking": "Hello"}  # the names of most templates
     arguments = {TEMPLATE_ARGUMENTS: engine.template_arguments}
     prompt = render([question], arguments, engine.tokenizer, add_generation_prompt=True)
-    beginning = render([question], arguments, engine.tokenizer, add_generation_prompt=False)
     if answer_after_thought("", prompt, marks=marks) is None:
         return True
-    if marks.are_in(prompt.removeprefix(beginning)):
+    _, _, end = prompt.rpartition(question["content"])
+    if marks.are_in(end):
         return False
     message = {"role": "assistant", "content": "Hello", **thought}
     return marks.are_in(render([question, message], arguments, engine.tokenizer))

@@ -10,11 +10,13 @@ import hashlib
 import importlib
 import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
@@ -24,6 +26,9 @@ from moe_lab.evaluation.items import Answer, Item
 from moe_lab.machine import package_version
 from moe_lab.paths import local_path
 from moe_lab.results import Result, Sample, Scale
+
+_OF_ANSWERS = re.compile(r"(?:(\w+)_)?(pass|maj|avg)@([1-9]\d*)")
+"""Name of a metric for several answers to an item."""
 
 
 def harness_of(benchmark: BenchmarkConfig) -> Harness:
@@ -203,8 +208,16 @@ class Harness(ABC):
         name = f"benchmark {benchmark.name}"
         yield from (f"{name}: {problem}" for problem in self._wrong_settings(benchmark))
         for metric in benchmark.reports.values():
-            if self.metrics is not None and metric not in self.metrics:
-                yield str(unknown_name_error(f"{name}: metric", metric, self.metrics))
+            single, estimate, count = _parsed_metric(metric)
+            if self.metrics is not None and single not in ("", *self.metrics):
+                yield str(unknown_name_error(f"{name}: metric", single, self.metrics))
+            if count > benchmark.sampling.samples:
+                yield (
+                    f"{name}: metric={metric} needs {count} answers to an item: expected "
+                    f"sampling.samples={count} or more"
+                )
+            if estimate == "maj" and self.runs_programs(benchmark):
+                yield f"{name}: metric={metric}: expected pass@{count}, as programs cast no votes"
         keys = self.question_parameters + self.grading_parameters + self.other_parameters
         for key, value in benchmark.parameters.items():
             is_valid_number = isinstance(value, int | float) and value >= 0
@@ -334,13 +347,52 @@ def graded_by_mean(
     max_unscored: int = 0,
 ) -> Graded:
     """Grade answers so that each result is a mean outcome. `verdict`: (answer, metric) -> (outcome
-    of the answer, text that explains the outcome)."""
+    of the answer, text that explains the outcome).
+
+    A metric may be pass@K, maj@K or avg@K, or METRIC_pass@K with a metric of the harness other than
+    its first. All answers to an item then have its outcome, see `_outcome_of_item`.
+    """
+    first_metric, *_ = harness_of(benchmark).metrics or ("",)
     samples = []
     results = []
     for name, metric in benchmark.reports.items():
-        samples += [answer.sample(name, *verdict(answer, metric)) for answer in answers]
+        single, estimate, count = _parsed_metric(metric)
+        by_item: dict[str, list[Sample]] = {}
+        for answer in answers:
+            sample = answer.sample(name, *verdict(answer, single or first_metric))
+            by_item.setdefault(answer.item, []).append(sample)
+        for of_item in by_item.values():
+            if estimate:
+                outcome = _outcome_of_item(of_item, estimate, count)
+                of_item = [{**sample, "outcome": outcome} for sample in of_item]
+            samples += of_item
         results.append(mean_result(name, metric, samples, benchmark))
     return Graded(results, samples, protocol or {}, max_unscored)
+
+
+def _parsed_metric(metric: str) -> tuple[str, str, int]:
+    """(metric of one answer, pass, maj or avg, number K of answers) of a metric for K answers to an
+    item; (metric, "", 0) for another metric."""
+    parts = _OF_ANSWERS.fullmatch(metric)
+    return (parts[1] or "", parts[2], int(parts[3])) if parts else (metric, "", 0)
+
+
+def _outcome_of_item(samples: Sequence[Sample], estimate: str, count: int) -> float:
+    """The outcome of an item from the samples of its answers.
+
+    pass: the probability that one of `count` answers is right, estimated without bias from all
+    answers (arXiv 2107.03374). maj: the outcome of the answer that is the most frequent among the
+    first `count`. avg: the mean of the first `count`.
+    """
+    outcomes = [sample["outcome"] for sample in samples]
+    if estimate == "pass":
+        wrong = sum(outcome < 1 for outcome in outcomes)
+        return 1 - math.comb(wrong, count) / math.comb(len(samples), count)
+    if estimate == "avg":
+        return math.fsum(outcomes[:count]) / count
+    answers = [sample["extracted"] for sample in samples[:count]]
+    votes = [answer for answer in answers if answer] or answers
+    return outcomes[answers.index(mode(votes))]
 
 
 def loss_result(

@@ -493,3 +493,20 @@ def test_other_tasks_find_right_answers_right(task: str, tmp_path: Path) -> None
     ]
     graded = HARNESS.grade(made_up_answers(benchmark, answers), benchmark, Policy())
     assert [sample["outcome"] for sample in graded.samples] == [1.0, 0.0]
+
+
+@pytest.mark.slow
+@needs_evalscope
+def test_answer_of_the_majority_counts(tmp_path: Path) -> None:
+    """Of the answers that were found in the texts."""
+    benchmark = configured("gsm8k", tmp_path, expected=2, reports={"gsm8k": "maj@4"})
+    rows = [{"question": question, "answer": "#### 2"} for question in QUESTIONS[:2]]
+    write_data(benchmark, {"test": rows})
+    texts = [["3", "2", "2", ""], ["2", "3", "3", ""]]
+    answers = [
+        Answer(item.name, "", (Reply(f"So \\boxed{{{text}}}" if text else "No."),), number)
+        for item, of_item in zip(HARNESS.items(benchmark), texts, strict=True)
+        for number, text in enumerate(of_item)
+    ]
+    graded = HARNESS.grade(answers, benchmark, Policy())
+    assert [sample["outcome"] for sample in graded.samples] == [1.0] * 4 + [0.0] * 4

@@ -4,6 +4,7 @@ test_vllm.py."""
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from processes import is_running, wait_until
 from pyarrow import parquet
+from scipy.stats import chi2_contingency
 from studies import run_on_boolq
 from test_vllm import (
     FAMILIES,
@@ -26,9 +28,11 @@ from test_vllm import (
     preloaded_vllm,
 )
 
-from moe_lab.config import BackendConfig, ModelConfig
+from moe_lab.config import BackendConfig, ModelConfig, Sampling
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.engines import GenerationSettings, Prompt, vllm
+from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.models.load import load_model
 from moe_lab.paths import resolve
 from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.mask import mask
@@ -181,6 +185,31 @@ def opened(*, forked: bool = True, **arguments: Any) -> vllm.VllmModel:
     python = preloaded_vllm() if forked else None
     backend = BackendConfig("vllm", ready_seconds=280, arguments=arguments, python=python)
     return ENGINE.open(Path(resolve(model.path)), backend, model, None)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.5},
+        {"temperature": 2.0, "top_k": 9, "top_p": 0.8},
+        {"temperature": 2.0, "top_p": 0.9, "min_p": 0.1},
+    ],
+)
+def test_texts_are_distributed_as_those_of_the_loaded_model(sampling: dict[str, float]) -> None:
+    """By a chi-squared test of 2,000 texts of each, whose rare texts count as one."""
+    settings = GenerationSettings(2, sampling=Sampling(**sampling).resolved({}))  # type: ignore[arg-type]
+    prompts = [Prompt("", (5, 6, 7, 8), seed=seed) for seed in range(2000)]
+    model = ModelConfig(name="m", path="pocket:olmoe", threads=1)
+    counts = [
+        Counter(text.text for text in engine.generate(prompts, settings))
+        for engine in (opened(), LoadedModel(*load_model(model)))
+    ]
+    common = [text for text, count in (counts[0] + counts[1]).most_common() if count > 20]
+    table = [
+        [of[text] for text in common] + [2000 - sum(of[text] for text in common)] for of in counts
+    ]
+    assert len(common) > 5
+    assert chi2_contingency([row for row in zip(*table, strict=True) if sum(row)]).pvalue > 1e-3
 
 
 def test_dead_engine_is_reported_and_the_next_starts() -> None:

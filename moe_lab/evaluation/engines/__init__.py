@@ -186,19 +186,15 @@ def end_token_ids(checkpoint: Path, tokenizer: Any) -> list[int]:
     return eos_tokens(ends, tokenizer)
 
 
-def checkpoint_sampling(checkpoint: Path) -> dict[str, Any]:
-    """The `sampling_defaults` in a checkpoint's generation_config.json."""
-    return sampling_defaults(read_json_if_there(checkpoint / "generation_config.json"))
-
-
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `Sampling` that the content of a generation_config.json sets; {} if it asks for
     greedy generation."""
     # without do_sample, servers sample at temperatures above 0
     if not generation_config.get("do_sample", generation_config.get("temperature")):
         return {}
-    values = {name: generation_config.get(name) for name in GREEDY}
-    stated = {name: value for name, value in values.items() if value is not None}
+    stated = {
+        name: generation_config[name] for name in GREEDY if generation_config.get(name) is not None
+    }
     return {"temperature": 1.0, **stated}
 
 

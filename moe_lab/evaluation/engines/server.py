@@ -20,7 +20,7 @@ from typing import Any
 import openai
 
 from moe_lab.child_process import ChildProcess
-from moe_lab.config import BackendConfig, ModelConfig, Sampling
+from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.engines import (
     TOKEN_SECONDS,
@@ -29,10 +29,10 @@ from moe_lab.evaluation.engines import (
     GenerationSettings,
     Prompt,
     appended_tokens,
-    checkpoint_sampling,
     command_line,
     end_token_ids,
     error_summary,
+    sampling_defaults,
     search_path,
 )
 from moe_lab.evaluation.items import ThoughtMarks
@@ -157,6 +157,11 @@ class ServedModel(Engine):
             for stop_text in generation.stop
             if not any(prompt.endswith(stop_text[:end]) for end in range(1, len(stop_text)))
         ]
+        fields: dict[str, Any] = {"temperature": 0, "top_p": 1}
+        if sampling := generation.sampling:
+            # OpenAI's interface lacks top_k and min_p: a server without them must refuse them
+            fields = {name: value for name, value in sampling.distribution.items() if value}
+            fields["seed"] = seed
         server = f"the server of {self.name}"
         try:
             completion = client.completions.create(
@@ -166,7 +171,7 @@ class ServedModel(Engine):
                 stop=sent_stops[:STOPS] or None,
                 frequency_penalty=0,
                 presence_penalty=0,
-                **_sampling_fields(generation.sampling, seed),
+                extra_body=fields,
             )
             choice = completion.choices[0]
             model = completion.model
@@ -211,20 +216,6 @@ class ServedModel(Engine):
         )
 
 
-def _sampling_fields(sampling: Sampling | None, seed: int) -> dict[str, Any]:
-    """The fields of a request that say how its text is sampled."""
-    if sampling is None:
-        return {"temperature": 0, "top_p": 1}
-    # OpenAI's interface lacks these two: a server without them must refuse them
-    other_fields = {"top_k": sampling.top_k, "min_p": sampling.min_p}
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "seed": seed,
-        "extra_body": {name: value for name, value in other_fields.items() if value},
-    }
-
-
 @contextmanager
 def served_model(
     checkpoint: Path, backend: BackendConfig, model: ModelConfig, name: str
@@ -260,7 +251,9 @@ def served_model(
                 ready_seconds=backend.ready_seconds,
                 exit_reason=partial(_exit_reason, server, _EXIT_SECONDS),
                 end_token_ids=end_ids,
-                sampling_defaults=checkpoint_sampling(checkpoint),
+                sampling_defaults=sampling_defaults(
+                    read_json_if_there(checkpoint / "generation_config.json")
+                ),
             )
             yield _wait_until_ready(engine, server, str(view))
 

@@ -24,10 +24,10 @@ from moe_lab.evaluation.engines import (
     Prompt,
     Row,
     check_finite,
-    checkpoint_sampling,
     end_token_ids,
     error_summary,
     generated_text,
+    sampling_defaults,
 )
 from moe_lab.json_files import read_json
 from moe_lab.machine import interpreter, visible_gpus
@@ -60,7 +60,9 @@ class VllmModel(Engine):
         with quiet_transformers():
             self.tokenizer = load_tokenizer(checkpoint, model)
         self.end_token_ids = end_token_ids(checkpoint, self.tokenizer)
-        self.sampling_defaults = checkpoint_sampling(checkpoint)
+        self.sampling_defaults = sampling_defaults(
+            read_json(checkpoint / "generation_config.json", {})
+        )
         self.template_arguments = model.template_arguments
         self.ready_seconds = backend.ready_seconds
         self.has_mask = False
