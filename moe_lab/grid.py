@@ -524,9 +524,10 @@ def _benchmark_config(
     changes |= protocol.benchmarks.get(name, {})
     if "parameters" in changes:
         changes["parameters"] = {**content.get("parameters", {}), **changes["parameters"]}
+    defaults = {"sampling": protocol.sampling, "thinking_tokens": protocol.thinking_tokens}
     origin = f"protocol={protocol.name}: benchmark {name}" if changes else f"benchmark={name}"
     benchmark: BenchmarkConfig = validated(
-        BenchmarkConfig, {"sampling": protocol.sampling, **content, **changes}, "", origin
+        BenchmarkConfig, {**defaults, **content, **changes}, "", origin
     )
     harness = harness_of(benchmark)
     if config.suite.path is not None and not harness.reads_path:

@@ -248,6 +248,8 @@ class BenchmarkConfig(Group):
     """Whether the model's chat template formats the prompts."""
     max_new_tokens: Count = 0
     """Generation limit; 0 for benchmarks that generate nothing."""
+    thinking_tokens: Count = 8192
+    """Tokens that a text of a thinking model may have in addition to max_new_tokens in a chat."""
     sampling: Sampling = field(default_factory=Sampling)
     """How texts are generated."""
     max_length: From2 | None = None
@@ -264,6 +266,12 @@ class BenchmarkConfig(Group):
     """Set by the group judge if the harness uses a judge."""
     python: str | None = None
     """Set by interpreters.HARNESS."""
+
+    @property
+    def longest_text(self) -> int:
+        """Largest number of generated tokens of a thinking model."""
+        is_thought = self.chat and self.max_new_tokens > 0
+        return self.max_new_tokens + (self.thinking_tokens if is_thought else 0)
 
 
 @dataclass(config=SETTINGS, frozen=True)
@@ -291,3 +299,5 @@ class ProtocolConfig(Group):
     """Benchmark -> the fields that differ; `every` applies to all benchmarks with `data`."""
     sampling: Sampling = field(default_factory=Sampling)
     """How texts are generated for benchmarks whose `sampling` is not set."""
+    thinking_tokens: Count = BenchmarkConfig.thinking_tokens
+    """The `thinking_tokens` of benchmarks that do not set it."""

@@ -155,6 +155,8 @@ def thinks(engine: Engine) -> bool:
     thinking: bool | None = getattr(engine.tokenizer, "thinking", None)
     if thinking is not None:
         return thinking
+    if not may_think(engine.tokenizer):
+        return False
     marks = ThoughtMarks.of(engine.tokenizer)
     question = {"role": "user", "content": "Hello"}
     thought = {"reasoning_content": "Hello", "thinking": "Hello"}  # the names of most templates
@@ -217,6 +219,8 @@ class _Encoder:
         ]
         self.max_length: int | None = min(limits, default=None)
         """Most tokens of a prompt and its answer together; None for any number."""
+        has_thoughts = benchmark.longest_text > benchmark.max_new_tokens and thinks(engine)
+        self.thinking_tokens = benchmark.thinking_tokens if has_thoughts else 0
         tokenizer = engine.tokenizer
         self.first_token: int | None = (
             tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
@@ -242,6 +246,7 @@ class _Encoder:
         text = prompt if isinstance(prompt, str) else render_prompt(self.engine, prompt, tools)
         if isinstance(request, Pair):
             return _Query(request, text, rows=[self._pair_row(text, request.continuation)])
+        request = replace(request, max_tokens=request.max_tokens + self.thinking_tokens)
         query = _Query(
             request,
             text,
@@ -357,13 +362,16 @@ class _Encoder:
         ]
         if self.max_length is not None and refused_prompts:
             length, request = max(refused_prompts, key=lambda entry: entry[0] + entry[1].max_tokens)
-            remaining_tokens = self.max_length - length
+            remaining_tokens = self.max_length - length - self.thinking_tokens
+            new_tokens = f"max_new_tokens={request.max_tokens - self.thinking_tokens}"
+            if self.thinking_tokens:
+                new_tokens += f" with thinking_tokens={self.thinking_tokens}"
             hint = "expected a model, or a max_length, of more"
             if remaining_tokens > 0:
                 hint = f"expected max_new_tokens={remaining_tokens} or less"
             raise UserError(
-                f"a prompt of {length} tokens and max_new_tokens={request.max_tokens} do not fit "
-                f"the {'model' if self.max_length == self.engine.max_length else 'benchmark'}'s "
+                f"a prompt of {length} tokens and {new_tokens} do not fit the "
+                f" {'model' if self.max_length == self.engine.max_length else 'benchmark'}'s "
                 f"{self.max_length} tokens: {hint}"
             )
         return prompts

@@ -174,7 +174,7 @@ class Harness(ABC):
             **self.item_identity(benchmark),
             "max_length": benchmark.max_length,
             "batch_size": benchmark.batch_size,
-            **_sampling_identity(benchmark),
+            **_generation_identity(benchmark),
         }
 
     def identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
@@ -287,12 +287,16 @@ def _parameters(benchmark: BenchmarkConfig, keys: Sequence[str]) -> dict[str, An
     return {key: value for key, value in benchmark.parameters.items() if key in keys}
 
 
-def _sampling_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """The entry for the benchmark's sampling; {} if generation is greedy for every model."""
+def _generation_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
+    """Entries for the benchmark's sampling, unless generation is greedy for every model, and for
+    the tokens of thoughts, if there are any."""
     sampling = benchmark.sampling
-    if sampling.is_greedy or (sampling.temperature is None and not benchmark.chat):
-        return {}
-    return {"sampling": sampling.identity}
+    entries: dict[str, Any] = {}
+    if not sampling.is_greedy and (benchmark.chat or sampling.temperature is not None):
+        entries["sampling"] = sampling.identity
+    if benchmark.longest_text > benchmark.max_new_tokens:
+        entries["thinking_tokens"] = benchmark.thinking_tokens
+    return entries
 
 
 def check_count(benchmark: BenchmarkConfig, count: int) -> None:

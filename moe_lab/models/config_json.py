@@ -125,6 +125,15 @@ def quantization_method(config: Mapping[str, Any]) -> str | None:
     )
 
 
+def chat_template(settings: ModelConfig) -> str | list[dict[str, str]]:
+    """The chat template in the folder of a model, or several with names; "" if there is none."""
+    folder = local_path(settings.path)
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    return read_json_if_there(folder / "tokenizer_config.json").get("chat_template") or ""
+
+
 def check_chat_template(
     settings: ModelConfig, setting: str, tools: bool, alternative: str = ""
 ) -> None:
@@ -136,20 +145,14 @@ def check_chat_template(
     folder = local_path(settings.path)
     if not folder.is_dir():
         return
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        template = file.read_text(encoding="utf-8")
-    else:
-        tokenizer_config = read_json_if_there(folder / "tokenizer_config.json")
-        template = tokenizer_config.get("chat_template") or ""
-        if isinstance(template, list):  # several templates, each with a name
-            names = {entry["name"] for entry in template}
-            if not names & {"default", "tool_use" if tools else "default"}:
-                raise UserError(
-                    f"{setting} needs a chat template, and model={settings.name} has those named "
-                    f"{', '.join(sorted(names))}: expected one that is named default"
-                )
-        template = str(template)
+    template = chat_template(settings)
+    if isinstance(template, list):  # several templates, each with a name
+        names = {entry["name"] for entry in template}
+        if not names & {"default", "tool_use" if tools else "default"}:
+            raise UserError(
+                f"{setting} needs a chat template, and model={settings.name} has those named "
+                f"{', '.join(sorted(names))}: expected one that is named default"
+            )
     if not template:
         raise UserError(
             f"{setting} needs a chat template, and model={settings.name} has none: expected an "
@@ -157,7 +160,7 @@ def check_chat_template(
         )
     # transformers uses this template instead of `template` when it gets tools
     for_tools = folder / "additional_chat_templates" / "tool_use.jinja"
-    if tools and "tools" not in template and not for_tools.is_file():
+    if tools and "tools" not in str(template) and not for_tools.is_file():
         raise UserError(
             f"{setting} gives the chat template tools, and that of model={settings.name} knows "
             "none: expected a model that was trained to call functions"

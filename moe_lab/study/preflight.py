@@ -6,6 +6,7 @@ each problem.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -17,10 +18,18 @@ from moe_lab import allocation, criteria
 from moe_lab import calibration as calibrations
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.calibration import sources
-from moe_lab.config import BenchmarkConfig, Config, ExportConfig, LauncherConfig, RecoveryConfig
+from moe_lab.config import (
+    BenchmarkConfig,
+    Config,
+    ExportConfig,
+    LauncherConfig,
+    ModelConfig,
+    RecoveryConfig,
+)
 from moe_lab.errors import UserError, check_known, user_errors
 from moe_lab.evaluation import engines
 from moe_lab.evaluation.harness import benchmark_errors, harness_of
+from moe_lab.evaluation.items import ThoughtMarks
 from moe_lab.grid import Cell, Request, is_shipped
 from moe_lab.models import config_json, files
 from moe_lab.paths import conf, store_folder
@@ -59,7 +68,7 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
     return list(dict.fromkeys(sentences))
 
 
-def remark_sentences(config: Config, requests: Iterable[Request]) -> Iterator[str]:
+def remark_sentences(config: Config, requests: Sequence[Request]) -> Iterator[str]:
     """A sentence for each choice of a study that a user may not expect."""
     cells = [cell for request_cells, _ in requests for cell in request_cells]
     user_models = dict.fromkeys(cell.model.name for cell in cells if not is_shipped(cell.model))
@@ -83,6 +92,7 @@ def remark_sentences(config: Config, requests: Iterable[Request]) -> Iterator[st
                 "layers and counts are compared"
             )
     yield from _unread_field_remarks(cells)
+    yield from _thought_remarks(requests)
     roundings: dict[str, None] = {}
     for cell in _deduplicate(cells, "model", "criterion", "allocation", "ratio"):
         removed_ratio = removed_share(cell)  # the ratio, rounded to whole experts
@@ -91,6 +101,42 @@ def remark_sentences(config: Config, requests: Iterable[Request]) -> Iterator[st
     if roundings:
         ratios = ", ".join(roundings)
         yield f"ratio is rounded to whole experts (model requested -> removed): {ratios}"
+
+
+def _thought_remarks(requests: Iterable[Request]) -> Iterator[str]:
+    """Sentences about models whose thoughts may be cut, because a benchmark gives thoughts fewer
+    tokens than usual, or more than the model can read."""
+    for cells, benchmarks in requests:
+        for cell, benchmark in product(_deduplicate(cells, "model"), benchmarks):
+            model = cell.model
+            if not (benchmark.chat and benchmark.max_new_tokens and _may_think(model)):
+                continue
+            start = f"model={model.name} may write thoughts, and benchmark {benchmark.name} has "
+            usual = BenchmarkConfig.thinking_tokens
+            if benchmark.thinking_tokens < usual:
+                yield (
+                    f"{start}thinking_tokens={benchmark.thinking_tokens} for them beside "
+                    f"max_new_tokens={benchmark.max_new_tokens}: usual are {usual}, by "
+                    f"protocol.thinking_tokens={usual}"
+                )
+            config = config_json.config_of(model)
+            lengths = (benchmark.max_length, config.get("max_position_embeddings"))
+            most = min((length for length in lengths if length), default=math.inf)
+            if benchmark.longest_text >= most:
+                yield (
+                    f"{start}{benchmark.longest_text} tokens for a thought and an answer: with a "
+                    f"prompt they exceed the {most} tokens that are read"
+                )
+
+
+def _may_think(model: ModelConfig) -> bool:
+    """Whether a model may write thoughts, by its settings and its chat template."""
+    if model.thinking is not None:
+        return model.thinking
+    arguments = model.template_arguments.items()
+    if any("think" in name and value is False for name, value in arguments):
+        return False
+    return ThoughtMarks.of(None).are_in(str(config_json.chat_template(model)))
 
 
 def _unread_field_remarks(cells: Iterable[Cell]) -> Iterator[str]:

@@ -320,7 +320,7 @@ def benchmark_run(
     """Resources of a step that runs a model on the items of a benchmark. `model_id`: text that
     identifies the model in `Resources.pace`. `copies`: number of copies of the weights in memory.
     The amount of work is the number of tokens that the model reads and generates."""
-    new_tokens = benchmark.max_new_tokens
+    new_tokens = benchmark.longest_text
 
     def memory(size: Size) -> float:
         item_bytes = (
@@ -345,7 +345,7 @@ def benchmark_run(
 def answer_bytes(benchmark: BenchmarkConfig) -> float:
     """Bytes of the texts that a model generates for a benchmark, if each text has the maximum
     length."""
-    return float(answer_count(benchmark) * benchmark.max_new_tokens * BYTES_PER_TOKEN)
+    return float(answer_count(benchmark) * benchmark.longest_text * BYTES_PER_TOKEN)
 
 
 def _vllm_counts(model: ModelConfig, backend: BackendConfig) -> Sequence[int]:

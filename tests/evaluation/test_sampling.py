@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_engines import PLAIN, generate, samples, with_chat_template
+from fake_engines import PLAIN, ScriptedEngine, generate, samples, with_chat_template
 from harness_files import GENERATION, custom_task, shipped_items, write_lines
 from scipy.stats import chisquare
 from transformers import (
@@ -123,6 +123,17 @@ def test_thinking_models_sample_by_their_own_settings(
     assert (completed.temperature, completed.top_k) == (temperature or 0, 0)
     engine.tokenizer.thinking = False  # model.thinking, which precedes the template
     assert resolved_sampling(engine, benchmark) == completed
+
+
+def test_thoughts_have_tokens_of_their_own(subject: LoadedModel) -> None:
+    engine = ScriptedEngine(lambda _: "", PLAIN + "<think>\n")
+    settings = {"max_new_tokens": 24, "thinking_tokens": 900}
+    for chat, tokens in ((True, 924), (False, 24)):
+        generate(engine, [PROMPT], 24, chat=chat, **settings)
+        assert engine.generation.max_tokens == tokens
+    thinker = with_chat_template(subject, PLAIN + PROMPTED)
+    with pytest.raises(UserError, match="max_new_tokens=24 with thinking_tokens=900 do not fit"):
+        generate(thinker, [PROMPT], 24, chat=True, **settings)
 
 
 def test_several_greedy_answers_are_refused(subject: LoadedModel) -> None:

@@ -100,6 +100,24 @@ def test_resources_of_unknown_models_are_reported() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["model.thinking=true"], "thinking_tokens=0 for them beside max_new_tokens=128"),
+        (["model.thinking=true", "protocol.thinking_tokens=8192"], "8320 tokens for a thought"),
+        (["model.thinking=true", "suite.benchmarks=[pocket_gsm8k]"], None),
+        (["protocol.thinking_tokens=8192"], None),
+    ],
+)
+def test_few_tokens_for_thoughts_are_reported(settings: list[str], words: str | None) -> None:
+    name = "pocket_function_calls"
+    chosen = (f"model={name}", f"calibration={name}", f"suite.benchmarks=[{name}]")
+    study = request(*chosen, *settings)
+    remarks = [remark for remark in remark_sentences(*study) if "thoughts" in remark]
+    assert len(remarks) == (words is not None)
+    assert not remarks or str(words) in remarks[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("packing", "fits"),
