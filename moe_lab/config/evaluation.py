@@ -246,6 +246,8 @@ class BenchmarkConfig(Group):
     """Solved examples in front of each question."""
     chat: bool = False
     """Whether the model's chat template formats the prompts."""
+    system_prompt: str | None = None
+    """System message of every chat, in place of that of the benchmark."""
     max_new_tokens: Count = 0
     """Generation limit; 0 for benchmarks that generate nothing."""
     thinking_tokens: Count = 8192

@@ -243,6 +243,9 @@ class _Encoder:
             return _Query(request, request.text, tokens, self._windows(request, tokens))
         prompt = request.context if isinstance(request, Pair) else request.prompt
         tools = () if isinstance(request, Pair) else request.tools
+        if not isinstance(prompt, str) and self.benchmark.system_prompt:
+            system = {"role": "system", "content": self.benchmark.system_prompt}
+            prompt = [system, *(turn for turn in prompt if turn["role"] != "system")]
         text = prompt if isinstance(prompt, str) else render_prompt(self.engine, prompt, tools)
         if isinstance(request, Pair):
             return _Query(request, text, rows=[self._pair_row(text, request.continuation)])

@@ -241,6 +241,8 @@ class Harness(ABC):
             actual = str(benchmark.chat).lower()
             expected = str(self.chat).lower()
             yield f"chat={actual}: expected chat={expected} with {benchmark.harness}"
+        if benchmark.system_prompt and not benchmark.chat:
+            yield "system_prompt is set and chat=false: expected chat=true, or no system prompt"
         if benchmark.max_new_tokens < self.least_new_tokens:
             yield (
                 f"max_new_tokens={benchmark.max_new_tokens}: expected {self.least_new_tokens} or "
@@ -289,13 +291,15 @@ def _parameters(benchmark: BenchmarkConfig, keys: Sequence[str]) -> dict[str, An
 
 def _generation_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """Entries for the benchmark's sampling, unless generation is greedy for every model, and for
-    the tokens of thoughts, if there are any."""
+    the tokens of thoughts and the system prompt, if there are any."""
     sampling = benchmark.sampling
     entries: dict[str, Any] = {}
     if not sampling.is_greedy and (benchmark.chat or sampling.temperature is not None):
         entries["sampling"] = sampling.identity
     if benchmark.longest_text > benchmark.max_new_tokens:
         entries["thinking_tokens"] = benchmark.thinking_tokens
+    if benchmark.system_prompt:
+        entries["system_prompt"] = benchmark.system_prompt
     return entries
 
 

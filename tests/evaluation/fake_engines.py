@@ -148,7 +148,7 @@ def assert_equals_lm_eval(engine: LoadedModel, benchmark: BenchmarkConfig) -> No
     tasks = lm_eval_tasks.load_tasks(benchmark)
     indices = lm_eval_tasks.indices_to_evaluate(tasks, benchmark.limit)
     for task in tasks.values():
-        task.set_fewshot_seed(seed=lm_eval_tasks.SEED)
+        task.set_fewshot_seed(benchmark.parameters.get("fewshot_seed", lm_eval_tasks.SEED))
     expected = evaluator.evaluate(
         lm=HFLM(
             engine.model,

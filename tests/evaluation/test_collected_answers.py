@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -646,6 +647,15 @@ def test_conversation_may_end_within_the_answer(subject: LoadedModel) -> None:
     begun = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "It is"}]
     assert render_prompt(model, begun[:1]) == "<user>How many?</><a>"
     assert render_prompt(model, begun) == "<user>How many?</><assistant>It is"
+
+
+@pytest.mark.parametrize("roles", [["user"], ["system", "user"]])
+def test_system_prompt_is_that_of_the_setting(subject: LoadedModel, roles: list[str]) -> None:
+    turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    items = [Item("1", (Text([{"role": role, "content": f"a {role}"} for role in roles], 3),))]
+    benchmark = replace(BENCHMARK, chat=True, system_prompt="Be brief.")
+    (answer,) = collect_answers(with_chat_template(subject, turns), items, benchmark)
+    assert answer.prompt == "<system>Be brief.<user>a user"
 
 
 def test_prompts_have_the_date_of_the_model(subject: LoadedModel) -> None:

@@ -341,6 +341,9 @@ def test_no_item_shows_itself(
 ) -> None:
     benchmark = custom_task(tmp_path, NUMBERED, {**MULTIPLE_CHOICE, **definition}, shots=shots)
     answers = collect_answers(subject, run.list_items(benchmark), benchmark)
+    reseeded = replace(benchmark, parameters={"fewshot_seed": 1})
+    is_drawn = "fewshot_config" not in definition
+    assert (run.list_items(reseeded) != run.list_items(benchmark)) == is_drawn
     for answer, item in zip(answers, NUMBERED, strict=True):
         counts = [answer.prompt.count(str(other["q"])) for other in NUMBERED]
         assert max(counts) == 1

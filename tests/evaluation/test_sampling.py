@@ -211,12 +211,26 @@ def test_wrong_metrics_of_several_answers_are_told(
     assert any(sentence in error for error in harness_of(benchmark).setting_errors(benchmark))
 
 
-def test_only_sampling_is_part_of_an_identity(tmp_path: Path) -> None:
+def test_only_settings_that_change_texts_are_part_of_an_identity(tmp_path: Path) -> None:
     benchmark, _ = lm_eval_task(tmp_path)
-    settings = (Sampling(), Sampling(temperature=0.0), WARM, replace(WARM, seed=1))
-    first, second, *others = [
-        harness_of(benchmark).identity(replace(benchmark, sampling=sampling))
-        for sampling in settings
+    chat = replace(benchmark, chat=True)
+    same = [
+        benchmark,
+        replace(benchmark, sampling=Sampling(temperature=0.0)),
+        replace(benchmark, thinking_tokens=5),
     ]
-    assert first == second
-    assert first not in others and others[0] != others[1]
+    distinct = [
+        *(replace(chat, sampling=sampling) for sampling in (WARM, replace(WARM, seed=1))),
+        *(replace(chat, thinking_tokens=tokens) for tokens in (0, 5)),
+        replace(chat, system_prompt="Be brief."),
+        chat,
+    ]
+    identities = [repr(harness_of(each).identity(each)) for each in same + distinct]
+    assert len(set(identities[: len(same)])) == 1
+    assert len(set(identities)) == 1 + len(distinct)
+
+
+def test_system_prompt_of_a_completion_is_refused(tmp_path: Path) -> None:
+    benchmark = replace(lm_eval_task(tmp_path)[0], system_prompt="Be brief.")
+    (error,) = harness_of(benchmark).setting_errors(benchmark)
+    assert "system_prompt is set and chat=false" in error

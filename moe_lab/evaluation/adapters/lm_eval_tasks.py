@@ -25,7 +25,7 @@ from moe_lab.evaluation.adapters.lm_eval_files import restrict_reads_to, task_fo
 from moe_lab.evaluation.harness import harness_of
 
 SEED = 1234
-"""The seed by which examples are chosen: the default of lm-eval's own command line."""
+"""Default of parameters.fewshot_seed, by which examples are chosen, as in lm-eval's command line."""
 _tasks_by_identity: dict[str, Mapping[str, Any]] = {}
 """Identity of a benchmark's questions, as JSON -> its tasks and groups."""
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -96,7 +96,7 @@ def _add_requests(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapp
     for name, numbers in indices_to_evaluate(tasks_by_name, benchmark.limit).items():
         task = tasks_by_name[name]
         _check_labels(task, name, numbers, benchmark)
-        task.set_fewshot_seed(seed=SEED)
+        task.set_fewshot_seed(seed=benchmark.parameters.get("fewshot_seed", SEED))
         task.build_all_requests(
             samples=numbers,
             apply_chat_template=benchmark.chat,

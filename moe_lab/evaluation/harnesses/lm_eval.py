@@ -18,7 +18,8 @@ class LmEval(Harness):
     """lm-eval, which evaluates likelihoods as well as generated texts."""
 
     package = "lm-eval"
-    question_parameters = ("folder", "definition")
+    question_parameters = ("folder", "definition", "fewshot_seed")
+    numeric_parameters = ("fewshot_seed",)
     least_new_tokens = 0
     shows_examples = True
 
