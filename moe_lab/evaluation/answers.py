@@ -373,7 +373,7 @@ class _Encoder:
             if remaining_tokens > 0:
                 hint = f"expected max_new_tokens={remaining_tokens} or less"
             raise UserError(
-                f"a prompt of {length} tokens and {new_tokens} do not fit the "
+                f"a prompt of {length} tokens and {new_tokens} do not fit the"
                 f" {'model' if self.max_length == self.engine.max_length else 'benchmark'}'s "
                 f"{self.max_length} tokens: {hint}"
             )

@@ -131,7 +131,9 @@ def chat_template(settings: ModelConfig) -> str | list[dict[str, str]]:
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    return read_json_if_there(folder / "tokenizer_config.json").get("chat_template") or ""
+    tokenizer_config = read_json_if_there(folder / "tokenizer_config.json")
+    template: str | list[dict[str, str]] = tokenizer_config.get("chat_template") or ""
+    return template
 
 
 def check_chat_template(

@@ -25,7 +25,7 @@ from moe_lab.evaluation.adapters.lm_eval_files import restrict_reads_to, task_fo
 from moe_lab.evaluation.harness import harness_of
 
 SEED = 1234
-"""Default of parameters.fewshot_seed, by which examples are chosen, as in lm-eval's command line."""
+"""Default of parameters.fewshot_seed, by which examples are chosen: that of lm-eval."""
 _tasks_by_identity: dict[str, Mapping[str, Any]] = {}
 """Identity of a benchmark's questions, as JSON -> its tasks and groups."""
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
