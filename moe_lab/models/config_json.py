@@ -125,15 +125,19 @@ def quantization_method(config: Mapping[str, Any]) -> str | None:
     )
 
 
-def chat_template(settings: ModelConfig) -> str | list[dict[str, str]]:
-    """The chat template in the folder of a model, or several with names; "" if there is none."""
+def chat_templates(settings: ModelConfig) -> dict[str, str]:
+    """Name -> text of each chat template in the folder of a model, as transformers reads them. The
+    name is "default" if there is only one."""
     folder = local_path(settings.path)
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    tokenizer_config = read_json_if_there(folder / "tokenizer_config.json")
-    template: str | list[dict[str, str]] = tokenizer_config.get("chat_template") or ""
-    return template
+    named_files = (folder / "additional_chat_templates").glob("*.jinja")
+    templates = {file.stem: file.read_text(encoding="utf-8") for file in named_files}
+    default_file = folder / "chat_template.jinja"
+    if default_file.is_file():
+        return {**templates, "default": default_file.read_text(encoding="utf-8")}
+    configured = read_json_if_there(folder / "tokenizer_config.json").get("chat_template") or []
+    if isinstance(configured, str):
+        configured = [{"name": "default", "template": configured}]
+    return {**templates, **{entry["name"]: entry["template"] for entry in configured}}
 
 
 def check_chat_template(
@@ -144,25 +148,23 @@ def check_chat_template(
 
     `setting`: the setting or benchmark that needs the template, for the message. `alternative`: the
     end of the message, such as ", or a set of plain texts"."""
-    folder = local_path(settings.path)
-    if not folder.is_dir():
+    if not local_path(settings.path).is_dir():
         return
-    template = chat_template(settings)
-    if isinstance(template, list):  # several templates, each with a name
-        names = {entry["name"] for entry in template}
-        if not names & {"default", "tool_use" if tools else "default"}:
-            raise UserError(
-                f"{setting} needs a chat template, and model={settings.name} has those named "
-                f"{', '.join(sorted(names))}: expected one that is named default"
-            )
-    if not template:
+    templates = chat_templates(settings)
+    if not any(templates.values()):
         raise UserError(
             f"{setting} needs a chat template, and model={settings.name} has none: expected an "
             f"instruction-tuned model{alternative}"
         )
-    # transformers uses this template instead of `template` when it gets tools
-    for_tools = folder / "additional_chat_templates" / "tool_use.jinja"
-    if tools and "tools" not in str(template) and not for_tools.is_file():
+    template = templates.get("default")
+    if tools:  # transformers prefers this template when it gets tools
+        template = templates.get("tool_use", template)
+    if template is None:
+        raise UserError(
+            f"{setting} needs a chat template, and model={settings.name} has those named "
+            f"{', '.join(sorted(templates))}: expected one that is named default"
+        )
+    if tools and "tools" not in template:
         raise UserError(
             f"{setting} gives the chat template tools, and that of model={settings.name} knows "
             "none: expected a model that was trained to call functions"

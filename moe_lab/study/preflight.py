@@ -136,7 +136,7 @@ def _may_think(model: ModelConfig) -> bool:
     arguments = model.template_arguments.items()
     if any("think" in name and value is False for name, value in arguments):
         return False
-    return ThoughtMarks.of(None).are_in(str(config_json.chat_template(model)))
+    return ThoughtMarks.of(None).are_in(str(config_json.chat_templates(model)))
 
 
 def _unread_field_remarks(cells: Iterable[Cell]) -> Iterator[str]:

@@ -634,6 +634,11 @@ def test_template_without_tools_is_refused_before_loading(tmp_path: Path) -> Non
     shutil.rmtree(tmp_path / "additional_chat_templates")
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     check_chat_template(model, "function_calls", True)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "chat_template.jinja").rename(tmp_path / "additional_chat_templates/rag.jinja")
+    with pytest.raises(UserError, match="rag: expected one that is named default"):
+        check_chat_template(model, "gsm8k", False)
 
 
 def test_template_that_ignores_tools_is_refused(subject: LoadedModel) -> None:
