@@ -259,16 +259,10 @@ MAP = (
     "one seed nothing is tested. The map by the loss on right answers (lower is better) sees "
     "smaller differences, because a loss is finer than right or wrong."
 )
-CLAIMS = (
-    "Each claim is a difference between pairs of plans that answered the same questions. It is "
-    "undecided where the 95 % interval contains 0, or p is not below 0.05 after Holm's correction "
-    "over all rows."
-)
 CHAPTERS = (
     Chapter("ranking", "Ranking", "Ranking by average", RANKING),
     Chapter("winners", "Winners", "Leading criterion by task and calibration set", MAP),
     Chapter("cost", "Cost", "Accuracy versus parameters, FLOPs, storage and time"),
-    Chapter("claims", "Claims", "The papers' claims, tested on this study", CLAIMS),
     Chapter("channels", "Channels", "Channel criteria and channel budgets"),
     Chapter("recovery", "Recovery", "Recovery: quantisation and fine-tuning"),
     Chapter("weights", "Weights", "Criteria that read weights alone"),

@@ -21,7 +21,6 @@ from analysis.stats.comparison import (
     overall_columns,
 )
 from analysis.stats.quantity import AVG
-from analysis.stats.uncertainty import Estimate
 
 CODE_BENCHMARKS = ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "Eval+", "LiveCode", "Code")
 WRITING_AND_MATH = ("WildBench", "GSM8K", "MATH-500", "Math")
@@ -153,33 +152,6 @@ def differences(
     return pd.DataFrame(
         rows, index=list(reference_of_cell), columns=["difference", "low", "high", "p"], dtype=float
     )
-
-
-def pooled_difference(
-    comparison: Comparison, target: Target, groups: Sequence[Sequence[tuple[int, int]]]
-) -> tuple[int, Estimate]:
-    """Mean over pairs of cells: score of the first minus score of the second cell, paired by seed
-    and item. Returns (number of pairs, estimate of the mean). A pair with a missing score is left
-    out.
-
-    groups: lists of pairs of cells. All lists have the same weight in the mean, and so have all
-    pairs of a list.
-    """
-    score = comparison.score(target)
-    scored_groups = [
-        [pair for pair in pairs if score[list(pair)].notna().all()] for pairs in groups
-    ]
-    scored_groups = [pairs for pairs in scored_groups if pairs]
-    if not scored_groups:
-        return 0, Estimate(np.nan)
-    # cell -> weight of its score; the weighted sum of the scores is the mean difference
-    weights: dict[int, float] = {}
-    for pairs in scored_groups:
-        pair_weight = 1 / len(pairs) / len(scored_groups)
-        for first, second in pairs:
-            weights[first] = weights.get(first, 0.0) + pair_weight
-            weights[second] = weights.get(second, 0.0) - pair_weight
-    return sum(map(len, scored_groups)), comparison.estimate(target, weights)
 
 
 def costs_of_cells(study: Study, cells: Sequence[int], column: str) -> pd.Series:

@@ -15,9 +15,6 @@ import numpy as np
 from scipy.special import bdtr, gammaincinv, ndtr, ndtri, stdtr, stdtrit
 
 CONFIDENCE = 0.95
-POWER = 0.8
-"""Probability with which a study detects a true difference of the size
-`Estimate.detectable_difference`."""
 LEVEL = 0.05
 """Significance level of corrected p-values."""
 
@@ -68,15 +65,6 @@ class Estimate:
                 )
             )
         return float(2 * stdtr(self.degrees_of_freedom, -ratio))
-
-    @property
-    def detectable_difference(self) -> float:
-        """Smallest true value for which a study with this standard error finds a significant
-        difference from 0 with probability POWER."""
-        quantiles = stdtrit(self.degrees_of_freedom, (1 + CONFIDENCE) / 2) + stdtrit(
-            self.degrees_of_freedom, POWER
-        )
-        return float(quantiles * self.error)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ TABLES = (
     "unified.table1",
     "unified.table5",
     "pareto",
-    "claims",
     "gaps",
 )
 CELL = "pocket_olmoe reap pocket_code 0.5"

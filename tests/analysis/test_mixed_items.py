@@ -19,7 +19,7 @@ from analysis.outputs.pareto import average_and_costs, pareto_figure, pareto_tab
 from analysis.outputs.ranks import rank_table
 from analysis.registry import Results, find
 from analysis.stats import uncertainty
-from analysis.stats.cell_scores import differences, pooled_difference
+from analysis.stats.cell_scores import differences
 from analysis.stats.comparison import Comparison
 from analysis.stats.winners import winner_map
 
@@ -308,8 +308,6 @@ def test_inconsistent_score_has_the_interval_of_its_reported_error(
     low, high = comparison.interval(target)
     assert 0 < high[2] - low[2] < 0.05
     assert np.isnan(comparison.difference(target, 2, 1).p)
-    _, pooled = pooled_difference(comparison, target, [[(2, 1)]])
-    assert np.isnan(pooled.p)
 
 
 @pytest.mark.parametrize("target", TARGETS)
