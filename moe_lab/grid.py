@@ -444,8 +444,19 @@ def requests(config: Config, points: Iterable[Point], files: Files) -> list[Requ
         for cells in groups.values():
             with mistakes.caught():
                 settings = replace(config, suite=suite_of(config, cells[0].model, files))
-                study_requests.append((cells, benchmarks(settings, cells[0].protocol, files)))
+                cell_benchmarks = benchmarks(settings, cells[0].protocol, files)
+                study_requests.append((cells, [_hold_out(b, cells[0]) for b in cell_benchmarks]))
     return study_requests
+
+
+def _hold_out(benchmark: BenchmarkConfig, cell: Cell) -> BenchmarkConfig:
+    """The benchmark. If it is a text and names none, it reads a part of the cell's calibration set,
+    unless no set is named for a model that does not ship with moe_lab."""
+    text = cell.calibration
+    is_missing = text.is_default and not is_shipped(cell.model)
+    if benchmark.data or benchmark.task or is_missing:
+        return benchmark
+    return replace(benchmark, held_out=replace(text, seed=text.seed or cell.seed))
 
 
 def _text(setting: str, name: str, files: Files, changes: Mapping[str, Any]) -> CalibrationConfig:

@@ -43,24 +43,24 @@ class Result(TypedDict):
     """Number of items of the whole benchmark; larger than n only with a limit."""
 
 
-class TextMeasures(TypedDict):
+class TextMeasures(TypedDict, total=False):
     """Columns of samples.parquet about a generated text, with its thought. 1 and 0 stand for yes
-    and no; all columns are None if no text was generated."""
+    and no; all columns are empty if no text was generated."""
 
-    limit: float | None
+    limit: float
     """Whether the text was cut at the limit of tokens."""
-    unfinished: float | None
+    unfinished: float
     """Whether the text ends inside a thought."""
-    loop: float | None
+    loop: float
     """Whether the text ends in a loop, see `evaluation.items.ends_in_loop`."""
-    empty: float | None
+    empty: float
     """Whether there is no answer: nothing, or only white space, after the thought."""
-    natural_end: float | None
+    natural_end: float
     """Whether the model ended the text, by an end token or a stop text outside a thought."""
     distinct_4: float | None
     """Distinct sequences of four words as a share of all sequences of four words; None for fewer
     than four words."""
-    characters: float | None
+    characters: float
     """Length of the text."""
 
 

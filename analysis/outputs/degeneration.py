@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 
 import pandas as pd
 
 from analysis import names
 from analysis.load.settings import removed_share_texts
-from analysis.outputs.captions import PANEL_COLUMNS, run_setup
+from analysis.outputs.captions import run_setup
 from analysis.outputs.score_rows import concatenate_numbers, numbers_table
 from analysis.outputs.scores import sort_cells
 from analysis.registry import Results, output
@@ -18,6 +17,7 @@ from analysis.stats.cell_scores import Numbers, differences
 from analysis.stats.comparison import Comparison
 from analysis.stats.winners import study_of_column
 
+LENGTH = "Characters"
 MEASURES = {
     "limit": "Cut",
     "unfinished": "In thought",
@@ -25,12 +25,9 @@ MEASURES = {
     "empty": "Empty",
     "natural_end": "Natural end",
     "distinct_4": "Distinct-4",
-    "characters": "Characters",
+    "characters": LENGTH,
 }
 """Column of `moe_lab.results.TextMeasures` -> displayed column of its mean over texts."""
-DIFFERENCES = {column: f"Δ {column}" for column in MEASURES.values()}
-"""Displayed column -> displayed column of its difference from the unpruned model."""
-LENGTH = MEASURES["characters"]
 CAPTION = (
     "Means over texts, with their thoughts; Δ: the difference from the unpruned model, paired by "
     "item, with its 95 % interval unless all items agree. Cut: at the limit of tokens. In thought: "
@@ -49,64 +46,58 @@ CAPTION = (
 )
 def degeneration_table(results: Results, name: str) -> Table | None:
     """How often generated texts degenerate, on each benchmark, beside the score."""
-    studies = {
-        column: Results(study_of_column(results.study, measure, column))
-        for measure, column in MEASURES.items()
-    }
+    # displayed column -> model -> its measures in place of scores
+    measured = {}
+    for measure, column in MEASURES.items():
+        study = study_of_column(results.study, measure, column)
+        measured[column] = {entry.model: entry for entry in Results(study).measured}
     rows = concatenate_numbers(
-        block
+        _block(scored, str(benchmark), measured)
         for scored in results.measured
-        for block in _blocks(
-            scored,
-            {
-                column: comparison
-                for column, study in studies.items()
-                for comparison in study.measured
-                if comparison.model == scored.model
-            },
-        )
+        for benchmark in scored.benchmark_scores
     )
     if rows is None:
         return None
     form = dict.fromkeys(("Score", *MEASURES.values()), SCORE)
-    length_form = dict.fromkeys((LENGTH, DIFFERENCES[LENGTH]), "{:,.1f}")
-    columns = ["Model", "Benchmark", *PANEL_COLUMNS[1:], "Criterion", *form, *DIFFERENCES.values()]
     return numbers_table(
-        # all texts of a study may be too short for a measure
-        replace(rows, frame=rows.frame.reindex(columns=columns)),
-        columns,
-        {**form, **length_form},
+        rows,
+        list(map(str, rows.frame)),
+        {**form, **dict.fromkeys((LENGTH, f"Δ {LENGTH}"), "{:,.1f}")},
         name=name,
         title="Degeneration of generated texts",
         caption=f"{CAPTION} {run_setup(results.study)}",
         blocks=("Model", "Benchmark"),
-        optional=[*MEASURES.values(), *DIFFERENCES.values()],
+        optional=list(map(str, rows.frame)),
     )
 
 
-def _blocks(scored: Comparison, measured: Mapping[str, Comparison]) -> Iterator[Numbers]:
-    """Yield the rows of each benchmark of a model: a row per cell with generated texts. `scored`:
-    the model's scores. `measured`: displayed column -> the measures in place of scores."""
+def _block(
+    scored: Comparison, benchmark: str, measured: Mapping[str, Mapping[str, Comparison]]
+) -> Numbers | None:
+    """The rows of a benchmark of a model, one for each cell with generated texts. `scored`: the
+    model's scores."""
     cells = sort_cells(scored.cells.assign(pruned=removed_share_texts(scored.cells)))
     text_columns = {"Pruned": "pruned", "Calibration": "calibration", "Criterion": "method"}
-    text = display_frame(cells, text_columns).assign(Model=scored.model)
+    frame = display_frame(cells, text_columns)
+    frame.insert(0, "Benchmark", names.benchmark(benchmark))
+    frame.insert(0, "Model", scored.model)
+    target = (benchmark,)
+    frame["Score"], _, _ = scored.displayed_scores(target)
+    low = pd.DataFrame(index=frame.index)
+    high = low.copy()
     unpruned = scored.unpruned_cell
-    for benchmark in map(str, measured[LENGTH].benchmark_scores if LENGTH in measured else ()):
-        target = (benchmark,)
-        score, _, _ = scored.displayed_scores(target)
-        frame = text.assign(Benchmark=names.benchmark(benchmark), Score=score)
-        low = pd.DataFrame(index=frame.index)
-        high = low.copy()
-        for column, comparison in measured.items():
-            if benchmark in comparison.benchmark_scores:
-                frame[column] = comparison.score(target)
-                pairs = {cell: unpruned for cell in cells.index if unpruned not in (None, cell)}
-                estimates = differences(comparison, target, pairs).reindex(frame.index)
-                delta = DIFFERENCES[column]
-                frame[delta] = estimates["difference"]
-                # equal texts would have an interval of width 0
-                ends = estimates[["low", "high"]].where(estimates["low"] < estimates["high"])
-                low[delta] = ends["low"]
-                high[delta] = ends["high"]
-        has_texts = frame[LENGTH].notna()
-        yield Numbers(frame[has_texts], low[has_texts], high[has_texts])
+    pairs = {cell: unpruned for cell in cells.index if unpruned not in (None, cell)}
+    for column, comparisons in measured.items():
+        comparison = comparisons.get(scored.model)
+        if comparison and benchmark in comparison.benchmark_scores:
+            frame[column] = comparison.score(target)
+            estimates = differences(comparison, target, pairs).reindex(frame.index)
+            frame[f"Δ {column}"] = estimates["difference"]
+            # equal texts would have an interval of width 0
+            ends = estimates.where(estimates["low"] < estimates["high"])
+            low[f"Δ {column}"] = ends["low"]
+            high[f"Δ {column}"] = ends["high"]
+    if LENGTH not in frame:
+        return None
+    has_texts = frame[LENGTH].notna()
+    return Numbers(frame[has_texts], low[has_texts], high[has_texts])

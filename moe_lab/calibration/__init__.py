@@ -5,13 +5,21 @@ This module checks a calibration set before a step reads it, and computes its id
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from moe_lab.calibration.documents import Chat, Text, document_text, unread_texts
+from moe_lab.calibration.documents import (
+    BLANK_LINE,
+    Chat,
+    Document,
+    Text,
+    document_text,
+    unread_texts,
+)
 from moe_lab.calibration.sources import (
     file_format,
     first_record,
@@ -150,6 +158,31 @@ def order_seed(settings: CalibrationConfig) -> int | None:
             "calibration.seed is not set: calibration.order=random needs the seed of the cell"
         )
     return settings.seed
+
+
+def order_documents(documents: list[Document], settings: CalibrationConfig) -> list[Document]:
+    """The documents in the order in which they are packed."""
+    seed = order_seed(settings)
+    return documents if seed is None else random.Random(seed).sample(documents, len(documents))
+
+
+def held_out_text(settings: CalibrationConfig, characters: int) -> str:
+    """About `characters` of the second half of a set, by share of each set of a mixture. Documents
+    are in the order in which they are packed, joined by blank lines. UserError for
+    conversations."""
+    parts = []
+    for share, part in shares_and_sets(settings):
+        documents = order_documents(read(part), part)
+        texts = [document.plain.text for document in documents if document.plain]
+        if len(texts) < len(documents):
+            raise UserError(
+                f"calibration={part.name} holds conversations, which cannot be read as they "
+                "stand: expected a file of texts, suite.path=FILE"
+            )
+        text = BLANK_LINE.join(texts)
+        start = len(text) // 2
+        parts.append(text[start : start + int(share * characters)])
+    return BLANK_LINE.join(parts)
 
 
 class IdentifiedText(CalibrationConfig):

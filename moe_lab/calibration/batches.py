@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from moe_lab.calibration import order_seed, shares_and_sets
+from moe_lab.calibration import order_documents, shares_and_sets
 from moe_lab.calibration.documents import (
     BLANK_LINE,
     Chat,
@@ -153,7 +152,7 @@ class PackedRows:
         self.tokenizer = tokenizer
         self._encode = encode
         self.sources = [
-            Source(part, share, _order_documents(read(part), part))
+            Source(part, share, order_documents(read(part), part))
             for share, part in shares_and_sets(settings)
         ]
         self.ids: list[int] = []
@@ -283,12 +282,6 @@ def batches(settings: CalibrationConfig, tokenizer: Any) -> Calibration:
 
     packed = PackedRows(settings, tokenizer, read, encode)
     return Calibration([(ids, valid) for ids, valid, _ in packed.batches()], _report(packed))
-
-
-def _order_documents(documents: list[Document], settings: CalibrationConfig) -> list[Document]:
-    """The documents in the order in which they are packed."""
-    seed = order_seed(settings)
-    return documents if seed is None else random.Random(seed).sample(documents, len(documents))
 
 
 def _filler_id(settings: CalibrationConfig, tokenizer: Any) -> int | None:

@@ -24,6 +24,7 @@ from moe_lab.config.base import (
     Text,
     matching,
 )
+from moe_lab.config.pruning import CalibrationConfig
 from moe_lab.errors import UserError, nearest
 from moe_lab.json_files import fits
 
@@ -216,8 +217,8 @@ class BenchmarkConfig(Group):
     """One run of one harness; it may report several results (HumanEval and HumanEval+ share their
     programs)."""
 
-    internal = frozenset({"limit", "root", "judge", "python"})
-    runtime = frozenset({"name", "revision", "url", "root", "python"})
+    internal = frozenset({"limit", "root", "judge", "python", "held_out"})
+    runtime = frozenset({"name", "revision", "url", "root", "python", "held_out"})
     references = frozenset({"task", "data"})
 
     name: Name
@@ -268,6 +269,13 @@ class BenchmarkConfig(Group):
     """Set by the group judge if the harness uses a judge."""
     python: str | None = None
     """Set by interpreters.HARNESS."""
+    held_out: CalibrationConfig | None = None
+    """Set by calibration if the benchmark is a text and names none: a part of this set is read."""
+
+    @property
+    def compares_logits(self) -> bool:
+        """Whether logits are compared with those of the unpruned model."""
+        return not {"kl", "disagreement"}.isdisjoint(self.reports.values())
 
     @property
     def longest_text(self) -> int:

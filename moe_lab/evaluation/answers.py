@@ -387,12 +387,13 @@ class _Encoder:
         if not isinstance(query.request, Text):
             windows = []
             for row in query.rows:
-                nats, is_likeliest = likelihoods[row]
-                windows.append(Window(nats, len(row.tokens) - row.start, is_likeliest))
+                nats, is_likeliest, *distances = likelihoods[row]
+                window = Window(nats, len(row.tokens) - row.start, is_likeliest, *distances)
+                windows.append(window)
             return Reply(windows=tuple(windows), tokens=len(query.tokens))
         loss = None
         if query.rows:
-            log_likelihood, _ = likelihoods[query.rows[0]]
+            log_likelihood, *_ = likelihoods[query.rows[0]]
             # bits per byte
             loss = -log_likelihood / math.log(2) / query.reference_bytes
         if text is None:
@@ -485,7 +486,7 @@ def _generate_batch(
         texts = engine.generate(batch, generation)
         for text in texts:
             if text.likelihood:
-                nats, _ = text.likelihood
+                nats, *_ = text.likelihood
                 check_finite(nats, "log-likelihood")
         return [[text.text, text.ended, text.likelihood] for text in texts]
 
@@ -513,16 +514,15 @@ def _score(
         key = ["likelihoods", batch_size, [[row.start, *row.tokens] for row in batch]]
         results = cache.result(key, partial(_finite_scores, engine, batch, batch_size))
         # JSON in the cache has lists in place of pairs
-        for row, (nats, is_likeliest) in zip(batch, results, strict=True):
-            likelihoods[row] = (nats, is_likeliest)
+        likelihoods |= zip(batch, map(tuple, results), strict=True)
     return likelihoods
 
 
 def _finite_scores(engine: Engine, rows: Sequence[Row], batch_size: int) -> list[Any]:
     """The engine's likelihood of each row."""
     likelihoods = engine.score(rows, batch_size)
-    for nats, _ in likelihoods:
-        check_finite(nats, "log-likelihood")
+    for nats, _, *distances in likelihoods:
+        check_finite(sum(distances, nats), "log-likelihood")
     return likelihoods
 
 

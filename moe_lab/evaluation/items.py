@@ -88,6 +88,11 @@ class Window:
     """Number of predicted tokens."""
     likeliest: bool
     """Whether each predicted token was the likeliest."""
+    divergence: float = 0.0
+    """Summed KL divergence of the model's distributions from those of the unpruned model."""
+    disagreements: float = 0.0
+    """Number of predicted tokens at which the likeliest token of the unpruned model is not the
+    likeliest of the model."""
 
 
 @dataclass(frozen=True)
@@ -403,18 +408,10 @@ SHORTEST_RUN = 32
 
 
 def text_measures(reply: Reply) -> TextMeasures:
-    """The measures of the text of a reply, all None if no text was generated."""
+    """The measures of the text of a reply; {} if no text was generated."""
     thought, answer, ended = reply.thought, reply.text, reply.ended
     if ended in (None, "too_long"):
-        return TextMeasures(
-            limit=None,
-            unfinished=None,
-            loop=None,
-            empty=None,
-            natural_end=None,
-            distinct_4=None,
-            characters=None,
-        )
+        return {}
     text = thought + (answer or "")
     is_cut = ended == "limit"
     is_unfinished = answer is None

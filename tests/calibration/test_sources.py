@@ -16,6 +16,7 @@ import choices
 import pytest
 from pydantic import ValidationError
 
+from moe_lab.calibration import held_out_text
 from moe_lab.calibration.batches import answer_batches, batches
 from moe_lab.calibration.documents import Chat, Text, instruction_document, render, tokenize
 from moe_lab.calibration.sources import first_record, local_file, read, read_as_one_text
@@ -472,6 +473,16 @@ def test_text_that_the_hub_does_not_send_is_named(
             read(text)
         assert "\n" not in str(error.value)
         assert text.path in str(error.value)
+
+
+def test_second_half_of_a_set_is_held_out(tmp_path: Path) -> None:
+    texts = "\n".join(json.dumps({"text": letter}) for letter in "abcd")
+    settings = CalibrationConfig("c", str(written(tmp_path / "c.jsonl", texts)), order="first")
+    assert held_out_text(settings, 100).split() == ["c", "d"]
+    chats = '{"messages": [{"role": "user", "content": "Hello there"}]}'
+    conversations = replace(settings, path=str(written(tmp_path / "d.jsonl", chats)))
+    with pytest.raises(UserError, match="calibration=c holds conversations"):
+        held_out_text(conversations, 100)
 
 
 def measured_text(benchmark: BenchmarkConfig) -> str:

@@ -93,7 +93,9 @@ class Sums(Engine):
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
         self._count(tuple(rows))
         value = -len(rows) / 3 if self.value is None else self.value
-        return [(value - sum(row.tokens[row.start :]), len(row.tokens) > 3) for row in rows]
+        return [
+            (value - sum(row.tokens[row.start :]), len(row.tokens) > 3, 0.5, 1.0) for row in rows
+        ]
 
     def _count(self, batch: tuple[Any, ...]) -> None:
         if not self.left:
@@ -352,54 +354,38 @@ def test_unfinished_thought_is_no_empty_answer(tmp_path: Path) -> None:
     )
     rows = samples(tmp_path / "out")
     assert [sample["outcome"] for sample in rows] == [0.0, 1.0]
-    assert [(row["unfinished"], row["empty"], row["distinct_4"]) for row in rows] == [
-        (1, 0, None),
-        (0, 1, None),
-    ]
+    assert [(row["unfinished"], row["distinct_4"]) for row in rows] == [(1, None), (0, None)]
     assert protocol(tmp_path / "out")["unfinished_thoughts"] == ["0"]
 
 
-BLOCK = [f"w{number}" for number in range(50)]
+BLOCK = " ".join(f"w{number}" for number in range(50))
 
 
 @pytest.mark.parametrize(
     ("text", "ended", "signs"),
     [
-        ("It is four.", "end", {"natural_end"}),
-        ("It is four.", "stop", {"natural_end"}),
-        ("It is fo", "limit", {"limit"}),
-        ("<think>It is", "limit", {"limit", "unfinished"}),
-        ("<think>It is", "end", {"unfinished"}),
-        ("<think>so so so so so", "limit", {"limit", "unfinished", "loop"}),
-        ("<think>no no no no no</think> Four.", "end", {"natural_end"}),
-        ("<think>hm</think> \n", "end", {"natural_end", "empty"}),
-        ("", "end", {"natural_end", "empty"}),
-        ("\n" * 99, "limit", {"limit", "empty", "loop"}),
-        (" ".join(BLOCK * 4), "end", {"natural_end", "loop"}),
-        (" ".join([*BLOCK * 4, "end"]), "end", {"natural_end"}),
-        (" ".join([*BLOCK * 4, "w"]), "limit", {"limit", "loop"}),
-        (" ".join([*BLOCK, "w50"] * 9), "limit", {"limit"}),
-        (" ".join(BLOCK * 3), "limit", {"limit"}),
-        ("\u8fd9\u662f" * 16, "limit", {"limit", "loop"}),
-        ("Of 1010101010 and 10000000, {{{{}}}}", "end", {"natural_end"}),
-        ("!" * 100_000, "limit", {"limit", "loop"}),
+        ("It is 1010101010 and {{}}}}", "stop", "natural_end"),
+        ("<think>no no no no</think> Four.", "end", "natural_end"),
+        ("<think>hm</think> \n", "end", "empty natural_end"),
+        ("<think>It is", "end", "unfinished"),
+        ("<think>so so so so so", "limit", "limit loop unfinished"),
+        ("\n" * 99, "limit", "empty limit loop"),
+        (f"{BLOCK} " * 4, "end", "loop natural_end"),
+        (f"{BLOCK} " * 4 + "w", "end", "natural_end"),
+        (f"{BLOCK} " * 4 + "w", "limit", "limit loop"),
+        (f"{BLOCK} w50 " * 9, "limit", "limit"),
+        (f"{BLOCK} " * 3, "limit", "limit"),
+        ("\u8fd9\u662f" * 16, "limit", "limit loop"),
     ],
 )
-def test_signs_of_degeneration(text: str, ended: str, signs: set[str]) -> None:
+def test_signs_of_degeneration(text: str, ended: str, signs: str) -> None:
     answer = answer_after_thought(text)
-    thought = text[: len(text) - len(answer or "")]
-    measures = text_measures(Reply(answer, thought, ended))
-    assert {name for name, value in measures.items() if value == 1} - {"distinct_4"} == signs
-    assert measures["characters"] == len(text)
-
-
-def test_repetition_and_texts_that_were_not_generated() -> None:
-    distinct = [
-        text_measures(Reply(text, ended="end"))["distinct_4"] for text in ("a b a b a b", "a")
-    ]
-    assert distinct == [2 / 3, None]
-    for ended in (None, "too_long"):
-        assert set(text_measures(Reply("", ended=ended)).values()) == {None}
+    reply = Reply(answer, text.removesuffix(answer or "\0"), ended)
+    measures = text_measures(reply)
+    assert measures.pop("characters") == len(text)
+    measures.pop("distinct_4")
+    assert " ".join(sorted(name for name, value in measures.items() if value)) == signs
+    assert text_measures(replace(reply, ended="too_long")) == {}
 
 
 def test_the_loaded_model_says_why_a_text_ended(subject: LoadedModel) -> None:

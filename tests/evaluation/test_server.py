@@ -586,6 +586,13 @@ def test_missing_server_program_is_reported_before_loading(
     assert preflight.missing_requirements([step], elsewhere) == []
 
 
+def test_logits_are_not_compared_by_a_server() -> None:
+    benchmark = BenchmarkConfig("b", "perplexity", "text.txt", reports={"kl": "kl"})
+    for settings in (BackendConfig("vllm"), backend("serve {checkpoint} {port}")):
+        (sentence,) = engines.setting_errors(settings, [benchmark], [])
+        assert f"backend={settings.name} returns no logits, which benchmark b" in sentence
+
+
 def test_values_in_a_command_are_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "a {b} $c")
     serve = backend("serve '{checkpoint}' --port={port} {name} --token=$HF_TOKEN")

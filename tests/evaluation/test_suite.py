@@ -23,11 +23,12 @@ import torch
 from evalplus.provider.utility import EOS
 from fake_engines import collect_replies, generate, problems, protocol, samples
 from harness_files import shipped_items, write_lines
+from identities.plans import random_plan
 
 from benchmarks.measure import program_isolation
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation import Policy
+from moe_lab.evaluation import Policy, fidelity
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harness import benchmark_errors
 from moe_lab.evaluation.harnesses import evalplus
@@ -36,6 +37,7 @@ from moe_lab.evaluation.run import evaluate
 from moe_lab.evaluation.sandbox import client, isolation
 from moe_lab.evaluation.sandbox.runner import Request
 from moe_lab.paths import resolve
+from moe_lab.pruning.mask import mask
 from moe_lab.results import Sample
 
 ROOT = Path(__file__).parents[2]
@@ -316,53 +318,92 @@ WINDOW = 64
 
 @pytest.fixture(scope="module")
 def measured(subject: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The perplexity of a text with its results by name; the last window is shorter than others."""
+    """The perplexity of a text by a masked model and its distance from the unpruned model, by name;
+    and the log-probabilities of each token's prediction by both, window by window, in fp64. The
+    last window is shorter than others."""
     folder = tmp_path_factory.mktemp("perplexity")
     (folder / "text.txt").write_text(TEXT)
+    reports = {"perplexity": "perplexity", "bits": "bits_per_byte", "loss": "loss"}
     benchmark = BenchmarkConfig(
         name="perplexity",
         harness="perplexity",
         task=str(folder / "text.txt"),
-        reports={"perplexity": "perplexity", "bits": "bits_per_byte", "loss": "loss"},
+        reports={**reports, "kl": "kl", "disagreement": "disagreement"},
         parameters={"length": WINDOW},
         batch_size=3,
     )
-    results = evaluate(subject, benchmark, folder, policy=Policy())
-    by_name = {result["benchmark"]: result for result in results}
-    return SimpleNamespace(folder=folder, benchmark=benchmark, results=by_name)
+    vocabulary = subject.model.config.vocab_size
+
+    def run_model(out: Path, read: Any) -> tuple[Any, list[torch.Tensor]]:
+        engine = replace(subject, compare=fidelity.Comparison(vocabulary, folder, read))
+        results = evaluate(engine, benchmark, out, policy=Policy())
+        ids = torch.tensor(subject.tokenizer(TEXT).input_ids)
+        with torch.inference_mode():
+            logits = [subject.model(window[None]).logits[0, :-1] for window in ids.split(WINDOW)]
+        by_name = {result["benchmark"]: result for result in results}
+        return by_name, [window.double().log_softmax(-1) for window in logits]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fidelity, "LOGITS", 20 * vocabulary)  # several blocks in each window
+        unpruned, log_p = run_model(folder / "unpruned", None)
+        with mask(subject.model, random_plan(subject.model, "even")):
+            results, log_q = run_model(folder, lambda name: (folder / name).read_bytes())
+    return SimpleNamespace(
+        folder=folder,
+        benchmark=benchmark,
+        unpruned=unpruned,
+        results=results,
+        windows=list(zip(log_p, log_q, strict=True)),
+    )
 
 
 @pytest.fixture(scope="module")
-def window_losses(subject: LoadedModel) -> list[torch.Tensor]:
+def window_losses(measured: Any, subject: LoadedModel) -> list[torch.Tensor]:
     """The loss in nats of each predicted token, window by window, in fp64."""
-    ids = subject.tokenizer(TEXT).input_ids
-    losses = []
-    for start in range(0, len(ids), WINDOW):
-        window = torch.tensor([ids[start : start + WINDOW]])
-        with torch.inference_mode():
-            scores = subject.model(window).logits[0, :-1].double().log_softmax(-1)
-        losses.append(-scores.gather(1, window[0, 1:, None])[:, 0])
+    windows = torch.tensor(subject.tokenizer(TEXT).input_ids).split(WINDOW)
+    losses = [
+        -log_q.gather(1, window[1:, None])[:, 0]
+        for window, (_, log_q) in zip(windows, measured.windows, strict=True)
+    ]
     assert 1 < len(losses[-1]) < WINDOW - 1
     assert len(losses) > 3
     return losses
 
 
-def test_perplexity_equals_an_independent_computation(
+def test_perplexity_and_distance_equal_an_independent_computation(
     measured: Any, window_losses: list[torch.Tensor]
 ) -> None:
     losses = torch.cat(window_losses)
     tokens = len(losses) + len(window_losses)
     mean = float(losses.mean())
     bits = mean * tokens / len(TEXT.encode()) / math.log(2)
+    log_p, log_q = (torch.cat(windows) for windows in zip(*measured.windows, strict=True))
+    kl = float((log_p.exp() * (log_p - log_q)).sum(1).mean())
+    disagreement = float((log_p.argmax(1) != log_q.argmax(1)).double().mean())
     for name, expected, scale, unit in (
         ("loss", mean, "loss", "nats per token"),
         ("perplexity", math.exp(mean), "perplexity", "nats per token"),
         ("bits", bits, "loss", "bits per byte"),
+        ("kl", kl, "loss", "nats per token"),
+        ("disagreement", disagreement, "loss", "share of tokens"),
     ):
         result = measured.results[name]
         assert result["score"] == pytest.approx(expected, rel=1e-4)
         assert (result["scale"], result["unit"]) == (scale, unit)
         assert result["n"] == len(window_losses)
+    assert 0 == measured.unpruned["kl"]["score"] == measured.unpruned["disagreement"]["score"] < kl
+
+
+def test_divergence_rises_with_the_stored_tokens_up_to_the_exact_one() -> None:
+    log_p, log_q = torch.arange(480.0).view(2, 6, 40).mul(9).sin().mul(3).log_softmax(-1)
+    stored = [fidelity.top_log_probabilities(log_p, top) for top in range(1, 41)]
+    kl = torch.stack([fidelity.distances(entry, log_q)[:, 0] for entry in stored])
+    assert (kl[0] >= 0).all()
+    assert (kl.diff(dim=0) > -1e-5).all()
+    assert (kl[0] < kl[-1] - 0.1).any()
+    torch.testing.assert_close(kl[-1], (log_p.double().exp() * (log_p - log_q)).sum(1))
+    all_equal = torch.zeros_like(log_q)
+    assert not fidelity.distances(stored[0], all_equal)[:, 1].any(), "each is the likeliest"
 
 
 def test_error_of_a_perplexity_follows_from_that_of_the_loss(measured: Any) -> None:

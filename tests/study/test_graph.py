@@ -10,6 +10,7 @@ from unittest.mock import Mock, patch
 import pytest
 from choices import CONF, Files, cells, read_choice
 from processes import time_limit
+from studies import study_request
 
 from moe_lab.config import (
     AllocationConfig,
@@ -55,6 +56,13 @@ def test_plans_with_merged_experts_hold_weights_of_their_own() -> None:
     for step in evaluated:
         assert isinstance(step, Evaluate)
         assert (step.id in merged) == step.pruned.is_changed
+
+
+def test_plans_are_compared_with_one_step_of_the_unpruned_model() -> None:
+    request = study_request("suite.benchmarks=[fidelity]", "criterion=reap,aimer", "ratio=0.5")
+    unpruned, *pruned = [cell.evaluate["fidelity"] for cell in build(*request).cells]
+    assert "reference" not in unpruned.inputs
+    assert [step.inputs["reference"].id for step in pruned] == [unpruned.id] * 2
 
 
 SETS = ["pocket_general", "pocket_code", "pocket_math"]

@@ -44,8 +44,9 @@ a line of code."""
 CAUSE_MARK = "root cause"
 """Part of vLLM's messages of errors that another error caused."""
 
-Likelihood = tuple[float, bool]
-"""The summed log-likelihood of tokens in nats, and whether each token was the likeliest."""
+Likelihood = tuple[float, bool, *tuple[float, ...]]
+"""The summed log-likelihood of tokens in nats, and whether each token was the likeliest. If a model
+is compared with the unpruned model, `Window.divergence` and `Window.disagreements` follow."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,12 @@ def setting_errors(
     each model that the back end does not support."""
     if backend.name == "hf":
         return
+    for benchmark in benchmarks:
+        if benchmark.compares_logits:
+            yield (
+                f"backend={backend.name} returns no logits, which benchmark {benchmark.name} "
+                "compares with those of the unpruned model: omit it, or set backend=hf"
+            )
     if backend.name == "server":
         # check the command with any checkpoint, port and name
         yield from user_errors(command_line, backend, Path("checkpoint"), 0, "name")

@@ -30,6 +30,7 @@ from moe_lab.evaluation.engines import (
     sampling_defaults,
 )
 from moe_lab.evaluation.engines.likelihoods import (
+    Compare,
     Prediction,
     has_full_attention,
     likelihoods,
@@ -52,6 +53,8 @@ class LoadedModel(Engine):
     """A transformers causal language model in eval mode."""
     tokenizer: Any
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    compare: Compare | None = None
+    """Compares the logits of rows with those of the unpruned model."""
 
     def __post_init__(self) -> None:
         self.max_length = getattr(
@@ -88,7 +91,7 @@ class LoadedModel(Engine):
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
         """Implement `Engine.score`."""
-        return log_likelihoods(self.model, rows, batch_size)
+        return log_likelihoods(self.model, rows, batch_size, self.compare)
 
 
 def _readable_answer(prompt: Prompt) -> Row | None:

@@ -9,7 +9,7 @@ to rounding.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -32,6 +32,10 @@ LOGITS = 1 << 26
 """Most logits that are normalised at once: 256 MB in fp32."""
 
 
+Compare = Callable[[Row, torch.Tensor], tuple[float, ...]]
+"""Function of a row and of the logits (N, V) that predict its N scored tokens."""
+
+
 @dataclass
 class _Question:
     """A question and one or more answers to it. In a row, the tokens before index `Row.start` are
@@ -47,9 +51,11 @@ class _Question:
 
 
 @torch.inference_mode()
-def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
-    """(log-likelihood in nats, whether all scored tokens are the likeliest) for each row.
-    `batch_size`: most questions in a forward pass."""
+def log_likelihoods(
+    model: Any, rows: Sequence[Row], batch_size: int, compare: Compare | None = None
+) -> list[Likelihood]:
+    """(log-likelihood in nats, whether all scored tokens are the likeliest, *result of `compare`)
+    for each row. `batch_size`: most questions in a forward pass."""
     questions = _questions(rows, can_share=bool(rows) and _can_share(model))
     most_tokens = min(
         batch_size * max((len(row.tokens) for row in rows), default=0), max_logit_tokens(model)
@@ -71,7 +77,10 @@ def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Li
                 end += len(answer)
                 for row in answer_rows:
                     scored[row] = Prediction(positions, row.tokens[row.start :])
-        results |= zip(scored, likelihoods(logits, [*scored.values()]), strict=True)
+        pairs = likelihoods(logits, [*scored.values()])
+        for (row, prediction), (nats, likeliest) in zip(scored.items(), pairs, strict=True):
+            distances = compare(row, logits[list(prediction.positions)]) if compare else ()
+            results[row] = (nats, likeliest, *distances)
         progress.add(sum(len(rows) for question in batch for rows in question.answers.values()))
     return [results[row] for row in rows]
 
@@ -169,7 +178,9 @@ class Prediction(NamedTuple):
     """The token ids that these rows predict."""
 
 
-def likelihoods(logits: torch.Tensor, predictions: Sequence[Prediction]) -> list[Likelihood]:
+def likelihoods(
+    logits: torch.Tensor, predictions: Sequence[Prediction]
+) -> list[tuple[float, bool]]:
     """(log-likelihood in nats, whether all targets are the likeliest tokens) of each prediction by
     `logits` (R, V). The device waits once."""
     positions = [position for prediction in predictions for position in prediction.positions]

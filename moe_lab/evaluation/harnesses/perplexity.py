@@ -1,4 +1,5 @@
-"""Perplexity and bits per byte of a text, over windows that do not overlap."""
+"""Perplexity and bits per byte of a text, over windows that do not overlap, and the distance of a
+pruned model from the unpruned model on this text."""
 
 from __future__ import annotations
 
@@ -6,22 +7,37 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from moe_lab.calibration import IdentifiedText, held_out_text
 from moe_lab.calibration.documents import BLANK_LINE
 from moe_lab.calibration.sources import read_as_one_text
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harness import Graded, Harness, loss_result
 from moe_lab.evaluation.items import Answer, Document, Item
+from moe_lab.json_files import digest
 from moe_lab.results import Sample, Scale
+
+UNITS = {
+    "perplexity": "nats per token",
+    "loss": "nats per token",
+    "bits_per_byte": "bits per byte",
+    "kl": "nats per token",
+    "disagreement": "share of tokens",
+}
+"""Metric -> unit of its loss."""
+CHARACTERS = 150_000
+"""Default length of a held-out text."""
 
 
 class Perplexity(Harness):
     """The likelihood of a text, in windows of `parameters.length` tokens. The default length is
-    2048 tokens, or as many as the model can read if these are fewer."""
+    2048 tokens, or as many as the model can read if these are fewer. `parameters.characters` is the
+    length of a held-out text, and `parameters.top` the number of log-probabilities of the unpruned
+    model with which a pruned one is compared at each token."""
 
-    metrics = ("perplexity", "bits_per_byte", "loss")
-    question_parameters = ("length",)
-    numeric_parameters = ("length",)
+    metrics = tuple(UNITS)
+    question_parameters = ("length", "characters", "top")
+    numeric_parameters = ("length", "characters", "top")
     chat = False
     least_new_tokens = 0
     reads_path = True
@@ -30,10 +46,14 @@ class Perplexity(Harness):
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
         """One item: the whole text. Rows of a mirror are joined by blank lines, as papers do with
         WikiText."""
-        if benchmark.data is None:
-            text = _text(self.data_files(benchmark)[0])  # the only file
-        else:
+        if benchmark.data is not None:
             text = BLANK_LINE.join(row["text"] for row in mirror.rows(benchmark))
+        elif benchmark.held_out:
+            text = held_out_text(
+                benchmark.held_out, int(benchmark.parameters.get("characters", CHARACTERS))
+            )
+        else:
+            text = _text(self.data_files(benchmark)[0])  # the only file
         length = benchmark.parameters.get("length")
         window_length = None if length is None else int(length)
         return [Item("text", (Document(text, window_length, windows=benchmark.limit),))]
@@ -44,28 +64,34 @@ class Perplexity(Harness):
         """The results, with each window as a sample. All tokens of a window but the first are
         predicted.
 
-        The loss is the mean over all predicted tokens, in nats per token. The perplexity is
-        exp(loss). The bits per byte are loss / ln 2 * (tokens of the text) / (bytes of the text).
+        Results are means over all predicted tokens: of the loss in nats per token, of the KL
+        divergence, or of disagreements. The perplexity is exp(loss). The bits per byte are loss /
+        ln 2 * (tokens of the text) / (bytes of the text).
         """
         (answer,) = answers
         text = answer.prompt
-        counts = [window.tokens for window in answer.reply.windows]
-        nats_per_token = [-window.nats / window.tokens for window in answer.reply.windows]
+        windows = answer.reply.windows
+        counts = [window.tokens for window in windows]
         # factor from nats per token to bits per byte
         factor = answer.reply.tokens / len(text.encode("utf-8")) / math.log(2)
         samples: list[Sample] = []
         results = []
         for name, metric in benchmark.reports.items():
-            losses = nats_per_token
-            unit = "nats per token"
-            if metric == "bits_per_byte":
-                losses = [loss * factor for loss in nats_per_token]
-                unit = "bits per byte"
+            losses = []
+            for window in windows:
+                totals = {
+                    "kl": window.divergence,
+                    "disagreement": window.disagreements,
+                    "bits_per_byte": -window.nats * factor,
+                }
+                losses.append(totals.get(metric, -window.nats) / window.tokens)
             for number, (loss, count) in enumerate(zip(losses, counts, strict=True)):
                 sample = answer.sample(name, loss, extracted="", output="")
                 samples.append({**sample, "item": str(number), "units": count})
             scale: Scale = "perplexity" if metric == "perplexity" else "loss"
-            results.append(loss_result(name, metric, scale, unit, losses, counts, benchmark))
+            results.append(
+                loss_result(name, metric, scale, UNITS[metric], losses, counts, benchmark)
+            )
         protocol = {
             "length": counts[0] + 1,  # with the first token, which is not predicted
             "predicted_tokens": sum(counts),
@@ -73,9 +99,17 @@ class Perplexity(Harness):
         }
         return Graded(results, samples, protocol)
 
+    def data_digest(self, benchmark: BenchmarkConfig) -> str:
+        """sha256 over the text or, for a held-out text, over the identity of the calibration
+        set."""
+        if benchmark.held_out:
+            return digest(IdentifiedText.of(benchmark.held_out).identity)
+        return super().data_digest(benchmark)
+
     def check_data(self, benchmark: BenchmarkConfig) -> None:
         """Raise UserError if the file is missing or cannot be read as a text."""
-        _text(self.data_files(benchmark)[0])
+        if not benchmark.held_out:
+            _text(self.data_files(benchmark)[0])
 
 
 def _text(file: Path) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import field, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -88,7 +90,10 @@ def results_step_of(benchmark: BenchmarkConfig, config: Config) -> Task:
         checkpoint = _export_step(pruned, backend.name, config)
         if two_phases:
             return Grade(grading, Generate(setup, pruned, checkpoint, template))
-        return Evaluate(setup, pruned, checkpoint, template, grading)
+        reference = None
+        if benchmark.compares_logits and pruned.plan:
+            reference = results_of(Pruned(pruned.loaded))
+        return Evaluate(setup, pruned, checkpoint, template, grading, reference=reference)
 
     return results_of
 
@@ -182,6 +187,9 @@ class BenchmarkRun(Step):
     checkpoint: Export | None
     template: Template | None
     """None if the benchmark does not use a chat template and the model has no marks of its own."""
+    reference: Step | None = field(default=None, kw_only=True)
+    """The step of the unpruned model with which logits are compared; None for this step itself, and
+    if the benchmark compares no logits."""
 
     @property
     def benchmark(self) -> BenchmarkConfig:
@@ -224,8 +232,15 @@ class BenchmarkRun(Step):
         else:
             from moe_lab.evaluation.engines.hf import LoadedModel
 
+            compare = None
+            if self.benchmark.compares_logits:
+                from moe_lab.evaluation.fidelity import TOP, Comparison
+
+                top = int(self.benchmark.parameters.get("top", TOP))
+                read = partial(files.read, self.reference) if self.reference else None
+                compare = Comparison(top, files.partial, read)
             with self.pruned.open(files) as (network, tokenizer):
-                yield LoadedModel(network, tokenizer, self.pruned.model.template_arguments)
+                yield LoadedModel(network, tokenizer, self.pruned.model.template_arguments, compare)
 
     def answers(self, files: Files) -> list[Answer]:
         """The model's answers to the items. An interrupted step resumes from a cache of its
@@ -265,6 +280,9 @@ class Evaluate(BenchmarkRun):
         _check_data(self.benchmark, self.settings["benchmark"])
         answers = self.answers(files)
         run.grade(answers, self.benchmark, files.out, policy=self.grading.policy)
+        # the unpruned model's distributions
+        for file in files.partial.glob("*.safetensors"):
+            shutil.copy(file, files.out)
 
 
 class Generate(BenchmarkRun):
