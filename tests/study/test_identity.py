@@ -100,6 +100,7 @@ OTHER_VALUES: dict[str, Any] = {
     "model.date": "2025-06-30",
     "model.thinking_marks": (("<a>", "</a>"),),
     "calibration.ignored": ("license",),
+    "benchmark.held_out": TEXT,
     "benchmark.limit": 3,
     "model.path": "pocket:qwen3_moe",
     "model.device": "cuda",
