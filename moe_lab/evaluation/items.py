@@ -250,15 +250,11 @@ class ThoughtMarks:
         template."""
         literals = [*getattr(tokenizer, "thinking_marks", ()), *_KNOWN_MARKS.items()]
         pairs = [(re.escape(opening), re.escape(closing)) for opening, closing in literals]
-        template = getattr(tokenizer, "response_template", None) or {}
-        fields: Mapping[str, Any] = template.get("fields", {})
-        # a message may have a header between the thought and the answer
-        header = _anchor(fields.get("content", {}), "open")
-        for name, field in fields.items():
-            opening, closing = (_anchor(field, end) for end in ("open", "close"))
-            if _THOUGHT_FIELD.search(name) and opening and (closing or header):
-                ends = rf"(?:{closing})(?:\s*(?:{header}))?" if closing and header else None
-                pairs.append((opening, ends or closing or header))
+        template = getattr(tokenizer, "response_template", None) or {"fields": {}}
+        for name, field in template["fields"].items():
+            anchors = _anchor(field, "open"), _anchor(field, "close")
+            if _THOUGHT_FIELD.search(name) and all(anchors):
+                pairs.append(anchors)
         return cls(tuple(dict.fromkeys(pairs)))
 
     def are_in(self, text: str) -> bool:

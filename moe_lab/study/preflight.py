@@ -111,21 +111,16 @@ def _thought_remarks(requests: Iterable[Request]) -> Iterator[str]:
             model = cell.model
             if not (benchmark.chat and benchmark.max_new_tokens and _may_think(model)):
                 continue
-            start = f"model={model.name} may write thoughts, and benchmark {benchmark.name} has "
             usual = BenchmarkConfig.thinking_tokens
-            if benchmark.thinking_tokens < usual:
-                yield (
-                    f"{start}thinking_tokens={benchmark.thinking_tokens} for them beside "
-                    f"max_new_tokens={benchmark.max_new_tokens}: usual are {usual}, by "
-                    f"protocol.thinking_tokens={usual}"
-                )
             config = config_json.config_of(model)
             lengths = (benchmark.max_length, config.get("max_position_embeddings"))
-            most = min((length for length in lengths if length), default=math.inf)
-            if benchmark.longest_text >= most:
+            most = min(filter(None, lengths), default=math.inf)
+            if benchmark.thinking_tokens < usual or benchmark.longest_text >= most:
                 yield (
-                    f"{start}{benchmark.longest_text} tokens for a thought and an answer: with a "
-                    f"prompt they exceed the {most} tokens that are read"
+                    f"model={model.name} may write thoughts, for which benchmark {benchmark.name} "
+                    f"has thinking_tokens={benchmark.thinking_tokens} (usual: {usual}) beside "
+                    f"max_new_tokens={benchmark.max_new_tokens}, and at most {most} tokens with "
+                    "the prompt"
                 )
 
 

@@ -271,16 +271,12 @@ TEXTS = [
     ('text.split("</think>")[-1]', "", 'text.split("</think>")[-1]'),
     ("analysis of the text: 72", "", "analysis of the text: 72"),
     ("Sure. <think>24? No.</think>It is 72.", "", "It is 72."),
-    ("**Sure!**\n<think>24? No.</think>It is 72.", "", "It is 72."),
-    ("Sure. <think>It could be 72, but wait", "", None),
     ("Write:\n```\n<think>\n```\nIt is 72.", "", "Write:\n```\n<think>\n```\nIt is 72."),
     ("<THINK>24?</THINK>It is 72.", "", "It is 72."),
     ("<reasoning>24?</reasoning>It is 72.", "", "It is 72."),
-    ("<Analysis>It could be", "", None),
     ("Is it 24?</analysis>It is 72.", "<analysis>\n", "It is 72."),
     ("<|inner_prefix|>24?<|inner_suffix|>It is 72.", "", "It is 72."),
     ("Here's my thought process: 24? Here's my response: It is 72.", "", "It is 72."),
-    ("Here is my thought process: 24? It is", "", None),
 ]
 """A text, how its prompt ends, and its answer; None where the thought before it does not end."""
 
@@ -304,7 +300,7 @@ RESPONSE = {
     "start_anchor": "assistant",
     "fields": {
         "reasoning_content": {"open": ["[[", "(("], "close_pattern": r"\]\]|\)\)"},
-        "content": {"open": "@answer:"},
+        "content": {},
     },
 }
 """A response template of transformers."""
@@ -313,7 +309,7 @@ RESPONSE = {
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("((24?)) @answer:It is 72.", "It is 72."),
+        ("((24?)) It is 72.", "It is 72."),
         ("[[24?]]It is 72.", "It is 72."),
         ("[[24?", None),
         ("<plan>24?</plan>It is 72.", "It is 72."),

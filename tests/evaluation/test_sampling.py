@@ -37,9 +37,6 @@ DRAWS = 2000
 @pytest.mark.parametrize(
     ("settings", "warpers"),
     [
-        ({"temperature": 0.7}, [TemperatureLogitsWarper(0.7)]),
-        ({"temperature": 1.0, "top_k": 3}, [TopKLogitsWarper(3)]),
-        ({"temperature": 1.0, "top_p": 0.8}, [TopPLogitsWarper(0.8)]),
         ({"temperature": 1.0, "min_p": 0.2}, [MinPLogitsWarper(0.2)]),
         (
             {"temperature": 2.0, "top_k": 6, "top_p": 0.6},
@@ -97,10 +94,8 @@ PROMPTED = "{% if add_generation_prompt %}<think>\n{% endif %}"
     [
         (ASSISTANT, None, OWN, (0.6, 20)),
         (ASSISTANT, 0.9, OWN, (0.9, 20)),
-        (ASSISTANT, 0.0, OWN, (0, 0)),
         (ASSISTANT, None, {**OWN, "do_sample": False}, (0, 0)),
         (ASSISTANT, None, {"do_sample": True}, (1.0, 0)),
-        (ASSISTANT, None, {"temperature": 0.3}, (0.3, 0)),
         (PLAIN + PROMPTED, None, OWN, (0.6, 20)),
         (ASSISTANT + PROMPTED.replace("\n", "</think>"), None, OWN, (0, 0)),
         (PLAIN + "{# <think> #}", None, OWN, (0, 0)),
@@ -228,9 +223,3 @@ def test_only_settings_that_change_texts_are_part_of_an_identity(tmp_path: Path)
     identities = [repr(harness_of(each).identity(each)) for each in same + distinct]
     assert len(set(identities[: len(same)])) == 1
     assert len(set(identities)) == 1 + len(distinct)
-
-
-def test_system_prompt_of_a_completion_is_refused(tmp_path: Path) -> None:
-    benchmark = replace(lm_eval_task(tmp_path)[0], system_prompt="Be brief.")
-    (error,) = harness_of(benchmark).setting_errors(benchmark)
-    assert "system_prompt is set and chat=false" in error

@@ -103,8 +103,8 @@ def test_resources_of_unknown_models_are_reported() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["model.thinking=true"], "thinking_tokens=0 for them beside max_new_tokens=128"),
-        (["model.thinking=true", "protocol.thinking_tokens=8192"], "8320 tokens for a thought"),
+        (["model.thinking=true"], "thinking_tokens=0 (usual: 8192) beside max_new_tokens=128"),
+        (["model.thinking=true", "protocol.thinking_tokens=8192"], "at most 512 tokens"),
         (["model.thinking=true", "suite.benchmarks=[pocket_gsm8k]"], None),
         (["protocol.thinking_tokens=8192"], None),
     ],
