@@ -190,8 +190,9 @@ def end_token_ids(checkpoint: Path, tokenizer: Any) -> list[int]:
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `Sampling` that the content of a generation_config.json sets; {} if it asks for
     greedy generation."""
+    do_sample = generation_config.get("do_sample")
     # without do_sample, servers sample at temperatures above 0
-    if not generation_config.get("do_sample", generation_config.get("temperature")):
+    if not (generation_config.get("temperature") if do_sample is None else do_sample):
         return {}
     stated = {
         name: generation_config[name] for name in GREEDY if generation_config.get(name) is not None
