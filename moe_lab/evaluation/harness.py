@@ -101,8 +101,8 @@ class Harness(ABC):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """The results of the answers, computed without a model. `policy`: what grading may run and
-        send."""
+        """The results of the answers, of which an item may have several, computed without a model.
+        `policy`: what grading may run and send."""
 
     # Data and identity.
 
