@@ -49,6 +49,7 @@ class Comparison:
             if self.read:
                 sums += distances(load(self.read(file)), log_q).sum(0)
             else:
+                self.folder.mkdir(parents=True, exist_ok=True)
                 save_file(top_log_probabilities(log_q, self.top), self.folder / file)
         return tuple(sums.tolist())
 

@@ -335,7 +335,7 @@ def measured(subject: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> 
     vocabulary = subject.model.config.vocab_size
 
     def run_model(out: Path, read: Any) -> tuple[Any, list[torch.Tensor]]:
-        engine = replace(subject, compare=fidelity.Comparison(vocabulary, folder, read))
+        engine = replace(subject, compare=fidelity.Comparison(vocabulary, folder / "stored", read))
         results = evaluate(engine, benchmark, out, policy=Policy())
         ids = torch.tensor(subject.tokenizer(TEXT).input_ids)
         with torch.inference_mode():
@@ -347,7 +347,7 @@ def measured(subject: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> 
         patch.setattr(fidelity, "LOGITS", 20 * vocabulary)  # several blocks in each window
         unpruned, log_p = run_model(folder / "unpruned", None)
         with mask(subject.model, random_plan(subject.model, "even")):
-            results, log_q = run_model(folder, lambda name: (folder / name).read_bytes())
+            results, log_q = run_model(folder, lambda name: (folder / "stored" / name).read_bytes())
     return SimpleNamespace(
         folder=folder,
         benchmark=benchmark,
