@@ -44,10 +44,6 @@ PROGRAMS: dict[str, tuple[dict[str, Any], str]] = {
         SUMS,
         f"def main():\n    {INDENTED}\nif __name__ == '__main__':\n    main()",
     ),
-    "has a global": (
-        SUMS,
-        f"count = 0\ndef main():\n    global count\n    count += 1\n    {INDENTED}\nmain()",
-    ),
     "ends by exit": (SUMS, f"import sys\n{LINES}\nsys.exit(0)"),
     "recurses deeply": (SUMS, f"def down(n): return n and down(n - 1)\ndown(20000)\n{LINES}"),
     "uses a thread": (

@@ -72,6 +72,57 @@ def test_failing_program_is_described_and_the_next_runs(runner: Runner, row: Pro
     assert run(runner, "def f(x): return x + 1").values() == [2]
 
 
+SUM_LINES = "for _ in range(int(input())): print(sum(map(int, input().split())))"
+SUM_ALL = "\nfor i in range(int(d[0])): print(int(d[1 + 2 * i]) + int(d[2 + 2 * i]))"
+SCRIPTS = {
+    "reads by input": SUM_LINES,
+    "reads bytes": f"import sys\nd = sys.stdin.buffer.read().split(){SUM_ALL}",
+    "opens 0": f"d = open(0).read().split(){SUM_ALL}",
+    "reads the size": f"import os\nd = os.read(0, os.fstat(0).st_size).split(){SUM_ALL}",
+    "replaces stdin": "import io, os, sys\nsys.stdin = io.StringIO(os.read(0, 99).decode())\n"
+    f"{SUM_LINES}",
+    "writes bytes": "import sys\nw = sys.stdout.buffer.write\n"
+    + SUM_LINES.replace("print(", "w(b'%d\\n' % "),
+    "ends at once": f"import os, sys\n{SUM_LINES}\nsys.stdout.flush()\nos._exit(0)",
+    "prints when it ends": f"import atexit\natexit.register(lambda: exec({SUM_LINES!r}))",
+    "prints when it is deleted": "class A:\n  def __del__(self): print(4, 8)\na = A()",
+    "is of the future": f"from __future__ import annotations\n{SUM_LINES}",
+    "reads files": "import fileinput\nd = ' '.join(fileinput.input()).split()" + SUM_ALL,
+    "runs in a thread": "from threading import Thread\n"
+    f"Thread(target=exec, args=[{SUM_LINES!r}]).start()",
+    "recurses": "import sys\nsys.setrecursionlimit(10 ** 6)\ndef f(n): return n and f(n - 1)\n"
+    f"f(10 ** 5)\n{SUM_LINES}",
+    "is the main module": f"if __name__ == '__main__':\n  {SUM_LINES}\n  exit(1)",
+    "pickles": f"import pickle\nclass A: pass\npickle.loads(pickle.dumps(A()))\n{SUM_LINES}",
+    "uses the prelude": SUM_LINES.replace("input()", "stdin.readline()"),
+}
+WRONG_SCRIPTS = {
+    "1 // 0": ("failed", "exit code 1: ZeroDivisionError"),
+    "for": ("failed", "exit code 1: SyntaxError"),
+    "import os\nprint('no')\nos._exit(3)": ("failed", "exit code 3"),
+    "import ctypes\nctypes.string_at(0)": ("crash", "killed by SIGSEGV"),
+    "while True: print('x' * 999)": ("output", ""),
+    "import os\nos.close(1)\nwhile True: pass": ("timeout", ""),
+    "import os\nos.write(0, b'x')": ("failed", "exit code 1: OSError"),
+}
+
+
+def test_scripts_read_and_print_as_in_a_contest(runner: Runner) -> None:
+    def run_script(text: str) -> Outcome:
+        limits = ([1.0], 1.0, 512 * MEBI, MEBI)
+        return runner.run(
+            Request(text, None, ["2\n1 3\n3 5\n"], *limits, prelude="from sys import *")
+        )
+
+    outcomes = {name: run_script(text) for name, text in SCRIPTS.items()}
+    printed = {name: " ".join(outcome.values()[0].split()) for name, outcome in outcomes.items()}
+    assert printed == dict.fromkeys(SCRIPTS, "4 8")
+    for text, (status, error) in WRONG_SCRIPTS.items():
+        outcome = run_script(text)
+        assert (outcome.status, outcome.encoded) == (status, []), text
+        assert outcome.error.startswith(error)
+
+
 WHOLE_LINES = st.text().map(lambda text: json.dumps(text).encode() + b"\n")
 
 

@@ -4,6 +4,7 @@ import collections
 import json
 from decimal import Decimal
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from moe_lab.evaluation.adapters.evalplus_rules import compare
 from moe_lab.evaluation.sandbox.encoding import (
     HUGE,
     Huge,
@@ -92,18 +94,71 @@ def test_values_without_a_json_form_equal_nothing() -> None:
     assert stream != [1, 2]
 
 
-def test_huge_values_are_compared_by_hash() -> None:
-    large = [(number, "x") for number in range(HUGE)]
-    result = decode(json.loads(json.dumps(encode_result(large))))
-    assert isinstance(result, Huge)
-    assert result == decode(encode_result(list(large)))
-    assert result != decode(encode_result(large[::-1]))
-    assert result != decode(encode_result(tuple(large)))
-    assert encode_result([1] * 10) == [1] * 10
-    # whether or not they have a hash
-    for item, equal in (({"b"}, frozenset("b")), ([1, {"b"}], [1, frozenset("b")])):
-        first, second = (decode(encode_result(["a", value] * HUGE)) for value in (item, equal))
-        assert first == second != decode(encode_result(["b", item] * HUGE))
+def huge(value: Any) -> Any:
+    return decode(json.loads(json.dumps(encode_result(value, parts=0))))
+
+
+numbers_and_texts = st.sampled_from([0, 1, True, 1.0, -0.0, 1 + 0j, 1.5, 2**70, 2.0**70, "1", b"1"])
+small_values = st.recursive(
+    numbers_and_texts,
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.tuples(inner)
+        | st.sets(numbers_and_texts, max_size=2)
+        | st.dictionaries(numbers_and_texts, inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(small_values, small_values)
+@example([1, 2.0, [True]], [True, 2, [1.0]])
+@example({1: {2}}, {1.0: frozenset([2.0])})
+def test_huge_values_are_equal_if_the_values_are(first: Any, second: Any) -> None:
+    assert (huge(first) == huge(second)) == (first == second)
+    assert (huge(first) == second) == (first == huge(second)) == (first == second)
+
+
+def test_large_values_are_sent_if_their_tolerance_counts() -> None:
+    class Same(str):
+        __slots__ = ()
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = str.__hash__
+
+    floats = [number / 7 for number in range(4 * HUGE)]
+    assert decode(encode_result(floats)) == floats
+    assert len(json.dumps(encode_result(floats))) < 11 * len(floats)
+    assert isinstance(decode(encode_result(["x"] * 2 * HUGE)), Huge)
+    for unequal in (float("nan"), Same("x"), object(), [object()]):
+        assert huge(unequal) != unequal or isinstance(unequal, Same)
+        assert huge(["y", unequal]) != huge(["y", "z"])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "agrees"),
+    [
+        ([np.array([2])], [[2]], True),
+        ({"a": np.array([1.0])}, {"a": 1.0}, True),
+        ([np.array([1, 2])], [[1, 2]], False),  # ambiguous, as in EvalPlus
+        (np.array([0.1, 0.2]), [0.1, 0.2], False),
+        (np.float32(0.1), 0.1, True),
+        (MappingProxyType({1: 2}), {1: 2}, True),
+        (collections.UserDict({1: 2}), {1: 2}, True),
+        (collections.ChainMap({1: 2}), {1: 3}, False),
+        (Decimal("0.1"), 0.1, False),
+    ],
+)
+def test_values_are_compared_as_evalplus_compares_them(
+    value: Any, expected: Any, agrees: bool
+) -> None:
+    problem = {"entry_point": "f", "atol": 0, "inputs": [encode([1])]}
+    encoded = [json.dumps(encode_result(item)) for item in (value, expected)]
+    verdict = compare("humaneval", problem, encoded[:1], encoded[1:])
+    assert verdict == ("right" if agrees else "wrong")
 
 
 json_values = st.recursive(
@@ -120,6 +175,10 @@ KINDS = [
     "huge",
     "stream",
     "ratio",
+    "decimal",
+    "floats",
+    "mapping",
+    "numpy",
     "like",
     "int",
     "float",
@@ -144,6 +203,10 @@ forgeries = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(forgeries.map(json.dumps) | st.text())
 @example('{"kind":"huge","value":Infinity}')
+@example('{"kind":"numpy","value":["O",[1],"AAAAAAAAAAA="]}')
+@example('{"kind":"numpy","value":["f8,(",[1],"AAAAAAAAAAA="]}')
+@example('{"kind":"numpy","value":["<U9999999999",[1],"AAAAAAAAAAA="]}')
+@example('{"kind":"decimal","value":"x"}')
 @example('{"kind":"int","value":"' + "x" * 10_000_000 + '"}')
 @example("[" * 100_000)
 @example("9" * 10_000)

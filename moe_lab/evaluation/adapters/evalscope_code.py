@@ -8,14 +8,13 @@ printed or returned outputs.
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +24,7 @@ from moe_lab.evaluation.sandbox.runner import Request
 
 _FIRST_TESTS = 4
 """Number of tests that run before the others. Most wrong programs fail one of these tests."""
-_OUTPUT = 256 << 20
+_OUTPUT = 64 << 20
 """Bytes of encoded outputs that a program may send."""
 _COMPARISON_LIMITS = (60.0, 4 << 30)  # CPU seconds and bytes of memory
 _COLUMNS = ("inputs", "outputs")
@@ -33,28 +32,13 @@ _COLUMNS = ("inputs", "outputs")
 _WRONG = -2  # EvalScope's number for a wrong answer
 _PARTS = 1 << 30  # no output becomes a hash: EvalScope's comparison needs the values
 
-# The program that runs in the sandbox: a solution, with the functions of EvalScope that run it.
-_PROGRAM = """
-import ast, json, sys
-from io import BytesIO, StringIO, TextIOWrapper
-from types import ModuleType
-from unittest.mock import mock_open, patch
-import_string = {imports!r}
-def _set_alarm(seconds):
-    pass
-{functions}
-def _load(solution, function):
-    if function is None:
-        module = compile_code(make_function(clean_if_name(solution)), 0)
-        return get_function(module, "wrapped_function")
-    return get_function(compile_code(import_string + "\\n\\n" + solution, 0), function)
-_method, _calls_function = _load({solution!r}, {function!r}), {function!r} is not None
+# What is added to a solution, so that the runner can call its function as EvalScope does.
+_CALL = """
+
 def moe_lab_answer(text):
-    if _calls_function:
-        return _method(*[json.loads(line) for line in text.split("\\n")])
-    with Capturing() as captured:
-        call_method(_method, text)
-    return captured[0]
+    import json
+    return moe_lab_method(*[json.loads(line) for line in text.split(chr(10))])
+moe_lab_method = {method}
 """
 
 
@@ -161,18 +145,12 @@ class Programs:
 
         `tests`: {"fn_name": function to call, or None for a program that prints; "inputs" and
         "outputs": one entry per test}."""
-        inputs = tests["inputs"]
-        request = Request(
-            program=program_source(solution, tests["fn_name"]),
-            entry_point="moe_lab_answer",
-            inputs=[[text] for text in inputs],
-            seconds=[self.seconds] * len(inputs),
-            total_seconds=(self.seconds + 1) * len(inputs),
-            memory=self.memory,
-            output=_OUTPUT,
-            parts=_PARTS,
-        )
-        outcome = self._runners.run(request)
+        if tests["fn_name"] is None:
+            outcome = self._run_script(solution, tests["inputs"])
+        else:
+            owner = "Solution()." if "class Solution" in solution else ""
+            program = solution + _CALL.format(method=owner + tests["fn_name"])
+            outcome = self._run(program, "moe_lab_answer", [[text] for text in tests["inputs"]])
         # number of tests with an output, plus the test at which the program failed
         run_count = len(outcome.encoded) + (outcome.status != "ok")
         tests_run = {name: tests[name][:run_count] for name in _COLUMNS}
@@ -183,6 +161,36 @@ class Programs:
             return [_WRONG], {"program": "output", "program_error": error}
         results, notes = results_and_notes
         return results, {**notes, "program": outcome.status, "program_error": outcome.error}
+
+    def _run_script(self, solution: str, inputs: Sequence[str]) -> Outcome:
+        """Run a program that prints, once for each input, until a run fails. The outcome has the
+        printed texts as values."""
+        encoded: list[str] = []
+        seconds: list[float] = []
+        for text in inputs:
+            outcome = self._run(solution, None, [text])
+            encoded += outcome.encoded
+            seconds += outcome.seconds
+            if outcome.status != "ok":
+                break
+        return replace(outcome, encoded=encoded, seconds=seconds)
+
+    def _run(self, program: str, entry_point: str | None, inputs: list[Any]) -> Outcome:
+        """Run a program once, after the imports that EvalScope adds to every solution."""
+        from evalscope.benchmarks.live_code_bench import testing_util
+
+        request = Request(
+            program=program,
+            entry_point=entry_point,
+            inputs=inputs,
+            seconds=[self.seconds] * len(inputs),
+            total_seconds=(self.seconds + 1) * len(inputs),
+            memory=self.memory,
+            output=_OUTPUT,
+            parts=_PARTS,
+            prelude=testing_util.import_string,
+        )
+        return self._runners.run(request)
 
 
 def compare(function: str | None, tests: dict[str, Any], outcome: dict[str, Any]) -> Any:
@@ -200,28 +208,6 @@ def compare(function: str | None, tests: dict[str, Any], outcome: dict[str, Any]
                 "", tests["inputs"], tests["outputs"], function, 0
             )
     return json.loads(json.dumps(results_and_notes, default=str))
-
-
-def program_source(solution: str, function: str | None) -> str:
-    """Source text of a program that defines moe_lab_answer(input). If `function` is None,
-    moe_lab_answer returns the text that the `solution` prints. Otherwise moe_lab_answer returns the
-    result of the function of this name in the solution."""
-    from evalscope.benchmarks.live_code_bench import testing_util
-
-    names = (
-        "Capturing",
-        "clean_if_name",
-        "make_function",
-        "call_method",
-        "get_function",
-        "compile_code",
-    )
-    return _PROGRAM.format(
-        imports=testing_util.import_string,
-        functions="\n".join(inspect.getsource(getattr(testing_util, name)) for name in names),
-        solution=solution,
-        function=function,
-    )
 
 
 @contextmanager

@@ -4,23 +4,32 @@ unpickling anything.
 Plain values stay as they are; other values become {"kind": ..., "value": ...}. A value that cannot
 be represented (a function, an object of the program's own class) becomes an `Opaque`, which equals
 nothing, as such an object would. A value with more than `HUGE` parts (some published tests return
-hundreds of millions) becomes a hash, by which it can be compared.
+hundreds of millions) becomes a digest of a canonical form, by which it can be compared.
 """
 
 from __future__ import annotations
 
 import json
+import marshal
 import numbers
+import sys
+from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
+from hashlib import sha256
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 HUGE = 50_000
 """Most parts of a value that is sent as a whole; `_remaining_budget` counts parts."""
 _PLAIN = (type(None), bool, float, str)
+_COMPACT = 1000
+"""Lists of at least so many floats are sent in binary, which takes half the bytes of text."""
 _SHORT_INTEGER = 1 << 512  # longer integers would meet Python's limit on decimal digits
 
 
@@ -28,11 +37,17 @@ class Opaque:
     """A value that cannot be represented. It equals nothing."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Huge:
-    """A value too large to send. It equals other huge values with the same hash."""
+    """A value too large to send. It equals values whose canonical form has the same digest."""
 
-    fingerprint: int
+    digest: str
+
+    def __eq__(self, other: object) -> bool:
+        return self.digest == (other.digest if isinstance(other, Huge) else _digest_or_none(other))
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this value as the only item, for graders that compare values item by item."""
@@ -53,8 +68,20 @@ def _encode_items(value: Iterable[Any]) -> list[Any]:
     return [encode(item) for item in value]
 
 
+def _encode_pairs(value: Iterable[tuple[Any, Any]]) -> list[Any]:
+    return [[encode(key), encode(item)] for key, item in value]
+
+
+def _decode_pairs(pairs: Any) -> dict[Any, Any]:
+    return {decode(key): decode(item) for key, item in pairs}
+
+
 def _decode_items(items: Any) -> list[Any]:
     return [decode(item) for item in items]
+
+
+_NUMPY_KINDS = "biufcUSmM"
+"""Kinds of numpy's types whose values are bytes: numbers, texts and times."""
 
 
 class _Form(NamedTuple):
@@ -75,37 +102,42 @@ _FORMS: dict[type, _Form] = {
     tuple: _Form(_encode_items, lambda items: tuple(_decode_items(items))),
     set: _Form(_encode_items, lambda items: set(_decode_items(items))),
     frozenset: _Form(_encode_items, lambda items: frozenset(_decode_items(items))),
-    dict: _Form(
-        lambda value: [[encode(key), encode(item)] for key, item in dict.items(value)],
-        lambda pairs: {decode(key): decode(item) for key, item in pairs},
-    ),
+    dict: _Form(lambda value: _encode_pairs(dict.items(value)), _decode_pairs),
 }
 _BY_NAME = {base.__name__: base for base in _FORMS}
-# Base type -> class of decoded instances of its subclasses, such as a Counter, a named tuple or a
-# numpy number: these equal the plain value, but have another type.
+# Base type -> class of decoded instances of its subclasses, such as a Counter or a named tuple:
+# these equal the plain value, but have another type.
 _SUBCLASSES = {base: type(f"Subclass_{base.__name__}", (base,), {}) for base in _FORMS}
 
 
 def encode_result(value: Any, parts: int = HUGE) -> Any:
     """`value` in a form that json.dumps accepts. If the value has more than `parts` parts, only a
-    hash of the value is encoded."""
-    if _remaining_budget(value, parts) < 0:
-        return {"kind": "huge", "value": _fingerprint(value)}
-    return encode(value)
+    digest of the value is encoded."""
+    if _remaining_budget(value, parts) >= 0:
+        return encode(value)
+    digest = _digest_or_none(value)
+    return (
+        {"kind": "opaque", "value": None} if digest is None else {"kind": "huge", "value": digest}
+    )
 
 
 def _remaining_budget(value: Any, budget: int) -> int:
     """`budget` minus the number of parts of `value`.
 
-    A value is one part. Each character, each byte and each full 64 bits of an int add one part.
-    Each item of a container adds one part and the item's own parts.
+    A value is one part. Each character, each byte and each full 64 bits of an int add one part, and
+    so do 8 items of a long list of floats. Each item of another container adds one part and the
+    item's own parts.
     """
     if isinstance(value, (str, bytes)):
         return budget - 1 - len(value)
     if isinstance(value, int):
         return budget - 1 - value.bit_length() // 64
+    if _is_numpy(value):
+        return budget - 1 - value.nbytes // 64
     if not isinstance(value, (list, tuple, set, frozenset, dict)):
         return budget - 1
+    if _is_float_list(value):
+        return budget - 1 - len(value) // 8
     budget -= 1 + len(value)
     for item in value:
         if budget < 0:
@@ -116,27 +148,73 @@ def _remaining_budget(value: Any, budget: int) -> int:
     return budget
 
 
-def _fingerprint(value: Any) -> int:
-    """A hash of a value that may contain lists, sets and dicts. Processes with the same
-    PYTHONHASHSEED give equal values the same hash."""
+def _is_float_list(value: Any) -> bool:
+    """Whether `value` is a list of floats that is sent in binary."""
+    return type(value) is list and len(value) >= _COMPACT and set(map(type, value)) == {float}
+
+
+def _is_numpy(value: Any) -> bool:
+    """Whether `value` is an array or a number of numpy. Importing numpy would slow every start, and
+    a program that has not imported it has no such value."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
+
+
+_CHUNK = 1 << 16
+"""Items of a list whose canonical forms are in memory at the same time."""
+
+
+def _digest_or_none(value: Any) -> str | None:
+    """A digest that is the same for equal values, and different for different ones. None for a
+    value that equals no other, or contains such a value."""
+    digest = sha256()
     try:
-        return hash(value)
-    except TypeError:
-        pass
-    if isinstance(value, (set, frozenset)):
-        return hash(frozenset(value))
-    if isinstance(value, dict):
-        return hash(
-            frozenset((_fingerprint(key), _fingerprint(item)) for key, item in value.items())
-        )
+        for items in _canonical_chunks(value):
+            # version 0 of marshal's format is a function of the values alone
+            digest.update(marshal.dumps(items, 0))
+    except (TypeError, ValueError):
+        return None
+    return digest.hexdigest()
+
+
+def _canonical_chunks(value: Any) -> Iterator[list[Any]]:
+    """Yield the canonical forms of the items of `value`, many at a time. A value that is no
+    container is its only item."""
     if isinstance(value, (list, tuple)):
-        # a list never equals a tuple, so the hash of a list has another first item
-        try:
-            # faster than `_fingerprint` of each item, with the same result if all have a hash
-            return hash((isinstance(value, list), *map(hash, value)))
-        except TypeError:
-            return hash((isinstance(value, list), *map(_fingerprint, value)))
-    return id(value)  # an object that Python cannot hash counts as equal only to itself
+        yield ["list" if isinstance(value, list) else "tuple"]
+        for start in range(0, len(value), _CHUNK):
+            items = list(value[start : start + _CHUNK])
+            # the usual items of long lists are their own canonical forms
+            is_canonical = set(map(type, items)) <= {int, str, bytes}
+            yield items if is_canonical else [_canonical(item) for item in items]
+    elif isinstance(value, (set, frozenset)):
+        yield ["set", *sorted(marshal.dumps(_canonical(item), 0) for item in value)]
+    elif isinstance(value, dict):
+        pairs = ([_canonical(key), _canonical(item)] for key, item in dict.items(value))
+        yield ["dict", *sorted(marshal.dumps(pair, 0) for pair in pairs)]
+    else:
+        yield [_canonical(value)]
+
+
+def _canonical(value: Any) -> Any:
+    """A value of a plain type that is the same for equal values. Of a container, it is a tuple with
+    its digest. TypeError for a value that equals no other."""
+    if isinstance(value, complex) and value.imag == 0:
+        value = value.real
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, float) and value == value:
+        return float(value)
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        digest = _digest_or_none(value)
+        if digest is not None:
+            return (digest,)
+    for base in (int, complex, str, bytes, bytearray):
+        if isinstance(value, base) and value == value:
+            return base(value)
+    if value is None:
+        return None
+    raise TypeError(f"a {type(value).__name__} equals no other value")
 
 
 def encode(value: Any) -> Any:
@@ -145,12 +223,17 @@ def encode(value: Any) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value
+    if _is_float_list(value):
+        return {"kind": "floats", "value": b64encode(array("d", value)).decode()}
     if kind is list:
         return _encode_items(value)
     if kind is int and -_SHORT_INTEGER < value < _SHORT_INTEGER:
         return value
     if kind in _FORMS:
         return {"kind": kind.__name__, "value": _FORMS[kind].to_json(value)}
+    if _is_numpy(value) and value.dtype.kind in _NUMPY_KINDS:
+        content = b64encode(value.tobytes()).decode()
+        return {"kind": "numpy", "value": [value.dtype.str, list(value.shape), content]}
     for base in _FORMS:
         if isinstance(value, base):
             return _encode_subclass(base, value)
@@ -164,57 +247,67 @@ def _encode_subclass(base: type, value: Any) -> Any:
 
 def _encode_other(value: Any) -> Any:
     """Encode a value whose type is not derived from a type in `_FORMS`."""
-    # Importing numpy and decimal would slow every start. So their types are recognized by the name
-    # of the module.
-    if (
-        type(value).__module__ == "numpy"
-        and getattr(value, "shape", None) == ()
-        and hasattr(value, "item")
-    ):
-        plain = value.item()  # equals the numpy scalar, but has another type
-        return _encode_subclass(type(plain), plain) if type(plain) in _FORMS else encode(plain)
     if isinstance(value, numbers.Rational):
         return {"kind": "ratio", "value": [hex(value.numerator), hex(value.denominator)]}
-    if (
-        type(value).__module__ == "decimal"
-        and hasattr(value, "as_integer_ratio")
-        and value.is_finite()
-    ):
-        numerator, denominator = value.as_integer_ratio()
-        return {"kind": "ratio", "value": [hex(numerator), hex(denominator)]}
+    if isinstance(value, Decimal):
+        return {"kind": "decimal", "value": Decimal.__str__(value)}
     if isinstance(value, bytearray):
         return _encode_subclass(bytes, bytes(value))
     if isinstance(value, AbstractSet):
         return _encode_subclass(set, islice(value, HUGE))
-    if isinstance(value, Iterable) and not isinstance(value, Mapping):
+    if isinstance(value, Mapping):
+        return {"kind": "mapping", "value": _encode_pairs(islice(value.items(), HUGE))}
+    if isinstance(value, Iterable):
         return {"kind": "stream", "value": _encode_items(islice(value, HUGE))}
     return {"kind": "opaque", "value": None}
 
 
 def decode(encoded: Any) -> Any:
     """The value that `encode` or `encode_result` has encoded. A value that cannot be rebuilt is
-    replaced by an Opaque, Huge, Stream, Fraction or instance of a class in `_SUBCLASSES`."""
+    replaced by an Opaque, Huge, Stream, Fraction, mappingproxy or instance of a class in
+    `_SUBCLASSES`."""
     if isinstance(encoded, list):
         return _decode_items(encoded)
     if not isinstance(encoded, dict):
         return encoded
     if set(encoded) != {"kind", "value"}:
         raise ValueError("expected the keys kind and value")
-    kind = encoded["kind"]
-    value = encoded["value"]
-    if kind == "opaque":
-        return Opaque()
-    if kind == "huge":
-        return Huge(int(value))
-    if kind == "stream":
-        return Stream(_decode_items(value))
-    if kind == "ratio":
-        numerator, denominator = (int(part, 16) for part in value)
-        return Fraction(numerator, denominator)
-    if kind == "like":  # [name of a base type, content]
-        base = _BY_NAME[value[0]]
-        return _SUBCLASSES[base](_FORMS[base].from_json(value[1]))
-    return _FORMS[_BY_NAME[kind]].from_json(value)
+    return _DECODERS[encoded["kind"]](encoded["value"])
+
+
+def _decode_ratio(pair: list[str]) -> Fraction:
+    numerator, denominator = (int(part, 16) for part in pair)
+    return Fraction(numerator, denominator)
+
+
+def _decode_subclass(name: str, content: Any) -> Any:
+    base = _BY_NAME[name]
+    return _SUBCLASSES[base](_FORMS[base].from_json(content))
+
+
+def _decode_numpy(dtype: str, shape: list[int], content: str) -> Any:
+    """A number of numpy, if the shape is (), or an array."""
+    import numpy
+
+    if numpy.dtype(dtype).kind not in _NUMPY_KINDS:
+        raise ValueError(f"the type {dtype[:20]} is not allowed")
+    # [()] makes an array of shape () a number
+    return numpy.frombuffer(b64decode(content), dtype).reshape(shape)[()]
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "opaque": lambda _: Opaque(),
+    "huge": lambda digest: Huge(str(digest)),
+    "stream": lambda items: Stream(_decode_items(items)),
+    "ratio": _decode_ratio,
+    "decimal": Decimal,
+    "mapping": lambda pairs: MappingProxyType(_decode_pairs(pairs)),
+    "floats": lambda content: array("d", b64decode(content)).tolist(),
+    "numpy": lambda value: _decode_numpy(*value),
+    "like": lambda value: _decode_subclass(*value),
+    **{name: _FORMS[base].from_json for name, base in _BY_NAME.items()},
+}
+"""Kind of an encoded value -> function that decodes its content."""
 
 
 def decode_text(text: str) -> Any:
@@ -227,6 +320,7 @@ def decode_text(text: str) -> Any:
         AttributeError,
         LookupError,
         RecursionError,
+        SyntaxError,
         TypeError,
         ValueError,
     ) as error:

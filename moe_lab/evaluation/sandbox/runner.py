@@ -1,11 +1,12 @@
 """The process that runs programs which a model wrote. The process gets programs and inputs, never
 the expected outputs.
 
-Requests are lines of JSON from `moe_lab/child_process.py`. A program runs in a child process: it is
-called on each input, and the values that it returns are sent back encoded (`encoding.py`). A
-program can harm only its own child process (`isolation.py`). The child has limits on memory,
-threads, time and output, and is killed before the reply is written. Nothing that the child sends is
-executed or unpickled.
+Requests are lines of JSON from `moe_lab/child_process.py`. A program runs in a child process. It is
+either a script that reads its input and prints, or one of its functions is called on each input,
+and the values that the function returns are sent back encoded (`encoding.py`). A program can harm
+only its own child process (`isolation.py`). The child has limits on memory, threads, time and
+output, and is killed before the reply is written. Nothing that the child sends is executed or
+unpickled.
 
 Standard library only, so that a child has no secrets in memory and starts within milliseconds.
 """
@@ -23,6 +24,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from moe_lab.evaluation.sandbox.encoding import HUGE, decode, encode_result
@@ -39,11 +41,13 @@ _USUAL_IMPORTS = (
     "bisect",
     "collections",
     "copy",
+    "datetime",
     "functools",
     "heapq",
     "itertools",
     "math",
     "re",
+    "statistics",
     "string",
     "typing",
 )
@@ -62,10 +66,11 @@ class Request:
 
     program: str
     """Source text."""
-    entry_point: str
-    """Name of the function the program defines."""
+    entry_point: str | None
+    """Name of the function the program defines. None: the program is a script."""
     inputs: list[Any]
-    """An encoded list of arguments for each call."""
+    """An encoded list of arguments for each call. A script has one input, the text of its standard
+    input; what it prints is its only value."""
     seconds: list[float]
     """CPU limit of each call in seconds; the first also limits the time of loading the program."""
     total_seconds: float
@@ -76,6 +81,8 @@ class Request:
     """Limit on the encoded results that the program sends, in bytes."""
     parts: int = HUGE
     """Largest number of parts of a value that comes back as a whole, not as a hash."""
+    prelude: str = ""
+    """Source text that is executed before the program, in the same namespace."""
 
 
 def main(isolation: str, hidden: Path) -> None:
@@ -105,9 +112,12 @@ def _run(request: Request, isolation: str) -> dict[str, Any]:
     except OSError as error:
         raise SystemExit(f"no process can be started for a program ({error})") from error
     if child == 0:
+        if request.entry_point is None:
+            _run_script(request, isolation, write_end)
+            raise SystemExit  # as a script ends: with threads, `atexit` and open files
         _run_and_exit(request, isolation, write_end)  # does not return
     os.close(write_end)
-    watch = _Watch(child, request)
+    watch = (_Watch if request.entry_point else _ScriptWatch)(child, request)
     poll = select.poll()
     # 0: `poll` does not wake for new results, but only when the last writer has closed the pipe
     poll.register(read_end, 0)
@@ -232,23 +242,81 @@ class _Watch:
         }
 
 
+class _ScriptWatch(_Watch):
+    """The text that a script has printed so far, and the time that it has used."""
+
+    def receive(self, chunk: bytes) -> dict[str, Any] | None:
+        """Do as `_Watch.receive`. The script decides by its exit code whether it has failed."""
+        self.received_bytes += len(chunk)
+        if self.received_bytes > self.request.output:
+            return self.reply("output")
+        self.partial_line += chunk
+        if chunk:
+            return None
+        ending = os.waitid(os.P_PID, self.child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ending is None:  # it has closed its output, and goes on
+            time.sleep(_TICK)
+            return None
+        text = self.partial_line.decode("utf-8", "replace")
+        if ending.si_code != os.CLD_EXITED:
+            return self.reply("crash", f"killed by {signal.Signals(ending.si_status).name}")
+        if ending.si_status:
+            last_line = text.rstrip().rpartition("\n")[2]
+            return self.reply("failed", f"exit code {ending.si_status}: {last_line[:200]}")
+        self.lines = ["", json.dumps(text)]
+        self.times = [0.0, _cpu_seconds(self.child) - self.cpu_start]
+        return self.reply("ok")
+
+
 # The child's side: nothing in this process can be trusted once the program has started.
 
 
+def _set_up_child(request: Request, isolation: str, *descriptors: int) -> None:
+    """Prepare this child process for a program, whose files 0, 1, ... are the `descriptors`."""
+    die_with_parent()
+    os.setsid()  # a signal to "my process group" must not reach the runner
+    for target, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, target)
+    os.closerange(len(descriptors), 256)
+    limit_program(isolation, request.memory)
+    random.seed(0)
+
+
+def _run_script(request: Request, isolation: str, output_pipe: int) -> None:
+    """Run the program as Python runs a script, in this child process."""
+    # A file, as in contests: programs read as many bytes at once as the size of this file.
+    input_file = os.memfd_create("input")
+    with open(input_file, "wb", closefd=False) as file:
+        file.write(request.inputs[0].encode("utf-8", "replace"))
+    os.lseek(input_file, 0, os.SEEK_SET)
+    null_device = os.open(os.devnull, os.O_RDWR)
+    _set_up_child(request, isolation, input_file, output_pipe, null_device)
+    # new objects, as the old ones may hold what the runner has read
+    sys.stdin = sys.__stdin__ = os.fdopen(0, encoding="utf-8", closefd=False)  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", encoding="utf-8", closefd=False)  # type: ignore[misc]
+    sys.excepthook = _print_exception
+    sys.argv = ["main.py"]
+    main_module = sys.modules["__main__"] = ModuleType("__main__")
+    main_module.__file__ = sys.argv[0]
+    # EvalScope, too, accepts any exit code of a program that ends by `exit`
+    with suppress(SystemExit):
+        _execute(request, vars(main_module))
+
+
+def _print_exception(kind: type[BaseException], error: BaseException, trace: object) -> None:
+    """Print an exception that ends a script as the last line of its output, for the runner."""
+    with suppress(BaseException):  # __str__ may be code of the program
+        sys.stdout.flush()
+        os.write(1, f"\n{kind.__name__}: {error}\n".encode("utf-8", "replace"))
+
+
 def _run_and_exit(request: Request, isolation: str, results_pipe: int) -> None:
-    """Run the program, send its results to the file descriptor `results_pipe`, and end this child
-    process."""
+    """Call the program's function, send its results to the file descriptor `results_pipe`, and end
+    this child process."""
     try:
-        die_with_parent()
-        os.setsid()  # a signal to "my process group" must not reach the runner
-        null_device = os.open("/dev/null", os.O_RDWR)
-        for descriptor in (0, 1, 2):
-            os.dup2(null_device, descriptor)
+        null_device = os.open(os.devnull, os.O_RDWR)
         # `_send` writes to descriptor 3; no other file stays open
-        os.dup2(results_pipe, 3)
-        os.closerange(4, 256)
-        limit_program(isolation, request.memory)
-        random.seed(0)
+        _set_up_child(request, isolation, null_device, null_device, null_device, results_pipe)
         _call_program(request)
     except BaseException as error:  # noqa: BLE001 - the program may raise any exception, also SystemExit
         text = ""
@@ -262,12 +330,18 @@ def _run_and_exit(request: Request, isolation: str, results_pipe: int) -> None:
 def _call_program(request: Request) -> None:
     """Execute the program, call its entry point on each input, and send each result as a line."""
     namespace: dict[str, Any] = {}
-    # dont_inherit: the __future__ imports of this file must not apply to the program
-    exec(compile(request.program, "<program>", "exec", dont_inherit=True), namespace)
-    function = namespace[request.entry_point]
+    _execute(request, namespace)
+    function = namespace[str(request.entry_point)]
     _send("loaded")
     for arguments in map(decode, request.inputs):
         _send(json.dumps(encode_result(function(*arguments), request.parts)))
+
+
+def _execute(request: Request, namespace: dict[str, Any]) -> None:
+    """Execute the prelude and the program."""
+    for source in (request.prelude, request.program):
+        # dont_inherit: the __future__ imports of this file must not apply to the program
+        exec(compile(source, "main.py", "exec", dont_inherit=True), namespace)
 
 
 def _send(line: str) -> None:
