@@ -187,6 +187,16 @@ SENT = {
     "a kind nobody knows": """b'{"kind":"eval","value":"1"}'""",
     "a set of lists": """b'{"kind":"set","value":[[1]]}'""",
     "nothing": "b''",
+    "a digest": """b'{"kind":"huge","value":"%s"}' % (b'0' * 64)""",
+    "a digest that is a list": """b'{"kind":"huge","value":[2]}'""",
+    "an array of objects": """b'{"kind":"numpy","value":["O",[1],"AAAAAAAAAAA="]}'""",
+    "an array of 10 ** 18 items": (
+        """b'{"kind":"numpy","value":["|i1",[1%s],"AA=="]}' % (b'0' * 18)"""
+    ),
+    "a number of 2 ** 40 letters": """b'{"kind":"numpy","value":["<U1099511627776",[],""]}'""",
+    "floats that are text": """b'{"kind":"floats","value":"zzz"}'""",
+    "a decimal of many digits": """b'{"kind":"decimal","value":"1e999999999999999999"}'""",
+    "a mapping of lists": """b'{"kind":"mapping","value":[[[1],2]]}'""",
 }
 """Description -> Python expression of the bytes that a program writes to the channel of its
 results."""
@@ -267,6 +277,116 @@ CHEATS = [
         "        except OSError: pass\n    return 0",
     ),
 ]
+GRADING = [
+    _function_program(
+        "equals every number by its operators",
+        "class N(float):",
+        "    __eq__ = __le__ = __ge__ = lambda self, other: True",
+        "    __sub__ = __rsub__ = __abs__ = lambda self, *other: 0.0",
+        "    __hash__ = float.__hash__",
+        "return N(0)",
+    ),
+    _function_program(
+        "has every length, item and answer",
+        "class A(list):",
+        "    __len__ = lambda self: 10 ** 6",
+        "    __getitem__ = lambda self, place: self",
+        "    __eq__ = lambda self, other: True",
+        "return A([0])",
+    ),
+    _function_program(
+        "equals by a class that changes",
+        "class V:",
+        "    def __eq__(self, other): self.__class__ = int; return True",
+        "    __hash__ = lambda self: x + 1",
+        "return V()",
+    ),
+    _function_program(
+        "is a mapping of everything to itself",
+        "from collections.abc import Mapping",
+        "class M(Mapping):",
+        "    __getitem__ = lambda self, key: key",
+        "    __iter__ = lambda self: iter([2])",
+        "    __len__ = lambda self: 1",
+        "    __eq__ = lambda self, other: True",
+        "return M()",
+    ),
+    _function_program(
+        "is a mapping without end",
+        "from collections import UserDict",
+        "from itertools import count",
+        "class M(UserDict):",
+        "    items = lambda self: zip(count(), count())",
+        "return M()",
+        verdict="fail output timeout",
+    ),
+    _function_program(
+        "replaces numpy",
+        "from types import ModuleType, SimpleNamespace",
+        "class N:",
+        "    dtype = SimpleNamespace(kind='i', str='<i8')",
+        "    shape, nbytes = (), 8",
+        "    tobytes = lambda self: b'x'",
+        "fake = sys.modules['numpy'] = ModuleType('numpy')",
+        "fake.ndarray = fake.generic = N",
+        "return N()",
+        verdict="fail output",
+    ),
+    _function_program(
+        "sends the next results in a thread",
+        "def later():",
+        "    while True: os.write(3, b'2\\n')",
+        "threading.Thread(target=later, daemon=True).start()",
+        "time.sleep(0.05)",
+        "return 0",
+        verdict="fail crash output",
+    ),
+    _function_program(
+        "leaves a thread that answers",
+        "def later():",
+        "    time.sleep(0.2)",
+        "    os.write(3, b'2\\n3\\n4\\n')",
+        "threading.Thread(target=later).start()",
+        "return 0",
+    ),
+    _function_program(
+        "answers at the exit",
+        "import atexit",
+        "atexit.register(os.write, 3, b'2\\n3\\n4\\n')",
+        "sys.exit()",
+    ),
+    _function_program(
+        "answers when it is collected",
+        "class A:",
+        "    def __del__(self): os.write(3, b'2\\n')",
+        "a = [A()]",
+        "a.append(a)",
+        "return 0",
+        verdict="fail crash",
+    ),
+    _function_program(
+        "remembers for the next program",
+        "import moe_lab.evaluation.sandbox.encoding as encoding",
+        "encoding._DECODERS.clear()",
+        "encoding._FORMS.clear()",
+        "return 0",
+        verdict="fail",
+    ),
+    _function_program(
+        "floods by an endless text", "return 'ab' * (100 << 20)", verdict="fail timeout output"
+    ),
+    _function_program(
+        "floods by control characters",
+        "return ['\\0' * 40_000] * 4_000",
+        verdict="fail timeout output",
+    ),
+    _function_program(
+        "takes thousands of threads with small stacks",
+        "threading.stack_size(32768)",
+        "for _ in range(9999): threading.Thread(target=time.sleep, args=(9,)).start()",
+        verdict="crash fail timeout",
+    ),
+]
 FOLDERS = ("/", "/tmp", "/var/tmp", "/dev", "/dev/shm", "/usr", "/root", "/home", "/sys")
 
 
@@ -326,6 +446,12 @@ NETWORK = [
     _attempt("opens a socket to the host", "socket.socket(40, 1)"),
     _attempt("listens", "socket.create_server(('127.0.0.1', 0))"),
     _attempt(
+        "sends through a pair of datagrams",
+        "pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+        "pair[0].connect('\\0MARK')",
+    ),
+    _attempt("connects a pair of streams anew", "socket.socketpair()[0].connect('\\0MARK')"),
+    _attempt(
         "fetches a page",
         "import urllib.request",
         "urllib.request.urlopen('http://127.0.0.1:PORT/', timeout=1)",
@@ -364,6 +490,12 @@ PROCESSES = [
         "for _ in range(99): threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
     ),
     _attempt("goes before all others", "os.nice(-20)"),
+    _attempt(
+        "signals its parent through a pipe",
+        "import fcntl",
+        "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())",
+    ),
+    _call("outlives its parent", "prctl(1, 0, 0, 0, 0)"),
     _attempt("raises its limits", "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))"),
     _attempt("limits its parent", "resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))"),
 ]
@@ -399,6 +531,7 @@ MEMORY = [
         "leaves a key",
         f"syscall({_number(x86_64=248, aarch64=217)}, b'user', b'MARK', b'text', 4, -4)",
     ),
+    _call("takes pages that nobody counts", "vmsplice(os.pipe()[1], room, 1, 0)"),
     _call("makes a ring", f"syscall({_number(x86_64=425, aarch64=425)}, 8, room)"),
     _call("loads a filter", f"syscall({_number(x86_64=321, aarch64=280)}, 0, room, 128)"),
     _call(

@@ -33,6 +33,7 @@ from tests.campaign.programs import (
     CHEATS,
     ENDLESS,
     FILES,
+    GRADING,
     MEMORY,
     NETWORK,
     PROCESSES,
@@ -460,6 +461,7 @@ ATTEMPTS = {
     "broken": [*BROKEN, *ENDLESS],
     "sending": SENDING,
     "cheats": CHEATS,
+    "grading": GRADING,
     "files": FILES,
     "others": [*NETWORK, *PROCESSES, *MEMORY],
 }

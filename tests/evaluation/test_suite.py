@@ -21,8 +21,10 @@ import preloaded
 import pytest
 import torch
 from evalplus.provider.utility import EOS
-from fake_engines import collect_replies, generate, problems, protocol, samples
+from fake_engines import collect_replies, generate, made_up_answers, problems, protocol, samples
 from harness_files import shipped_items, write_lines
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from identities.plans import random_plan
 
 from benchmarks.measure import program_isolation
@@ -30,7 +32,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import Policy, fidelity
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.evaluation.harness import benchmark_errors
+from moe_lab.evaluation.harness import benchmark_errors, harness_of
 from moe_lab.evaluation.harnesses import evalplus
 from moe_lab.evaluation.harnesses.perplexity import HARNESS as PERPLEXITY
 from moe_lab.evaluation.run import evaluate
@@ -212,6 +214,43 @@ def test_settings_that_cannot_be_or_would_do_nothing_are_told(
     changed: dict[str, Any], says: str
 ) -> None:
     assert any(says in sentence for sentence in benchmark_errors([replace(CODE, **changed)]))
+
+
+GARBAGE = st.text() | st.sampled_from(
+    [
+        *("", "\ud800", "\0", "9" * 400, "[" * 9000, "(" * 9000, "1e999", "\\boxed{" * 999),
+        *("```python\n" * 99, "<tool_call>" * 99, '{"name": "f", "arguments": ' * 999),
+        '<tool_call>{"name": "give", "arguments": {"giver": 1e999, "present": NaN}}</tool_call>',
+        f"```python\ndef f(x): return {'-' * 9000}x\n```",
+    ]
+)
+CALLS = ROOT / "examples/function_calls/questions.jsonl"
+QUESTIONS = {
+    "evalplus": {"task": CODE.task, "parameters": {"seconds": 0.5}},
+    "stories": {"task": "pocket:benchmarks/wildbench.jsonl"},
+    "function_calls": {"task": str(CALLS), "parameters": {"answers": "answers.jsonl"}},
+}
+METRICS = {"evalplus": "base", "stories": "score", "function_calls": "acc"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harness", QUESTIONS)
+@settings(max_examples=10, deadline=None)
+@given(text=GARBAGE)
+def test_garbage_costs_only_its_own_item(harness: str, text: str) -> None:
+    reports = {"result": METRICS[harness]}
+    benchmark = BenchmarkConfig(
+        "b", harness, reports=reports, chat=True, limit=2, **QUESTIONS[harness]
+    )
+
+    def outcomes(first: str) -> list[float]:
+        answers = made_up_answers(benchmark, [first, "other"])
+        policy = Policy(True, program_isolation())
+        graded = harness_of(benchmark).grade(answers, benchmark, policy)
+        return [sample["outcome"] for sample in graded.samples]
+
+    assert outcomes(text)[0] < 1
+    assert outcomes(text)[1:] == outcomes("other")[1:]
 
 
 OTHER_BODY = "    return 'something else'\n"
