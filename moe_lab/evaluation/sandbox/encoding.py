@@ -30,6 +30,7 @@ HUGE = 50_000
 _PLAIN = (type(None), bool, float, str)
 _COMPACT = 1000
 """Lists of at least so many floats are sent in binary, which takes half the bytes of text."""
+_CONTAINERS = (list, tuple, set, frozenset, dict)
 _SHORT_INTEGER = 1 << 512  # longer integers would meet Python's limit on decimal digits
 
 
@@ -133,8 +134,8 @@ def _remaining_budget(value: Any, budget: int) -> int:
     if isinstance(value, int):
         return budget - 1 - value.bit_length() // 64
     if _is_numpy(value):
-        return budget - 1 - value.nbytes // 64
-    if not isinstance(value, (list, tuple, set, frozenset, dict)):
+        return budget - 1 - int(value.nbytes) // 64
+    if not isinstance(value, _CONTAINERS):
         return budget - 1
     if _is_float_list(value):
         return budget - 1 - len(value) // 8
@@ -199,21 +200,19 @@ def _canonical_chunks(value: Any) -> Iterator[list[Any]]:
 def _canonical(value: Any) -> Any:
     """A value of a plain type that is the same for equal values. Of a container, it is a tuple with
     its digest. TypeError for a value that equals no other."""
+    if value is None:
+        return None
     if isinstance(value, complex) and value.imag == 0:
         value = value.real
     if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, float) and value == value:
-        return float(value)
-    if isinstance(value, (list, tuple, set, frozenset, dict)):
-        digest = _digest_or_none(value)
-        if digest is not None:
-            return (digest,)
-    for base in (int, complex, str, bytes, bytearray):
-        if isinstance(value, base) and value == value:
-            return base(value)
-    if value is None:
-        return None
+        value = int(value)
+    if isinstance(value, bytearray):
+        value = bytes(value)
+    if isinstance(value, _CONTAINERS) and (digest := _digest_or_none(value)):
+        return (digest,)
+    for base in (int, float, complex, str, bytes):
+        if isinstance(value, base) and value == value:  # NaN equals nothing
+            return _FORMS[base].from_json(_FORMS[base].to_json(value))
     raise TypeError(f"a {type(value).__name__} equals no other value")
 
 
