@@ -9,8 +9,7 @@ import pandas as pd
 from analysis import names
 from analysis.load.settings import removed_share_texts
 from analysis.outputs.captions import run_setup
-from analysis.outputs.score_rows import concatenate_numbers, numbers_table
-from analysis.outputs.scores import sort_cells
+from analysis.outputs.score_rows import concatenate_numbers, numbers_table, sort_cells
 from analysis.registry import Results, output
 from analysis.render.table import SCORE, Table, display_frame
 from analysis.stats.cell_scores import Numbers, differences

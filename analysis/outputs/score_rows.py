@@ -391,6 +391,19 @@ def sorted_in_order(
     )
 
 
+def sort_cells(cells: pd.DataFrame) -> pd.DataFrame:
+    """Sort cells by ratio, gate, calibration set and method; calibration sets and methods in the
+    order of tables."""
+    sets = names.calibrations_in_order(cells["calibration"])
+    methods = names.methods_in_order(cells["method"])
+    positions = cells.assign(
+        calibration=cells["calibration"].map(sets.index), method=cells["method"].map(methods.index)
+    )
+    return cells.loc[
+        positions.sort_values(["ratio", "gate", "calibration", "method"], kind="stable").index
+    ]
+
+
 def cells_without_recovery(comparison: Comparison, granularity: str = "") -> pd.DataFrame:
     """Pruned cells without recovery, sorted by ratio and criterion.
 

@@ -17,6 +17,7 @@ from analysis.outputs.score_rows import (
     criterion_entries,
     numbers_table,
     panel_cells,
+    sort_cells,
 )
 from analysis.registry import Results, output, per_model
 from analysis.render import marks, style
@@ -190,19 +191,6 @@ def benchmark_table(results: Results, name: str) -> Table | None:
         caption=f"{_metrics(results.study)} {score_setup(results.study)}",
         blocks=PANEL_COLUMNS,
     )
-
-
-def sort_cells(cells: pd.DataFrame) -> pd.DataFrame:
-    """Sort cells by ratio, gate, calibration set and method; calibration sets and methods in the
-    order of tables."""
-    sets = names.calibrations_in_order(cells["calibration"])
-    methods = names.methods_in_order(cells["method"])
-    positions = cells.assign(
-        calibration=cells["calibration"].map(sets.index), method=cells["method"].map(methods.index)
-    )
-    return cells.loc[
-        positions.sort_values(["ratio", "gate", "calibration", "method"], kind="stable").index
-    ]
 
 
 def _metrics(study: Study) -> str:
