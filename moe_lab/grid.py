@@ -456,7 +456,8 @@ def _hold_out(benchmark: BenchmarkConfig, cell: Cell) -> BenchmarkConfig:
     is_missing = text.is_default and not is_shipped(cell.model)
     if benchmark.data or benchmark.task or is_missing:
         return benchmark
-    return replace(benchmark, held_out=replace(text, seed=text.seed or cell.seed))
+    seed = cell.seed if text.seed is None else text.seed
+    return replace(benchmark, held_out=replace(text, seed=seed))
 
 
 def _text(setting: str, name: str, files: Files, changes: Mapping[str, Any]) -> CalibrationConfig:

@@ -78,16 +78,16 @@ class Perplexity(Harness):
         results = []
         for name, metric in benchmark.reports.items():
             losses = []
-            for window in windows:
+            for number, window in enumerate(windows):
                 totals = {
                     "kl": window.divergence,
                     "disagreement": window.disagreements,
                     "bits_per_byte": -window.nats * factor,
                 }
-                losses.append(totals.get(metric, -window.nats) / window.tokens)
-            for number, (loss, count) in enumerate(zip(losses, counts, strict=True)):
+                loss = totals.get(metric, -window.nats) / window.tokens
+                losses.append(loss)
                 sample = answer.sample(name, loss, extracted="", output="")
-                samples.append({**sample, "item": str(number), "units": count})
+                samples.append({**sample, "item": str(number), "units": window.tokens})
             scale: Scale = "perplexity" if metric == "perplexity" else "loss"
             results.append(
                 loss_result(name, metric, scale, UNITS[metric], losses, counts, benchmark)
