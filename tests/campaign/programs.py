@@ -356,15 +356,6 @@ GRADING = [
         "sys.exit()",
     ),
     _function_program(
-        "answers when it is collected",
-        "class A:",
-        "    def __del__(self): os.write(3, b'2\\n')",
-        "a = [A()]",
-        "a.append(a)",
-        "return 0",
-        verdict="fail crash",
-    ),
-    _function_program(
         "remembers for the next program",
         "import moe_lab.evaluation.sandbox.encoding as encoding",
         "encoding._DECODERS.clear()",

@@ -37,7 +37,6 @@ from moe_lab.evaluation.harnesses import evalplus
 from moe_lab.evaluation.harnesses.perplexity import HARNESS as PERPLEXITY
 from moe_lab.evaluation.run import evaluate
 from moe_lab.evaluation.sandbox import client, isolation
-from moe_lab.evaluation.sandbox.runner import Request
 from moe_lab.paths import resolve
 from moe_lab.pruning.mask import mask
 from moe_lab.results import Sample
@@ -182,19 +181,6 @@ def test_failed_sandbox_start_is_repeated_not_weakened(
     failed = broken_starts(monkeypatch, 1, how)  # the failure before is not remembered
     assert Policy(True).program_sandbox() == program_isolation()
     assert failed == [how]
-
-
-@pytest.mark.usefixtures("fresh_sandbox")
-def test_failed_sandbox_start_is_repeated_while_grading(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    broken_starts(monkeypatch, 2, "killed")
-    runners = client.Runners(program_isolation())
-    try:
-        request = Request("def f(x): return x", "f", [[3]], [1.0], 2.0, 1 << 30, 1 << 20)
-        assert runners.run(request).status == "ok"
-    finally:
-        runners.close()
 
 
 @pytest.mark.parametrize(

@@ -121,20 +121,11 @@ def test_huge_values_are_equal_if_the_values_are(first: Any, second: Any) -> Non
 
 
 def test_large_values_are_sent_if_their_tolerance_counts() -> None:
-    class Same(str):
-        __slots__ = ()
-
-        def __eq__(self, other: object) -> bool:
-            return True
-
-        __hash__ = str.__hash__
-
     floats = [number / 7 for number in range(4 * HUGE)]
     assert decode(encode_result(floats)) == floats
     assert len(json.dumps(encode_result(floats))) < 11 * len(floats)
     assert isinstance(decode(encode_result(["x"] * 2 * HUGE)), Huge)
-    for unequal in (float("nan"), Same("x"), object(), [object()]):
-        assert huge(unequal) != unequal or isinstance(unequal, Same)
+    for unequal in (float("nan"), object(), [object()]):
         assert huge(["y", unequal]) != huge(["y", "z"])
 
 
