@@ -305,7 +305,7 @@ def test_limit_takes_items_from_all_subsets_alike(
     )
     subsets["easy"][1].input[0].text = "another question"
     with pytest.raises(AssertionError, match="answers and questions are not the same: easy/1"):
-        evalscope_worker.grade(dict.fromkeys(names, "text"), code=None)
+        evalscope_worker.grade(dict.fromkeys(names, "text"), is_mathematics=False, code=None)
 
 
 class _Hostile:
@@ -502,3 +502,50 @@ def test_answer_of_the_majority_counts(tmp_path: Path) -> None:
     ]
     graded = HARNESS.grade(answers, benchmark, Policy())
     assert [sample["outcome"] for sample in graded.samples] == [1.0] * 4 + [0.0] * 4
+
+
+NUMBERS = [
+    r"\boxed{1006^\circ}",
+    r"\boxed{\mathbf{1006}}",
+    r"\boxed{m+n=1006}",
+    r"\boxed{\text{1006}}",
+    "**Answer: 1006**",
+    "__1006__",
+    r"\boxed{**1006**}",
+    r"\boxed{1006°}",
+    r"\boxed{1006.}",
+    r"\boxed{1\,006}",
+    r"\boxed{1 006}",
+    "The answer is 1\u202f006.",
+    "\\boxed{1\u2009006}",
+    r"\boxed{１００６}",
+    r"\boxed{１，００６}",
+    r"\boxed{١٠٠٦}",
+    r"\boxed{١٬٠٠٦}",
+    r"\boxed{۱۰۰۶}",
+]
+"""Right answers, of which EvalScope accepts few."""
+SEVEN = str.maketrans("6６٦۶", "7７٧۷")
+
+
+@pytest.mark.slow
+@needs_evalscope
+@pytest.mark.parametrize("task", ["aime25", "gsm8k"])
+def test_what_math_verify_accepts_is_right(task: str, tmp_path: Path) -> None:
+    wrong = [text.translate(SEVEN) for text in NUMBERS] + ["There are 1006. So \\boxed{?}", ""]
+    texts = NUMBERS + wrong
+    rows = [
+        {"problem": n, "question": n, "answer": "1006", "id": n}
+        for n in map(str, range(len(texts)))
+    ]
+    benchmark = configured(task, tmp_path)
+    write_data(benchmark, {str(benchmark.split): rows})
+    answers = made_up_answers(benchmark, texts)
+    graded = HARNESS.grade(answers, benchmark, Policy())
+    right = [sample["item"] for sample in graded.samples if sample["outcome"]]
+    assert right == [answer.item for answer in answers[: len(NUMBERS)]]
+    as_harness = replace(benchmark, parameters={"as_harness": True})
+    samples = HARNESS.grade(answers, as_harness, Policy()).samples
+    right_in_evalscope = {sample["item"] for sample in samples if sample["outcome"]}
+    assert set(graded.protocol["unlike_harness"]) == set(right) - right_in_evalscope
+    assert len(right_in_evalscope) < len(right) / 2

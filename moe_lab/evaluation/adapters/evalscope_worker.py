@@ -7,9 +7,10 @@ The process needs EvalScope and the standard library, but no other package of mo
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from hashlib import sha256
 from importlib.metadata import version
 from itertools import repeat
@@ -22,6 +23,15 @@ _SCORED = "success"
 _VERSIONS = ("evalscope", "datasets", "math-verify", "sympy")
 Samples = dict[str, Any]
 """Name of an item -> EvalScope's sample."""
+_ASCII: dict[int, int | str] = {
+    **{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)},  # full-width characters
+    **dict.fromkeys(map(ord, "\u00a0\u2009\u202f\u3000"), r"\,"),  # spaces
+    **str.maketrans("٬٫−", ",.-"),
+    ord("°"): r"^\circ",
+}
+"""Code of a character -> what Math-Verify reads in its place."""
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:[ ~]|\\[ ,;:]|\\thinspace )+\d{3})+(?!\d)")
+_EMPHASIS = re.compile(r"(?<!\w)(\*{1,3}|_{1,3}|`)(\S(?:.{,99}?\S)?)\1(?!\w)")
 
 
 def questions(**task: Any) -> list[dict[str, Any]]:
@@ -34,15 +44,18 @@ def questions(**task: Any) -> list[dict[str, Any]]:
     ]
 
 
-def grade(texts: dict[str, list[str]], **task: Any) -> dict[str, Any]:
+def grade(texts: dict[str, list[str]], is_mathematics: bool, **task: Any) -> dict[str, Any]:
     """Grade answers. Returns {"samples": one verdict per answer, "versions": package -> version}.
 
     A verdict is {"item": name; "outcome": score, or None if EvalScope could not compare the answer;
-    "extracted": the extracted answer; "why": the reason of a failure}. The verdicts on an item are
-    in the order of its answers.
-    `texts`: name of an item -> answers. `task`: keyword arguments of `load`, without hides_tests.
+    "extracted": the extracted answer; "why": the reason of a failure; "unlike_harness": whether
+    only Math-Verify accepts the answer}. The verdicts on an item are in the order of its answers.
+    `texts`: name of an item -> answers. `is_mathematics`: whether an answer is right that only
+    Math-Verify accepts. `task`: keyword arguments of `load`, without hides_tests.
     """
     grade_answer: Callable[[Any, Any], dict[str, Any]] = _verdict
+    if is_mathematics:
+        grade_answer = _mathematical_verdict
     threads = 1
     if task["code"]:
         programs = evalscope_code.Programs(**task["code"]["limits"])
@@ -137,3 +150,33 @@ def _verdict(adapter: Any, state: Any) -> dict[str, Any]:
         # the reason is under different keys in different tasks
         "why": str(notes.get("error") or notes.get("acc") or notes.get("math_reason") or ""),
     }
+
+
+def _mathematical_verdict(adapter: Any, state: Any) -> dict[str, Any]:
+    """As `_verdict`, but an answer is right, too, if Math-Verify accepts its text, as it is or in
+    plain notation. Math-Verify reads the last box or, without a box, one formula or number."""
+    from evalscope.metrics.math.contracts import MathEvaluationError
+    from evalscope.metrics.math.parser import compare_answers
+
+    verdict = _verdict(adapter, state)
+    text = state.output.completion
+    for form in (text, _in_plain_notation(text)):
+        if verdict["outcome"] == 0:
+            with suppress(MathEvaluationError):
+                result = compare_answers(form, state.target, prediction_mode="output")
+                if result.matched:
+                    verdict |= {
+                        "outcome": 1.0,
+                        "extracted": result.extracted,
+                        "unlike_harness": True,
+                    }
+    return verdict
+
+
+def _in_plain_notation(text: str) -> str:
+    """A text with ASCII digits and signs, numbers without spaces between thousands, no emphasis,
+    and no point or comma at the end of a box."""
+    text = re.sub(r"\d", lambda digit: str(int(digit[0])), text).translate(_ASCII)
+    text = _THOUSANDS.sub(lambda number: re.sub(r"\D", "", number[0]), text)
+    text = _EMPHASIS.sub(r"\2", text)
+    return re.sub(r"[.,]\s*(?=\})", "", text)

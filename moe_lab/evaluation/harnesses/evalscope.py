@@ -39,6 +39,8 @@ SHOTS: Mapping[str, tuple[int, ...] | None] = {
 questions and grading of tasks that are not listed here have not been checked."""
 CODE = "live_code_bench"
 """The task whose answers are programs."""
+MATHEMATICS = ("gsm8k", "math_500", "aime25")
+"""The tasks whose answers are compared by Math-Verify."""
 OWN_SUBSETS = "math_500"
 """The task whose items EvalScope splits into its own subsets."""
 
@@ -49,9 +51,10 @@ class EvalScope(Harness):
 
     metrics = ("acc",)
     question_parameters = ("start_date", "end_date")
-    grading_parameters = ("seconds", "memory_mib")
+    numeric_parameters = ("seconds", "memory_mib", "processes")
+    boolean_parameters = ("as_harness",)
+    grading_parameters = ("seconds", "memory_mib", "as_harness")
     other_parameters = ("processes",)
-    numeric_parameters = grading_parameters + other_parameters
     mirrored = True
     shows_examples = True
     two_phases = True
@@ -70,14 +73,19 @@ class EvalScope(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """Let EvalScope grade the answers. RuntimeError if EvalScope could not compare more than
-        1 % of the answers."""
+        """Let EvalScope grade the answers. A mathematical answer is right, too, if only Math-Verify
+        accepts it, except with the parameter `as_harness`. RuntimeError if EvalScope could not
+        compare more than 1 % of the answers."""
         is_code = self.runs_programs(benchmark)
         texts: dict[str, list[str]] = {}
         for answer in answers:
             text = replace_surrogates(answer.reply.text or "")
             texts.setdefault(answer.item, []).append(text)
-        graded = _call_worker(benchmark, policy, "grade", texts=texts)
+        as_harness = benchmark.parameters.get("as_harness", False)
+        is_mathematics = benchmark.task in MATHEMATICS and not as_harness
+        graded = _call_worker(
+            benchmark, policy, "grade", texts=texts, is_mathematics=is_mathematics
+        )
         # for each answer: the `outcome` (None: not compared), the `extracted` answer, and `why` the
         # answer failed
         samples: dict[str, list[dict[str, Any]]] = {}
@@ -101,7 +109,13 @@ class EvalScope(Harness):
                 return outcome, "pass" if outcome else sample["why"]
             return outcome, sample["extracted"]
 
-        protocol = {"evalscope": graded["versions"], "unscored": unscored_items}
+        protocol = {
+            "evalscope": graded["versions"],
+            "unscored": unscored_items,
+            "unlike_harness": [
+                sample["item"] for sample in graded["samples"] if sample.get("unlike_harness")
+            ],
+        }
         if is_code:
             protocol["sandbox"] = policy.program_sandbox()
         return graded_by_mean(answers, benchmark, verdict, protocol)
