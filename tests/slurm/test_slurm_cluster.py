@@ -209,20 +209,6 @@ def agnostic_store(scenario: Scenario) -> Path:
     return store
 
 
-@pytest.fixture(scope="module")
-def agnostic_steps(agnostic_store: Path) -> set[str]:
-    """Folders of all its finished steps."""
-    files = agnostic_store.glob("*/*/step.json")
-    return {str(path.parent.relative_to(agnostic_store)) for path in files}
-
-
-@pytest.fixture(scope="module")
-def agnostic_run(agnostic_store: Path) -> Path:
-    """The folder of its only run."""
-    (folder,) = (agnostic_store / "runs" / "task_agnostic").iterdir()
-    return folder
-
-
 def test_jobs_give_the_results_of_one_process(scenario: Scenario, agnostic_store: Path) -> None:
     """Bit for bit, in a store of their own: the same steps and the same files, but for when and
     where they were computed."""
@@ -234,44 +220,32 @@ def test_jobs_give_the_results_of_one_process(scenario: Scenario, agnostic_store
     }
 
 
-def test_each_step_of_the_main_experiment_is_done_once(
-    agnostic_store: Path, agnostic_steps: set[str], agnostic_run: Path
-) -> None:
-    kinds = Counter(step.partition("/")[0] for step in agnostic_steps)
+def test_each_step_of_the_main_experiment_is_done_once(agnostic_store: Path) -> None:
+    files = agnostic_store.glob("*/*/step.json")
+    steps = {str(path.parent.relative_to(agnostic_store)) for path in files}
+    kinds = Counter(step.partition("/")[0] for step in steps)
     assert kinds["evaluate"] == 18
     assert kinds["plan"] == 8
     assert kinds["statistics"] == 1
-    assert executed_steps(agnostic_store) == Counter(agnostic_steps)
-    assert agnostic_steps == set(json.loads((agnostic_run / "run.json").read_text())["steps"])
-
-
-def test_a_job_evaluates_three_models_at_most(agnostic_run: Path) -> None:
-    """The study has nine models."""
-    rows = json.loads((agnostic_run / "jobs.json").read_text())["jobs"]
-    assert Counter(row["job"]["kind"] for row in rows)["evaluate"] == 3
-
-
-def test_the_record_of_jobs_has_all_cells(agnostic_store: Path) -> None:
-    record = read_record(agnostic_store, "task_agnostic")
-    assert record
-    assert len(record["cells"]) == 9
-    assert all(all(cell["evaluate"].values()) for cell in record["cells"])
+    assert executed_steps(agnostic_store) == Counter(steps)
+    [run] = runs(Store(agnostic_store), "task_agnostic")
+    assert run.plan
+    assert steps == set(run.plan["steps"])
 
 
 PASS_IN_PARTS = [*PASS, "calibration.parts=3"]
 
 
 @pytest.fixture(scope="module")
-def parts_store(
-    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[str]]:
-    """A store in which jobs did a pass in parts; and the jobs of the pass, as they are printed."""
+def parts_store(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store in which jobs did a pass in parts."""
     store = tmp_path_factory.mktemp("parts") / "store"
     python = f"launcher.python={preloaded.python()}"
     result = moe_lab(store, *PASS_IN_PARTS, *SLURM, python, "wait=true")
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stdout.splitlines() if " statistics: " in line]
-    return store, [line.split(": ")[1] for line in lines]
+    assert [line.split(": ")[1] for line in lines] == ["3 jobs, 3 steps", "1 job, 1 step"]
+    return store
 
 
 def passes(store: Path) -> dict[str, int]:
@@ -280,30 +254,24 @@ def passes(store: Path) -> dict[str, int]:
     return {name: executions[name] for name in executions if name.startswith("statistics/")}
 
 
-def test_parts_of_a_pass_are_jobs(parts_store: tuple[Path, list[str]]) -> None:
-    store, jobs_of_pass = parts_store
-    assert jobs_of_pass == ["3 jobs, 3 steps", "1 job, 1 step"]
-    assert len(passes(store)) == 4
-    assert set(passes(store).values()) == {1}
+def test_parts_of_a_pass_are_done_once(parts_store: Path) -> None:
+    assert len(passes(parts_store)) == 4
+    assert set(passes(parts_store).values()) == {1}
 
 
-def test_a_pass_in_parts_gives_the_same_plan(
-    parts_store: tuple[Path, list[str]], scenario: Scenario
-) -> None:
-    store, _ = parts_store
-    [file] = store.glob("plan/*/plan.json")
+def test_a_pass_in_parts_gives_the_same_plan(parts_store: Path, scenario: Scenario) -> None:
+    [file] = parts_store.glob("plan/*/plan.json")
     label = file.parent.name.rpartition("-")[0]
     [inline_file] = scenario("inline").glob(f"plan/{label}-????????????/plan.json")
     plan, inline_plan = (json.loads(path.read_text()) for path in (file, inline_file))
     assert plan["layers"] == inline_plan["layers"]
 
 
-def test_one_process_finds_the_results_of_jobs(parts_store: tuple[Path, list[str]]) -> None:
-    store, _ = parts_store
-    passes_before = passes(store)
-    result = moe_lab(store, *PASS_IN_PARTS, "launcher=inline")
+def test_one_process_finds_the_results_of_jobs(parts_store: Path) -> None:
+    passes_before = passes(parts_store)
+    result = moe_lab(parts_store, *PASS_IN_PARTS, "launcher=inline")
     assert result.returncode == 0, result.stderr
-    assert passes(store) == passes_before
+    assert passes(parts_store) == passes_before
 
 
 def test_a_pass_is_saved_when_its_job_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
@@ -363,26 +331,6 @@ def test_why_shows_errors_of_a_job_that_dies_before_python(
     assert "record: missing: job" in why
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A copy of the repository that jobs may enter."""
-    tmp_path.chmod(0o755)
-    folder = tmp_path / "checkout"
-    for name in ("moe_lab", "analysis", "conf", "hydra_plugins"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    return folder
-
-
-def random_plan(store: Path, seed: int) -> Path:
-    """The folder of the main experiment's random plan."""
-    (plan,) = (
-        cell["plan"]
-        for cell in (read_record(store, "task_agnostic") or {})["cells"]
-        if cell["cell"]["criterion"] == "random" and cell["cell"]["seed"] == seed
-    )
-    return store / plan
-
-
 @contextmanager
 def drained(cluster: Cluster) -> Iterator[None]:
     """A cluster whose jobs stay in the queue."""
@@ -393,13 +341,20 @@ def drained(cluster: Cluster) -> Iterator[None]:
 
 
 def test_jobs_run_the_code_as_it_was_submitted(
-    cluster: Cluster, scenario: Scenario, checkout: Path, tmp_path: Path
+    cluster: Cluster, scenario: Scenario, tmp_path: Path
 ) -> None:
     """Edits while jobs are in the queue, even in their working directory, have no effect."""
+    tmp_path.chmod(0o755)  # jobs may enter
+    checkout = tmp_path / "checkout"
+    for name in ("moe_lab", "analysis", "conf", "hydra_plugins"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
     finished = scenario("inline")
     store = tmp_path / "store"
     shutil.copytree(finished, store)
-    shutil.rmtree(store / random_plan(finished, 42).relative_to(finished))
+    cells = (read_record(store, "task_agnostic") or {})["cells"]
+    drawn = [cell for cell in cells if cell["cell"]["criterion"] == "random"]
+    [plan] = [cell["plan"] for cell in drawn if cell["cell"]["seed"] == 42]
+    shutil.rmtree(store / plan)
     with drained(cluster):
         result = subprocess.run(
             command(store, *DRAWN, "study=copied", *SLURM),

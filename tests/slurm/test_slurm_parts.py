@@ -38,8 +38,6 @@ from moe_lab.config import (
 )
 from moe_lab.config.base import validated
 from moe_lab.errors import UserError
-from moe_lab.evaluation import Policy
-from moe_lab.evaluation.harness import IdentifiedBenchmark, Questions
 from moe_lab.study.claims import in_queue
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.provenance import code_state
@@ -55,7 +53,6 @@ from moe_lab.study.slurm.submit import _submit_missing as submit_missing
 from moe_lab.study.slurm.submit import copy_code, pending_jobs, setup_lines
 from moe_lab.study.status import StepState, queued_jobs, seconds_left
 from moe_lab.study.step import Step
-from moe_lab.study.steps.evaluation import BenchmarkSetup, Generate, Grade, Grading, Items
 from moe_lab.study.store import Store
 
 SETTINGS = LauncherConfig(cells_per_job=2)
@@ -125,21 +122,14 @@ def test_a_job_evaluates_at_most_two_plans_of_one_model() -> None:
 
 @pytest.mark.parametrize(("backend", "generates"), [("hf", "evaluate"), ("server", "generate")])
 def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> None:
-    steps = study(5)
     benchmark = BenchmarkConfig(
         name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl"
     )
-    step_about = BenchmarkSetup(
-        benchmark,
-        Items.of(benchmark),
-        Questions(benchmark),
-        BackendConfig(name=backend, command="serve {checkpoint}"),
-    )
-    grading = Grading(IdentifiedBenchmark.of(benchmark), Policy())
-    for plan in [step for step in steps if step.kind == "plan"]:
-        pruned = evaluation_step(ModelConfig(name="m", path="owner/m"), benchmark, plan).pruned
-        generate = Generate(step_about, pruned, None, None)
-        steps += [pruned.loaded.facts, generate, Grade(grading, generate)]
+    config = Config(backend=BackendConfig(name=backend, command="serve {checkpoint}"))
+    steps: list[Step] = []
+    for ratio in (0.25, 0.5):
+        grade = step_of("grade", cell_of(BIG, TEXT, ratio=ratio), config, benchmark)
+        steps += [grade.inputs["generate"], grade]
     arrays = divide_into_arrays(
         steps, lambda pack: {"gpus": int(pack[0].kind != "grade")}, SETTINGS
     )
@@ -415,9 +405,7 @@ def test_a_job_is_requeued_as_often_as_the_launcher_allows(pack: SimpleNamespace
 @pytest.fixture
 def merge() -> Step:
     """A step that merges three parts of a pass."""
-    model = ModelConfig(name="m", path="m")
-    parts = tuple(Example("statistics", f"rows{n}", n, model=model) for n in range(3))
-    return Example("statistics", "whole", 3, model=model, merged_steps=parts)
+    return pass_in_parts(3)[-1]
 
 
 def test_parts_of_a_pass_are_an_array_before_their_merge(merge: Step) -> None:
@@ -470,33 +458,20 @@ def test_seconds_left_assume_the_mean_time_of_finished_steps() -> None:
 
 def test_settle_distinguishes_lost_failed_and_skipped_steps(tmp_path: Path) -> None:
     store = Store(tmp_path).create()
-    finished, failed, lost = (
-        Example("k", name, number) for number, name in enumerate(("done", "failed", "lost"))
-    )
+    finished = Example("k", "done")
+    failed = Example("k", "failed", 1)
+    lost = Example("k", "lost", 2, {"in": finished})
     skipped = [Example("after", step.name, input_steps={"in": step}) for step in (failed, lost)]
     with store.claim(finished):
         pass
     store.fail(failed, {"message": "no", "user": True})
-    schedule = Schedule([finished, failed, lost, *skipped])
+    schedule = Schedule([*skipped, finished, failed, lost])
     update_from_store(schedule, store)
     assert schedule.finished == {finished.id}
     assert set(schedule.skipped) == {step.id for step in skipped}
     assert str(schedule.failed[failed.id]) == "no"
     assert "was not finished" in str(schedule.failed[lost.id])
     assert not schedule.waiting
-
-
-def test_a_step_is_lost_if_its_inputs_are_finished_and_skipped_otherwise(tmp_path: Path) -> None:
-    store = Store(tmp_path).create()
-    finished = Example("k")
-    lost = Example("k", "lost", 1, {"in": finished})
-    skipped = Example("after", input_steps={"in": lost})
-    with store.claim(finished):
-        pass
-    schedule = Schedule([finished, skipped, lost])
-    update_from_store(schedule, store)
-    assert set(schedule.failed) == {lost.id}
-    assert set(schedule.skipped) == {skipped.id}
 
 
 def test_code_is_copied_once_for_each_state_of_it(
@@ -558,9 +533,10 @@ def test_new_files_of_a_tracked_installation_are_edits(
     assert len(set(edits.values())) == 3
 
 
-@pytest.fixture
-def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of sys.path for the plugins plugged.part and plugged_file."""
+def test_jobs_run_plugins_as_they_were_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package of a plugin, or its only file; Python would find its later state."""
     folder = tmp_path / "mine"
     installation = tmp_path / "own" / "moe_lab"
     (folder / "plugged").mkdir(parents=True)
@@ -571,15 +547,10 @@ def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         plugins, "load", lambda names: [importlib.import_module(name).__name__ for name in names]
     )
     monkeypatch.syspath_prepend(folder)
-    return folder
-
-
-def test_jobs_run_plugins_as_they_were_submitted(plugin_folder: Path, tmp_path: Path) -> None:
-    """The package of a plugin, or its only file; Python would find its later state."""
     copies = []
     for text in ("before", "after"):
         for file in ("plugged/part.py", "plugged_file.py"):
-            (plugin_folder / file).write_text(f"print('{text}')")
+            (folder / file).write_text(f"print('{text}')")
         copies.append(copy_code(tmp_path / "store", ["plugged.part", "plugged_file"]))
     assert copies[0] != copies[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -650,6 +621,14 @@ def test_a_model_of_unknown_format_gets_one_gpu() -> None:
     assert request_of([step_about(replace(BIG, device="cuda"))])["gpus"] == 1
 
 
+@pytest.fixture
+def hub_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub states the format of all models, with 28 attention heads."""
+    config = {"model_type": "any", "num_attention_heads": 28}
+    monkeypatch.setattr("moe_lab.models.config_json.hub_config", lambda *_: config)
+
+
+@pytest.mark.usefixtures("hub_config")
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -658,20 +637,19 @@ def test_a_model_of_unknown_format_gets_one_gpu() -> None:
     ],
 )
 def test_a_model_larger_than_the_gpus_of_a_node_is_refused(
-    model: ModelConfig, message: str, monkeypatch: pytest.MonkeyPatch
+    model: ModelConfig, message: str
 ) -> None:
-    monkeypatch.setattr("moe_lab.models.config_json.hub_config", lambda *_: {"model_type": "any"})
     with pytest.raises(UserError, match=rf"deepseek_v3.*resources\.gpu_memory.*{message}"):
         request_of([step_about(model)])
 
 
-def test_configured_gpus_of_a_large_model_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_lab.models.config_json.hub_config", lambda *_: {"model_type": "any"})
+@pytest.mark.usefixtures("hub_config")
+def test_configured_gpus_of_a_large_model_are_used() -> None:
     assert request_of([step_about(DEEPSEEK_V3)], ON_FOUR_GPUS)["gpus"] == 4
 
 
-def test_a_streamed_pass_asks_for_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_lab.models.config_json.hub_config", lambda *_: {"model_type": "any"})
+@pytest.mark.usefixtures("hub_config")
+def test_a_streamed_pass_asks_for_one_gpu() -> None:
     text = CalibrationConfig(name="t", path="a/b", engine="streamed", seed=1)
     streamed = step_of("statistics", cell_of(DEEPSEEK_V3, text))
     assert request_of([streamed])["gpus"] == request_of([streamed], ON_FOUR_GPUS)["gpus"] == 1
@@ -679,11 +657,9 @@ def test_a_streamed_pass_asks_for_one_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         request_of([streamed], "{gpu_memory: 8}")
 
 
+@pytest.mark.usefixtures("hub_config")
 @pytest.mark.parametrize("kind", ["statistics", "gradients", "finetune"])
-def test_a_batch_larger_than_the_gpus_is_refused_with_the_largest_that_fits(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("moe_lab.models.config_json.hub_config", lambda *_: {"model_type": "any"})
+def test_a_batch_larger_than_the_gpus_is_refused_with_the_largest_that_fits(kind: str) -> None:
     recovery = RecoveryConfig(name="r", distill="t")
 
     def request(batch_tokens: int) -> None:
@@ -704,15 +680,7 @@ def test_a_timing_asks_for_the_gpus_of_its_device(device: str, gpus: int) -> Non
     assert request_of([timing], "{gpu_memory: 250}")["gpus"] == gpus
 
 
-@pytest.fixture
-def heads_28(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All models have 28 attention heads."""
-    monkeypatch.setattr(
-        "moe_lab.models.config_json.hub_config", lambda *_: {"num_attention_heads": 28}
-    )
-
-
-@pytest.mark.usefixtures("heads_28")
+@pytest.mark.usefixtures("hub_config")
 def test_vllm_jobs_ask_for_gpus_that_divide_the_attention_heads() -> None:
     """vLLM uses no other number of GPUs."""
     step = evaluation_step(BIG, WRITTEN, backend=BackendConfig("vllm"))
@@ -721,12 +689,12 @@ def test_vllm_jobs_ask_for_gpus_that_divide_the_attention_heads() -> None:
         request_of([step], "{gpu_memory: 24}")
 
 
-@pytest.mark.usefixtures("heads_28")
+@pytest.mark.usefixtures("hub_config")
 def test_transformers_jobs_may_divide_layers_among_eight_gpus() -> None:
     assert request_of([step_about()], "{gpu_memory: 24}")["gpus"] == 8
 
 
-@pytest.mark.usefixtures("heads_28")
+@pytest.mark.usefixtures("hub_config")
 def test_vllm_jobs_ask_for_the_configured_tensor_parallel_size() -> None:
     backend = BackendConfig("vllm", arguments={"tensor_parallel_size": 2})
     step = evaluation_step(BIG, WRITTEN, backend=backend)
@@ -768,28 +736,18 @@ def run_setup(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_resource_has_an_estimate_or_default() -> None:
+    """The weights pass through main memory."""
     estimate = request_of([step_about()])
     assert set(estimate) == {field.name for field in fields(JobConfig)}
     assert (estimate["partition"], estimate["sbatch"], estimate["setup"]) == (None, {}, [])
-
-
-def test_gpus_and_memory_are_estimated_from_the_weights() -> None:
-    """Three GPUs do not divide the model; the weights pass through main memory."""
-    estimate = request_of([step_about()])
-    assert estimate["gpus"] == 4
-    assert estimate["cpus"] == 32
     assert estimate["memory"] > 106
 
 
-def test_minutes_of_a_job_are_twice_the_time_of_its_steps() -> None:
-    single, four = (request_of([step_about()] * count) for count in (1, 4))
+def test_minutes_of_a_job_are_twice_the_time_of_its_steps_up_to_the_longest() -> None:
+    single, four, many = (request_of([step_about()] * count) for count in (1, 4, 400))
     assert (single["minutes"], four["minutes"]) == (120, 480)
+    assert many["minutes"] == ResourcesConfig().longest
     assert {**single, "minutes": 0} == {**four, "minutes": 0}
-
-
-def test_minutes_are_half_hours_up_to_the_longest() -> None:
-    assert request_of([step_about()])["minutes"] % 30 == 0
-    assert request_of([step_about()] * 400)["minutes"] == ResourcesConfig().longest
 
 
 @pytest.mark.parametrize(
