@@ -125,31 +125,18 @@ def log_folder(
     return isolated
 
 
-@pytest.fixture
-def logged_runs(log_folder: Path) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-    """The records of the unpruned model and of the tuned one, each in one run."""
+def test_a_run_has_axes_results_losses_and_plan_of_its_cell(log_folder: Path) -> None:
+    """The unpruned model and the tuned one have one run each."""
     first, second = map(records, log_folder.glob("logs/wandb/offline-run-*"))
-    return (second, first) if first["history"] else (first, second)
-
-
-@pytest.mark.parametrize(("number", "axes", "score"), [(0, UNPRUNED, 0.75), (1, PRUNED, 0.5)])
-def test_a_run_has_axes_and_results_of_its_cell(
-    logged_runs: tuple[dict[str, list[Any]], ...], number: int, axes: dict[str, Any], score: float
-) -> None:
-    run = logged_runs[number]
-    (settings,) = run["run"]
-    names = ("run_group", "display_name", "resume")
-    assert tuple(settings[name] for name in names) == ("demo", "tiny", True)
-    assert axes.items() <= settings["config"]["update"].items()
-    results = {"scores/arc/acc": score, "answer_loss/arc": 1.5, "cost/parameters": 100}
-    summary = ChainMap(*(changes["update"] for changes in run["summary"]))
-    assert results.items() <= summary.items()
-
-
-def test_a_run_has_losses_and_plan_of_a_tuned_model(
-    logged_runs: tuple[dict[str, list[Any]], ...],
-) -> None:
-    unpruned, tuned = logged_runs
+    unpruned, tuned = (second, first) if first["history"] else (first, second)
+    for run, axes, score in ((unpruned, UNPRUNED, 0.75), (tuned, PRUNED, 0.5)):
+        (settings,) = run["run"]
+        names = ("run_group", "display_name", "resume")
+        assert tuple(settings[name] for name in names) == ("demo", "tiny", True)
+        assert axes.items() <= settings["config"]["update"].items()
+        results = {"scores/arc/acc": score, "answer_loss/arc": 1.5, "cost/parameters": 100}
+        summary = ChainMap(*(changes["update"] for changes in run["summary"]))
+        assert results.items() <= summary.items()
     assert [item["item"]["recovery/loss"] for item in tuned["history"]] == LOSSES
     assert len(tuned["artifact"]) == 1
     assert not unpruned["artifact"]

@@ -18,6 +18,7 @@ import pytest
 from example_steps import Example
 from processes import python_command, wait_until
 from studies import SMALL_STUDY, STUDY, StudyRequest, Worker, start, study_command, study_request
+from test_store import state
 
 from analysis.load.reader import Reader
 from analysis.load.studies import combined_record
@@ -109,22 +110,17 @@ def damaged(request: pytest.FixtureRequest, store: Path) -> dict[str, Path]:
     return files
 
 
-def times(store: Path) -> list[tuple[Path, int]]:
-    """Every path of a store with its modification time."""
-    return sorted((path, path.stat().st_mtime_ns) for path in store.rglob("*"))
-
-
 @pytest.mark.usefixtures("damaged")
 def test_status_and_a_dry_run_leave_damaged_files_as_they_are(
     store: Path, aimer_study: StudyRequest
 ) -> None:
-    times_before = times(store)
+    state_before = state(store)
     assert study_command(store, "status", STUDY) == 2, "run.json is damaged"
     assert start(store, aimer_study, dry_run=True) == 0
-    assert times(store) == times_before
+    assert state(store) == state_before
 
 
-def test_a_start_sets_damaged_files_aside_and_reports_them(
+def test_a_start_reports_damaged_files_and_mends_the_store(
     damaged: dict[str, Path],
     store: Path,
     aimer_study: StudyRequest,
@@ -139,14 +135,6 @@ def test_a_start_sets_damaged_files_aside_and_reports_them(
         assert f"{folder}: {damaged[kind].name} is " in messages
         assert str(folder) in Worker.executed_folders
     assert len(list((store / "damaged").iterdir())) == messages.count("moved to")
-
-
-@pytest.mark.usefixtures("damaged")
-def test_a_store_is_whole_after_one_start(
-    store: Path, aimer_study: StudyRequest, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert start(store, aimer_study) == 0
-    capsys.readouterr()
     assert start(store, aimer_study) == 0
     assert "moved to" not in capsys.readouterr().err
     assert study_command(store, "status", STUDY) == study_command(store, "verify", STUDY) == 0
@@ -163,7 +151,6 @@ READERS = {
     "step": ("verify", "gc"),
     "result": ("verify",),
 }
-"""Kind of a file -> the commands that read files of this kind."""
 """Kind of a file -> the commands that read files of this kind."""
 
 
@@ -459,10 +446,13 @@ def test_a_file_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     assert result.stdout == ""
 
 
-@pytest.fixture
-def unlogged(tracked_study: StudyRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """A tracker without network, a store with a study that it could not log, and a failed job that
-    was to write its record."""
+def test_a_study_that_was_not_logged_is_unfinished_until_it_is(
+    tracked_study: StudyRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The tracker had no network, and the job that was to write the record has failed."""
     monkeypatch.setattr("moe_lab.study.slurm.scheduler.queue", lambda _: {})
     monkeypatch.setattr(
         "moe_lab.study.slurm.scheduler.job_fields", lambda _: {"JobState": "FAILED"}
@@ -474,13 +464,6 @@ def unlogged(tracked_study: StudyRequest, tmp_path: Path, monkeypatch: pytest.Mo
         start(store, tracked_study)
     record_job = SubmittedJob("8", "8", "study.record", "record", (), ())
     runs(Store(store).create(), STUDY)[0].add_jobs([record_job])
-    return log
-
-
-def test_a_study_that_was_not_logged_is_unfinished_until_it_is(
-    unlogged: Mock, tracked_study: StudyRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = tmp_path / "store"
 
     def reports_failed_job() -> list[bool]:
         """Whether `status` and `why` do."""
@@ -493,8 +476,8 @@ def test_a_study_that_was_not_logged_is_unfinished_until_it_is(
     with pytest.raises(UserError):
         start(store, tracked_study)
     assert reports_failed_job() == [True, True]
-    unlogged.side_effect = None
-    unlogged.return_value = ""
+    log.side_effect = None
+    log.return_value = ""
     assert start(store, tracked_study) == 0
     assert reports_failed_job() == [False, False]
 

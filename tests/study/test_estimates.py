@@ -14,7 +14,7 @@ import choices
 import pytest
 from example_steps import cell_of, evaluation_step, step_of
 from rich.filesize import decimal
-from studies import StudyRequest, start, study_request
+from studies import start, study_request
 
 from moe_lab.config import (
     AllocationConfig,
@@ -209,8 +209,6 @@ def test_changed_weights_take_the_memory_of_a_second_model() -> None:
         ("grade", "none", 4.0, 1000, None, "cells"),
         ("export", "files", 1.17, 1, None, "one"),
         ("weights", "files", 1.17, 1, None, "one"),
-        ("channel_weights", "files", 1.17, 1, None, "one"),
-        ("weight_distances", "files", 1.17, 1, None, "one"),
         ("scores", "none", 0.59, 1, None, "short"),
         ("plan", "none", 0.59, 1, None, "short"),
     ],
@@ -358,12 +356,6 @@ def test_several_answers_to_an_item_take_as_many_times_longer(kind: str) -> None
         step_of(kind, cell, benchmark=benchmark).resources() for benchmark in (CODE, several)
     )
     assert (often.units, often.disk) == (6 * once.units, 6 * once.disk)
-
-
-def test_a_dry_run_creates_no_store(aimer_study: StudyRequest, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    assert start(store, aimer_study, dry_run=True) == 0
-    assert not store.exists()
 
 
 def test_the_forecast_adds_known_times_and_counts_unknown_ones(store: Store) -> None:

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 from example_steps import Example
 from studies import STUDY, StudyRequest, Worker, run_until_killed, start, study_command
+from test_store import state
 
 from moe_lab.config import LauncherConfig
 from moe_lab.errors import UserError
@@ -71,11 +72,6 @@ def garbage_in(root: Path) -> set[str]:
     return {str(item.path.relative_to(root)) for item in find_garbage(Store(root))[0]}
 
 
-def times(root: Path) -> list[tuple[Path, int]]:
-    """Every path of a store with its modification time."""
-    return sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*"))
-
-
 def test_steps_that_no_study_needs_are_garbage(
     replaced: Path, aimer_steps: set[str], reap_steps: set[str]
 ) -> None:
@@ -92,31 +88,29 @@ def test_steps_that_no_study_needs_are_garbage(
 def test_gc_without_apply_prints_garbage_and_changes_nothing(
     replaced: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    times_before = times(replaced)
+    state_before = state(replaced)
     assert study_command(replaced, "gc") == 0
     output = capsys.readouterr().out
-    assert times(replaced) == times_before
+    assert state(replaced) == state_before
     assert "weights" in output
     assert "apply=true" in output
     assert "model" not in output.split("kept")[0]
 
 
 def test_gc_frees_garbage_and_nothing_else(
-    replaced: Path, reap_study: StudyRequest, reap_steps: set[str]
+    replaced: Path,
+    aimer_study: StudyRequest,
+    reap_study: StudyRequest,
+    aimer_steps: set[str],
+    reap_steps: set[str],
 ) -> None:
+    """The last run and the last record of the study are those of `aimer_study` in the end."""
     assert study_command(replaced, "gc", "apply=true") == 0
     assert finished(replaced) == reap_steps
     assert not list(replaced.glob("*/.*"))
     assert study_command(replaced, "verify", STUDY) == 0
     assert start(replaced, reap_study) == 0
     assert Worker.executed_folders == []
-
-
-def test_a_study_that_starts_after_gc_replaces_the_later_one(
-    replaced: Path, aimer_study: StudyRequest, aimer_steps: set[str], reap_steps: set[str]
-) -> None:
-    """The last run and the last record of the study are those of `aimer_study` then."""
-    assert study_command(replaced, "gc", "apply=true") == 0
     assert start(replaced, aimer_study) == 0
     assert set(Worker.executed_folders) == aimer_steps - reap_steps
     assert study_command(replaced, "gc", "apply=true") == 0
@@ -133,10 +127,15 @@ def test_a_record_alone_keeps_inputs_of_its_steps(root: Path, aimer_study: Study
     assert finished(root) == set()
 
 
-@pytest.fixture
-def interrupted(root: Path, aimer_study: StudyRequest, reap_study: StudyRequest) -> Path:
-    """A store of a study of which two runs, with different cells, were interrupted at plans. It has
-    no record."""
+def test_gc_keeps_the_steps_of_interrupted_runs(
+    root: Path,
+    aimer_study: StudyRequest,
+    reap_study: StudyRequest,
+    aimer_steps: set[str],
+    reap_steps: set[str],
+) -> None:
+    """Two runs of a study, with different cells, are interrupted at plans, and leave no record. The
+    steps of both are kept, though the last run needs other steps."""
 
     def interrupt(step: Step, scratch: Path) -> None:
         if step.kind == "plan":
@@ -151,26 +150,12 @@ def interrupted(root: Path, aimer_study: StudyRequest, reap_study: StudyRequest)
             start(root, study)
     Worker.hook = None
     Worker.executed_folders.clear()
-    return root
-
-
-def test_gc_keeps_the_steps_of_interrupted_runs(
-    interrupted: Path, aimer_steps: set[str], reap_steps: set[str]
-) -> None:
-    """The steps of both runs are kept, though the last run needs other steps."""
-    steps_before = finished(interrupted)
+    steps_before = finished(root)
     assert steps_before & (aimer_steps - reap_steps)
-    gc(Store(interrupted), apply=True)
-    assert finished(interrupted) == steps_before
-    assert len(list(interrupted.glob("partial/*/half.txt"))) == 2
-
-
-def test_an_interrupted_study_goes_on_after_gc(
-    interrupted: Path, aimer_study: StudyRequest, aimer_steps: set[str]
-) -> None:
-    steps_before = finished(interrupted)
-    gc(Store(interrupted), apply=True)
-    assert start(interrupted, aimer_study) == 0
+    gc(Store(root), apply=True)
+    assert finished(root) == steps_before
+    assert len(list(root.glob("partial/*/half.txt"))) == 2
+    assert start(root, aimer_study) == 0
     assert set(Worker.executed_folders) == aimer_steps - steps_before
 
 
@@ -244,8 +229,8 @@ def test_gc_during_a_run_frees_none_of_its_steps(
 
 def test_gc_keeps_steps_of_a_run_that_ends_meanwhile(
     replaced: Path,
-    aimer_study: StudyRequest,
-    reap_study: StudyRequest,
+    aimer_steps: set[str],
+    reap_steps: set[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The claim of the run ends after gc has read the old records."""
@@ -260,7 +245,7 @@ def test_gc_keeps_steps_of_a_run_that_ends_meanwhile(
     monkeypatch.setattr(garbage, "read_record", read_then_end)
     claims.enter_context(runs(Store(replaced), STUDY)[0].claim())
     assert garbage_in(replaced) == set()
-    assert garbage_in(replaced) == steps(aimer_study).keys() - steps(reap_study).keys()
+    assert garbage_in(replaced) == aimer_steps - reap_steps
 
 
 def test_a_run_that_starts_during_gc_waits(
@@ -341,8 +326,8 @@ def test_gc_frees_nothing_while_a_document_is_damaged(
 
 def test_gc_keeps_steps_of_queued_jobs(
     replaced: Path,
-    aimer_study: StudyRequest,
-    reap_study: StudyRequest,
+    aimer_steps: set[str],
+    reap_steps: set[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = runs(Store(replaced), STUDY)[0]
@@ -351,7 +336,7 @@ def test_gc_keeps_steps_of_queued_jobs(
     monkeypatch.setattr(scheduler, "queue", lambda *_: queue)
     assert garbage_in(replaced) == set()
     queue.clear()
-    assert garbage_in(replaced) == steps(aimer_study).keys() - steps(reap_study).keys()
+    assert garbage_in(replaced) == aimer_steps - reap_steps
     monkeypatch.setattr(scheduler, "queue", Mock(side_effect=UserError("no scheduler here")))
     assert garbage_in(replaced) == set()
     assert find_garbage(Store(replaced))[1] == "no scheduler here"
@@ -371,10 +356,10 @@ def test_partial_run_records_of_a_killed_command_are_removed(
             assert (live_run.folder / partial_record).exists()
 
 
-@pytest.fixture
-def unrecorded_run(root: Path, aimer_study: StudyRequest) -> str:
-    """The name of a run of the study, after which another run has written a record without
-    cells."""
+def test_gc_keeps_inputs_and_results_of_a_job_while_it_works(
+    root: Path, aimer_study: StudyRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No queue lists the job. After its run, another one has written a record without cells."""
     store = Store(root).create()
     needed = list(steps(aimer_study).values())
     with create_run(store, STUDY, needed) as run, create_run(store, STUDY, []) as later:
@@ -383,13 +368,6 @@ def unrecorded_run(root: Path, aimer_study: StudyRequest) -> str:
         later.folder / "record.json",
         {"schema": 1, "created": 0, "replaces": [], "cells": [], **NO_FIGURES},
     )
-    return name
-
-
-def test_gc_keeps_inputs_and_results_of_a_job_while_it_works(
-    root: Path, aimer_study: StudyRequest, unrecorded_run: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No queue lists the job."""
 
     def collect_garbage(step: Step, scratch: Path) -> None:
         assert {read_sealed(path, {})["limit"] for path in root.glob("claims/*")} == {30.0}
@@ -399,11 +377,10 @@ def test_gc_keeps_inputs_and_results_of_a_job_while_it_works(
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr(slurm_jobs, "WorkerProcess", Worker)
     Worker.hook = collect_garbage
-    needed = steps(aimer_study).values()
     first = [step for step in needed if not step.needs]
     second = [step for step in needed if step.needs and {*step.needs} <= {*first}]
     launcher = LauncherConfig(stale_minutes=0.5)
-    counts = slurm_jobs.StepsJob(str(root), [*first, *second], unrecorded_run, launcher)()
+    counts = slurm_jobs.StepsJob(str(root), [*first, *second], name, launcher)()
     assert first
     assert second
     assert counts["failed"] == counts["skipped"] == 0

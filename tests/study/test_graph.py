@@ -5,7 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 from choices import CONF, Files, cells, read_choice
@@ -265,8 +265,7 @@ def test_protected_super_experts_need_statistics(allocation: str) -> None:
 
 
 def test_protected_layers_are_in_the_name_of_an_allocation() -> None:
-    allocation = AllocationConfig(protect="super", protect_layers=1.0)
-    columns = record.allocation_columns(allocation)
+    columns = record.allocation_columns(AllocationConfig(protect="super", protect_layers=1.0))
     assert columns["protect"] == "super, protect_layers=1"
 
 
@@ -281,9 +280,8 @@ def test_parameters_are_in_the_name_of_an_allocation(allocation: str) -> None:
         assert [*columns.values()] == [f"{allocation}{suffix}", "none", None]
 
 
-@pytest.fixture
-def two_protocols(tmp_path: Path) -> tuple[list[dict[str, Any]], Mock]:
-    """The recorded cells of a study with two protocols, and the mock that names its steps."""
+def test_a_record_of_two_protocols(tmp_path: Path) -> None:
+    """Each step is looked up once, and models of further protocols are named after them."""
     store = Store(tmp_path).create()
     requests = [
         (cells(None, {"ratio": [0.25, 0.5]}, files=FILES, protocol={"name": name}, **OLMOE), [])
@@ -294,20 +292,8 @@ def two_protocols(tmp_path: Path) -> tuple[list[dict[str, Any]], Mock]:
     run.folder.mkdir(parents=True)
     with patch.object(store, "stored_name", wraps=store.stored_name) as name_of:
         write_sealed(run.folder / "record.json", record.record_of(study, run, {}))
-    return record.study_record(store, "two")["cells"], name_of
-
-
-def test_a_record_looks_up_each_step_once(
-    two_protocols: tuple[list[dict[str, Any]], Mock],
-) -> None:
-    _, name_of = two_protocols
     assert len({call.args[0].id for call in name_of.call_args_list}) == name_of.call_count
-
-
-def test_models_of_further_protocols_are_named_after_them(
-    two_protocols: tuple[list[dict[str, Any]], Mock],
-) -> None:
-    entries, _ = two_protocols
+    entries = record.study_record(store, "two")["cells"]
     assert {entry["cell"]["model"] for entry in entries} == {"pocket_olmoe", "pocket_olmoe (b)"}
     assert len(entries) == 6
     assert all(entry.keys() >= set(STEPS) for entry in entries)

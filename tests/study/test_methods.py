@@ -81,14 +81,18 @@ def channel_cells(store: Path, tmp_path_factory: pytest.TempPathFactory) -> list
 
 
 def test_a_file_of_channel_methods_gives_a_cell_for_each(
-    channel_cells: list[dict[str, Any]],
+    store: Path, channel_cells: list[dict[str, Any]]
 ) -> None:
+    """They share calibration passes."""
     assert len(channel_cells) == 4
     assert {cell["cell"]["granularity"] for cell in channel_cells} == {"channel"}
+    inputs = [content(store, cell["scores"], "step.json")["inputs"] for cell in channel_cells]
+    for kind in ("statistics", "gradients"):
+        assert len({folders[kind] for folders in inputs if kind in folders}) == 1
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_half_of_the_channels_are_retained(
+def test_half_of_the_channels_are_retained_counted_and_exported(
     store: Path, channel_cells: list[dict[str, Any]], number: int
 ) -> None:
     """Exactly, or in multiples of 8."""
@@ -101,42 +105,16 @@ def test_half_of_the_channels_are_retained(
         assert {width % 8 for layer in layers for width in layer.widths} == {0}
     else:
         assert retained == 4 * 32 * 64 // 2
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_costs_and_exports_of_pruned_channels(
-    store: Path, channel_cells: list[dict[str, Any]], number: int
-) -> None:
-    cell = channel_cells[number]
-    cost = content(store, cell["cost"], "cost.json")
     assert 0.8 < cost["flops_ratio"] < 1
     assert cost["storage_bytes"] == 2 * cost["parameters"]
     assert content(store, cell["export"], "verified.json")["difference"] < 1e-4
 
 
-def test_channel_methods_share_calibration_passes(
-    store: Path, channel_cells: list[dict[str, Any]]
-) -> None:
-    inputs = [content(store, cell["scores"], "step.json")["inputs"] for cell in channel_cells]
-    for kind in ("statistics", "gradients"):
-        assert len({folders[kind] for folders in inputs if kind in folders}) == 1
-
-
-@pytest.fixture(scope="module")
-def mone_cells(store: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A cell that drops half of the experts, and one that replaces them by their mean outputs."""
+def test_dropped_experts_are_replaced_by_their_mean_outputs(store: Path) -> None:
+    """Each of 4 x 16 null experts has a constant and a row of the router, of 128 numbers each."""
     settings = ["allocation=uniform,novices", "criterion=mone", "ratio=0.5"]
-    dropping, replacing = cells(store, *settings, *EXPORTED)
-    assert [cell["cell"]["replacement"] for cell in (dropping, replacing)] == [
-        "none",
-        "mean_output",
-    ]
-    return dropping, replacing
-
-
-def test_dropped_experts_are_replaced_by_their_mean_outputs(
-    store: Path, mone_cells: tuple[dict[str, Any], dict[str, Any]]
-) -> None:
+    mone_cells = cells(store, *settings, *EXPORTED)
+    assert [cell["cell"]["replacement"] for cell in mone_cells] == ["none", "mean_output"]
     dropping, replacing = (plan_of(store, cell) for cell in mone_cells)
     inputs = content(store, mone_cells[1]["plan"], "step.json")["inputs"]
     sums = load_arrays(store / inputs["statistics"] / "statistics.safetensors")
@@ -147,14 +125,9 @@ def test_dropped_experts_are_replaced_by_their_mean_outputs(
         means = sums[f"{number}/output_sum"] / sums[f"{number}/tokens"].clip(1)[:, None]
         numpy.testing.assert_allclose(layer.constants, means[dropped], rtol=1e-6)
 
-
-def test_mean_outputs_cost_parameters_and_save_flops(
-    store: Path, mone_cells: tuple[dict[str, Any], dict[str, Any]]
-) -> None:
-    """Each of 4 x 16 null experts has a constant and a row of the router, of 128 numbers each."""
-    dropping, replacing = (content(store, cell["cost"], "cost.json") for cell in mone_cells)
-    assert replacing["parameters"] == dropping["parameters"] + 4 * 16 * (128 + 128)
-    assert replacing["flops_per_token"] < dropping["flops_per_token"]
+    cost, replacing_cost = (content(store, cell["cost"], "cost.json") for cell in mone_cells)
+    assert replacing_cost["parameters"] == cost["parameters"] + 4 * 16 * (128 + 128)
+    assert replacing_cost["flops_per_token"] < cost["flops_per_token"]
 
 
 @pytest.mark.parametrize(
@@ -197,13 +170,13 @@ def searched(store: Path) -> dict[str, Any]:
     return cell
 
 
-def test_a_searched_plan_has_its_history(store: Path, searched: dict[str, Any]) -> None:
+def test_a_searched_plan_has_its_history_and_names_its_model(
+    store: Path, searched: dict[str, Any]
+) -> None:
     assert sum(len(experts) for experts in plan_of(store, searched).retained.values()) == 4 * 24
     assert (store / searched["plan"] / "history.parquet").exists()
     assert content(store, searched["plan"], "search.json")
 
-
-def test_a_searched_plan_names_its_model(store: Path, searched: dict[str, Any]) -> None:
     facts = content(store, searched["plan"], "step.json")["inputs"]["facts"]
     model_sha256 = plan_of(store, searched).provenance["model_sha256"]
     assert model_sha256 == content(store, facts, "facts.json")["sha256"]
@@ -229,7 +202,7 @@ def exported_as_evaluated(
     """The card of a cell's export, which gives the logits of the recovered model in a process
     without moe_lab."""
     network = load_model(ModelConfig(name="pocket", path="pocket:olmoe", device="cpu"))[0]
-    plan = Plan.load(store / cell["plan"] / "plan.json")
+    plan = plan_of(store, cell)
     evaluated = recovered(network, plan, bits=bits, modules=modules, tuned=store / cell["finetune"])
     tokens = torch.arange(64)[None]
     save_file({"tokens": tokens}, folder / "tokens.safetensors")

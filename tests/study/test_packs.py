@@ -91,22 +91,16 @@ def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stores:
     return Stores(Store(tmp_path / "packed"), folders, steps)
 
 
-def test_a_pack_replaces_the_folders_of_steps(stores: Stores) -> None:
+def test_packs_replace_the_folders_of_steps_and_are_read_like_them(stores: Stores) -> None:
     root = stores.packs.root
     assert len(stores.steps) > 30
     assert not [*root.glob("plan/*"), *root.glob("evaluate/*")]
     assert sum(1 for _ in root.rglob("*")) < len(stores.steps)
-
-
-def test_records_of_packs_and_of_folders_are_equal(stores: Stores) -> None:
     cells, cells_of_folders = (
         record.study_record(store, STUDY)["cells"] for store in (stores.packs, stores.folders)
     )
     assert cells == cells_of_folders != []
-
-
-def test_files_in_packs_are_those_of_folders(stores: Stores) -> None:
-    reader = Reader(stores.packs.root)
+    reader = Reader(root)
     for name, folder in stores.steps.items():
         step = f"{folder.parent.name}/{name}"
         path = reader.find_folder(step)
@@ -218,10 +212,10 @@ def test_the_group_may_write_packs_of_its_store(store: Store) -> None:
     assert pack_of(store).stat().st_mode & 0o777 == 0o664
 
 
-@pytest.fixture
-def damaged_pack(store: Store) -> tuple[Store, list[Step]]:
-    """A store with thirty steps in a pack, in which the result of step 7 is all zeros; and the
-    steps."""
+def test_a_step_that_is_damaged_in_a_pack_is_found_when_it_is_read_and_packed_anew(
+    store: Store,
+) -> None:
+    """Reading hashes the rows, as rows have no sizes and times to compare. The other steps stay."""
     steps = packed(store, range(30))
     os.chmod(pack_of(store), 0o644)
     damage = (
@@ -231,24 +225,10 @@ def damaged_pack(store: Store) -> tuple[Store, list[Step]]:
     with sqlite3.connect(pack_of(store)) as pack:
         pack.execute(damage, (steps[7].id[:12],))
     packs_in.cache_clear()
-    return Store(store.root).create(), steps
-
-
-def test_damage_in_a_pack_is_found_when_a_step_is_read(
-    damaged_pack: tuple[Store, list[Step]],
-) -> None:
-    """Reading hashes the rows, as rows have no sizes and times to compare. The other steps stay."""
-    store, steps = damaged_pack
+    store = Store(store.root).create()
     assert store.finished_ids(steps) == {step.id for step in steps}
     assert [step.id for step in steps if not store.is_readable(step)] == [steps[7].id]
     assert store.finished_ids(steps) == {step.id for step in steps} - {steps[7].id}
-
-
-def test_a_step_that_was_damaged_in_a_pack_is_in_another_pack(
-    damaged_pack: tuple[Store, list[Step]],
-) -> None:
-    store, steps = damaged_pack
-    assert not store.is_readable(steps[7])
     with store.claim(steps[7]) as scratch:
         assert scratch is not None
         (scratch / "result.json").write_text("anew")

@@ -209,20 +209,6 @@ def test_files_of_a_step_are_writable_by_the_group_of_the_store(
         os.umask(umask)
 
 
-def test_a_worker_that_cannot_import_a_step_reports_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The worker does not find the module of the step."""
-    monkeypatch.setenv("PYTHONPATH", "")
-    first, *_ = chain()
-    with (
-        WorkerProcess(Store(tmp_path).create()) as execute,
-        pytest.raises(StepError, match="example_steps") as error,
-    ):
-        execute(first, tmp_path)
-    assert not error.value.transient
-
-
 def test_a_worker_does_not_recreate_a_deleted_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,7 +386,7 @@ def running_study(
 
 
 @pytest.mark.usefixtures("running_study")
-def test_status_of_a_running_study(tmp_path: Path, study: Study) -> None:
+def test_status_and_process_of_a_running_study(tmp_path: Path, study: Study) -> None:
     table = cells(study("status", tmp_path / "store"))
     assert table["step"] == ["done", "running", "pending", "one takes", "left, about"]
     assert table["plan"] == ["", "1", "", "", ""]
@@ -409,9 +395,6 @@ def test_status_of_a_running_study(tmp_path: Path, study: Study) -> None:
     assert int(pending) >= 2
     assert set(cells(study("status", tmp_path / "store", "plan/"))) == {"step", "plan", "all"}
 
-
-@pytest.mark.usefixtures("running_study")
-def test_why_names_the_process_that_computes_a_step(tmp_path: Path, study: Study) -> None:
     output = study("why", tmp_path / "store")
     process = f"process {os.getpid()} on {socket.gethostname()}"
     assert f"running: being computed by {process}" in output
@@ -522,12 +505,6 @@ def missing_name() -> AttributeError:
         (Vanished("Failed to import"), True),
         (
             RuntimeError("vLLM's process ended: ModuleNotFoundError: No module named 'vllm._C'"),
-            True,
-        ),
-        (
-            RuntimeError(
-                "the server ended: ImportError: cannot import name 'Cache' from 'transformers'"
-            ),
             True,
         ),
         (UserError("the process ended: libtorch.so: undefined symbol: _ZN3c10"), True),

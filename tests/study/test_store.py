@@ -51,27 +51,19 @@ def test_the_error_of_a_failed_step_is_kept_until_it_is_published(store: Store) 
     assert store.error(step.id) is None
 
 
-def test_a_published_step_has_identity_provenance_and_checksums(store: Store) -> None:
+def test_a_published_step_is_a_folder_with_identity_provenance_and_checksums(
+    store: Store,
+) -> None:
     step = Example()
     publish(store, step)
-    document = json.loads((store.path(step) / "step.json").read_text())
+    folder = store.path(step)
+    assert {path.name for path in folder.iterdir()} == {"result.txt", "step.json"}
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    document = json.loads((folder / "step.json").read_text())
     assert document["id"] == step.id
     assert document["settings"] == {"number": 0}
     assert document["provenance"] == {"seconds": 1.5}
     assert set(document["files"]) == {"result.txt"}
-
-
-def test_a_published_step_is_one_folder(store: Store) -> None:
-    publish(store, Example())
-    folder = store.path(Example())
-    assert {path.name for path in folder.iterdir()} == {"result.txt", "step.json"}
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-
-
-def test_a_published_step_is_found_by_its_id(store: Store) -> None:
-    publish(store, Example())
-    with store.claim(Example(name="another_name")) as scratch:
-        assert scratch is None
 
 
 def test_resume_files_of_finished_steps_are_removed(
@@ -176,37 +168,31 @@ def test_steps_under_another_label_are_found(
 
 
 @pytest.fixture
-def two_labels(store: Store) -> tuple[list[Step], list[Path]]:
-    """A step that is in the store under two labels; and its folders."""
-    steps: list[Step] = [Example(), Example(name="other")]
-    publish(store, steps[0])
-    folders = [store.root / step.folder for step in steps]
+def two_folders(store: Store) -> list[Path]:
+    """The folders of a step that is in the store under the labels `example` and `other`."""
+    publish(store, Example())
+    folders = [store.root / Example(name=name).folder for name in ("example", "other")]
     shutil.copytree(*folders)
-    return steps, folders
+    return folders
 
 
 def test_both_folders_of_a_step_are_kept_while_it_is_needed(
-    store: Store, two_labels: tuple[list[Step], list[Path]]
+    store: Store, two_folders: list[Path]
 ) -> None:
-    steps, folders = two_labels
-    with create_run(store, "study", steps[:1]):
+    with create_run(store, "study", [Example()]):
         assert study_command(store.root, "gc", "apply=true") == 0
-        assert all(folder.exists() for folder in folders)
+        assert all(folder.exists() for folder in two_folders)
     shutil.rmtree(store.root / "runs")
     assert study_command(store.root, "gc", "apply=true") == 0
-    assert not any(folder.exists() for folder in folders)
+    assert not any(folder.exists() for folder in two_folders)
 
 
 def test_a_step_is_read_from_its_other_folder_if_one_is_damaged(
-    store: Store, two_labels: tuple[list[Step], list[Path]]
+    store: Store, two_folders: list[Path]
 ) -> None:
-    steps, folders = two_labels
-    (folders[0] / "result.txt").write_text("damage")
-    assert [store.is_finished(steps[number]) for number in (0, 1, 0)] == [False, True, True]
-
-
-def replace_kind(file: Path) -> None:
-    file.write_text(file.read_text().replace('"plan"', '"plum"'))
+    (two_folders[0] / "result.txt").write_text("damage")
+    labels = ("example", "other", "example")
+    assert [store.is_finished(Example(name=name)) for name in labels] == [False, True, True]
 
 
 DAMAGES: dict[str, tuple[str, Any]] = {
@@ -214,7 +200,10 @@ DAMAGES: dict[str, tuple[str, Any]] = {
     "truncated": ("result.txt", lambda file: file.write_text("res")),
     "deleted": ("result.txt", Path.unlink),
     "no JSON": ("step.json", lambda file: file.write_text("{")),
-    "another word": ("step.json", replace_kind),
+    "another word": (
+        "step.json",
+        lambda file: file.write_text(file.read_text().replace('"plan"', '"plum"')),
+    ),
 }
 
 
@@ -361,9 +350,10 @@ def test_an_input_that_was_just_published_is_not_hashed_again(
     assert "result.txt" not in hashed
 
 
-@pytest.fixture
-def verified(store: Store, capsys: pytest.CaptureFixture[str]) -> list[Step]:
-    """The steps of the study `mine`, of which the first two are finished and undamaged."""
+def test_verify_names_damaged_files_whose_steps_are_missing_then(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The third step is not finished."""
     steps: list[Step] = [Example(name=f"number{number}", number=number) for number in range(3)]
     for step in steps[:2]:
         publish(store, step)
@@ -371,33 +361,21 @@ def verified(store: Store, capsys: pytest.CaptureFixture[str]) -> list[Step]:
         pass
     assert study_command(store.root, "verify", "mine") == 0
     assert "all 2 finished steps" in capsys.readouterr().out
-    return steps
-
-
-def test_verify_names_damaged_files(
-    store: Store, verified: list[Step], capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = store.path(verified[1]) / "result.txt"
+    file = store.path(steps[1]) / "result.txt"
     rot(file)
-    assert Store(store.root).is_finished(verified[1])
+    assert Store(store.root).is_finished(steps[1])
     assert study_command(store.root, "verify", "mine") == 1
     output = capsys.readouterr().out
     assert f"damaged: {file}" in output
     assert "step.json" not in output
     assert "start the study again" in output
-
-
-def test_steps_that_verify_found_damaged_are_missing(store: Store, verified: list[Step]) -> None:
-    rot(store.path(verified[1]) / "result.txt")
-    assert study_command(store.root, "verify", "mine") == 1
-    reopened = [Store(store.root).create().is_finished(step) for step in verified]
+    reopened = [Store(store.root).create().is_finished(step) for step in steps]
     assert reopened == [True, False, False]
     assert study_command(store.root, "verify", "mine") == 0
 
 
-@pytest.fixture
-def killed_run(store: Store) -> None:
-    """A run that was killed while it computed `Example()` and claimed a second step."""
+def test_files_and_claims_of_a_killed_run_are_removed(store: Store) -> None:
+    """The run is killed while it computes `Example()` and has claimed a second step."""
     run_until_killed(f"""
         store = Store({str(store.root)!r})
         step = Example()
@@ -406,20 +384,11 @@ def killed_run(store: Store) -> None:
             (scratch / "half.txt").write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
     """)
-
-
-@pytest.mark.usefixtures("killed_run")
-def test_publishing_a_step_removes_files_of_a_killed_run(store: Store) -> None:
     assert not store.is_finished(Example())
     publish(store, Example())
     names = {path.name for path in store.path(Example()).iterdir()}
     assert names == {"result.txt", "step.json"}
     assert not list((store.root / "plan").glob(f".{Example().id[:12]}*"))
-
-
-@pytest.mark.usefixtures("killed_run")
-def test_claims_of_a_killed_run_are_removed_by_the_next_run(store: Store) -> None:
-    publish(store, Example())
     claims = store.root / "claims"
     assert len(list(claims.iterdir())) == 2, "of the run and of the second step"
     with create_run(store, "another", []):
@@ -530,12 +499,13 @@ def test_people_of_a_group_share_steps(
 def test_a_store_that_only_its_owner_may_write_can_be_read(of_the_group: Path) -> None:
     """A colleague can read finished steps with the usual umask; the colleague's run is refused
     before it starts."""
+    root = of_the_group / "store"
     step = Example(number=1)
-    assert as_user(OWNER, 0o022, count_done, of_the_group / "store", step) == 1
-    assert as_user(COLLEAGUE, 0o022, Store(of_the_group / "store").is_finished, step)
-    with pytest.raises(UserError, match=r"store=.*/store"):
-        as_user(COLLEAGUE, 0o022, count_done, of_the_group / "store", step, Example(number=2))
-    assert as_user(OWNER, 0o022, count_done, of_the_group / "store", step) == 0
+    assert as_user(OWNER, 0o022, count_done, root, step) == 1
+    assert as_user(COLLEAGUE, 0o022, Store(root).is_finished, step)
+    with pytest.raises(UserError, match=rf"store={root} .*also=\[{root}\]"):
+        as_user(COLLEAGUE, 0o022, count_done, root, step, Example(number=2))
+    assert as_user(OWNER, 0o022, count_done, root, step) == 0
 
 
 def taken_over(root: Path, other: Path, *steps: Step) -> tuple[list[bool], list[str]]:
@@ -577,15 +547,6 @@ def test_steps_of_a_colleague_are_taken_over(
     assert state(theirs) == state_before
     Store(theirs).path(steps[0]).chmod(0o700)
     assert as_user(COLLEAGUE, 0o022, Store(mine).is_finished, steps[0]) == (large > 1)
-
-
-@pytest.mark.root
-def test_a_store_of_a_colleague_is_refused_and_also_is_suggested(
-    colleagues_store: tuple[Path, list[Step]],
-) -> None:
-    theirs, steps = colleagues_store
-    with pytest.raises(UserError, match=rf"also=\[{theirs}\]"):
-        as_user(COLLEAGUE, 0o022, count_done, theirs, steps[0])
 
 
 @pytest.fixture
