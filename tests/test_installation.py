@@ -44,17 +44,13 @@ suite.benchmarks=[pocket_boolq]
 suite.limit=4 launcher.processes=1 store=store"""
 
 
-def write_plugin(folder: Path) -> Path:
-    """Write the package my_methods, whose module `scores` is a plugin, into a folder."""
-    (folder / "my_methods").mkdir()
-    (folder / "my_methods" / "__init__.py").touch()
-    (folder / "my_methods" / "scores.py").write_text(MODULE)
-    return folder
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write_plugin(tmp_path)
+    """A folder with the package my_methods, whose module `scores` is a plugin."""
+    (tmp_path / "my_methods").mkdir()
+    (tmp_path / "my_methods" / "__init__.py").touch()
+    (tmp_path / "my_methods" / "scores.py").write_text(MODULE)
+    return tmp_path
 
 
 def moe_lab(
@@ -63,32 +59,20 @@ def moe_lab(
     return preloaded.run(folder, package, *arguments, PYTHONPATH=str(folder))
 
 
-@pytest.fixture(scope="module")
-def plugin_study(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a plugin and of the store of a study with its criterion and allocation."""
-    folder = write_plugin(tmp_path_factory.mktemp("plugin"))
+def test_a_study_with_criterion_and_allocation_of_a_plugin(folder: Path) -> None:
+    """Its cells, its tables, and the source of the plugin in its steps."""
     settings = ["plugins=[my_methods.scores]", "criterion=cres*,man", "allocation=like_uniform"]
     result = moe_lab(folder, *settings, *TINY.split())
     assert result.returncode == 0, result.stderr
-    return folder
-
-
-def test_a_study_has_cells_of_a_plugin(plugin_study: Path) -> None:
-    record = read_record(plugin_study / "store", "study") or {}
+    record = read_record(folder / "store", "study") or {}
     pruned = [entry["cell"] for entry in record["cells"] if entry["plan"]]
     assert {(cell["criterion"], cell["granularity"], cell["allocation"]) for cell in pruned} == {
         ("crest", "expert", "like_uniform"),
         ("man", "expert", "like_uniform"),
     }
-
-
-def test_tables_show_the_criterion_of_a_plugin(plugin_study: Path) -> None:
-    tables = list((plugin_study / "store/reports/study").rglob("*.csv"))
+    tables = (folder / "store/reports/study").rglob("*.csv")
     assert sum("crest" in table.read_text() for table in tables) >= 5
-
-
-def test_steps_of_a_plugin_record_its_source(plugin_study: Path) -> None:
-    steps = [json.loads(file.read_text()) for file in plugin_study.glob("store/*/*/step.json")]
+    steps = [json.loads(file.read_text()) for file in folder.glob("store/*/*/step.json")]
     criteria = [step["settings"]["criterion"] for step in steps if step["kind"] == "scores"]
     sources = {criterion["name"]: bool(criterion["source"]) for criterion in criteria}
     assert sources == {"crest": True, "man": False}

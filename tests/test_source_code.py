@@ -53,20 +53,8 @@ IMPORTS = {
         "package/plugin.py": "import importlib\nimportlib.import_module('.helper', __package__)",
         "package/helper.py": "",
     },
-    "by name with an alias": {
-        "plugin.py": "from importlib import import_module as load\nload('helper')",
-        "helper.py": "",
-    },
     "by name through a variable": {
         "plugin.py": "load = __import__\nload('helper')",
-        "helper.py": "",
-    },
-    "by name through an attribute": {
-        "plugin.py": "import builtins\nbuiltins.__import__('helper')",
-        "helper.py": "",
-    },
-    "by name as a keyword": {
-        "plugin.py": "import importlib\nimportlib.import_module(name='helper')",
         "helper.py": "",
     },
     "by name in a loop": {

@@ -80,12 +80,10 @@ def test_a_sweep_can_start(name: str) -> None:
     assert preflight(settings, requests) == []
 
 
-@pytest.fixture
-def slurm_table(
+def test_a_dry_run_for_slurm_prints_resources_of_jobs_and_submits_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> dict[tuple[str, str], list[str]]:
-    """Kind and number of the steps of a dry run for Slurm -> resources of their jobs. The study
-    cannot start for lack of data and of a judge."""
+) -> None:
+    """The study cannot start for lack of data and of a judge."""
     settings, [(cells, benchmarks)] = composed("evoesap_table1")
     job = config.JobConfig(gpus=2, partition="long", minutes=77)
     dry_run = replace(
@@ -100,22 +98,14 @@ def slurm_table(
         run.run(dry_run, [(cells, without_data)])
     lines = [line for line in capsys.readouterr().err.splitlines() if "│" in line]
     rows = [line.replace("│", " ").split() for line in lines]
-    return {(row[0], row[1]): row[2:] for row in rows if len(row) == 8}
-
-
-def test_a_dry_run_for_slurm_prints_resources_of_jobs(
-    slurm_table: dict[tuple[str, str], list[str]],
-) -> None:
-    configured, estimated = slurm_table["search", "8"], slurm_table["search", "4"]
+    # kind and number of steps -> resources of their jobs
+    resources = {(row[0], row[1]): row[2:] for row in rows if len(row) == 8}
+    configured, estimated = resources["search", "8"], resources["search", "4"]
     assert configured[:3] == ["8", "2", "16"]
     assert configured[-2:] == ["77", "long"]
     assert estimated[:2] == ["4", "1"]
     assert estimated[-2:] == ["1440?", "default"]
-    assert slurm_table["scores", "1"][:2] == ["8", "0"]
-
-
-@pytest.mark.usefixtures("slurm_table")
-def test_a_dry_run_for_slurm_submits_nothing(tmp_path: Path) -> None:
+    assert resources["scores", "1"][:2] == ["8", "0"]
     assert not (tmp_path / "store" / "runs").exists()
 
 

@@ -30,6 +30,7 @@ from moe_lab.allocation.problem import limits
 from moe_lab.allocation.shapes import same_share
 from moe_lab.config import ModelConfig
 from moe_lab.models.discover import moe_layers
+from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.selection import make_plan
 
@@ -285,6 +286,11 @@ def load(folder: Path, **arguments: Any) -> Any:
     )
     assert not any(report.values()), report
     return model
+
+
+def streamed(folder: Path, device: str = "cpu") -> StreamedModel:
+    """The model in `folder`, of which a layer at a time is read, in fp32."""
+    return StreamedModel(folder, dtype=torch.float32, device=device)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

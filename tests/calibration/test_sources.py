@@ -3,7 +3,6 @@ what is refused."""
 
 import gzip
 import json
-import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,7 @@ import pytest
 from pydantic import ValidationError
 
 from moe_lab.calibration import held_out_text
-from moe_lab.calibration.batches import answer_batches, batches
+from moe_lab.calibration.batches import Calibration, answer_batches, batches
 from moe_lab.calibration.documents import Chat, Text, instruction_document, render, tokenize
 from moe_lab.calibration.sources import first_record, local_file, read, read_as_one_text
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig
@@ -29,6 +28,7 @@ from moe_lab.models.files import IdentifiedModel
 from moe_lab.models.load import load_tokenizer
 
 Settings = Callable[..., CalibrationConfig]
+Read = Callable[..., Calibration]
 
 MESSAGES = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
 NOTED: list[dict[str, Any]] = [
@@ -54,6 +54,17 @@ CALLED = {
 }
 ONE, TWO = {"text": "one\u2028still one\x85"}, {"text": "two"}
 """A newline alone ends a JSON line."""
+
+
+@pytest.fixture
+def read_batches(tokenizer_with: Callable[..., Any], source: Settings) -> Read:
+    """Function (records, chat template, changed settings) that reads a set of the records, nine
+    times over."""
+
+    def read(records: list[Any], template: str | None, **changes: Any) -> Calibration:
+        return batches(source(*9 * records, **changes), tokenizer_with(template))
+
+    return read
 
 
 def lines(*records: object) -> str:
@@ -99,7 +110,6 @@ def test_texts_and_records_are_documents(
             {},
             Text("one"),
         ),
-        ({"messages": MESSAGES}, {}, CHAT),
         ({"messages": json.dumps(MESSAGES)}, {}, CHAT),
         ({"messages": json.dumps(MESSAGES), "system": "w3"}, {"field": "messages"}, CHAT),
         ({"messages": NOTED, "system": None, **METADATA}, {}, Chat(NOTED_READ, METADATA)),
@@ -119,7 +129,6 @@ def test_texts_and_records_are_documents(
         ({"text": "no", "story": MESSAGES}, {"field": "story"}, CHAT),
         ({"story": json.dumps(MESSAGES)}, {"field": "story"}, CHAT),
         ({"story": '[{"w1": 1}]'}, {"field": "story"}, Text('[{"w1": 1}]')),
-        ({"story": "[w1] w2"}, {"field": "story"}, Text("[w1] w2")),
         (
             {**PAIR, "system": "w3"},
             {"template": "{system} {instruction} {output}"},
@@ -147,11 +156,6 @@ def test_fields_are_known_or_named(
             "w3",
         ),
         ({"messages": [{**MESSAGES[0], "images": ["w3.png"]}, MESSAGES[1]]}, "images", "w3.png"),
-        (
-            {"messages": [MESSAGES[0], {**MESSAGES[1], "plan_of_next_year": "w3 w4"}]},
-            "plan_of_next_year",
-            "w3",
-        ),
         ({"messages": MESSAGES, "system": "w3 w4"}, "system", "w3"),
         ({"messages": MESSAGES, "system": "\u7b80\u77ed"}, "system", "\u7b80"),
         ({"messages": MESSAGES, "documents": [{"title": "w3", "text": "w4"}]}, "documents", "w3"),
@@ -162,7 +166,6 @@ def test_fields_are_known_or_named(
         ),
         ({**CALLED, "system": "w3 w4"}, "system", "w3"),
         ({**PAIR, "input": "", "history": [["w3", "w4"]]}, "history", "w3"),
-        ({**PAIR, "conversations": [{"from": "human", "value": "w3"}]}, "conversations", "human"),
         ({"question": "w1", "answer": "w2", "context": "w3 w4"}, "context", "w3"),
         ({"prompt": "w1", "completion": "w2", "tools": [{"name": "w3"}]}, "tools", "w3"),
         *(
@@ -172,24 +175,19 @@ def test_fields_are_known_or_named(
     ],
 )
 def test_records_with_unread_parts_are_refused(
-    record: dict[str, Any],
-    key: str,
-    value: str,
-    tokenizer_with: Callable[..., Any],
-    source: Settings,
+    record: dict[str, Any], key: str, value: str, read_batches: Read
 ) -> None:
     """Ids, numbers, flags and texts that are part of the conversation are no such parts."""
     with pytest.raises(
         UserError, match=rf"set\.jsonl line 2.*\b{re.escape(key)}\b.*{re.escape(value)}"
     ):
-        batches(source(*9 * [{"messages": MESSAGES}, record]), tokenizer_with(READS_TOOLS))
+        read_batches([{"messages": MESSAGES}, record], READS_TOOLS)
 
 
 @pytest.mark.parametrize(
     ("record", "reads", "text"),
     [
         ({"tool_plan": "w3 w4"}, "{{ m.tool_plan }}", "w3 w4"),
-        ({"name": "w3"}, "{{ m['name'] }}", "w3"),
         ({"weight": 0}, "{{ 'w3' if m.get('weight') == 0 }}", "w3"),
         (
             {"thoughts": [{"step": "w3 w4"}]},
@@ -200,21 +198,12 @@ def test_records_with_unread_parts_are_refused(
     ],
 )
 def test_template_gets_every_key_of_a_message(
-    record: dict[str, Any],
-    reads: str,
-    text: str,
-    tokenizer_with: Callable[..., Any],
-    source: Settings,
+    record: dict[str, Any], reads: str, text: str, read_batches: Read
 ) -> None:
-    chosen = source(
-        *9 * [{"messages": [MESSAGES[0], {**MESSAGES[1], **record}]}], length=6, tokens=6
-    )
+    records = [{"messages": [MESSAGES[0], {**MESSAGES[1], **record}]}]
     template = "{% for m in messages %}{{ m.role }} {{ m.content }} " + reads + " {% endfor %}"
-    assert (
-        batches(chosen, tokenizer_with(template))
-        .report["first_row"]
-        .startswith(f"user w1 assistant w2 {text}")
-    )
+    report = read_batches(records, template, length=6, tokens=6).report
+    assert report["first_row"].startswith(f"user w1 assistant w2 {text}")
 
 
 @pytest.mark.parametrize(
@@ -235,9 +224,7 @@ def test_template_gets_every_key_of_a_message(
         ({"system": "w3"}, "{%- macro first() %}{{ system }}{% endmacro %}{{ first() }}"),
     ],
 )
-@pytest.mark.parametrize(
-    "conversation", [{"messages": MESSAGES}, {"instruction": "w1", "output": "w2"}]
-)
+@pytest.mark.parametrize("conversation", [{"messages": MESSAGES}, PAIR])
 def test_template_gets_the_fields_of_a_record(
     conversation: dict[str, Any],
     record: dict[str, Any],
@@ -279,30 +266,21 @@ def test_template_gets_the_fields_of_a_record(
     ],
 )
 def test_texts_of_one_word_that_are_not_read_are_reported(
-    record: dict[str, Any],
-    template: str | None,
-    unread: list[str],
-    tokenizer_with: Callable[..., Any],
-    source: Settings,
+    record: dict[str, Any], template: str | None, unread: list[str], read_batches: Read
 ) -> None:
-    tokenizer = tokenizer_with(template)
-    small = {"length": 4, "tokens": 4}
-    assert batches(source(*9 * [record], **small), tokenizer).report["unread"] == unread
-    assert batches(source(*9 * [record], ignored=unread, **small), tokenizer).report["unread"] == []
+    for ignored, expected in ([], unread), (unread, []):
+        result = read_batches([record], template, ignored=ignored, length=4, tokens=4)
+        assert result.report["unread"] == expected
 
 
-def test_list_that_is_read_in_some_messages_is_refused(
-    tokenizer_with: Callable[..., Any], source: Settings
-) -> None:
+def test_list_that_is_read_in_some_messages_is_refused(read_batches: Read) -> None:
     template = BARE.replace(
         "{{ m.content }}", "{{ m.content }} {{ (m.images or []) | join if m.role == 'user' }}"
     )
     pictured = [{**message, "images": [f"{message['content']}.png"]} for message in MESSAGES]
-    assert batches(
-        source(*9 * [{"messages": [pictured[0], MESSAGES[1]]}]), tokenizer_with(template)
-    )
+    assert read_batches([{"messages": [pictured[0], MESSAGES[1]]}], template)
     with pytest.raises(UserError, match=r"set\.jsonl line 1 .*images=.*w2\.png"):
-        batches(source(*9 * [{"messages": pictured}]), tokenizer_with(template))
+        read_batches([{"messages": pictured}], template)
 
 
 DOCUMENT = {"title": "w3 w4", "text": "w5 w6"}
@@ -327,33 +305,24 @@ READS_CALLED_NAMES = BARE.replace(
     ],
 )
 def test_every_text_inside_documents_and_calls_is_read_or_refused(
-    record: dict[str, Any],
-    template: str,
-    key: str,
-    tokenizer_with: Callable[..., Any],
-    source: Settings,
+    record: dict[str, Any], template: str, key: str, read_batches: Read
 ) -> None:
     with pytest.raises(UserError, match=rf"set\.jsonl line 1 .*\b{key}="):
-        batches(source(*9 * [record]), tokenizer_with(template))
+        read_batches([record], template)
 
 
 @pytest.mark.parametrize("tools", [[], "[]", None])
-def test_empty_list_of_tools_is_none(
-    tools: object, tokenizer_with: Callable[..., Any], source: Settings
-) -> None:
-    tokenizer = tokenizer_with("{% if tools is not none %}w9 {% endif %}" + BARE)
-    conversations = [{"messages": MESSAGES, "tools": tools}] * 9
-    report = batches(source(*conversations), tokenizer).report
+def test_empty_list_of_tools_is_none(tools: object, read_batches: Read) -> None:
+    template = "{% if tools is not none %}w9 {% endif %}" + BARE
+    report = read_batches([{"messages": MESSAGES, "tools": tools}], template).report
     assert report["first_row"].startswith("user w1 assistant w2")
     assert report["rendered"] == ["chat template"]
 
 
-def test_the_name_of_a_message_is_read_or_refused(
-    tokenizer_with: Callable[..., Any], source: Settings
-) -> None:
+def test_the_name_of_a_message_is_read_or_refused(read_batches: Read) -> None:
     record = {"messages": [{**MESSAGES[0], "name": "w3"}, MESSAGES[1]]}
     with pytest.raises(UserError, match=r"role=user name='w3'"):
-        batches(source(*9 * [record]), tokenizer_with(BARE))
+        read_batches([record], BARE)
 
 
 def calling_record(name: str, arguments: dict[str, Any], **others: Any) -> dict[str, Any]:
@@ -525,10 +494,8 @@ def test_the_last_line_of_a_joined_text_is_read(end: str, tmp_path: Path) -> Non
     [
         ("Text, and more.".encode("utf-16"), 1),
         ("Text, and more.".encode("utf-16-le"), 1),
-        (pickle.dumps({"text": "x"}), 1),
         (b"text\n" * 50_000 + b"text\0text", 50_001),
         (b"text\n" * 50_000 + b"caf\xe9", 50_001),
-        (gzip.compress(b"text", mtime=0), 1),
     ],
 )
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
@@ -677,18 +644,12 @@ def test_calls_are_answers_as_whole_turns(
             lines({"instruction": None, "output": "x"}),
             r"line 1: none of .*instruction.*found: output\b",
         ),
-        ("a.jsonl", lines({"text": None}), r"line 1: none of .*\btext\b"),
         ("a.jsonl", lines({"messages": [{"role": "user"}]}), "line 1, field messages: .* role"),
         ("a.jsonl", lines({"messages": CALLING, "tools": "[{"}), "line 1: tools is damaged JSON"),
         (
             "a.jsonl",
             lines({"messages": CALLING, "tools": {"w10": TOOL}}),
             "line 1: tools: found .*, expected a list",
-        ),
-        (
-            "a.jsonl",
-            lines({"messages": CALLING, "tools": [{"description": "w1"}]}),
-            "expected functions with a name",
         ),
         (
             "a.jsonl",
@@ -769,14 +730,13 @@ def test_template_that_omits_words_of_a_turn_is_refused(
     messages: list[Any],
     role: str,
     text: str,
-    tokenizer_with: Callable[..., Any],
-    source: Settings,
+    read_batches: Read,
 ) -> None:
     records = [{"messages": [QUESTION, {**ANSWER, "content": "w7"}]}, {"messages": messages}]
     with pytest.raises(
         UserError, match=rf"set\.jsonl line 2 .*\b{re.escape(role)}\b.*{re.escape(text)}"
     ):
-        batches(source(*9 * records), tokenizer_with(template))
+        read_batches(records, template)
 
 
 MOVED = "{% for m in messages[1:] + messages[:1] %}{{ m.role }} {{ m.content }} {% endfor %}"

@@ -48,19 +48,17 @@ def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_loaded_model_is_ready_to_be_scored(halved: Path) -> None:
+def test_loaded_model_is_ready_to_be_scored(
+    halved: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     model, tokenizer = load_model(settings(halved, threads=1))
+    assert capfd.readouterr() == ("", "")
     assert model.dtype == torch.float32
     assert not model.training
     assert set(model.get_experts_implementation().values()) == {experts.CPU_EXPERTS}
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert tokenizer.pad_token == "</s>"
     assert model.generation_config.pad_token_id is not None
-
-
-def test_loading_prints_nothing(halved: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    load_model(settings(halved, threads=1))
-    assert capfd.readouterr() == ("", "")
 
 
 def test_loaded_weights_are_those_of_the_checkpoint(halved: Path) -> None:
@@ -169,7 +167,7 @@ def test_projections_of_another_shape_are_not_stretched(
     }
     tiny.rewrite(tmp_path, lambda tensors: tensors.update(others))
     with pytest.raises(UserError, match="experts of layer 1"):
-        StreamedModel(tmp_path, dtype=torch.float32, device="cpu")
+        tiny.streamed(tmp_path)
 
 
 def test_tensors_are_read_once_and_freed_when_they_are_converted(tmp_path: Path) -> None:
@@ -179,7 +177,7 @@ def test_tensors_are_read_once_and_freed_when_they_are_converted(tmp_path: Path)
     )
     loading = patch.object(streamed, "load_tensors", side_effect=streamed.load_tensors)
     with reading as read, loading as loaded:
-        model = StreamedModel(tmp_path, dtype=torch.float32, device="cpu")
+        model = tiny.streamed(tmp_path)
         for number in range(3):
             with model.layer(number, next_number=number + 1):
                 pass
@@ -190,7 +188,7 @@ def test_tensors_are_read_once_and_freed_when_they_are_converted(tmp_path: Path)
 
 def test_only_the_layer_that_is_read_next_stays_in_memory(tmp_path: Path) -> None:
     tiny.save("olmoe", tmp_path)
-    model = StreamedModel(tmp_path, dtype=torch.float32, device="cpu")
+    model = tiny.streamed(tmp_path)
     with model.layer(0, next_number=1):
         assert list(model._pending) == [1]
     with model.layer(2):
@@ -398,11 +396,11 @@ def remote(
     return bool(request.param)
 
 
-def test_model_on_the_hub_has_the_fingerprint_of_a_folder(remote: bool, folder: Path) -> None:
+def test_model_on_the_hub_has_the_fingerprint_and_about_the_size_of_a_folder(
+    remote: bool, folder: Path
+) -> None:
     assert model_fingerprint(ON_THE_HUB) == (fingerprint(folder) if remote else None)
 
-
-def test_model_on_the_hub_has_about_the_size_of_a_folder(remote: bool, folder: Path) -> None:
     local = size_of(ModelConfig(name="n", path=str(folder)))
     size = size_of(ON_THE_HUB)
     assert size is None if not remote else size.bytes == pytest.approx(local.bytes, rel=0.1)

@@ -134,7 +134,7 @@ def test_export_compares_the_files_of_the_model(made: str, folder: Path, tmp_pat
     changed_folder = saved(changed(tiny.load(folder)), tmp_path / "other")
     with pytest.raises(UserError, match="plan is for another model"):
         moe_lab.export(str(changed_folder), plan, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "copy", "b", "other"}
     moe_lab.export(str(changed_folder), plan, tmp_path / "out", any_model=True)
 
 
@@ -223,19 +223,6 @@ def test_model_without_some_layers_is_not_its_checkpoint(folder: Path) -> None:
     model = tiny.load(folder)
     del model.model.layers[2]
     assert [name for name, _ in model_digests(model)] == ["weights_float32"]
-
-
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_plan_of_changed_experts_does_not_export_the_checkpoint(name: str, tmp_path: Path) -> None:
-    tiny.save(name, tmp_path / "model")
-    model = tiny.load(tmp_path / "model")
-    with torch.no_grad():
-        for weights in moe_layers(model)[0].experts.parameters():
-            zero(weights)
-    plan = planned(model)
-    masked(model, plan)
-    with pytest.warns(UserWarning, match="model_sha256"):
-        moe_lab.export(str(tmp_path / "model"), plan, tmp_path / "out")
 
 
 def test_merged_experts_are_aligned_by_their_own_model(folder: Path) -> None:

@@ -168,18 +168,19 @@ def test_processors_of_a_process_are_those_of_its_control_group(
     assert machine.cores() == 2
 
 
-def test_a_batch_is_pinned_before_a_gpu_copies_it_without_a_wait() -> None:
-    batch = Mock(is_cpu=True)
-    copy = experts.to_device(batch, torch.device("cuda"))
-    batch.pin_memory().to.assert_called_once_with(torch.device("cuda"), non_blocking=True)
-    assert copy is batch.pin_memory().to()
-
-
-@pytest.mark.parametrize(("is_cpu", "device"), [(True, "cpu"), (False, "cuda")])
-def test_only_copies_from_the_cpu_to_a_gpu_are_pinned(is_cpu: bool, device: str) -> None:
+@pytest.mark.parametrize(
+    ("is_cpu", "device", "pinned"),
+    [(True, "cuda", True), (True, "cpu", False), (False, "cuda", False)],
+)
+def test_copies_from_the_cpu_to_a_gpu_are_pinned_and_not_waited_for(
+    is_cpu: bool, device: str, pinned: bool
+) -> None:
     batch = Mock(is_cpu=is_cpu)
-    experts.to_device(batch, torch.device(device))
-    assert not batch.pin_memory.called
+    copy = experts.to_device(batch, torch.device(device))
+    assert batch.pin_memory.called == pinned
+    if pinned:
+        batch.pin_memory().to.assert_called_once_with(torch.device("cuda"), non_blocking=True)
+        assert copy is batch.pin_memory().to()
 
 
 ON_CUDA = ["olmoe", "deepseek_v3", "gpt_oss", "qwen3_moe", "ernie4_5_moe"]

@@ -60,11 +60,6 @@ def items(world: World) -> Items:
     }
 
 
-@pytest.fixture(scope="session")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(DATA / "olmoe")
-
-
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
@@ -85,11 +80,10 @@ def test_shipped_files_are_regenerated_byte_for_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("skill", COUNTS)
-def test_a_prompt_has_the_same_tokens_alone_and_with_its_answer(
-    skill: str, items: Items, tokenizer: Any
-) -> None:
+def test_a_prompt_has_the_same_tokens_alone_and_with_its_answer(skill: str, items: Items) -> None:
     """Prompts end where the training text has token boundaries; otherwise a model meets tokens it
     never saw there."""
+    tokenizer = AutoTokenizer.from_pretrained(DATA / "olmoe")
     for example in items[skill]:
         prompts = [example.prompt]
         answers = [example.answer, *map(" {}".format, example.choices)]
@@ -148,12 +142,10 @@ def test_rules_of_stories(rule: dict[str, Any], story: str, followed: bool) -> N
     assert rules_followed(story, [rule]) == [followed]
 
 
-def test_an_unknown_rule_is_refused() -> None:
+def test_unknown_rules_and_arguments_are_refused() -> None:
     with pytest.raises(UserError, match="did you mean mentions"):
         rules_followed(STORY, [{"rule": "mention", "text": "Tom"}])
 
-
-def test_an_unknown_argument_of_a_rule_is_refused() -> None:
     with pytest.raises(UserError, match="sentences does not take"):
         rules_followed(STORY, [{"rule": "sentences", "most": 3}])
 
@@ -208,14 +200,10 @@ def error_of(question: Any, answer: str) -> str | None:
     return answer_mistake(answer, functions=question.functions, right_calls=question.right_calls)
 
 
-def test_right_answers_are_right(graded: Graded) -> None:
+def test_right_answers_are_right_and_calls_where_no_function_fits_are_not(graded: Graded) -> None:
+    _, first_example = graded[0]
     for question, example in graded:
         assert error_of(question, example.answer) is None, question.name
-
-
-def test_a_call_where_no_function_fits_is_wrong(graded: Graded) -> None:
-    _, first_example = graded[0]
-    for question, _ in graded:
         if not question.right_calls:
             assert error_of(question, first_example.answer)
 
@@ -365,17 +353,15 @@ def test_all_shipped_models_are_recorded() -> None:
 
 @pytest.mark.slow
 @shipped_model
-def test_a_shipped_model_has_the_recorded_weights_in_bfloat16(name: str) -> None:
+def test_a_shipped_model_has_the_recorded_weights_in_bfloat16_and_no_further_files(
+    name: str,
+) -> None:
     weights = DATA / name / "model.safetensors"
     assert weights.stat().st_size <= 8_000_000
     assert hashlib.sha256(weights.read_bytes()).hexdigest() == SHIPPED[name]
     with safe_open(weights, "pt") as stored:
         assert {str(stored.get_slice(tensor).get_dtype()) for tensor in stored.keys()} == {"BF16"}  # noqa: SIM118
 
-
-@pytest.mark.slow
-@shipped_model
-def test_a_shipped_model_has_no_further_files(name: str) -> None:
     template = set() if RECIPES[name].chat_template is None else {".jinja"}
     suffixes = {path.suffix for path in (DATA / name).iterdir()}
     assert suffixes == {".json", ".safetensors", ".md", *template}

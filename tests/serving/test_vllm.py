@@ -51,20 +51,16 @@ LATENT = {
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
 }
+DEEPSEEK_V3 = {**HEADS, **LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {**HEADS, "intermediate_size": 64},
     "qwen2_moe": HEADS,
     "qwen3_moe": {**HEADS, "head_dim": 32, "moe_intermediate_size": 64},
     "mixtral": HEADS,
     "deepseek_v2": {**HEADS, **LATENT, "moe_intermediate_size": 64},
-    "deepseek_v3": {**HEADS, **LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "deepseek_v3": DEEPSEEK_V3,
     "ernie4_5_moe": HEADS,
-    "deepseek_v3:grouped": {
-        **HEADS,
-        **LATENT,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-    },
+    "deepseek_v3:grouped": DEEPSEEK_V3,
     "glm4_moe": {**HEADS, "head_dim": 32},
 }
 PORTED = "deepseek"
@@ -241,9 +237,7 @@ def test_plugin_refuses_exports_that_vllm_serves_wrong(
 
 
 @pytest.fixture(scope="module")
-def stock(
-    models: Models, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[Any, Plan, Path]]:
+def stock(models: Models) -> Models:
     """Exports that vLLM's own classes read."""
     outputs = {}
     for name in STOCK:

@@ -213,7 +213,7 @@ def resident(read: Callable[..., Statistics], name: str) -> Statistics:
 
 def opened(name: str, folder: Path) -> StreamedModel:
     tiny.save(name, folder)
-    return StreamedModel(folder, dtype=torch.float32, device="cpu")
+    return tiny.streamed(folder)
 
 
 def assert_equal(actual: Statistics, expected: Statistics) -> None:
@@ -334,7 +334,7 @@ def test_damaged_weights_are_named(damage: Any, says: str, tmp_path: Path) -> No
     damage(tensors := load_file(tmp_path / "model" / "model.safetensors"))
     save_file(tensors, tmp_path / "model" / "model.safetensors")
     with pytest.raises(UserError, match=re.escape(says)) as caught:
-        model = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
+        model = tiny.streamed(tmp_path / "model")
         FORWARD[1](model, batches=BATCHES, out=tmp_path / "out")
     assert QUERY in str(caught.value)
 
@@ -363,7 +363,7 @@ def test_stored_head_is_not_tied_to_embeddings(tmp_path: Path) -> None:
     """Although config.json ties them: transformers loads head and embeddings as they are stored."""
     model = tiny.save("olmoe", tmp_path, tie_word_embeddings=False)
     reconfigure(tmp_path, tie_word_embeddings=True)
-    streamed = StreamedModel(tmp_path, dtype=torch.float32, device="cpu").model
+    streamed = tiny.streamed(tmp_path).model
     assert torch.equal(streamed.lm_head.weight, model.lm_head.weight)
     assert torch.equal(streamed.model.embed_tokens.weight, model.model.embed_tokens.weight)
 
@@ -385,7 +385,7 @@ class LargestTensor(TorchDispatchMode):
 def test_memory_of_a_row_is_linear_in_its_tokens(padding: int, tmp_path: Path) -> None:
     length = 16_384
     tiny.save("olmoe", tmp_path / "model", max_position_embeddings=length, num_hidden_layers=2)
-    model = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
+    model = tiny.streamed(tmp_path / "model")
     ids = torch.randint(3, tiny.VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
     valid = (torch.arange(length) < length - padding)[None]
     with LargestTensor() as largest:

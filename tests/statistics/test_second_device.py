@@ -334,7 +334,7 @@ def test_a_streamed_pass_is_that_of_the_loaded_model(
 ) -> None:
     model = tiny.save("olmoe", tmp_path / "model")
     expected = read(model, hook, tiny.batches())
-    streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="gpu")
+    streamed = tiny.streamed(tmp_path / "model", "gpu")
     actual = read_streamed(streamed, hook, tiny.batches(), out=tmp_path / "out")
     naive.assert_sums_close(actual.layers, expected.layers, 10 * TOLERANCE)
 
@@ -345,7 +345,7 @@ def test_the_next_layer_is_read_while_the_present_one_runs(
 ) -> None:
     """Reading begins when the layer runs, and ends before the layer does."""
     tiny.save("olmoe", tmp_path)
-    streamed = StreamedModel(tmp_path, dtype=torch.float32, device=where)
+    streamed = tiny.streamed(tmp_path, where)
     layer_runs = Event()
 
     def read(number: int) -> Any:
@@ -364,7 +364,7 @@ def test_weights_are_copied_from_pinned_memory_on_a_stream_that_computing_waits_
     """Their memory is not used again before computing has used them."""
     tiny.save("olmoe", tmp_path)
     with patch.object(torch, "empty_like", side_effect=torch.empty_like) as empty_like:
-        streamed = StreamedModel(tmp_path, dtype=torch.float32, device="gpu")
+        streamed = tiny.streamed(tmp_path, "gpu")
         streamed._copy_stream = MagicMock()
         streamed._request(1)
         tensors, copied = streamed._pending[1].result()
@@ -380,7 +380,7 @@ def test_weights_are_copied_from_pinned_memory_on_a_stream_that_computing_waits_
 
 def test_no_memory_is_reserved_for_the_whole_model(tmp_path: Path, device: SecondDevice) -> None:
     tiny.save("olmoe", tmp_path)
-    streamed = StreamedModel(tmp_path, dtype=torch.float32, device="gpu")
+    streamed = tiny.streamed(tmp_path, "gpu")
     with patch.object(torch, "empty", side_effect=torch.empty) as empty, streamed.layer(0):
         pass
     devices = [call.kwargs.get("device", "cpu") for call in empty.call_args_list]
@@ -389,7 +389,7 @@ def test_no_memory_is_reserved_for_the_whole_model(tmp_path: Path, device: Secon
 
 def test_states_are_saved_when_they_are_copied(tmp_path: Path, device: SecondDevice) -> None:
     tiny.save("olmoe", tmp_path / "model")
-    streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="gpu")
+    streamed = tiny.streamed(tmp_path / "model", "gpu")
     saves: list[int] = []
     with (
         patch.object(torch.accelerator, "current_stream") as computing,
