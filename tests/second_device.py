@@ -12,6 +12,7 @@ and those whose result the CPU needs as waits, by the line of moe_lab that asked
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -284,3 +285,10 @@ class SecondDevice(TorchDispatchMode):
         if name in UNORDERED and has_floats:
             self.unordered[f"{name} at {caller()}"] += 1
         return _run(func, args, kwargs)
+
+
+def on_device(model: Any) -> Any:
+    """A copy of a model on the second device, whose experts are computed as on CUDA."""
+    copied = copy.deepcopy(model).to(NAME)
+    copied.set_experts_implementation("grouped_mm")
+    return copied

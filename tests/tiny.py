@@ -229,6 +229,16 @@ def logits(model: Any, ids: torch.Tensor | None = None) -> torch.Tensor:
     return result
 
 
+def cloned_state(model: Any) -> dict[str, torch.Tensor]:
+    """Copies of the tensors of a model, by name."""
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def differing(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> set[str]:
+    """Names of the tensors of `state` that are not equal in `other`."""
+    return {name for name, tensor in state.items() if not torch.equal(tensor, other[name])}
+
+
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Three batches of (ids, valid), (2, 16) each; the first row of the second one is padded."""
     generator = torch.Generator().manual_seed(0)

@@ -21,5 +21,5 @@ def layer(
     }
 
 
-def settings(name: str, ratio: float, **parameters: Any) -> dict[str, Any]:
-    return {"name": name, "ratio": ratio, "multiple_of": 1, "parameters": parameters}
+def settings(name: str, ratio: float, multiple_of: int = 1, **parameters: Any) -> dict[str, Any]:
+    return {"name": name, "ratio": ratio, "multiple_of": multiple_of, "parameters": parameters}

@@ -105,13 +105,12 @@ def test_the_family_is_17_scores_of_every_expert(name: str) -> None:
             assert naive.relative_error(torch.tensor(values), reference) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3"])
-def test_the_family_has_fractions_of_counts(name: str) -> None:
-    inputs = statistics(name)
+def test_the_family_has_fractions_of_counts() -> None:
+    inputs = statistics("olmoe")
     parameters = {"b": 0.5, "alpha": 0, "beta": 1}
     half = criteria.score("s_family", inputs, experts=experts(inputs), parameters=parameters)
     for layer, scores in half.items():
-        reference = expected(name, layer, "model", s(0.5, 0, 1))
+        reference = expected("olmoe", layer, "model", s(0.5, 0, 1))
         assert naive.relative_error(torch.tensor(scores), reference) < 1e-5
 
 
@@ -195,16 +194,13 @@ def edge() -> dict[int, dict[str, numpy.ndarray]]:
             {"projection": "dwn"},
             "projection of channel_weight=dwn is unknown: did you mean down",
         ),
-        ("snip", {"projection": 3}, "projection of snip=3 is unknown"),
     ],
 )
 def test_bad_names_and_parameters(name: str, parameters: dict[str, Any], message: str) -> None:
-    for attempt in (
-        criteria.check,
-        lambda *arguments: criteria.score(arguments[0], {}, experts={}, parameters=arguments[1]),
-    ):
-        with pytest.raises(UserError, match=message):
-            attempt(name, parameters)
+    with pytest.raises(UserError, match=message):
+        criteria.check(name, parameters)
+    with pytest.raises(UserError, match=message):
+        criteria.score(name, {}, experts={}, parameters=parameters)
 
 
 def test_unknown_gates_are_refused() -> None:
@@ -228,7 +224,6 @@ def test_gates_that_the_statistics_lack_are_refused(gate: str) -> None:
 @pytest.mark.parametrize(
     ("name", "experts", "message"),
     [
-        ("exact_damage", {0: 3}, "layer 0 has no damage"),
         ("frequency", {0: 3, 7: 3}, "layer 7 has no tokens"),
         ("frequency", {0: 4}, "the statistics are of another model"),
     ],
@@ -260,12 +255,6 @@ def test_statistics_that_are_not_finite_are_named() -> None:
         criteria.score("ean", layers, experts={0: 3})
     with pytest.raises(UserError, match="NaN or Inf in layer 4, expert 1, channel 2"):
         criteria.score("channel_activation", {4: channels}, experts={4: 2}, widths={4: 3})
-
-
-@pytest.mark.parametrize("name", ["mone", "mone_freq"])
-def test_outputs_that_are_all_alike_have_score_zero(name: str) -> None:
-    """These criteria need two different outputs of an expert."""
-    assert criteria.score(name, edge(), experts={0: 3})[0].tolist() == [0, 0, 0]
 
 
 def test_variances_below_zero_count_as_zero() -> None:
@@ -318,7 +307,6 @@ def score_mine(**settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("function", "declaration"),
     [
-        (lambda layer: layer.mean(1, 1), "uses_gate"),
         (lambda layer: layer.sum(2, 0), "uses_gate"),
         (lambda layer: layer[f"sums_{layer.gate}"][:, 0, 1], "uses_gate"),
         (lambda layer: layer.random.random(layer.n_experts), "uses_seed"),
@@ -329,12 +317,8 @@ def test_undeclared_reads_of_a_criterion_are_refused(
 ) -> None:
     """Gate and seed are in the identity of scores only then."""
     registered(function)
-    for attempt in (
-        lambda: criteria.check("mine", {}),
-        lambda: score_mine(gate="renormalized", seed=1),
-    ):
-        with pytest.raises(UserError, match=f"criterion=mine .*{declaration}=True"):
-            attempt()
+    with pytest.raises(UserError, match=f"criterion=mine .*{declaration}=True"):
+        criteria.check("mine", {})
     registered(function, **{declaration: True})
     assert len(score_mine(gate="renormalized", seed=1)[0]) == 3
     # neither reads the chosen gate
@@ -348,26 +332,13 @@ def in_place(layer: criteria.Layer) -> Any:
     return tokens
 
 
-def in_a_view(layer: criteria.Layer) -> Any:
-    norms = layer.sum(0, 1)[1:]
-    norms[:] = 0
-    return layer.tokens
-
-
 def through_torch(layer: criteria.Layer) -> Any:
     return torch.from_numpy(layer["tokens"]).mul_(0)
 
 
-def made_writeable(layer: criteria.Layer) -> Any:
-    tokens = layer.tokens
-    tokens.flags.writeable = True
-    tokens *= 0
-    return tokens
-
-
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("as_tensors", [False, True])
-@pytest.mark.parametrize("function", [in_place, in_a_view, through_torch, made_writeable])
+@pytest.mark.parametrize("function", [in_place, through_torch])
 def test_statistics_stay_as_they_are(
     function: Callable[..., Any], as_tensors: bool, registered: Callable[..., None]
 ) -> None:
@@ -378,7 +349,7 @@ def test_statistics_stay_as_they_are(
         for name, part in edge()[0].items()
     }
     copies = {name: numpy.array(part) for name, part in inputs.items()}
-    if function in (in_place, in_a_view):
+    if function is in_place:
         with pytest.raises(UserError, match=r"criterion=mine .*read-only.*test_criteria.py"):
             criteria.score("mine", {0: inputs}, experts={0: 3})
     else:
@@ -387,30 +358,17 @@ def test_statistics_stay_as_they_are(
     assert all(numpy.array_equal(numpy.array(part), copies[name]) for name, part in inputs.items())
 
 
-COUNTER = iter(range(10**6))
-
-
 @pytest.mark.parametrize(
     "function",
     [
         lambda layer: numpy.random.random(layer.n_experts),
-        lambda layer: layer.tokens + next(COUNTER),
         lambda layer: None,
-        lambda layer: 1.0,
-        lambda layer: layer.tokens[None],
         lambda layer: layer["channel_square"],
         lambda layer: layer["channel_square"].sum(axis=0),
-        lambda layer: layer.tokens[:-1],
         lambda layer: [layer.tokens, [1.0]],
         lambda layer: ["high"] * layer.n_experts,
-        lambda layer: layer.tokens * 1j,
         lambda layer: layer.tokens + 0j,
-        lambda layer: torch.complex(
-            torch.tensor(layer.tokens), torch.ones(layer.n_experts).double()
-        ),
-        lambda layer: layer.tokens[layer.n_experts],
         lambda layer: layer.nothing,
-        lambda layer: layer["tokens"][0].item().keys(),
         lambda layer: vars(layer)["a\nb"],
         lambda: 1,
     ],
@@ -419,10 +377,9 @@ def test_impossible_criterion_is_refused_before_loading(
     function: Callable[..., Any], registered: Callable[..., None]
 ) -> None:
     registered(function)
-    for attempt in (lambda: criteria.check("mine", {}), score_mine):
-        with pytest.raises(UserError, match="criterion=mine ") as error:
-            attempt()
-        assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="criterion=mine ") as error:
+        criteria.check("mine", {})
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -455,10 +412,8 @@ def test_criteria_may_fail_on_trial_statistics(
 @pytest.mark.parametrize(
     "function",
     [
-        lambda layer: layer.tokens + (numpy.random.random(3) if layer.index == 5 else 0),
         lambda layer: layer.tokens + (numpy.random.random(3) if layer.n_experts < 16 else 0),
         lambda layer: layer["of_a_step_from_elsewhere"] + numpy.random.random(3),
-        lambda layer: layer["of_a_step_from_elsewhere"] * next(COUNTER),
         lambda layer: layer["of_a_step_from_elsewhere"] + 0j,
     ],
 )
@@ -472,14 +427,6 @@ def test_scores_of_a_real_layer_are_real_numbers_and_repeat(
     layer = {**edge()[0], "of_a_step_from_elsewhere": numpy.ones(3)}
     with pytest.raises(UserError, match=r"criterion=mine .*in layer"):
         criteria.score("mine", {0: layer, 5: layer}, experts={0: 3, 5: 3})
-
-
-def test_declared_seed_may_be_used_in_every_layer(registered: Callable[..., None]) -> None:
-    registered(lambda layer: layer.random.random(layer.n_experts), uses_seed=True, needs=())
-    scores = criteria.score("mine", {}, experts={0: 3, 5: 3}, seed=1)
-    assert numpy.array_equal(
-        numpy.concatenate(list(scores.values())), numpy.random.default_rng(1).random(6)
-    )
 
 
 def test_failure_in_a_layer_names_it(registered: Callable[..., None]) -> None:
@@ -568,7 +515,6 @@ CHANNELS: list[tuple[str, dict[str, Any], Callable[[int], Any], float | None]] =
     ),
     ("channel_weight", {}, lambda c: numpy.linalg.norm(DOWN[:, c]), None),
     ("channel_weight", {"projection": "gate"}, lambda c: numpy.linalg.norm(GATE_PARTS[:, c]), None),
-    ("channel_weight", {"projection": "up"}, lambda c: numpy.linalg.norm(UPS[:, c]), None),
     ("channel_weight", {"projection": "mean"}, mean(numpy.linalg.norm), None),
     ("snip", {}, lambda c: abs(DOWN[:, c]).sum(), 0),
     ("snip", {"projection": "up"}, lambda c: abs(UPS[:, c]).sum(), 0),
@@ -594,11 +540,9 @@ def test_scores_are_those_of_each_channel_alone(
     assert unseen is None or scores[1].max() < scores[0].min()
 
 
-@pytest.mark.parametrize(("parameters", "alpha"), [({}, 0.9), ({"alpha": 1}, 1)])
-def test_camera_weighs_by_the_chosen_gate(parameters: dict[str, Any], alpha: float) -> None:
-    settings: dict[str, Any] = {"parameters": parameters, "gate": "renormalized"}
-    scores = channel_scores("camera", {4: channel_layer()}, **settings)
-    formula = camera(alpha, RENORMALIZED)
+def test_camera_weighs_by_the_chosen_gate() -> None:
+    scores = channel_scores("camera", {4: channel_layer()}, gate="renormalized")
+    formula = camera(0.9, RENORMALIZED)
     assert scores[0] == pytest.approx([formula(c) for c in range(3)], rel=1e-12)
 
 

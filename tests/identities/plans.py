@@ -1,13 +1,17 @@
-"""Random plans of every kind for any model."""
+"""Random plans of every kind for any model, and plans that an export refuses."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 
+from moe_lab.errors import UserError
 from moe_lab.models.config_json import fewest_experts
 from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.pruning.export import export
 from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.selection import merge_experts, replace_by_constants
@@ -40,7 +44,12 @@ def random_plan(
     }
     if way == "constants":
         plans = {
-            layer.index: _constants(layer, whole_plans[layer.index], random) for layer in layers
+            layer.index: replace_by_constants(
+                whole_plans[layer.index],
+                random.normal(size=(layer.n_experts, layer.hidden)),
+                layer.width,
+            )
+            for layer in layers
         }
     elif way.startswith("merged"):
         rows: Any = "all" if way == "merged" else "retained"
@@ -51,7 +60,10 @@ def random_plan(
         }
         # the others have no alignment
         for number in [number for number, plan in plans.items() if plan.merged][:2]:
-            plans[number] = replace(plans[number], alignment=_alignment(plans[number], random))
+            layer_plan = plans[number]
+            orders = [random.permutation(layer_plan.width) for _ in layer_plan.merged_members]
+            alignment = numpy.array(orders, dtype=numpy.int32)
+            plans[number] = replace(layer_plan, alignment=alignment)
     elif way in ("ragged", "one width"):
         plans = {}
         for position, layer in enumerate(layers):
@@ -86,16 +98,11 @@ def plan_without_alignment(plan: Plan) -> Plan:
     )
 
 
-def _constants(layer: MoELayer, plan: LayerPlan, random: numpy.random.Generator) -> LayerPlan:
-    return replace_by_constants(
-        plan, random.normal(size=(layer.n_experts, layer.hidden)), layer.width
-    )
-
-
-def _alignment(plan: LayerPlan, random: numpy.random.Generator) -> Any:
-    return numpy.array(
-        [random.permutation(plan.width) for _ in plan.merged_members], dtype=numpy.int32
-    )
+def check_refused(folder: Path, message: str, plan: Plan, shape: str = "natural") -> None:
+    """Exporting the checkpoint in a folder is an error, and writes nothing beside it."""
+    with pytest.raises(UserError, match=message):
+        export(folder, plan, folder.parent / "out", shape=shape)
+    assert not list(folder.parent.glob("*out*"))
 
 
 def _narrow_plan(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from identities.plans import random_plan
+from identities.plans import check_refused, random_plan
 from processes import run_without_moe_lab
 from safetensors.torch import load_file, save_file
 from tiny import load, logits, weights
@@ -57,10 +57,9 @@ def test_masked_channels_are_zeros_in_tensors_of_the_original_shape(
     folder = export(tmp_path / "model", plan, tmp_path / "out", shape="masked")
     assert config_of(folder) == config_of(tmp_path / "model")
     assert tensor_shapes(folder) == tensor_shapes(tmp_path / "model")
-    expected = with_zeros(model, plan).state_dict()
     masked = load(folder)
     # channels stay in place
-    assert all(torch.equal(masked.state_dict()[name], expected[name]) for name in expected)
+    assert not tiny.differing(with_zeros(model, plan).state_dict(), masked.state_dict())
     check_close(masked, prune(model, plan))
 
 
@@ -194,22 +193,13 @@ def code_files(folder: Path) -> set[str]:
     return {file.name for file in folder.glob("*.py")}
 
 
-REMOTE_CODE = {"AutoConfig": "configuration_old.Old", "AutoModelForCausalLM": "modeling_old.Old"}
-
-
-@pytest.fixture
-def qwen3_moe(tmp_path: Path) -> Any:
-    """Writes a checkpoint with fields of others and remote code in its config; its model."""
-    model = tiny.save("qwen3_moe", tmp_path / "model")
-    fields = {"note": "ä", "rope_theta": 1e6, "output_router_logits": True}
-    reconfigure(tmp_path / "model", auto_map=REMOTE_CODE, **fields)
-    return model
-
-
-@pytest.mark.usefixtures("qwen3_moe")
 def test_config_of_uneven_export_keeps_the_other_fields(tmp_path: Path) -> None:
     """Fields of others stay, old remote code is no longer pointed at, the global numbers are those
     of the original."""
+    tiny.save("qwen3_moe", tmp_path / "model")
+    old_code = {"AutoConfig": "configuration_old.Old", "AutoModelForCausalLM": "modeling_old.Old"}
+    fields = {"note": "ä", "rope_theta": 1e6, "output_router_logits": True}
+    reconfigure(tmp_path / "model", auto_map=old_code, **fields)
     retained = {0: tuple(range(16)), 1: tuple(range(9)), 2: (0, 3, 5, 7, 8)}
     plan = Plan.of_experts(retained, dict.fromkeys(range(3), 16))
     assert config_of(export(tmp_path / "model", plan, tmp_path / "out")) == {
@@ -229,27 +219,9 @@ def test_config_of_uneven_export_keeps_the_other_fields(tmp_path: Path) -> None:
     }
 
 
-def test_config_of_ragged_export_has_the_width_of_each_expert(
-    qwen3_moe: Any, tmp_path: Path
-) -> None:
-    plan = random_plan(qwen3_moe, "ragged", share=1.0)
-    folder = export(tmp_path / "model", plan, tmp_path / "ragged")
-    assert config_of(folder)["pruned"]["layers"] == {
-        str(index): {"experts": 16, "widths": list(layer.widths)}
-        for index, layer in plan.layers.items()
-    }
-
-
 @pytest.fixture
 def olmoe(tmp_path: Path) -> Any:
     return tiny.save("olmoe", tmp_path / "model")
-
-
-def check_refused(folder: Path, message: str, plan: Plan, shape: str = "natural") -> None:
-    """Exporting the checkpoint in a folder is an error, and writes nothing beside it."""
-    with pytest.raises(UserError, match=message):
-        export(folder, plan, folder.parent / "out", shape=shape)
-    assert not list(folder.parent.glob("*out*"))
 
 
 def test_unknown_shapes_are_refused(olmoe: Any, tmp_path: Path) -> None:
@@ -383,7 +355,7 @@ def test_loads_without_moe_lab_and_equals_the_pruned_model(
     ours = weights(folder)
     theirs = weights(folder / "again")
     assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert not tiny.differing(ours, theirs)
     assert report["implementations"] == ["grouped_mm"]
     if case == "even" and name != PORTED:
         assert report["refused"] == [None, None]

@@ -93,7 +93,6 @@ def ask(fake: Callable[[str], Path], tmp_path: Path) -> Callable[..., tuple[Expo
         ),
         ("os.kill(os.getpid(), signal.SIGKILL)", "even", Unavailable, "signal 9"),
         ("import x_y", "even", UserError, "x_y"),
-        (WRITES, "uneven", UserError, "export=masked"),
         (WRITES, "ragged", UserError, "export=masked"),
     ],
 )

@@ -20,6 +20,7 @@ from torch import nn
 from moe_lab.errors import UserError
 from moe_lab.exported_code.ragged import RaggedExperts
 from moe_lab.models.discover import moe_layers
+from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
@@ -191,9 +192,9 @@ def test_plans_of_other_models_are_refused(way: Any) -> None:
 @pytest.mark.parametrize("way", ["even", "ragged"])
 def test_original_is_untouched_and_unchanged_weights_are_shared(way: str) -> None:
     model = tiny.build("deepseek_v3")
-    original = {key: value.clone() for key, value in model.state_dict().items()}
+    original = tiny.cloned_state(model)
     pruned = prune(model, random_plan(model, way, share=0.5))
-    assert all(torch.equal(value, original[key]) for key, value in model.state_dict().items())
+    assert not tiny.differing(model.state_dict(), original)
     assert model.config.n_routed_experts == 16
     assert pruned.config.n_routed_experts == 8
     theirs = dict(pruned.named_parameters())
@@ -232,11 +233,9 @@ def test_save_refuses_models_that_stock_code_cannot_read(way: str, tmp_path: Pat
         pruned.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
     if way == "uneven":  # pruned again, all layers are alike
-        four = {layer.index: tuple(range(4)) for layer in moe_layers(pruned)}
-        again = prune(
-            pruned,
-            Plan.of_experts(four, {layer.index: layer.n_experts for layer in moe_layers(pruned)}),
-        )
+        layers = moe_layers(pruned)
+        four = {layer.index: LayerPlan(layer.n_experts, (0, 1, 2, 3)) for layer in layers}
+        again = prune(pruned, Plan(four))
         again.save_pretrained(tmp_path)
         reloaded = tiny.load(tmp_path)
         assert torch.equal(logits(again), logits(reloaded))

@@ -15,7 +15,7 @@ import tiny
 import torch
 from identities.plans import plan_without_alignment, random_plan
 from safetensors.torch import load_file
-from second_device import SecondDevice
+from second_device import SecondDevice, on_device
 from training_data import rows, text
 
 from moe_lab.calibration.batches import batches
@@ -121,7 +121,7 @@ class RouterStep(NamedTuple):
 def router_step(request: pytest.FixtureRequest) -> RouterStep:
     model = tiny.build(request.param.split()[0], dtype=torch.float64)
     plan = random_plan(model, "ragged") if "ragged" in request.param else tiny.plan(model, 0.5)
-    original = {key: value.clone() for key, value in model.state_dict().items()}
+    original = tiny.cloned_state(model)
     with trained_routers(model, plan) as student:
         routers = student.parameters["routers"]
         trainable = [tensor for tensor in student.model.parameters() if tensor.requires_grad]
@@ -163,9 +163,8 @@ def test_gradients_reach_routers_only(router_step: RouterStep) -> None:
 
 
 def test_student_shares_experts_with_its_teacher(router_step: RouterStep) -> None:
-    model, original = router_step.model, router_step.original
     assert router_step.expert_addresses <= router_step.model_addresses
-    assert all(torch.equal(value, original[key]) for key, value in model.state_dict().items())
+    assert not tiny.differing(router_step.model.state_dict(), router_step.original)
 
 
 def test_changed_weights_are_those_of_routers(router_step: RouterStep) -> None:
@@ -252,10 +251,6 @@ def test_killed_distillation_resumes_with_the_same_result(
     assert len(calls) == 8 - 4  # 8 rows, twice, 2 in a step; 4 steps were saved
     files = [folder / "tuned.safetensors" for folder in (complete, resumed)]
     assert files[0].read_bytes() == files[1].read_bytes()
-    check_equal_reports(complete, resumed, train_what)
-
-
-def check_equal_reports(complete: Path, resumed: Path, train_what: str) -> None:
     report, again = (
         json.loads((folder / "finetune.json").read_text()) for folder in (complete, resumed)
     )
@@ -276,9 +271,9 @@ def model() -> Any:
     return tiny.build("olmoe", num_hidden_layers=2, dtype=torch.float64)
 
 
-def plan_of(model: Any, way: str = "merged", seed: int = 0) -> Plan:
+def plan_of(model: Any, way: str = "merged") -> Plan:
     """A plan that merges a few experts in every layer, with random orders of their channels."""
-    return random_plan(model, way, seed, share=0.7)
+    return random_plan(model, way, share=0.7)
 
 
 @pytest.fixture
@@ -409,10 +404,10 @@ def fitted(
     """With 48 tokens some groups see fewer than the 24 channels of an expert, and keep the
     average."""
     tokens, way, align = request.param
-    original = {name: value.clone() for name, value in model.state_dict().items()}
+    original = tiny.cloned_state(model)
     plan = plan_of(model, way) if align else plan_without_alignment(plan_of(model, way))
     report = run(model, tmp_path, plan, tokens)
-    assert all(torch.equal(value, original[name]) for name, value in model.state_dict().items())
+    assert not tiny.differing(model.state_dict(), original)
     rows = batches(text(folder, tokens=tokens), tokenizer).batches
     assert not all(bool(valid.all()) for _, valid in rows)
     problems = regressions(model, plan, rows)
@@ -501,9 +496,7 @@ def test_a_fit_on_another_device_is_that_of_the_cpu(
 
     expected = fitted_on("cpu", model)
     with SecondDevice():
-        copied = copy.deepcopy(model).to("gpu")
-        copied.set_experts_implementation("grouped_mm")
-        actual = fitted_on("gpu", copied)
+        actual = fitted_on("gpu", on_device(model))
     assert len(actual) == len(expected) > 0
     for one, other in zip(actual, expected, strict=True):
         assert one["members"] == other["members"]

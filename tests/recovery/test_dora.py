@@ -1,11 +1,9 @@
 """Adapters of MoE blocks, and the settings of all recoveries."""
 
 import copy
-import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +14,7 @@ import tiny
 import torch
 from identities.plans import random_plan
 from safetensors.torch import load_file
-from second_device import SecondDevice
+from second_device import SecondDevice, on_device
 from torch import nn
 from training_data import rows, text
 
@@ -94,9 +92,9 @@ class Adapted(NamedTuple):
 def adapted(request: pytest.FixtureRequest) -> Adapted:
     family, _, kind = request.param.partition(" ")
     original = tiny.build(family, dtype=torch.float64)
-    original_state = cloned_state(original)
+    original_state = tiny.cloned_state(original)
     model = pruned(original, random_plan(original, kind) if kind else None)
-    pruned_state = cloned_state(model)
+    pruned_state = tiny.cloned_state(model)
     logits = {"plain": tiny.logits(model)}
     layers = attach(model, recovery(), seed=0)
     logits["new"] = tiny.logits(model)
@@ -108,15 +106,6 @@ def adapted(request: pytest.FixtureRequest) -> Adapted:
         changed = merge(model, layers)
     logits["merged"] = tiny.logits(model)
     return Adapted(original, original_state, model, pruned_state, layers, changed, logits)
-
-
-def cloned_state(model: Any) -> dict[str, torch.Tensor]:
-    return {key: value.clone() for key, value in model.state_dict().items()}
-
-
-def differing(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> set[str]:
-    """Names of the tensors that are not equal."""
-    return {name for name, value in state.items() if not torch.equal(value, other[name])}
 
 
 def test_new_adapters_change_nothing(adapted: Adapted) -> None:
@@ -138,15 +127,14 @@ def test_merging_restores_the_modules_of_the_model(adapted: Adapted) -> None:
 def test_merging_returns_the_changed_tensors(adapted: Adapted) -> None:
     state = adapted.model.state_dict()
     changed = adapted.changed
-    assert differing(state, adapted.pruned_state) == changed.keys()
-    assert all(torch.equal(state[key], value) for key, value in changed.items())
+    assert tiny.differing(state, adapted.pruned_state) == changed.keys()
+    assert not tiny.differing(changed, state)
     shared = len(list(linear_modules(adapted.model, "shared_experts")))
     assert len(changed) == 3 * len(adapted.layers["experts"]) + shared
 
 
 def test_merging_leaves_the_original_model(adapted: Adapted) -> None:
-    state = adapted.original.state_dict()
-    assert all(torch.equal(value, adapted.original_state[key]) for key, value in state.items())
+    assert not tiny.differing(adapted.original.state_dict(), adapted.original_state)
 
 
 class Twins(NamedTuple):
@@ -217,31 +205,24 @@ def test_dora_keeps_a_row_of_zeros() -> None:
 
 
 class Training(NamedTuple):
-    """A pruned model after a short training, merged; names of the tensors that differ, the trained
-    parameters, and those of them that require a gradient before merging."""
+    """A short training of a pruned model: the trained parameters, the ids of those that require a
+    gradient before merging, and names of the tensors that merging changes."""
 
-    original: Any
-    original_state: dict[str, torch.Tensor]
     losses: list[float]
     parameters: dict[str, dict[str, Any]]
     trainable: set[int]
     changed: set[str]
-    different: set[str]
 
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
     """DeepSeek-V3: a dense layer, then routed and shared experts."""
     original = tiny.build("deepseek_v3")
-    original_state = copy.deepcopy(original.state_dict())
     model = pruned(original, tiny.plan(original, 0.25))
-    state = cloned_state(model)
     losses, layers = trained(model, recovery(epochs=8), tmp_path_factory.mktemp("training"))
     parameters = trainable(layers)
     with_gradient = {id(tensor) for tensor in model.parameters() if tensor.requires_grad}
-    changed = set(merge(model, layers))
-    different = differing(model.state_dict(), state)
-    return Training(original, original_state, losses, parameters, with_gradient, changed, different)
+    return Training(losses, parameters, with_gradient, set(merge(model, layers)))
 
 
 def test_training_lowers_the_loss(training: Training) -> None:
@@ -266,9 +247,6 @@ def test_training_changes_moe_blocks_only(training: Training) -> None:
     parts = ("gate.weight", "experts.gate_up_proj", "experts.down_proj", *SHARED)
     expected = {f"model.layers.{layer}.mlp.{part}" for layer in (1, 2) for part in parts}
     assert training.changed == expected
-    assert training.different == training.changed
-    original = differing(training.original.state_dict(), training.original_state)
-    assert original == set(), "it shares tensors"
 
 
 def test_routers_have_a_rank_and_a_rate_of_their_own(tmp_path: Path) -> None:
@@ -299,13 +277,6 @@ def test_checkpoint_of_another_training_is_not_resumed(
     calls = tiny.count_calls(monkeypatch, finetune, "_backward")
     trained(small(), settings, tmp_path, seed=int(change == "seed"))
     assert len(calls) == 3
-
-
-def test_rows_at_once_change_rounding_only(tmp_path: Path) -> None:
-    settings = recovery(rows_per_step=6, epochs=2)
-    single, _ = trained(small(), settings, tmp_path, rows_at_once=1)
-    six, _ = trained(small(), settings, tmp_path, rows_at_once=6)
-    assert single == pytest.approx(six, abs=1e-4)
 
 
 def test_learning_rate_rises_and_falls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +315,7 @@ class Finetuned(NamedTuple):
 def finetuned(folder: Path, tokenizer: Any, tmp_path: Path) -> Finetuned:
     """A model of two layers whose pruned form was tuned, with the files of that."""
     model = tiny.build("olmoe", num_hidden_layers=2)
-    original_state = cloned_state(model)
+    original_state = tiny.cloned_state(model)
     plan = tiny.plan(model, 0.5)
     settings = RecoveryConfig(
         instructions="set", rank=2, router_rank=1, learning_rate=1e-2, rows_per_step=4
@@ -374,8 +345,7 @@ def test_finetuning_reports_steps_tokens_and_parameters(finetuned: Finetuned) ->
 def test_finetuning_writes_tensors_of_moe_blocks_and_leaves_the_model(
     finetuned: Finetuned,
 ) -> None:
-    state = finetuned.model.state_dict()
-    assert all(torch.equal(value, finetuned.original_state[key]) for key, value in state.items())
+    assert not tiny.differing(finetuned.model.state_dict(), finetuned.original_state)
     names = load_file(finetuned.folder / "tuned.safetensors").keys()
     assert len(names) == 6
     assert all(".mlp." in name for name in names)
@@ -402,26 +372,15 @@ def test_loss_that_is_no_number_is_an_error(tmp_path: Path) -> None:
 # ---- settings
 
 
-RECOVERIES = [RecoveryConfig(**{use: "c4"}) for use in ("instructions", "distill", "fit")]
-
-
-def test_identity_has_the_use_of_a_text() -> None:
-    assert not any(
-        first.identity == second.identity for first, second in combinations(RECOVERIES, 2)
-    )
-
-
-@pytest.mark.parametrize("recovery", RECOVERIES)
-def test_identity_lacks_name_and_bits(recovery: RecoveryConfig) -> None:
-    stored = dataclasses.replace(recovery, bits=4, modules=["attention"], name="other")
-    assert stored.identity == recovery.identity
+def test_identity_lacks_name_and_bits() -> None:
+    stored = recovery(bits=4, modules=["attention"], name="other")
+    assert stored.identity == recovery().identity
 
 
 @pytest.mark.parametrize(
     ("allocation", "ratio", "sentence"),
     [
         ({"replacement": "hc_smoe"}, 0.5, None),
-        ({"replacement": "none"}, 0.5, "replacement=none .* m_smoe"),
         ({"replacement": "mean_output"}, 0.5, "replacement=mean_output "),
         ({"replacement": "hc_smoe"}, 0.0, "ratio=0 "),
         ({"path": "merging.json"}, 0.5, None),
@@ -458,12 +417,6 @@ def test_a_step_returns_the_mean_loss_of_learnt_tokens() -> None:
     assert finetune._backward(model, [row] * 3, loss, rows_at_once=2) == pytest.approx(2.0)
     assert parameter.grad is not None
     assert parameter.grad.item() == pytest.approx(2.0)
-
-
-def on_device(model: Any) -> Any:
-    copied = copy.deepcopy(model).to("gpu")
-    copied.set_experts_implementation("grouped_mm")
-    return copied
 
 
 KINDS = ["olmoe", "gpt_oss", "olmoe ragged", "olmoe constants", "olmoe merged"]

@@ -60,9 +60,7 @@ def dequantized(model: Any, original: Any) -> Any:
 @pytest.mark.parametrize(
     "shape",
     [
-        (64, 128),
         (48, 32),
-        (64, 96),
         (7, 9),
         (300, 64),
         (1, 64),
@@ -72,7 +70,7 @@ def dequantized(model: Any, original: Any) -> Any:
 def test_nf4_error_is_at_most_half_the_widest_gap(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    # rows that end inside a block (32, 96 and 9 columns) are what the CPU kernel of bitsandbytes
+    # rows that end inside a block (32 and 9 columns) are what the CPU kernel of bitsandbytes
     # gets wrong
     # half of the widest gap between two values of NF4 (QLoRA, appendix E)
     widest = (1 - 0.6961928009986877) / 2
@@ -134,12 +132,10 @@ def test_model_computes_with_the_weights_it_stands_for(name: str) -> None:
 
 def test_quantisation_is_repeatable_and_leaves_its_input() -> None:
     model = tiny.build("deepseek_v3")
-    original = {key: value.clone() for key, value in model.state_dict().items()}
+    original = tiny.cloned_state(model)
     once, again = (recovered(model, None, bits=4, modules=PARTS[:2], tuned=None) for _ in range(2))
-    assert all(torch.equal(value, original[key]) for key, value in model.state_dict().items())
-    states = once.state_dict(), again.state_dict()
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
+    assert not tiny.differing(model.state_dict(), original)
+    assert not tiny.differing(once.state_dict(), again.state_dict())
     shared = {
         key
         for key, value in once.named_parameters()
@@ -168,7 +164,6 @@ CASES = {
     "nf4": ("deepseek_v3", "even", False, 4, ["experts", "shared_experts"]),
     "nf4_uneven": ("qwen3_moe", "uneven", False, 4, ["experts", "attention"]),
     "dora_nf4_ragged": ("olmoe", "ragged", True, 4, ["experts", "attention"]),
-    "nf4_experts": ("olmoe", "even", False, 4, ["experts"]),
     "dora_transposed": ("gpt_oss", "even", True, 4, ["experts"]),
 }
 WITHOUT_MOE_LAB = """
@@ -285,11 +280,10 @@ def quantization(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["nf4_experts", "nf4"])
+@pytest.mark.parametrize("case", ["dora_transposed", "nf4"])
 def test_config_without_maps_in_4_bits_has_no_quantization(folders: Path, case: str) -> None:
     """Routed experts, and shared ones that are too narrow."""
-    config = json.loads((folders / case / "config.json").read_text())
-    assert "quantization_config" not in config
+    assert not quantization(folders / case)
 
 
 @pytest.mark.slow

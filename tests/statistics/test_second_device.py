@@ -16,7 +16,7 @@ import tiny
 import torch
 from accelerate.hooks import attach_align_device_hook_on_blocks
 from identities.plans import random_plan
-from second_device import DeviceTensor, SecondDevice
+from second_device import DeviceTensor, SecondDevice, on_device
 
 from moe_lab.evaluation.engines import GenerationSettings, Row
 from moe_lab.evaluation.engines.hf import Batch, generate_tokens
@@ -56,12 +56,6 @@ FAMILIES = [
 def device() -> Iterator[SecondDevice]:
     with SecondDevice() as device:
         yield device
-
-
-def on_device(model: Any) -> Any:
-    copied = copy.deepcopy(model).to("gpu")
-    copied.set_experts_implementation("grouped_mm")
-    return copied
 
 
 def sums(model: Any, hook: Any, reading: Any) -> Any:
