@@ -67,6 +67,7 @@ GROUPS: dict[str, Any] = {
     "server": config.BackendConfig(name="server", command="serve {checkpoint}"),
     "vllm": config.BackendConfig(name="vllm", arguments={"max_model_len": 1}),
     "benchmark": replace(BENCHMARK, data="owner/set"),
+    "sampling": config.Sampling(temperature=0.5, top_p=0.5, top_k=3, min_p=0.25),
     "judge": JUDGE,
 }
 IDENTIFIED = {
@@ -94,6 +95,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "recovery.fit": {"instructions": None, "fit": "t"},
     "recovery.temperature": {"instructions": None, "distill": "t"},
     "vllm.name": {"arguments": {}},
+    "benchmark.thinking_tokens": {"chat": True, "max_new_tokens": 2},
 }
 """Field -> what else is set where the field can be."""
 OTHER_VALUES: dict[str, Any] = {
@@ -102,6 +104,7 @@ OTHER_VALUES: dict[str, Any] = {
     "calibration.ignored": ("license",),
     "benchmark.held_out": TEXT,
     "benchmark.limit": 3,
+    "benchmark.sampling": config.Sampling(temperature=0.5),
     "model.path": "pocket:qwen3_moe",
     "model.device": "cuda",
     "model.expected": SHAPE,

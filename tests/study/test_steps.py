@@ -496,7 +496,9 @@ def evaluation(
         return [Answer("item", "?", ())]
 
     template_arguments: list[Any] = []
-    network = Mock(**{"generation_config.eos_token_id": 2})
+    network = Mock(
+        **{"generation_config.eos_token_id": 2, "generation_config.to_dict.return_value": {}}
+    )
     tokenizer = Mock(eos_token_id=2)
     monkeypatch.setattr(Pruned, "open", lambda *_: nullcontext((network, tokenizer)))
     monkeypatch.setattr(Items, "read", lambda *_: [])
