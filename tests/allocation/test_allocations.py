@@ -350,7 +350,7 @@ def test_empty_experts_are_null_or_dropped() -> None:
 def test_allocations_of_other_steps_are_not_decided_from_scores() -> None:
     for name, allocation in ALLOCATIONS.items():
         if not allocation.functions.get("expert"):
-            with pytest.raises(UserError, match=f"allocation={re.escape(name)}"):
+            with pytest.raises(UserError, match=f"allocation={name}"):
                 allocate(settings(name, 0.25), {0: layer(4)}, {0: [0.0] * 4})
 
 
@@ -385,7 +385,6 @@ def test_check_fits_retains_as_many_channels_as_the_allocation() -> None:
 def test_layers_have_limits_of_their_own() -> None:
     facts = {0: layer(16, top_k=2), 1: layer(24, top_k=4, n_group=4, topk_group=2)}
     scores = {0: [0.0] * 16, 1: [0.0] * 24}
-    assert allocate(settings("uniform", 0.5), facts, scores) == {0: 8, 1: 12}
     assert allocate(settings("uniform", 0.45), facts, scores) == {0: 7, 1: 8}
 
 
@@ -484,7 +483,7 @@ def test_infeasible_ratios_name_a_nearest(
     layers = {0: layer(16, top_k=4), 1: layer(16, top_k=8)}
     scores = {0: [0.0] * 16, 1: [0.0] * 16}
     chosen = settings(name, ratio, multiple_of=multiple_of)
-    message = f"{re.escape(f'ratio={ratio:g}: ')}.*; {re.escape(nearest)}"
+    message = f"{re.escape(f'ratio={ratio:g}: ')}.*; {nearest}"
     with pytest.raises(UserError, match=message) as refused:
         allocate(chosen, layers, scores)
     assert re.search(reason, str(refused.value))

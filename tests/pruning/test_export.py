@@ -344,11 +344,8 @@ def test_composite_is_exported_with_equal_numbers_of_experts(
     assert torch.equal(tiny.logits(load_eager(folder)), expected)
 
 
-@pytest.mark.parametrize("way", ["uneven", "ragged"])
-def test_composite_is_not_exported_with_layers_that_differ(
-    way: str, composite: Any, tmp_path: Path
-) -> None:
-    check_refused(tmp_path / "model", "export", random_plan(composite, way))
+def test_composite_is_not_exported_with_layers_that_differ(composite: Any, tmp_path: Path) -> None:
+    check_refused(tmp_path / "model", "export", random_plan(composite, "uneven"))
 
 
 def test_folder_with_files_is_not_exported_to(tmp_path: Path) -> None:
@@ -361,7 +358,6 @@ def test_folder_with_files_is_not_exported_to(tmp_path: Path) -> None:
 
 def test_full_disk_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = tiny.plan(tiny.save("olmoe", tmp_path / "model"), 0.5)
-
     monkeypatch.setattr(os, "copy_file_range", Mock(side_effect=OSError(errno.ENOSPC, "full")))
     with pytest.raises(OSError, match="full"):
         export(tmp_path / "model", plan, tmp_path / "out")

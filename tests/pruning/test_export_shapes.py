@@ -3,7 +3,6 @@ moe_lab."""
 
 import copy
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +126,7 @@ def test_masked_experts_in_half_precision(dtype: torch.dtype, tmp_path: Path) ->
 @pytest.mark.parametrize(("name", "layer"), [("olmoe", 0), ("ernie4_5_moe", 1)])
 def test_routers_without_a_bias_cannot_be_masked(name: str, layer: int, tmp_path: Path) -> None:
     model = tiny.save(name, tmp_path / "model")
-    with pytest.raises(
-        UserError, match=rf"export=masked.* layer {re.escape(str(layer))}\b.* export=natural"
-    ):
+    with pytest.raises(UserError, match=rf"export=masked.* layer {layer}\b.* export=natural"):
         export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out", shape="masked")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert "no bias" in masking_errors(tmp_path / "model")

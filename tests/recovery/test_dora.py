@@ -53,11 +53,12 @@ def small() -> Any:
 
 
 def trained(
-    model: Any, settings: RecoveryConfig, partial: Path, **changes: Any
+    model: Any, settings: RecoveryConfig, partial: Path, layers: Any = None, seed: int = 0
 ) -> tuple[list[float], Any]:
-    """Losses of a short training, and the layers with their adapters."""
-    layers = attach(model, settings, seed=0)
-    run = {"loss": answer_loss, "rows_at_once": 2, "seed": 0, **changes}
+    """Losses of a short training, and the layers with their adapters, new ones if none are
+    given."""
+    layers = layers or attach(model, settings, seed=0)
+    run: dict[str, Any] = {"loss": answer_loss, "rows_at_once": 2, "seed": seed}
     parameters = trainable(layers)
     losses = train(model, parameters, rows(first_learnt=8), settings, partial=partial, **run)
     return losses, layers
@@ -483,15 +484,10 @@ def test_a_training_on_another_device_has_the_losses_of_the_cpu(
     """Of experts that all have tokens in each step: AdamW moves the others on the device only."""
     model = pruned(small(), random_plan(small(), kind, share=0.5) if kind else None)
     settings = recovery(rank=3)
-    run = {"loss": answer_loss, "rows_at_once": 2, "seed": 0}
     results = []
     with SecondDevice():
         for copied, layers in both(model, settings):
-            partial = tmp_path / copied.device.type
-            parameters = trainable(layers)
-            losses = train(
-                copied, parameters, rows(first_learnt=8), settings, partial=partial, **run
-            )
+            losses, _ = trained(copied, settings, tmp_path / copied.device.type, layers)
             merge(copied, layers)
             results.append((losses, tiny.logits(copied).cpu()))
     (expected, expected_logits), (actual, logits) = results

@@ -12,6 +12,7 @@ import naive
 import pytest
 import tiny
 import torch
+from allocation.example_facts import layer as facts_of_layer
 
 from moe_lab.allocation.shapes import count_subsets, removals_within_limit, retained_subsets
 from moe_lab.errors import UserError
@@ -300,11 +301,9 @@ def test_subsets() -> None:
         assert len(some) == count_subsets(n, removed, groups, protected)
 
 
-PLAIN_LAYER = {0: {"n_experts": 64, "top_k": 8, "n_group": 1, "topk_group": 1}}
-GROUPED_LAYER = {3: {"n_experts": 16, "top_k": 4, "n_group": 4, "topk_group": 2}}
-PROTECTED_LAYER = {
-    0: {"n_experts": 8, "top_k": 1, "n_group": 1, "topk_group": 1, "protected": [0, 5]}
-}
+PLAIN_LAYER = {0: facts_of_layer(64, top_k=8)}
+GROUPED_LAYER = {3: facts_of_layer(16, top_k=4, n_group=4, topk_group=2)}
+PROTECTED_LAYER = {0: {**facts_of_layer(8), "protected": [0, 5]}}
 
 
 @pytest.mark.parametrize(

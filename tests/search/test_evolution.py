@@ -1,6 +1,5 @@
 """Schedules and their evolution."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise, permutations, product
@@ -8,6 +7,7 @@ from math import comb, lcm
 from typing import Any, NamedTuple
 
 import pytest
+from allocation.example_facts import layer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import PCG64, Generator
@@ -89,7 +89,6 @@ def test_counts_are_exact_beyond_fp64() -> None:
     # without caps in reach there are C(B + L - 1, L - 1) ways
     space = Problem((128,) * 48, (8,) * 48, (1,) * 48, 100).space(1)
     assert space.size == comb(147, 47) > 2**53
-    assert sum(space.schedule_at(space.size - 1)) == sum(space.schedule_at(0)) == 100
     assert space.schedule_at(space.size - 1) == (100, *[0] * 47)
 
 
@@ -180,11 +179,6 @@ def test_projections_with_caps() -> None:
 
 
 def test_projections_in_pairs() -> None:
-    # 16 pairs: weights 1..8 of 36 give .44 .89 1.33 1.78 2.22 2.67 3.11 3.56, whole 0 0 1 1 2 2 3 3
-    # = 12
-    expected = (0, 2, 2, 4, 4, 6, 6, 8)
-    even = space(8, 16, 2, 32, granularity=2)
-    assert pattern("up", even, Generator(PCG64(0))) == expected
     # an odd number of experts loses an odd number: 3 pairs beyond one each
     odd = space(3, 9, 2, 9, granularity=2)
     assert project([1, 1, 2], odd) == (3, 3, 3)
@@ -318,15 +312,14 @@ def test_transfer_equals_resampling_until_feasible() -> None:
     ],
 )
 def test_settings_that_cannot_work(field: str, values: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=rf"allocation\.parameters.*\b{re.escape(field)}\b"):
+    with pytest.raises(UserError, match=rf"allocation\.parameters.*\b{field}\b"):
         parse(values)
 
 
 def test_transfers_move_at_least_what_layers_lose_at_once() -> None:
-    layers = {0: {"n_experts": 16, "top_k": 2, "n_group": 1, "topk_group": 1}}
     arguments = {"multiple_of": 1, "ratio": 0.5}
     with pytest.raises(UserError, match="max_transfer=4"):
-        space_to_search(arguments, {"layers": layers}, SearchSettings(granularity=8))
+        space_to_search(arguments, {"layers": {0: layer(16)}}, SearchSettings(granularity=8))
 
 
 def test_search_of_the_paper_has_little_overhead() -> None:
