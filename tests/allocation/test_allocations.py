@@ -382,10 +382,13 @@ def test_check_fits_retains_as_many_channels_as_the_allocation() -> None:
 # ---- how many experts each layer loses
 
 
+def equal_scores(layers: Any) -> dict[int, list[float]]:
+    return {index: [0.0] * facts["n_experts"] for index, facts in layers.items()}
+
+
 def test_layers_have_limits_of_their_own() -> None:
     facts = {0: layer(16, top_k=2), 1: layer(24, top_k=4, n_group=4, topk_group=2)}
-    scores = {0: [0.0] * 16, 1: [0.0] * 24}
-    assert allocate(settings("uniform", 0.45), facts, scores) == {0: 7, 1: 8}
+    assert allocate(settings("uniform", 0.45), facts, equal_scores(facts)) == {0: 7, 1: 8}
 
 
 def test_layers_retain_a_multiple_of_experts() -> None:
@@ -437,9 +440,8 @@ def test_global_in_steps_goes_by_their_means() -> None:
 def test_u_shape_spares_the_ends() -> None:
     def removed(count: int, ratio: float, layers: int = 5, **parameters: float) -> list[int]:
         facts = {index: layer(count) for index in range(layers)}
-        scores = {index: [0.0] * count for index in range(layers)}
         chosen = settings("u_shaped", ratio, **parameters)
-        return list(allocate(chosen, facts, scores).values())
+        return list(allocate(chosen, facts, equal_scores(facts)).values())
 
     # z of (1/4, 1/16, 0, 1/16, 1/4): mean 1/8, deviation sqrt(0.0109375); 64 (1 + 0.2 z) kept:
     # 79.3, 56.4, 48.7.
@@ -451,7 +453,7 @@ def test_u_shape_spares_the_ends() -> None:
 
 def test_loss_based_keeps_in_proportion_to_the_smoothed_loss() -> None:
     layers = {0: layer(20), 1: layer(20), 2: layer(20)}
-    scores = {index: [0.0] * 20 for index in layers}
+    scores = equal_scores(layers)
     losses = {
         "statistics": {
             0: {"layer_loss": numpy.array(1.0)},
@@ -481,11 +483,10 @@ def test_infeasible_ratios_name_a_nearest(
     name: str, ratio: float, multiple_of: int, reason: str, nearest: str
 ) -> None:
     layers = {0: layer(16, top_k=4), 1: layer(16, top_k=8)}
-    scores = {0: [0.0] * 16, 1: [0.0] * 16}
     chosen = settings(name, ratio, multiple_of=multiple_of)
     message = f"{re.escape(f'ratio={ratio:g}: ')}.*; {nearest}"
     with pytest.raises(UserError, match=message) as refused:
-        allocate(chosen, layers, scores)
+        allocate(chosen, layers, equal_scores(layers))
     assert re.search(reason, str(refused.value))
 
 

@@ -373,6 +373,11 @@ def test_loss_that_is_no_number_is_an_error(tmp_path: Path) -> None:
 # ---- settings
 
 
+def test_identity_has_the_use_of_a_text() -> None:
+    uses = [RecoveryConfig(**{use: "c4"}) for use in ("instructions", "distill", "fit")]
+    assert len({str(recovery.identity) for recovery in uses}) == 3
+
+
 def test_identity_lacks_name_and_bits() -> None:
     stored = recovery(bits=4, modules=["attention"], name="other")
     assert stored.identity == recovery().identity
