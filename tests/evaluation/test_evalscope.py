@@ -305,7 +305,7 @@ def test_limit_takes_items_from_all_subsets_alike(
     )
     subsets["easy"][1].input[0].text = "another question"
     with pytest.raises(AssertionError, match="answers and questions are not the same: easy/1"):
-        evalscope_worker.grade(dict.fromkeys(names, ["text"]), is_mathematics=False, code=None)
+        evalscope_worker.grade({name: ["text"] for name in names}, is_mathematics=False, code=None)
 
 
 class _Hostile:
