@@ -71,8 +71,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--compare",
-        nargs="?",
-        const="true",
         default="false",
         help=(
             "also write a table NAME.published: the papers' numbers, deviations, and whether the "
@@ -128,8 +126,13 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return _run(parse(arguments))
     except UserError as error:
-        print(f"analysis: {error}", file=sys.stderr)
+        _report(error)
         return 2
+
+
+def _report(message: object) -> None:
+    """Print a message to stderr."""
+    print(f"analysis: {message}", file=sys.stderr)
 
 
 def _error_of_writing(out: Path, error: OSError) -> Exception:
@@ -160,16 +163,13 @@ def _write_comparisons(request: argparse.Namespace, publisher: Publisher) -> boo
         tables |= publisher.attempt(f"{name}.published", compare) or {}
     publisher.log_failures()
     tables_with_rows = [table for table in tables.values() if len(table.frame)]
-    for path in write_files(tables_with_rows, publisher.out):
+    for path in write_files(tables_with_rows, publisher.out, publisher.figure_format):
         print(path)
     names_without_rows = [
         name for name in request.names if name in tables and tables[name].frame.empty
     ]
     for name in names_without_rows:
-        print(
-            f"analysis: {name}: no cell of study={study.name} has published numbers",
-            file=sys.stderr,
-        )
+        _report(f"{name}: no cell of study={study.name} has published numbers")
     return not names_without_rows
 
 
@@ -223,14 +223,11 @@ def _run(request: argparse.Namespace) -> int:
     except OSError as error:
         raise _error_of_writing(out, error) from None
     for note in study.notes:
-        print(f"analysis: {note}", file=sys.stderr)
+        _report(note)
     for gap in study.gaps:
-        print(f"analysis: {gap.location}: {gap.reason}", file=sys.stderr)
+        _report(f"{gap.location}: {gap.reason}")
     if study.results.empty:
-        print(
-            f"analysis: study={study.name} has no results yet: what there is was written",
-            file=sys.stderr,
-        )
+        _report(f"study={study.name} has no results yet: what there is was written")
     return 0 if has_all_data and not study.gaps and not study.results.empty else 1
 
 
@@ -257,17 +254,11 @@ def _write(requested: Sequence[str], publisher: Publisher) -> bool:
         name for name in requested if name != "all" and find(name).name in names_without_items
     ]
     for name in requested_without_items:
-        print(
-            f"analysis: {name} needs {find(name).needs}, which study={study.name} does not have",
-            file=sys.stderr,
-        )
+        _report(f"{name} needs {find(name).needs}, which study={study.name} does not have")
     # the output `gaps` has no items if no results are missing
     names_without_data = ", ".join(name for name in names_without_items if name != GAPS)
     if "all" in requested and names_without_data:
-        print(
-            f"analysis: no data for these (name one to see what it needs): {names_without_data}",
-            file=sys.stderr,
-        )
+        _report(f"no data for these (name one to see what it needs): {names_without_data}")
     return not requested_without_items
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FIGURE_FORMATS = ("svg", "pdf", "png")
 """File formats of figures. SVG is always drawn as well, because the page shows it."""
@@ -203,11 +207,15 @@ ABLATION = (*COMMON_SENSE, "gsm8k", "humaneval")
 
 CODE_COLUMNS = ("Eval+", "LiveCode")
 MATH_COLUMNS = ("GSM8K", "MATH-500")
+AVERAGES = {"Code": CODE_COLUMNS, "Math": MATH_COLUMNS}
+"""Published average of displayed columns -> these columns."""
 
 SAME_ITEMS = {"humaneval_plus": "humaneval", "mbpp_plus": "mbpp"}
 """Benchmark -> the benchmark with the same items and fewer tests of each answer."""
 
-_S_FAMILY = re.compile(r"s_family\((.*)\)")
+_NAME_AND_SETTINGS = re.compile(
+    r"(?P<name>[^,(]+)(\((?P<in_parentheses>[^()]*)\))?(, (?P<after_comma>.*))?"
+)
 _REPLACEMENT = re.compile(r", replacement=([^,]+)")
 _TOP_K_MODEL = re.compile(r"(?P<trained>.+)_top(?P<top_k>\d+)")
 _CAPITALISED_SETS = ("code", "math", "general", "stories")
@@ -217,11 +225,28 @@ _CAPITALISED_SETS = ("code", "math", "general", "stories")
 def criterion(name: str) -> str:
     """Display name of a criterion, as the papers spell it. The name `s_family(b=1,alpha=0,beta=2)`
     becomes S(1,0,2)."""
-    match = _S_FAMILY.fullmatch(name)
-    if match is None:
+    family, values = name_and_settings(name)
+    if family != "s_family":
         return CRITERIA.get(name, name)
-    values = dict(part.split("=", 1) for part in match[1].split(",") if "=" in part)
     return f"S({','.join(values.get(key, '?') for key in ('b', 'alpha', 'beta'))})"
+
+
+def name_and_settings(text: str) -> tuple[str, dict[str, str]]:
+    """Parse `text`, a criterion or an allocation as written in a study's record.
+
+    `coverage, prior usage` and `coverage(prior=usage)` both give ("coverage", {"prior": "usage"}).
+    A setting without a value, as in `coverage, aligned`, has the value "".
+    """
+    match = _NAME_AND_SETTINGS.fullmatch(text)
+    if match is None:
+        return text, {}
+    settings = {}
+    for part in f"{match['in_parentheses'] or ''},{match['after_comma'] or ''}".split(","):
+        # labels of presets have a space in place of the sign =
+        key, _, value = part.strip().partition("=" if "=" in part else " ")
+        settings[key] = value
+    settings.pop("", None)  # empty parts are no settings
+    return match["name"], settings
 
 
 def split_top_k(model: str) -> tuple[str, int | None]:
@@ -246,13 +271,10 @@ def method_parts(method_key: str) -> tuple[str, str, str]:
 def method(method_key: str) -> str:
     """Display name of a method: `REAP`; `REAP, evolutionary`."""
     criterion_name, allocation, recovery = method_parts(method_key)
-    published_name = METHODS.get((criterion_name, allocation))
-    parts_of_name = (
-        (published_name,)
-        if published_name
-        else (criterion(criterion_name), allocation_name(allocation))
+    name = METHODS.get((criterion_name, allocation)) or comma_joined(
+        criterion(criterion_name), allocation_name(allocation)
     )
-    return ", ".join(filter(None, (*parts_of_name, recovery_name(recovery))))
+    return comma_joined(name, recovery_name(recovery))
 
 
 def allocation_name(allocation: str) -> str:
@@ -263,7 +285,7 @@ def allocation_name(allocation: str) -> str:
     if replacement and kind == "uniform":
         return replacement_name
     name = ALLOCATIONS.get(kind, kind.replace("_", " "))
-    return ", ".join(filter(None, (replacement_name, name)))
+    return comma_joined(replacement_name, name)
 
 
 def _split_replacement(allocation: str) -> tuple[str, str]:
@@ -273,9 +295,9 @@ def _split_replacement(allocation: str) -> tuple[str, str]:
     return (allocation.replace(match[0], ""), match[1]) if match else (allocation, "")
 
 
-def recovery_name(recovery: str, none: str = "") -> str:
-    """Display name of a recovery. none: the text for a cell without recovery."""
-    return RECOVERIES.get(recovery, recovery) or none
+def recovery_name(recovery: str) -> str:
+    """Display name of a recovery; "" for a cell without recovery."""
+    return RECOVERIES.get(recovery, recovery)
 
 
 def methods_in_order(keys: Iterable[str]) -> list[str]:
@@ -342,6 +364,17 @@ def calibrations_in_order(values: Iterable[str]) -> list[str]:
     """Sort the different calibration sets as the papers list their domains, then alphabetically."""
     rank = {"general": 0, "code": 1, "math": 2, None: 3}  # None: a name without domain
     return sorted(set(values), key=lambda value: (rank[domain(value)], value))
+
+
+def limits(numbers: pd.Series, form: str) -> str:
+    """The least and the greatest number in the format `form`: `5 to 10`; one of them if both are
+    printed alike."""
+    return " to ".join(dict.fromkeys(map(form.format, (numbers.min(), numbers.max()))))
+
+
+def comma_joined(*texts: str) -> str:
+    """The texts joined by commas. Empty texts are left out."""
+    return ", ".join(filter(None, texts))
 
 
 def enumeration(texts: Iterable[str]) -> str:

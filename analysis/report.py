@@ -6,7 +6,7 @@ import errno
 import json
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from analysis import names
-from analysis.load.evaluations import versions
+from analysis.load.evaluations import versions_in_words
 from analysis.load.settings import removed_noun
 from analysis.load.study import Study, load
 from analysis.names import capitalised, count
@@ -208,7 +208,7 @@ def _kicker(study: Study) -> str:
 
 def _tiles(study: Study) -> list[tuple[int, str]]:
     """Pairs of a number and its label for the tiles at the top of the page."""
-    pruned = study.cells[study.cells["criterion"] != "none"]
+    pruned = study.pruned_cells
     return [
         (len(pruned), "pruned models"),
         (pruned["criterion"].nunique(), "criteria"),
@@ -219,21 +219,9 @@ def _tiles(study: Study) -> list[tuple[int, str]]:
     ]
 
 
-@dataclass(frozen=True)
-class Chapter:
-    """A chapter of the page. It shows the outputs whose field `chapter` equals its anchor."""
-
-    anchor: str
-    short: str
-    """Title in the page's list of contents."""
-    title: str
-    note: str = ""
-    """Explanation of the chapter's tables and figures."""
-
-
-def _section(chapter: Chapter, items_by_output: ItemsByOutput) -> Section:
-    """The section of a chapter. Without tables and figures, the section has no text either, so that
-    the page leaves it out."""
+def _section(chapter: Section, items_by_output: ItemsByOutput) -> Section:
+    """The chapter with the outputs whose field `chapter` equals its anchor. Without tables and
+    figures, it has no text either, so that the page leaves it out."""
     items: list[Item] = []
     filters: dict[str, str] = {}
     for name, output in outputs().items():
@@ -242,10 +230,8 @@ def _section(chapter: Chapter, items_by_output: ItemsByOutput) -> Section:
                 if isinstance(item, Figure) or not output.figures_only:
                     items.append(item)
                     filters[item.name] = output.filters
-    text = [chapter.note] if chapter.note and items else []
-    return Section(
-        chapter.anchor, chapter.short, chapter.title, text, outputs=items, filters=filters
-    )
+    text = chapter.text if items else ()
+    return replace(chapter, text=text, outputs=items, filters=filters)
 
 
 RANKING = (
@@ -260,25 +246,25 @@ MAP = (
     "smaller differences, because a loss is finer than right or wrong."
 )
 CHAPTERS = (
-    Chapter("ranking", "Ranking", "Ranking by average", RANKING),
-    Chapter("winners", "Winners", "Leading criterion by task and calibration set", MAP),
-    Chapter("cost", "Cost", "Accuracy versus parameters, FLOPs, storage and time"),
-    Chapter("channels", "Channels", "Channel criteria and channel budgets"),
-    Chapter("recovery", "Recovery", "Recovery: quantisation and fine-tuning"),
-    Chapter("weights", "Weights", "Criteria that read weights alone"),
-    Chapter("ranks", "Ranks", "Scores and ranks"),
-    Chapter("search", "Search", "Searched allocations versus uniform"),
-    Chapter("task", "By task", "Task-specific calibration"),
-    Chapter("benchmarks", "Benchmarks", "All benchmarks"),
-    Chapter("overlap", "Overlap", "Overlap of pruned experts across calibration sets"),
-    Chapter("coverage", "Coverage", "Tokens per expert in calibration"),
-    Chapter("inside", "Internals", "Hidden states and routing of pruned models"),
-    Chapter("attribution", "Attribution", "Attributions by layer and channel"),
-    Chapter("criteria", "Criteria", "Criteria: definitions, inputs and cost"),
-    Chapter("memory", "Memory", "Architectures and loading memory"),
+    Section("ranking", "Ranking", "Ranking by average", [RANKING]),
+    Section("winners", "Winners", "Leading criterion by task and calibration set", [MAP]),
+    Section("cost", "Cost", "Accuracy versus parameters, FLOPs, storage and time"),
+    Section("channels", "Channels", "Channel criteria and channel budgets"),
+    Section("recovery", "Recovery", "Recovery: quantisation and fine-tuning"),
+    Section("weights", "Weights", "Criteria that read weights alone"),
+    Section("ranks", "Ranks", "Scores and ranks"),
+    Section("search", "Search", "Searched allocations versus uniform"),
+    Section("task", "By task", "Task-specific calibration"),
+    Section("benchmarks", "Benchmarks", "All benchmarks"),
+    Section("overlap", "Overlap", "Overlap of pruned experts across calibration sets"),
+    Section("coverage", "Coverage", "Tokens per expert in calibration"),
+    Section("inside", "Internals", "Hidden states and routing of pruned models"),
+    Section("attribution", "Attribution", "Attributions by layer and channel"),
+    Section("criteria", "Criteria", "Criteria: definitions, inputs and cost"),
+    Section("memory", "Memory", "Architectures and loading memory"),
 )
 """Chapters in the order of the page."""
-PROVENANCE = Chapter("provenance", "Provenance", "Provenance and files")
+PROVENANCE = Section("provenance", "Provenance", "Provenance and files")
 
 
 def _facts(study: Study) -> list[tuple[str, str]]:
@@ -292,17 +278,12 @@ def _facts(study: Study) -> list[tuple[str, str]]:
         ("Commit", _distinct_values(study, "commit")),
         (
             "Computed on",
-            "; ".join(
-                filter(None, (_distinct_values(study, "host"), _distinct_values(study, "machine")))
-            ),
+            "; ".join(filter(None, (_distinct_values(study, key) for key in ("host", "machine")))),
         ),
         ("Python", _distinct_values(study, "python")),
         (
             "Libraries",
-            ", ".join(
-                f"{library} {' / '.join(library_versions)}"
-                for library, library_versions in versions(study.origins).items()
-            ),
+            versions_in_words(study.origins),
         ),
         (
             "Time of all evaluations",
@@ -344,12 +325,11 @@ def _details(study: Study) -> list[tuple[str, str]]:
 
 def what_was_run(study: Study) -> str:
     """Two sentences on what a study pruned and evaluated."""
-    pruned = study.cells[study.cells["criterion"] != "none"]
+    pruned = study.pruned_cells
     sizes = study.results["n"]  # numbers of items
     items = "no"
     if len(sizes):
-        # a single number if the smallest and the largest are equal
-        items = " to ".join(dict.fromkeys(f"{size:g}" for size in (sizes.min(), sizes.max())))
+        items = names.limits(sizes, "{:g}")
     # at ratio 0 nothing is removed, the model is only recovered
     kind = "pruned model" if (pruned["ratio"] > 0).all() else "model"
     models = names.enumeration(dict.fromkeys(study.cells["model"]))

@@ -360,10 +360,14 @@ def mixed_metrics(results: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
     return sentences
 
 
-def versions(origins: pd.DataFrame) -> dict[str, list[str]]:
-    """Library -> all versions of the library with which the results were computed."""
+def versions_in_words(origins: pd.DataFrame) -> str:
+    """Text with all versions of the libraries with which the results were computed: `scipy 1.17,
+    torch 2.12/2.13`."""
     versions_of_library: dict[str, set[str]] = {}
     for versions_of_evaluation in origins["versions"]:
         for library, version in versions_of_evaluation.items():
             versions_of_library.setdefault(library, set()).add(version)
-    return {library: sorted(values) for library, values in sorted(versions_of_library.items())}
+    return ", ".join(
+        f"{library} {'/'.join(sorted(versions))}"
+        for library, versions in sorted(versions_of_library.items())
+    )

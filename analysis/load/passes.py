@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.load.reader import Reader, records, stacked, step_kind, steps_with_inputs
+from analysis.load.reader import Reader, groups, records, stacked, step_kind, steps_with_inputs
 from moe_lab import results
 
 Reports = Mapping[str, Mapping[str, Any]]
@@ -23,18 +23,13 @@ def shown_passes(cells: pd.DataFrame) -> pd.DataFrame:
     folder of the pass. The row is the first with the gate and seed of `shown_gate_and_seed`,
     otherwise the first."""
     cells_with_pass = cells[cells["statistics_folder"].notna()]
-    settings_of_model = shown_gate_and_seed(cells)
-    models_and_settings = zip(
-        cells_with_pass["model"], cells_with_pass["gate"], cells_with_pass["seed"], strict=True
-    )
-    has_other_settings = pd.Series(
-        [settings_of_model.get(model) != (gate, seed) for model, gate, seed in models_and_settings],
-        cells_with_pass.index,
-        dtype=bool,
-    )
+    shown = shown_gate_and_seed(cells)
+    has_other_settings = [
+        shown.get(row["model"]) != (row["gate"], row["seed"]) for row in records(cells_with_pass)
+    ]
     # False, for the shown gate and seed, sorts before True
-    order = has_other_settings.sort_values(kind="stable").index
-    return cells_with_pass.loc[order].drop_duplicates(["model", "calibration"]).sort_index()
+    order = np.argsort(has_other_settings, kind="stable")
+    return cells_with_pass.iloc[order].drop_duplicates(["model", "calibration"]).sort_index()
 
 
 def shown_gate_and_seed(cells: pd.DataFrame) -> dict[str, tuple[Any, Any]]:
@@ -46,20 +41,19 @@ def shown_gate_and_seed(cells: pd.DataFrame) -> dict[str, tuple[Any, Any]]:
 
 
 def steps_by_calibration(
-    rows: Sequence[Mapping[str, Any]], preferred: Mapping[str, tuple[Any, Any]]
+    rows: Sequence[Mapping[str, Any]], cells: pd.DataFrame
 ) -> dict[tuple[str, str], str | None]:
     """Select one row for each calibration set and model. Returns (calibration, model) -> name of
     the row's step, which is None for a step that was not computed.
 
     rows: dictionaries with the fields calibration, model, gate, seed and step (name of the step).
-    preferred: model -> (gate, seed). The first row with this gate and seed is selected, otherwise
-    the first row.
+    The first row with the gate and seed of `shown_gate_and_seed` is selected, otherwise the first
+    row.
     """
+    shown = shown_gate_and_seed(cells)
     steps: dict[tuple[str, str], str | None] = {}
     # False, for the preferred gate and seed, sorts before True
-    for row in sorted(
-        rows, key=lambda row: preferred.get(row["model"]) != (row["gate"], row["seed"])
-    ):
+    for row in sorted(rows, key=lambda row: shown.get(row["model"]) != (row["gate"], row["seed"])):
         steps.setdefault((row["calibration"], row["model"]), row["step"])
     return steps
 
@@ -75,8 +69,6 @@ def coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[st
     reports: dict[str, dict[str, Any]] = {}
     for row in records(shown_passes(cells)):
         folder = reader.folder(row["statistics_folder"])
-        if folder is None:
-            continue
         frame = reader.frame(folder, "coverage.parquet", results.COVERAGE)
         if frame is not None:
             frames.append(frame.assign(model=row["model"], calibration=row["calibration"]))
@@ -95,9 +87,8 @@ def contaminations(document: Mapping[str, Any], cells: pd.DataFrame, reader: Rea
     to be looked for, "found": number of items that share a phrase with the text}.
     """
     counts = {}
-    for (calibration, model), step_name in steps_by_calibration(
-        document["contaminations"], shown_gate_and_seed(cells)
-    ).items():
+    steps = steps_by_calibration(document["contaminations"], cells)
+    for (calibration, model), step_name in steps.items():
         calibration_at_model = f"{calibration}@{model}"
         folder = reader.step(step_name, f"items of benchmarks in {calibration_at_model}")
         counts_of_benchmark = reader.json(folder, results.CONTAMINATION)
@@ -113,9 +104,7 @@ def tables_by_calibration(
     `rows`. The result has the columns of the table, model and calibration."""
     columns = TABLES[file]
     frames: list[pd.DataFrame] = []
-    for (calibration, model), step_name in steps_by_calibration(
-        rows, shown_gate_and_seed(cells)
-    ).items():
+    for (calibration, model), step_name in steps_by_calibration(rows, cells).items():
         folder = reader.step(step_name, f"{file.removesuffix('.parquet')} of {calibration}@{model}")
         frame = reader.frame(folder, file, columns)
         if frame is not None:
@@ -320,18 +309,16 @@ def _passes(
     """
     cells = cells[cells["statistics_folder"].notna()]
     shown_folders = shown_passes(cells)["statistics_folder"]
-    for (model, calibration, *_), cells_of_pass in cells.groupby(
-        ["model", "calibration", "gate", "seed"], sort=False
-    ):
+    for key, cells_of_pass in groups(cells, ["model", "calibration", "gate", "seed"]):
         # empty if another gate and seed are shown
         folders = shown_folders[shown_folders.index.isin(cells_of_pass.index)]
         if folders.empty:
             continue
         table = read_table(reader.find_folder(folders.iloc[0]), file, reader)
         if table is not None:
+            model, calibration = key["model"], key["calibration"]
             report = calibrations.get(f"{calibration}@{model}", {})
-            table = table.assign(model=str(model), calibration=str(calibration))
-            yield cells_of_pass, table, report
+            yield cells_of_pass, table.assign(model=model, calibration=calibration), report
 
 
 def _input_table(cells: pd.DataFrame, kind: str, reader: Reader) -> pd.DataFrame:

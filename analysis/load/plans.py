@@ -4,9 +4,8 @@ tidy frames."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -14,6 +13,7 @@ import pandas as pd
 from analysis.load.reader import Reader, stacked
 from moe_lab.results import PROFILES, TIMINGS
 
+T = TypeVar("T")
 BYTES = 2
 """Bytes of one parameter in bfloat16."""
 
@@ -39,7 +39,7 @@ FIRST_ORDER_PRIOR = "ala1"
 """The default prior of allocation=coverage, for plans that do not name their prior."""
 
 SEARCHES = ("samples", "fitness", "population", "generations", "candidates", "seconds")
-"""Columns of `searches`, besides cell:
+"""Columns of `searches`:
 
 - samples: rows of the search set
 - fitness, population, generations: settings of the search
@@ -52,12 +52,10 @@ CONDITIONS = ("device", "dtype", "threads", "load", "weight_bytes")
 
 
 def costs(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Costs of models, one row per cell whose cost was counted; columns cell, bits and COSTS."""
-    columns = ["bits", *COSTS]
-    rows = []
-    for cell, cost in _read_documents(cells, "cost_folder", "cost.json", reader).items():
-        rows.append({"cell": cell, **{name: cost.get(name) for name in columns}})
-    return pd.DataFrame(rows, columns=["cell", *columns]).astype(dict.fromkeys(columns, float))
+    """Costs of models, one row per cell whose cost was counted; index cell, columns bits and
+    COSTS."""
+    costs = _read_documents(cells, "cost_folder", "cost.json", reader)
+    return _by_cell(costs, ["bits", *COSTS]).astype(float)
 
 
 def loading_memory(cells: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
@@ -68,7 +66,7 @@ def loading_memory(cells: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
     """
     cell_columns = ["model", "ratio", "removed_text", "granularity", "allocation"]
     pruned = cells.loc[cells["criterion"] != "none", cell_columns]
-    sizes = costs.set_index("cell")[["parameters_unpruned", "loading_bytes"]].dropna().astype(int)
+    sizes = costs[["parameters_unpruned", "loading_bytes"]].dropna().astype(int)
     rows = pruned.join(sizes, how="inner")
     unpruned_bytes = BYTES * rows.pop("parameters_unpruned")
     pruned_bytes = rows.pop("loading_bytes")
@@ -91,13 +89,8 @@ def retained_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
     If constant and merged are False, a dropped expert that the router can still choose outputs 0.
     """
-    frames = {}
-    for cell, document in _read_documents(cells, "plan_folder", "plan.json", reader).items():
-        try:
-            frames[cell] = _shares(document)
-        except (KeyError, TypeError, ValueError):
-            reader.record_gap("plan.json is damaged", str(cells.loc[cell, "plan_folder"]))
-    return _stack_by_cell(frames, ("layer", "expert", "share", "constant", "merged"))
+    shares = _from_plans(_shares, cells, reader)
+    return _stack_by_cell(shares, ("layer", "expert", "share", "constant", "merged"))
 
 
 def removed_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
@@ -107,31 +100,39 @@ def removed_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     - removed: share of the experts, or of the experts' channels if the plan removes channels
     - plan: the plan's layers as JSON
     """
-    rows = {}
+    rows = _from_plans(_removed, cells, reader)
+    return _by_cell(rows, ["removed", "plan"]).reindex(cells.index)
+
+
+def _from_plans(
+    compute: Callable[[Mapping[str, Any]], T], cells: pd.DataFrame, reader: Reader
+) -> dict[int, T]:
+    """Cell -> result of `compute` for the content of the cell's plan.json. Cells are left out if
+    their plan is missing or damaged."""
+    results = {}
     for cell, document in _read_documents(cells, "plan_folder", "plan.json", reader).items():
         try:
-            layers = document["layers"]
-            rows[cell] = {"removed": _removed_share(layers), "plan": json.dumps(layers)}
-        except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError):
+            results[cell] = compute(document)
+        except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):
             reader.record_gap("plan.json is damaged", str(cells.loc[cell, "plan_folder"]))
-    return pd.DataFrame.from_dict(rows, "index", columns=["removed", "plan"]).reindex(cells.index)
+    return results
 
 
-def _removed_share(layers: Mapping[str, Any]) -> float:
-    """Share of the experts, or of their channels, that a plan removes.
-
-    layers: the entry "layers" of plan.json.
-    """
+def _removed(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of `removed_shares` for one plan: the content of plan.json."""
     all_experts = 0
     retained_experts = 0.0
-    for layer in layers.values():
+    for layer in plan["layers"].values():
         all_experts += layer["experts"]
         # one mask per retained expert
         if "channels" in layer:
             retained_experts += sum(map(_channel_count, layer["channels"])) / layer["width"]
         else:
             retained_experts += len(layer["retained"])
-    return 1 - retained_experts / all_experts
+    return {
+        "removed": 1 - retained_experts / all_experts,
+        "plan": json.dumps(plan["layers"]),
+    }
 
 
 def _channel_count(mask: str) -> int:
@@ -150,78 +151,79 @@ def timings(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     CONDITIONS."""
     requests = _read_tables(cells["timing_folder"].dropna(), "timing.parquet", TIMINGS, reader)
     documents = _read_documents(cells, "timing_folder", "timing.json", reader)
-    rows = [
-        {"cell": cell, **{name: timing.get(name) for name in CONDITIONS}}
-        for cell, timing in documents.items()
-    ]
-    return requests.merge(pd.DataFrame(rows, columns=["cell", *CONDITIONS]), on="cell")
+    conditions = _by_cell(documents, CONDITIONS).reset_index()
+    return requests.merge(conditions, on="cell")
 
 
 def channel_rounding(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """How plans round the number of channels that each expert retains. One row per cell whose
-    allocation has the setting "align".
-
-    Columns: cell and
+    allocation has the setting "align". Index cell, columns:
 
     - block: every retained expert's number of channels is a multiple of this number
     - smallest: smallest number of channels that a retained expert may have, None if it is not set
     """
-    rows = []
+    rows = {}
     for cell, plan in _read_documents(cells, "plan_folder", "plan.json", reader).items():
-        allocation = (plan.get("provenance") or {}).get("allocation") or {}
-        if align := (allocation.get("parameters") or {}).get("align"):
-            rows.append(
-                {"cell": cell, "block": align.get("block"), "smallest": align.get("min_channels")}
-            )
-    return pd.DataFrame(rows, columns=["cell", "block", "smallest"])
+        if align := (allocation_of(plan).get("parameters") or {}).get("align"):
+            rows[cell] = {"block": align.get("block"), "smallest": align.get("min_channels")}
+    return _by_cell(rows, ["block", "smallest"])
+
+
+def allocation_of(plan: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Name and parameters of the allocation that made a plan, {} if unknown.
+
+    plan: content of plan.json.
+    """
+    return (plan.get("provenance") or {}).get("allocation") or {}
 
 
 def priors(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """The prior by which the allocation "coverage" divides a layer's budget among its experts. One
     row per cell whose plan uses such a prior.
 
-    Columns: cell, prior, and other_settings (the allocation without the prior, as JSON).
+    Index cell, columns prior and other_settings (the allocation without the prior, as JSON).
     """
-    rows = []
+    rows = {}
     for cell, plan in _read_documents(cells, "plan_folder", "plan.json", reader).items():
-        allocation = dict((plan.get("provenance") or {}).get("allocation") or {})
+        allocation = dict(allocation_of(plan))
         parameters = dict(allocation.pop("parameters", None) or {})
         prior = parameters.pop("prior", FIRST_ORDER_PRIOR)
         # `intra` is the rule of the division
         uses_prior = parameters.get("intra", "coverage") in ("coverage", "proportional")
         if allocation.get("name") == "coverage" and uses_prior:
             settings = json.dumps({**allocation, "parameters": parameters}, sort_keys=True)
-            rows.append({"cell": cell, "prior": prior, "other_settings": settings})
-    return pd.DataFrame(rows, columns=["cell", "prior", "other_settings"])
+            rows[cell] = {"prior": prior, "other_settings": settings}
+    return _by_cell(rows, ["prior", "other_settings"])
 
 
 def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Settings and costs of searches, one row per cell with a searched allocation; columns cell and
-    SEARCHES."""
-    rows = []
+    """Settings and costs of searches, one row per cell with a searched allocation; index cell,
+    columns SEARCHES."""
+    rows = {}
     # a plan with a searched allocation is in the folder of the search
-    folders = cells["plan_folder"].dropna().astype(str)
-    for cell, name in folders[folders.str.startswith("search/")].items():
-        folder = reader.folder(name)
-        document = reader.json(folder, "search.json")
-        if document is not None:
-            search = {
-                **(document.get("settings") or {}),
-                **(document.get("cost") or {}),
-                "samples": _sample_count(folder, reader),
-            }
-            rows.append({"cell": cell, **{column: search.get(column) for column in SEARCHES}})
-    return pd.DataFrame(rows, columns=["cell", *SEARCHES])
+    searched = cells[cells["plan_folder"].fillna("").str.startswith("search/")]
+    for cell, document in _read_documents(searched, "plan_folder", "search.json", reader).items():
+        rows[cell] = {
+            **(document.get("settings") or {}),
+            **(document.get("cost") or {}),
+            "samples": _sample_count(str(searched.loc[cell, "plan_folder"]), reader),
+        }
+    return _by_cell(rows, SEARCHES)
 
 
-def _sample_count(folder: Path | None, reader: Reader) -> float:
+def _by_cell(rows: Mapping[int, Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
+    """A frame with index cell. rows: cell -> column -> value."""
+    frame = pd.DataFrame(list(rows.values()), list(rows), columns=list(columns))
+    return frame.rename_axis("cell")
+
+
+def _sample_count(search: str, reader: Reader) -> float:
     """Number of rows of the text on which a search evaluated its candidates, NaN if unknown.
 
-    folder: folder of the search.
+    search: name of the search's step.
     """
-    if folder is None or not reader.has(folder, "step.json"):
-        return np.nan
-    settings = (reader.json(folder, "step.json") or {}).get("settings", {})
+    folder = reader.find_folder(search)
+    settings = reader.step_document(folder).get("settings", {}) if folder else {}
     return float(settings.get("text", {}).get("rows", np.nan))
 
 

@@ -105,22 +105,26 @@ class Reader:
         """Read a JSON document; None, with a gap, when the file cannot be read."""
         if folder is None:
             return None
+        reason = "damaged"
         try:
             document = json.loads(self._read_verified(folder, file))
             if isinstance(document, dict):
                 return document
-            self._add_gap(f"{file} is damaged", folder)
         except FileNotFoundError:
-            self._add_gap(f"{file} is missing", folder)
+            reason = "missing"
         except (OSError, ValueError):
-            self._add_gap(f"{file} is damaged", folder)
+            pass
+        self._add_gap(f"{file} is {reason}", folder)
         return None
 
     def provenance(self, folder: Path) -> dict[str, Any]:
         """The entry "provenance" of a step's step.json; {} when the file or the entry is
         missing."""
-        step = self.json(folder, "step.json") if self.has(folder, "step.json") else None
-        return (step or {}).get("provenance") or {}
+        return self.step_document(folder).get("provenance") or {}
+
+    def step_document(self, folder: Path) -> dict[str, Any]:
+        """The content of a step's step.json; {} when the file is missing."""
+        return (self.has(folder, "step.json") and self.json(folder, "step.json")) or {}
 
     def table(
         self, folder: Path, file: str, columns: Sequence[str], optional: Sequence[str] = ()
@@ -206,8 +210,7 @@ def steps_with_inputs(steps: Iterable[str | None], reader: Reader) -> dict[str, 
         if folder is None or name in folders:
             continue
         folders[name] = folder
-        if reader.has(folder, "step.json"):
-            remaining_names += (reader.json(folder, "step.json") or {}).get("inputs", {}).values()
+        remaining_names += reader.step_document(folder).get("inputs", {}).values()
     return folders
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,7 +55,6 @@ ratio.
 granularity: what the criterion scores, `expert` or `channel`. allocation and recovery are spelled
 as in the study's record.
 """
-_AXIS_FORMATS = {"gate": "gate {}", "seed": "seed {}"}
 
 
 def gate_and_seed(cells: pd.DataFrame) -> pd.Series:
@@ -64,19 +62,19 @@ def gate_and_seed(cells: pd.DataFrame) -> pd.Series:
     cells of the model have is left out."""
     texts = pd.Series("", cells.index, dtype=object)
     for _, model_cells in cells[cells["criterion"] != "none"].groupby("model", sort=False):
-        for axis, text_format in _AXIS_FORMATS.items():
+        for axis in ("gate", "seed"):
             # `Comparison.cells` has no column `seed`
             if axis in model_cells and model_cells[axis].nunique() > 1:
-                axis_texts = model_cells[axis].map(text_format.format)
-                longer_texts = list(map(comma_joined, texts[model_cells.index], axis_texts))
-                texts.update(pd.Series(longer_texts, model_cells.index, dtype=object))
+                axis_texts = f"{axis} " + model_cells[axis].astype(str)
+                longer_texts = map(names.comma_joined, texts[model_cells.index], axis_texts)
+                texts[model_cells.index] = list(longer_texts)
     return texts
 
 
 def removed_share_texts(cells: pd.DataFrame) -> pd.Series:
     """For each cell, the column "removed_text" with the text of `gate_and_seed`: `50 %, seed
     43`."""
-    texts = list(map(comma_joined, cells["removed_text"], gate_and_seed(cells)))
+    texts = list(map(names.comma_joined, cells["removed_text"], gate_and_seed(cells)))
     return pd.Series(texts, cells.index, dtype=object)
 
 
@@ -97,16 +95,7 @@ def removed_text(shares: pd.Series, requested: Sequence[float]) -> str:
     requested_text = names.enumeration(map(names.ratio, requested))
     if len(requested) == 1 and (known_shares.sub(requested[0]).abs() < ROUNDING).all():
         return requested_text
-    # one key if both shares are printed alike
-    limits = dict.fromkeys(
-        f"{100 * share:.3g}" for share in (known_shares.min(), known_shares.max())
-    )
-    return f"{' to '.join(limits)} % ({requested_text} requested)"
-
-
-def comma_joined(*texts: str) -> str:
-    """The texts joined by commas. Empty texts are left out."""
-    return ", ".join(filter(None, texts))
+    return f"{names.limits(100 * known_shares, '{:.3g}')} % ({requested_text} requested)"
 
 
 def protocols(cells: pd.DataFrame) -> str:
@@ -123,32 +112,10 @@ def protocols(cells: pd.DataFrame) -> str:
 METHOD = ["method", "calibration", "gate"]
 """Columns that identify the method of a cell of a comparison."""
 
-_ALLOCATION = re.compile(
-    r"(?P<name>[^,(]+)(\((?P<in_parentheses>[^()]*)\))?(, (?P<after_comma>.*))?"
-)
-
-
-def allocation(text: str) -> tuple[str, dict[str, str]]:
-    """Parse `text`, an allocation as written in a study's record. Returns (name, settings).
-
-    `coverage, prior usage` and `coverage(prior=usage)` both give ("coverage", {"prior": "usage"}).
-    A setting without a value, as in `coverage, aligned`, has the value "".
-    """
-    match = _ALLOCATION.fullmatch(text)
-    if match is None:
-        return text, {}
-    settings = {}
-    for part in f"{match['in_parentheses'] or ''},{match['after_comma'] or ''}".split(","):
-        # labels of presets have a space in place of the sign =
-        key, _, value = part.strip().partition("=" if "=" in part else " ")
-        settings[key] = value
-    settings.pop("", None)  # empty parts are no settings
-    return match["name"], settings
-
 
 def has_replacement(text: str) -> bool:
     """Whether an allocation of a study's record replaces dropped experts."""
-    _, settings = allocation(text)
+    _, settings = names.name_and_settings(text)
     return "replacement" in settings
 
 
@@ -168,11 +135,10 @@ def method_labels(cells: pd.DataFrame) -> pd.Series:
 def _method_label(row: dict[str, object], varying_axes: list[str]) -> str:
     """Label of one cell, with its values on `varying_axes`."""
     parts = [names.method(str(row["method"]))]
-    if row["criterion"] != "none":
-        for axis in varying_axes:
-            if row[axis] != "none":
-                value = str(row[axis])
-                parts.append(names.calibration(value) if axis == "calibration" else value)
+    for axis in varying_axes:
+        if row[axis] != "none":
+            value = str(row[axis])
+            parts.append(names.calibration(value) if axis == "calibration" else value)
     return ", ".join(parts)
 
 

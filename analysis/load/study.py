@@ -85,6 +85,11 @@ class Study:
     notes: Sequence[str] = field(default=())
     """Remarks about the results, such as different versions of a library."""
 
+    @cached_property
+    def pruned_cells(self) -> pd.DataFrame:
+        """The rows of `cells`, without those of unpruned models."""
+        return self.cells[self.cells["criterion"] != "none"]
+
     @property
     def gaps(self) -> list[Gap]:
         """Missing results in the files that have been read so far."""
@@ -267,7 +272,7 @@ def _allocation(cell: Mapping[str, Any]) -> str | None:
         f"protect={protect}" if protect else "",
     ]
     name = cell.get("allocation")
-    return ", ".join([name, *filter(None, settings)]) if name else None
+    return names.comma_joined(name, *settings) if name else None
 
 
 def _method_keys(cells: pd.DataFrame) -> list[str]:

@@ -66,7 +66,7 @@ def agreement_table(results: Results, name: str) -> Table:
             study.cells["calibration"] == key["calibration"]
         )
         cells = study.cells[is_of_group]
-        plans_with_priors = cells.reset_index().merge(plans.priors(cells, study.reader), on="cell")
+        plans_with_priors = cells.join(plans.priors(cells, study.reader), how="inner")
         seconds, step_machines = seconds_and_machines(study, cells)
         machines += step_machines
         measures = list(ESTIMATES)
@@ -121,15 +121,15 @@ def channel_agreement(
 
     Returns the mean over pairs of plans: one pair for each combination of values in EQUAL_COLUMNS.
 
-    plans_with_priors: a row per plan, with the columns "cell", "prior" and EQUAL_COLUMNS; retained:
-    see `plans.retained_shares`."""
+    plans_with_priors: a row per plan with index cell, and the columns "prior" and EQUAL_COLUMNS;
+    retained: see `plans.retained_shares`."""
     values = []
     for _, candidates in groups(plans_with_priors, EQUAL_COLUMNS):
         shares = {}  # "measure" or "truth" -> shares with the index (layer, expert)
         for column, proportional_to in (("measure", measure), ("truth", truth)):
             has_prior = candidates["prior"].isin(PRIORS.get(proportional_to, ()))
             # the first plan with this prior, if there is one
-            for cell in candidates.loc[has_prior, "cell"].head(1):
+            for cell in candidates.index[has_prior][:1]:
                 plan_shares = retained[retained["cell"] == cell]
                 shares[column] = plan_shares.set_index(["layer", "expert"])["share"]
         if len(shares) == 2:
@@ -175,28 +175,26 @@ def seconds_and_machines(study: Study, cells: pd.DataFrame) -> tuple[dict[str, f
 )
 def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 14: scores of coverage budgets that differ in the prior alone."""
-    cells = comparison.cells.reset_index().merge(
-        plans.priors(comparison.cells, results.study.reader), on="cell"
-    )
+    priors = plans.priors(comparison.cells, results.study.reader)
+    cells = comparison.cells.join(priors, how="inner")
     for key, competitors in groups(cells, [*EQUAL_COLUMNS, "calibration", "recovery"]):
         if competitors["prior"].nunique() < 2:
             continue
         rows = competitors.sort_values(
             "prior", key=lambda prior: prior.map(list(PRIOR_LABELS).index), kind="stable"
         )
-        labels = dict(zip(rows["cell"].map(int), rows["prior"].map(PRIOR_LABELS), strict=True))
-        title_parts = [
-            comparison.removed_text(key["ratio"]),
-            names.recovery_name(key["recovery"]),
-        ]
+        labels = dict(zip(rows.index.map(int), rows["prior"].map(PRIOR_LABELS), strict=True))
+        recovery = names.recovery_name(key["recovery"])
+        allocation = ""
         base = None
         first_order_plans = competitors[competitors["prior"] == plans.FIRST_ORDER_PRIOR]
         if len(first_order_plans):
             # first order is the default prior, which names of allocations usually leave out: this
             # name fits all rows of the block
-            title_parts.append(names.allocation_name(str(first_order_plans["allocation"].iloc[0])))
-            base = int(first_order_plans["cell"].iloc[0])
-        yield Block(comparison, ", ".join(filter(None, title_parts)), labels, base)
+            allocation = names.allocation_name(str(first_order_plans["allocation"].iloc[0]))
+            base = int(first_order_plans.index[0])
+        title = names.comma_joined(comparison.removed_text(key["ratio"]), recovery, allocation)
+        yield Block(comparison, title, labels, base)
 
 
 @output("coverage.fig12", chapter="attribution", needs=f"{COVERAGE_PLANS}, and {SUMS}")

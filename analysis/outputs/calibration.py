@@ -13,7 +13,7 @@ from analysis.load import settings
 from analysis.load.reader import groups, stacked
 from analysis.load.study import Study
 from analysis.outputs.captions import HEAPR, SLIMMING
-from analysis.outputs.score_rows import Block, criterion_entries, score_table, sorted_in_order
+from analysis.outputs.score_rows import Block, criterion_entries, score_table, sort_cells
 from analysis.registry import Results, output, per_model
 from analysis.render import marks, style
 from analysis.render.style import Figure
@@ -39,12 +39,11 @@ def calibrated_cells(study: Study, comparison: Comparison) -> pd.DataFrame:
             reads[calibration] = sum((report.get("valid_tokens") or {}).values())
             source = report.get("sha256") or report.get("source") or calibration
             sources[calibration] = str(source)
-    cells = comparison.cells
-    cells = cells[(cells["criterion"] != "none") & (cells["calibration"] != "none")]
+    cells = comparison.pruned_cells
+    cells = cells[cells["calibration"] != "none"]
     calibrations = cells["calibration"]
     cells = cells.assign(read=calibrations.map(reads), source=calibrations.map(sources))
-    cells = cells.sort_values("read", kind="stable")
-    return sorted_in_order(cells, "method", names.methods_in_order(cells["method"]), "ratio")
+    return sort_cells(cells, "ratio", "method", "read")
 
 
 @score_table(
@@ -79,7 +78,7 @@ def lines_by_tokens(study: Study, comparison: Comparison) -> pd.DataFrame:
     texts = by_line["calibration"].transform("last").map(names.calibration)
     # "" if the model has one gate; without seeds, as these cells have no column "seed"
     gates = settings.gate_and_seed(cells)
-    labels = map(settings.comma_joined, cells["method"].map(names.method), texts, gates)
+    labels = map(names.comma_joined, cells["method"].map(names.method), texts, gates)
     lines = cells.assign(label=list(labels), panel=cells["removed_text"] + " pruned")
     return lines[by_line["read"].transform("nunique") > 1]
 
@@ -137,14 +136,12 @@ def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
     Columns: "panel" (method, text and removed share), "benchmark", "read" (number of tokens), and
     "difference", "low" and "high" (95 %) in points."""
     frames = []
-    benchmarks = [
-        str(name) for name in comparison.benchmark_scores if name not in comparison.lower_is_better
-    ]
-    benchmarks = names.in_order(benchmarks, names.BENCHMARKS)
     for key, line in groups(lines_by_tokens(study, comparison), ["label", "panel"]):
         base_cell, *other_cells = line.index.astype(int)
         # each benchmark on which at least one cell of the line was evaluated
-        for benchmark in mean_target(comparison, [base_cell, *other_cells], benchmarks):
+        for benchmark in mean_target(
+            comparison, [base_cell, *other_cells], comparison.score_benchmarks
+        ):
             base_of_cell = dict.fromkeys(other_cells, base_cell)
             points = POINTS * differences(comparison, (benchmark,), base_of_cell)
             points.loc[base_cell] = 0.0

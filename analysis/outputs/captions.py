@@ -9,7 +9,7 @@ from functools import lru_cache
 import pandas as pd
 
 from analysis import names
-from analysis.load.evaluations import mixed_metrics, versions
+from analysis.load.evaluations import mixed_metrics, versions_in_words
 from analysis.load.passes import shown_passes
 from analysis.load.settings import protocols
 from analysis.load.study import Study
@@ -42,8 +42,7 @@ def score_setup(study: Study) -> str:
     sizes = study.results["n"]
     if not len(sizes):
         return f"No results; {run_setup(study)}"
-    # fromkeys keeps one number if the two are equal
-    items = " to ".join(dict.fromkeys(f"{size:g}" for size in (sizes.min(), sizes.max())))
+    items = names.limits(sizes, "{:g}")
     metrics = sorted(set(metrics_in_words(study.results)))
     noun = "metric" if len(metrics) == 1 else "metrics"
     protocol = f" ({protocols(study.cells)})" if protocols(study.cells) else ""
@@ -69,7 +68,7 @@ def metrics_in_words(results: pd.DataFrame) -> list[str]:
 def run_setup(study: Study) -> str:
     """Text for captions of numbers that describe cells: the seeds and gates of all pruned cells,
     calibration tokens and library versions."""
-    cells = study.cells[study.cells["criterion"] != "none"]
+    cells = study.pruned_cells
     return _sentence([_seeds_in_words(cells), _gates_in_words(cells), *_tokens_and_versions(study)])
 
 
@@ -79,9 +78,7 @@ def pass_setup(study: Study) -> str:
     `shown_passes` selects, calibration tokens and library versions.
 
     If these passes lack a seed of the pruned cells, all seeds follow: `seed 1 (of 1 and 2)`."""
-    cells = study.cells[
-        (study.cells["criterion"] != "none") & study.cells["statistics_folder"].notna()
-    ]
+    cells = study.pruned_cells[study.pruned_cells["statistics_folder"].notna()]
     passes = shown_passes(cells)
     parts = []
     for describe, column in ((_seeds_in_words, "seed"), (_gates_in_words, "gate")):
@@ -138,11 +135,7 @@ def _tokens_and_versions(study: Study) -> list[str]:
         {sum(report.get("valid_tokens", {}).values()) for report in study.calibrations.values()}
     )
     tokens = " / ".join(f"{count:,}" for count in counts)
-    libraries = [
-        f"{library} {'/'.join(library_versions)}"
-        for library, library_versions in versions(study.origins).items()
-    ]
-    return [f"{tokens} calibration tokens" if counts else "", ", ".join(libraries)]
+    return [f"{tokens} calibration tokens" if counts else "", versions_in_words(study.origins)]
 
 
 def machines_sentence(machines: Iterable[str]) -> str:

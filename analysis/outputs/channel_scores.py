@@ -78,7 +78,7 @@ def concentration_figure(results: Results, comparison: Comparison, name: str) ->
         curves = concentration(study, row["scores_folder"])
         if curves is not None and len(frames) < MOST_PANELS:
             criterion, calibration = row["criterion"], names.calibration(row["calibration"])
-            title = settings.comma_joined(names.criterion(criterion), calibration, row["gate_text"])
+            title = names.comma_joined(names.criterion(criterion), calibration, row["gate_text"])
             frames.append(curves.assign(panel=title))
     if not frames:
         return None

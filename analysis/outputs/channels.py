@@ -104,7 +104,7 @@ def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]
         # plans that set a smoothing belong to Table 7
         has_default_smoothing = []
         for text in cells["allocation"]:
-            _, parameters = settings.allocation(text)
+            _, parameters = names.name_and_settings(text)
             has_default_smoothing.append(set(SMOOTHING).isdisjoint(parameters))
         competitors = cells[has_default_smoothing]
         allocations = competitors["allocation"]
@@ -131,7 +131,7 @@ def smoothing_table(results: Results, comparison: Comparison) -> Iterator[Block]
     ):
         smoothing_of_cell = {}
         for cell, text in cells["allocation"].items():
-            allocation, parameters = settings.allocation(text)
+            allocation, parameters = names.name_and_settings(text)
             if allocation == "coverage" and set(parameters) <= set(SMOOTHING):
                 # the only parameter, if there is one, is the smoothing
                 smoothing_of_cell[cell] = next(iter(parameters.values()), DEFAULT_SMOOTHING)
@@ -183,7 +183,7 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     if heapr_cells(comparison.cells).empty or not target:
         return None
     scores = score_lines(comparison, target, "mean of HEAPr's benchmarks")
-    flops = results.study.costs.set_index("cell")["flops_ratio"].astype(float)
+    flops = results.study.costs["flops_ratio"]
     saved = scores.drop(columns=["low", "high"]).assign(
         panel="FLOPs saved per token (%)", x=100 * scores["removed"], y=100 * (1 - flops)
     )
@@ -215,11 +215,7 @@ def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     """The model's loss or perplexity against the ratio.
 
     A panel per benchmark in which lower is better."""
-    benchmarks = [
-        str(benchmark)
-        for benchmark in comparison.benchmark_scores
-        if benchmark in comparison.lower_is_better
-    ]
+    benchmarks = comparison.loss_benchmarks
     if not benchmarks or ratio_lines(cells_without_recovery(comparison)).empty:
         return None
     frames = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from analysis.load.plans import BYTES
 from analysis.load.reader import TIMELESS, records, step_kind, steps_with_inputs, time_and_memory
 from analysis.load.study import Study
 from analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SECONDS_NOTE, machines_sentence, run_setup
-from analysis.outputs.score_rows import sorted_by_criterion
+from analysis.outputs.score_rows import sort_cells
 from analysis.registry import Results, output
 from analysis.render.table import Columns, Table, frame_and_formats
 
@@ -29,7 +28,6 @@ SIGNALS = ("Text", "Activations", "Routing", "Gradients", "Weights")
 MARKS = {True: "yes", False: "no"}
 EXPERTS, CHANNELS, HIDDEN_SIZE = 5, 3, 2
 """Sizes of the artificial layer on which the dependence of scores on inputs is tested."""
-_CRITERION = re.compile(r"(?P<name>\w+)(\((?P<parameters>.*)\))?")
 
 
 @output("unified.table6", chapter="criteria", needs="registered criteria")
@@ -184,11 +182,8 @@ def _registered_criteria(study: Study) -> list[str]:
 
 def _name_and_parameters(criterion: str) -> tuple[str, dict[str, Any]]:
     """(name, parameters): for `s_family(alpha=0,b=1)`, `s_family` and {"alpha": 0, "b": 1}."""
-    match = _CRITERION.fullmatch(criterion)
-    if match is None:
-        return criterion, {}
-    pairs = (part.partition("=") for part in (match["parameters"] or "").split(",") if part)
-    return match["name"], {key: _parameter_value(text) for key, _, text in pairs}
+    name, settings = names.name_and_settings(criterion)
+    return name, {key: _parameter_value(text) for key, text in settings.items()}
 
 
 def _parameter_value(text: str) -> Any:
@@ -325,7 +320,7 @@ def _cells_with_times(
     steps are the step in `column`, such as "plan_folder", and its direct and indirect inputs.
 
     A cell is left out if the store lacks the time of one of its steps."""
-    for cell in records(sorted_by_criterion(cells, "model")):
+    for cell in records(sort_cells(cells, "model", "criterion")):
         folders = [
             folder
             for folder in steps_with_inputs([cell[column]], study.reader)

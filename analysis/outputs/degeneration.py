@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import pandas as pd
 
 from analysis import names
-from analysis.load.settings import removed_share_texts
 from analysis.outputs.captions import run_setup
-from analysis.outputs.score_rows import concatenate_numbers, numbers_table, sort_cells
+from analysis.outputs.score_rows import concatenate_numbers, listed_cells, numbers_table
 from analysis.registry import Results, output
 from analysis.render.table import SCORE, Table, display_frame
 from analysis.stats.cell_scores import Numbers, differences
@@ -75,7 +74,7 @@ def _block(
 ) -> Numbers | None:
     """The rows of a benchmark of a model, one for each cell with generated texts. `scored`: the
     model's scores."""
-    cells = sort_cells(scored.cells.assign(pruned=removed_share_texts(scored.cells)))
+    cells = listed_cells(scored)
     text_columns = {"Pruned": "pruned", "Calibration": "calibration", "Criterion": "method"}
     frame = display_frame(cells, text_columns)
     frame.insert(0, "Benchmark", names.benchmark(benchmark))

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import names
-from analysis.load import passes, settings
+from analysis.load import passes, plans, settings
 from analysis.load.reader import records, stacked
 from analysis.load.study import Study
 from analysis.outputs.captions import pass_setup
@@ -66,9 +66,8 @@ def _smoothing(study: Study, cell: Mapping[str, Any]) -> str:
     """Smoothing of layer losses in the plan of `cell`, a row of `Study.cells`."""
     folder = study.reader.find_folder(str(cell["plan_folder"]))
     plan = study.reader.json(folder, "plan.json") or {}
-    allocation = (plan.get("provenance") or {}).get("allocation") or {}
-    _, parameters = settings.allocation(str(cell["allocation"]))
-    parameters |= allocation.get("parameters") or {}
+    _, parameters = names.name_and_settings(str(cell["allocation"]))
+    parameters |= plans.allocation_of(plan).get("parameters") or {}
     for setting in SMOOTHING:  # its name differs between allocations
         if setting in parameters:
             return str(parameters[setting])

@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from analysis import names
 from analysis.load.reader import groups
 from analysis.outputs.captions import pass_setup
-from analysis.outputs.score_rows import sorted_in_order
 from analysis.registry import Item, Results, output
 from analysis.render import marks, style
 from analysis.render.style import Figure
@@ -143,7 +142,9 @@ def _draw_effects(axes: Axes, overlaps: pd.DataFrame) -> None:
 
     overlaps: the rows of one ratio in `overlap.mean_over_models`."""
     effects = overlap.component_effects(overlaps)
-    effects = sorted_in_order(effects, "component", list(overlap.VARIANT))
+    effects = effects.sort_values(
+        "component", key=lambda component: component.map(overlap.VARIANT.index), kind="stable"
+    )
     letters = dict(zip(PARAMETERS.values(), PARAMETERS, strict=True))
     labels = effects["component"].map(letters) + "=" + effects["level"].astype(str)
     shades = dict(zip(PARAMETERS.values(), style.SHADES, strict=False))

@@ -20,6 +20,7 @@ from analysis.outputs.score_rows import (
     STORAGE_COSTS,
     Block,
     cells_by_ratio,
+    cells_without_recovery,
     draw_unpruned,
     ratio_block,
     score_table,
@@ -65,7 +66,7 @@ def average_and_costs(study: Study, comparison: Comparison) -> pd.DataFrame:
     - pruned: text with the removed share
     - avg, low, high: Avg and its 95 % interval; NaN if the cell lacks one of the averaged scores
     - merit: `avg`, negated if lower is better
-    - bits, parameters_kept, routed_kept, flops_ratio, storage_bytes: see `plans.COSTS`
+    - bits, and each of `plans.COSTS`
     - storage_share: `storage_bytes` as a share of the unpruned model's bytes in bfloat16
     - front_<cost>, for each column <cost> in COST_SHARES: whether the cell is on the Pareto front
       of low <cost> and high `merit` among the pruned cells
@@ -77,13 +78,9 @@ def average_and_costs(study: Study, comparison: Comparison) -> pd.DataFrame:
     cells = cells.assign(
         pruned=settings.removed_share_texts(comparison.cells), kind=_kinds(study, comparison.cells)
     )
-    costs = study.costs.set_index("cell")[
-        ["bits", "parameters_kept", "routed_kept", "flops_ratio", "storage_bytes"]
-    ]
-    rows = cells.join(scores).join(costs, how="inner").rename_axis("cell").reset_index()
-    unpruned_parameters = study.costs.set_index("cell")["parameters_unpruned"].reindex(rows["cell"])
+    rows = cells.join(scores).join(study.costs, how="inner").rename_axis("cell").reset_index()
     # BYTES: bytes of one parameter in bfloat16
-    rows["storage_share"] = rows["storage_bytes"] / (BYTES * unpruned_parameters.to_numpy(float))
+    rows["storage_share"] = rows["storage_bytes"] / (BYTES * rows["parameters_unpruned"])
     rows["merit"] = comparison.quantity(target).sign * rows["avg"]
     is_pruned = rows["criterion"] != "none"
     pruned = rows[is_pruned]
@@ -211,7 +208,7 @@ def pareto_figure(results: Results, comparison: Comparison, name: str) -> Figure
     if (pruned[list(COST_SHARES)].round(2).nunique() < 2).all():
         return None
     recoveries = pruned["recovery"].map(names.recovery_name)
-    labels = map(settings.comma_joined, pruned["kind"].map(KINDS), recoveries)
+    labels = map(names.comma_joined, pruned["kind"].map(KINDS), recoveries)
     plans = settings.method_labels(comparison.cells)[pruned["cell"]].to_numpy()
     points = pruned.assign(
         label=list(labels),
@@ -281,12 +278,9 @@ BOTH_GRANULARITIES = (
 
 
 def cells_of_both_granularities(comparison: Comparison) -> pd.DataFrame:
-    """The pruned cells with a ratio above 0 and without recovery, sorted by ratio. A frame without
-    rows if all of these cells have the same granularity."""
-    cells = comparison.cells[
-        (comparison.cells["criterion"] != "none") & (comparison.cells["recovery"] == "none")
-    ]
-    cells = cells[cells["ratio"] > 0].sort_values("ratio", kind="stable")
+    """`cells_without_recovery` in the order of the study; a frame without rows if all of these
+    cells have the same granularity."""
+    cells = cells_without_recovery(comparison).sort_index()
     return cells if cells["granularity"].nunique() > 1 else cells[:0]
 
 

@@ -8,9 +8,8 @@ import pandas as pd
 
 from analysis import names
 from analysis.load.reader import groups
-from analysis.load.settings import removed_share_texts
 from analysis.outputs.captions import pass_setup, run_setup
-from analysis.outputs.score_rows import criterion_entries, panel_cells
+from analysis.outputs.score_rows import criterion_entries, listed_cells, panel_cells
 from analysis.registry import Item, Results, output, per_model
 from analysis.render import marks, style
 from analysis.render.style import Figure
@@ -24,7 +23,7 @@ PROFILE = "a run with profile=true"
 @output(
     "aimer.fig6", chapter="inside", filters="*Model|Pruned|Calibration|Criterion", needs=PROFILE
 )
-def token_variance(results: Results, name: str) -> list[Item]:
+def token_variance(results: Results, name: str) -> list[Item | None]:
     """Token variance of hidden states by layer."""
     return [*variance_figure(results, name), profile_table(results, name)]
 
@@ -55,22 +54,21 @@ def variance_figure(results: Results, comparison: Comparison, name: str) -> Figu
     return Figure(name, title, caption, drawing)
 
 
-def profile_table(results: Results, name: str) -> Table:
+def profile_table(results: Results, name: str) -> Table | None:
     """A row per layer of each cell that has a profile: token variance and routing entropies."""
     study = results.study
     frames = []
     for comparison in results.pruned:
         profiles = study.profiles[study.profiles["cell"].isin(comparison.cells.index)]
-        cells = comparison.cells[["model", "calibration", "method"]].assign(
-            pruned=removed_share_texts(comparison.cells)
-        )
+        cells = listed_cells(comparison)[["model", "calibration", "method", "pruned"]]
         unpruned = profiles[profiles["cell"] == comparison.unpruned_cell]
         unpruned_variance = profiles["layer"].map(unpruned.set_index("layer")["variance"])
         if len(profiles):
             share = profiles["variance"] / unpruned_variance
             frames.append(profiles.join(cells, on="cell").assign(unpruned_share=share))
-    no_rows = pd.DataFrame(columns=["model", "pruned", "calibration", "method", "layer", "experts"])
-    rows = pd.concat(frames or [no_rows], ignore_index=True)
+    if not frames:
+        return None
+    rows = pd.concat(frames, ignore_index=True)
     # displayed column -> (column of `rows`, format)
     columns: Columns = {
         "Model": "model",

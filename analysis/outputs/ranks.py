@@ -13,7 +13,6 @@ from analysis.outputs.captions import LOSSES, PANEL_COLUMNS, score_setup
 from analysis.outputs.score_rows import concatenate_numbers, numbers_table
 from analysis.registry import Results, output
 from analysis.render.table import RANK, Table
-from analysis.stats import ranks
 from analysis.stats.cell_scores import mean_definitions, notes_on_average, rank_block
 from analysis.stats.comparison import Comparison, mean_quantities
 from analysis.stats.rank_tests import BENCHMARKS, COLUMNS, rank_tests
@@ -90,9 +89,9 @@ def _notes_on_partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
     # all benchmarks of the column.
     models_of_column: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for comparison in comparisons:
-        partial_columns = ranks.missing_benchmarks(comparison.benchmarks_of)
         for column, benchmarks in comparison.benchmarks_of.items():
-            key = benchmarks if column in partial_columns else ()
+            is_partial = len(benchmarks) < len(names.COLUMNS.get(column, ()))
+            key = benchmarks if is_partial else ()
             models_of_column.setdefault(column, {}).setdefault(key, []).append(comparison.model)
     sentences = []
     for column, models_by_benchmarks in models_of_column.items():

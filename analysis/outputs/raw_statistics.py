@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from analysis import names
 from analysis.load.passes import STATISTICS
 from analysis.outputs.captions import ABLATIONS, SUMS, pass_setup
-from analysis.outputs.score_rows import shallow_middle_deep_layers, sorted_in_order
+from analysis.outputs.score_rows import shallow_middle_deep_layers, sort_cells
 from analysis.registry import Results, output, per_model
 from analysis.render import marks, style
 from analysis.render.style import Figure
@@ -202,7 +202,7 @@ def activation_figure(results: Results, comparison: Comparison, name: str) -> Fi
     if not layers:
         return None
     sets = names.calibrations_in_order(experts["calibration"])
-    experts = sorted_in_order(experts[experts["layer"].isin(layers)], "calibration", sets, "layer")
+    experts = sort_cells(experts[experts["layer"].isin(layers)], "layer", "calibration")
     rows = experts.assign(
         panel="Layer " + experts["layer"].astype(str),
         label=experts["calibration"].map(names.calibration),

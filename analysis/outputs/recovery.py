@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from analysis.outputs.score_rows import (
     only_cell,
     ratio_block,
     score_table,
-    sorted_in_order,
+    sort_cells,
     storage_points,
 )
 from analysis.registry import Results, output, per_model
@@ -45,9 +44,8 @@ SWEEP_COLUMNS = ["criterion", "allocation", "calibration", "gate"]
 def sweeps(comparison: Comparison) -> list[pd.DataFrame]:
     """The model's sweeps with several recoveries. A sweep has the cells with equal values in
     SWEEP_COLUMNS, sorted by ratio and recovery. The unpruned model is in no sweep."""
-    cells = comparison.cells[comparison.cells["criterion"] != "none"]
-    order = names.in_order(cells["recovery"], names.RECOVERIES)
-    cells = sorted_in_order(cells, "recovery", order, "ratio")
+    cells = comparison.pruned_cells
+    cells = sort_cells(cells, "ratio", "recovery")
     return [sweep for _, sweep in groups(cells, SWEEP_COLUMNS) if sweep["recovery"].nunique() > 1]
 
 
@@ -56,7 +54,7 @@ def labels(comparison: Comparison) -> pd.Series:
     name of the method if there are several sweeps."""
     all_sweeps = sweeps(comparison)
     cells = pd.concat(all_sweeps) if all_sweeps else comparison.cells[:0]
-    recoveries = cells["recovery"].map(partial(names.recovery_name, none=NO_RECOVERY))
+    recoveries = cells["recovery"].map(names.recovery_name).replace("", NO_RECOVERY)
     if len(all_sweeps) > 1:
         return cells["method"].map(_method_without_recovery) + ", " + recoveries
     return recoveries
@@ -169,11 +167,10 @@ def recovery_blocks(results: Results, comparison: Comparison) -> Iterator[Block]
 
     Yields a block for each ratio at which a cell has a recovery: all pruned cells of this ratio,
     sorted by method."""
-    for ratio, cells in cells_by_ratio(comparison.cells[comparison.cells["criterion"] != "none"]):
+    for ratio, cells in cells_by_ratio(comparison.pruned_cells):
         if set(cells["recovery"]) != {"none"}:
             labels = settings.method_labels(cells)
-            ordered = sorted_in_order(cells, "method", names.methods_in_order(cells["method"]))
-            yield ratio_block(comparison, ratio, labels[ordered.index])
+            yield ratio_block(comparison, ratio, labels[sort_cells(cells, "method").index])
 
 
 @output(
@@ -191,7 +188,7 @@ def top_k_table(results: Results, name: str) -> Table | None:
     blocks = []
     for family in _families(study, results.comparisons):
         for comparison, top_k in family:
-            cells = comparison.cells[comparison.cells["criterion"] != "none"]
+            cells = comparison.pruned_cells
             for ratio, ratio_cells in cells_by_ratio(cells):
                 label_of_cell = settings.method_labels(ratio_cells) + f", top-{top_k}"
                 blocks.append(ratio_block(comparison, ratio, label_of_cell))

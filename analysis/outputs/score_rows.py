@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,7 @@ from matplotlib.patches import Patch
 
 from analysis import names
 from analysis.load import settings
-from analysis.load.reader import groups
-from analysis.load.settings import comma_joined, gate_and_seed
+from analysis.load.settings import gate_and_seed, removed_share_texts
 from analysis.load.study import Study
 from analysis.outputs.captions import MEBIBYTE, score_setup
 from analysis.registry import Results, output
@@ -254,10 +253,10 @@ def _pruned_and_labels(block: Block) -> tuple[str, dict[int, str]]:
     labels that several cells share."""
     suffixes = gate_and_seed(block.comparison.cells)[list(block.labels)]
     if suffixes.nunique() == 1:
-        return comma_joined(block.pruned, str(suffixes.iloc[0])), dict(block.labels)
+        return names.comma_joined(block.pruned, str(suffixes.iloc[0])), dict(block.labels)
     counts = Counter(block.labels.values())
     labels = {
-        cell: comma_joined(label, str(suffixes[cell])) if counts[label] > 1 else label
+        cell: names.comma_joined(label, str(suffixes[cell])) if counts[label] > 1 else label
         for cell, label in block.labels.items()
     }
     return block.pruned, labels
@@ -306,7 +305,7 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
 def criterion_entries(rows: pd.DataFrame) -> dict[str, Line2D]:
     """Label -> legend entry of its lines, in the colour of its criterion and in the order of
     methods; dashed for the unpruned model. rows: columns "label" and "method"."""
-    ordered = sorted_in_order(rows, "method", names.methods_in_order(rows["method"]))
+    ordered = sort_cells(rows, "method")
     colours = dict(zip(ordered["label"], ordered["method"].map(style.colour), strict=True))
     entries = style.legend_entries(colours, colours)
     if UNPRUNED_LABEL in entries:
@@ -371,56 +370,47 @@ def shallow_middle_deep_layers(layers: Sequence[int]) -> list[int]:
     return sorted({ordered[0], ordered[(len(ordered) - 1) // 2], ordered[-1]})
 
 
-def sorted_by_criterion(cells: pd.DataFrame, *first_columns: str) -> pd.DataFrame:
-    """Sort cells by `first_columns`, then by criterion in the order of `names.CRITERIA`."""
-    order = names.in_order(cells["criterion"], names.CRITERIA)
-    return sorted_in_order(cells, "criterion", order, *first_columns)
+_ORDERS: Mapping[Any, Callable[[Iterable[str]], list[str]]] = {
+    "criterion": partial(names.in_order, order=names.CRITERIA),
+    "recovery": partial(names.in_order, order=names.RECOVERIES),
+    "calibration": names.calibrations_in_order,
+    "method": names.methods_in_order,
+}
+"""Column -> function that returns the column's values in the order of tables."""
 
 
-def sorted_in_order(
-    cells: pd.DataFrame, column: str, order: Sequence[str], *first_columns: str
-) -> pd.DataFrame:
-    """Sort the rows of `cells` by `first_columns`, then by `column` in the order of `order`.
+def sort_cells(cells: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    """Sort cells by these columns; the values of columns in _ORDERS are in the order of tables."""
 
-    order: all values of `column`."""
-    position = cells[column].map(order.index).astype(int)
-    return (
-        cells.assign(position=position)
-        .sort_values([*first_columns, "position"], kind="stable")
-        .drop(columns="position")
-    )
+    def positions(values: pd.Series) -> pd.Series:
+        order = _ORDERS.get(values.name)
+        return values.map(order(values).index) if order else values
+
+    return cells.sort_values(list(columns), key=positions, kind="stable")
 
 
-def sort_cells(cells: pd.DataFrame) -> pd.DataFrame:
-    """Sort cells by ratio, gate, calibration set and method; calibration sets and methods in the
-    order of tables."""
-    sets = names.calibrations_in_order(cells["calibration"])
-    methods = names.methods_in_order(cells["method"])
-    positions = cells.assign(
-        calibration=cells["calibration"].map(sets.index), method=cells["method"].map(methods.index)
-    )
-    return cells.loc[
-        positions.sort_values(["ratio", "gate", "calibration", "method"], kind="stable").index
-    ]
+def listed_cells(comparison: Comparison) -> pd.DataFrame:
+    """All cells, sorted by ratio, gate, calibration set and method, with the column "pruned": text
+    with the removed share."""
+    cells = comparison.cells.assign(pruned=removed_share_texts(comparison.cells))
+    return sort_cells(cells, "ratio", "gate", "calibration", "method")
 
 
 def cells_without_recovery(comparison: Comparison, granularity: str = "") -> pd.DataFrame:
     """Pruned cells without recovery, sorted by ratio and criterion.
 
     granularity: `channel` or `expert`; "" for all cells."""
-    cells = comparison.cells
-    cells = cells[
-        (cells["criterion"] != "none") & (cells["recovery"] == "none") & (cells["ratio"] > 0)
-    ]
+    cells = comparison.pruned_cells
+    cells = cells[(cells["recovery"] == "none") & (cells["ratio"] > 0)]
     if granularity:
         cells = cells[cells["granularity"] == granularity]
-    return sorted_by_criterion(cells, "ratio")
+    return sort_cells(cells, "ratio", "criterion")
 
 
 def cells_by_ratio(cells: pd.DataFrame) -> Iterator[tuple[float, pd.DataFrame]]:
     """Yield (ratio, cells of this ratio), lowest ratio first."""
-    for key, ratio_cells in groups(cells.sort_values("ratio", kind="stable"), ["ratio"]):
-        yield float(key["ratio"]), ratio_cells
+    for ratio, ratio_cells in cells.groupby("ratio"):
+        yield float(str(ratio)), ratio_cells  # through str, because pandas' types allow any label
 
 
 def only_cell(cells: pd.DataFrame | pd.Series) -> int | None:
@@ -453,7 +443,7 @@ def coverage_cells(comparison: Comparison) -> pd.DataFrame:
     to FIGURE_RATIO."""
     cells = cells_without_recovery(comparison, "channel")
     # names of the allocations, without their settings
-    allocations = cells["allocation"].map(lambda text: settings.allocation(str(text))[0])
+    allocations = cells["allocation"].map(lambda text: names.name_and_settings(str(text))[0])
     cells = cells[allocations == COVERAGE]
     nearest_ratio = min(
         cells["ratio"].unique(), key=lambda ratio: abs(ratio - FIGURE_RATIO), default=FIGURE_RATIO

@@ -9,15 +9,14 @@ from dataclasses import replace
 import pandas as pd
 
 from analysis import names
-from analysis.load.settings import removed_share_texts
 from analysis.load.study import Study
 from analysis.outputs.captions import PANEL_COLUMNS, metrics_in_words, score_setup
 from analysis.outputs.score_rows import (
     concatenate_numbers,
     criterion_entries,
+    listed_cells,
     numbers_table,
     panel_cells,
-    sort_cells,
 )
 from analysis.registry import Results, output, per_model
 from analysis.render import marks, style
@@ -78,24 +77,15 @@ def benchmark_figure(results: Results, comparison: Comparison, name: str) -> Fig
         "panel has the first two methods by Avg, those of AIMER's tables, then the first of the "
         f"others, {limit} at most."
     )
-    losses = [
-        names.benchmark(str(benchmark))
-        for benchmark in comparison.benchmark_scores
-        if benchmark in comparison.lower_is_better
-    ]
+    losses = names.enumeration(map(names.benchmark, comparison.loss_benchmarks))
     if losses:
-        caption += f" {names.enumeration(losses)}: left out, as less is better there."
+        caption += f" {losses}: left out, as less is better there."
     return Figure(name, f"Strengths and weaknesses: {comparison.model}", caption, drawing)
 
 
 def drawn_benchmarks(comparison: Comparison, panel: Panel) -> Target:
-    """Benchmarks of a panel in which higher is better, in the order of `names.BENCHMARKS`."""
-    benchmarks = [
-        str(name) for name in comparison.benchmark_scores if name not in comparison.lower_is_better
-    ]
-    return mean_target(
-        comparison, list(panel.cells.values()), names.in_order(benchmarks, names.BENCHMARKS)
-    )
+    """Benchmarks of a panel in which higher is better, in the order of tables."""
+    return mean_target(comparison, list(panel.cells.values()), comparison.score_benchmarks)
 
 
 def drawn_methods(comparison: Comparison, panel: Panel) -> list[str]:
@@ -165,7 +155,7 @@ def benchmark_table(results: Results, name: str) -> Table | None:
     """Every benchmark of every model, with 95 % intervals."""
     blocks = []
     for comparison in results.measured:
-        cells = sort_cells(comparison.cells.assign(pruned=removed_share_texts(comparison.cells)))
+        cells = listed_cells(comparison)
         text_columns = {
             "Model": "model",
             "Pruned": "pruned",

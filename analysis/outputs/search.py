@@ -12,19 +12,15 @@ from matplotlib.lines import Line2D
 
 from analysis import names
 from analysis.load.reader import groups
-from analysis.load.settings import (
-    ALL_BUT_ALLOCATION,
-    comma_joined,
-    is_searched,
-    removed_share_texts,
-)
+from analysis.load.settings import ALL_BUT_ALLOCATION, is_searched
 from analysis.load.study import Study
 from analysis.outputs.captions import SEARCHES, score_setup
 from analysis.outputs.score_rows import (
     concatenate_numbers,
     criterion_entries,
+    listed_cells,
     numbers_table,
-    sorted_by_criterion,
+    sort_cells,
 )
 from analysis.registry import Results, output, per_model
 from analysis.render import marks, style
@@ -54,11 +50,11 @@ def searched_pairs(comparison: Comparison) -> dict[int, int]:
     """Cell with a searched allocation -> the cell with uniform allocation and the same values in
     ALL_BUT_ALLOCATION. A searched cell is left out if no uniform cell has these values, or if
     several have."""
-    cells = comparison.cells[comparison.cells["criterion"] != "none"]
+    cells = comparison.pruned_cells
     if not cells["allocation"].map(is_searched).any():
         return {}
     pairs: dict[int, int] = {}
-    for _, group in groups(sorted_by_criterion(cells, "ratio"), ALL_BUT_ALLOCATION):
+    for _, group in groups(sort_cells(cells, "ratio", "criterion"), ALL_BUT_ALLOCATION):
         uniform_cells = group.index[group["allocation"] == "uniform"]
         searched_cells = group.index[group["allocation"].map(is_searched)]
         if len(uniform_cells) == 1:
@@ -105,9 +101,7 @@ def allocation_table(
     )
     if rows is None:
         return None
-    number_columns = [
-        str(column) for column in rows.frame if column not in (*TEXT_COLUMNS, SIGNIFICANCE)
-    ]
+    number_columns = list(map(str, rows.low))
     gain_columns = [column for column in number_columns if column.startswith(GAIN.format(""))]
     score_columns = [column for column in number_columns if column not in gain_columns]
     has_tests = (rows.frame[SIGNIFICANCE] != "").any()
@@ -135,7 +129,7 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
     targets = column_targets(comparison, cells, columns) if cells else {}
     if not targets:
         return None
-    rows_of_cells = comparison.cells.assign(pruned=removed_share_texts(comparison.cells)).loc[cells]
+    rows_of_cells = listed_cells(comparison).loc[cells]
     numbers = scores(comparison, cells, targets)
     gains = {column: differences(comparison, target, pairs) for column, target in targets.items()}
     # differences are NaN in the rows of uniform cells
@@ -147,7 +141,7 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
     significance = dict.fromkeys(cells, "") | _significant_columns(comparison, pairs, gains)
     text = display_frame(rows_of_cells, {column: column.lower() for column in TEXT_COLUMNS})
     recoveries = rows_of_cells["recovery"].map(names.recovery_name)
-    text["Allocation"] = list(map(comma_joined, text["Allocation"], recoveries))
+    text["Allocation"] = list(map(names.comma_joined, text["Allocation"], recoveries))
     frame = pd.concat([text, numbers.frame], axis=1)
     frame[SIGNIFICANCE] = pd.Series(significance)
     return Numbers(frame, numbers.low, numbers.high, numbers.best)

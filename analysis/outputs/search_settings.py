@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
 import pandas as pd
 
 from analysis import names
@@ -47,30 +46,27 @@ _SETTINGS = {
 
 
 @output("evoesap.table3", chapter="search", needs=SEARCHES)
-def cost_table(results: Results, name: str) -> Table:
+def cost_table(results: Results, name: str) -> Table | None:
     """EvoESAP's Table 3: settings, time and memory of each search, and loading memory of models.
 
     A row per plan with a searched allocation.
     """
     study = results.study
-    folders = study.cells["plan_folder"][study.searches["cell"]].drop_duplicates()
+    if study.searches.empty:
+        return None
+    folders = study.cells["plan_folder"][study.searches.index].drop_duplicates()
     steps = time_and_memory(folders, study.reader).set_index("folder")
     peaks = steps[["peak", "gpu_peak"]] / MEBIBYTE
     # several cells can have the plan of one search
     rows = (
-        study.searches.join(study.cells, on="cell")
+        study.searches.join(study.cells)
         .drop_duplicates("plan_folder")
         .join(peaks, on="plan_folder")
     )
-    costs = study.costs.set_index("cell").reindex(rows["cell"])
-    parameters = rows["model"].map(
-        lambda model: study.models.get(model, {}).get("parameters", np.nan)
-    )
     rows = rows.assign(
         fitness=rows["fitness"].map(_fitness_in_words),
-        before=BYTES * parameters.astype(float) / MEBIBYTE,
-        # without the index: costs are in the order of `rows`, but indexed by cell
-        after=costs["loading_bytes"].to_numpy() / MEBIBYTE,
+        before=BYTES * study.costs["parameters_unpruned"] / MEBIBYTE,
+        after=study.costs["loading_bytes"] / MEBIBYTE,
     )
     columns: dict[str, str | tuple[str, str]] = {
         **TEXT_COLUMNS,
@@ -130,7 +126,7 @@ def fitness_table(results: Results, name: str) -> Table | None:
 
     The table lists plans that differ only in the settings of their search, if both FITNESSES occur.
     """
-    fitness_of_cell = results.study.searches.set_index("cell")["fitness"]
+    fitness_of_cell = results.study.searches["fitness"]
 
     def select(cells: pd.DataFrame) -> pd.DataFrame:
         fitnesses = fitness_of_cell.reindex(cells.index)
@@ -239,14 +235,14 @@ def _rows(
     - select: function that chooses the listed cells from a group of cells that differ only in their
       allocation
     - columns: averages to list, if they were run"""
-    pruned = comparison.cells[comparison.cells["criterion"] != "none"]
+    pruned = comparison.pruned_cells
     selections = [select(cells) for _, cells in groups(pruned, ALL_BUT_ALLOCATION)]
     # pruned[:0] has no rows; concat fails without a frame
     cells = pd.concat([pruned[:0], *selections])
     targets = column_targets(comparison, list(cells.index), columns) if len(cells) else {}
     if not targets:
         return None
-    rows = cells.join(study.searches.set_index("cell"))
+    rows = cells.join(study.searches)
     rows = rows.assign(fitness=rows["fitness"].map(_fitness_in_words))
     averages = scores(comparison, list(cells.index), targets)
     settings = {name: rows[column].astype(float) for name, (column, _) in _SETTINGS.items()}

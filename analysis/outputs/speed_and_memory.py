@@ -73,18 +73,18 @@ def requests(study: Study) -> pd.DataFrame:
 
 
 @output("coverage.table2", chapter="cost", filters="Model|Pruned", needs=TIMINGS)
-def speed_table(results: Results, name: str) -> Table:
+def speed_table(results: Results, name: str) -> Table | None:
     """MoE-Slimming's Table 2: throughput, latency and memory of every timed model."""
     study = results.study
-    # columns of a study without timings
-    frames = [pd.DataFrame(columns=["model", "removed_text", "label", *REQUEST_COLUMNS])]
-    for comparison in results.pruned:
-        labels = comparison.cells[["model", "removed_text"]].assign(
+    if study.timings.empty or not results.pruned:
+        return None
+    labels = [
+        comparison.cells[["model", "removed_text"]].assign(
             label=settings.method_labels(comparison.cells)
         )
-        frames.append(requests(study).merge(labels, left_on="cell", right_index=True))
-    # frames without rows would change the dtypes of columns
-    rows = pd.concat([frame for frame in frames if len(frame)] or frames, ignore_index=True)
+        for comparison in results.pruned
+    ]
+    rows = pd.concat(labels).merge(requests(study), left_index=True, right_on="cell")
     columns: Columns = {
         "Model": "model",
         "Pruned": "removed_text",
@@ -98,7 +98,7 @@ def speed_table(results: Results, name: str) -> Table:
     }
     rows = rows.astype({"batch_size": str, "prompt_length": str})
     low, high = (
-        rows.reindex(columns=[f"{name}{suffix}" for name in SPEEDS]).set_axis(list(SPEEDS), axis=1)
+        rows[[f"{name}{suffix}" for name in SPEEDS]].set_axis(list(SPEEDS), axis=1)
         for suffix in (" low", " high")
     )
     return Table(
@@ -117,8 +117,6 @@ def speed_table(results: Results, name: str) -> Table:
 def conditions(study: Study) -> str:
     """Sentences for captions on the conditions under which requests were timed."""
     timings = study.timings
-    if timings.empty:
-        return ""
     devices = " / ".join(map(str, timings["device"].dropna().unique()))
     dtypes = " / ".join(map(str, timings["dtype"].dropna().unique()))
     threads = " / ".join(f"{count:g}" for count in timings["threads"].dropna().unique())
@@ -180,16 +178,15 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
     blocks = plans.channel_rounding(comparison.cells, study.reader)
     if largest_requests.empty or blocks.empty:
         return None
-    timed_blocks = largest_requests.merge(blocks, on="cell").join(
-        comparison.cells[["ratio", "recovery"]], on="cell"
-    )
+    axes = comparison.cells[["ratio", "recovery"]]
+    timed_blocks = largest_requests.merge(blocks.join(axes), left_on="cell", right_index=True)
     if len(timed_blocks) < 2:
         return None
     unpruned = largest_requests[largest_requests["cell"] == comparison.unpruned_cell]
     frames = []
     for key, blocks in groups(timed_blocks, ["ratio", "recovery", "device"]):
         recovery = names.recovery_name(key["recovery"])
-        pruned = settings.comma_joined(f"{comparison.removed_text(key['ratio'])} pruned", recovery)
+        pruned = names.comma_joined(f"{comparison.removed_text(key['ratio'])} pruned", recovery)
         for column, title in BLOCK_MAPS.items():
             if unpruned[column].notna().any():
                 title += f", unpruned {unpruned[column].iloc[0]:,.0f}"
@@ -232,7 +229,7 @@ def _largest_requests(study: Study, comparison: Comparison) -> pd.DataFrame:
     removed_text = comparison.cells["removed_text"].where(comparison.cells["ratio"] > 0, "")
     methods = settings.method_labels(comparison.cells)
     return rows.assign(
-        label=[settings.comma_joined(methods[cell], removed_text[cell]) for cell in rows["cell"]]
+        label=[names.comma_joined(methods[cell], removed_text[cell]) for cell in rows["cell"]]
     )
 
 
@@ -265,11 +262,10 @@ def memory_table(results: Results, name: str) -> Table:
 
 
 @output("unified.table4", chapter="memory", needs="the facts of its models in the store")
-def architecture_table(results: Results, name: str) -> Table:
+def architecture_table(results: Results, name: str) -> Table | None:
     """Unified Expert Pruning's Table 4: numbers of layers, experts and parameters of each model."""
-    study = results.study
     rows = []
-    for model, facts in study.models.items():
+    for model, facts in results.study.models.items():
         layers = list(facts["layers"].values())  # only layers with experts
         maximum = {
             key: max(layer[key] for layer in layers)
@@ -294,7 +290,8 @@ def architecture_table(results: Results, name: str) -> Table:
     formats = {"Parameters (M)": "{:,.2f}", "Active (M)": "{:,.2f}", "Shared experts": "{:g}"}
     integers = ("Experts", "Top-k", "MoE layers", "Dense layers", "Hidden size", "Channels")
     formats |= dict.fromkeys(integers, "{:,.0f}")
-    columns = list(rows[0]) if rows else ["Model", "Type"]
+    if not rows:
+        return None
     return Table(
         name=name,
         title="Architectures",
@@ -302,7 +299,7 @@ def architecture_table(results: Results, name: str) -> Table:
         "routed experts that a token is not given to. Experts, top-k and channels (the width of an "
         "expert): of a layer, the largest where layers differ. Shared experts: in experts of that "
         "width.",
-        frame=pd.DataFrame(rows, columns=columns),
-        formats={column: formats[column] for column in columns if column in formats},
+        frame=pd.DataFrame(rows),
+        formats=formats,
         optional=("Shared experts", "Dense layers"),
     )

@@ -98,9 +98,9 @@ def weight_scores(study: Study) -> pd.DataFrame:
     for cell in records(cells.drop_duplicates(["model", "criterion"])):
         folder = study.reader.folder(cell["scores_folder"])
         # COLUMNS without model and criterion
-        table = study.reader.table(folder, "scores.parquet", COLUMNS[2:]) if folder else None
-        if table is not None:
-            scores = table.to_pandas().assign(model=cell["model"], criterion=cell["criterion"])
+        scores = study.reader.frame(folder, "scores.parquet", COLUMNS[2:])
+        if scores is not None:
+            scores = scores.assign(model=cell["model"], criterion=cell["criterion"])
             if cell["criterion"] in OPPOSITE_SIGN_CRITERIA:
                 scores["score"] = -scores["score"]
             frames.append(scores)
@@ -113,13 +113,9 @@ def profiles(scores: pd.DataFrame) -> pd.DataFrame:
     - "profile": the score, scaled from 0 (lowest score of the layer) to 1 (highest); NaN if all are
       equal
     - "position": rank of the expert in the layer, from 0 (lowest score)"""
-    layer_scores = scores.groupby(["model", "criterion", "layer"])["score"]
-    low = layer_scores.transform("min")
-    high = layer_scores.transform("max")
-    rank = layer_scores.rank(method="first") - 1
-    return scores.assign(
-        profile=(scores["score"] - low) / (high - low).replace(0, np.nan), position=rank
-    )
+    layer = ["model", "criterion", "layer"]
+    rank = scores.groupby(layer)["score"].rank(method="first") - 1
+    return scores.assign(profile=marks.shares_of_range(scores, layer, "score"), position=rank)
 
 
 @output("aimer.fig2", chapter="weights", needs="cells with criterion=magnitude or aimer")

@@ -20,7 +20,7 @@ from analysis import names
 from analysis.load.reader import records
 from analysis.load.study import Study
 from analysis.outputs.captions import LOSSES, score_setup
-from analysis.outputs.score_rows import sorted_in_order
+from analysis.outputs.score_rows import sort_cells
 from analysis.registry import Item, Results, output
 from analysis.render import marks, style
 from analysis.render.style import Figure
@@ -162,8 +162,7 @@ _PHRASES = {
 def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
     """A map for each model, ratio and gate, with a row per displayed column and a column per
     calibration set. wins: rows of `winner_map`."""
-    sets = names.calibrations_in_order(wins["calibration"])
-    squares = sorted_in_order(wins, "calibration", sets, *SETTINGS)
+    squares = sort_cells(wins, *SETTINGS, "calibration")
     is_win = squares["winners"].map(len) == 1
     drawing = marks.heat_map(
         squares.assign(
@@ -175,7 +174,9 @@ def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
             short_text=[_count_text(winners) for winners in squares["winners"]],
             is_hatched=is_win & ~squares["proved"].astype(bool),
         ),
-        columns=2 if len(sets) < 5 else 1,  # so that the squares are wide enough for most names
+        columns=2
+        if wins["calibration"].nunique() < 5
+        else 1,  # so that the squares are wide enough for most names
     )
     handles = [
         Patch(facecolor=style.RULE, label="proved win"),

@@ -24,8 +24,6 @@ AVERAGE = "Avg"
 RANK = "Avg Rank"
 MEMORY_BEFORE = "loading_memory_before_gb"
 MEMORY_AFTER = "loading_memory_after_gb"
-GROUPS = {"Code": names.CODE_COLUMNS, "Math": names.MATH_COLUMNS}
-"""Benchmark of a published average of displayed columns -> these columns."""
 SCORES = (*names.BENCHMARKS, *names.COLUMNS)
 """Benchmarks and displayed columns whose scores an AVERAGE may include."""
 PERPLEXITIES = ("wikitext2",)
@@ -56,8 +54,8 @@ class PublishedNumber:
     table: str
     key: Key
     benchmark: str
-    """Name of a benchmark or displayed column, one of GROUPS, AVERAGE, RANK, or a quantity with its
-    unit."""
+    """Name of a benchmark or displayed column, one of `names.AVERAGES`, AVERAGE, RANK, or a
+    quantity with its unit."""
     text: str
     """The number with the published decimals; percentages are converted to shares."""
     note: str
@@ -175,7 +173,7 @@ def averaged_benchmarks(number: PublishedNumber, row: Sequence[PublishedNumber])
     if number.benchmark in (*SCORES, *PERPLEXITIES):
         return (number.benchmark,)
     if number.benchmark != AVERAGE:
-        return GROUPS.get(number.benchmark, ())
+        return names.AVERAGES.get(number.benchmark, ())
     row_of_table = [
         printed for printed in row if (printed.paper, printed.table) == (number.paper, number.table)
     ]

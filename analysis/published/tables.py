@@ -64,10 +64,6 @@ class Facts:
             (int(row["cell"]), str(row["benchmark"])): row for row in records(study.results)
         }
         """(cell, benchmark) -> row of `Study.results`."""
-        self._generations = dict(
-            zip(study.searches["cell"], study.searches["generations"], strict=True)
-        )
-        """Cell with a searched allocation -> number of generations of the search."""
         # cached, because several numbers come from the same file
         self._document = cache(self._read_document)
 
@@ -101,10 +97,13 @@ class Facts:
     def _search(self, cell: int) -> tuple[str | None, int | None] | None:
         """How a cell's allocation was searched: (name of the text on which candidates were
         compared, number of generations). None if the allocation was not searched."""
-        if cell not in self._generations:
+        searches = self.study.searches
+        if cell not in searches.index:
             return None
         plan = self._document(str(self.cells[cell]["plan_folder"]), "plan.json")
-        return (plan.get("provenance") or {}).get("search"), _integer(self._generations[cell])
+        return (plan.get("provenance") or {}).get("search"), _integer(
+            searches.loc[cell, "generations"]
+        )
 
     def _evaluation(self, cell: int, benchmark: str) -> Evaluation:
         """The items and settings with which a cell was evaluated on a benchmark."""
@@ -301,15 +300,11 @@ def _task_ranks(comparison: Comparison, criteria: Sequence[str]) -> Iterator[Ran
 
 
 def _rank(ranks: Numbers, row: int | str) -> Number:
-    """The average rank of a method and its interval; NaN for a number that `ranks` lacks.
+    """The average rank of a method, and NaN for the ends of its interval.
 
     row: the method's cell or key.
     """
-    value, low, high = (
-        float(part[RANK].get(row, math.nan)) if RANK in part else math.nan
-        for part in (ranks.frame, ranks.low, ranks.high)
-    )
-    return value, low, high
+    return float(ranks.frame.loc[row, RANK]), math.nan, math.nan
 
 
 def _memory_pairs(study: Study, table: str) -> Pairs:
@@ -352,9 +347,9 @@ def published_tables(
     study: Study, comparisons: Sequence[Comparison], requested: Sequence[str]
 ) -> dict[str, Table]:
     """Name of a table of this project -> the `published_table` that compares its numbers with the
-    papers' numbers. Names in `requested` without a published counterpart are left out."""
+    papers' numbers. requested: names in TABLES."""
     facts = Facts(study)
-    return {name: published_table(facts, comparisons, name) for name in requested if name in TABLES}
+    return {name: published_table(facts, comparisons, name) for name in requested}
 
 
 def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) -> Table:
@@ -376,7 +371,7 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) 
         caption="Agrees: the printed number, within its rounding, is in the 95 % interval of the "
         f"measured one. Intervals are over items; sizes in GiB may differ by {MEMORY_TOLERANCE}. "
         f"Deviation: measured minus printed, where the two are comparable. {score_setup(study)}",
-        frame=pd.DataFrame(rows, columns=_columns(study)),
+        frame=pd.DataFrame(rows).drop(columns=_constant_columns(study), errors="ignore"),
         formats={"Measured": SCORE, "Published": SCORE, "Deviation": "{:+.3f}"},
         blocks=("Model", "Pruned", "Calibration"),
         low=pd.DataFrame({"Measured": [measured.low for _, measured in pairs]}, dtype=float),
@@ -385,25 +380,10 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) 
     )
 
 
-def _columns(study: Study) -> list[str]:
-    """The columns of a `published_table` for this study."""
-    pruned = study.cells[study.cells["criterion"] != "none"]
-    varying_labels = [
-        label for axis, label in _OPTIONAL_COLUMNS.items() if pruned[axis].nunique() > 1
-    ]
-    return [
-        "Model",
-        "Pruned",
-        "Calibration",
-        "Criterion",
-        *varying_labels,
-        "Benchmark",
-        "Source",
-        "Measured",
-        "Published",
-        "Deviation",
-        "Verdict",
-    ]
+def _constant_columns(study: Study) -> list[str]:
+    """Those of _OPTIONAL_COLUMNS that a `published_table` of this study lacks."""
+    pruned = study.pruned_cells
+    return [label for axis, label in _OPTIONAL_COLUMNS.items() if pruned[axis].nunique() < 2]
 
 
 def _row(number: PublishedNumber, measured: MeasuredNumber) -> dict[str, Any]:
@@ -445,7 +425,7 @@ def _footnotes_on_unmatched(study: Study, table: str) -> Iterator[str]:
     """Yield a footnote that counts the pruned cells without a published row. A table of sizes has
     neither criteria nor this footnote."""
     published = counterparts(table)
-    pruned = records(study.cells[study.cells["criterion"] != "none"])
+    pruned = records(study.pruned_cells)
     cells_without_row = [cell for cell in pruned if published_key(cell) not in published]
     if cells_without_row and any(criterion in names.CRITERIA for _, _, criterion, *_ in published):
         methods = names.methods_in_order(str(cell["method"]) for cell in cells_without_row)

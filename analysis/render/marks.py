@@ -48,7 +48,7 @@ SCORES = (0, 1.02)
 
 
 def panels(
-    titles: Sequence[str],
+    titles: Iterable[str],
     x: Axis,
     y: Axis,
     *,
@@ -56,13 +56,14 @@ def panels(
     height: float | Sequence[float] = 2.1,
     **options: Any,
 ) -> tuple[Drawing, dict[Any, Axes]]:
-    """(drawing, title -> panel): a drawing with an empty panel for each of the distinct `titles`,
+    """(drawing, title -> panel): a drawing with an empty panel for each of the different `titles`,
     at least one.
 
     - columns: largest number of panels in a row
     - height: height of each row of panels in inches, or a list with the height of each
     - options: arguments of `subplots`
     """
+    titles = list(dict.fromkeys(titles))
     is_narrow = len(titles) == 1 and columns > 1
     columns = min(columns, len(titles))
     rows = -(-len(titles) // columns)  # rounded up
@@ -97,7 +98,7 @@ def lines(
     "is_open" (whether the marker is not filled). NaN in "x" or "y" interrupts a line.
     entries: label -> legend entry with the style of its lines; layout: arguments of `panels`.
     """
-    drawing, panel_of_title = panels(list(rows["panel"].unique()), x, y, **layout)
+    drawing, panel_of_title = panels(rows["panel"], x, y, **layout)
     for axes in panel_of_title.values():
         axes.grid()
     keys = [column for column in ("panel", "label", "line") if column in rows]
@@ -130,7 +131,7 @@ def heat_map(
     by_panel = rows.groupby("panel", sort=False)
     panel_height = height * by_panel["y"].nunique().max() + TITLE
     drawing, panel_of_title = panels(
-        list(rows["panel"].unique()), Axis(x), Axis(y), columns=columns, height=panel_height
+        rows["panel"], Axis(x), Axis(y), columns=columns, height=panel_height
     )
     width = drawing.get_figwidth() / min(columns, len(panel_of_title))
     for title, squares in by_panel:
@@ -181,11 +182,16 @@ def _first_fitting(texts: Iterable[str], letters: int, line_count: int) -> str:
 def relative_shades(rows: pd.DataFrame, by: str | list[str], column: str) -> pd.Series:
     """The colour of each number in `column`: from light for the least to dark for the greatest of
     the rows with equal values in `by`; "none" for NaN."""
+    shares = shares_of_range(rows, by, column).fillna(0.5)
+    return shares.map(style.shade).where(rows[column].notna(), "none")
+
+
+def shares_of_range(rows: pd.DataFrame, by: str | list[str], column: str) -> pd.Series:
+    """The numbers in `column`, scaled from 0 for the least to 1 for the greatest of the rows with
+    equal values in `by`; NaN if all of them are equal."""
     values = rows.groupby(by)[column]
     low, high = values.transform("min"), values.transform("max")
-    # 0 / 0 if all numbers are equal
-    share = ((rows[column] - low) / (high - low)).fillna(0.5)
-    return share.map(style.shade).where(rows[column].notna(), "none")
+    return (rows[column] - low) / (high - low)
 
 
 def _ink(colour: Any) -> str:
@@ -204,9 +210,7 @@ def intervals(rows: pd.DataFrame, x: Axis, **layout: Any) -> Drawing:
     """
     by_panel = rows.groupby("panel", sort=False)
     heights = [max(0.155 * count, 0.3) + TITLE for count in by_panel.size()]
-    drawing, panel_of_title = panels(
-        list(rows["panel"].unique()), x, Axis(), columns=1, height=heights, **layout
-    )
+    drawing, panel_of_title = panels(rows["panel"], x, Axis(), columns=1, height=heights, **layout)
     for title, points in by_panel:
         axes = panel_of_title[title]
         y = np.arange(len(points))
@@ -228,7 +232,7 @@ def box_plots(rows: pd.DataFrame, x: Axis, y: Axis, **layout: Any) -> Drawing:
 
     rows: columns "panel", "label" (of a box) and "y"; layout: arguments of `panels`.
     """
-    drawing, panel_of_title = panels(list(rows["panel"].unique()), x, y, **layout)
+    drawing, panel_of_title = panels(rows["panel"], x, y, **layout)
     for title, numbers in rows.groupby("panel", sort=False):
         axes = panel_of_title[title]
         by_label = numbers.groupby("label", sort=False)["y"]

@@ -10,7 +10,6 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from analysis import names
 from analysis.render import style
 from analysis.render import table as tables
 from analysis.render.style import Figure
@@ -58,7 +57,7 @@ class Page:
     """Pairs of a number and its label."""
     sections: Sequence[Section]
     footer: str
-    figure_format: str = names.FIGURE_FORMATS[0]
+    figure_format: str
     """Format of the files in figures/, to which the page links."""
 
 
@@ -100,9 +99,7 @@ def _data_url(text: str, media: str) -> str:
     return f"data:{media};charset=utf-8;base64,{base64.b64encode(text.encode()).decode()}"
 
 
-def write_files(
-    items: Iterable[Table | Figure], out: Path, figure_format: str = names.FIGURE_FORMATS[0]
-) -> list[Path]:
+def write_files(items: Iterable[Table | Figure], out: Path, figure_format: str) -> list[Path]:
     """Write tables into `out`/tables and figures into `out`/figures. Returns the paths of the
     files.
 

@@ -161,7 +161,7 @@ _SAVE_ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def write(figure: Figure, folder: Path, file_format: str = names.FIGURE_FORMATS[0]) -> list[Path]:
+def write(figure: Figure, folder: Path, file_format: str) -> list[Path]:
     """Write the figure into `folder` as NAME.FORMAT. Returns the path in a list.
 
     file_format: one of `names.FIGURE_FORMATS`.

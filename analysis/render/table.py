@@ -92,14 +92,13 @@ Columns = Mapping[str, str | tuple[str, str]]
 
 def frame_and_formats(rows: pd.DataFrame, columns: Columns) -> dict[str, Any]:
     """The arguments `frame` and `formats` of a `Table`, as a dictionary."""
-    numbers = {name: source for name, source in columns.items() if isinstance(source, tuple)}
-    sources = {
-        name: source[0] if isinstance(source, tuple) else source for name, source in columns.items()
-    }
-    return {
-        "frame": display_frame(rows, sources),
-        "formats": {name: form for name, (_, form) in numbers.items()},
-    }
+    sources = {}
+    formats = {}
+    for name, source in columns.items():
+        if isinstance(source, tuple):
+            source, formats[name] = source
+        sources[name] = source
+    return {"frame": display_frame(rows, sources), "formats": formats}
 
 
 def with_minus_signs(number: str) -> str:

@@ -16,7 +16,6 @@ from analysis.stats.comparison import (
     Comparison,
     Panel,
     Target,
-    group_targets,
     mean_quantities,
     overall_columns,
 )
@@ -26,7 +25,7 @@ CODE_BENCHMARKS = ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "Eval+", 
 WRITING_AND_MATH = ("WildBench", "GSM8K", "MATH-500", "Math")
 
 GROUPS = ("MC Avg", "Code", "Math", "WildBench", AVG)
-"""The averages of `group_targets`."""
+"""Entries of a list of columns: the papers' averages over several benchmarks."""
 MEAN = "Mean"
 """Entry of a list of columns that stands for the mean of the benchmarks in this list."""
 COMMON_SENSE_MEAN = "CSQA Avg"
@@ -72,8 +71,8 @@ def notes_on_average(comparisons: Iterable[Comparison]) -> list[str]:
 def mean_target(comparison: Comparison, cells: Sequence[int], benchmarks: Iterable[str]) -> Target:
     """`Comparison.average_columns` of the entries of `benchmarks` on which at least one of these
     cells was evaluated."""
-    was_run = comparison.benchmark_scores.loc[list(cells)].notna().any()
-    return comparison.average_columns(name for name in benchmarks if was_run.get(name, False))
+    evaluated = comparison.evaluated_benchmarks(cells)
+    return comparison.average_columns(name for name in benchmarks if name in evaluated)
 
 
 def mean_text(target: Target, benchmarks: Sequence[str]) -> str:
@@ -97,16 +96,18 @@ def column_targets(
     GROUPS, or it is MEAN or COMMON_SENSE_MEAN. The entry AVG stands for the mean over
     `overall_columns`. A mean of losses has another name in the result.
     """
-    was_run = comparison.benchmark_scores.loc[list(cells)].notna().any()
     targets: dict[str, Target] = {
         COMMON_SENSE_MEAN: mean_target(comparison, cells, names.COMMON_SENSE),
         MEAN: mean_target(comparison, cells, columns),
     }
-    for name in (*map(str, was_run.index[was_run]), *comparison.evaluated_columns(cells)):
+    for name in (*comparison.evaluated_benchmarks(cells), *comparison.evaluated_columns(cells)):
         targets[name] = (name,)
-    targets |= group_targets(comparison, cells)
-    # the name that `group_targets` gives to the mean over `overall_columns`
-    mean_name = comparison.quantity(overall_columns(comparison, cells)).mean_name
+    averaged_columns = overall_columns(comparison, cells)
+    for name, target in names.AVERAGES.items():
+        if set(target) <= set(averaged_columns):
+            targets[name] = target
+    mean_name = comparison.quantity(averaged_columns).mean_name
+    targets[mean_name] = averaged_columns
     requested_names = [mean_name if name == AVG else name for name in columns]
     return {names.benchmark(name): targets[name] for name in requested_names if targets.get(name)}
 
@@ -156,7 +157,7 @@ def differences(
 
 def costs_of_cells(study: Study, cells: Sequence[int], column: str) -> pd.Series:
     """The number `column` of `Study.costs` for each of `cells`; NaN if it was not counted."""
-    return study.costs.set_index("cell")[column].astype(float).reindex(list(cells))
+    return study.costs[column].reindex(list(cells))
 
 
 def rank_block(
@@ -245,7 +246,7 @@ def task_block(
                 frame[column] = values(column).loc[rows].to_numpy()
         return frame
 
-    frame = gather(lambda column: comparison.column_scores[column])
+    frame = gather(lambda column: comparison.score((column,)))
     low = gather(lambda column: comparison.interval((column,))[0])
     high = gather(lambda column: comparison.interval((column,))[1])
     scores_of_methods = frame.iloc[len(unpruned_cells) :]

@@ -55,9 +55,8 @@ class Panel:
     def columns(self, comparison: Comparison) -> Target:
         """The displayed columns on which at least one cell of the panel was evaluated; all
         displayed columns if there are none."""
-        return comparison.evaluated_columns(self.cells.values()) or tuple(
-            map(str, comparison.column_scores)
-        )
+        evaluated = comparison.evaluated_columns(self.cells.values())
+        return evaluated or tuple(comparison.benchmarks_of)
 
     def average_columns(self, comparison: Comparison) -> Target:
         """`Comparison.average_columns` of the panel's columns."""
@@ -106,6 +105,11 @@ class Comparison:
         return self.all_cells[self._representatives == self.all_cells.index].drop(columns="seed")
 
     @cached_property
+    def pruned_cells(self) -> pd.DataFrame:
+        """The rows of `cells`, without that of the unpruned model."""
+        return self.cells[self.cells["criterion"] != "none"]
+
+    @cached_property
     def plans_by_seed(self) -> dict[int, dict[int, int]]:
         """Cell -> seed -> the cell's plan with this seed."""
         # through str, because pandas' types allow any label in an index
@@ -132,7 +136,8 @@ class Comparison:
     @cached_property
     def column_scores(self) -> pd.DataFrame:
         """Scores (cells, displayed columns), means over the column's benchmarks and over seeds."""
-        return self._seed_means(ranks.component_columns(self.results, self.benchmarks_of))
+        scores = {column: self.score((column,)) for column in self.benchmarks_of}
+        return pd.DataFrame(scores, self.cells.index)
 
     def removed_text(self, ratio: float) -> str:
         """The shares that were really removed at this ratio: `28.1 to 29 % (30 % requested)`."""
@@ -140,8 +145,11 @@ class Comparison:
 
     def evaluated_columns(self, cells: Iterable[int]) -> Target:
         """Displayed columns on which at least one of these cells was evaluated."""
-        was_run = self.column_scores.loc[list(cells)].notna().any()
-        return tuple(str(name) for name in was_run.index[was_run])
+        return _columns_with_numbers(self.column_scores.loc[list(cells)])
+
+    def evaluated_benchmarks(self, cells: Iterable[int]) -> Target:
+        """Benchmarks on which at least one of these cells was evaluated."""
+        return _columns_with_numbers(self.benchmark_scores.loc[list(cells)])
 
     @cached_property
     def unpruned_cell(self) -> int | None:
@@ -184,15 +192,30 @@ class Comparison:
         distinct_names = dict.fromkeys([*map(str, self.results), *self.benchmarks_of])
         return tuple(name for name in distinct_names if self.quantity((name,)).lower_is_better)
 
-    def plan_scores(self, target: Target) -> pd.Series:
-        """Score of each plan: the mean of its scores in the target's columns; NaN when the plan
-        lacks a benchmark of the target."""
+    @cached_property
+    def loss_benchmarks(self) -> list[str]:
+        """Benchmarks in which less is better, in the order of tables."""
+        return [name for name in map(str, self.results) if name in self.lower_is_better]
+
+    @cached_property
+    def score_benchmarks(self) -> list[str]:
+        """Benchmarks in which more is better, in the order of tables."""
+        return [name for name in map(str, self.results) if name not in self.lower_is_better]
+
+    # Cached for each target, because many tables and figures use the same targets.
+    @cached_property
+    def plan_scores(self) -> Callable[[Target], pd.Series]:
+        """Function of a target that returns the score of each plan: the mean of its scores in the
+        target's columns; NaN when the plan lacks a benchmark of the target."""
+        return cache(self._plan_scores)
+
+    def _plan_scores(self, target: Target) -> pd.Series:
+        """The series over plans that `plan_scores` returns."""
         weights = self.weights(target)
         if not weights:
             return pd.Series(np.nan, self.all_cells.index)
         return (self.results[list(weights)] * pd.Series(weights)).sum(axis=1, skipna=False)
 
-    # Cached for each target, because many tables and figures use the same targets.
     @cached_property
     def score(self) -> Callable[[Target], pd.Series]:
         """Function of a target that returns a series over cells: the mean of `plan_scores` over
@@ -306,11 +329,6 @@ class Comparison:
         # through str, because pandas' types allow any label in an index
         return {int(str(plan)): number for number, plan in enumerate(self.all_cells.index)}
 
-    @cached_property
-    def _has_score(self) -> Callable[[Target], np.ndarray]:
-        """Function of a target that returns booleans (plans,): whether each plan has a score."""
-        return cache(lambda target: self.plan_scores(target).notna().to_numpy())
-
     def _strata(self, target: Target, rows: np.ndarray, cell_weights: np.ndarray) -> list[Stratum]:
         """Split the score of each replicate into contributions of the items that all plans were
         asked.
@@ -364,9 +382,8 @@ class Comparison:
 
     def scored_plans(self, target: Target, cell: int) -> list[int]:
         """The plans of a cell that have a score on the target."""
-        has_score = self._has_score(target)
-        plans = self.plans_by_seed[cell].values()
-        return [plan for plan in plans if has_score[self._row_numbers[plan]]]
+        scores = self.plan_scores(target)
+        return [plan for plan in self.plans_by_seed[cell].values() if not np.isnan(scores[plan])]
 
     def leads_of_best(self, target: Target, cells: Sequence[int]) -> list[Estimate]:
         """Score of the best cell minus the score of each other cell, on the items that all these
@@ -409,7 +426,11 @@ class Comparison:
     @cached_property
     def panels(self) -> list[Panel]:
         """Panels of this model's pruned cells, ordered by ratio, gate and calibration set."""
-        return list(_panels(self.model, self.cells[self.cells["criterion"] != "none"]))
+        return list(_panels(self.model, self.pruned_cells))
+
+
+def _columns_with_numbers(frame: pd.DataFrame) -> Target:
+    return tuple(map(str, frame.dropna(axis="columns", how="all")))
 
 
 def compare(
@@ -441,13 +462,13 @@ def _comparison(
     }
     results = _replace_perplexities(results)
     order = names.in_order(results["benchmark"].astype(str), names.BENCHMARKS)
-    scores = results.pivot(index="cell", columns="benchmark", values="score").reindex(
-        index=cells.index, columns=order
+    scores, errors = (
+        results.pivot(index="cell", columns="benchmark", values=column)
+        .reindex(index=cells.index, columns=order)
+        .astype(float)
+        for column in ("score", "stderr")
     )
-    errors = results.pivot(index="cell", columns="benchmark", values="stderr").reindex(
-        index=cells.index, columns=order
-    )
-    outcomes = evaluations.outcome_matrices(samples, scores.astype(float))
+    outcomes = evaluations.outcome_matrices(samples, scores)
     labels = settings.labels(cells)
     for cell, benchmark in outcomes.unexplained_scores:
         reader.record_gap(
@@ -456,11 +477,11 @@ def _comparison(
     return Comparison(
         model=model,
         all_cells=cells,
-        results=scores.astype(float),
+        results=scores,
         benchmarks_of=ranks.displayed_columns(order),
         quantities=quantities,
         outcomes=outcomes.matrices,
-        standard_errors=errors.astype(float),
+        standard_errors=errors,
         item_weights=outcomes.units,  # a unit is the weight of an item
     )
 
@@ -493,26 +514,6 @@ def _panels(model: str, pruned_cells: pd.DataFrame) -> Iterator[Panel]:
             methods = names.methods_in_order(cell_of_method)
             sorted_cells = {method: cell_of_method[method] for method in methods}
             yield Panel(model, ratio, gate, calibration, sorted_cells, pruned_texts[cells.index[0]])
-
-
-def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
-    """Name of an average -> its columns. First come the papers' averages whose columns are all in
-    `overall_columns`, then the mean over `overall_columns`."""
-    displayed_columns = overall_columns(comparison, cells)
-    published_targets: dict[str, Target] = {
-        "MC Avg": ("MC Avg",),
-        "Code": names.CODE_COLUMNS,
-        "Math": names.MATH_COLUMNS,
-        "WildBench": ("WildBench",),
-    }
-    targets = {
-        name: target
-        for name, target in published_targets.items()
-        if set(target) <= set(displayed_columns)
-    }
-    if displayed_columns:
-        targets[comparison.quantity(displayed_columns).mean_name] = displayed_columns
-    return targets
 
 
 def overall_columns(comparison: Comparison, cells: Sequence[int]) -> Target:

@@ -53,7 +53,7 @@ def agreement(sets: np.ndarray) -> dict[str, float]:
     size = int(sets[0, 0].sum())
     experts = sets.shape[-1]
     if size == 0:
-        return {key: float("nan") for name in MEASURES for key in (name, f"chance_{name}")}
+        return {key: np.nan for name in MEASURES for key in (name, f"chance_{name}")}
     # sizes of intersections (layers,)
     common_sizes = sets.all(axis=0).sum(axis=-1)
     pairs = [(first & second).sum(axis=-1) for first, second in combinations(sets, 2)]
@@ -69,7 +69,7 @@ def agreement(sets: np.ndarray) -> dict[str, float]:
     }
 
 
-def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) -> pd.DataFrame:
+def calibration_overlap(family: pd.DataFrame) -> pd.DataFrame:
     """Overlap between calibration sets, one row per model,
     variant and ratio; columns `model`, `ratio`, `b`, `alpha`, `beta`, and the keys of `agreement`.
 
@@ -84,21 +84,15 @@ def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) 
         # for each layer: variant -> scores (calibration sets, experts)
         layers = [scores_by_variant(layer) for _, layer in scores.groupby("layer")]
         for variant in sorted(set().union(*layers)):
-            for ratio in ratios:
+            for ratio in RATIOS:
                 overlap = _mean_agreement(
                     [layer[variant] for layer in layers if variant in layer], ratio
                 )
                 # all experts have equal scores, so their indices alone decide the bottom sets
                 if variant == DEGENERATE_VARIANT:
-                    overlap |= {name: float("nan") for name in MEASURES}
-                rows.append(
-                    {
-                        **key,
-                        "ratio": ratio,
-                        **dict(zip(VARIANT, variant, strict=True)),
-                        **overlap,
-                    }
-                )
+                    overlap |= dict.fromkeys(MEASURES, np.nan)
+                parameters = dict(zip(VARIANT, variant, strict=True))
+                rows.append({**key, "ratio": ratio, **parameters, **overlap})
     return pd.DataFrame(rows)
 
 
@@ -147,9 +141,7 @@ def component_effects(overlaps: pd.DataFrame) -> pd.DataFrame:
     return means.rename("overlap").reset_index()[["component", "level", "ratio", "overlap"]]
 
 
-def proxy_overlap(
-    family: pd.DataFrame, damage: pd.DataFrame, ratios: Sequence[float] = RATIOS
-) -> pd.DataFrame:
+def proxy_overlap(family: pd.DataFrame, damage: pd.DataFrame) -> pd.DataFrame:
     """Share of the bottom set of exact damage that is also in the bottom set of the proxy S(0,1,1)
     (Fig. 3), one row per model, calibration set and ratio.
 
@@ -163,15 +155,10 @@ def proxy_overlap(
     pairs = proxy[[*keys, "score"]].merge(
         damage[[*keys, "score"]], on=keys, suffixes=("_proxy", "_exact")
     )
-    # sort by layer and expert, but keep the order of the models
-    position_of_model = {name: number for number, name in enumerate(pairs["model"].unique())}
-    pairs = pairs.assign(position=pairs["model"].map(position_of_model)).sort_values(
-        ["position", "layer", "expert"], kind="stable"
-    )
     rows = []
     for key, frame in groups(pairs, ["model", "calibration"]):
-        layers = [layer for _, layer in groups(frame, ["layer"])]
-        for ratio in ratios:
+        layers = [layer for _, layer in groups(frame.sort_values("expert"), ["layer"])]
+        for ratio in RATIOS:
             shares = []
             expected_shares = []
             for layer in layers:

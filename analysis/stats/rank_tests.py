@@ -60,9 +60,8 @@ def rank_test(comparison: Comparison, panel: Panel, block_kind: str = COLUMNS) -
     plans = {
         key: list(comparison.plans_by_seed[cell].values())
         for key, cell in panel.cells.items()
-        if criteria[cell] not in RANDOM
+        if criteria[cell] not in RANDOM and comparison.all_have_several_seeds([cell])
     }
-    plans = {key: method_plans for key, method_plans in plans.items() if len(method_plans) > 1}
     seeds = min(map(len, plans.values()), default=0)
     scores = _block_scores(comparison, panel, block_kind)
     complete_methods = [
@@ -108,9 +107,8 @@ def _block_scores(comparison: Comparison, panel: Panel, block_kind: str) -> pd.D
     if block_kind == COLUMNS:
         targets: dict[str, Target] = {column: (column,) for column in panel.columns(comparison)}
     else:
-        was_run = comparison.benchmark_scores.reindex(list(panel.cells.values())).notna().any()
         targets = {}
-        for name in map(str, was_run.index[was_run]):
+        for name in comparison.evaluated_benchmarks(panel.cells.values()):
             block = names.SAME_ITEMS.get(name, name)
             targets[block] = (*targets.get(block, ()), name)
     return pd.DataFrame(

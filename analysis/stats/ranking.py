@@ -118,9 +118,8 @@ def rankings(comparisons: Sequence[Comparison]) -> list[Ranking]:
 def _groups(comparison: Comparison) -> Iterator[_Group]:
     """Yield a group for each ratio above 0 and gate at which at least one pruned cell has a
     score."""
-    pruned_cells = comparison.cells[
-        (comparison.cells["criterion"] != "none") & (comparison.cells["ratio"] > 0)
-    ]
+    pruned_cells = comparison.pruned_cells
+    pruned_cells = pruned_cells[pruned_cells["ratio"] > 0]
     pruned_texts = settings.removed_share_texts(pruned_cells)
     for _, cells in pruned_cells.groupby(["ratio", "gate"], sort=True):
         target = overall_columns(comparison, list(cells.index))
@@ -244,7 +243,7 @@ def _add_status(rows: pd.DataFrame) -> pd.DataFrame:
             parts = ["random plans"]
         elif row["chance"] not in (WITHIN_CHANCE, BELOW_CHANCE):
             parts.append(row["verdict"])
-        statuses.append(", ".join(filter(None, parts)))
+        statuses.append(names.comma_joined(*parts))
     return rows.assign(status=statuses)
 
 
@@ -298,8 +297,10 @@ def _rankings_over_models(rankings: Sequence[Ranking]) -> Iterator[Ranking]:
             ranking.scored_rows.set_index(["criterion", "method", "calibration"])
             for ranking in model_rankings
         ]
-        scores = pd.concat([rows["score"] for rows in frames], axis=1, join="inner")
-        seeds = pd.concat([rows["seeds"] for rows in frames], axis=1, join="inner")
+        scores, seeds = (
+            pd.concat([rows[column] for rows in frames], axis=1, join="inner")
+            for column in ("score", "seeds")
+        )
         if len(scores) > 1:
             label = ALL_MODELS
             if len(model_rankings) < len(models):
@@ -494,7 +495,7 @@ def _verdict_sentence(ranking: Ranking) -> str:
 
 def ranking_text(rankings: Sequence[Ranking]) -> str:
     """The rankings as text for a terminal: the overview, then the first MAX_ENTRIES rankings."""
-    parts = ["\n".join(overview(rankings))] if overview(rankings) else []
+    parts = ["\n".join(overview(rankings))]
     for ranking in rankings[:MAX_ENTRIES]:
         quantity = f"{ranking.mean_name}, {ranking.quantity.direction}"
         lines = [
@@ -516,4 +517,4 @@ def ranking_text(rankings: Sequence[Ranking]) -> str:
         parts.append("\n".join([*lines, *(f"  {remark}" for remark in remarks(ranking))]))
     if len(rankings) > MAX_ENTRIES:
         parts.append(f"and {len(rankings) - MAX_ENTRIES} more rankings in the report")
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))

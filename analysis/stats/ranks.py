@@ -10,7 +10,7 @@ by these rules, up to rounding:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -66,39 +66,6 @@ def displayed_columns(evaluated_benchmarks: Sequence[str]) -> dict[str, tuple[st
         for name in column_benchmarks:
             del remaining_benchmarks[name]
     return columns | {name: (name,) for name in remaining_benchmarks}
-
-
-def missing_benchmarks(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Displayed column -> number of the column's published benchmarks (`names.COLUMNS`) that were
-    not run.
-
-    columns: displayed column -> the column's benchmarks that were run.
-    """
-    missing_counts = {
-        name: len(COLUMNS[name]) - len(column_benchmarks)
-        for name, column_benchmarks in columns.items()
-        if name in COLUMNS
-    }
-    return {name: count for name, count in missing_counts.items() if count}
-
-
-def component_columns(
-    scores: pd.DataFrame, columns: Mapping[str, Sequence[str]] | None = None
-) -> pd.DataFrame:
-    """Average `scores` (rows, benchmarks) over the benchmarks of each displayed column; returns
-    (rows, displayed columns).
-
-    A row with NaN for one benchmark of a column has NaN in this column.
-
-    columns: displayed column -> benchmarks, by default the result of `displayed_columns`.
-    """
-    if columns is None:
-        columns = displayed_columns([str(name) for name in scores.columns])
-    means = {
-        name: scores[list(column_benchmarks)].mean(axis=1, skipna=False)
-        for name, column_benchmarks in columns.items()
-    }
-    return pd.DataFrame(means, index=scores.index)
 
 
 def column_ranks(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) -> pd.DataFrame:

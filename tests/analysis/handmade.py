@@ -11,6 +11,7 @@ from synthetic_plans import granularity
 
 from analysis import names
 from analysis.load.settings import has_replacement
+from analysis.load.study import Study
 from analysis.published.numbers import PublishedNumber, numbers, split
 from analysis.registry import Results
 from analysis.render.table import Table
@@ -92,6 +93,7 @@ class HandmadeStudy(SimpleNamespace):
     are cached by study."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
+    pruned_cells = Study.pruned_cells
 
 
 def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None) -> Any:
@@ -106,7 +108,7 @@ def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None
         results=results.assign(cell=comparison.cells.index[0]),
         calibrations={},
         origins=pd.DataFrame({"versions": []}),
-        costs=pd.DataFrame(costs, columns=COSTS).rename_axis("cell").reset_index(),
+        costs=pd.DataFrame(costs, columns=COSTS).rename_axis("cell"),
         family=pd.DataFrame(),
         gaps=[],
     )

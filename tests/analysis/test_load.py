@@ -150,7 +150,7 @@ def test_merged_experts_are_counted_with_and_without_router_rows(
 def test_loading_memory_is_that_of_costs(golden: Study) -> None:
     """One row for each number of bytes of a ratio and allocation; none for the unpruned model."""
     memory = golden.memory.set_index(["ratio", "granularity", "allocation"])
-    for cell, row in golden.costs.set_index("cell").iterrows():
+    for cell, row in golden.costs.iterrows():
         axes = golden.cells.loc[cell]
         if axes["criterion"] != "none":
             rows = memory.loc[[(axes["ratio"], axes["granularity"], axes["allocation"])]]
@@ -181,7 +181,7 @@ def damaged(tmp_path: Path) -> Study:
 def test_damaged_plan_cost_and_search_are_left_out(damaged: Study) -> None:
     assert set(damaged.retained["cell"]) == {1, 3, 4}
     assert damaged.searches.empty
-    assert damaged.costs["cell"].tolist() == [0, 1, 2, 3]
+    assert damaged.costs.index.tolist() == [0, 1, 2, 3]
     assert weight_scores(damaged).empty
 
 
@@ -377,7 +377,7 @@ def test_row_of_equal_ratios_has_the_results_of_both(
         lower |= {"evaluate": {"rte": None}, "cost": None, "errors": {"rte": "out of memory"}}
     study = load(store, "made_up")
     assert not study.gaps
-    assert set(study.results["cell"]) == set(study.costs["cell"]) == set(study.cells.index)
+    assert set(study.results["cell"]) == set(study.costs.index) == set(study.cells.index)
     assert study.cells.loc[1, "cost_folder"] == higher["cost"]
     assert study.document == studies.combined_record(store, ["made_up"])
 

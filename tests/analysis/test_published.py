@@ -24,7 +24,6 @@ from analysis.outputs import scores as score_tables
 from analysis.published.numbers import (
     AVERAGE,
     FOLDER,
-    GROUPS,
     MEMORY_AFTER,
     MEMORY_BEFORE,
     NOT_COMPARABLE,
@@ -41,7 +40,8 @@ from analysis.published.numbers import (
     split,
 )
 from analysis.registry import outputs
-from analysis.stats.cell_scores import MEAN, column_targets, group_targets, scores
+from analysis.stats import cell_scores
+from analysis.stats.cell_scores import MEAN, column_targets, scores
 from analysis.stats.comparison import Comparison
 from analysis.stats.ranks import displayed_columns
 from moe_lab.paths import conf
@@ -136,7 +136,7 @@ def test_scores_are_shares_of_known_items() -> None:
     for number in numbers():
         assert math.isfinite(number.value)
         assert math.isnan(number.key[1]) or 0 <= number.key[1] < 1
-        if number.benchmark in (*SCORES, *GROUPS, AVERAGE):
+        if number.benchmark in (*SCORES, *names.AVERAGES, AVERAGE):
             assert 0 <= number.value <= 1, number
         elif number.benchmark == RANK:
             assert 1 <= number.value <= 9
@@ -349,7 +349,9 @@ def test_averages_of_evoesap_are_reproduced() -> None:
     for model, printed in models(published_numbers("evoesap", "1", "2", "8", "9", "10")).items():
         result = comparison(benchmarks[model])
         cells = list(result.cells.index)
-        averages = scores(result, cells, group_targets(result, cells)).frame.to_dict("records")
+        averages = scores(
+            result, cells, column_targets(result, cells, cell_scores.GROUPS)
+        ).frame.to_dict("records")
         ours = dict(
             zip(result.cells[KEY].itertuples(index=False, name=None), averages, strict=True)
         )

@@ -75,7 +75,7 @@ def study_of(
     )
     study.calibrations = {f"c4@{model}": {"rows": 128, "length": 4096}}
     study.searches, study.retained = (
-        pd.DataFrame(columns=["cell", "generations"]),
+        pd.DataFrame(columns=["generations"]),
         pd.DataFrame(columns=["cell"]),
     )
     settings = {"shots": 0, "max_new_tokens": 2048}
@@ -216,7 +216,7 @@ def test_searches_are_compared_by_their_set_and_generations() -> None:
     }
     study, comparison = study_of(("reap",), **axes)
     study.calibrations[f"evol_codealpaca@{MODEL}"] = {"rows": 1024, "length": 4096}
-    study.searches = pd.DataFrame({"cell": [1], "generations": [30]})
+    study.searches = pd.DataFrame({"generations": [30]}, index=[1])
     study.cells["plan_folder"] = "plan"
     documents = {"plan": {"provenance": {"search": "evol_search"}}}
     study.reader.json = lambda name, _: documents.get(name, {"protocol": study.protocols.get(name)})

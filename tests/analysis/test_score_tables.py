@@ -22,7 +22,6 @@ from handmade import (
 from synthetic import write_frame, write_store
 
 from analysis import names
-from analysis.load import settings as cell_settings
 from analysis.load.study import load
 from analysis.outputs import (
     calibration,
@@ -228,7 +227,7 @@ def test_sequential_camera_is_the_base() -> None:
     ],
 )
 def test_words_for_allocations_are_read(text: str, name: str, settings: dict[str, str]) -> None:
-    assert cell_settings.allocation(text) == (name, settings)
+    assert names.name_and_settings(text) == (name, settings)
 
 
 def naive_front(costs: np.ndarray, scores: np.ndarray) -> list[bool]:
@@ -602,7 +601,7 @@ def test_the_page_first_shows_intervals_of_narrow_tables(width: int, is_checked:
     frame = pd.DataFrame(0.5, index=[0], columns=[f"B{number}" for number in range(width)])
     table = Table("t", "", "", frame, dict.fromkeys(frame, "{:.3f}"), low=frame, high=frame)
     section = page.Section("t", outputs=[table])
-    text = page.html(page.Page("", "", "", (), [section], ""))
+    text = page.html(page.Page("", "", "", (), [section], "", "svg"))
     assert ('class="intervals" checked' in text) == is_checked
 
 
