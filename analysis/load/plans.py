@@ -58,16 +58,15 @@ def costs(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     return _by_cell(costs, ["bits", *COSTS]).astype(float)
 
 
-def loading_memory(cells: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
+def loading_memory(pruned_cells: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
     """Bytes of the loaded model before and after pruning. Equal rows of several cells occur once.
 
     Columns: model, ratio, removed_text, granularity, allocation (see `Study.cells`), bytes
     (unpruned), bytes_after (pruned) and saved (the share of `bytes` that pruning saves).
     """
     cell_columns = ["model", "ratio", "removed_text", "granularity", "allocation"]
-    pruned = cells.loc[cells["criterion"] != "none", cell_columns]
     sizes = costs[["parameters_unpruned", "loading_bytes"]].dropna().astype(int)
-    rows = pruned.join(sizes, how="inner")
+    rows = pruned_cells[cell_columns].join(sizes, how="inner")
     unpruned_bytes = BYTES * rows.pop("parameters_unpruned")
     pruned_bytes = rows.pop("loading_bytes")
     memory = rows.assign(

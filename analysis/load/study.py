@@ -109,7 +109,7 @@ class Study:
     @cached_property
     def memory(self) -> pd.DataFrame:
         """Bytes of the loaded models before and after pruning, see `plans.loading_memory`."""
-        return plans.loading_memory(self.cells, self.costs)
+        return plans.loading_memory(self.pruned_cells, self.costs)
 
 
 def load(store: Path, name: str) -> Study:

@@ -208,8 +208,13 @@ def train(
         progress.update(step + 1, steps, "steps")
         if (step + 1) % SAVE_EVERY == 0 and step + 1 < steps:
             values = {name: parameter.detach() for name, parameter in parameters.items()}
-            state = {"about": identity, "losses": losses, "parameters": values}
-            save_progress(partial, {**state, "optimizer": optimizer.state_dict()})
+            content = {
+                "about": identity,
+                "losses": losses,
+                "parameters": values,
+                "optimizer": optimizer.state_dict(),
+            }
+            save_progress(partial, content)
     return losses
 
 
