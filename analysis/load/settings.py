@@ -66,8 +66,8 @@ def gate_and_seed(cells: pd.DataFrame) -> pd.Series:
             # `Comparison.cells` has no column `seed`
             if axis in model_cells and model_cells[axis].nunique() > 1:
                 axis_texts = f"{axis} " + model_cells[axis].astype(str)
-                longer_texts = map(names.comma_joined, texts[model_cells.index], axis_texts)
-                texts[model_cells.index] = list(longer_texts)
+                longer_texts = list(map(names.comma_joined, texts[model_cells.index], axis_texts))
+                texts.update(pd.Series(longer_texts, model_cells.index, dtype=object))
     return texts
 
 

@@ -304,7 +304,7 @@ def _rank(ranks: Numbers, row: int | str) -> Number:
 
     row: the method's cell or key.
     """
-    return float(ranks.frame.loc[row, RANK]), math.nan, math.nan
+    return float(ranks.frame[RANK].get(row, math.nan)), math.nan, math.nan
 
 
 def _memory_pairs(study: Study, table: str) -> Pairs:

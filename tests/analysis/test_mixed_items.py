@@ -119,7 +119,7 @@ def with_costs(study: Study, shares: list[float]) -> Study:
     """The study, with all costs of each cell at this share of the unpruned model's."""
     columns = ("parameters_kept", "routed_kept", "flops_ratio", "storage_bytes")
     costs = pd.DataFrame({column: shares for column in columns})
-    study.__dict__["costs"] = costs.assign(cell=range(4), bits=16, parameters_unpruned=1.0)
+    study.__dict__["costs"] = costs.assign(bits=16, parameters_unpruned=1.0)
     retained = pd.DataFrame({"cell": range(4)})
     study.__dict__["retained"] = retained.assign(constant=False, merged=False)
     return study

@@ -619,7 +619,7 @@ def test_lines_of_calibration_tokens_are_told_apart_by_their_gate() -> None:
         for name, tokens in (("small", 10), ("large", 20))
     }
     study: Any = SimpleNamespace(calibrations=reports)
-    comparison: Any = SimpleNamespace(model="m", cells=cells)
+    comparison: Any = SimpleNamespace(model="m", pruned_cells=cells)
     lines = calibration.lines_by_tokens(study, comparison)
     assert list(zip(lines["label"], lines["read"], strict=True)) == [
         (f"MAN, large, gate {gate}", tokens)
@@ -631,7 +631,7 @@ def test_lines_of_calibration_tokens_are_told_apart_by_their_gate() -> None:
 def test_a_study_whose_criteria_read_no_text_has_no_lines_of_tokens() -> None:
     cells = pd.DataFrame({"criterion": ["random"], "method": ["random"], "calibration": ["none"]})
     study: Any = SimpleNamespace(calibrations={})
-    comparison: Any = SimpleNamespace(model="m", cells=cells.assign(ratio=0.5))
+    comparison: Any = SimpleNamespace(model="m", pruned_cells=cells.assign(ratio=0.5))
     assert calibration.calibrated_cells(study, comparison)["read"].tolist() == []
 
 
