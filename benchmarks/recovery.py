@@ -37,9 +37,9 @@ from moe_lab.allocation.problem import limits
 from moe_lab.allocation.shapes import same_share
 from moe_lab.calibration.batches import batches
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
-from moe_lab.evaluation import Policy
+from moe_lab.evaluation import Policy, run
+from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.evaluation.run import evaluate
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.load import load_model
 from moe_lab.paths import resolve
@@ -212,7 +212,9 @@ def _print_score(model: Any, tokenizer: Any, limit: int | None) -> None:
     """Print the share of solved word problems and the bytes of a model."""
     benchmark = BenchmarkConfig(**_conf("benchmark/pocket_gsm8k"), limit=limit)
     with tempfile.TemporaryDirectory() as folder:
-        results = evaluate(LoadedModel(model, tokenizer), benchmark, Path(folder), policy=Policy())
+        engine = LoadedModel(model, tokenizer)
+        answers = collect_answers(engine, run.list_items(benchmark), benchmark)
+        results = run.grade(answers, benchmark, Path(folder), policy=Policy())
     result = results[0]
     sizes = storage_bytes(model)
     print(

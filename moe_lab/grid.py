@@ -510,12 +510,11 @@ def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[B
     known = files.names("benchmark")
     with Mistakes() as mistakes:
         for name in protocol.benchmarks:
-            if name not in (EVERY, *known):
-                field = f"protocol={protocol.name}: benchmark"
-                mistakes.append(str(unknown_name_error(field, name, [EVERY, *known])))
-        mistakes += [
-            str(unknown_name_error("benchmark", name, known)) for name in names if name not in known
-        ]
+            with mistakes.caught():
+                check_known(f"protocol={protocol.name}: benchmark", name, [EVERY, *known])
+        for name in names:
+            with mistakes.caught():
+                check_known("benchmark", name, known)
     contents = files.load(("benchmark", name) for name in names)
     with Mistakes() as mistakes:
         configs = []
@@ -542,18 +541,16 @@ def _benchmark_config(
         BenchmarkConfig, {**defaults, **content, **changes}, "", origin
     )
     harness = harness_of(benchmark)
-    if config.suite.path is not None and not harness.reads_path:
+    path = config.suite.path
+    if path is not None and not harness.reads_path:
         raise UserError(
-            f"suite.path={config.suite.path} is the text of suite=perplexity or the folder of "
+            f"suite.path={path} is the text of suite=perplexity or the folder of "
             f"suite=bfcl, expected null with benchmark {name}, which has its own data"
         )
-    task = benchmark.task
-    if path := config.suite.path:
-        task = str(Path(path, task)) if task else path
     return replace(
         benchmark,
         limit=config.suite.limit,
-        task=task,
+        task=benchmark.task if path is None else str(Path(path, benchmark.task)),
         root=config.data_root if benchmark.data else None,
         judge=config.judge if harness.judged else None,
         python=config.interpreters.get(benchmark.harness),  # type: ignore[call-overload]

@@ -27,7 +27,6 @@ from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS, perform
 from moe_lab.study.steps.costs import Cost, Profile, Timing
 from moe_lab.study.steps.evaluation import (
-    BenchmarkSetup,
     Contamination,
     Evaluate,
     Grading,
@@ -173,7 +172,5 @@ def evaluation_step(
     """The step that evaluates a model, pruned by a plan, on a benchmark."""
     pruned = Pruned(loaded_field(model), plan, None, None, RecoveryConfig(), True)
     grading = Grading(IdentifiedBenchmark.of(benchmark), Policy())
-    setup = BenchmarkSetup(
-        benchmark, Items.of(benchmark), None, changes.pop("backend", BackendConfig())
-    )
-    return Evaluate(setup, pruned, None, None, grading, **changes)
+    backend = changes.pop("backend", BackendConfig())
+    return Evaluate(Items.of(benchmark), backend, pruned, None, None, grading, **changes)

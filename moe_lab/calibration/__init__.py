@@ -25,6 +25,7 @@ from moe_lab.calibration.sources import (
     first_record,
     hub_file,
     is_hub_file,
+    joined_texts,
     local_file,
     read,
 )
@@ -173,13 +174,7 @@ def held_out_text(settings: CalibrationConfig, characters: int) -> str:
     parts = []
     for share, part in shares_and_sets(settings):
         documents = order_documents(read(part), part)
-        texts = [document.plain.text for document in documents if document.plain]
-        if len(texts) < len(documents):
-            raise UserError(
-                f"calibration={part.name} holds conversations, which cannot be read as they "
-                "stand: expected a file of texts, suite.path=FILE"
-            )
-        text = BLANK_LINE.join(texts)
+        text = joined_texts(documents, f"calibration={part.name}")
         start = len(text) // 2
         parts.append(text[start : start + int(share * characters)])
     return BLANK_LINE.join(parts)

@@ -10,7 +10,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,7 @@ def read(settings: CalibrationConfig) -> list[Document]:
     a single document. UserError when all documents are empty."""
     file = local_file(settings.path)
     if file is None and not is_hub_file(settings.path):  # the source is a data set on the hub
-        hub_records = (
-            (f"{settings.path} row {number}", record) for number, record in hub_rows(settings)
-        )
-        documents = _documents(hub_records, settings)
+        documents = _documents(hub_rows(settings), settings)
     else:  # a local file, or one file on the hub
         documents = _read_file(file or download_file(settings.path), settings)
     if settings.joined:
@@ -200,15 +197,20 @@ def read_as_one_text(file: Path, setting: str) -> str:
     conversation that only a chat template can turn into text."""
     if file_format(str(file), file, setting) == "document":
         return read_text_file(file, setting).replace("\r\n", "\n")
-    texts = [
-        document(record, None, location).plain for location, record in read_records(file, setting)
-    ]
-    if None in texts:
+    records = read_records(file, setting)
+    documents = [document(record, None, location) for location, record in records]
+    return joined_texts(documents, f"{setting}={file}")
+
+
+def joined_texts(documents: Sequence[Document], source: str) -> str:
+    """The texts of the documents, joined by blank lines. `source`: setting and value that name the
+    set. UserError for a conversation that only a chat template can turn into text."""
+    texts = [document.plain.text for document in documents if document.plain]
+    if len(texts) < len(documents):
         raise UserError(
-            f"{setting}={file} holds conversations: expected texts, which are read as they stand"
+            f"{source} holds conversations: expected a file of texts, which are read as they stand"
         )
-    # `if text` is only for mypy
-    return BLANK_LINE.join(text.text for text in texts if text)
+    return BLANK_LINE.join(texts)
 
 
 def read_text_file(file: Path, setting: str) -> str:
@@ -302,8 +304,8 @@ def download(settings: CalibrationConfig) -> None:
         next(hub_rows(settings), None)  # the generator downloads before it yields the first row
 
 
-def hub_rows(settings: CalibrationConfig) -> Iterator[tuple[int, Any]]:
-    """Yield (row number, record) for each row of a split of a data set on the hub. UserError when
+def hub_rows(settings: CalibrationConfig) -> Iterator[tuple[str, Any]]:
+    """Yield (location, record) for each row of a split of a data set on the hub. UserError when
     the split cannot be downloaded."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
@@ -312,7 +314,8 @@ def hub_rows(settings: CalibrationConfig) -> Iterator[tuple[int, Any]]:
         split = load_dataset(settings.path, settings.subset, split=settings.split)
     except (OSError, ValueError, DatasetsError) as error:
         raise _unreachable_error(settings.path, error) from error
-    yield from enumerate(split, start=1)
+    for number, record in enumerate(split, start=1):
+        yield f"{settings.path} row {number}", record
 
 
 def _unreachable_error(path: str, error: Exception) -> UserError:

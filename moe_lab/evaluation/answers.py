@@ -97,13 +97,12 @@ def collect_answers(
     # keys of `prompts` and of `texts`: (index in `queries`, number of the answer)
     prompts: dict[_Key, Prompt] = {}
     for index, prompt in encoder.prompts(queries).items():
-        if not sampling.temperature:
-            prompts[index, 0] = prompt
-            continue
-        for sample in range(sampling.samples):
-            seed = _text_seed(sampling.seed, names[index], sample)
-            # the likelihood of a right answer is computed only with a greedy text
-            prompts[index, sample] = replace(prompt, answer=None, seed=seed)
+        for sample in range(sampling.samples):  # one sample if texts are greedy
+            if sampling.temperature:
+                seed = _text_seed(sampling.seed, names[index], sample)
+                # the likelihood of a right answer is computed only with a greedy text
+                prompt = replace(prompt, answer=None, seed=seed)
+            prompts[index, sample] = prompt
     texts = _generate(engine, prompts, queries, benchmark, sampling, cache)
     likelihoods: dict[Row, Likelihood] = {}
     # an engine may score the right answer while it generates a text
@@ -159,7 +158,6 @@ def thinks(engine: Engine) -> bool:
         return False
     marks = ThoughtMarks.of(engine.tokenizer)
     question = {"role": "user", "content": "Hello"}
-    thought = {"reasoning_content": "Hello", "thinking": "Hello"}  # the names of most templates
     arguments = {TEMPLATE_ARGUMENTS: engine.template_arguments}
     prompt = render([question], arguments, engine.tokenizer, add_generation_prompt=True)
     if answer_after_thought("", prompt, marks=marks) is None:
@@ -167,6 +165,8 @@ def thinks(engine: Engine) -> bool:
     _, _, end = prompt.rpartition(question["content"])
     if marks.are_in(end):
         return False
+    # most templates have one of these names for a thought
+    thought = {"reasoning_content": "Hello", "thinking": "Hello"}
     message = {"role": "assistant", "content": "Hello", **thought}
     return marks.are_in(render([question, message], arguments, engine.tokenizer))
 
@@ -194,15 +194,16 @@ def render_prompt(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
         )
 
     has_answer_prefix = messages[-1]["role"] == "assistant"
-    options = {
-        "add_generation_prompt": not has_answer_prefix,
-        "continue_final_message": has_answer_prefix,
-    }
     arguments: dict[str, Any] = {TEMPLATE_ARGUMENTS: engine.template_arguments}
     if tools:
         arguments["tools"] = list(tools)
     return render_whole(
-        messages, arguments, engine.tokenizer, error_start="the questions come with", **options
+        messages,
+        arguments,
+        engine.tokenizer,
+        error_start="the questions come with",
+        add_generation_prompt=not has_answer_prefix,
+        continue_final_message=has_answer_prefix,
     )
 
 
@@ -450,8 +451,9 @@ def _generate(
     # settings -> prompt -> keys of this prompt
     groups: dict[GenerationSettings, dict[Prompt, list[_Key]]] = {}
     for key, prompt in prompts.items():
-        request = queries[key[0]].request
-        kept_tokens = queries[key[0]].kept_tokens
+        index, _ = key
+        query = queries[index]
+        request = query.request
         assert isinstance(request, Text)
         stop = () if is_thinker else request.stop
         settings = GenerationSettings(
@@ -459,8 +461,8 @@ def _generate(
             stop,
             benchmark.chat,
             benchmark.batch_size,
-            kept_tokens,
-            sampling if sampling.temperature else None,
+            query.kept_tokens,
+            sampling,
         )
         groups.setdefault(settings, {}).setdefault(prompt, []).append(key)
     texts: dict[_Key, GeneratedText] = {}
@@ -494,8 +496,12 @@ def _generate_batch(
         [prompt.tokens, prompt.answer and [prompt.answer.start, prompt.answer.tokens], prompt.seed]
         for prompt in batch
     ]
-    sampling = generation.sampling and asdict(generation.sampling)
-    settings = [generation.max_tokens, generation.stop, generation.marks, sampling]
+    settings = [
+        generation.max_tokens,
+        generation.stop,
+        generation.marks,
+        asdict(generation.sampling),
+    ]
     results = cache.result([*settings, prompt_keys], compute)
     # JSON in the cache has lists in place of pairs
     return [

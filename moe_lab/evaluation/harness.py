@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from statistics import mode
+from statistics import fmean, mode
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import Unavailable, UserError, unknown_name_error, user_errors
+from moe_lab.errors import Unavailable, UserError, check_known, user_errors
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.items import Answer, Item
 from moe_lab.machine import package_version
@@ -209,8 +209,8 @@ class Harness(ABC):
         yield from (f"{name}: {problem}" for problem in self._wrong_settings(benchmark))
         for metric in benchmark.reports.values():
             single, estimate, count = _parsed_metric(metric)
-            if self.metrics is not None and single not in ("", *self.metrics):
-                yield str(unknown_name_error(f"{name}: metric", single, self.metrics))
+            if self.metrics is not None and single:
+                yield from user_errors(check_known, f"{name}: metric", single, self.metrics)
             if count > benchmark.sampling.samples:
                 yield (
                     f"{name}: metric={metric} needs {count} answers to an item: expected "
@@ -221,11 +221,10 @@ class Harness(ABC):
         keys = self.question_parameters + self.grading_parameters + self.other_parameters
         for key, value in benchmark.parameters.items():
             is_valid_number = isinstance(value, int | float) and value >= 0
-            if key not in keys:
-                yield str(unknown_name_error(f"{name}: parameter", key, keys))
-            elif key in self.numeric_parameters and not is_valid_number:
+            yield from user_errors(check_known, f"{name}: parameter", key, keys)
+            if key in self.numeric_parameters and not is_valid_number:
                 yield f"{name}: parameters.{key}={value}: expected a number, 0 or more"
-            elif key in self.boolean_parameters and not isinstance(value, bool):
+            if key in self.boolean_parameters and not isinstance(value, bool):
                 yield f"{name}: parameters.{key}={value}: expected true or false"
 
     def _wrong_settings(self, benchmark: BenchmarkConfig) -> Iterator[str]:
@@ -330,9 +329,9 @@ def mean_result(
     for sample in samples:
         if sample["benchmark"] == name:
             outcomes_by_item.setdefault(sample["item"], []).append(sample["outcome"])
-    outcomes = [math.fsum(values) / len(values) for values in outcomes_by_item.values()]
+    outcomes = [fmean(values) for values in outcomes_by_item.values()]
     n = len(outcomes)
-    mean = math.fsum(outcomes) / n
+    mean = fmean(outcomes)
     squares = math.fsum((outcome - mean) ** 2 for outcome in outcomes)
     stderr = math.sqrt(squares / (n - 1) / n) if n > 1 else None
     return Result(
@@ -397,7 +396,7 @@ def _outcome_of_item(samples: Sequence[Sample], estimate: str, count: int) -> fl
         wrong = sum(outcome < 1 for outcome in outcomes)
         return 1 - math.comb(wrong, count) / math.comb(len(samples), count)
     if estimate == "avg":
-        return math.fsum(outcomes[:count]) / count
+        return fmean(outcomes[:count])
     answers = [sample["extracted"] for sample in samples[:count]]
     votes = [answer for answer in answers if answer] or answers
     return outcomes[answers.index(mode(votes))]
@@ -439,29 +438,23 @@ def loss_result(
     )
 
 
-@dataclass(frozen=True)
-class ItemSource:
+class ItemSource(BenchmarkConfig):
     """A benchmark that is identified by all that can change its items."""
-
-    benchmark: BenchmarkConfig
 
     @cached_property
     def identity(self) -> dict[str, Any]:
         """All settings that can change an item: name -> value."""
-        return harness_of(self.benchmark).item_identity(self.benchmark)
+        return harness_of(self).item_identity(self)
 
 
-@dataclass(frozen=True)
-class Questions:
-    """The questions of a benchmark. Benchmarks that differ only in grading have equal
-    identities."""
-
-    benchmark: BenchmarkConfig
+class Questions(BenchmarkConfig):
+    """A benchmark that is identified by all that can change what a model answers. Benchmarks that
+    differ only in grading have equal identities."""
 
     @cached_property
     def identity(self) -> dict[str, Any]:
         """All settings of the benchmark that can change what a model answers."""
-        return harness_of(self.benchmark).question_identity(self.benchmark)
+        return harness_of(self).question_identity(self)
 
 
 class IdentifiedBenchmark(BenchmarkConfig):

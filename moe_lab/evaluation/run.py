@@ -1,5 +1,4 @@
-"""Evaluate a benchmark on a model, in one step or in two (answering and grading), and write the
-results."""
+"""List the items of a benchmark, grade the answers of a model, and write the results."""
 
 from __future__ import annotations
 
@@ -11,36 +10,14 @@ from statistics import mode
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy
-from moe_lab.evaluation.answers import collect_answers
-from moe_lab.evaluation.engines import Engine
-from moe_lab.evaluation.harness import Harness, check_count, harness_of
+from moe_lab.evaluation.harness import check_count, harness_of
 from moe_lab.evaluation.items import Answer, Item, replace_surrogates
-from moe_lab.json_files import ResultCache, write_text
+from moe_lab.json_files import write_text
 from moe_lab.machine import package_version
 from moe_lab.results import SCHEMA, Result, ResultFile, Sample, TextMeasures
 
 ITEMS = "items.jsonl.gz"
 ANSWERS = "answers.jsonl"
-
-
-def evaluate(
-    engine: Engine,
-    benchmark: BenchmarkConfig,
-    out: Path,
-    *,
-    policy: Policy,
-    cache: ResultCache | None = None,
-) -> list[Result]:
-    """Run the benchmark on a model, write out/result.json and out/samples.parquet, and return the
-    results.
-
-    Raises UserError for wrong settings or files, and Unavailable for requirements that are missing
-    on this machine.
-    """
-    harness = harness_of(benchmark)
-    harness.check(benchmark, policy)
-    answers = collect_answers(engine, list_items(benchmark), benchmark, cache)
-    return _grade(harness, answers, benchmark, out, policy)
 
 
 def list_items(benchmark: BenchmarkConfig) -> list[Item]:
@@ -62,21 +39,13 @@ def list_items(benchmark: BenchmarkConfig) -> list[Item]:
 def grade(
     answers: Sequence[Answer], benchmark: BenchmarkConfig, out: Path, *, policy: Policy
 ) -> list[Result]:
-    """Grade `answers` that a model gave earlier. Writes the same files, returns the same results
-    and raises the same errors as `evaluate`."""
+    """Grade the answers, write out/result.json and out/samples.parquet, and return the results.
+
+    UserError for wrong settings or files. Unavailable for requirements that are missing on this
+    machine.
+    """
     harness = harness_of(benchmark)
     harness.check(benchmark, policy)
-    return _grade(harness, answers, benchmark, out, policy)
-
-
-def _grade(
-    harness: Harness,
-    answers: Sequence[Answer],
-    benchmark: BenchmarkConfig,
-    out: Path,
-    policy: Policy,
-) -> list[Result]:
-    """Grade answers, write results and samples to the folder `out`, and return the results."""
     grades = harness.grade(answers, benchmark, policy)
     for result in grades.results:
         # `n`: graded items. If `expected` is None, `n` takes its place, and no item is missing.

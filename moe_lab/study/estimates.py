@@ -279,11 +279,11 @@ def forecast_table(
 class Hours(NamedTuple):
     """Estimated time of several steps together."""
 
-    work: float = 0.0
+    work: float
     """Hours that one worker takes for all steps with an estimate."""
-    gpu_work: float = 0.0
+    gpu_work: float
     """GPU-hours: the hours of each step times its number of GPUs."""
-    unknown: int = 0
+    unknown: int
     """Number of steps without an estimate."""
 
     def texts(self) -> tuple[str, str]:

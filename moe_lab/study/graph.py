@@ -191,11 +191,6 @@ def resolved_model(model: ModelConfig, config: Config) -> StepModel:
     return StepModel.of(resolved_device(model, config))
 
 
-def _unpruned_cost(model: ModelConfig, text: IdentifiedText) -> Cost:
-    """The step that computes the cost of the unpruned model."""
-    return Cost.of(unpruned_model(model), text)
-
-
 def _cell_steps(
     cell: Cell,
     tasks: Mapping[str, Task],
@@ -210,11 +205,11 @@ def _cell_steps(
     model = resolved_cell.model
     # Any: it is an IdentifiedText, but the annotation of `texts` is less specific
     flops_text: Any = resolved_cell.texts["flops"]
-    is_pruned = cell.criterion is not NO_CRITERION
-    pruned = pruned_of(resolved_cell) if is_pruned else unpruned_model(model)
+    pruned = unpruned = resolver.cached(unpruned_model, model)
     scores = statistics = export = timing = None
-    cost = resolver.cached(_unpruned_cost, model, flops_text)
-    if is_pruned:
+    cost = resolver.cached(Cost.of, unpruned, flops_text)
+    if cell.criterion is not NO_CRITERION:
+        pruned = pruned_of(resolved_cell)
         # the scores that the plan reads; figures need scores even if the plan reads none
         scores = getattr(pruned.plan, "scores", None) or Scores.of(resolved_cell)
         if reads_text(cell):
@@ -293,29 +288,23 @@ def _figure_steps(
     step. Each combination of calibration set, model and gate has one step in a figure, with the
     seed of the first cell of the combination."""
     figures: dict[str, dict[FigureKey, Step]] = {figure: {} for figure in FIGURE_STEPS}
-    first_seeds: dict[FigureKey, int] = {}  # key with seed 0 -> seed of the first cell
-    cell_of: dict[FigureKey, Cell] = {}
-    benchmarks_of: dict[FigureKey, dict[str, BenchmarkConfig]] = defaultdict(dict)
+    first_cells: dict[tuple[str, str, str], Cell] = {}  # combination -> its first cell
+    benchmarks_of = defaultdict[Any, dict[str, BenchmarkConfig]](dict)
     for cells, benchmarks in requests:
         for cell in cells:
-            if not reads_text(cell):
-                continue
-            # cells that differ in anything else, such as the ratio, have the same key
-            key = FigureKey(cell.calibration.name, cell.model.name, cell.gate, cell.seed)
-            if first_seeds.setdefault(key._replace(seed=0), cell.seed) != cell.seed:
-                continue
-            if benchmarks:
-                cell_of.setdefault(key, cell)
-                for benchmark in benchmarks:
-                    benchmarks_of[key][benchmark.name] = benchmark
-            if resolver.config.overlap:
-                resolved_cell = resolver.resolve_cell(cell)
-                figures["families"][key] = Family.of(resolved_cell)
-                figures["damages"][key] = Scores.of(replace(resolved_cell, criterion=EXACT_DAMAGE))
-    # only now, when the benchmarks of all requests are known
-    for key, cell in cell_of.items():
+            if reads_text(cell):
+                combination = (cell.calibration.name, cell.model.name, cell.gate)
+                if first_cells.setdefault(combination, cell).seed == cell.seed:
+                    named_benchmarks = {benchmark.name: benchmark for benchmark in benchmarks}
+                    benchmarks_of[combination].update(named_benchmarks)
+    for combination, cell in first_cells.items():
+        key = FigureKey(*combination, cell.seed)
         resolved_cell = resolver.resolve_cell(cell)
-        figures["contaminations"][key] = Contamination.of(
-            resolved_cell.model, resolved_cell.calibration, benchmarks_of[key].values()
-        )
+        if resolver.config.overlap:
+            figures["families"][key] = Family.of(resolved_cell)
+            figures["damages"][key] = Scores.of(replace(resolved_cell, criterion=EXACT_DAMAGE))
+        if benchmarks := benchmarks_of[combination]:
+            figures["contaminations"][key] = Contamination.of(
+                resolved_cell.model, resolved_cell.calibration, benchmarks.values()
+            )
     return figures

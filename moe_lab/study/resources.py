@@ -291,16 +291,11 @@ def checkpoint_export(
     return _resources_of_model(model, memory, disk, weights="files", pace=pace)
 
 
-def item_count(benchmark: BenchmarkConfig) -> int:
-    """Number of items of a benchmark that a model answers."""
-    count = benchmark.expected or ITEMS
-    return min(benchmark.limit or count, count)
-
-
 def answer_count(benchmark: BenchmarkConfig) -> int:
     """Number of answers to a benchmark: one or several to each item."""
     samples = benchmark.sampling.samples if benchmark.max_new_tokens else 1
-    return item_count(benchmark) * samples
+    items = benchmark.expected or ITEMS
+    return min(benchmark.limit or items, items) * samples
 
 
 def benchmark_pace(benchmark: BenchmarkConfig) -> list[Any]:

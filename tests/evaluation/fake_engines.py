@@ -24,6 +24,7 @@ from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.vllm import VllmModel
 from moe_lab.evaluation.harness import Graded, benchmark_errors, harness_of
 from moe_lab.evaluation.items import Answer, Item, Reply, Text, answer_after_thought
+from moe_lab.results import Result
 
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
@@ -35,6 +36,14 @@ def evaluate(engine: Engine, benchmark: BenchmarkConfig, policy: Policy | None =
     graded = harness_of(benchmark).grade(answers, benchmark, policy or Policy())
     graded.protocol.setdefault("prompt", answers[0].prompt)
     return graded
+
+
+def evaluate_into(
+    engine: Engine, benchmark: BenchmarkConfig, out: Path, *, policy: Policy
+) -> list[Result]:
+    """Write the results of the engine on a benchmark to `out`, and return them."""
+    answers = collect_answers(engine, run.list_items(benchmark), benchmark)
+    return run.grade(answers, benchmark, out, policy=policy)
 
 
 def problems(benchmarks: Sequence[BenchmarkConfig], policy: Policy) -> list[str]:

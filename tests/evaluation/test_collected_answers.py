@@ -19,6 +19,7 @@ from fake_engines import (
     ScriptedEngine,
     WordTokenizer,
     collect_replies,
+    evaluate_into,
     generate,
     protocol,
     samples,
@@ -37,7 +38,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import Policy, answers, run
+from moe_lab.evaluation import Policy, answers
 from moe_lab.evaluation.answers import ResultCache, collect_answers, render_prompt
 from moe_lab.evaluation.engines import (
     Engine,
@@ -342,7 +343,7 @@ def test_marks_within_a_completion_are_no_thought() -> None:
 def test_unfinished_thought_is_no_empty_answer(tmp_path: Path) -> None:
     items = [{"q": question, "label": ""} for question in ("Q0", "Q1")]
     benchmark = custom_task(tmp_path, items, GENERATION, chat=True, max_new_tokens=9)
-    run.evaluate(
+    evaluate_into(
         ScriptedEngine(["<think>hm", "<think>hm</think>"]),
         benchmark,
         tmp_path / "out",

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
-from fake_engines import ScriptedEngine, made_up_answers, problems, protocol, samples
+from fake_engines import ScriptedEngine, evaluate_into, made_up_answers, problems, protocol, samples
 
 from benchmarks.measure import program_isolation
 from moe_lab import machine
 from moe_lab.child_process import ChildProcess, ErrorReply
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import Policy, mirror, run
+from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.adapters import evalscope_code, evalscope_worker
 from moe_lab.evaluation.harnesses import evalscope
 from moe_lab.evaluation.harnesses.evalscope import HARNESS
@@ -187,7 +187,7 @@ def judged_programs(tmp_path_factory: pytest.TempPathFactory) -> JudgedPrograms:
     earlier, later = problem(97, "2024-12-31T23:59:59"), problem(98, "2025-05-01T00:00:00")
     write_data(benchmark, {"test": [earlier, *inside, later]})
     model = ScriptedEngine([text for _, text, _ in CASES.values()])
-    [result] = run.evaluate(model, benchmark, folder / "out", policy=ALLOWED)
+    [result] = evaluate_into(model, benchmark, folder / "out", policy=ALLOWED)
     rows = dict(zip(CASES, samples(folder / "out"), strict=True))
     return JudgedPrograms(model, result, rows, protocol(folder / "out"))
 
@@ -249,7 +249,7 @@ def gsm8k_run(tmp_path_factory: pytest.TempPathFactory) -> Gsm8kRun:
     model = ScriptedEngine(
         ["<think>\\boxed{9}?</think>\n\u2028So \\boxed{2}. \ud83c", "\\boxed{5}", "\\boxed{1006}"]
     )
-    [result] = run.evaluate(model, benchmark, folder / "out", policy=Policy())
+    [result] = evaluate_into(model, benchmark, folder / "out", policy=Policy())
     return Gsm8kRun(benchmark, model, result, samples(folder / "out"))
 
 

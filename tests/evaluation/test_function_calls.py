@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engines import ScriptedEngine, protocol, samples, with_chat_template
+from fake_engines import ScriptedEngine, evaluate_into, protocol, samples, with_chat_template
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import Policy, run
+from moe_lab.evaluation import Policy
 from moe_lab.evaluation.adapters import function_call_rules as rules
 from moe_lab.evaluation.adapters.function_call_rules import Call, Undecodable, tool
 from moe_lab.evaluation.answers import render_prompt
@@ -592,7 +592,9 @@ def answering(texts: Sequence[str]) -> ScriptedEngine:
 
 
 def test_right_answers_have_full_score(tmp_path: Path) -> None:
-    (result,) = run.evaluate(answering(RIGHT), benchmark(EXAMPLE), tmp_path / "out", policy=ALLOWED)
+    (result,) = evaluate_into(
+        answering(RIGHT), benchmark(EXAMPLE), tmp_path / "out", policy=ALLOWED
+    )
     assert (result["score"], result["stderr"], result["n"]) == (1.0, 0.0, 9)
     assert "unfinished_thoughts" not in protocol(tmp_path / "out")
 
@@ -604,7 +606,9 @@ def test_wrong_answers_have_their_verdicts(tmp_path: Path) -> None:
         '<tool_call>{"name": "call_of", "arguments": {"ani',
         f"<think>{NO_CALL}, but",
     ]
-    (result,) = run.evaluate(answering(wrong), benchmark(EXAMPLE), tmp_path / "out", policy=ALLOWED)
+    (result,) = evaluate_into(
+        answering(wrong), benchmark(EXAMPLE), tmp_path / "out", policy=ALLOWED
+    )
     assert result["score"] == pytest.approx(6 / 9)
     assert result["stderr"] == pytest.approx((6 / 9 * 3 / 9 / 8) ** 0.5)
     rows = samples(tmp_path / "out")

@@ -11,12 +11,12 @@ import choices
 import pytest
 import tiny
 import torch
-from fake_engines import collect_replies, generate, log_likelihood, vllm_with_replies
+from fake_engines import collect_replies, evaluate_into, generate, log_likelihood, vllm_with_replies
 from harness_files import shipped_items
 from transformers import GenerationConfig
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation import Policy, run
+from moe_lab.evaluation import Policy
 from moe_lab.evaluation.engines import GenerationSettings, Likelihood, Prompt, Row, hf
 from moe_lab.evaluation.engines.hf import Batch, LoadedModel, NewTokens, generate_tokens
 from moe_lab.evaluation.engines.likelihoods import log_likelihoods
@@ -361,7 +361,7 @@ def test_infinite_logit_is_an_error(
         lambda _, __, logits: logits.index_fill(-1, fifth, number)
     )
     with hook, pytest.raises(FloatingPointError, match=r"is (nan|inf)\b"):
-        run.evaluate(subject, benchmark, tmp_path, policy=Policy(True))
+        evaluate_into(subject, benchmark, tmp_path, policy=Policy(True))
     assert not (tmp_path / "result.json").exists()
     vllm = vllm_with_replies(subject.tokenizer, [[0, [5, 5], number]])
     with pytest.raises(FloatingPointError, match=str(number)):

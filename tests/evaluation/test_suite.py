@@ -21,7 +21,15 @@ import preloaded
 import pytest
 import torch
 from evalplus.provider.utility import EOS
-from fake_engines import collect_replies, generate, made_up_answers, problems, protocol, samples
+from fake_engines import (
+    collect_replies,
+    evaluate_into,
+    generate,
+    made_up_answers,
+    problems,
+    protocol,
+    samples,
+)
 from harness_files import shipped_items, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,7 +43,6 @@ from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harness import benchmark_errors, harness_of
 from moe_lab.evaluation.harnesses import evalplus
 from moe_lab.evaluation.harnesses.perplexity import HARNESS as PERPLEXITY
-from moe_lab.evaluation.run import evaluate
 from moe_lab.evaluation.sandbox import client, isolation
 from moe_lab.paths import resolve
 from moe_lab.pruning.mask import mask
@@ -256,7 +263,7 @@ def completed(subject: LoadedModel, tmp_path_factory: pytest.TempPathFactory) ->
     limits = {"seconds": 0.5, "memory_mib": 512, "processes": 1}
     benchmark = replace(CODE, task=str(data), expected=3, max_new_tokens=64, parameters=limits)
     policy = Policy(True, sandbox=program_isolation())
-    (result,) = evaluate(subject, benchmark, folder, policy=policy)
+    (result,) = evaluate_into(subject, benchmark, folder, policy=policy)
     return SimpleNamespace(result=result, folder=folder, prompts=prompts, texts=texts)
 
 
@@ -309,7 +316,7 @@ def graded_stories(subject: LoadedModel, tmp_path_factory: pytest.TempPathFactor
     benchmark = BenchmarkConfig(
         "s", "stories", str(data), reports={"s": "score"}, max_new_tokens=48, expected=2
     )
-    (result,) = evaluate(subject, benchmark, folder, policy=Policy())
+    (result,) = evaluate_into(subject, benchmark, folder, policy=Policy())
     return SimpleNamespace(result=result, folder=folder, story=story)
 
 
@@ -334,7 +341,7 @@ def test_stories_of_the_same_id_are_refused(subject: LoadedModel, tmp_path: Path
     reports = {"s": "score"}
     benchmark = BenchmarkConfig("s", "stories", str(data), reports=reports, max_new_tokens=8)
     with pytest.raises(UserError, match=r"\bs\b.*\ba$"):
-        evaluate(subject, benchmark, tmp_path, policy=Policy())
+        evaluate_into(subject, benchmark, tmp_path, policy=Policy())
 
 
 TEXT = "Karl took the spoon to the mill.\nThen it began to rain, and nobody was surprised. " * 12
@@ -361,7 +368,7 @@ def measured(subject: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> 
 
     def run_model(out: Path, read: Any) -> tuple[Any, list[torch.Tensor]]:
         engine = replace(subject, compare=fidelity.Comparison(vocabulary, folder / "stored", read))
-        results = evaluate(engine, benchmark, out, policy=Policy())
+        results = evaluate_into(engine, benchmark, out, policy=Policy())
         ids = torch.tensor(subject.tokenizer(TEXT).input_ids)
         with torch.inference_mode():
             logits = [subject.model(window[None]).logits[0, :-1] for window in ids.split(WINDOW)]
@@ -466,7 +473,9 @@ def test_failed_evaluation_leaves_no_folder(
     measured: Any, subject: LoadedModel, changes: Any, field: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=field):
-        evaluate(subject, replace(measured.benchmark, **changes), tmp_path / "x", policy=Policy())
+        evaluate_into(
+            subject, replace(measured.benchmark, **changes), tmp_path / "x", policy=Policy()
+        )
     assert not (tmp_path / "x").exists()
 
 

@@ -26,6 +26,7 @@ from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.adapters.function_call_rules import answer_mistake
+from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harness import benchmark_errors
 from moe_lab.evaluation.harnesses import function_calls
@@ -260,7 +261,8 @@ def test_the_model_calls_functions(calling: BenchmarkConfig, tmp_path: Path) -> 
             ModelConfig(name="calls", path="pocket:function_calls", threads=1, device="cpu")
         )
     )
-    (result,) = run.evaluate(model, calling, tmp_path, policy=Policy())
+    answers = collect_answers(model, run.list_items(calling), calling)
+    (result,) = run.grade(answers, calling, tmp_path, policy=Policy())
     assert result["n"] == 160
     assert result["score"] >= 0.9
 

@@ -28,6 +28,7 @@ from moe_lab.models.checkpoint import read_json_if_there
 from moe_lab.models.config_json import check_trained_top_k, config_of, eos_tokens
 from moe_lab.models.families import PORTS
 
+GREEDY_SAMPLING = Sampling().resolved({})
 TOKEN_SECONDS = 1.0
 """Seconds per token that a slow server or engine may take."""
 _CONTEXT = "a"
@@ -87,8 +88,8 @@ class GenerationSettings:
     """Prompts in one forward pass, or requests under way at the same time."""
     marks: tuple[tuple[int, str], ...] = ()
     """(id, text) of special tokens that stay in a generated text. All others are removed."""
-    sampling: Sampling | None = None
-    """Settings without nulls; None for greedy generation."""
+    sampling: Sampling = GREEDY_SAMPLING
+    """Settings without nulls."""
 
 
 @dataclass(frozen=True)

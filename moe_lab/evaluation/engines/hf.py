@@ -141,14 +141,15 @@ class Batch:
         row of `logits`, the index of its prompt and the number of tokens of its text."""
         likeliest_tokens = logits.float().argmax(-1)
         largest_logits = logits.gather(-1, likeliest_tokens[:, None])[:, 0].tolist()
-        if sampling := self.generation.sampling:
+        if self.generation.sampling.temperature:
             # of the row and the position alone, so that a text does not depend on its batch
             numbers = [
                 Random(f"{self.seeds[row]} {position}").random()
                 for row, position in zip(rows, positions, strict=True)
             ]
             uniform = torch.tensor(numbers, dtype=torch.float64)
-            return drawn_tokens(logits, uniform, **sampling.distribution), largest_logits
+            tokens = drawn_tokens(logits, uniform, **self.generation.sampling.distribution)
+            return tokens, largest_logits
         return likeliest_tokens, largest_logits
 
     def incomplete_rows(
@@ -178,7 +179,8 @@ class Batch:
 
 @torch.inference_mode()
 def generate_tokens(model: Any, batch: Batch) -> list[NewTokens]:
-    """The new tokens after each prompt, up to and including the first end token."""
+    """The new tokens after each prompt. If an answer was read with its prompt, tokens may follow an
+    end token."""
     # replaces the checkpoint's settings, such as a penalty
     settings = GenerationConfig(
         max_new_tokens=batch.generation.max_tokens,
@@ -195,12 +197,6 @@ def generate_tokens(model: Any, batch: Batch) -> list[NewTokens]:
             attention_mask=attention,
             custom_generate=partial(_generate, batch=batch, texts=texts),
         )
-    for text in texts:
-        # for each end token in the text: number of tokens up to and including this end token
-        lengths = (
-            length for length, token in enumerate(text.tokens, 1) if token in batch.end_token_ids
-        )
-        del text.tokens[next(lengths, len(text.tokens)) :]
     return texts
 
 

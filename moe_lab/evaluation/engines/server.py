@@ -157,11 +157,13 @@ class ServedModel(Engine):
             for stop_text in generation.stop
             if not any(prompt.endswith(stop_text[:end]) for end in range(1, len(stop_text)))
         ]
-        fields: dict[str, Any] = {"temperature": 0, "top_p": 1}
-        if sampling := generation.sampling:
-            # OpenAI's interface lacks top_k and min_p: a server without them must refuse them
-            fields = {name: value for name, value in sampling.distribution.items() if value}
-            fields["seed"] = seed
+        # OpenAI's interface lacks top_k and min_p: a server without them must refuse them
+        settings = generation.sampling.distribution.items()
+        fields = {
+            "temperature": 0,
+            "seed": seed,
+            **{name: value for name, value in settings if value},
+        }
         server = f"the server of {self.name}"
         try:
             completion = client.completions.create(

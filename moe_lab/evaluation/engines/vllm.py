@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.child_process import ChildProcess, ErrorReply, ProcessEnded
-from moe_lab.config import GREEDY, BackendConfig, ModelConfig
+from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.engines import (
     CAUSE_MARK,
@@ -160,7 +160,7 @@ class VllmModel(Engine):
             TOKEN_SECONDS * generation.max_tokens,
             prompts=[prompt.tokens for prompt in prompts],
             seeds=[prompt.seed for prompt in prompts],
-            sampling=generation.sampling.distribution if generation.sampling else GREEDY,
+            sampling=generation.sampling.distribution,
             max_tokens=generation.max_tokens,
             stop=generation.stop,
             end_token_ids=self.end_token_ids,

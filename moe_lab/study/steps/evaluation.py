@@ -24,7 +24,8 @@ from moe_lab.config import (
     ModelConfig,
 )
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation import Policy, engines
+from moe_lab.evaluation import Policy, engines, run
+from moe_lab.evaluation.answers import COMPUTED, collect_answers
 from moe_lab.evaluation.harness import IdentifiedBenchmark, ItemSource, Questions, harness_of
 from moe_lab.evaluation.items import (
     Answer,
@@ -77,8 +78,8 @@ def results_step_of(benchmark: BenchmarkConfig, config: Config) -> Task:
         config.allow_code_execution, config.sandbox, config.allow_judge, config.allow_pickled_data
     )
     grading = Grading(IdentifiedBenchmark.of(benchmark), policy)
-    questions = Questions(benchmark) if two_phases else None
-    setup = BenchmarkSetup(benchmark, Items.of(benchmark), questions, backend)
+    questions = Questions.of(benchmark)
+    items = Items.of(benchmark)
 
     def results_of(pruned: Pruned) -> Evaluate | Grade:
         # part of the id only if the benchmark uses the chat template
@@ -89,11 +90,12 @@ def results_step_of(benchmark: BenchmarkConfig, config: Config) -> Task:
                 template = (*(template or ()), (name, value))
         checkpoint = _export_step(pruned, backend.name, config)
         if two_phases:
-            return Grade(grading, Generate(setup, pruned, checkpoint, template))
+            generate = Generate(items, backend, pruned, checkpoint, template, questions)
+            return Grade(grading, generate)
         reference = None
         if benchmark.compares_logits and pruned.plan:
             reference = results_of(Pruned(pruned.loaded))
-        return Evaluate(setup, pruned, checkpoint, template, grading, reference=reference)
+        return Evaluate(items, backend, pruned, checkpoint, template, grading, reference=reference)
 
     return results_of
 
@@ -134,37 +136,21 @@ class Items(Step):
     @classmethod
     def of(cls, benchmark: BenchmarkConfig) -> Self:
         """The step that lists the items of `benchmark`."""
-        return cls(ItemSource(benchmark))
+        return cls(ItemSource.of(benchmark))
 
     def label(self) -> str:
-        return self.source.benchmark.name
+        return self.source.name
 
     def resources(self) -> Resources:
         return Resources(memory=PROGRAMS, isolated=True, pace=["items"], steps_per_job="short")
 
     def work(self, files: Files) -> None:
-        from moe_lab.evaluation import run
-
-        _check_data(self.source.benchmark, self.settings["source"])
-        write_items(run.list_items(self.source.benchmark), files.out / run.ITEMS)
+        _check_data(self.source, self.settings["source"])
+        write_items(run.list_items(self.source), files.out / run.ITEMS)
 
     def read(self, files: Files) -> list[Item]:
         """The items, from the result of this step."""
-        from moe_lab.evaluation import run
-
         return read_items(files.read(self, run.ITEMS))
-
-
-class BenchmarkSetup(StepFields):
-    """A benchmark, and the backend that runs models on it."""
-
-    benchmark: BenchmarkConfig
-    items: Items
-    questions: Questions | None
-    """The settings of the benchmark that change answers. None if the step also grades: its field
-    `grading` then identifies the benchmark."""
-    backend: BackendConfig
-    runtime = frozenset({"benchmark"})
 
 
 def _check_data(benchmark: BenchmarkConfig, identity: Mapping[str, Any]) -> None:
@@ -182,7 +168,8 @@ class BenchmarkRun(Step):
 
     small = True
     whole_model = True
-    setup: BenchmarkSetup
+    items: Items
+    backend: BackendConfig
     pruned: Pruned
     checkpoint: Export | None
     template: Template | None
@@ -193,11 +180,8 @@ class BenchmarkRun(Step):
 
     @property
     def benchmark(self) -> BenchmarkConfig:
-        return self.setup.benchmark
-
-    @property
-    def backend(self) -> BackendConfig:
-        return self.setup.backend
+        """The benchmark, with an identity."""
+        raise NotImplementedError
 
     def label(self) -> str:
         return f"{self.pruned.recovered_label}-{self.benchmark.name}"
@@ -245,9 +229,7 @@ class BenchmarkRun(Step):
     def answers(self, files: Files) -> list[Answer]:
         """The model's answers to the items. An interrupted step resumes from a cache of its
         outputs."""
-        from moe_lab.evaluation.answers import COMPUTED, collect_answers
-
-        items = self.setup.items.read(files)
+        items = self.items.read(files)
         cache = ResultCache(files.partial / COMPUTED)
         with self.engine(files) as engine:
             answers = collect_answers(engine, items, self.benchmark, cache)
@@ -271,12 +253,14 @@ class Evaluate(BenchmarkRun):
     kind = "evaluate"
     grading: Grading
 
+    @property
+    def benchmark(self) -> BenchmarkConfig:
+        return self.grading.benchmark
+
     def resources(self) -> Resources:
         return super().resources()._replace(start_checks=self.grading.start_checks)
 
     def work(self, files: Files) -> None:
-        from moe_lab.evaluation import run
-
         _check_data(self.benchmark, self.settings["benchmark"])
         answers = self.answers(files)
         run.grade(answers, self.benchmark, files.out, policy=self.grading.policy)
@@ -289,15 +273,20 @@ class Generate(BenchmarkRun):
     """The answers of a pruned model to one benchmark, which `Grade` grades."""
 
     kind = "generate"
+    questions: Questions
+
+    @property
+    def benchmark(self) -> BenchmarkConfig:
+        return self.questions
 
     def resources(self) -> Resources:
-        run = super().resources()._replace(disk=answer_bytes(self.benchmark))
-        # each step starts a server of its own, so steps gain nothing from sharing a job
-        return run._replace(job=None, steps_per_job="one") if self.backend.name == "server" else run
+        resources = super().resources()._replace(disk=answer_bytes(self.benchmark))
+        if self.backend.name == "server":
+            # each step starts a server of its own, so steps gain nothing from sharing a job
+            return resources._replace(job=None, steps_per_job="one")
+        return resources
 
     def work(self, files: Files) -> None:
-        from moe_lab.evaluation import run
-
         write_answers(self.answers(files), files.out / run.ANSWERS)
 
 
@@ -325,8 +314,6 @@ class Grade(Step):
         )
 
     def work(self, files: Files) -> None:
-        from moe_lab.evaluation import run
-
         benchmark = self.grading.benchmark
         _check_data(benchmark, self.settings["benchmark"])
         answers = read_answers(files.read(self.generate, run.ANSWERS))
@@ -371,7 +358,7 @@ class Contamination(Step):
         text_phrases = {phrase for text in self._texts() for phrase in phrases(text)}
         counts = {}
         for step in self.items.values():
-            name = step.source.benchmark.name
+            name = step.source.name
             counts[name] = count_contamination(step.read(files), text_phrases)
         write_json(files.out / CONTAMINATION, counts)
 
