@@ -54,15 +54,8 @@ class Cell:
 
     def __hash__(self) -> int:
         # a generated hash would fail: `texts` is a dict, and some settings of groups are dicts
-        groups = (
-            self.model,
-            self.criterion,
-            self.calibration,
-            self.allocation,
-            self.recovery,
-            self.protocol,
-        )
-        return hash((*[group.name for group in groups], self.ratio, self.gate, self.seed))
+        names = [getattr(self, group).name for group in GROUPS]
+        return hash((*names, self.ratio, self.gate, self.seed))
 
 
 Request = tuple[Sequence[Cell], Sequence[BenchmarkConfig]]
@@ -296,10 +289,7 @@ class _Axes:
         configuration if `name` is None. `settings`: setting in the group -> its value."""
         key = (axis, name, json.dumps(settings, sort_keys=True, default=str))
         if key not in self._choices:
-            choice = self._compose(axis, name, settings)
-            if isinstance(choice, CalibrationConfig):
-                choice = add_sources(choice, self.files)
-            self._choices[key] = choice
+            self._choices[key] = self._compose(axis, name, settings)
         return self._choices[key]
 
     def _compose(self, axis: str, name: str | None, settings: Mapping[str, Any]) -> Any:
@@ -312,7 +302,7 @@ class _Axes:
             assign(content, setting, value)
         choice = validated(AXIS_TYPES[axis], content, axis, f"{axis}={name}" if name else "")
         if isinstance(choice, CalibrationConfig):
-            choice = self._checked_text(choice, name)
+            choice = add_sources(self._checked_text(choice, name), self.files)
         # registered functions keep their names, and ModelConfig appends the value of top_k itself
         if not settings or axis in REGISTERED or "top_k" in settings:
             return choice
@@ -392,13 +382,14 @@ def is_shipped(model: ModelConfig) -> bool:
     return model.path.startswith(PREFIX)
 
 
-def suite_of(config: Config, model: ModelConfig, files: Files) -> SuiteConfig:
-    """The suite on which a model is evaluated. A shipped model has the benchmarks of SHIPPED_SUITE
-    if no suite is named."""
-    if config.suite.benchmarks is not None or not is_shipped(model):
-        return config.suite
+def benchmark_names(suite: SuiteConfig, model: ModelConfig, files: Files) -> list[str]:
+    """Names of the benchmarks on which a model is evaluated. A shipped model has those of
+    SHIPPED_SUITE if no suite is named."""
+    if suite.benchmarks is not None or not is_shipped(model):
+        return suite.benchmarks or []
     choice = ("suite", SHIPPED_SUITE)
-    return replace(config.suite, benchmarks=files.load([choice])[choice]["benchmarks"])
+    names: list[str] = files.load([choice])[choice]["benchmarks"]
+    return names
 
 
 def requests(config: Config, points: Iterable[Point], files: Files) -> list[Request]:
@@ -443,9 +434,10 @@ def requests(config: Config, points: Iterable[Point], files: Files) -> list[Requ
         study_requests: list[Request] = []
         for cells in groups.values():
             with mistakes.caught():
-                settings = replace(config, suite=suite_of(config, cells[0].model, files))
-                cell_benchmarks = benchmarks(settings, cells[0].protocol, files)
-                study_requests.append((cells, [_hold_out(b, cells[0]) for b in cell_benchmarks]))
+                cell, *_ = cells
+                names = benchmark_names(config.suite, cell.model, files)
+                cell_benchmarks = benchmarks(config, names, cell.protocol, files)
+                study_requests.append((cells, [_hold_out(b, cell) for b in cell_benchmarks]))
     return study_requests
 
 
@@ -502,11 +494,12 @@ EVERY = "every"
 `data`."""
 
 
-def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[BenchmarkConfig]:
-    """The benchmarks of `config.suite`, with the changes of the protocol and with the settings of
+def benchmarks(
+    config: Config, names: Sequence[str], protocol: ProtocolConfig, files: Files
+) -> list[BenchmarkConfig]:
+    """The benchmarks with these names, with the changes of the protocol and with the settings of
     `config` that apply to benchmarks. SettingsError with all unknown benchmarks in the suite and in
     the protocol, or else with all invalid fields in the protocol."""
-    names = config.suite.benchmarks or []
     known = files.names("benchmark")
     with Mistakes() as mistakes:
         for name in protocol.benchmarks:

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from typing import Any
 
 import torch
@@ -61,16 +61,10 @@ def reap(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterat
 def chunk(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterator[list[int]]:
     """Join all documents, and cut the stream of tokens every `length` tokens. An unfinished last
     row is dropped. `gap`: token after each document; None for no token."""
-    stream: list[int] = []
-    for document in documents:
-        stream += document
-        if gap is not None:
-            stream.append(gap)
-        start = 0
-        while len(stream) - start >= length:
-            yield stream[start : start + length]
-            start += length
-        stream = stream[start:]
+    gaps = [] if gap is None else [gap]
+    stream = chain.from_iterable([*document, *gaps] for document in documents)
+    while len(row := list(islice(stream, length))) == length:
+        yield row
 
 
 def one_per_row(documents: Iterable[list[int]], length: int, padding: int) -> Iterator[list[int]]:

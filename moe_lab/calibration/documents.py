@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as data_field
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError, nearest
@@ -535,32 +535,24 @@ def _texts(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-class _Content(NamedTuple):
-    """A text in a message."""
-
-    role: str
-    key: str
-    text: str
-
-
 def _check_words(messages: Sequence[Mapping[str, Any]], text: str, error_start: str) -> None:
     """Raise UserError if `text`, into which a chat template rendered the messages, lacks a word of
     a message."""
     contents = [
-        _Content(message["role"], key, value)
+        (message["role"], key, value)
         for message in messages
         for key, value in message.items()
         if key == "content" or (isinstance(value, str) and (key == "name" or is_content(value)))
     ]
-    missing_words = _missing_words([content.text for content in contents], text)
+    missing_words = _missing_words([content for _, _, content in contents], text)
     # Contents that are in `text` as they stand come last, because most likely the missing word is
     # from another content.
-    contents.sort(key=lambda content: content.text.strip() in text)
-    for role, key, content_text in contents:
-        for word in _words(content_text):
+    contents.sort(key=lambda entry: entry[2].strip() in text)
+    for role, key, content in contents:
+        for word in _words(content):
             if word in missing_words:
                 raise UserError(
-                    f"{error_start} role={role} {key}={content_text!r:.60}, of which the model's "
+                    f"{error_start} role={role} {key}={content!r:.60}, of which the model's "
                     f"chat template leaves out {word!r}: expected a set without it, or a model "
                     "whose template reads it"
                 )

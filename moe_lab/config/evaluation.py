@@ -28,8 +28,6 @@ from moe_lab.config.pruning import CalibrationConfig
 from moe_lab.errors import UserError, nearest
 from moe_lab.json_files import fits
 
-VARIABLE = "expected the name of an environment variable, such as OPENAI_API_KEY"
-Variable = Annotated[str, matching(r"[A-Za-z_]\w*", VARIABLE)]
 RESERVED_ARGUMENTS = (
     "model",
     "dtype",
@@ -69,7 +67,12 @@ class JudgeConfig(Group):
         ),
     ]
     """Base address of the endpoint, such as http://localhost:8000/v1."""
-    key_variable: Variable = "OPENAI_API_KEY"
+    key_variable: Annotated[
+        str,
+        matching(
+            r"[A-Za-z_]\w*", "expected the name of an environment variable, such as OPENAI_API_KEY"
+        ),
+    ] = "OPENAI_API_KEY"
     """Name of the environment variable that holds the key; endpoints without keys need none."""
     max_tokens: Positive = 2048
     """Largest number of tokens of a reply."""

@@ -215,9 +215,7 @@ class _Encoder:
         self.benchmark = benchmark
         self.name = f"benchmark {benchmark.name}"
         self.marks = ThoughtMarks.of(engine.tokenizer)
-        limits = [
-            length for length in (engine.max_length, benchmark.max_length) if length is not None
-        ]
+        limits = filter(None, (engine.max_length, benchmark.max_length))
         self.max_length: int | None = min(limits, default=None)
         """Most tokens of a prompt and its answer together; None for any number."""
         has_thoughts = benchmark.longest_text > benchmark.max_new_tokens and thinks(engine)

@@ -417,11 +417,9 @@ def loss_result(
     each item. The standard error is the square root of the variance of the mean loss; for a
     perplexity it is multiplied by exp(mean), the derivative.
     """
-    total_weight = math.fsum(weights)
-    shares = [weight / total_weight for weight in weights]
-    mean = math.fsum(share * loss for share, loss in zip(shares, losses, strict=True))
-    variance = math.fsum(
-        (share * (loss - mean)) ** 2 for share, loss in zip(shares, losses, strict=True)
+    mean = fmean(losses, weights)
+    squares = math.fsum(
+        (weight * (loss - mean)) ** 2 for weight, loss in zip(weights, losses, strict=True)
     )
     score = math.exp(mean) if scale == "perplexity" else mean
     # derivative of the score with respect to the mean loss
@@ -432,7 +430,7 @@ def loss_result(
         score=score,
         scale=scale,
         unit=unit,
-        stderr=math.sqrt(variance) * derivative if len(losses) > 1 else None,
+        stderr=math.sqrt(squares) / math.fsum(weights) * derivative if len(losses) > 1 else None,
         n=len(losses),
         expected=benchmark.expected,
     )

@@ -334,12 +334,10 @@ def special_marks(
     """(token id, text) of each special token that is a part of a mark of a thought or of a text in
     `stop`."""
     added_tokens: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    special_tokens = [
-        (token_id, token.content) for token_id, token in added_tokens.items() if token.special
-    ]
+    tokens = [(number, token.content) for number, token in added_tokens.items() if token.special]
     return tuple(
-        (token_id, content)
-        for token_id, content in special_tokens
+        (number, content)
+        for number, content in tokens
         if marks.contain(content) or any(content in text for text in stop)
     )
 

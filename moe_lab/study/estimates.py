@@ -266,38 +266,20 @@ def forecast_table(
         kind_steps = [step for step in steps if step.kind == kind]
         missing = [step for step in kind_steps if step.id not in done]
         counts = (len(kind_steps), len(kind_steps) - len(missing), len(missing))
-        hours = _hours(missing, gpu_memory, seconds)
-        table.add_row(kind, *map(str, counts), largest_memory(missing), *hours.texts())
+        hours = _hour_texts(missing, gpu_memory, seconds)
+        table.add_row(kind, *map(str, counts), largest_memory(missing), *hours)
     all_missing = [step for step in steps if step.id not in done]
-    total = _hours(all_missing, gpu_memory, seconds)
+    total = _hour_texts(all_missing, gpu_memory, seconds)
     # the last two columns are hours and GPU-hours
-    for column, value in zip(table.columns[-2:], total.texts(), strict=True):
+    for column, value in zip(table.columns[-2:], total, strict=True):
         column.footer = value
     return table
 
 
-class Hours(NamedTuple):
-    """Estimated time of several steps together."""
-
-    work: float
-    """Hours that one worker takes for all steps with an estimate."""
-    gpu_work: float
-    """GPU-hours: the hours of each step times its number of GPUs."""
-    unknown: int
-    """Number of steps without an estimate."""
-
-    def texts(self) -> tuple[str, str]:
-        """(hours, GPU-hours) as texts for a table, such as "1.50 + 2 unknown" if 2 steps have no
-        estimate."""
-        # steps that only merge results have an estimate of 0 hours, which would tell nothing
-        if self.unknown and not self.work:
-            return "unknown", "unknown"
-        ending = f" + {self.unknown} unknown" if self.unknown else ""
-        return f"{self.work:.2f}{ending}", f"{self.gpu_work:.2f}{ending}"
-
-
-def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> Hours:
-    """Estimated time of all `steps` together. `gpu_memory`: GiB of memory of one GPU."""
+def _hour_texts(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> tuple[str, str]:
+    """(hours that one worker takes for all `steps`, GPU-hours) as texts for a table, such as
+    "1.50 + 2 unknown" if 2 steps have no estimate. GPU-hours are the hours of each step times its
+    number of GPUs. `gpu_memory`: GiB of memory of one GPU."""
     hours = gpu_hours = 0.0
     unknown = 0
     for step in steps:
@@ -309,7 +291,11 @@ def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> Hours:
         resources = step.resources()
         if resources.memory is not None:
             gpu_hours += estimate / 3600 * resources.gpus(gpu_memory)
-    return Hours(hours, gpu_hours, unknown)
+    # steps that only merge results have an estimate of 0 hours, which would tell nothing
+    if unknown and not hours:
+        return "unknown", "unknown"
+    ending = f" + {unknown} unknown" if unknown else ""
+    return f"{hours:.2f}{ending}", f"{gpu_hours:.2f}{ending}"
 
 
 def largest_memory(steps: Iterable[Step]) -> str:

@@ -18,7 +18,6 @@ from moe_lab.config import (
     CalibrationConfig,
     Config,
     CriterionConfig,
-    ModelConfig,
 )
 from moe_lab.criteria import IdentifiedCriterion
 from moe_lab.grid import Cell, Request
@@ -171,7 +170,7 @@ class _Resolver:
     def resolve_cell(self, cell: Cell) -> Cell:
         """The cell with device and dtype resolved, and engine, number of parts, batch_tokens and
         seeds of texts."""
-        model = self.cached(resolved_model, cell.model, self.config)
+        model = self.cached(StepModel.of, self.cached(resolved_device, cell.model, self.config))
 
         def resolve_text(text: CalibrationConfig) -> IdentifiedText:
             return self.cached(resolved_text, text, cell.seed, model, self.config)
@@ -184,11 +183,6 @@ class _Resolver:
             calibration=resolve_text(cell.calibration),
             texts={role: resolve_text(text) for role, text in cell.texts.items()},
         )
-
-
-def resolved_model(model: ModelConfig, config: Config) -> StepModel:
-    """The model with device and dtype resolved."""
-    return StepModel.of(resolved_device(model, config))
 
 
 def _cell_steps(
@@ -247,8 +241,8 @@ def normalized(cell: Cell) -> Cell:
 
 def unpruned(cell: Cell) -> Cell:
     """The cell of the unpruned model with which the pruned model of `cell` is compared."""
-    return Cell(
-        model=cell.model,
+    return replace(
+        cell,
         criterion=NO_CRITERION,
         calibration=NO_CALIBRATION,
         allocation=NO_ALLOCATION,
@@ -257,7 +251,6 @@ def unpruned(cell: Cell) -> Cell:
         gate="none",
         seed=0,
         texts={"flops": cell.texts["flops"]},
-        protocol=cell.protocol,
     )
 
 
@@ -303,8 +296,8 @@ def _figure_steps(
         if resolver.config.overlap:
             figures["families"][key] = Family.of(resolved_cell)
             figures["damages"][key] = Scores.of(replace(resolved_cell, criterion=EXACT_DAMAGE))
-        if benchmarks := benchmarks_of[combination]:
+        if named_benchmarks := benchmarks_of[combination]:
             figures["contaminations"][key] = Contamination.of(
-                resolved_cell.model, resolved_cell.calibration, benchmarks.values()
+                resolved_cell.model, resolved_cell.calibration, named_benchmarks.values()
             )
     return figures

@@ -12,7 +12,7 @@ from dataclasses import field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from moe_lab.calibration import IdentifiedText
 from moe_lab.calibration.documents import BLANK_LINE
@@ -52,9 +52,6 @@ from moe_lab.study.step import Step, StepFields
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import Facts, loaded_field
 from moe_lab.study.steps.recovery import Export, Pruned, export_of
-
-if TYPE_CHECKING:
-    from moe_lab.evaluation.engines import Engine
 
 WORDS_PER_PHRASE = 13
 """Number of words of a phrase."""
@@ -198,7 +195,7 @@ class BenchmarkRun(Step):
         )
 
     @contextmanager
-    def engine(self, files: Files) -> Iterator[Engine]:
+    def engine(self, files: Files) -> Iterator[engines.Engine]:
         """A context with an engine that runs the pruned and recovered model."""
         if self.backend.name == "server":
             from moe_lab.evaluation.engines.server import served_model
