@@ -27,7 +27,7 @@ from moe_lab.config import (
     RecoveryConfig,
 )
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation import answers, run
+from moe_lab.evaluation import run
 from moe_lab.evaluation.harness import Harness
 from moe_lab.evaluation.items import Answer
 from moe_lab.models import load
@@ -502,7 +502,7 @@ def evaluation(
     tokenizer = Mock(eos_token_id=2)
     monkeypatch.setattr(Pruned, "open", lambda *_: nullcontext((network, tokenizer)))
     monkeypatch.setattr(Items, "read", lambda *_: [])
-    monkeypatch.setattr(answers, "collect_answers", collect_answers)
+    monkeypatch.setattr("moe_lab.study.steps.evaluation.collect_answers", collect_answers)
     monkeypatch.setattr(run, "grade", lambda *_, **__: None)
     benchmark = BenchmarkConfig(
         "code", "evalplus", "pocket:benchmarks/mbpp.jsonl", reports={"mbpp": "base"}
