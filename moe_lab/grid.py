@@ -382,14 +382,13 @@ def is_shipped(model: ModelConfig) -> bool:
     return model.path.startswith(PREFIX)
 
 
-def benchmark_names(suite: SuiteConfig, model: ModelConfig, files: Files) -> list[str]:
-    """Names of the benchmarks on which a model is evaluated. A shipped model has those of
-    SHIPPED_SUITE if no suite is named."""
-    if suite.benchmarks is not None or not is_shipped(model):
-        return suite.benchmarks or []
+def suite_of(config: Config, model: ModelConfig, files: Files) -> SuiteConfig:
+    """The suite on which a model is evaluated. A shipped model has the benchmarks of SHIPPED_SUITE
+    if no suite is named."""
+    if config.suite.benchmarks is not None or not is_shipped(model):
+        return config.suite
     choice = ("suite", SHIPPED_SUITE)
-    names: list[str] = files.load([choice])[choice]["benchmarks"]
-    return names
+    return replace(config.suite, benchmarks=files.load([choice])[choice]["benchmarks"])
 
 
 def requests(config: Config, points: Iterable[Point], files: Files) -> list[Request]:
@@ -434,10 +433,9 @@ def requests(config: Config, points: Iterable[Point], files: Files) -> list[Requ
         study_requests: list[Request] = []
         for cells in groups.values():
             with mistakes.caught():
-                cell, *_ = cells
-                names = benchmark_names(config.suite, cell.model, files)
-                cell_benchmarks = benchmarks(config, names, cell.protocol, files)
-                study_requests.append((cells, [_hold_out(b, cell) for b in cell_benchmarks]))
+                settings = replace(config, suite=suite_of(config, cells[0].model, files))
+                cell_benchmarks = benchmarks(settings, cells[0].protocol, files)
+                study_requests.append((cells, [_hold_out(b, cells[0]) for b in cell_benchmarks]))
     return study_requests
 
 
@@ -494,12 +492,11 @@ EVERY = "every"
 `data`."""
 
 
-def benchmarks(
-    config: Config, names: Sequence[str], protocol: ProtocolConfig, files: Files
-) -> list[BenchmarkConfig]:
-    """The benchmarks with these names, with the changes of the protocol and with the settings of
+def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[BenchmarkConfig]:
+    """The benchmarks of `config.suite`, with the changes of the protocol and with the settings of
     `config` that apply to benchmarks. SettingsError with all unknown benchmarks in the suite and in
     the protocol, or else with all invalid fields in the protocol."""
+    names = config.suite.benchmarks or []
     known = files.names("benchmark")
     with Mistakes() as mistakes:
         for name in protocol.benchmarks:
@@ -543,7 +540,7 @@ def _benchmark_config(
     return replace(
         benchmark,
         limit=config.suite.limit,
-        task=benchmark.task if path is None else str(Path(path, benchmark.task)),
+        task=str(Path(path, benchmark.task)) if path else benchmark.task,
         root=config.data_root if benchmark.data else None,
         judge=config.judge if harness.judged else None,
         python=config.interpreters.get(benchmark.harness),  # type: ignore[call-overload]
