@@ -111,15 +111,14 @@ def main() -> int:
     del sys.path[0]
     from evalscope.benchmarks.live_code_bench import evaluate_utils
 
+    programs = Programs(sys.argv[1])
     differing = 0
     for name, (tests, program) in PROGRAMS.items():
         tests = {"fn_name": None, **tests}
         by_program, _ = evaluate_utils.evaluate_generations_by_problem(
             [program], {"input_output": json.dumps(tests)}, False, 6
         )
-        programs = Programs(sys.argv[1])
         results, _ = programs.run_tests(program, tests)
-        programs.close()
         by_evalscope = sum(result is True for result in by_program[0])
         here = sum(result is True for result in results)
         differs = by_evalscope != here

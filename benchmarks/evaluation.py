@@ -137,7 +137,9 @@ def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
     """Rows in the order in which the adapter reports them: by subset, each up to the limit."""
     from moe_lab.evaluation.adapters.lm_eval_tasks import indices_to_evaluate
 
-    items_of_tasks = indices_to_evaluate(lm_eval_tasks.load_tasks(benchmark), benchmark.limit)
+    items_of_tasks = indices_to_evaluate(
+        lm_eval_tasks.tasks_and_groups(benchmark)["tasks"], benchmark.limit
+    )
     by_subset = mirror.subsets(benchmark)
     rows: list[dict[str, Any]] = []
     for task, items in items_of_tasks.items():
@@ -221,7 +223,7 @@ def _run_adapter(engine: LoadedModel, configs: Sequence[BenchmarkConfig]) -> Non
 def _run_lm_eval(engine: LoadedModel, configs: Sequence[BenchmarkConfig]) -> None:
     """Run lm-eval's evaluate() on the same tasks and items."""
     for benchmark in configs:
-        _evaluate(engine, lm_eval_tasks.load_tasks(benchmark), benchmark)
+        _evaluate(engine, lm_eval_tasks.tasks_and_groups(benchmark)["tasks"], benchmark)
 
 
 def _evaluate(engine: LoadedModel, tasks: dict[str, Any], benchmark: BenchmarkConfig) -> None:

@@ -193,7 +193,7 @@ def _seconds(
 def _seconds_of_calls(grader: Grader) -> float:
     """CPU seconds of the calls of canonical solutions by which expected outputs were computed."""
     tasks = [task for file in grader.files.values() for task in file.canonical_results.values()]
-    return float(sum(sum(part["seconds"]) for task in tasks for part in task.values()))
+    return float(sum(sum(part.seconds) for task in tasks for part in task.values()))
 
 
 def shipped_programs(plan: str) -> list[GradeRequest]:

@@ -3,7 +3,6 @@ replies."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.items import answer_after_thought
-from moe_lab.json_files import read_sealed, write_sealed
+from moe_lab.json_files import digest, read_sealed, write_sealed
 
 if TYPE_CHECKING:
     import openai
@@ -148,7 +147,7 @@ def _verdict(
     import openai
 
     settings = judge.identity  # without judge.url, so that a cached reply holds for every URL
-    key = hashlib.sha256(json.dumps([settings, prompt], sort_keys=True).encode()).hexdigest()
+    key = digest([settings, prompt])
     file = cache / key[:2] / f"{key}.json"
     with suppress(OSError, ValueError):  # if the cached reply is missing or unusable, request it
         reply = read_sealed(file, {"reply": str})["reply"]

@@ -15,11 +15,13 @@ import re
 import shutil
 import sys
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from moe_lab.calibration.sources import read_records, read_text_file
 from moe_lab.config import BenchmarkConfig
@@ -38,22 +40,17 @@ _SPLITS = {"train": "train", "validation": "validation|valid|val|dev", "test": "
 """Split -> regular expression of a part of the paths of its files, for a data set without a card.
 The package `datasets` has the same rule."""
 
-Entries = Mapping[str, Mapping[str, Any]]
-"""File of a mirror -> its subset, split, rows, sha256 and source."""
+Entry = dict[str, Any]
+"""Subset, split, rows, sha256 and source of a file of a mirror."""
 
 
 # Read a mirror.
 
 
 def folder(benchmark: BenchmarkConfig) -> Path:
-    """The folder of the benchmark's mirror. UserError if there is no mirror."""
-    path = _folder(benchmark)
-    if not (path / MANIFEST).is_file():
-        raise UserError(
-            f"benchmark {benchmark.name} needs {benchmark.data}, and data_root={benchmark.root} "
-            f"has no mirror of it: {_command(benchmark)}"
-        )
-    return path
+    """The folder of the benchmark's mirror, which may not exist."""
+    assert benchmark.data is not None and benchmark.root is not None
+    return Path(benchmark.root).expanduser().absolute() / benchmark.data
 
 
 def digest(benchmark: BenchmarkConfig) -> str:
@@ -68,10 +65,8 @@ def digest(benchmark: BenchmarkConfig) -> str:
 def check(benchmark: BenchmarkConfig) -> None:
     """Raise UserError when there is no mirror, when a file differs from the manifest, or when rows
     are missing."""
-    path = folder(benchmark)
-    _check_row_count(benchmark, _entries(benchmark, benchmark.split))
-    for name, entry in _entries_read(benchmark).items():
-        file = path / name
+    _check_row_count(benchmark, _entries(benchmark, benchmark.split).values())
+    for file, entry in _entries_read(benchmark).items():
         if not file.is_file() or sha256_of(file) != entry["sha256"]:
             raise UserError(
                 f"benchmark {benchmark.name}: {file} is missing, or not what {MANIFEST} describes: "
@@ -81,17 +76,15 @@ def check(benchmark: BenchmarkConfig) -> None:
 
 def rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
     """The rows of benchmark.subset (null: of all subsets) and benchmark.split, in order."""
-    path = folder(benchmark)
-    return [row for name in _entries(benchmark, benchmark.split) for row in read_rows(path / name)]
+    return [row for file in _entries(benchmark, benchmark.split) for row in read_rows(file)]
 
 
 def subsets(benchmark: BenchmarkConfig) -> dict[str, dict[str, list[Path]]]:
     """Subset -> split -> files of the mirror. A data set without subsets has the subset
     `default`."""
-    path = folder(benchmark)
     by_subset: dict[str, dict[str, list[Path]]] = {}
-    for name, entry in _entries(benchmark, None).items():
-        by_subset.setdefault(entry["subset"], {}).setdefault(entry["split"], []).append(path / name)
+    for file, entry in _entries(benchmark, None).items():
+        by_subset.setdefault(entry["subset"], {}).setdefault(entry["split"], []).append(file)
     return by_subset
 
 
@@ -115,12 +108,12 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return rows_of_file
 
 
-def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+def read_manifest(path: Path) -> dict[str, Entry]:
     """The manifest of the mirror `path`: file -> its subset, split, rows, sha256 and source. {} if
     there is no manifest. Raises UserError for a manifest that cannot be read."""
     file = path / MANIFEST
     try:
-        entries: dict[str, dict[str, Any]] = read_json(file, _SHAPE)["files"]
+        entries: dict[str, Entry] = read_json(file, _SHAPE)["files"]
     except FileNotFoundError:
         return {}
     except Damaged:
@@ -130,18 +123,24 @@ def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def _entries_read(benchmark: BenchmarkConfig) -> Entries:
-    """The manifest's entries for the files that a benchmark reads."""
+def _entries_read(benchmark: BenchmarkConfig) -> dict[Path, Entry]:
+    """The files that a benchmark reads, with their entries in the manifest."""
     # any split may have the solved examples
     return _entries(benchmark, None if benchmark.shots else benchmark.split)
 
 
-def _entries(benchmark: BenchmarkConfig, split: str | None) -> Entries:
-    """The manifest's entries for the files of benchmark.subset (None: all subsets) and `split`
-    (None: all splits)."""
-    entries = read_manifest(folder(benchmark))
+def _entries(benchmark: BenchmarkConfig, split: str | None) -> dict[Path, Entry]:
+    """The files of benchmark.subset (None: all subsets) and `split` (None: all splits), with their
+    entries in the manifest. UserError if there is no mirror or no such file."""
+    path = folder(benchmark)
+    entries = read_manifest(path)
+    if not entries:
+        raise UserError(
+            f"benchmark {benchmark.name} needs {benchmark.data}, and data_root={benchmark.root} "
+            f"has no mirror of it: {_command(benchmark)}"
+        )
     selected_entries = {
-        name: entry
+        path / name: entry
         for name, entry in entries.items()
         if benchmark.subset in (None, entry["subset"]) and split in (None, entry["split"])
     }
@@ -151,16 +150,8 @@ def _entries(benchmark: BenchmarkConfig, split: str | None) -> Entries:
         error = unknown_name_error(
             f"benchmark {benchmark.name}: subset/split", requested_part, known_parts
         )
-        raise UserError(
-            f"{error}: the mirror {folder(benchmark)} has none, {_command(benchmark)} adds it"
-        )
+        raise UserError(f"{error}: the mirror {path} has none, {_command(benchmark)} adds it")
     return selected_entries
-
-
-def _folder(benchmark: BenchmarkConfig) -> Path:
-    """The folder of the benchmark's mirror, which may not exist."""
-    assert benchmark.data is not None and benchmark.root is not None
-    return Path(benchmark.root).expanduser().absolute() / benchmark.data
 
 
 def _command(benchmark: BenchmarkConfig) -> str:
@@ -168,9 +159,9 @@ def _command(benchmark: BenchmarkConfig) -> str:
     return f"python -m moe_lab.evaluation.mirror {benchmark.name} data_root={benchmark.root}"
 
 
-def _check_row_count(benchmark: BenchmarkConfig, entries: Entries) -> int:
+def _check_row_count(benchmark: BenchmarkConfig, entries: Iterable[Entry]) -> int:
     """Check and return the number of rows of `entries`."""
-    count: int = sum(entry["rows"] for entry in entries.values())
+    count: int = sum(entry["rows"] for entry in entries)
     # more rows are allowed, as a harness may use only some of them
     if count < (benchmark.expected or 0):
         raise UserError(
@@ -189,7 +180,7 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
     `source` is a folder laid out as on the hub, or the file of the evaluated split. If `source` is
     None, the data is downloaded from benchmark.url or, without a URL, from the hub.
     """
-    path = _folder(benchmark)
+    path = folder(benchmark)
     path.mkdir(parents=True, exist_ok=True)
     if benchmark.url or (source is not None and source.is_file()):
         origin, files = _copy_file(benchmark, source, path)
@@ -197,7 +188,7 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
         origin, files = _copy_folder(benchmark, source, path)
     else:
         origin, files = _download(benchmark, path)
-    entries: dict[str, dict[str, Any]] = {
+    entries: dict[str, Entry] = {
         name: {
             "subset": subset,
             "split": split,
@@ -207,9 +198,7 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
         }
         for name, (subset, split) in files.items()
     }
-    evaluated_entries = {
-        name: entry for name, entry in entries.items() if entry["split"] == benchmark.split
-    }
+    evaluated_entries = [entry for entry in entries.values() if entry["split"] == benchmark.split]
     count = _check_row_count(benchmark, evaluated_entries)
     # Of the old manifest, keep the entries for subsets and splits that were not copied now.
     for name, entry in read_manifest(path).items():
@@ -349,27 +338,15 @@ def benchmarks(names: Iterable[str], root: str) -> list[BenchmarkConfig]:
     """The benchmarks with these `names`, and the benchmarks of suites with these `names`.
     Benchmarks that need no mirror are left out. `root`: the folder of all mirrors. UserError for an
     unknown name, and if no benchmark needs a mirror."""
-    from omegaconf import OmegaConf
-
-    # "benchmark" or "suite" -> name -> file of the settings
-    files = {
-        group: {file.stem: file for file in (conf() / group).glob("*.yaml")}
-        for group in ("benchmark", "suite")
-    }
-    benchmark_names: list[str] = []
+    suites = _settings("suite")
+    settings = _settings("benchmark")
+    benchmark_names: dict[str, None] = {}  # an ordered set
     for name in names:
-        check_known("benchmark or suite", name, files["benchmark"] | files["suite"])
-        benchmark_names += (
-            [name]
-            if name in files["benchmark"]
-            else OmegaConf.load(files["suite"][name]).benchmarks
-        )
-    contents = (
-        OmegaConf.to_container(OmegaConf.load(files["benchmark"][name]))
-        for name in dict.fromkeys(benchmark_names)
-    )
+        check_known("benchmark or suite", name, settings | suites)
+        suite = {"benchmarks": [name]} if name in settings else suites[name]
+        benchmark_names |= dict.fromkeys(suite["benchmarks"])
     configs: list[BenchmarkConfig] = [
-        validated(BenchmarkConfig, content, "benchmark") for content in contents
+        validated(BenchmarkConfig, settings[name], "benchmark") for name in benchmark_names
     ]
     mirrored_configs = [
         replace(benchmark, root=root) for benchmark in configs if benchmark.data is not None
@@ -380,6 +357,12 @@ def benchmarks(names: Iterable[str], root: str) -> list[BenchmarkConfig]:
             "file of yours"
         )
     return mirrored_configs
+
+
+def _settings(group: str) -> dict[str, Any]:
+    """Name of a file in conf/`group` -> its settings."""
+    files = (conf() / group).glob("*.yaml")
+    return {file.stem: yaml.safe_load(file.read_bytes()) for file in files}
 
 
 def main(arguments: Sequence[str]) -> int:

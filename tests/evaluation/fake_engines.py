@@ -154,7 +154,7 @@ def assert_equals_lm_eval(engine: LoadedModel, benchmark: BenchmarkConfig) -> No
 
     from moe_lab.evaluation.adapters import lm_eval_tasks
 
-    tasks = lm_eval_tasks.load_tasks(benchmark)
+    tasks = lm_eval_tasks.tasks_and_groups(benchmark)["tasks"]
     indices = lm_eval_tasks.indices_to_evaluate(tasks, benchmark.limit)
     for task in tasks.values():
         task.set_fewshot_seed(benchmark.parameters.get("fewshot_seed", lm_eval_tasks.SEED))

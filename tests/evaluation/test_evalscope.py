@@ -305,7 +305,8 @@ def test_limit_takes_items_from_all_subsets_alike(
     )
     subsets["easy"][1].input[0].text = "another question"
     with pytest.raises(AssertionError, match="answers and questions are not the same: easy/1"):
-        evalscope_worker.grade({name: ["text"] for name in names}, is_mathematics=False, code=None)
+        texts = [(name, "text") for name in names]
+        evalscope_worker.grade(texts, is_mathematics=False, limits=None)
 
 
 class _Hostile:
@@ -316,7 +317,7 @@ class _Hostile:
 def test_only_text_comes_out_of_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert evalscope_code.TextUnpickler(io.BytesIO(pickle.dumps("[1]"))).load() == "[1]"
-    with pytest.raises(evalscope_code.DataError, match=r"\.mkdir"):
+    with pytest.raises(UserError, match=r"\.mkdir"):
         evalscope_code.TextUnpickler(io.BytesIO(pickle.dumps(_Hostile()))).load()
     assert not (tmp_path / "hostile").exists()
 
@@ -329,7 +330,7 @@ def test_the_process_needs_nothing_of_this_environment() -> None:
         ChildProcess([python, "-S", *arguments], {}) as process,
         pytest.raises(ErrorReply) as refused,
     ):
-        process.call("questions", name="gsm8k", folder="", dataset_args={}, limit=None, code=None)
+        process.call("questions", name="gsm8k", folder="", dataset_args={}, limit=None, days=None)
     assert (refused.value.kind, str(refused.value)) == (
         "ModuleNotFoundError",
         "No module named 'evalscope'",
@@ -341,7 +342,7 @@ def test_the_process_needs_nothing_of_this_environment() -> None:
     ("code", "kind", "message"),
     [
         (
-            'echo \'{"error": "its tests are pickled", "kind": "DataError"}\'',
+            'echo \'{"error": "its tests are pickled", "kind": "UserError"}\'',
             UserError,
             "its tests are pickled",
         ),
@@ -375,7 +376,7 @@ def test_incomparable_answers_are_wrong_and_must_be_few(
     benchmark = BenchmarkConfig(
         name="math500", harness="evalscope", task="math_500", reports={"math500": "acc"}
     )
-    verdicts = [{"item": f"{n}", "outcome": 1.0, "extracted": "1", "why": ""} for n in range(200)]
+    verdicts = [{"outcome": 1.0, "extracted": "1", "why": ""} for n in range(200)]
     verdicts[7] |= {"outcome": None, "why": "exceeded the deadline"}
     answers = [Answer(f"{n}", "", (Reply(),)) for n in range(200)]
     monkeypatch.setattr(

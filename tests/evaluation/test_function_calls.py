@@ -469,7 +469,7 @@ SQUARE = {"role": "user", "content": "How many sides does a square have?"}
     ("file", "number", "fields", "sentence"),
     [
         (QUESTIONS, 2, {"id": "simple_1"}, "questions.jsonl line 3: the id simple_1 occurs twice"),
-        (QUESTIONS, 2, {"id": "other"}, "has no line with the id"),
+        (QUESTIONS, 2, {"id": "other"}, "only one of them has a line with the id"),
         (
             QUESTIONS,
             1,
@@ -500,7 +500,7 @@ SQUARE = {"role": "user", "content": "How many sides does a square have?"}
             ANSWERS,
             1,
             {"ground_truth": None},
-            "answers.jsonl line 2 is no answer: expected the fields id and ground",
+            "answers.jsonl line 2 is no answer: expected the fields id, ground",
         ),
         (
             ANSWERS,

@@ -207,9 +207,9 @@ def test_samples_have_the_share_the_reply_and_the_thought(graded: Any, tmp_path:
     assert '"score": "4"' in rows[3]["extracted"]
     assert rows[3]["thought"] + rows[3]["output"] == OUTPUTS[3]
     assert rows[5]["outcome"] == 0
-    assert "nothing was generated" in rows[5]["extracted"]
+    assert "1 without a request" in rows[5]["extracted"]
     assert rows[7]["outcome"] == 0
-    assert "thought" in rows[7]["extracted"]
+    assert rows[7]["output"] is None
 
 
 @pytest.mark.slow
@@ -238,7 +238,7 @@ def test_too_long_conversations_count_as_empty_answers(
     assert len(judge.requests) == 73
     assert result["score"] == pytest.approx(73 / 146 * 6 / 9)
     assert protocol(tmp_path)["too_long"] == long
-    rows = [row for row in samples(tmp_path) if "do not fit" in row["extracted"]]
+    rows = [row for row in samples(tmp_path) if row["ended"] == "too_long"]
     assert [row["item"] for row in rows] == long
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.evaluation.adapters import evalplus_rules
-from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runners
+from moe_lab.evaluation.sandbox.client import LimitedCalls, Runners
 from moe_lab.evaluation.sandbox.encoding import encode
 from moe_lab.evaluation.sandbox.isolation import ISOLATIONS, NONE
-from moe_lab.evaluation.sandbox.runner import Request
+from moe_lab.evaluation.sandbox.runner import Outcome, Request
 from moe_lab.machine import cores
 
 PARTS = ("base", "plus")
@@ -27,8 +27,6 @@ _CANONICAL_MEMORY = 4 << 30
 """Bytes of address space of a canonical solution."""
 _MOST_SECONDS = 60.0
 """CPU seconds that a program may take for all its calls together."""
-_OUTPUT = 64 << 20
-"""Bytes of encoded outputs that a program may send."""
 _READING_LIMITS = (10.0, 4 << 30)
 """CPU seconds and bytes of memory for reading the program in a text."""
 _COMPARISON_LIMITS = (20.0, 1 << 30)
@@ -44,7 +42,7 @@ class GradeRequest:
     """humaneval or mbpp."""
     data: str
     """Path of the data file."""
-    programs: dict[str, str]
+    programs: dict[str, str] = field(compare=False)
     """Task id -> complete program, or the text that contains it."""
     isolation: str
     """How programs are isolated; see `sandbox/isolation.py`."""
@@ -95,10 +93,10 @@ class _DataFile:
     """The problems of one EvalPlus data file, with cached results."""
 
     problems: dict[str, dict[str, Any]]
-    canonical_results: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Task id -> result of `_Grading._run_canonical`."""
-    verdicts: dict[tuple[Any, ...], Verdict] = field(default_factory=dict)
-    """(task id, program, settings of grading) -> verdict."""
+    canonical_results: dict[str, dict[str, Outcome]] = field(default_factory=dict)
+    """Task id -> part -> outcome of the canonical solution on the tests of the part."""
+    verdicts: dict[tuple[str, str, GradeRequest], Verdict] = field(default_factory=dict)
+    """(task id, program, request) -> verdict."""
 
 
 class Grader:
@@ -154,15 +152,8 @@ class _Grading:
         """Task id -> verdict, for each program of the request."""
         request = self.request
         canonical_results = self.file.canonical_results
-        settings = (
-            request.seconds,
-            request.memory_mib,
-            request.isolation,
-            request.extract,
-            request.as_harness,
-        )
-        # a key has all that the verdict depends on
-        keys = {task: (task, program, *settings) for task, program in request.programs.items()}
+        # the request, which is equal to another with other programs, has the settings of grading
+        keys = {task: (task, program, request) for task, program in request.programs.items()}
         cache = self.file.verdicts
         verdicts = {task: cache[key] for task, key in keys.items() if key in cache}
         new_tasks = [task for task in keys if task not in verdicts]
@@ -198,16 +189,14 @@ class _Grading:
             seconds=seconds,
             total_seconds=min(_MOST_SECONDS, sum(seconds)) + 1.0,  # 1.0: loading the program
             memory=memory,
-            output=_OUTPUT,
         )
         return self.grader.runners[self.request.isolation].run(request)
 
-    def _run_canonical(self, task: str) -> dict[str, Any]:
-        """Run the canonical solution of a task. Returns part -> {"encoded": encoded output of each
-        test, "seconds": CPU seconds of each test}."""
+    def _run_canonical(self, task: str) -> dict[str, Outcome]:
+        """Run the canonical solution of a task. Returns part -> outcome."""
         problem = self.file.problems[task]
         program = problem["prompt"] + problem["canonical_solution"]
-        outputs = {}
+        outcomes = {}
         for part in PARTS:
             seconds = [_CANONICAL_SECONDS] * len(problem[f"{part}_input"])
             outcome = self._run(task, part, program, seconds, _CANONICAL_MEMORY)
@@ -216,8 +205,8 @@ class _Grading:
                     f"{self.request.data}: the canonical solution of {task} does not run: "
                     f"{outcome.status} {outcome.error}"
                 )
-            outputs[part] = {"encoded": outcome.encoded, "seconds": outcome.seconds}
-        return outputs
+            outcomes[part] = outcome
+        return outcomes
 
     def _verdict(self, task: str) -> Verdict:
         """The verdict on the request's text for a task. If the program that EvalPlus reads in the
@@ -252,7 +241,7 @@ class _Grading:
     def _part_verdict(self, task: str, part: str, program: str) -> tuple[str, str]:
         """(status, reason) of a program on the tests of a `part`, base or plus."""
         canonical = self.file.canonical_results[task][part]
-        limits = [max(self.request.seconds, 4.0 * seconds) for seconds in canonical["seconds"]]
+        limits = [max(self.request.seconds, 4.0 * seconds) for seconds in canonical.seconds]
         outcome = self._run(task, part, program, limits, self.request.memory_mib << 20)
         if outcome.status == "failed":
             return "fail", outcome.error
@@ -265,7 +254,7 @@ class _Grading:
             "inputs": self._inputs(task, part),
             "as_harness": self.request.as_harness,
         }
-        arguments = [self.request.dataset, problem_fields, outcome.encoded, canonical["encoded"]]
+        arguments = [self.request.dataset, problem_fields, outcome.encoded, canonical.encoded]
         return _STATUSES[self.grader.rules("compare", arguments, *_COMPARISON_LIMITS)]
 
 

@@ -193,6 +193,7 @@ def compare(
     as_harness, which only matters for HumanEval/32: EvalPlus 0.3.1 accepts outputs there, but
     reports no passed test, so that every program fails.
     """
+    global _recorded_outputs
     try:
         outputs = [decode_text(text) for text in encoded]
     except ValueError:
@@ -201,17 +202,7 @@ def compare(
     # for these tasks EvalPlus reads a bool as the expected value: whether the output is not None
     if dataset == "mbpp" and problem["entry_point"] in MBPP_OUTPUT_NOT_NONE_TASKS:
         expected = [value is not None for value in expected]
-    return "right" if _agrees(dataset, problem, outputs, expected) else "wrong"
-
-
-def _agrees(
-    dataset: str, problem: Mapping[str, Any], outputs: list[Any], expected: list[Any]
-) -> bool:
-    """Whether EvalPlus accepts all `outputs`, and reports every test as passed if this counts."""
-    global _recorded_outputs
     inputs = [decode(arguments) for arguments in problem["inputs"]]
-    if len(outputs) != len(inputs):
-        return False
     _recorded_outputs = iter(outputs)
     # EvalPlus sets these values; its own are in shared memory
     verdict = SimpleNamespace(value=-1)
@@ -225,4 +216,5 @@ def _agrees(
         evalplus_eval.unsafe_execute(
             dataset, problem["entry_point"], program, *settings, verdict, details, progress
         )
-    return verdict.value == _SUCCESS and (all(details) or not problem["as_harness"])
+    is_right = verdict.value == _SUCCESS and (all(details) or not problem["as_harness"])
+    return "right" if is_right else "wrong"

@@ -13,19 +13,18 @@ import json
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runners
-from moe_lab.evaluation.sandbox.runner import Request
+from moe_lab.errors import UserError
+from moe_lab.evaluation.sandbox.client import LimitedCalls, Runners
+from moe_lab.evaluation.sandbox.runner import Outcome, Request
 
 _FIRST_TESTS = 4
 """Number of tests that run before the others. Most wrong programs fail one of these tests."""
-_OUTPUT = 64 << 20
-"""Bytes of encoded outputs that a program may send."""
 _COMPARISON_LIMITS = (60.0, 4 << 30)  # CPU seconds and bytes of memory
 _COLUMNS = ("inputs", "outputs")
 """Lists of a problem that have one entry for each test."""
@@ -40,10 +39,6 @@ def moe_lab_answer(text):
     return moe_lab_method(*[json.loads(line) for line in text.split(chr(10))])
 moe_lab_method = {method}
 """
-
-
-class DataError(Exception):
-    """The data is unusable, or not allowed. The message is a sentence for the user."""
 
 
 def restrict_to_days(
@@ -65,30 +60,23 @@ def restrict_to_days(
     return select_samples
 
 
-@contextmanager
-def restrict_pickles(*, allowed: bool) -> Iterator[None]:
-    """A context in which EvalScope reads pickled tests only if they are `allowed` and the pickle
-    holds text. DataError otherwise."""
+def restrict_pickles() -> AbstractContextManager[object]:
+    """A context in which EvalScope reads pickled tests only if the pickle holds text. UserError
+    otherwise."""
     from evalscope.benchmarks.live_code_bench import load_utils
 
     def loads(content: bytes) -> Any:
-        if not allowed:
-            raise DataError(
-                "its private tests are pickled: set allow_pickled_data=true, or make them JSON in "
-                "the data"
-            )
         return TextUnpickler(io.BytesIO(content)).load()
 
-    with patch.object(load_utils, "pickle", SimpleNamespace(loads=loads)):
-        yield
+    return patch.object(load_utils, "pickle", SimpleNamespace(loads=loads))
 
 
 class TextUnpickler(pickle.Unpickler):
     """Reads pickles that need no import."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Raise DataError: the pickle needs an import."""
-        raise DataError(
+        """Raise UserError: the pickle needs an import."""
+        raise UserError(
             f"its private tests are a pickle that would run {module}.{name}: the data is not to be "
             "trusted"
         )
@@ -112,11 +100,6 @@ class Programs:
         # calls `compare` of this module in processes with limits
         self._comparison = LimitedCalls(__name__, os.environ)
 
-    def close(self) -> None:
-        """End all processes."""
-        self._runners.close()
-        self._comparison.close()
-
     def grade(self, adapter: Any, state: Any) -> dict[str, Any]:
         """Grade the program in an answer. Returns {"outcome": 1 if the program passes every test,
         else 0; "extracted": ""; "why": the reason of a failure}.
@@ -125,7 +108,7 @@ class Programs:
         solution = adapter.filter_prediction(state.output.completion, state)
         tests = json.loads(state.metadata["evaluation_sample"])
         if not tests["inputs"]:
-            raise DataError("it has a problem without tests")
+            raise UserError("it has a problem without tests")
         first_tests = {**tests, **{name: tests[name][:_FIRST_TESTS] for name in _COLUMNS}}
         results, notes = self.run_tests(solution, first_tests)
         if first_tests != tests and all(result is True for result in results):
@@ -140,8 +123,7 @@ class Programs:
     def run_tests(self, solution: str, tests: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Run a program on `tests` and compare the outputs. Returns EvalScope's (results, notes). A
         result is True for a passed test; the list ends with the first failed test. The notes say
-        why the test failed. The note "program" is the status of the run; "program_error" is the
-        reason of the status.
+        why the test failed; the note "program_error" is the reason why the run ended.
 
         `tests`: {"fn_name": function to call, or None for a program that prints; "inputs" and
         "outputs": one entry per test}."""
@@ -158,22 +140,20 @@ class Programs:
         results_and_notes = self._comparison("compare", arguments, *_COMPARISON_LIMITS)
         if results_and_notes is None:
             error = "its outputs take too much time or memory to compare"
-            return [_WRONG], {"program": "output", "program_error": error}
+            return [_WRONG], {"program_error": error}
         results, notes = results_and_notes
-        return results, {**notes, "program": outcome.status, "program_error": outcome.error}
+        return results, {**notes, "program_error": outcome.error}
 
     def _run_script(self, solution: str, inputs: Sequence[str]) -> Outcome:
         """Run a program that prints, once for each input, until a run fails. The outcome has the
         printed texts as values."""
         encoded: list[str] = []
-        seconds: list[float] = []
         for text in inputs:
             outcome = self._run(solution, None, [text])
             encoded += outcome.encoded
-            seconds += outcome.seconds
             if outcome.status != "ok":
                 break
-        return replace(outcome, encoded=encoded, seconds=seconds)
+        return replace(outcome, encoded=encoded)
 
     def _run(self, program: str, entry_point: str | None, inputs: list[Any]) -> Outcome:
         """Run a program once, after the imports that EvalScope adds to every solution."""
@@ -186,7 +166,6 @@ class Programs:
             seconds=[self.seconds] * len(inputs),
             total_seconds=(self.seconds + 1) * len(inputs),
             memory=self.memory,
-            output=_OUTPUT,
             parts=_PARTS,
             prelude=testing_util.import_string,
         )
@@ -195,29 +174,12 @@ class Programs:
 
 def compare(function: str | None, tests: dict[str, Any], outcome: dict[str, Any]) -> Any:
     """EvalScope's [results, notes], made of JSON values, for a program that was run on `tests`.
-    `function`: name of the called function, or None for a program that prints. `outcome`: fields of
-    the run's `Outcome`."""
+    EvalScope's comparison reads the recorded outputs instead of running the program. `function`:
+    name of the called function, or None for a program that prints. `outcome`: fields of the run's
+    `Outcome`."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
-    # "" and 0 stand for the program and its time limit: the program is not run again here
-    with replayed_outcome(Outcome(**outcome), function):
-        if function is None:
-            results_and_notes = testing_util.grade_stdio("", tests["inputs"], tests["outputs"], 0)
-        else:
-            results_and_notes = testing_util.grade_call_based(
-                "", tests["inputs"], tests["outputs"], function, 0
-            )
-    return json.loads(json.dumps(results_and_notes, default=str))
-
-
-@contextmanager
-def replayed_outcome(outcome: Outcome, function: str | None) -> Iterator[None]:
-    """A context in which EvalScope's comparison reads the recorded `outcome` of a program instead
-    of running the program. `function`: name of the called function, or None for a program that
-    prints."""
-    from evalscope.benchmarks.live_code_bench import testing_util
-
-    outputs = _outputs(outcome)
+    outputs = _outputs(Outcome(**outcome))
     printed_texts = list[str]()  # EvalScope reads the printed text from this list
     # stands for the compiled solution, in which EvalScope calls the function of this name
     solution = SimpleNamespace(**{function or "wrapped_function": lambda *_: next(outputs)})
@@ -231,7 +193,14 @@ def replayed_outcome(outcome: Outcome, function: str | None) -> Iterator[None]:
         patch.object(testing_util, "call_method", call_method),
         patch.object(testing_util, "_set_alarm", lambda seconds: None),
     ):
-        yield
+        # "" and 0 stand for the program and its time limit: the program is not run again here
+        if function is None:
+            results_and_notes = testing_util.grade_stdio("", tests["inputs"], tests["outputs"], 0)
+        else:
+            results_and_notes = testing_util.grade_call_based(
+                "", tests["inputs"], tests["outputs"], function, 0
+            )
+    return json.loads(json.dumps(results_and_notes, default=str))
 
 
 def _outputs(outcome: Outcome) -> Iterator[Any]:

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from itertools import repeat
 from typing import Any
 
+from moe_lab.errors import UserError
 from moe_lab.evaluation.adapters import evalscope_code
 
 # EvalScope's state of a score that was computed
@@ -44,33 +45,37 @@ def questions(**task: Any) -> list[dict[str, Any]]:
     ]
 
 
-def grade(texts: dict[str, list[str]], is_mathematics: bool, **task: Any) -> dict[str, Any]:
-    """Grade answers. Returns {"samples": one verdict per answer, "versions": package -> version}.
+def grade(
+    texts: list[tuple[str, str]],
+    is_mathematics: bool,
+    limits: dict[str, Any] | None,
+    **task: Any,
+) -> dict[str, Any]:
+    """Grade answers. Returns {"samples": verdict on each answer, "versions": package -> version}.
 
-    A verdict is {"item": name; "outcome": score, or None if EvalScope could not compare the answer;
-    "extracted": the extracted answer; "why": the reason of a failure; "unlike_harness": whether
-    only Math-Verify accepts the answer}. The verdicts on an item are in the order of its answers.
-    `texts`: name of an item -> answers. `is_mathematics`: whether an answer is right that only
-    Math-Verify accepts. `task`: keyword arguments of `load`, without hides_tests.
+    A verdict is {"outcome": score, or None if EvalScope could not compare the answer; "extracted":
+    the extracted answer; "why": the reason of a failure; "unlike_harness": whether only Math-Verify
+    accepts the answer}.
+    `texts`: (name of an item, answer). `is_mathematics`: whether an answer is right that only
+    Math-Verify accepts. `limits`: arguments of `evalscope_code.Programs`; None unless answers are
+    programs. `task`: keyword arguments of `load`, without hides_tests.
     """
     grade_answer: Callable[[Any, Any], dict[str, Any]] = _verdict
     if is_mathematics:
         grade_answer = _mathematical_verdict
     threads = 1
-    if task["code"]:
-        programs = evalscope_code.Programs(**task["code"]["limits"])
+    if limits:
+        programs = evalscope_code.Programs(**limits)
         grade_answer = programs.grade
         threads = programs.processes
     adapter, samples = load(**task, hides_tests=False)
-    unpaired_names = set(texts) ^ set(samples)
+    unpaired_names = {name for name, _ in texts} ^ set(samples)
     assert not unpaired_names, (
         f"answers and questions are not the same: {sorted(unpaired_names)[0]} is only on one side"
     )
-    names = [name for name in samples for _ in texts[name]]
-    states = [_state(sample, text) for name, sample in samples.items() for text in texts[name]]
+    states = [_state(samples[name], text) for name, text in texts]
     with ThreadPoolExecutor(threads) as pool:
-        graded = pool.map(grade_answer, repeat(adapter), states)
-        verdicts = [{"item": name, **verdict} for name, verdict in zip(names, graded, strict=True)]
+        verdicts = list(pool.map(grade_answer, repeat(adapter), states))
     return {"samples": verdicts, "versions": {name: version(name) for name in _VERSIONS}}
 
 
@@ -79,33 +84,32 @@ def load(
     folder: str,
     dataset_args: dict[str, Any],
     limit: int | None,
-    code: dict[str, Any] | None,
+    days: list[str] | None,
     *,
     hides_tests: bool,
 ) -> tuple[Any, Samples]:
-    """EvalScope's adapter of the task `name`, and its samples. Raises evalscope_code.DataError if
-    there are no samples.
+    """EvalScope's adapter of the task `name`, and its samples. Raises UserError if there are no
+    samples.
 
     `folder`: the data, in the layout of the Hugging Face hub; EvalScope may delete files in it.
     `dataset_args`: EvalScope's settings of the task. `limit`: number of items, taken evenly from
-    the subsets (None: all). `code`: None unless answers are programs; otherwise {"days": first and
-    last day of the problems, "pickles": whether pickled tests are allowed, "limits": arguments of
-    `Programs`}. `hides_tests`: omit the private tests of programs.
+    the subsets (None: all). `days`: first and last day of the problems; None unless answers are
+    programs. `hides_tests`: omit the private tests of programs.
     """
     from evalscope import TaskConfig
     from evalscope.api.registry import get_benchmark
 
     args = {name: {"dataset_id": folder, **dataset_args}}
     adapter = get_benchmark(name, TaskConfig(datasets=[name], dataset_args=args))
-    if code:
+    if days:
         adapter.record_to_sample = evalscope_code.restrict_to_days(
-            adapter.record_to_sample, code["days"], hides_tests=hides_tests
+            adapter.record_to_sample, days, hides_tests=hides_tests
         )
-    with evalscope_code.restrict_pickles(allowed=code["pickles"]) if code else nullcontext():
+    with evalscope_code.restrict_pickles() if days else nullcontext():
         subsets = adapter.load_dataset()
     samples = dict(_names_and_samples(subsets, limit))
     if not samples:
-        raise evalscope_code.DataError("no item is selected: check the data and the dates")
+        raise UserError("no item is selected: check the data and the dates")
     return adapter, samples
 
 
@@ -138,8 +142,8 @@ def _state(sample: Any, text: str) -> Any:
 
 
 def _verdict(adapter: Any, state: Any) -> dict[str, Any]:
-    """A verdict as in `grade`, without "item". `adapter`: EvalScope's adapter of the task; `state`:
-    EvalScope's state of the answer."""
+    """A verdict as in `grade`. `adapter`: EvalScope's adapter of the task; `state`: EvalScope's
+    state of the answer."""
     score = adapter.calculate_metrics(state).score
     values = list(score.value.values()) if score.status == _SCORED else [None]
     assert len(values) == 1, f"an answer has several scores: {score}"

@@ -19,7 +19,7 @@ from moe_lab.errors import UserError, check_known
 from moe_lab.evaluation.adapters.lm_eval_tasks import (
     indices_to_evaluate,
     label_of,
-    load_tasks,
+    tasks_and_groups,
     weights_tasks_equally,
 )
 from moe_lab.evaluation.harness import Graded, loss_result, mean_result
@@ -57,7 +57,7 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
     Raises UserError for a metric whose standard error cannot be computed, for an empty document,
     and for a task that needs sampling, runs programs or shows images.
     """
-    tasks_by_name = load_tasks(benchmark)
+    tasks_by_name = tasks_and_groups(benchmark)["tasks"]
     for metric in benchmark.reports.values():
         # both functions raise UserError for a metric that cannot be reported
         _aggregation(metric, tasks_by_name, benchmark)
@@ -76,7 +76,7 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
     """The results and samples of a benchmark. An answer whose thought does not end counts as
     wrong."""
-    tasks_by_name = load_tasks(benchmark)
+    tasks_by_name = tasks_and_groups(benchmark)["tasks"]
     questions_by_task = _questions_by_task(tasks_by_name, benchmark)
     rows = []
     # the answers to an item one after another, as lm-eval has one response to a request
@@ -172,8 +172,7 @@ def _right_answer(question: _Question) -> str:
 def _doc_hash(doc: Mapping[str, Any]) -> str:
     """The `doc_hash` with which lm-eval logs a row of the data."""
     content = json.dumps(doc, indent=2, default=handle_non_serializable, ensure_ascii=False)
-    hashed: str = hash_string(content)
-    return hashed
+    return str(hash_string(content))
 
 
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -379,17 +378,16 @@ def _outcomes(rows: Sequence[_Row], metric_name: str, aggregation: Aggregation) 
 
 
 def _samples_by_task(rows: Sequence[_Row], samples: Sequence[Sample]) -> list[list[Sample]]:
-    """One list of samples for each task. The field "units" is the weight of a sample; all tasks
-    have the same total weight. `rows`: the row of each sample."""
+    """One list of samples for each task. Sets the field "units" to the weight of a sample; all
+    tasks have the same total weight. `rows`: the row of each sample."""
     by_task: dict[str, list[Sample]] = {}
     for row, sample in zip(rows, samples, strict=True):
         by_task.setdefault(row.question.task.config.task, []).append(sample)
     task_weight = len(samples) / len(by_task)
-    weighted_samples: list[list[Sample]] = []
     for task_samples in by_task.values():
-        weight = task_weight / len(task_samples)
-        weighted_samples.append([{**sample, "units": weight} for sample in task_samples])
-    return weighted_samples
+        for sample in task_samples:
+            sample["units"] = task_weight / len(task_samples)
+    return list(by_task.values())
 
 
 def _mean_of_tasks(results: Sequence[Result]) -> Result:

@@ -32,16 +32,9 @@ logging.getLogger("lm_eval").setLevel(logging.ERROR)
 datasets.disable_progress_bars()
 
 
-def load_tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """Name of a task -> lm-eval's task with its requests: one task, or all tasks of a group such as
-    mmlu."""
-    tasks_by_name: dict[str, Any] = tasks_and_groups(benchmark)["tasks"]
-    return tasks_by_name
-
-
 def tasks_and_groups(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """{"tasks": name -> task with its requests, "groups": name -> group of tasks; a requested group
-    comes first}.
+    """{"tasks": name -> lm-eval's task with its requests, "groups": name -> group of tasks; a
+    requested group comes first}. A benchmark has one task, or all tasks of a group such as mmlu.
 
     UserError when the task evaluates a split other than `benchmark.split`, when the task has fewer
     few-shot examples than it shows, and when an item to evaluate has no right answer.

@@ -75,11 +75,6 @@ class EvalPlus(Harness):
         from moe_lab.evaluation.adapters import evalplus
 
         problems = self.problems(benchmark)
-        # replicate -> task id -> program
-        programs: dict[int, dict[str, str]] = {}
-        for answer in answers:
-            program = _program(answer, chat=benchmark.chat)
-            programs.setdefault(answer.replicate, {})[answer.item] = program
         request = evalplus.GradeRequest(
             dataset=dataset_of(problems),
             data=str(self.data_file(benchmark)),
@@ -89,8 +84,13 @@ class EvalPlus(Harness):
             **benchmark.parameters,
         )
         verdicts: dict[tuple[str, int], evalplus.Verdict] = {}
-        for replicate, programs_of_replicate in programs.items():
-            graded = evalplus.GRADER.grade(replace(request, programs=programs_of_replicate))
+        for replicate in sorted({answer.replicate for answer in answers}):
+            programs = {
+                answer.item: _program(answer, chat=benchmark.chat)
+                for answer in answers
+                if answer.replicate == replicate
+            }
+            graded = evalplus.GRADER.grade(replace(request, programs=programs))
             verdicts |= {(task, replicate): verdict for task, verdict in graded.items()}
         protocol = {
             "dataset": request.dataset,

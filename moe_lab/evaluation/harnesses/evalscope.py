@@ -18,10 +18,8 @@ from moe_lab.child_process import ChildProcess, ErrorReply, ProcessEnded
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown_name_error, user_errors
 from moe_lab.evaluation import Policy, mirror
-from moe_lab.evaluation.adapters.evalscope_code import DataError
 from moe_lab.evaluation.harness import Graded, Harness, graded_by_mean
 from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates
-from moe_lab.evaluation.sandbox.isolation import NONE
 from moe_lab.machine import check_has, cores, interpreter, package_version_in
 from moe_lab.start import command
 
@@ -62,8 +60,7 @@ class EvalScope(Harness):
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
         """Items with EvalScope's prompts."""
         items = []
-        # no policy, because the questions are listed without running programs
-        for question in _call_worker(benchmark, None, "questions"):
+        for question in _call_worker(benchmark, "questions"):
             messages = question["messages"]
             text = "\n\n".join(message["content"] for message in messages) + "\n"
             request = Text(messages if benchmark.chat else text, benchmark.max_new_tokens)
@@ -76,24 +73,20 @@ class EvalScope(Harness):
         """Let EvalScope grade the answers. A mathematical answer is right, too, if only Math-Verify
         accepts it, except with the parameter `as_harness`. RuntimeError if EvalScope could not
         compare more than 1 % of the answers."""
-        is_code = self.runs_programs(benchmark)
-        texts: dict[str, list[str]] = {}
-        for answer in answers:
-            text = replace_surrogates(answer.reply.text or "")
-            texts.setdefault(answer.item, []).append(text)
+        limits = None
+        if self.runs_programs(benchmark):
+            limits = _program_limits(benchmark, policy)
+        texts = [(answer.item, replace_surrogates(answer.reply.text or "")) for answer in answers]
         as_harness = benchmark.parameters.get("as_harness", False)
         is_mathematics = benchmark.task in MATHEMATICS and not as_harness
         graded = _call_worker(
-            benchmark, policy, "grade", texts=texts, is_mathematics=is_mathematics
+            benchmark, "grade", texts=texts, is_mathematics=is_mathematics, limits=limits
         )
         # for each answer: the `outcome` (None: not compared), the `extracted` answer, and `why` the
         # answer failed
-        samples: dict[str, list[dict[str, Any]]] = {}
-        for sample in graded["samples"]:
-            samples.setdefault(sample["item"], []).append(sample)
-        unscored_items = [
-            sample["item"] for sample in graded["samples"] if sample["outcome"] is None
-        ]
+        keys = [answer.key for answer in answers]
+        samples = dict(zip(keys, graded["samples"], strict=True))
+        unscored_items = [key[0] for key in keys if samples[key]["outcome"] is None]
         if len(unscored_items) > UNSCORED_AT_MOST * len(answers):
             raise RuntimeError(
                 f"benchmark {benchmark.name}: EvalScope could not compare {len(unscored_items)} of "
@@ -101,23 +94,21 @@ class EvalScope(Harness):
             )
 
         def verdict(answer: Answer, metric: str) -> tuple[float, str]:
-            sample = samples[answer.item][answer.replicate]
+            sample = samples[answer.key]
             outcome = sample["outcome"]
             if outcome is None:
                 return 0.0, f"not compared: {sample['why']}"
-            if is_code:
+            if limits:
                 return outcome, "pass" if outcome else sample["why"]
             return outcome, sample["extracted"]
 
         protocol = {
             "evalscope": graded["versions"],
             "unscored": unscored_items,
-            "unlike_harness": [
-                sample["item"] for sample in graded["samples"] if sample.get("unlike_harness")
-            ],
+            "unlike_harness": [key[0] for key in keys if samples[key].get("unlike_harness")],
         }
-        if is_code:
-            protocol["sandbox"] = policy.program_sandbox()
+        if limits:
+            protocol["sandbox"] = limits["isolation"]
         return graded_by_mean(answers, benchmark, verdict, protocol)
 
     def version(self, benchmark: BenchmarkConfig) -> str | None:
@@ -176,11 +167,9 @@ def _python(benchmark: BenchmarkConfig) -> str:
     return interpreter("evalscope", benchmark.python, f"benchmark {benchmark.name}")
 
 
-def _call_worker(
-    benchmark: BenchmarkConfig, policy: Policy | None, method: str, **arguments: Any
-) -> Any:
-    """The result, as JSON, of the function `method` of `evalscope_worker`, called in a new process.
-    `policy`: None if the function only lists questions."""
+def _call_worker(benchmark: BenchmarkConfig, method: str, **arguments: Any) -> Any:
+    """The result, as JSON, of the function `method` of `evalscope_worker`, called in a new
+    process."""
     dataset_args: dict[str, Any] = {
         "few_shot_num": benchmark.shots,
         "eval_split": benchmark.split,
@@ -194,15 +183,18 @@ def _call_worker(
             "folder": str(_link_data(benchmark, folder / "data")),
             "dataset_args": dataset_args,
             "limit": benchmark.limit,
-            "code": _code_settings(benchmark, policy) if benchmark.task == CODE else None,
+            "days": None,
         }
+        if benchmark.task == CODE:
+            days = [str(benchmark.parameters[key]) for key in HARNESS.question_parameters]
+            arguments["days"] = days
         worker = "moe_lab.evaluation.adapters.evalscope_worker"
         line = command("moe_lab.child_process", worker, python=_python(benchmark))
         with ChildProcess(line, _environment(folder), folder) as process:
             try:
                 return process.call(method, **arguments)
             except ErrorReply as error:
-                if error.kind == DataError.__name__:
+                if error.kind == UserError.__name__:
                     raise UserError(f"benchmark {benchmark.name}: {error}") from None
                 reason = f"{error.kind}: {error}"
             except ProcessEnded as error:
@@ -240,15 +232,9 @@ def _link_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
     return folder
 
 
-def _code_settings(benchmark: BenchmarkConfig, policy: Policy | None) -> dict[str, Any]:
-    """The argument `code` of `evalscope_worker.load`."""
+def _program_limits(benchmark: BenchmarkConfig, policy: Policy) -> dict[str, Any]:
+    """The arguments of `evalscope_code.Programs`."""
     parameters = benchmark.parameters
     # A limit of 0 or null is left out. `evalscope_code.Programs` then uses its default.
     limits = {key: parameters[key] for key in HARNESS.numeric_parameters if parameters.get(key)}
-    # without a policy no program runs, and the value is not used
-    isolation = policy.program_sandbox() if policy else NONE
-    return {
-        "days": [str(parameters[key]) for key in HARNESS.question_parameters],
-        "pickles": policy is not None and policy.allow_pickled_data,
-        "limits": {"processes": cores(), **limits, "isolation": isolation},
-    }
+    return {"processes": cores(), **limits, "isolation": policy.program_sandbox()}

@@ -4,7 +4,7 @@ compared, never run."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,24 +18,21 @@ from moe_lab.evaluation.harness import Graded, Harness, check_count, graded_by_m
 from moe_lab.evaluation.items import Answer, Item, Text
 from moe_lab.json_files import fits
 
-# Expected form of a line of the file of questions, and of the file of right answers.
-_QUESTION = {
-    "id": str,
-    "question": [[{"role": str, "content": str}]],
-    "function": [
-        {
-            "name": str,
-            "description": str | None,
-            "parameters": {"properties": dict, "required": list | None},
-        }
-    ],
+_SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "question": {
+        "id": str,
+        "question": [[{"role": str, "content": str}]],
+        "function": [
+            {
+                "name": str,
+                "description": str | None,
+                "parameters": {"properties": dict, "required": list | None},
+            }
+        ],
+    },
+    "answer": {"id": str, "ground_truth": [{str: {str: list}}]},
 }
-_ANSWER = {"id": str, "ground_truth": [{str: {str: list}}]}
-# Kind of line -> its fields, for messages of errors.
-_FIELDS = {
-    "question": "id, question (a list of turns) and function",
-    "answer": "id and ground_truth",
-}
+"""Kind of line -> its expected form."""
 
 
 @dataclass(frozen=True)
@@ -104,57 +101,42 @@ class FunctionCalls(Harness):
         """The questions with their right answers. Raises UserError for a file in another format,
         and if questions and right answers have different ids."""
         *answer_files, question_file = self.data_files(benchmark)
-        rows = _rows(question_file, "question", _QUESTION)
+        rows = _rows(question_file, "question")
         right_calls: dict[str, Any] = {}
         for file in answer_files:  # at most one
-            answers = _rows(file, "answer", _ANSWER)
+            answers = _rows(file, "answer")
             right_calls = {name: row["ground_truth"] for name, row in answers.items()}
-            _check_ids(file, right_calls, question_file, rows)
-            _check_ids(question_file, rows, file, right_calls)
-        return [
-            _question(row, right_calls.get(name, []), f"{question_file}: question {name}")
-            for name, row in rows.items()
-        ]
+            for name in sorted(rows.keys() ^ right_calls):
+                raise UserError(
+                    f"{file} and {question_file} must have the same ids, but only one of them has "
+                    f"a line with the id {name}"
+                )
+        questions = []
+        for name, row in rows.items():
+            source = f"{question_file}: question {name}"
+            turns = row["question"]
+            if len(turns) != 1:
+                raise UserError(
+                    f"{source} has {len(turns)} turns: expected one, as others need calls to be run"
+                )
+            for function in row["function"]:
+                _check_types(function["parameters"]["properties"], f"{source}: {function['name']}")
+            question = Question(name, turns[0], row["function"], right_calls.get(name, []))
+            _check_answer(question, f"{source}: its answer")
+            questions.append(question)
+        return questions
 
 
 HARNESS = FunctionCalls()
 
 
-def _check_ids(
-    file: Path, ids: Collection[str], other_file: Path, other_ids: Collection[str]
-) -> None:
-    """Raise UserError unless `file` has all ids of `other_file`."""
-    for name in other_ids:
-        if name not in ids:
-            raise UserError(
-                f"{file} has no line with the id {name}, which is in {other_file}: expected the "
-                "same ids"
-            )
-
-
-def _question(row: Mapping[str, Any], right_calls: Sequence[Any], source: str) -> Question:
-    """The question in `row`, a line of the file of questions. `source`: where the line is, for
-    error messages."""
-    if len(row["question"]) != 1:
-        raise UserError(
-            f"{source} has {len(row['question'])} turns: expected one, as others need calls to be "
-            "run"
-        )
-    for function in row["function"]:
-        _check_types(function["parameters"]["properties"], f"{source}: {function['name']}")
-    question = Question(row["id"], row["question"][0], row["function"], right_calls)
-    _check_answer(question, f"{source}: its answer")
-    return question
-
-
-def _rows(file: Path, kind: str, shape: Any) -> dict[str, Any]:
-    """Id -> JSON object, for each line of a file of JSON lines. `kind`: "question" or "answer".
-    `shape`: the form of every line, as for `json_files.fits`."""
+def _rows(file: Path, kind: str) -> dict[str, Any]:
+    """Id -> JSON object, for each line of a file of JSON lines. `kind`: "question" or "answer"."""
     rows: dict[str, Any] = {}
     for source, row in read_records(file, setting="task"):
-        if not fits(row, shape):
+        if not fits(row, _SHAPES[kind]):
             raise UserError(
-                f"{source} is no {kind}: expected the fields {_FIELDS[kind]} as in BFCL"
+                f"{source} is no {kind}: expected the fields {', '.join(_SHAPES[kind])} as in BFCL"
             )
         if row["id"] in rows:
             raise UserError(f"{source}: the id {row['id']} occurs twice: expected different ids")

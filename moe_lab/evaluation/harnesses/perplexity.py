@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from moe_lab.calibration import IdentifiedText, held_out_text
 from moe_lab.calibration.documents import BLANK_LINE
@@ -53,7 +52,7 @@ class Perplexity(Harness):
                 benchmark.held_out, int(benchmark.parameters.get("characters", CHARACTERS))
             )
         else:
-            text = _text(self.data_files(benchmark)[0])  # the only file
+            text = self._text(benchmark)
         length = benchmark.parameters.get("length")
         window_length = None if length is None else int(length)
         return [Item("text", (Document(text, window_length, windows=benchmark.limit),))]
@@ -109,12 +108,12 @@ class Perplexity(Harness):
     def check_data(self, benchmark: BenchmarkConfig) -> None:
         """Raise UserError if the file is missing or cannot be read as a text."""
         if not benchmark.held_out:
-            _text(self.data_files(benchmark)[0])
+            self._text(benchmark)
 
-
-def _text(file: Path) -> str:
-    """The file's text. Errors name the setting suite.path."""
-    return read_as_one_text(file, "suite.path")
+    def _text(self, benchmark: BenchmarkConfig) -> str:
+        """The text of the benchmark's only file. UserError if it is missing or unreadable."""
+        (file,) = self.data_files(benchmark)
+        return read_as_one_text(file, "suite.path")
 
 
 HARNESS = Perplexity()

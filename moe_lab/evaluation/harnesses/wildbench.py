@@ -27,6 +27,8 @@ PLACEHOLDERS = ("{$history}", "{$user_query}", "{$model_output}", "{$checklist}"
 """Placeholders of a template. All but the history are required."""
 _DEFAULT_TEMPLATE = Path(__file__).parents[1] / "wildbench_template.md"
 _PLACEHOLDER = re.compile(r"\{\$\w+\}")
+_EMPTY = Verdict(LOWEST, "the answer is empty: 1 without a request")
+"""The column `ended` of samples.parquet has the reason why an answer is empty."""
 
 
 class WildBench(Harness):
@@ -63,21 +65,18 @@ class WildBench(Harness):
         judge_template = template(benchmark)
         # the keys are those of answers
         judge_prompts: dict[tuple[str, int], str] = {}
-        verdict_of_answer: dict[tuple[str, int], Verdict] = {}
         for answer in answers:
-            if reason := _reason_of_empty_answer(answer):
-                verdict_of_answer[answer.key] = Verdict(LOWEST, f"{reason}: 1 without a request")
-                continue
             row = rows[answer.item]
             text = replace_surrogates(answer.reply.text or "")
-            judge_prompts[answer.key] = question(
-                judge_template, row["conversation_input"], text, row["checklist"]
-            )
-        count_without_request = len(verdict_of_answer)
+            if text.strip():
+                judge_prompts[answer.key] = question(
+                    judge_template, row["conversation_input"], text, row["checklist"]
+                )
         max_unscored = math.floor(UNSCORED_AT_MOST * len(answers))
         judge_verdicts = verdicts(
             benchmark.judge, cache_folder("judge"), list(judge_prompts.values()), max_unscored
         )
+        verdict_of_answer = {answer.key: _EMPTY for answer in answers}
         verdict_of_answer.update(zip(judge_prompts, judge_verdicts, strict=True))
         scores = {
             key: verdict.score
@@ -90,7 +89,7 @@ class WildBench(Harness):
             return outcome, verdict_of_answer[answer.key].reply
 
         protocol = {
-            "unasked": count_without_request,
+            "unasked": len(answers) - len(judge_prompts),
             "unscored": {
                 key[0]: verdict.reply
                 for key, verdict in verdict_of_answer.items()
@@ -115,18 +114,6 @@ class WildBench(Harness):
 
 
 HARNESS = WildBench()
-
-
-def _reason_of_empty_answer(answer: Answer) -> str | None:
-    """The reason why an answer is empty; None for an answer that is not empty."""
-    text = answer.reply.text
-    if text and text.strip():
-        return None
-    if answer.reply.ended == "too_long":
-        return "the conversation and max_new_tokens do not fit max_length"
-    if text is None:
-        return "a thought does not end, so that there is no answer"
-    return "nothing was generated"
 
 
 def _messages(row: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -12,38 +12,15 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from moe_lab.child_process import ChildProcess, ErrorReply, ProcessEnded
-from moe_lab.evaluation.sandbox.encoding import decode_text
 from moe_lab.evaluation.sandbox.isolation import BUBBLEWRAP, NONE, PACKAGE, bubblewrap_command
-from moe_lab.evaluation.sandbox.runner import Request
+from moe_lab.evaluation.sandbox.runner import Outcome, Request
 from moe_lab.start import command
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a program ended."""
-
-    status: str
-    """ok (every call returned), failed (an exception), timeout, crash (the program died), or output
-    (the program sent too much, or something that is no value)."""
-    error: str
-    """Exception of a failed program, or the reason of another status; may be ""."""
-    encoded: list[str]
-    """The value that each call returned, encoded as JSON. There are fewer values than inputs unless
-    the status is ok."""
-    seconds: list[float]
-    """CPU seconds of each call."""
-
-    def values(self) -> list[Any]:
-        """The values that the calls returned. Raises ValueError if a text in `encoded` cannot be
-        decoded."""
-        return [decode_text(text) for text in self.encoded]
 
 
 class RunnerError(RuntimeError):
@@ -64,13 +41,10 @@ class Runner(ChildProcess):
     programs have only limits."""
 
     def __init__(self, isolation: str) -> None:
-        """Start the process, and wait until it can run programs."""
+        """Start the process, and wait until it can run programs. Raises ProcessEnded if it
+        cannot."""
         super().__init__(*runner_command(isolation), Path("/"))
-        try:
-            self.call("start")
-        except ProcessEnded as error:
-            self.close()
-            raise RunnerError(str(error)) from None
+        self.call("start")
 
     def run(self, request: Request) -> Outcome:
         """Run one program. Raises ProcessEnded if the runner itself ends."""
@@ -100,7 +74,7 @@ def start(isolation: str) -> Runner:
         time.sleep(PAUSE if number else 0)
         try:
             return Runner(isolation)
-        except (RunnerError, OSError) as error:
+        except (ProcessEnded, OSError) as error:
             last_error = error
     raise RunnerError(f"{STARTS} starts failed, the last with: {last_error}") from last_error
 

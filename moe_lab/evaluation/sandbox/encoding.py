@@ -105,7 +105,6 @@ _FORMS: dict[type, _Form] = {
     frozenset: _Form(_encode_items, lambda items: frozenset(_decode_items(items))),
     dict: _Form(lambda value: _encode_pairs(dict.items(value)), _decode_pairs),
 }
-_BY_NAME = {base.__name__: base for base in _FORMS}
 # Base type -> class of decoded instances of its subclasses, such as a Counter or a named tuple:
 # these equal the plain value, but have another type.
 _SUBCLASSES = {base: type(f"Subclass_{base.__name__}", (base,), {}) for base in _FORMS}
@@ -241,7 +240,8 @@ def encode(value: Any) -> Any:
 
 def _encode_subclass(base: type, value: Any) -> Any:
     """Encode `value`, which equals a value of the type `base` but has another type."""
-    return {"kind": "like", "value": [base.__name__, _FORMS[base].to_json(value)]}
+    content = {"kind": base.__name__, "value": _FORMS[base].to_json(value)}
+    return {"kind": "like", "value": content}
 
 
 def _encode_other(value: Any) -> Any:
@@ -279,9 +279,9 @@ def _decode_ratio(pair: list[str]) -> Fraction:
     return Fraction(numerator, denominator)
 
 
-def _decode_subclass(name: str, content: Any) -> Any:
-    base = _BY_NAME[name]
-    return _SUBCLASSES[base](_FORMS[base].from_json(content))
+def _decode_subclass(content: Any) -> Any:
+    base_value = decode(content)
+    return _SUBCLASSES[type(base_value)](base_value)
 
 
 def _decode_numpy(dtype: str, shape: list[int], content: str) -> Any:
@@ -303,8 +303,8 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "mapping": lambda pairs: MappingProxyType(_decode_pairs(pairs)),
     "floats": lambda content: array("d", b64decode(content)).tolist(),
     "numpy": lambda value: _decode_numpy(*value),
-    "like": lambda value: _decode_subclass(*value),
-    **{name: _FORMS[base].from_json for name, base in _BY_NAME.items()},
+    "like": _decode_subclass,
+    **{base.__name__: form.from_json for base, form in _FORMS.items()},
 }
 """Kind of an encoded value -> function that decodes its content."""
 

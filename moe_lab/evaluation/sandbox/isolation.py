@@ -50,7 +50,7 @@ _NEWER_CALLS = 452
 """Calls with this number or a higher one are newer than the tables. For programs they do not exist,
 as on an older kernel. This includes the calls of x32, a second ABI of x86_64."""
 _REFUSED_CALLS = """
-# name  x86_64  aarch64 (-: the machine does not have the call)
+# name  x86_64  aarch64 (-: the machine does not have the call)  error, if not EPERM
 
 # Start a process. `_LIMITED_CALLS` allows threads.
 fork 57 -
@@ -157,12 +157,12 @@ bpf 321 280
 perf_event_open 298 241
 userfaultfd 323 282
 syslog 103 116
+
+# Calls without which the C library and programs know what to do.
+clone3 435 435 ENOSYS  # threads are then started by clone
+socket 41 198 EAFNOSUPPORT
 """
-"""System calls that fail with EPERM."""
-_MISSING_CALLS = "clone3 435 435  # without it, the C library starts threads by clone"
-"""System calls that fail with ENOSYS."""
-_FAMILY_CALLS = "socket 41 198"
-"""System calls that fail with EAFNOSUPPORT."""
+"""System calls that fail."""
 _LIMITED_CALLS = """
 # name  x86_64  aarch64  position of an argument  condition  values
 
@@ -353,15 +353,10 @@ def _seccomp_filter() -> bytes:
     steps = [(load, 0, 0, abi_of_call), (equal, 1, 0, abi), (end, 0, 0, kill)]
     steps += [(load, 0, 0, call_number)]
     steps += [(at_least, 0, 1, _NEWER_CALLS), (end, 0, 0, fail | errno.ENOSYS)]
-    tables = {
-        errno.EPERM: _REFUSED_CALLS,
-        errno.ENOSYS: _MISSING_CALLS,
-        errno.EAFNOSUPPORT: _FAMILY_CALLS,
-    }
-    for error, table in tables.items():
-        for row in _rows(table):
-            if row[column] != "-":
-                steps += [(equal, 0, 1, int(row[column])), (end, 0, 0, fail | error)]
+    for row in _rows(_REFUSED_CALLS):
+        error = getattr(errno, row[3]) if len(row) > 3 else errno.EPERM
+        if row[column] != "-":
+            steps += [(equal, 0, 1, int(row[column])), (end, 0, 0, fail | error)]
     for row in _rows(_LIMITED_CALLS):
         values = [int(value, 0) for value in row[5].split(",")]
         block = [(load, 0, 0, first_argument + 8 * int(row[3]))]

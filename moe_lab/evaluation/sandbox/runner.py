@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from moe_lab.evaluation.sandbox.encoding import HUGE, decode, encode_result
+from moe_lab.evaluation.sandbox.encoding import HUGE, decode, decode_text, encode_result
 from moe_lab.evaluation.sandbox.isolation import (
     NONE,
     die_with_parent,
@@ -36,20 +36,13 @@ from moe_lab.evaluation.sandbox.isolation import (
     thread_count,
 )
 
-# Modules that a runner imports, so that programs which import them start faster.
+# Modules that a runner imports, so that programs which import them start faster. Others, such as
+# collections, math and re, are imported by these.
 _USUAL_IMPORTS = (
-    "bisect",
-    "collections",
-    "copy",
     "datetime",
-    "functools",
     "heapq",
-    "itertools",
-    "math",
-    "re",
     "statistics",
     "string",
-    "typing",
 )
 _TICK = 0.01
 """Seconds between two reads of what a program has sent. Waking at each result would double the cost
@@ -77,12 +70,33 @@ class Request:
     """CPU limit of the whole program in seconds."""
     memory: int
     """Limit on the address space of each process of the program, in bytes."""
-    output: int
+    output: int = 64 << 20
     """Limit on the encoded results that the program sends, in bytes."""
     parts: int = HUGE
     """Largest number of parts of a value that comes back as a whole, not as a hash."""
     prelude: str = ""
     """Source text that is executed before the program, in the same namespace."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended."""
+
+    status: str
+    """ok (every call returned), failed (an exception), timeout, crash (the program died), or output
+    (the program sent too much, or something that is no value)."""
+    error: str
+    """Exception of a failed program, or the reason of another status; may be ""."""
+    encoded: list[str]
+    """The value that each call returned, encoded as JSON. There are fewer values than inputs unless
+    the status is ok."""
+    seconds: list[float]
+    """CPU seconds of each call."""
+
+    def values(self) -> list[Any]:
+        """The values that the calls returned. Raises ValueError if a text in `encoded` cannot be
+        decoded."""
+        return [decode_text(text) for text in self.encoded]
 
 
 def main(isolation: str, hidden: Path) -> None:
@@ -93,7 +107,9 @@ def main(isolation: str, hidden: Path) -> None:
     enter(isolation, hidden)
     for line in sys.stdin.buffer:
         method, arguments = json.loads(line)
-        outcome = _run(Request(**arguments["request"]), isolation) if method == "run" else None
+        outcome = None
+        if method == "run":
+            outcome = vars(_run(Request(**arguments["request"]), isolation))
         sys.stdout.write(json.dumps({"done": outcome}) + "\n")
         sys.stdout.flush()
 
@@ -101,8 +117,8 @@ def main(isolation: str, hidden: Path) -> None:
 # The parent's side: start, watch, kill.
 
 
-def _run(request: Request, isolation: str) -> dict[str, Any]:
-    """Run one program. Returns the fields of its `client.Outcome` as a dictionary."""
+def _run(request: Request, isolation: str) -> Outcome:
+    """Run one program."""
     read_end, write_end = os.pipe()
     with suppress(OSError, AttributeError):  # _PIPE exceeds the user's limit, or not Linux
         fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, _PIPE)
@@ -199,7 +215,7 @@ class _Watch:
             self.wall_end - now,
         )
 
-    def receive(self, chunk: bytes) -> dict[str, Any] | None:
+    def receive(self, chunk: bytes) -> Outcome | None:
         """Record the bytes `chunk`, which the program has sent; b"" means that the program has
         ended. Returns the reply to the request, or None while the program goes on."""
         if not chunk:
@@ -231,21 +247,16 @@ class _Watch:
             return self.reply("crash", "more results than calls")
         return None
 
-    def reply(self, status: str, error: str = "") -> dict[str, Any]:
-        """The fields of a `client.Outcome`. The first line and its time
-        are omitted, because the line only reports that the program was loaded."""
-        return {
-            "status": status,
-            "error": error,
-            "encoded": self.lines[1:],
-            "seconds": self.times[1:],
-        }
+    def reply(self, status: str, error: str = "") -> Outcome:
+        """The outcome so far. The first line and its time are omitted, because the line only
+        reports that the program was loaded."""
+        return Outcome(status, error, self.lines[1:], self.times[1:])
 
 
 class _ScriptWatch(_Watch):
     """The text that a script has printed so far, and the time that it has used."""
 
-    def receive(self, chunk: bytes) -> dict[str, Any] | None:
+    def receive(self, chunk: bytes) -> Outcome | None:
         """Do as `_Watch.receive`. The script decides by its exit code whether it has failed."""
         self.received_bytes += len(chunk)
         if self.received_bytes > self.request.output:
