@@ -357,13 +357,10 @@ class _Encoder:
                     prompts[index] = Prompt(query.prompt, query.tokens, answer)
                 else:
                     long_prompts.append((length, query.request))
-        refused_prompts = [
-            (length, request)
-            for length, request in long_prompts
-            if not (request.skip_long and prompts)
-        ]
-        if self.max_length is not None and refused_prompts:
-            length, request = max(refused_prompts, key=lambda entry: entry[0] + entry[1].max_tokens)
+        if prompts:
+            long_prompts = [entry for entry in long_prompts if not entry[1].skip_long]
+        if self.max_length is not None and long_prompts:
+            length, request = max(long_prompts, key=lambda entry: entry[0] + entry[1].max_tokens)
             remaining_tokens = self.max_length - length - self.thinking_tokens
             new_tokens = f"max_new_tokens={request.max_tokens - self.thinking_tokens}"
             if self.thinking_tokens:

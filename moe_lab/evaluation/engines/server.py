@@ -159,11 +159,9 @@ class ServedModel(Engine):
         ]
         # OpenAI's interface lacks top_k and min_p: a server without them must refuse them
         settings = generation.sampling.distribution.items()
-        fields = {
-            "temperature": 0,
-            "seed": seed,
-            **{name: value for name, value in settings if value},
-        }
+        fields = {"temperature": 0, **{name: value for name, value in settings if value}}
+        if fields["temperature"]:
+            fields["seed"] = seed
         server = f"the server of {self.name}"
         try:
             completion = client.completions.create(
