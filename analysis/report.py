@@ -145,18 +145,15 @@ def write_report(publisher: Publisher) -> Path:
 
 def _page(publisher: Publisher, items_by_output: ItemsByOutput) -> Page:
     study = publisher.results.study
-    # before the tiles, because a section can add gaps and a tile counts them
-    sections = _sections(publisher, items_by_output)
+    moment = datetime.fromtimestamp(float(study.document["created"]), UTC)
     return Page(
         # the name of several studies that are read as one is "first+second"
         title=names.capitalised(names.enumeration(study.name.replace("_", " ").split("+"))),
-        kicker=_kicker(study),
         lead=what_was_run(study),
-        tiles=_tiles(study),
-        sections=sections,
+        sections=_sections(publisher, items_by_output),
         footer=(
             f"Made by moe_lab {study.document.get('moe_lab', '')} from {study.name} in "
-            f"{study.store.resolve()}."
+            f"{study.store.resolve()}, run on {moment:%-d %B %Y, %H:%M} UTC."
         ),
         figure_format=publisher.figure_format,
     )
@@ -195,27 +192,6 @@ def _sentence_on_empty(items_by_output: ItemsByOutput) -> list[str]:
     return [
         f"This study has nothing for {names.enumeration(names_without_data)} (`python -m analysis "
         "NAME` says what each needs)."
-    ]
-
-
-def _kicker(study: Study) -> str:
-    """The line above the title."""
-    moment = datetime.fromtimestamp(float(study.document["created"]), UTC)
-    return (
-        f"{names.enumeration(dict.fromkeys(study.cells['model']))} · {moment:%-d %B %Y, %H:%M} UTC"
-    )
-
-
-def _tiles(study: Study) -> list[tuple[int, str]]:
-    """Pairs of a number and its label for the tiles at the top of the page."""
-    pruned = study.pruned_cells
-    return [
-        (len(pruned), "pruned models"),
-        (pruned["criterion"].nunique(), "criteria"),
-        (len(set(pruned["calibration"]) - {"none"}), "calibration sets"),
-        (study.results["benchmark"].nunique(), "benchmarks"),
-        (len(study.samples), "graded answers"),
-        (len(study.gaps), "gaps"),
     ]
 
 

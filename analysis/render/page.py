@@ -49,12 +49,8 @@ class Page:
     """Contents of a page from top to bottom; empty chapters are left out."""
 
     title: str
-    kicker: str
-    """Short line above the title."""
     lead: str
     """Introductory paragraph below the title."""
-    tiles: Sequence[tuple[int, str]]
-    """Pairs of a number and its label."""
     sections: Sequence[Section]
     footer: str
     figure_format: str

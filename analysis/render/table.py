@@ -54,8 +54,6 @@ GAP = "–"
 """Text of a missing number."""
 GAP_NOTE = "– marks a result that is missing; it counts as missing, not as zero."
 UNPRUNED = "Unpruned"
-STICKY_COLUMN = "Criterion"
-"""The column that stays visible when a table is scrolled sideways."""
 WRAP_LENGTH = 60
 """The page may wrap texts with more characters than this."""
 
@@ -264,30 +262,18 @@ def _cell(
     value: value in the frame; printed, interval: texts that the cell shows.
 
     The page's script sorts numbers by `data-key`. It filters rows by `data-block`, or by the text
-    of a cell without it. `--v` is the length of a bar in the background.
+    of a cell without it.
     """
     content = f"<b>{escape(printed)}</b>" if is_bold else escape(printed)
     if column not in table.formats:
-        css_class = (
-            " class=key"
-            if column == STICKY_COLUMN
-            else " class=wrap"
-            if len(printed) > WRAP_LENGTH
-            else ""
-        )
+        css_class = " class=wrap" if len(printed) > WRAP_LENGTH else ""
         block = "" if printed == value else f' data-block="{escape(str(value))}"'
         return f"<td{css_class}{block}>{content}</td>"
     if printed == GAP:
         return f'<td class=number data-key="">{GAP}</td>'
     number = float(str(value))  # through str, because a frame has values of any type
-    form = table.formats[column]
-    bar = (
-        f' style="--v:{number:.3f}"'
-        if form == SCORE and column in table.best and 0 <= number <= 1
-        else ""
-    )
     small = f"<small>{interval}</small>" if interval else ""
-    return f'<td class=number data-key="{number:.9g}"{bar}>{content}{small}</td>'
+    return f'<td class=number data-key="{number:.9g}">{content}{small}</td>'
 
 
 def _interval_texts(table: Table) -> pd.DataFrame:

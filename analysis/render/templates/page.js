@@ -31,16 +31,10 @@ for (const table of document.querySelectorAll("table.sortable")) {
   });
 }
 
-// Show and hide the intervals of a table, and filter its rows by the values of columns.
+// Filter the rows of a table by the values of columns.
 for (const figure of document.querySelectorAll("figure.table")) {
   const table = figure.querySelector("table");
   const bar = figure.querySelector(".filters");
-  const box = figure.querySelector("input.intervals");
-  const toggleIntervals = () => figure.classList.toggle("with-intervals", box.checked);
-  if (box) {
-    box.addEventListener("change", toggleIntervals);
-    toggleIntervals();
-  }
   const filters = figure.dataset.filter ? figure.dataset.filter.split("|") : [];
   const rows = [...table.tBodies[0].rows];
   // a row of the unpruned model has the value of its block, which differs from the printed one
@@ -73,10 +67,3 @@ for (const figure of document.querySelectorAll("figure.table")) {
   }
   apply();
 }
-
-// Switch between light and dark; at first, the page follows the system.
-document.getElementById("theme").addEventListener("click", () => {
-  const root = document.documentElement;
-  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  root.dataset.theme = dark ? "light" : "dark";
-});
