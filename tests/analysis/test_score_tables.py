@@ -37,7 +37,7 @@ from analysis.outputs.scores import benchmark_figure, drawn_methods
 from analysis.published.numbers import counterparts
 from analysis.published.tables import published_key
 from analysis.registry import Results, find
-from analysis.render import page, style
+from analysis.render import style
 from analysis.render import table as rendering
 from analysis.render.table import Table
 from analysis.stats import uncertainty
@@ -594,15 +594,6 @@ def test_html_has_keys_for_sorting_and_intervals(table: Table) -> None:
     assert 'data-key="0.9"' in text
     assert 'data-key=""' in text
     assert "<small>0.40 to 0.60</small>" in text
-
-
-@pytest.mark.parametrize(("width", "is_checked"), [(14, True), (15, False)])
-def test_the_page_first_shows_intervals_of_narrow_tables(width: int, is_checked: bool) -> None:
-    frame = pd.DataFrame(0.5, index=[0], columns=[f"B{number}" for number in range(width)])
-    table = Table("t", "", "", frame, dict.fromkeys(frame, "{:.3f}"), low=frame, high=frame)
-    section = page.Section("t", outputs=[table])
-    text = page.html(page.Page("", "", "", (), [section], "", "svg"))
-    assert ('class="intervals" checked' in text) == is_checked
 
 
 def test_html_escapes_names(table: Table) -> None:

@@ -391,13 +391,14 @@ def grading(tmp_path: Path) -> Iterator[psutil.Popen]:
 
 
 def test_graders_import_no_torch(grading: psutil.Popen) -> None:
-    read = 0
+    maps: list[str] = []
     for child in grading.children(recursive=True):
         # it has ended meanwhile, or is in the sandbox
         with suppress(FileNotFoundError, PermissionError, ProcessLookupError):
-            assert "libtorch" not in Path(f"/proc/{child.pid}/maps").read_text()
-            read += 1
-    assert read
+            maps.append(Path(f"/proc/{child.pid}/maps").read_text())
+    if not maps:
+        pytest.skip("only root reads the memory maps of isolated processes")
+    assert not any("libtorch" in text for text in maps)
 
 
 def test_killed_grader_leaves_no_processes_and_files(grading: psutil.Popen, tmp_path: Path) -> None:

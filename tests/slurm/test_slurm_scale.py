@@ -157,7 +157,9 @@ def test_arrays_depend_on_the_arrays_of_their_inputs(submission: Submission) -> 
     condition, ids = submission.dependency("plan")
     assert condition == "afterok"
     assert submission.ids["scores"] in ids
-    assert submission.dependency("evaluate")[1] == submission.ids_of("plan", "model", "cost")
+    assert submission.dependency("evaluate")[1] == submission.ids_of(
+        "plan", "model", "cost", "items"
+    )
 
 
 def test_the_record_waits_for_all_jobs_whether_they_fail_or_not(submission: Submission) -> None:

@@ -44,6 +44,7 @@ COMMANDS = {
 """Page -> program and arguments of each of its commands that read results, models or data."""
 EXAMPLES = {
     "/shared/me/store": "store",
+    "data_root=/data": "data_root=data",
     "store=copy": "store=store",
     "model=NAME": "model=pocket_olmoe",
     "NAME": "study",
@@ -94,6 +95,7 @@ def test_shared_steps_ran_once(finished: Path) -> None:
     kinds = Counter(name.split("/")[0] for name in executed_steps(finished))
     assert kinds == {
         "model": 1,
+        "items": 1,
         "statistics": 2,
         "scores": 4,
         "plan": 8,
@@ -174,7 +176,7 @@ def test_inline_gives_the_same_results(finished: Path, tmp_path: Path) -> None:
     settings = ["criterion=man", "ratio=0.5", "calibration=pocket_code", "launcher=inline"]
     result = run_on_boolq(store, *settings)
     assert result.returncode == 0, result.stderr
-    assert len(list(store.glob("*/*/step.json"))) == 9
+    assert len(list(store.glob("*/*/step.json"))) == 10
     assert results(store).items() <= results(finished).items()
 
 
