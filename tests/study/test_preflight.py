@@ -311,7 +311,7 @@ INVALID = {
 
 
 COMBINED = [
-    "allocation.name=reconstruction",
+    "ratio=0.99",
     "allocation.parameters={lim: 3}",
     "recovery=nf4",
     "verify=true",
