@@ -20,7 +20,6 @@ from moe_lab.evaluation.engines import (
     Engine,
     GeneratedText,
     GenerationSettings,
-    Likelihood,
     Prompt,
     Row,
     appended_tokens,
@@ -31,13 +30,13 @@ from moe_lab.evaluation.items import (
     Answer,
     Document,
     Item,
+    Likelihood,
     Messages,
     Pair,
     Reply,
     Request,
     Text,
     ThoughtMarks,
-    Window,
     answer_after_thought,
     may_think,
     special_marks,
@@ -381,17 +380,12 @@ class _Encoder:
         """The reply to the request of `query`. `text`: the generated text; None for a request other
         than a `Text`, and for a prompt that was too long."""
         if not isinstance(query.request, Text):
-            windows = []
-            for row in query.rows:
-                nats, is_likeliest, *distances = likelihoods[row]
-                window = Window(nats, len(row.tokens) - row.start, is_likeliest, *distances)
-                windows.append(window)
-            return Reply(windows=tuple(windows), tokens=len(query.tokens))
+            windows = tuple(likelihoods[row] for row in query.rows)
+            return Reply(windows=windows, tokens=len(query.tokens))
         loss = None
         if query.rows:
-            log_likelihood, *_ = likelihoods[query.rows[0]]
             # bits per byte
-            loss = -log_likelihood / math.log(2) / query.reference_bytes
+            loss = -likelihoods[query.rows[0]].nats / math.log(2) / query.reference_bytes
         if text is None:
             return Reply(ended="too_long", loss=loss)
         thought_and_answer = self._cut_at_stop_text(text.text, query.request.stop, query.prompt)
@@ -483,9 +477,8 @@ def _generate_batch(
         texts = engine.generate(batch, generation)
         for text in texts:
             if text.likelihood:
-                nats, *_ = text.likelihood
-                check_finite(nats, "log-likelihood")
-        return [[text.text, text.ended, text.likelihood] for text in texts]
+                check_finite(text.likelihood.nats, "log-likelihood")
+        return [asdict(text) for text in texts]
 
     prompt_keys = [
         [prompt.tokens, prompt.answer and [prompt.answer.start, prompt.answer.tokens], prompt.seed]
@@ -498,11 +491,11 @@ def _generate_batch(
         asdict(generation.sampling),
     ]
     results = cache.result([*settings, prompt_keys], compute)
-    # JSON in the cache has lists in place of pairs
-    return [
-        GeneratedText(text, ended, likelihood and tuple(likelihood))
-        for text, ended, likelihood in results
-    ]
+    texts = []
+    for fields in results:
+        likelihood = fields["likelihood"] and Likelihood(**fields["likelihood"])
+        texts.append(GeneratedText(**{**fields, "likelihood": likelihood}))
+    return texts
 
 
 def _score(
@@ -514,17 +507,17 @@ def _score(
         progress.update(len(likelihoods), len(rows), "requests")
         key = ["likelihoods", batch_size, [[row.start, *row.tokens] for row in batch]]
         results = cache.result(key, partial(_finite_scores, engine, batch, batch_size))
-        # JSON in the cache has lists in place of pairs
-        likelihoods |= zip(batch, map(tuple, results), strict=True)
+        for row, fields in zip(batch, results, strict=True):
+            likelihoods[row] = Likelihood(**fields)
     return likelihoods
 
 
 def _finite_scores(engine: Engine, rows: Sequence[Row], batch_size: int) -> list[Any]:
-    """The engine's likelihood of each row."""
+    """The engine's likelihood of each row, as JSON."""
     likelihoods = engine.score(rows, batch_size)
-    for nats, _, *distances in likelihoods:
-        check_finite(sum(distances, nats), "log-likelihood")
-    return likelihoods
+    for likelihood in likelihoods:
+        check_finite(likelihood.nats + likelihood.divergence, "log-likelihood")
+    return [asdict(likelihood) for likelihood in likelihoods]
 
 
 def _sorted_by_question(rows: Iterable[Row]) -> list[Row]:

@@ -79,7 +79,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Window:
+class Likelihood:
     """The likelihood of a part of a text."""
 
     nats: float
@@ -90,7 +90,7 @@ class Window:
     """Whether each predicted token was the likeliest."""
     divergence: float = 0.0
     """Summed KL divergence of the model's distributions from those of the unpruned model."""
-    disagreements: float = 0.0
+    disagreements: int = 0
     """Number of predicted tokens at which the likeliest token of the unpruned model is not the
     likeliest of the model."""
 
@@ -109,7 +109,7 @@ class Reply:
     was requested. A server does not distinguish end from stop."""
     loss: float | None = None
     """Loss on the reference, in bits per byte."""
-    windows: tuple[Window, ...] = ()
+    windows: tuple[Likelihood, ...] = ()
     """Likelihood of a Pair's continuation, or of each window of a Document."""
     tokens: int = 0
     """Number of tokens of a Document."""
@@ -210,7 +210,7 @@ def read_answers(content: bytes) -> list[Answer]:
         row = json.loads(line)
         replies = []
         for reply in row["replies"]:
-            windows = tuple(Window(**window) for window in reply["windows"])
+            windows = tuple(Likelihood(**window) for window in reply["windows"])
             replies.append(Reply(**{**reply, "windows": windows}))
         answers.append(Answer(**{**row, "replies": tuple(replies)}))
     return answers

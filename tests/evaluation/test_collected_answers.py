@@ -44,7 +44,6 @@ from moe_lab.evaluation.engines import (
     Engine,
     GeneratedText,
     GenerationSettings,
-    Likelihood,
     Prompt,
     Row,
     error_summary,
@@ -55,6 +54,7 @@ from moe_lab.evaluation.engines.server import ServedModel
 from moe_lab.evaluation.items import (
     Document,
     Item,
+    Likelihood,
     Pair,
     Reply,
     Text,
@@ -94,9 +94,12 @@ class Sums(Engine):
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
         self._count(tuple(rows))
         value = -len(rows) / 3 if self.value is None else self.value
-        return [
-            (value - sum(row.tokens[row.start :]), len(row.tokens) > 3, 0.5, 1.0) for row in rows
-        ]
+        likelihoods = []
+        for row in rows:
+            scored = row.tokens[row.start :]
+            is_likeliest = len(row.tokens) > 3
+            likelihoods.append(Likelihood(value - sum(scored), len(scored), is_likeliest, 0.5, 1))
+        return likelihoods
 
     def _count(self, batch: tuple[Any, ...]) -> None:
         if not self.left:

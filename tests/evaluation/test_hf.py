@@ -17,9 +17,10 @@ from transformers import GenerationConfig
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy
-from moe_lab.evaluation.engines import GenerationSettings, Likelihood, Prompt, Row, hf
+from moe_lab.evaluation.engines import GenerationSettings, Prompt, Row, hf
 from moe_lab.evaluation.engines.hf import Batch, LoadedModel, NewTokens, generate_tokens
 from moe_lab.evaluation.engines.likelihoods import log_likelihoods
+from moe_lab.evaluation.items import Likelihood
 
 NEW = 20
 
@@ -148,8 +149,8 @@ def test_loop_writes_what_transformers_does_whatever_answers_are_read(
     assert [text.likelihood is not None for text in texts] == [bool(row and read) for row in rows]
     for text, row in zip(texts, rows, strict=True):
         if text.likelihood:
-            ((total, likeliest),) = log_likelihoods(loop.model, [row], 1)
-            assert text.likelihood == (pytest.approx(total, rel=1e-5), likeliest)
+            (alone,) = log_likelihoods(loop.model, [row], 1)
+            assert text.likelihood == replace(alone, nats=pytest.approx(alone.nats, rel=1e-5))
 
 
 @pytest.mark.slow
@@ -207,14 +208,14 @@ def test_answers_to_a_question_have_likelihoods_as_alone(name: str) -> None:
     rows += [[30, 31]]
     starts = [len(QUESTION)] * 6 + [1] * 7
     together = score(model, rows, starts, 3)
-    for row, start, (value, likeliest) in zip(rows, starts, together, strict=True):
-        [(alone, of_alone)] = score(model, [row], [start], 1)
+    for row, start, likelihood in zip(rows, starts, together, strict=True):
+        [alone] = score(model, [row], [start], 1)
         ids = torch.tensor([row])
         with torch.no_grad():
             logits = model(ids).logits[0, start - 1 : -1].double()
         expected = logits.log_softmax(-1).gather(1, ids[0, start:, None]).sum()
-        assert value == pytest.approx(float(expected), abs=1e-4)
-        assert (alone, of_alone) == (pytest.approx(value, abs=1e-4), likeliest)
+        assert likelihood.nats == pytest.approx(float(expected), abs=1e-4)
+        assert alone == replace(likelihood, nats=pytest.approx(likelihood.nats, abs=1e-4))
 
 
 @pytest.mark.slow
@@ -240,7 +241,7 @@ def test_family_without_shared_prefixes_reads_answers_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = [[*QUESTION, *answer] for answer in ANSWERS]
-    expected = [score(tiny.build("olmoe"), [row], [8], 1)[0][0] for row in rows]
+    expected = [score(tiny.build("olmoe"), [row], [8], 1)[0].nats for row in rows]
     second = tiny.build("olmoe")
     forward = second.forward
 
@@ -250,7 +251,7 @@ def test_family_without_shared_prefixes_reads_answers_alone(
         return forward(*arguments, **named)
 
     monkeypatch.setattr(second, "forward", causal)
-    values = [value for value, _ in score(second, rows, [8] * 6, 64)]
+    values = [likelihood.nats for likelihood in score(second, rows, [8] * 6, 64)]
     assert values == pytest.approx(expected, abs=1e-5)
 
 

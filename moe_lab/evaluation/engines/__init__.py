@@ -23,6 +23,7 @@ from typing import Any
 from moe_lab.config import GREEDY, BackendConfig, BenchmarkConfig, ModelConfig, Sampling
 from moe_lab.errors import UserError, mask, user_errors
 from moe_lab.evaluation.harness import harness_of
+from moe_lab.evaluation.items import Likelihood
 from moe_lab.machine import check_has, interpreter
 from moe_lab.models.checkpoint import read_json_if_there
 from moe_lab.models.config_json import check_trained_top_k, config_of, eos_tokens
@@ -44,10 +45,6 @@ _ERROR = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?([A-Za-z_][\w.]*(?:Erro
 a line of code."""
 CAUSE_MARK = "root cause"
 """Part of vLLM's messages of errors that another error caused."""
-
-Likelihood = tuple[float, bool, *tuple[float, ...]]
-"""The summed log-likelihood of tokens in nats, and whether each token was the likeliest. If a model
-is compared with the unpruned model, `Window.divergence` and `Window.disagreements` follow."""
 
 
 @dataclass(frozen=True)

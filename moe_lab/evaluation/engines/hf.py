@@ -22,7 +22,6 @@ from moe_lab.evaluation.engines import (
     Engine,
     GeneratedText,
     GenerationSettings,
-    Likelihood,
     Prompt,
     Row,
     check_finite,
@@ -36,6 +35,7 @@ from moe_lab.evaluation.engines.likelihoods import (
     likelihoods,
     log_likelihoods,
 )
+from moe_lab.evaluation.items import Likelihood
 from moe_lab.models.config_json import eos_tokens
 from moe_lab.models.load import max_logit_tokens
 from moe_lab.models.transformers_private import next_inputs

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from moe_lab import progress
-from moe_lab.evaluation.engines import Likelihood, Row
+from moe_lab.evaluation.engines import Row
+from moe_lab.evaluation.items import Likelihood
 from moe_lab.models.experts import to_device
 from moe_lab.models.load import max_logit_tokens
 from moe_lab.models.transformers_private import attention_implementation
@@ -32,8 +33,9 @@ LOGITS = 1 << 26
 """Most logits that are normalised at once: 256 MB in fp32."""
 
 
-Compare = Callable[[Row, torch.Tensor], tuple[float, ...]]
-"""Function of a row and of the logits (N, V) that predict its N scored tokens."""
+Compare = Callable[[Row, torch.Tensor], tuple[float, int]]
+"""Function of a row and of the logits (N, V) that predict its N scored tokens. It returns
+`Likelihood.divergence` and `Likelihood.disagreements`."""
 
 
 @dataclass
@@ -54,8 +56,7 @@ class _Question:
 def log_likelihoods(
     model: Any, rows: Sequence[Row], batch_size: int, compare: Compare | None = None
 ) -> list[Likelihood]:
-    """(log-likelihood in nats, whether all scored tokens are the likeliest, *result of `compare`)
-    for each row. `batch_size`: most questions in a forward pass."""
+    """The likelihood of each row. `batch_size`: most questions in a forward pass."""
     questions = _questions(rows, can_share=bool(rows) and _can_share(model))
     most_tokens = min(
         batch_size * max((len(row.tokens) for row in rows), default=0), max_logit_tokens(model)
@@ -77,10 +78,13 @@ def log_likelihoods(
                 end += len(answer)
                 for row in answer_rows:
                     scored[row] = Prediction(positions, row.tokens[row.start :])
-        pairs = likelihoods(logits, [*scored.values()])
-        for (row, prediction), (nats, likeliest) in zip(scored.items(), pairs, strict=True):
-            distances = compare(row, logits[list(prediction.positions)]) if compare else ()
-            results[row] = (nats, likeliest, *distances)
+        results |= zip(scored, likelihoods(logits, [*scored.values()]), strict=True)
+        if compare:
+            for row, prediction in scored.items():
+                divergence, disagreements = compare(row, logits[list(prediction.positions)])
+                results[row] = replace(
+                    results[row], divergence=divergence, disagreements=disagreements
+                )
         progress.add(sum(len(rows) for question in batch for rows in question.answers.values()))
     return [results[row] for row in rows]
 
@@ -178,11 +182,8 @@ class Prediction(NamedTuple):
     """The token ids that these rows predict."""
 
 
-def likelihoods(
-    logits: torch.Tensor, predictions: Sequence[Prediction]
-) -> list[tuple[float, bool]]:
-    """(log-likelihood in nats, whether all targets are the likeliest tokens) of each prediction by
-    `logits` (R, V). The device waits once."""
+def likelihoods(logits: torch.Tensor, predictions: Sequence[Prediction]) -> list[Likelihood]:
+    """The likelihood of each prediction by `logits` (R, V). The device waits once."""
     positions = [position for prediction in predictions for position in prediction.positions]
     targets = [target for prediction in predictions for target in prediction.targets]
     pairs = to_device(torch.tensor([positions, targets]), logits.device)
@@ -193,7 +194,7 @@ def likelihoods(
         results.append(torch.stack([nats, (scores.argmax(-1) == ids).float()]))
     lengths = [len(prediction.targets) for prediction in predictions]
     return [
-        (float(nats.sum()), bool(right.all()))
+        Likelihood(float(nats.sum()), len(nats), bool(right.all()))
         for nats, right in torch.cat(results, 1).cpu().double().split(lengths, 1)
     ]
 

@@ -20,7 +20,6 @@ from moe_lab.evaluation.engines import (
     Engine,
     GeneratedText,
     GenerationSettings,
-    Likelihood,
     Prompt,
     Row,
     check_finite,
@@ -29,6 +28,7 @@ from moe_lab.evaluation.engines import (
     generated_text,
     sampling_defaults,
 )
+from moe_lab.evaluation.items import Likelihood
 from moe_lab.json_files import read_json
 from moe_lab.machine import interpreter, visible_gpus
 from moe_lab.models.config_json import tensor_parallel_sizes
@@ -181,8 +181,11 @@ class VllmModel(Engine):
             rows=[row.tokens for row in rows],
             starts=[row.start for row in rows],
         )
+        results: list[Likelihood] = []
         # sorted by the index of the row
-        return [(likelihood, is_likeliest) for _, likelihood, is_likeliest in sorted(replies)]
+        for row, (_, nats, is_likeliest) in zip(rows, sorted(replies), strict=True):
+            results.append(Likelihood(nats, len(row.tokens) - row.start, is_likeliest))
+        return results
 
 
 class OpenEngine:
