@@ -218,8 +218,7 @@ MAP = (
     "Rows are benchmarks or groups of them, columns are calibration sets. Each cell names the "
     "criterion that leads. It is hatched unless its lead over every other criterion is significant "
     "over seeds and items, at the 5 % level, with Holm's correction over the cells of a map; with "
-    "one seed nothing is tested. The map by the loss on right answers (lower is better) sees "
-    "smaller differences, because a loss is finer than right or wrong."
+    "one seed nothing is tested."
 )
 CHAPTERS = (
     Section("ranking", "Ranking", "Ranking by average", [RANKING]),

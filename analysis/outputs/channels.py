@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pandas as pd
-from matplotlib.artist import Artist
 
 from analysis import names
 from analysis.load import settings
@@ -207,32 +206,6 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     return Figure(
         name, f"Accuracy and FLOPs against the ratio: {comparison.model}", caption, drawing
     )
-
-
-@output("loss_by_ratio", chapter="channels", needs="a loss or perplexity at three ratios")
-@per_model()
-def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """The model's loss or perplexity against the ratio.
-
-    A panel per benchmark in which lower is better."""
-    benchmarks = comparison.loss_benchmarks
-    if not benchmarks or ratio_lines(cells_without_recovery(comparison)).empty:
-        return None
-    frames = []
-    for benchmark in benchmarks:
-        title = f"{names.benchmark(benchmark)}: {comparison.quantity((benchmark,)).name}"
-        frames.append(score_lines(comparison, (benchmark,), title))
-    entries = criterion_entries(frames[0])
-    drawing = marks.lines(pd.concat(frames), entries, REMOVED, marks.Axis())
-    references: list[Artist] = []  # equal for all panels
-    for axes, benchmark in zip(drawing.axes, benchmarks, strict=True):
-        references = [draw_unpruned(axes, comparison, (benchmark,))]
-        references += draw_chance(axes, comparison, (benchmark,))
-    style.legend(drawing, [*entries.values(), *references], max_columns=2)
-    caption = (
-        "Bars: 95 % intervals over seeds and texts. Dashed: the unpruned model. Lower is better."
-    )
-    return Figure(name, f"Losses against the ratio: {comparison.model}", caption, drawing)
 
 
 PUBLISHED_BLOCKS = "coverage aligned 128"

@@ -1,15 +1,9 @@
-"""Winner maps by scores and by losses on right answers.
-
-An item's loss is in bits per byte of its right answer; lower is better. The losses of two plans
-differ on every item, whereas their outcomes (right or wrong) differ only on items that one plan
-solves and the other does not.
-"""
+"""Winner maps: the leading criterion by task and calibration set."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -19,14 +13,14 @@ from matplotlib.patches import Patch
 from analysis import names
 from analysis.load.reader import records
 from analysis.load.study import Study
-from analysis.outputs.captions import LOSSES, score_setup
+from analysis.outputs.captions import score_setup
 from analysis.outputs.score_rows import sort_cells
 from analysis.registry import Item, Results, output
 from analysis.render import marks, style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Columns, Table, frame_and_formats
 from analysis.stats.uncertainty import LEVEL
-from analysis.stats.winners import CAPTION, SETTINGS, label
+from analysis.stats.winners import SETTINGS, label
 
 
 def _map_and_table(results: Results, wins: pd.DataFrame, name: str, title: str) -> list[Item]:
@@ -50,15 +44,6 @@ def all_winners(results: Results, name: str) -> list[Item]:
     return _map_and_table(
         results, results.winners, name, "Leading criterion by task and calibration set"
     )
-
-
-@output("winners.loss", chapter="winners", filters="*Model|Pruned|Calibration", needs=LOSSES)
-def winners_by_loss(results: Results, name: str) -> list[Item]:
-    """The winner map by the loss on right answers, where lower is better."""
-    loss_results = results.by_answer_loss
-    title = "Criterion with the lowest loss on correct answers, by task and calibration set"
-    items = _map_and_table(loss_results, loss_results.winners, name, title)
-    return [replace(item, caption=f"{CAPTION} {item.caption}") for item in items]
 
 
 @output("unified.fig2", needs="some of its five criteria, and several benchmarks or groups of them")

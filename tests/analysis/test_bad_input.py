@@ -23,7 +23,6 @@ Change = Callable[[dict[str, Any], Path], None]
 TABLES = (
     "winners",
     "ranks",
-    "ranks.cd",
     "unified.table1",
     "unified.table5",
     "pareto",

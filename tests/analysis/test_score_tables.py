@@ -25,7 +25,6 @@ from analysis import names
 from analysis.load.study import load
 from analysis.outputs import (
     calibration,
-    channels,
     recovery,
     score_rows,
     search,
@@ -43,7 +42,6 @@ from analysis.render.table import Table
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import CODE_BENCHMARKS, MEAN, column_targets
 from analysis.stats.comparison import Comparison
-from analysis.stats.quantity import Quantity
 
 AXES = [
     UNPRUNED,
@@ -256,23 +254,10 @@ def test_the_front_is_what_nothing_beats() -> None:
         assert pareto_front(costs, scores).tolist() == naive_front(costs, scores)
 
 
-def test_perplexity_is_drawn_against_the_ratio() -> None:
-    axes = [UNPRUNED, *(cell("heapr", "global", ratio=ratio) for ratio in (0.2, 0.6, 0.4))]
-    comparison = comparison_of(
-        axes, {"wikitext": np.log([[10, 10], [16, 25], [9, 9], [9, 16]]).tolist()}
-    )
-    study = study_of(comparison)
-    perplexities = np.array([10, 20, 9, 12])
-    for scale, values in (("perplexity", perplexities), ("loss", np.log(perplexities))):
-        measured = replace(comparison, quantities={"wikitext": Quantity(scale, "nats per token")})
-        [figure] = channels.loss_figure(results_of(study, [measured]), "loss_by_ratio")
-        [panel] = figure.drawing.axes
-        [points] = [line for line in panel.lines if len(line.get_xdata()) == 3]
-        assert np.asarray(points.get_ydata()) == pytest.approx(values[[1, 3, 2]])
-        assert scale in panel.get_title()
-        assert np.asarray(panel.lines[-1].get_ydata()) == pytest.approx(values[[0, 0]])
-    assert channels.loss_figure(results_of(study, [comparison]), "loss_by_ratio") == []
-    assert score_rows.ratio_lines(cells_of(axes[:3]).iloc[1:]).empty, "two ratios are no line"
+def test_two_ratios_are_no_line() -> None:
+    plans = [cell("heapr", "global", ratio=ratio) for ratio in (0.2, 0.6, 0.4)]
+    assert score_rows.ratio_lines(cells_of(plans))["ratio"].tolist() == [0.2, 0.4, 0.6]
+    assert score_rows.ratio_lines(cells_of(plans[:2])).empty
 
 
 @pytest.fixture(scope="module")
