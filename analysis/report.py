@@ -233,7 +233,7 @@ CHAPTERS = (
     Section("benchmarks", "Benchmarks", "All benchmarks"),
     Section("overlap", "Overlap", "Overlap of pruned experts across calibration sets"),
     Section("coverage", "Coverage", "Tokens per expert in calibration"),
-    Section("inside", "Internals", "Hidden states and routing of pruned models"),
+    Section("inside", "Internals", "Hidden states of pruned models"),
     Section("attribution", "Attribution", "Attributions by layer and channel"),
     Section("criteria", "Criteria", "Criteria: definitions, inputs and cost"),
     Section("memory", "Memory", "Architectures and loading memory"),

@@ -262,29 +262,13 @@ SCORES = ("layer", "expert", "score")
 """scores.parquet of a criterion; experts with lower scores are removed first."""
 FAMILY = ("layer", "expert", "b", "alpha", "beta", "score")
 """family.parquet: one row for each score S(b, alpha, beta) of an expert."""
-PROFILES = (
-    "layer",
-    "variance",
-    "router_entropy",
-    "gate_entropy",
-    "load_entropy",
-    "experts",
-    "output_loss",
-)
+PROFILES = ("layer", "variance", "output_loss")
 """profile.parquet, one row per layer:
 variance         variance over tokens of the residual stream after the layer, mean over coordinates
-router_entropy   entropy of the softmax of the router's logits over the experts that the router
-                 chooses from, mean over tokens
-gate_entropy     entropy of gate / (sum of gates) over the chosen experts, mean over tokens
-load_entropy     entropy of the shares of tokens that are routed to each expert
-experts          number of experts that the router chooses from; 0 without a router
 output_loss      loss of pruning this layer alone: mean over tokens of
                  ||m - m'||^2 / (||y||^2 + eps), where m is the routed output, m' the routed output
                  of the pruned layer on the same input, and y the residual stream after the unpruned
-                 layer
-
-Entropies are in nats. Entropies and losses are NaN in layers without a router; losses are also NaN
-without a plan."""
+                 layer; NaN in layers without a router, and without a plan"""
 TIMINGS = (
     "batch_size",
     "prompt_length",

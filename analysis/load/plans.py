@@ -140,8 +140,7 @@ def _channel_count(mask: str) -> int:
 
 
 def profiles(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Profiles of hidden states and routing, one row per cell and layer. Columns: cell and
-    PROFILES."""
+    """Profiles of hidden states, one row per cell and layer. Columns: cell and PROFILES."""
     return _read_tables(cells["profile_folder"].dropna(), "profile.parquet", PROFILES, reader)
 
 

@@ -55,7 +55,7 @@ def variance_figure(results: Results, comparison: Comparison, name: str) -> Figu
 
 
 def profile_table(results: Results, name: str) -> Table | None:
-    """A row per layer of each cell that has a profile: token variance and routing entropies."""
+    """A row per layer of each cell that has a profile."""
     study = results.study
     frames = []
     for comparison in results.pruned:
@@ -78,23 +78,13 @@ def profile_table(results: Results, name: str) -> Table | None:
         "Layer": "layer",
         "Token variance": ("variance", "{:.3f}"),
         "Of the unpruned": ("unpruned_share", "{:.0%}"),
-        "Router entropy": ("router_entropy", "{:.3f}"),
-        "Gate entropy": ("gate_entropy", "{:.3f}"),
-        "Load entropy": ("load_entropy", "{:.3f}"),
-        "Experts": ("experts", "{:.0f}"),
     }
-    # a layer without experts has a gap in the column Experts, not 0
-    rows = rows.assign(
-        layer=rows["layer"].astype(str), experts=rows["experts"].where(rows["experts"] > 0)
-    )
+    rows = rows.assign(layer=rows["layer"].astype(str))
     return Table(
         name=name,
-        title="Layer by layer: hidden states and routing",
+        title="Variance of hidden states between tokens",
         caption="Token variance: of the residual stream after the layer over the tokens of a text, "
-        "the mean over its coordinates. Entropies in nats, means over tokens: of the router's "
-        "softmax over the experts it chooses from, and of the gates of the chosen ones; load: of "
-        "the distribution of tokens over experts. Layers without experts have none. Based on "
-        f"{run_setup(study)}",
+        f"the mean over its coordinates. Based on {run_setup(study)}",
         **frame_and_formats(rows, columns),
         blocks=("Model", "Pruned", "Calibration", "Criterion"),
         optional=tuple(columns),

@@ -265,8 +265,8 @@ class Config(Group):
     """Also compute every S(b, alpha, beta) and the exact damage on each calibration set, for the
     overlap figures."""
     profile: bool = False
-    """Also measure hidden states and routing of each pruned model layer by layer, and how much
-    pruning each layer alone changes its output, on flops_text."""
+    """Also measure hidden states of each pruned model layer by layer, and how much pruning each
+    layer alone changes its output, on flops_text."""
     timing: bool = False
     """Also measure the speed of each model in reading prompts and generating, and its memory, with
     prompts from flops_text."""

@@ -1,5 +1,4 @@
-"""Statistics of a forward pass by layer: variance of hidden states, entropies of routing, loss of
-routed outputs."""
+"""Statistics of a forward pass by layer: variance of hidden states, and loss of routed outputs."""
 
 from __future__ import annotations
 
@@ -27,20 +26,18 @@ def profile(
     """The rows of `results.PROFILES`, one for each decoder layer of `model`. The model is masked by
     `plan`. If `plan` is None, the column `output_loss` is NaN. UserError when the plan does not
     fit, or when hidden states are not finite."""
-    routed = {layer.index: layer for layer in routed_layers(model)}
     # each layer has the same `stack`, the path of the list of decoder layers
-    decoder_layers = list(model.get_submodule(next(iter(routed.values())).stack).children())
-    observers = [_Sums(index, routed.get(index)) for index in range(len(decoder_layers))]
+    decoder_layers = list(model.get_submodule(routed_layers(model)[0].stack).children())
+    observers = [_Sums(index) for index in range(len(decoder_layers))]
     with mask(model, plan) if plan is not None else nullcontext(), ExitStack() as hooks:
         for observer, module in zip(observers, decoder_layers, strict=True):
             hooks.callback(module.register_forward_hook(observer.after_layer).remove)
-            if observer.moe is not None:
-                hooks.callback(
-                    observer.moe.router.register_forward_hook(observer.after_router).remove
-                )
         _run(model, batches, observers)
     losses = output_losses(model, plan, batches) if plan is not None else {}
-    return [(*observer.row(), losses.get(observer.index, float("nan"))) for observer in observers]
+    return [
+        (observer.index, observer.variance(), losses.get(observer.index, float("nan")))
+        for observer in observers
+    ]
 
 
 def output_losses(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch]) -> dict[int, float]:
@@ -114,21 +111,15 @@ class _Loss:
 
 class _Sums:
     """Sums over the valid tokens of one decoder layer, in fp64. `states` (H,): the hidden states
-    after the layer. `squares` (H,): the squares of these states. `router_entropy`: the entropy of
-    the softmax of the router's logits. `gate_entropy`: the entropy of a token's K gates after
-    division by their sum. `load` (E,): the number of tokens routed to each expert."""
+    after the layer. `squares` (H,): the squares of these states."""
 
     valid: torch.Tensor
     states: Any = 0
     squares: Any = 0
-    load: Any = 0
-    router_entropy = gate_entropy = 0.0
-    tokens = n_experts = 0
+    tokens = 0
 
-    def __init__(self, index: int, moe: MoELayer | None) -> None:
-        """`moe`: MoE layer of the decoder layer; None without routed experts."""
+    def __init__(self, index: int) -> None:
         self.index = index
-        self.moe = moe
 
     def after_layer(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Add the hidden states and their squares."""
@@ -138,47 +129,10 @@ class _Sums:
         self.squares = self.squares + states.square().sum(0).cpu()
         self.tokens += len(states)
 
-    def after_router(
-        self, module: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]
-    ) -> None:
-        """Add the entropies and the load. `output`: (logits (T, E'), gates (T, K), ids of the
-        chosen experts (T, K)). A mask makes E', the number of experts to choose from, smaller than
-        E."""
-        assert self.moe is not None
-        logits, gates, chosen = (part.detach().flatten(0, -2) for part in output)
-        logits = logits.double()
-        gates = gates.double()
-        valid = self.valid.to(logits.device)
-        chosen = chosen[valid].flatten()
-        self.load = self.load + torch.bincount(chosen, minlength=self.moe.n_experts).cpu()
-        self.router_entropy += _total_entropy(logits[valid].softmax(-1))
-        self.gate_entropy += _total_entropy(_normalized_rows(gates[valid]))
-        self.n_experts = logits.shape[-1]  # E'
-
-    def row(self) -> tuple[Any, ...]:
-        """The row of the layer in `results.PROFILES`, without the last column, output_loss.
-        UserError if a hidden state is not finite."""
-        # mean over coordinates of the variance over tokens, mean(x^2) - mean(x)^2
+    def variance(self) -> float:
+        """Mean over coordinates of the variance over tokens, mean(x^2) - mean(x)^2. UserError if a
+        hidden state is not finite."""
         variance = float((self.squares / self.tokens - (self.states / self.tokens).square()).mean())
         if not math.isfinite(variance):
             raise UserError(f"NaN or Inf in layer {self.index}: its hidden states are not finite")
-        if self.moe is None:
-            return (self.index, variance, *(float("nan"),) * 3, 0)  # 3 entropies, 0 experts
-        load_entropy = _total_entropy(_normalized_rows(self.load.double()[None]))
-        return (
-            self.index,
-            variance,
-            self.router_entropy / self.tokens,
-            self.gate_entropy / self.tokens,
-            load_entropy,
-            self.n_experts,
-        )
-
-
-def _normalized_rows(values: torch.Tensor) -> torch.Tensor:
-    return values / values.sum(-1, keepdim=True)
-
-
-def _total_entropy(distributions: torch.Tensor) -> float:
-    """The sum of the entropies of all rows, in nats."""
-    return float(torch.special.entr(distributions).sum())
+        return variance

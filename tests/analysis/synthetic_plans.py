@@ -172,33 +172,13 @@ def cost(axes: dict[str, Any]) -> dict[str, Any]:
 
 
 def profile(axes: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of profile.parquet; the first layer has no router."""
+    """Rows of profile.parquet; the first layer has no router, so no loss."""
     random = rng("profile", axes["criterion"], axes["calibration"], axes["ratio"])
-    n_retained = EXPERTS - (
-        0 if granularity(axes["criterion"]) == "channel" else int(EXPERTS * axes["ratio"])
-    )
     rows = []
     for layer in range(LAYERS):
-        entropy = (
-            float("nan") if layer == 0 else float(np.log(n_retained) * random.uniform(0.7, 0.9))
-        )
-        entropies = {
-            "router_entropy": entropy,
-            "gate_entropy": entropy / 2,
-            "load_entropy": entropy,
-        }
         variance = (layer + 1.0) * (1 + axes["ratio"] * float(random.uniform(0, 1)))
         loss = axes["ratio"] ** 2 * (layer + 1) / 8 if axes["ratio"] and layer else float("nan")
-        experts = 0 if layer == 0 else n_retained
-        rows.append(
-            {
-                "layer": layer,
-                "variance": variance,
-                **entropies,
-                "experts": experts,
-                "output_loss": loss,
-            }
-        )
+        rows.append({"layer": layer, "variance": variance, "output_loss": loss})
     return rows
 
 
