@@ -22,7 +22,6 @@ from analysis.published.numbers import (
     MEMORY_AFTER,
     MEMORY_BEFORE,
     MISSING,
-    RANK,
     TABLES,
     Evaluation,
     Key,
@@ -36,19 +35,12 @@ from analysis.published.numbers import (
 )
 from analysis.render.page import Section
 from analysis.render.table import SCORE, Table
-from analysis.stats import cell_scores
-from analysis.stats.cell_scores import Numbers
 from analysis.stats.comparison import Comparison
 
 Number = tuple[float, float, float]
 """A value, and the lower and upper end of its interval."""
 MEMORY_TOLERANCE = 0.01
 """Largest difference in GiB between a computed and a published size that agree."""
-MATCHED_CALIBRATION = "matched"
-"""Calibration set in the key of a published row in which the models were calibrated on the task of
-each column."""
-_TASK_COLUMNS = (*names.CODE_COLUMNS, *names.MATH_COLUMNS)
-"""Columns of published rows with the calibration set MATCHED_CALIBRATION."""
 _GIB = 2**30
 
 
@@ -205,108 +197,6 @@ def _caveats_on_missing(comparison: Comparison, columns: Sequence[str]) -> list[
     )
 
 
-def _rank_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
-    """Yield pairs of a published and a measured average rank. Rows with MATCHED_CALIBRATION and
-    other rows are separate rankings."""
-    published_ranks = {}
-    for key, row in counterparts(table).items():
-        for number in row:
-            if number.benchmark == RANK:
-                published_ranks[key] = number
-    # key[-1]: calibration set
-    for is_matched in {key[-1] == MATCHED_CALIBRATION for key in published_ranks}:
-        ranking = {
-            key: number
-            for key, number in published_ranks.items()
-            if (key[-1] == MATCHED_CALIBRATION) == is_matched
-        }
-        criteria = list(dict.fromkeys(criterion for _, _, criterion, *_ in ranking))
-        make_blocks = _task_ranks if is_matched else _panel_ranks
-        published_columns = _TASK_COLUMNS if is_matched else tuple(names.COLUMNS)
-        for block in make_blocks(comparison, criteria):
-            for cell_of_column, rank in block:
-                key = published_key(facts.cells[next(iter(cell_of_column.values()))])
-                # a matched row has cells of several calibration sets
-                published = ranking.get((*key[:5], MATCHED_CALIBRATION) if is_matched else key)
-                if published is None:
-                    continue
-                columns = list(cell_of_column)
-                sources: dict[str, int] = {}  # benchmark -> cell
-                for column, cell in cell_of_column.items():
-                    sources |= dict.fromkeys(comparison.weights((column,)), cell)
-                caveats = [
-                    *_ranking_differences(
-                        published, ranking, len(block), columns, published_columns
-                    ),
-                    *_caveats_on_missing(comparison, columns),
-                ]
-                yield published, facts.add_protocol(rank, sources, caveats)
-
-
-def _ranking_differences(
-    number: PublishedNumber,
-    ranked_keys: Iterable[Key],
-    measured_methods: int,
-    measured_columns: Sequence[str],
-    published_columns: Sequence[str],
-) -> Iterator[str]:
-    """Yield the caveats on the published rank `number` and its measured counterpart.
-
-    - ranked_keys: keys of all published ranks
-    - measured_methods: number of methods of the study that were ranked together
-    """
-    model, ratio, *_, calibration = number.key
-    published_methods = sum(
-        (key[0], key[1], key[-1]) == (model, ratio, calibration) for key in ranked_keys
-    )
-    if measured_methods != published_methods:
-        yield f"ranked among {measured_methods}, published among {published_methods}"
-    if set(measured_columns) != set(published_columns):
-        yield (
-            f"ranked over {len(measured_columns)} columns, published over {len(published_columns)}"
-        )
-
-
-RankBlock = list[tuple[dict[str, int], Number]]
-"""Methods that are ranked together. Each method is a pair: column -> the cell whose score counts in
-this column, and the method's average rank."""
-
-
-def _panel_ranks(comparison: Comparison, criteria: Sequence[str]) -> Iterator[RankBlock]:
-    """For each panel, yield a list of its methods in `criteria` with their average ranks."""
-    for panel in comparison.panels:
-        cells = [cell for name, cell in panel.cells.items() if name in criteria]
-        if cells:
-            ranks = cell_scores.rank_block(comparison, panel, criteria)
-            columns = panel.columns(comparison)
-            yield [(dict.fromkeys(columns, cell), _rank(ranks, cell)) for cell in cells]
-
-
-def _task_ranks(comparison: Comparison, criteria: Sequence[str]) -> Iterator[RankBlock]:
-    """For each ratio and gate, yield a list of the methods in `criteria` with their average ranks.
-    A method has two cells: one calibrated on code and one calibrated on math."""
-    for panel_of_domain in cell_scores.panels_by_domain(comparison).values():
-        if {"code", "math"} <= set(panel_of_domain):
-            ranks = cell_scores.task_block(comparison, panel_of_domain, criteria)
-            code_cells = panel_of_domain["code"].cells
-            math_cells = panel_of_domain["math"].cells
-            ranked_methods = []
-            for name in ranks.frame.index:
-                if name in criteria:  # the frame also has a row of the unpruned model
-                    cell_of_column = dict.fromkeys(names.CODE_COLUMNS, code_cells[name])
-                    cell_of_column |= dict.fromkeys(names.MATH_COLUMNS, math_cells[name])
-                    ranked_methods.append((cell_of_column, _rank(ranks, name)))
-            yield ranked_methods
-
-
-def _rank(ranks: Numbers, row: int | str) -> Number:
-    """The average rank of a method, and NaN for the ends of its interval.
-
-    row: the method's cell or key.
-    """
-    return float(ranks.frame[RANK].get(row, math.nan)), math.nan, math.nan
-
-
 def _memory_pairs(study: Study, table: str) -> Pairs:
     """Yield pairs of a published and a computed loading memory in GiB."""
     published = [
@@ -360,7 +250,6 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) 
     """
     study = facts.study
     pairs = [pair for comparison in comparisons for pair in _score_pairs(facts, comparison, name)]
-    pairs += [pair for comparison in comparisons for pair in _rank_pairs(facts, comparison, name)]
     pairs += _memory_pairs(study, name)
     rows = [_row(number, measured) for number, measured in pairs]
     verdicts = [row["Verdict"] for row in rows]
@@ -440,16 +329,20 @@ MOST_REASONS = 6
 
 
 def published_chapter(study: Study, comparisons: Sequence[Comparison]) -> Section:
-    """The report's chapter that compares the study with the papers."""
+    """The report's chapter that compares the study with the papers. It has the tables in which some
+    number can be compared; its text counts the numbers of all tables."""
     all_tables = published_tables(study, comparisons, list(TABLES)).values()
     tables = [table for table in all_tables if len(table.frame)]
+    comparable = [table for table in tables if table.frame["Deviation"].notna().any()]
     return Section(
         "published",
         short="Published",
         title="Comparison with published numbers",
         text=published_summary(tables),
-        outputs=tables,
-        filters={table.name: "Model|Pruned|Calibration|Criterion|Benchmark" for table in tables},
+        outputs=comparable,
+        filters=dict.fromkeys(
+            (table.name for table in comparable), "Model|Pruned|Calibration|Criterion|Benchmark"
+        ),
         folded=True,
     )
 

@@ -14,7 +14,7 @@ import pytest
 
 from analysis.__main__ import main
 from analysis.published.numbers import GATE_CRITERIA, PublishedNumber, numbers, split
-from analysis.published.tables import Facts, published_table
+from analysis.published.tables import Facts, published_chapter, published_table
 from analysis.stats.comparison import Comparison
 from moe_lab import criteria
 
@@ -74,9 +74,8 @@ def study_of(
         folder=results["benchmark"], expected=results["n"], scale="score", unit=""
     )
     study.calibrations = {f"c4@{model}": {"rows": 128, "length": 4096}}
-    study.searches, study.retained = (
-        pd.DataFrame(columns=["generations"]),
-        pd.DataFrame(columns=["cell"]),
+    study.searches, study.retained, study.memory = (
+        pd.DataFrame(columns=[column]) for column in ("generations", "cell", "model")
     )
     settings = {"shots": 0, "max_new_tokens": 2048}
     protocols = {
@@ -121,10 +120,19 @@ def test_columns_are_compared_as_the_papers_average_them() -> None:
         in table.loc[("MAN", "MC Avg"), "Verdict"]
     )
     assert "measured without WildBench, GSM8K, MATH-500" in table.loc[("MAN", "Avg"), "Verdict"]
-    assert (
-        "ranked among 2, published among 7; ranked over 3 columns"
-        in table.loc[("MAN", "Avg Rank"), "Verdict"]
-    )
+
+
+def test_the_page_has_the_tables_in_which_a_number_can_be_compared() -> None:
+    study, comparison = study_of()
+    chapter = published_chapter(study, [comparison])
+    shown = {table.name for table in chapter.outputs}
+    assert "unified.table5.published" in shown
+    assert set(chapter.filters) == shown
+    study, comparison = study_of(("man",), model="pocket_olmoe")
+    comparison.all_cells["model"] = "pocket_olmoe"
+    chapter = published_chapter(study, [comparison])
+    assert chapter.outputs == []
+    assert "cannot be compared" in chapter.text[0]
 
 
 @pytest.mark.parametrize(
