@@ -83,6 +83,7 @@ ALLOCATIONS = {
     "u_shaped": "U-shaped",
     "loss_based": "loss-based",
     "coverage": "coverage",
+    "reconstruction": "reconstruction",
     "list": "list",
     "evolutionary": "evolutionary",
     "uniform, protect=super": "super experts protected",

@@ -48,6 +48,7 @@ from moe_lab.pruning.prune import prune, share_copy
 from moe_lab.pruning.selection import replace_by_constants
 from moe_lab.recovery import dora
 from moe_lab.recovery.merge_fit import MergeHook, merged_weights
+from moe_lab.search.reconstruction import SubsetHook
 from moe_lab.statistics.damage import DamageHook, SimilarityHook
 from moe_lab.statistics.forward import ForwardHook
 from moe_lab.statistics.gradients import (
@@ -484,6 +485,18 @@ def unequal_experts(model: Any) -> Any:
         yield lambda ids, valid: run(pruned, ids, valid)
 
 
+def reconstruction(model: Any) -> Any:
+    """The pass of NAEE over 15 choices of experts, which drop two neighbours each."""
+    choices = {}
+    for layer in moe_layers(model):
+        experts = range(layer.n_experts)
+        choices[layer.index] = [
+            tuple(expert for expert in experts if expert not in (first, first + 1))
+            for first in range(15)
+        ]
+    return statistics(type("Choices", (SubsetHook,), {"subsets": choices}))(model)
+
+
 def alignment(model: Any) -> Any:
     """The pass that matches the channels of pairs of merged experts."""
     return statistics(alignment_hook(plan_of(model, "merged experts")))(model)
@@ -549,6 +562,7 @@ PASSES = [
     ),
     Pass("exact damage", statistics(DamageHook), FORWARD, BEYOND_DAMAGE),
     Pass("similarity", statistics(SimilarityHook), FORWARD, BEYOND_FORWARD),
+    Pass("choices of experts (NAEE)", reconstruction, FORWARD, BEYOND_FORWARD),
     Pass("alignment of merged experts", alignment, FORWARD, BEYOND_FORWARD),
     Pass("fit of merged experts", merge_fit, FORWARD, BEYOND_FUSED),
     Pass(

@@ -205,6 +205,7 @@ COLUMN_OF_STEP_KIND = {
     "channel_weights": "Channel weights (s)",
     "scores": "Scores (s)",
     "search": "Search (s)",
+    "reconstruction": "Search (s)",
     "sequential": "Search (s)",
     "plan": "Plan (s)",
 }

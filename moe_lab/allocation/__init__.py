@@ -32,13 +32,13 @@ from moe_lab.allocation.problem import (
     limits,
 )
 from moe_lab.config import AllocationConfig
-from moe_lab.config.base import SETTINGS, identity_fields, validated
+from moe_lab.config.base import SETTINGS, Positive, identity_fields, validated
 from moe_lab.criteria import Granularity
 from moe_lab.errors import UserError, check_known
 from moe_lab.paths import check_name
 from moe_lab.source_code import function_digest
 
-Step: TypeAlias = Literal["plan", "search", "sequential"]
+Step: TypeAlias = Literal["plan", "search", "reconstruction", "sequential"]
 Function: TypeAlias = Callable[..., dict[int, Any]]
 """Problem (problem.py), and parameters by keyword -> by layer, the number of experts to remove, or
 the channels that each expert retains (E,)."""
@@ -57,6 +57,9 @@ class Allocation:
     "scaling"."""
     step: Step = "plan"
     """The step that makes the plan: "plan", from numbers alone, or a step that runs the model."""
+    parameters: Mapping[str, Any] | None = field(default_factory=dict)
+    """Parameter that a step other than the plan step reads -> its type. Keywords of `functions` are
+    parameters, too. None: the step that decides checks the parameters."""
     uneven: tuple[Granularity, ...] = ()
     """Granularities at which the retained numbers differ by design: of experts between layers, or
     of channels between experts."""
@@ -105,7 +108,15 @@ ALLOCATIONS: dict[str, Allocation] = {
             zero_expert="drop",
         ),
         Allocation("list", {"expert": list_file.removals, "channel": list_file.budgets}),
-        Allocation("evolutionary", {"expert": None}, step="search", uneven=("expert",)),
+        Allocation(
+            "evolutionary", {"expert": None}, step="search", parameters=None, uneven=("expert",)
+        ),
+        Allocation(
+            "reconstruction",
+            {"expert": None},
+            step="reconstruction",
+            parameters={"limit": Positive},
+        ),
         Allocation(
             "sequential", {"expert": None, "channel": None}, step="sequential", uneven=CHANNEL
         ),
@@ -160,7 +171,7 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
     if granularity == "channel":
         _check_channel_settings(settings)
     _check_replacement(settings, allocation)
-    if allocation.step != "search":  # a search checks its parameters itself
+    if allocation.parameters is not None:
         validated(
             _parameters(settings, allocation, granularity),
             settings.parameters,
@@ -249,7 +260,7 @@ def _parameters(
 ) -> Any:
     """A new dataclass, by which pydantic validates allocation.parameters."""
     function = allocation.functions[granularity]
-    types = keyword_types(function) if function else {}
+    types = {**(allocation.parameters or {}), **(keyword_types(function) if function else {})}
     types |= grouping.parameters(settings.replacement)
     if granularity == "channel":
         types |= {"zero_expert": ZeroExpert, "align": coverage.Alignment | None}
@@ -358,7 +369,7 @@ def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) ->
     """Raise UserError when experts cannot be allocated at `ratio`, whatever their scores are."""
     layer_limits = limits(layers, settings["multiple_of"])
     # same_share and budget are called only for their errors
-    if settings["name"] in ("uniform", "sequential"):
+    if settings["name"] in ("uniform", "reconstruction", "sequential"):
         # these allocations remove the same share of every layer
         shapes.same_share(layer_limits, ratio)
     else:

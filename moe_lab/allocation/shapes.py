@@ -1,9 +1,15 @@
 """Allocations by a rule: the same share, one ranking over all layers, a U over the depth, or the
-loss of each layer. No torch."""
+loss of each layer.
+
+Also the enumeration of the subsets of experts that allocation=reconstruction (NAEE) searches. No
+torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain, combinations, product
+from math import comb, prod
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy
@@ -19,8 +25,10 @@ from moe_lab.allocation.problem import (
     RatioTooLarge,
     RatioTooSmall,
     budget,
+    call_or_suggest_ratio,
     check_ratio,
     flag_highest,
+    limits,
     measurement,
     round_down,
 )
@@ -35,6 +43,8 @@ LAYER_LOSSES: Mapping[str, tuple[str, str]] = {
 }
 """Value of layer_prior -> (the step that measures this loss, the name of the loss in its
 results)."""
+MAX_SUBSETS = 10_000
+"""Largest number of subsets per layer that are tried by default."""
 
 
 def uniform_experts(problem: Experts) -> dict[int, int]:
@@ -245,3 +255,67 @@ SMOOTHING_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "clip": lambda x: numpy.clip(x, x.mean() - 0.5 * x.std(), x.mean() + 0.5 * x.std()),
     "none": numpy.asarray,
 }
+
+
+def removals_within_limit(
+    layers: Mapping[int, Mapping[str, Any]],
+    ratio: float,
+    *,
+    limit: int = MAX_SUBSETS,
+    multiple_of: int = 1,
+) -> dict[int, int]:
+    """Layer -> number of experts to remove, by `same_share`.
+
+    `layers`: layer -> facts. `ratio`: share of the experts to remove. `limit`: the largest allowed
+    number of choices of the removed experts in a layer. UserError with the nearest feasible ratio
+    if `ratio` is infeasible or a layer has more choices than `limit`.
+    """
+    layer_limits = limits(layers, multiple_of)
+
+    def decide(ratio: float) -> dict[int, int]:
+        """Layer -> number of experts to remove at `ratio`."""
+        removed = same_share(layer_limits, ratio)
+        for layer, facts in layers.items():
+            n_experts = facts["n_experts"]
+            protected = facts.get("protected", ())
+            choices = count_subsets(n_experts, removed[layer], facts["n_group"], protected)
+            if choices > limit:
+                raise RatioTooLarge(
+                    f"allocation=reconstruction tries {choices:.4g} choices of {removed[layer]} "
+                    f"out of {n_experts} experts in layer {layer}, more than "
+                    f"allocation.parameters.limit={limit}"
+                )
+        return removed
+
+    return call_or_suggest_ratio(decide, ratio)
+
+
+def count_subsets(
+    n_experts: int, removed: int, n_group: int = 1, protected: Collection[int] = ()
+) -> int:
+    """Number of ways to choose `removed` of `n_experts` experts: equally many from each of
+    `n_group` groups of adjacent experts, and none that is `protected`."""
+    groups = _removable_by_group(n_experts, n_group, protected)
+    return prod(comb(len(group), removed // n_group) for group in groups)
+
+
+def _removable_by_group(
+    n_experts: int, n_group: int, protected: Collection[int]
+) -> list[list[int]]:
+    """For each of `n_group` groups of adjacent experts, the ids of its unprotected experts."""
+    size = n_experts // n_group
+    groups = [range(first, first + size) for first in range(0, n_experts, size)]
+    return [[expert for expert in group if expert not in protected] for group in groups]
+
+
+def retained_subsets(
+    n_experts: int, removed: int, n_group: int = 1, protected: Collection[int] = ()
+) -> list[tuple[int, ...]]:
+    """For each choice that `count_subsets` counts: ids of the retained experts, ascending. In the
+    first entry, each group loses its unprotected experts with the lowest ids."""
+    groups = _removable_by_group(n_experts, n_group, protected)
+    subsets = []
+    for choice in product(*(combinations(group, removed // n_group) for group in groups)):
+        dropped = set(chain.from_iterable(choice))
+        subsets.append(tuple(expert for expert in range(n_experts) if expert not in dropped))
+    return subsets

@@ -11,7 +11,7 @@ change.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -25,17 +25,58 @@ TOKENS = 2048
 """Tokens of which DamageHook has the outputs of their top-k + 1 experts in memory at once."""
 
 
-class DamageHook(StatisticsHook):
-    """Adds the statistic `damage` (E,): the exact damage of each expert. The routed output equals
-    the output of eager experts up to rounding."""
+class ReroutingHook(StatisticsHook):
+    """A hook that calls the layer's router again, without some of the experts."""
 
-    kind = "damage"
+    setting: ClassVar[str]
+    """What the user asked for, such as criterion=exact_damage."""
     call: tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]
     """Arguments and keyword arguments of the router's last call, and its logits (T, E)."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Record the router's arguments and logits."""
         self.call = args, kwargs, result[0].reshape(-1, self.layer.n_experts)
+
+    def reroute(self, tokens: torch.Tensor, removed: torch.Tensor) -> torch.Tensor:
+        """The gates (R, E) that the router gives R tokens. `tokens` (R,): indices of the tokens.
+        `removed` (R, N): the N experts that each of them cannot use."""
+        args, kwargs, logits = self.call
+        # deleting experts from the router's weights would change the groups of some routers
+        logits = logits[tokens].scatter(1, removed, float("-inf"))
+        hidden = args[0] if args else kwargs["hidden_states"]
+        # only the number of these hidden states matters, because the logits are replayed
+        rows = hidden.flatten(0, -2)[:1].expand(len(tokens), -1)
+        rows = rows if hidden.dim() == 2 else rows[None]
+        if args:
+            args = (rows, *args[1:])
+        else:
+            kwargs = {**kwargs, "hidden_states": rows}
+        with _Replay(logits, removed):
+            _logits, gates, experts = self.layer.router.forward(*args, **kwargs)
+        return dense_gates(experts, gates, self.layer.n_experts)
+
+    def check_gates(
+        self, index: torch.Tensor, weights: torch.Tensor, repeated: torch.Tensor
+    ) -> None:
+        """UserError unless `repeated` (T, E), the gates of a second call of the router with all
+        experts, are the gates `weights` (T, K) of the experts `index` (T, K) in the first call.
+        Only in the first batch of a pass, because a device waits for the comparison."""
+        if self.sums:
+            return
+        gates = dense_gates(index, weights, self.layer.n_experts)
+        if not torch.equal(repeated.nan_to_num(), gates.nan_to_num()):
+            raise UserError(
+                f"{self.setting} cannot repeat the router of {self.layer.name}: this model is not "
+                "supported"
+            )
+
+
+class DamageHook(ReroutingHook):
+    """Adds the statistic `damage` (E,): the exact damage of each expert. The routed output equals
+    the output of eager experts up to rounding."""
+
+    kind = "damage"
+    setting = "criterion=exact_damage"
 
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
@@ -48,7 +89,7 @@ class DamageHook(StatisticsHook):
         for tokens in torch.arange(len(hidden), device=hidden.device).split(TOKENS):
             factors = self._factors(tokens, index[tokens])
             # row 0 repeats the router's call without removing an expert
-            self._check_gates(index[tokens], weights[tokens], factors[:, 0])
+            self.check_gates(index[tokens], weights[tokens], factors[:, 0])
             # (t, 1 + K, H): the routed output, then its change by each of the token's experts
             mixes = self._mix_outputs(hidden[tokens], factors)
             routed[tokens] = mixes[:, 0].to(routed.dtype)
@@ -89,43 +130,10 @@ class DamageHook(StatisticsHook):
         Row 1 + k gives y minus the routed output without the token's k-th expert."""
         t, k = index.shape
         n_experts = self.layer.n_experts
-        gates = self._reroute(tokens, index.new_empty(t, 0))[:, None]
+        gates = self.reroute(tokens, index.new_empty(t, 0))[:, None]
         # K rows for each token: row k has the token's gates without its k-th expert
-        remaining = self._reroute(tokens.repeat_interleave(k), index.reshape(-1, 1))
+        remaining = self.reroute(tokens.repeat_interleave(k), index.reshape(-1, 1))
         return torch.cat((gates, gates - remaining.view(t, k, n_experts)), 1)
-
-    def _reroute(self, tokens: torch.Tensor, removed: torch.Tensor) -> torch.Tensor:
-        """The gates (R, E) that the router gives R tokens. `tokens` (R,): indices of the tokens.
-        `removed` (R, N): the N experts that each of them cannot use."""
-        args, kwargs, logits = self.call
-        # deleting experts from the router's weights would change the groups of some routers
-        logits = logits[tokens].scatter(1, removed, float("-inf"))
-        hidden = args[0] if args else kwargs["hidden_states"]
-        # only the number of these hidden states matters, because the logits are replayed
-        rows = hidden.flatten(0, -2)[:1].expand(len(tokens), -1)
-        rows = rows if hidden.dim() == 2 else rows[None]
-        if args:
-            args = (rows, *args[1:])
-        else:
-            kwargs = {**kwargs, "hidden_states": rows}
-        with _Replay(logits, removed):
-            _logits, gates, experts = self.layer.router.forward(*args, **kwargs)
-        return dense_gates(experts, gates, self.layer.n_experts)
-
-    def _check_gates(
-        self, index: torch.Tensor, weights: torch.Tensor, repeated: torch.Tensor
-    ) -> None:
-        """UserError unless `repeated` (T, E), the gates of a second call of the router with all
-        experts, are the gates `weights` (T, K) of the experts `index` (T, K) in the first call.
-        Only in the first batch of a pass, because a device waits for the comparison."""
-        if self.sums:
-            return
-        gates = dense_gates(index, weights, self.layer.n_experts)
-        if not torch.equal(repeated.nan_to_num(), gates.nan_to_num()):
-            raise UserError(
-                f"criterion=exact_damage cannot repeat the router of {self.layer.name}: this model "
-                "is not supported"
-            )
 
 
 def most_used(is_used: torch.Tensor) -> int:

@@ -356,7 +356,7 @@ def test_allocations_of_other_steps_are_not_decided_from_scores() -> None:
 
 def test_check_fits_says_without_scores_what_cannot_be_had() -> None:
     layers = {0: layer(16, top_k=8, width=48)}
-    for name in ("uniform", "global", "evolutionary", "sequential"):
+    for name in ("uniform", "global", "evolutionary", "reconstruction"):
         check_fits(settings(name, 0.5), layers, "expert")
         with pytest.raises(UserError, match=r"0.562 is the largest feasible ratio"):
             check_fits(settings(name, 0.75), layers, "expert")

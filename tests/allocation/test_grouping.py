@@ -26,6 +26,7 @@ from moe_lab.allocation.grouping import (
     salience_groups,
 )
 from moe_lab.allocation.protection import add_super_experts, super_experts
+from moe_lab.allocation.shapes import removals_within_limit
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
@@ -344,6 +345,7 @@ def test_ratios_must_leave_room_for_protected_experts() -> None:
     channels = {number: numpy.ones((8, 8)) for number in layers}
     for refused in (
         lambda: allocate(settings("uniform", 0.5), layers, ASCENDING),
+        lambda: removals_within_limit(layers, 0.5),
         lambda: allocate(settings("global", 0.75), layers, ASCENDING),
         lambda: allocate(settings("uniform", 0.5), in_groups, {0: numpy.arange(8.0)}),
         lambda: allocate(settings("global", 0.75), layers, channels),

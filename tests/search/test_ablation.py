@@ -2,6 +2,9 @@
 its experts."""
 
 import copy
+from collections import Counter
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,15 +12,22 @@ import naive
 import pytest
 import tiny
 import torch
+from allocation.example_facts import layer as facts_of_layer
 
+from moe_lab.allocation.shapes import count_subsets, removals_within_limit, retained_subsets
 from moe_lab.errors import UserError
 from moe_lab.models import load as device
-from moe_lab.models.discover import moe_layers
-from moe_lab.search import ablation
+from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.models.streamed import StreamedModel
+from moe_lab.pruning.layer_plan import LayerPlan
+from moe_lab.pruning.mask import mask
+from moe_lab.search import ablation, reconstruction
 from moe_lab.search.ablation import loss_rises
+from moe_lab.search.reconstruction import Reconstruction, reconstruct
 from moe_lab.statistics import Statistics
 from moe_lab.statistics.damage import DamageHook
 from moe_lab.statistics.observe import Batch, collect_statistics
+from moe_lab.statistics.streaming import stream
 
 
 def ablate(model: Any, batches: list[Batch], **settings: Any) -> Statistics:
@@ -169,13 +179,175 @@ def test_ablation_without_a_finite_loss_is_refused(monkeypatch: pytest.MonkeyPat
         ablate(model, [(ids, valid)])
 
 
+# ---- reconstruction
+
+THIRD = 0.34
+"""The ratio at which architectures with few experts lose a third of them."""
+
+
+def facts(model: Any) -> dict[str, Any]:
+    """The layers as in facts.json, with the text keys of JSON."""
+    return {"layers": {str(layer.index): vars(layer) for layer in moe_layers(model)}}
+
+
+@torch.no_grad()
+def brute_force(model: Any, layer: MoELayer, removed: int) -> dict[tuple[int, ...], float]:
+    """Kept ids -> || F - F_S ||_F in fp64, for every subset that the mask accepts: the masked block
+    is really run."""
+    ids, valid = naive.batch()
+    entered: list[torch.Tensor] = []
+    with layer.block.register_forward_pre_hook(
+        lambda module, args: entered.append(args[0].double())
+    ):
+        model(input_ids=ids, attention_mask=valid.long(), use_cache=False)
+    wide = copy.deepcopy(model).double()
+    changed = next(other for other in moe_layers(wide) if other.index == layer.index)
+    unpruned = naive.block_output(changed, entered[0])
+    errors = {}
+    every_expert = tiny.plan(wide, 0.0)
+    size = layer.n_experts // layer.n_group
+    for retained in combinations(range(layer.n_experts), layer.n_experts - removed):
+        in_groups = Counter(expert // size for expert in retained)
+        if len({in_groups[group] for group in range(layer.n_group)}) > 1:
+            continue
+        pruned_layer = LayerPlan(layer.n_experts, retained)
+        with mask(wide, every_expert.with_layers({layer.index: pruned_layer})):
+            errors[retained] = float(
+                (unpruned - naive.block_output(changed, entered[0]))[valid.flatten()].norm()
+            )
+    return errors
+
+
+def reconstructed(
+    model: Any, batches: list[Batch], ratio: float, **settings: Any
+) -> Reconstruction:
+    read = partial(collect_statistics, model, batches=batches, **settings)
+    return reconstruct(lambda hook: read(hook=hook), facts=facts(model), ratio=ratio)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3:grouped"])
+def test_streamed_ablation_equals_the_loaded_model(name: str, tmp_path: Path) -> None:
+    model = tiny.save(name, tmp_path / "model", **tiny.few_experts(name))
+    expected = reconstructed(model, [naive.batch()], ratio=THIRD)
+    streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
+    read = partial(stream, streamed, batches=[naive.batch()], out=tmp_path / "out")
+    result = reconstruct(lambda hook: read(hook=hook), facts=facts(model), ratio=THIRD)
+    assert result == expected
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_every_choice_has_the_error_of_really_making_it(name: str) -> None:
+    model = tiny.build(name, **tiny.few_experts(name))
+    result = reconstructed(model, [naive.batch()], ratio=THIRD)
+    layer = moe_layers(model)[-1]
+    expected = brute_force(model, layer, layer.n_experts // 3)
+    rows = {
+        tuple(retained): (error, chosen)
+        for index, retained, error, _, chosen in result.errors
+        if index == layer.index
+    }
+    assert set(rows) == set(expected)
+    for retained, error in expected.items():
+        assert rows[retained][0] == pytest.approx(error, rel=2e-5, abs=1e-6), retained
+    best = result.retained[layer.index]
+    assert (
+        expected[best]
+        <= min(expected.values()) * (1 + 2e-5) + 1e-6
+        < max(expected.values()) / (1.15 if name == "jamba" else 1.2)
+    )
+    assert [retained for retained, (_, chosen) in rows.items() if chosen] == [best]
+    assert set(result.retained) == {moe_layer.index for moe_layer in moe_layers(model)}
+
+
+def test_parts_and_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.build("mixtral")
+    ids, valid = naive.batch()
+    complete = reconstructed(model, [(ids, valid)], ratio=0.5)
+    monkeypatch.setattr(reconstruction, "DENSE_TOKENS", 7)
+    monkeypatch.setattr(reconstruction, "TOKENS", 28)
+    parts = reconstructed(model, [(ids[:2], valid[:2]), (ids[2:], valid[2:])], ratio=0.5)
+    assert parts.retained == complete.retained
+    for actual, expected in zip(parts.errors, complete.errors, strict=True):
+        assert actual[1] == expected[1]
+        assert actual[2] == pytest.approx(expected[2], rel=1e-5)
+
+
+def test_reconstruction_errors_are_shares_of_the_output() -> None:
+    model = tiny.build("mixtral")
+    result = reconstructed(model, [naive.batch()], ratio=0.0)
+    assert all(retained == tuple(range(8)) for retained in result.retained.values())
+    assert [row[2] for row in result.errors] == [0.0] * 3
+    layer = moe_layers(model)[-1]
+    seen = naive.forward("mixtral")[layer.index]
+    norm = float(seen.routed_output[seen.valid].norm())
+    for index, _, error, relative, _ in reconstructed(model, [naive.batch()], ratio=0.25).errors:
+        if index == layer.index:
+            assert relative == pytest.approx(error / norm, rel=1e-5)
+
+
+def test_subsets() -> None:
+    assert retained_subsets(4, 2) == [(2, 3), (1, 3), (1, 2), (0, 3), (0, 2), (0, 1)]
+    assert retained_subsets(8, 4, 4)[0] == (1, 3, 5, 7)
+    assert len(set(retained_subsets(8, 4, 4))) == 2**4
+    for n, removed, groups, protected in (
+        (6, 0, 1, ()),
+        (12, 6, 3, ()),
+        (8, 4, 1, (0, 5)),
+        (8, 4, 2, (0, 4)),
+    ):
+        subsets = retained_subsets(n, removed, groups)
+        some = retained_subsets(n, removed, groups, protected)
+        assert some == [subset for subset in subsets if set(protected) <= set(subset)]
+        assert len(some) == count_subsets(n, removed, groups, protected)
+
+
+PLAIN_LAYER = {0: facts_of_layer(64, top_k=8)}
+GROUPED_LAYER = {3: facts_of_layer(16, top_k=4, n_group=4, topk_group=2)}
+PROTECTED_LAYER = {0: {**facts_of_layer(8), "protected": [0, 5]}}
+
+
+@pytest.mark.parametrize(
+    ("layers", "ratio", "limit", "message"),
+    [
+        (
+            PLAIN_LAYER,
+            0.5,
+            10_000,
+            r"ratio=0.5: .* 1.833e\+18 choices .*layer 0\b.*limit=10000; 0.046 is the largest",
+        ),
+        (GROUPED_LAYER, 0.25, 255, r" 256 choices .*layer 3\b.*limit=255; 0.249 is the largest"),
+        (PROTECTED_LAYER, 0.5, 14, r" 15 choices .* 0.249 is the largest"),
+        (PLAIN_LAYER, 0.5, 0, "limit=0"),
+        (PLAIN_LAYER, 0.92, 10_000, r"ratio=0.92: .* layer 0"),
+    ],
+)
+def test_too_many_choices_are_refused(
+    layers: dict[int, Any], ratio: float, limit: int, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        removals_within_limit(layers, ratio, limit=limit)
+
+
+def test_choices_within_the_limit_are_allowed() -> None:
+    assert removals_within_limit(PLAIN_LAYER, 0.046) == {0: 2}
+    assert removals_within_limit(GROUPED_LAYER, 0.25, limit=256) == {3: 4}
+
+
 def test_router_that_cannot_be_repeated_is_refused() -> None:
     model = tiny.build("olmoe", **tiny.few_experts("olmoe"))
     for layer in moe_layers(model):
         layer.experts.register_forward_pre_hook(
             lambda module, args: (args[0], args[1], args[2] * 0.5)
         )
-    with pytest.raises(
-        UserError, match=r"cannot repeat the router of model\.layers\.0\.mlp\.experts"
-    ):
-        collect_statistics(model, DamageHook, [naive.batch()])
+    for read in (partial(collect_statistics, hook=DamageHook), partial(reconstructed, ratio=0.5)):
+        with pytest.raises(
+            UserError, match=r"cannot repeat the router of model\.layers\.0\.mlp\.experts"
+        ):
+            read(model, batches=[naive.batch()])
+
+
+def test_expert_that_gives_nan_is_named() -> None:
+    model = tiny.build("mixtral")
+    moe_layers(model)[1].experts.down_proj[5] = float("nan")  # type: ignore[operator, index]
+    with pytest.raises(UserError, match="NaN or Inf in layer 1, expert 5"):
+        reconstructed(model, [naive.batch()], ratio=0.25)

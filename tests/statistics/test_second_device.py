@@ -28,6 +28,7 @@ from moe_lab.pruning.mask import mask
 from moe_lab.pruning.prune import prune
 from moe_lab.recovery.merge_fit import MergeHook, merged_weights
 from moe_lab.search.candidates import Candidates, Plans, SearchSettings
+from moe_lab.search.reconstruction import SubsetHook
 from moe_lab.statistics.damage import DamageHook, SimilarityHook
 from moe_lab.statistics.forward import ForwardHook
 from moe_lab.statistics.gradients import (
@@ -184,17 +185,20 @@ def test_a_backward_pass_adds_in_a_fixed_order(
 
 
 def hook_of(kind: str, model: Any) -> Any:
-    """A hook that computes other experts than the router chose, for an alignment or a fit of merged
-    experts."""
+    """A hook that computes other experts than the router chose, for choices of experts, or an
+    alignment or a fit of merged ones."""
     plan = random_plan(model, "merged")
     if kind == "alignment":
         return alignment_hook(plan)
-    merged = merged_weights(prune(model, plan), plan)
-    return type("Fit", (MergeHook,), {"plan": plan, "merged": merged})
+    if kind == "fit":
+        merged = merged_weights(prune(model, plan), plan)
+        return type("Fit", (MergeHook,), {"plan": plan, "merged": merged})
+    choices = {layer.index: [range(2, 16), (0, *range(3, 16))] for layer in tiny.moe_layers(model)}
+    return type("Choices", (SubsetHook,), {"subsets": choices})
 
 
 @pytest.mark.parametrize("name", ["olmoe", "qwen3_moe"])
-@pytest.mark.parametrize("kind", ["alignment", "fit"])
+@pytest.mark.parametrize("kind", ["choices", "alignment", "fit"])
 def test_passes_of_other_experts_are_those_of_the_cpu_without_waiting(
     name: str, kind: str, device: SecondDevice
 ) -> None:

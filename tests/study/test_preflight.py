@@ -311,7 +311,7 @@ INVALID = {
 
 
 COMBINED = [
-    "ratio=0.99",
+    "allocation.name=reconstruction",
     "allocation.parameters={lim: 3}",
     "recovery=nf4",
     "verify=true",

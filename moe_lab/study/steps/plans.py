@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from moe_lab import allocation, criteria, results
-from moe_lab.allocation import IdentifiedAllocation, list_file
+from moe_lab.allocation import IdentifiedAllocation, list_file, shapes
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.allocation.problem import limits
 from moe_lab.calibration import IdentifiedText
@@ -24,7 +24,7 @@ from moe_lab.paths import resolve
 from moe_lab.study.resources import Resources, text_pass
 from moe_lab.study.step import KINDS, Step, StepFields
 from moe_lab.study.steps import tables
-from moe_lab.study.steps.files import STATISTICS, Files, read_text
+from moe_lab.study.steps.files import STATISTICS, Files, read_text, text_passes
 from moe_lab.study.steps.passes import Facts, ModelIdentity, loaded_field
 from moe_lab.study.steps.scores import (
     CHANNEL_SCORES,
@@ -152,6 +152,21 @@ def check_schedules(cell: Cell) -> None:
     if facts := _layer_facts(cell):
         # called only for its UserErrors; two layers, as a search moves removals between layers
         space_to_search(_settings_with_ratio(cell), {"layers": {0: facts, 1: facts}}, parameters)
+
+
+def check_choices(cell: Cell) -> None:
+    """Raise UserError when the model cannot be pruned by the cell's ratio, or when there are more
+    than allocation.parameters.limit ways to choose the removed experts of a layer."""
+    check_ratio(cell)
+    if facts := _layer_facts(cell):
+        # empty if "limit" is not set, so that the default applies
+        limit_argument = {
+            name: value for name, value in cell.allocation.parameters.items() if name == "limit"
+        }
+        # called only for its UserError; layer 0 stands for all layers
+        shapes.removals_within_limit(
+            {0: facts}, cell.ratio, multiple_of=cell.allocation.multiple_of, **limit_argument
+        )
 
 
 def check_sequential(cell: Cell) -> None:
@@ -360,6 +375,45 @@ class Search(CellPlan):
             partial=files.partial,
             seed=self.seed,
         )
+
+
+class Reconstruction(CellPlan):
+    """The plan whose pruned layers have outputs closest to those of the unpruned layers. All
+    possible sets of retained experts are compared in each layer."""
+
+    kind = "reconstruction"
+    reads_text = True
+    checks = (check_choices,)
+    loaded: ModelIdentity
+    text: IdentifiedText
+    seed: int
+
+    def resources(self) -> Resources:
+        return text_pass(self.loaded.model, self.text, self.loaded.pace)
+
+    @classmethod
+    def of(cls, cell: Cell) -> Self:
+        text = IdentifiedText.of(cell.calibration)
+        return cls(plan_setup(cell), loaded_field(cell.model), text, cell.seed)
+
+    def work(self, files: Files) -> None:
+        """Write the plan, and a table with the error of every set of experts that was compared."""
+        from moe_lab.pruning.plan import Plan
+        from moe_lab.search.reconstruction import COLUMNS, reconstruct
+
+        facts = self.setup.facts_of(facts_step=self.loaded.facts, files=files)
+        settings = self.setup.allocation_settings
+        result = reconstruct(
+            text_passes(self.loaded.model, self.text, files).collect_statistics,
+            facts=facts,
+            ratio=settings["ratio"],
+            multiple_of=settings["multiple_of"],
+            **settings["parameters"],
+        )
+        counts = {number: layer["n_experts"] for number, layer in facts["layers"].items()}
+        plan = Plan.of_experts(result.retained, counts, self.setup.origin(facts))
+        save_plan(plan, facts, files)
+        files.table("errors.parquet", COLUMNS, result.errors)
 
 
 class Sequential(CellPlan):
