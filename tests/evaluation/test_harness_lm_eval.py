@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import datasets
 import lm_eval
@@ -57,6 +58,7 @@ from benchmarks.models import random_model
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, mirror, run
+from moe_lab.evaluation.adapters import lm_eval as lm_eval_adapter
 from moe_lab.evaluation.adapters import lm_eval_files, lm_eval_tasks
 from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines.hf import LoadedModel
@@ -465,6 +467,25 @@ def test_metrics_of_a_whole_set_have_the_standard_error_of_the_jackknife(
     mean = np.mean([sample["outcome"] for sample in graded.samples])
     assert mean == pytest.approx(result["score"])
     assert evaluate(subject, replace(benchmark, limit=1)).results[0]["stderr"] is None
+
+
+@pytest.mark.parametrize("answers", [1, 2])
+@pytest.mark.parametrize("n", [90, 401])
+def test_groups_of_items_are_left_out_of_large_sets(n: int, answers: int) -> None:
+    """With nearly the standard error of leaving out each item, which several equal answers do not
+    change."""
+    values = np.random.default_rng(0).integers(2, size=(n, 2))
+    aggregation = Mock(side_effect=lambda pairs: sklearn.metrics.f1_score(*np.transpose(pairs)))
+    items = [(str(index), tuple(pair)) for index, pair in enumerate(values)]
+    outcomes = lm_eval_adapter._jackknife(items * answers, aggregation)
+    assert aggregation.call_count <= 201
+    score = sklearn.metrics.f1_score(*values.T)
+    assert list(outcomes) == [name for name, _ in items]
+    assert np.mean([*outcomes.values()]) == pytest.approx(score)
+    without = [sklearn.metrics.f1_score(*np.delete(values, i, 0).T) for i in range(n)]
+    exact = np.sqrt(n - 1) * np.std(without)
+    stderr = np.std([*outcomes.values()], ddof=1) / np.sqrt(n)
+    assert stderr == pytest.approx(exact, rel=1e-9 if n <= 200 else 0.05)
 
 
 @pytest.mark.parametrize("until", ["", [""], ["", "\n\n\n"]])

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, product
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ from moe_lab.evaluation.items import Answer, Document, Item, Pair, Text
 from moe_lab.results import Result, Sample, Scale
 
 Aggregation = Callable[[Any], Any]
+GROUPS = 200
+"""Most groups of items without which a metric of a whole set is computed again."""
 
 
 @dataclass(frozen=True)
@@ -358,23 +360,50 @@ def _result(
 def _outcomes(rows: Sequence[_Row], metric_name: str, aggregation: Aggregation) -> list[float]:
     """The outcome of each row. The mean outcome of a task is its score.
 
-    A metric of a whole set, such as mcc, f1 or BLEU, has no value for a single item. The outcome is
-    then the score plus n - 1 times what the item adds to it, compared with other items. So the
-    standard error of the mean outcome is that of the jackknife.
+    A metric of a whole set, such as mcc, f1 or BLEU, has no value for a single item: `_jackknife`
+    computes the outcomes.
     """
     if aggregation in (metrics.mean, metrics.nanmean):
         return [float(row.metrics[metric_name]) for row in rows]
-    outcomes: list[float] = []
-    for _, task_rows in groupby(rows, key=lambda row: row.question.task):
-        values = [row.metrics[metric_name] for row in task_rows]
-        score = aggregation(values)
-        n = len(values)
-        scores_without = [score] * n
-        if n > 1:
-            scores_without = [aggregation(values[:i] + values[i + 1 :]) for i in range(n)]
-        mean = math.fsum(scores_without) / n
-        outcomes += [float(score + (n - 1) * (mean - other)) for other in scores_without]
-    return outcomes
+    outcomes: dict[str, float] = {}  # name of a question -> outcome
+    for task in dict.fromkeys(row.question.task for row in rows):
+        values = [
+            (row.question.name, row.metrics[metric_name])
+            for row in rows
+            if row.question.task is task
+        ]
+        outcomes |= _jackknife(values, aggregation)
+    return [outcomes[row.question.name] for row in rows]
+
+
+def _jackknife(values: Sequence[tuple[str, Any]], aggregation: Aggregation) -> dict[str, float]:
+    """Item -> outcome. `values`: (item, value) of each answer to an item.
+
+    The mean outcome is the score, `aggregation` of all values. Its standard error is that of the
+    delete-a-group jackknife: the score is computed again without each group of items. Up to
+    `GROUPS` items, each is a group of its own. Then the outcome is the score plus n - 1 times what
+    the item adds to it, compared with the other items.
+    """
+    items = list(dict.fromkeys(item for item, _ in values))
+    size = math.ceil(len(items) / GROUPS)
+    count = math.ceil(len(items) / size)
+    # items of a group are far apart, because data sets may be sorted by label
+    group_of = {item: index % count for index, item in enumerate(items)}
+    score = aggregation([value for _, value in values])
+    scores_without = [score]
+    if count > 1:
+        scores_without = [
+            aggregation([value for item, value in values if group_of[item] != group])
+            for group in range(count)
+        ]
+    mean = math.fsum(scores_without[group] for group in group_of.values()) / len(items)
+    # So the variance of the mean of the n outcomes, each in its group of n / count items, is
+    # (count - 1) / count times the sum of squares over groups.
+    factor = math.sqrt((count - 1) * (len(items) - 1))
+    return {
+        item: float(score + factor * (mean - scores_without[group]))
+        for item, group in group_of.items()
+    }
 
 
 def _samples_by_task(rows: Sequence[_Row], samples: Sequence[Sample]) -> list[list[Sample]]:
