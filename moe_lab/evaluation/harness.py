@@ -12,11 +12,12 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, mode
+from types import MappingProxyType
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
@@ -66,8 +67,9 @@ class Harness(ABC):
     other_parameters: tuple[str, ...] = ()
     """Keys of benchmark.parameters that change no result, or that name a file whose content counts
     instead of its name."""
-    numeric_parameters: tuple[str, ...] = ()
-    """Keys of benchmark.parameters whose values are numbers, 0 or more."""
+    numeric_parameters: Mapping[str, float] = MappingProxyType({})
+    """Keys of benchmark.parameters whose values are numbers -> the smallest value. Values are whole
+    numbers if it is an int."""
     boolean_parameters: tuple[str, ...] = ()
     """Keys of benchmark.parameters whose values are true or false."""
     mirrored: bool | None = None
@@ -220,10 +222,12 @@ class Harness(ABC):
                 yield f"{name}: metric={metric}: expected pass@{count}, as programs cast no votes"
         keys = self.question_parameters + self.grading_parameters + self.other_parameters
         for key, value in benchmark.parameters.items():
-            is_valid_number = isinstance(value, int | float) and value >= 0
             yield from user_errors(check_known, f"{name}: parameter", key, keys)
-            if key in self.numeric_parameters and not is_valid_number:
-                yield f"{name}: parameters.{key}={value}: expected a number, 0 or more"
+            least = self.numeric_parameters.get(key)
+            # `type` instead of `isinstance`: true is an int
+            if least is not None and not (type(value) in (int, type(least)) and value >= least):
+                number = "a whole number" if type(least) is int else "a number"
+                yield f"{name}: parameters.{key}={value}: expected {number}, {least} or more"
             if key in self.boolean_parameters and not isinstance(value, bool):
                 yield f"{name}: parameters.{key}={value}: expected true or false"
 

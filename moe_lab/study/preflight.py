@@ -62,6 +62,7 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
             for cell in _deduplicate(cells, *groups):
                 sentences += user_errors(check, cell, config)
         sentences += _text_problems(cells)
+        sentences += _held_out_problems(cells, benchmarks)
         for cell, benchmark in product(_deduplicate(cells, "model"), benchmarks):
             sentences += user_errors(_check_template, cell, benchmark)
         sentences += user_errors(_check_objective, config, benchmarks)
@@ -278,6 +279,19 @@ def _text_problems(cells: Iterable[Cell]) -> Iterator[str]:
             yield from user_errors(
                 config_json.check_plain_weights, model, "calibration.engine=streamed"
             )
+
+
+def _held_out_problems(
+    cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]
+) -> Iterator[str]:
+    """A sentence for each held-out text of a benchmark that calibration reads too."""
+    readers: list[Cell] = []
+    # `reads_text` raises UserError for an unknown criterion or allocation
+    with suppress(UserError):
+        readers = [cell for cell in cells if reads_text(cell)]
+    for cell, benchmark in product(_deduplicate(readers, "model"), benchmarks):
+        if benchmark.held_out:
+            yield from user_errors(calibrations.check_held_out, benchmark.held_out, cell.model)
 
 
 def _check_template(cell: Cell, benchmark: BenchmarkConfig) -> None:

@@ -195,7 +195,13 @@ def test_failed_sandbox_start_is_repeated_not_weakened(
     [
         ({"shots": 3}, "shots=3: expected 0"),
         ({"parameters": {"seconds": "abc"}}, "parameters.seconds=abc: expected a number"),
-        ({"parameters": {"memory_mib": -3}}, "parameters.memory_mib=-3"),
+        ({"parameters": {"memory_mib": 0}}, "parameters.memory_mib=0"),
+        ({"parameters": {"processes": True}}, "parameters.processes=True: expected a whole"),
+        ({"parameters": {"memory_mib": 0.5}}, "parameters.memory_mib=0.5: expected a whole"),
+        (
+            {"harness": "perplexity", "reports": {"p": "kl"}, "parameters": {"top": 0}},
+            "parameters.top=0: expected a whole number, 1 or more",
+        ),
         ({"parameters": {"as_harness": "no"}}, "parameters.as_harness=no: expected true or false"),
         (
             {"harness": "stories", "reports": {"s": "score"}, "chat": True},

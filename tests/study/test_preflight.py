@@ -4,6 +4,7 @@ each mistake."""
 import json
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,18 @@ import pytest
 import tiny
 from example_steps import evaluation_step
 
+from moe_lab.calibration import check_held_out
 from moe_lab.compose import compose, hydra_context
-from moe_lab.config import BenchmarkConfig, Config, LauncherConfig, ModelConfig
+from moe_lab.config import (
+    BenchmarkConfig,
+    CalibrationConfig,
+    Config,
+    LauncherConfig,
+    ModelConfig,
+    SourceConfig,
+)
 from moe_lab.config.base import SettingsError
+from moe_lab.errors import UserError
 from moe_lab.grid import Request
 from moe_lab.models import config_json
 from moe_lab.paths import LONGEST_NAME, resolve
@@ -142,6 +152,51 @@ def test_more_tokens_than_a_text_has_are_refused(packing: str, fits: int, tmp_pa
     (sentence,) = problems(*settings, f"calibration.tokens={16 * (fits + 1)}")
     assert sentence.startswith(f"calibration.tokens={16 * (fits + 1)}")
     assert f"calibration.tokens={16 * fits}" in sentence
+
+
+@pytest.mark.parametrize(
+    ("packing", "fits"), [("chunk", 800 // 16), ("chunk gap=eos", 900 // 16), ("none", 100)]
+)
+def test_text_that_calibration_reads_is_not_held_out(
+    packing: str, fits: int, tmp_path: Path
+) -> None:
+    """Each of the 200 documents has eight tokens, and the second half of them is held out."""
+    (file := tmp_path / "text.jsonl").write_text('{"text": "Where does a dog sleep?"}\n' * 200)
+    packed, _, gap = packing.partition(" gap=")
+    values = {"path": file, "packing": packed, "gap": gap or "none", "length": 16}
+    settings = [
+        "calibration=text",
+        "suite.benchmarks=[fidelity]",
+        *(f"calibration.{name}={value}" for name, value in values.items()),
+    ]
+    assert not problems(*settings, f"calibration.tokens={16 * fits}")
+    more = f"calibration.tokens={16 * (fits + 1)}"
+    (sentence,) = problems(*settings, more)
+    assert sentence.startswith(more)
+    assert f"calibration.tokens={16 * fits} or less, or suite.path=" in sentence
+    assert not problems(*settings, more, f"suite.path={file}")
+    assert not problems(*settings, more, "criterion=aimer"), "which reads no text"
+    [(_, [benchmark])] = request(*settings)[1]
+    part = SourceConfig("text", 0.5, settings=benchmark.held_out)
+    mixture = {"sources": [part, part], "packing": packed, "gap": values["gap"], "length": 16}
+    model = request()[1][0][0][0].model
+    check_held_out(CalibrationConfig("mixture", tokens=32 * fits, **mixture), model)
+    with pytest.raises(UserError, match=rf"calibration.tokens={32 * fits} or less"):
+        check_held_out(CalibrationConfig("mixture", tokens=32 * (fits + 1), **mixture), model)
+    (document := tmp_path / "text.txt").write_text("Where does a dog sleep? " * 200)  # nine tokens
+    rows = {"packing": "chunk", "length": 16, "tokens": 16 * 75}
+    whole = CalibrationConfig("text", str(document), order="first", **rows)
+    check_held_out(replace(whole, tokens=896), model)
+    with pytest.raises(UserError, match=r"calibration.tokens=896 or less"):
+        check_held_out(whole, model)
+
+
+def test_conversations_are_not_held_out(tmp_path: Path) -> None:
+    message = {"role": "user", "content": "Hello there"}
+    (file := tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [message]}))
+    settings = (f"calibration.path={file}", "suite.benchmarks=[fidelity]", "criterion=aimer")
+    (sentence,) = problems("calibration=text", *settings)
+    assert sentence.startswith("suite.path is null and calibration=text holds conversations")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class EvalPlus(Harness):
 
     package = "evalplus"
     metrics = ("base", "plus")
-    numeric_parameters = ("seconds", "memory_mib", "processes")
+    numeric_parameters: Mapping[str, float] = {"seconds": 0.1, "memory_mib": 1, "processes": 1}
     boolean_parameters = ("as_harness",)
     grading_parameters = ("seconds", "memory_mib", "as_harness")
     other_parameters = ("processes",)

@@ -49,7 +49,7 @@ class EvalScope(Harness):
 
     metrics = ("acc",)
     question_parameters = ("start_date", "end_date")
-    numeric_parameters = ("seconds", "memory_mib", "processes")
+    numeric_parameters: Mapping[str, float] = {"seconds": 0.1, "memory_mib": 1, "processes": 1}
     boolean_parameters = ("as_harness",)
     grading_parameters = ("seconds", "memory_mib", "as_harness")
     other_parameters = ("processes",)
@@ -235,6 +235,5 @@ def _link_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
 def _program_limits(benchmark: BenchmarkConfig, policy: Policy) -> dict[str, Any]:
     """The arguments of `evalscope_code.Programs`."""
     parameters = benchmark.parameters
-    # A limit of 0 or null is left out. `evalscope_code.Programs` then uses its default.
-    limits = {key: parameters[key] for key in HARNESS.numeric_parameters if parameters.get(key)}
+    limits = {key: parameters[key] for key in HARNESS.numeric_parameters if key in parameters}
     return {"processes": cores(), **limits, "isolation": policy.program_sandbox()}

@@ -3,7 +3,7 @@ likelihoods."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from moe_lab.config import BenchmarkConfig
@@ -19,7 +19,7 @@ class LmEval(Harness):
 
     package = "lm-eval"
     question_parameters = ("folder", "definition", "fewshot_seed")
-    numeric_parameters = ("fewshot_seed",)
+    numeric_parameters: Mapping[str, float] = {"fewshot_seed": 0}
     least_new_tokens = 0
     shows_examples = True
 

@@ -4,11 +4,11 @@ pruned model from the unpruned model on this text."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from moe_lab.calibration import IdentifiedText, held_out_text
+from moe_lab.calibration import IdentifiedText, held_out_text, plain_text, shares_and_sets
 from moe_lab.calibration.documents import BLANK_LINE
-from moe_lab.calibration.sources import read_as_one_text
+from moe_lab.calibration.sources import first_record, read_as_one_text
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harness import Graded, Harness, loss_result
@@ -35,8 +35,8 @@ class Perplexity(Harness):
     model with which a pruned one is compared at each token."""
 
     metrics = tuple(UNITS)
-    question_parameters = ("length", "characters", "top")
-    numeric_parameters = ("length", "characters", "top")
+    numeric_parameters: Mapping[str, float] = {"length": 2, "characters": 2, "top": 1}
+    question_parameters = tuple(numeric_parameters)
     chat = False
     least_new_tokens = 0
     reads_path = True
@@ -106,8 +106,12 @@ class Perplexity(Harness):
         return super().data_digest(benchmark)
 
     def check_data(self, benchmark: BenchmarkConfig) -> None:
-        """Raise UserError if the file is missing or cannot be read as a text."""
-        if not benchmark.held_out:
+        """Raise UserError if the file is missing or cannot be read as a text, and if a held-out
+        text would be one of conversations."""
+        if benchmark.held_out:
+            for _, part in shares_and_sets(benchmark.held_out):
+                plain_text(first_record(part), part)
+        else:
             self._text(benchmark)
 
     def _text(self, benchmark: BenchmarkConfig) -> str:
