@@ -65,6 +65,14 @@ def check_installed(package: str, extra: str, reason: str) -> None:
         raise error from ModuleNotFoundError(package)
 
 
+def overflow_hint(dtype: object) -> str:
+    """End of the message about a number that is not finite, in a model of the torch dtype
+    `dtype`."""
+    if str(dtype) != "torch.float16":
+        return ""
+    return ": dtype=float16 has numbers up to 65504, expected model.dtype=bfloat16 or float32"
+
+
 def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[str]:
     """Yield a sentence for each mistake that `check(*arguments)` reports. `check` returns an
     iterator over sentences, or raises UserError."""

@@ -4,12 +4,11 @@ torch."""
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -19,6 +18,8 @@ from moe_lab.errors import UserError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+POINTER = b"version https://git-lfs.github.com/spec/"
+"""First bytes of the text that git leaves in place of a file that git-lfs has not fetched."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Entry:
     little-endian."""
 
     shard: str
+    """Path in the folder of the checkpoint."""
     dtype: str
     shape: tuple[int, ...]
     start: int
@@ -62,7 +64,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     metadata: dict[str, dict[str, str]] = {}
     tensors: dict[str, Entry] = {}
     for shard in shards:
-        metadata[shard], entries = read_header(folder / shard)
+        metadata[shard], entries = read_header(folder, shard)
         for name in entries:
             if index is not None and index.get(name) != shard:
                 raise UserError(
@@ -74,10 +76,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, shards, metadata, tensors)
 
 
-def read_header(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
-    """(metadata, name of a tensor -> entry) of one safetensors file. The tensors come in the order
-    of their bytes. UserError when the file is damaged."""
+def read_header(folder: Path, shard: str) -> tuple[dict[str, str], dict[str, Entry]]:
+    """(metadata, name of a tensor -> entry) of the safetensors file `shard` in `folder`. The
+    tensors come in the order of their bytes. UserError when the file is damaged."""
+    path = folder / shard
     try:
+        check_no_pointer(path)
         with safe_open(path, framework="np") as safe_file:
             metadata: dict[str, str] = safe_file.metadata() or {}
     except (OSError, SafetensorError) as error:
@@ -91,7 +95,7 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
     for name, fields in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         start, end = fields["data_offsets"]  # counted from `base`
         entries[name] = Entry(
-            path.name, fields["dtype"], tuple(fields["shape"]), base + start, end - start
+            shard, fields["dtype"], tuple(fields["shape"]), base + start, end - start
         )
     return metadata, entries
 
@@ -128,8 +132,30 @@ def stated_dtype(config: Mapping[str, Any]) -> str:
     return str(config.get("dtype", config.get("torch_dtype")))
 
 
+def check_no_pointer(path: Path) -> None:
+    """Raise UserError if the file `path` is a pointer of git-lfs."""
+    with path.open("rb") as file:
+        if file.read(len(POINTER)) == POINTER:
+            raise UserError(
+                f"{path} is a git-lfs pointer, not the file itself: fetch the file with git lfs "
+                f"pull in {path.parent}"
+            )
+
+
+def shards_in(names: Container[str], index: Mapping[str, Any]) -> tuple[str, ...]:
+    """Paths of the weight files that transformers loads from a folder or a repository. `names`:
+    paths of its files. `index`: content of its file INDEX; {} if there is none."""
+    return (SINGLE,) if SINGLE in names else tuple(sorted(set(weight_map(index).values())))
+
+
+def weight_map(index: Mapping[str, Any]) -> dict[str, str]:
+    """Name of a tensor -> its shard. `index`: as in `shards_in`."""
+    shards: Any = index.get("weight_map")
+    return shards if json_files.fits(shards, {str: str}) else {}
+
+
 def _shards_and_index(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
-    """(names of the shards, index: name of a tensor -> its shard) of a checkpoint. The index is
+    """(paths of the shards, index: name of a tensor -> its shard) of a checkpoint. The index is
     None for a single shard."""
     if (folder / SINGLE).exists():
         return (SINGLE,), None
@@ -139,18 +165,19 @@ def _shards_and_index(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] 
         hint = ": convert its .bin files to safetensors" if any(folder.glob("*.bin")) else ""
         raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}: found {present}{hint}")
     content = read_json(folder / INDEX)
-    index = content.get("weight_map")
-    if (
-        not isinstance(index, dict)
-        or not index
-        or not all(isinstance(shard, str) for shard in index.values())
-    ):
+    index = weight_map(content)
+    if not index:
         raise UserError(f"{folder / INDEX} is damaged: expected a weight_map from tensor to file")
-    shards = tuple(sorted(set(index.values())))
+    shards = shards_in((), content)
     for shard in shards:
+        tensors = list(index.values()).count(shard)
         # the index of a foreign checkpoint must not lead to files outside the folder
-        if os.path.basename(shard) != shard or not (folder / shard).is_file():
-            tensors = list(index.values()).count(shard)
+        if PurePosixPath(shard).is_absolute() or ".." in PurePosixPath(shard).parts:
+            raise UserError(
+                f"{folder / INDEX} expects {tensors} tensors in {shard}: expected a file in "
+                f"{folder}"
+            )
+        if not (folder / shard).is_file():
             raise UserError(
                 f"{folder}: shard {shard} is missing, {INDEX} expects {tensors} tensors in it"
             )

@@ -12,9 +12,16 @@ from typing import Any
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import open_checkpoint, read_json, read_json_if_there, stated_dtype
+from moe_lab.models.checkpoint import (
+    INDEX,
+    open_checkpoint,
+    read_json,
+    read_json_if_there,
+    shards_in,
+    stated_dtype,
+)
 from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, WIDTH_FIELDS
-from moe_lab.models.files import cached_folder, hub_config, is_weights, stated_files
+from moe_lab.models.files import cached_folder, hub_json, stated_files
 from moe_lab.paths import local_path
 
 LAYERS_FIELD = "pruned"
@@ -43,7 +50,7 @@ GPU_COUNTS = (1, 2, 4, 8)
 def config_of(settings: ModelConfig) -> dict[str, Any]:
     """config.json of a model, from its folder or the hub; {} if neither has the file."""
     file = local_path(settings.path) / "config.json"
-    return read_json(file) if file.is_file() else hub_config(settings.path, settings.revision)
+    return read_json(file) if file.is_file() else hub_json(settings.path, settings.revision)
 
 
 def tensor_parallel_sizes(config: Mapping[str, Any]) -> list[int]:
@@ -305,7 +312,7 @@ def _numbers_from_files(path: str, revision: str | None) -> dict[str, int]:
     config.json states. If the model is not downloaded, its number of parameters is estimated from
     the size of its weight files."""
     folder = local_path(path) if local_path(path).is_dir() else cached_folder(path, revision)
-    config = read_json(folder / "config.json") if folder else hub_config(path, revision)
+    config = read_json(folder / "config.json") if folder else hub_json(path, revision)
     numbers = stated_numbers(config)
     numbers["bytes"] = BYTES.get(stated_dtype(config.get("text_config", config)), 4)
     if folder:
@@ -315,12 +322,8 @@ def _numbers_from_files(path: str, revision: str | None) -> dict[str, int]:
             {match[1] for name in tensors if (match := EXPERTS.search(name))}
         )
     elif "layers" in numbers and (files := stated_files(path, revision, "model")):
-        # consolidated files hold the weights a second time
-        size = sum(
-            file_size
-            for name, (file_size, _) in files.items()
-            if is_weights(name) and "consolidated" not in name
-        )
+        shards = shards_in(files, hub_json(path, revision, INDEX))
+        size = sum(files[name][0] for name in shards if name in files)
         # about one byte for each quantised weight
         weight_bytes = 1 if quantization_method(config) else numbers["bytes"]
         if size:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
@@ -18,7 +18,14 @@ from moe_lab import json_files
 from moe_lab.config import ModelConfig
 from moe_lab.config.base import identity_fields
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.models.checkpoint import open_checkpoint, read_json, read_json_if_there
+from moe_lab.models.checkpoint import (
+    INDEX,
+    check_no_pointer,
+    open_checkpoint,
+    read_json,
+    read_json_if_there,
+    shards_in,
+)
 from moe_lab.models.families import UNSUPPORTED
 from moe_lab.paths import cache_folder, local_path
 
@@ -114,16 +121,16 @@ def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[
 
 
 @lru_cache(maxsize=256)
-def hub_config(name: str, revision: str | None) -> dict[str, Any]:
-    """The content of config.json of the model `name` on the hub, from the hub's local cache or the
-    network; {} when neither has the file."""
+def hub_json(name: str, revision: str | None, file: str = "config.json") -> dict[str, Any]:
+    """The content of the JSON file `file` of the model `name` on the hub, from the hub's local
+    cache or the network; {} when neither has the file."""
     from httpx import HTTPError
     from huggingface_hub import hf_hub_download
 
     with suppress(OSError, ValueError, HTTPError):
         offline = not is_hub_reachable()
         return read_json(
-            Path(hf_hub_download(name, "config.json", revision=revision, local_files_only=offline))
+            Path(hf_hub_download(name, file, revision=revision, local_files_only=offline))
         )
     return {}
 
@@ -151,17 +158,50 @@ def data_file_sha256(name: str, file: str) -> str | None:
 
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-DESCRIBING = {".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"}
-"""Suffixes of files beside the weights that decide what a model computes and how text becomes
-tokens."""
-SUBFOLDERS = ("additional_chat_templates", "custom_generate")
-"""Folders beside the weights from which transformers reads files."""
+DESCRIBING = (
+    "config.json",
+    "generation_config.json",
+    "*quant*_config.json",
+    "*processor_config.json",
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*.json",
+    "vocab*.txt",
+    "merges*.txt",
+    "tekken.json",
+    "*.model",
+    "*.tiktoken",
+    "chat_template.json",
+    "*.jinja",
+    "*.py",
+    "additional_chat_templates/*.jinja",
+    "custom_generate/*.py",
+    "encoding/*.py",
+)
+"""Patterns of the files from which a model is loaded, apart from its weights."""
+BESIDE = ("README.md", "LICEN[CS]E*", "NOTICE*")
+"""Patterns of further files that belong to a model, but change nothing that it computes."""
+USUAL_SHARDS = ("model.safetensors", "model-*-of-*.safetensors")
+"""Patterns of the weight files of a model on the hub whose INDEX is not known."""
 CODE_FIELDS = ("attn_implementation", "experts_implementation")
 """Endings of the fields of config.json, at any depth, that name code."""
 BUILT_IN = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 GENERATION = "generation_config.json"
 ADAPTER = "adapter_config.json"
 """A file that names another model, which transformers then fetches and loads."""
+OTHER_FORMS = {
+    "snapshots/*": "as a model in the hub's cache has: expected that folder, or the model's hub id",
+    "models--*": "a model in the hub's cache: expected the model's hub id (owner/name)",
+    "*/config.json": "expected that file's folder",
+    "*.gguf": "which llama.cpp reads: expected the checkpoint that it was converted from",
+    "params.json": "as the original code of its makers reads: expected the same model in the form "
+    "of transformers",
+    "model_index.json": "which diffusers reads: expected a language model",
+    "*.bin": "without a configuration: expected all files of the checkpoint",
+    "*.safetensors": "without a configuration: expected all files of the checkpoint",
+}
+"""Pattern of a path in a folder that has no config.json -> end of the message about the folder."""
 
 
 def check_model_path(settings: ModelConfig) -> None:
@@ -175,6 +215,11 @@ def check_model_path(settings: ModelConfig) -> None:
                 f"model.path={settings.path} is a folder: expected null"
             )
         _check_folder(folder, settings)
+    elif folder.is_file():
+        raise UserError(
+            f"model.path={settings.path} is a file: expected a folder with a checkpoint of "
+            "transformers"
+        )
     elif not HUB_ID.fullmatch(settings.path):
         raise UserError(
             f"model.path={settings.path} is no folder: expected a folder, a hub id (owner/name) "
@@ -182,9 +227,28 @@ def check_model_path(settings: ModelConfig) -> None:
         )
 
 
+def _check_form(folder: Path) -> None:
+    """Raise UserError if `folder` holds something else than a checkpoint of transformers."""
+    if (folder / ADAPTER).is_file():
+        base = read_json(folder / ADAPTER).get("base_model_name_or_path")
+        raise UserError(
+            f"{folder} has {ADAPTER}: it is an adapter (such as LoRA) of the model {base}, which "
+            "transformers would load in its place: expected a folder into which peft has merged "
+            f"the adapter, or model.path={base} without it"
+        )
+    if (folder / "config.json").is_file():
+        return
+    for pattern, message in OTHER_FORMS.items():
+        if file := next(folder.glob(pattern), None):
+            raise UserError(
+                f"{folder} has no config.json, but {file.relative_to(folder)}, {message}"
+            )
+
+
 def check_code(folder: Path, trust_remote_code: bool) -> None:
     """Raise UserError if the model in `folder` would make transformers fetch code or another model
     from the hub."""
+    _check_form(folder)
     if trust_remote_code:
         return
     # for the first of these fields, if there is any
@@ -193,11 +257,6 @@ def check_code(folder: Path, trust_remote_code: bool) -> None:
             f"{folder / 'config.json'} has {field}={value}, code that transformers would fetch "
             "from the hub and run: take it out, or set model.trust_remote_code=true if you trust "
             "the author"
-        )
-    if (folder / ADAPTER).is_file():
-        raise UserError(
-            f"{folder} has {ADAPTER}, by which transformers loads another model than the one "
-            "there: merge the adapter, or take the file out"
         )
 
 
@@ -225,7 +284,7 @@ def local_folder(settings: ModelConfig) -> Path:
     check_model_path(settings)
     path = local_path(settings.path)
     if not path.is_dir():
-        path = _download(settings, ["*.safetensors"])
+        path = _download(settings, _hub_shards(settings))
         _check_folder(path, settings)
     return path
 
@@ -238,19 +297,24 @@ def configuration_folder(settings: ModelConfig) -> Path | None:
         return path
     check_model_path(settings)
     with suppress(UserError):  # or its subclass Unavailable
-        return _download(settings, weights=[])
+        return _download(settings, weights=())
     return None
 
 
-def files_of(folder: Path) -> list[Path]:
-    """All files in a model's folder and in its SUBFOLDERS, sorted by path."""
-    folders = [folder, *(folder / name for name in SUBFOLDERS)]
+def model_files(folder: Path) -> tuple[list[str], list[str]]:
+    """(files that describe the model, weight files): paths in `folder` of all files from which the
+    model is loaded. Shards that are missing are left out."""
+    shards = shards_in([file.name for file in folder.iterdir()], read_json_if_there(folder / INDEX))
+    return paths_in(folder, DESCRIBING), [name for name in shards if (folder / name).is_file()]
+
+
+def paths_in(folder: Path, patterns: Iterable[str]) -> list[str]:
+    """Paths in `folder` of the files that fit one of `patterns`, sorted. Hidden files, such as
+    macOS's "._config.json", are left out."""
     return sorted(
-        file
-        for searched in folders
-        if searched.is_dir()
-        for file in searched.iterdir()
-        if file.is_file()
+        file.relative_to(folder).as_posix()
+        for file in {file for pattern in patterns for file in folder.glob(pattern)}
+        if file.is_file() and not file.name.startswith(".")
     )
 
 
@@ -262,27 +326,17 @@ def fingerprint(path: str | Path) -> str:
         raise UserError(
             f"model.path={path} is no folder: expected a folder to take the fingerprint of"
         )
-    return _fingerprint(
-        folder,
-        [file for file in files_of(folder) if file.suffix == ".safetensors"],
-        remote_weights={},
-    )
+    return _fingerprint(folder, remote_weights={})
 
 
 def cached_folder(path: str, revision: str | None) -> Path | None:
     """The folder of the hub model `path` in the local cache; None unless the cache has all
     weights."""
     with suppress(OSError, ValueError):
-        folder = _snapshot(path, revision, ["*.safetensors"], local_files_only=True)
+        folder = _snapshot(path, revision, local_files_only=True)
         open_checkpoint(folder)  # raises UserError, a ValueError, if a shard is missing
         return folder
     return None
-
-
-def is_weights(file: str) -> bool:
-    """Whether `file`, a path in a model's repository, is part of the model's weights. Transformers
-    loads no weights from subfolders."""
-    return file.endswith(".safetensors") and "/" not in file
 
 
 def model_fingerprint(settings: ModelConfig) -> str | None:
@@ -305,24 +359,18 @@ def _hub_fingerprint(path: str, revision: str | None) -> str | None:
     # the folder's name is the commit of its files; the digests must be of the same commit
     if folder is None or (files := stated_files(path, folder.resolve().name, "model")) is None:
         return None
-    remote_weights = {name: entry for name, entry in files.items() if is_weights(name)}
-    return _fingerprint(folder, [], remote_weights)
+    shards = shards_in(files, read_json_if_there(folder / INDEX))
+    remote_weights = {name: files[name] for name in shards if name in files}
+    return _fingerprint(folder, remote_weights)
 
 
-def _fingerprint(
-    folder: Path, weights: list[Path], remote_weights: Mapping[str, tuple[int, str]]
-) -> str:
-    """The fingerprint of the model in `folder`. `weights`: weight files on this machine.
-    `remote_weights`: name -> (size, sha256) of weight files that are only on the hub."""
-    descriptions = [
-        file
-        for file in files_of(folder)
-        # an index of shards only repeats what the weight files say
-        if file.suffix in DESCRIBING and not file.name.endswith(".index.json")
-    ]
+def _fingerprint(folder: Path, remote_weights: Mapping[str, tuple[int, str]]) -> str:
+    """The fingerprint of the model in `folder`. `remote_weights`: name -> (size, sha256) of weight
+    files that are only on the hub."""
+    descriptions, weights = model_files(folder)
     files = {
-        file.relative_to(folder).as_posix(): (file.stat().st_size, sha256_of(file))
-        for file in descriptions + weights
+        name: ((folder / name).stat().st_size, sha256_of(folder / name))
+        for name in descriptions + weights
     }
     return _digest({**files, **remote_weights})
 
@@ -349,6 +397,9 @@ class IdentifiedModel(ModelConfig):
 
 def _check_folder(folder: Path, settings: ModelConfig) -> None:
     """Raise UserError unless the folder is a readable checkpoint of a supported family."""
+    _check_form(folder)
+    for name in paths_in(folder, DESCRIBING):
+        check_no_pointer(folder / name)
     kind = read_json(folder / "config.json").get("model_type")
     if not isinstance(kind, str):
         raise UserError(
@@ -362,13 +413,23 @@ def _check_folder(folder: Path, settings: ModelConfig) -> None:
     open_checkpoint(folder)
 
 
-def _download(settings: ModelConfig, weights: list[str]) -> Path:
-    """The folder of a hub model in the cache. `weights`: as for `_snapshot`."""
+def _hub_shards(settings: ModelConfig) -> tuple[str, ...]:
+    """Paths, or patterns of paths, of the weight files of a model on the hub."""
+    files = stated_files(settings.path, settings.revision, "model") or {}
+    return shards_in(files, hub_json(settings.path, settings.revision, INDEX)) or USUAL_SHARDS
+
+
+def _download(settings: ModelConfig, weights: Iterable[str]) -> Path:
+    """The folder of a hub model in the cache. `weights`: patterns of paths of weight files."""
     from huggingface_hub.errors import HFValidationError
 
     try:
         return _snapshot(
-            settings.path, settings.revision, weights, local_files_only=not is_hub_reachable()
+            settings.path,
+            settings.revision,
+            local_files_only=not is_hub_reachable(),
+            allow_patterns=[*DESCRIBING, INDEX, *BESIDE, ADAPTER, *weights],
+            ignore_patterns=[".*", "*/.*"],
         )
     except (OSError, HFValidationError) as error:
         # all errors of the hub and of the network are OSErrors
@@ -383,11 +444,9 @@ def _download(settings: ModelConfig, weights: list[str]) -> Path:
         ) from None
 
 
-def _snapshot(path: str, revision: str | None, weights: list[str], **options: Any) -> Path:
-    """The folder of the hub model `path` in the cache. `weights`: patterns of names of weight
-    files. `options`: further arguments of snapshot_download."""
+def _snapshot(path: str, revision: str | None, **options: Any) -> Path:
+    """The folder of the hub model `path` in the cache. `options`: further arguments of
+    snapshot_download."""
     from huggingface_hub import snapshot_download
 
-    patterns = [*weights, *(f"*{suffix}" for suffix in sorted(DESCRIBING))]
-    arguments = {"allow_patterns": patterns, "ignore_patterns": ["*/*.safetensors"], **options}
-    return Path(snapshot_download(path, revision=revision, **arguments))
+    return Path(snapshot_download(path, revision=revision, **options))

@@ -21,7 +21,7 @@ from transformers.utils import logging
 import moe_lab.exported_code  # noqa: F401 - registers families that transformers lacks
 from moe_lab.config import ModelConfig
 from moe_lab.config.pruning import DEVICE_MAPS
-from moe_lab.errors import UserError
+from moe_lab.errors import UserError, overflow_hint
 from moe_lab.machine import processor
 from moe_lab.models import experts
 from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
@@ -144,7 +144,7 @@ def check_finite(model: nn.Module, prefix: str = "") -> None:
             value = float(tensor[tuple(positions[0])])
             raise UserError(
                 f"weights: {name} holds {value} at {positions[0]} and {len(positions) - 1} more "
-                "positions: expected finite numbers"
+                f"positions: expected finite numbers{overflow_hint(tensor.dtype)}"
             )
 
 

@@ -61,7 +61,7 @@ def loss_rises(
         index = layers[position].index
         rise = KINDS[kind](piece_losses, position)
         sums[index] = {kind: sums[index][kind] + rise if index in sums else rise}
-        check_finite({index: sums[index]}, "the changed loss")
+        check_finite({index: sums[index]}, "the changed loss", model.dtype)
         save_checkpoint(out, sums, metadata, step + 1)
         progress.update(step + 1, len(pieces) * len(layers), "layers")
     means = {index: {kind: arrays[kind] / predicted} for index, arrays in sums.items()}

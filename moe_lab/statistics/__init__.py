@@ -17,7 +17,7 @@ import numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from moe_lab.errors import UserError
+from moe_lab.errors import UserError, overflow_hint
 
 if TYPE_CHECKING:
     import torch
@@ -147,9 +147,11 @@ def merge_means(parts: Sequence[Statistics]) -> Layers:
     }
 
 
-def check_finite(layers: Mapping[int, Mapping[str, torch.Tensor]], source: str) -> None:
+def check_finite(
+    layers: Mapping[int, Mapping[str, torch.Tensor]], source: str, dtype: torch.dtype
+) -> None:
     """UserError when a value in `layers` (layer -> name -> tensor) is NaN or infinite. `source`
-    says in the message what batches were read."""
+    says in the message what batches were read. `dtype`: the dtype of the model."""
     for layer, tensors in layers.items():
         for name, tensor in tensors.items():
             if tensor.isfinite().all():
@@ -158,6 +160,7 @@ def check_finite(layers: Mapping[int, Mapping[str, torch.Tensor]], source: str) 
             expert = f", expert {position[0]}" if position else ""  # a scalar has no expert
             raise UserError(
                 f"NaN or Inf in layer {layer}{expert}: {name} of {source} is not finite"
+                f"{overflow_hint(dtype)}"
             )
 
 

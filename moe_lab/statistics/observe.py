@@ -277,7 +277,7 @@ def collect_statistics(
             if number == len(batches) or timer.is_due():
                 with timer.saving():
                     layers = observer.layers()
-                    check_finite(layers, f"batches {done + 1} to {number}")
+                    check_finite(layers, f"batches {done + 1} to {number}", model.dtype)
                     done = number
                     save_checkpoint(out, layers, header, done)
     return Statistics(layers, header)

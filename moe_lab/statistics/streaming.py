@@ -319,7 +319,7 @@ class LayerPass:
 def _sums(observer: Observer) -> Layers:
     """The sums of an observer that has read all batches. UserError unless all sums are finite."""
     layers = observer.layers()
-    check_finite(layers, "all batches")
+    check_finite(layers, "all batches", observer.model.dtype)
     return layers
 
 

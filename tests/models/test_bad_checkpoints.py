@@ -23,12 +23,14 @@ from transformers.quantizers import quantizer_finegrained_fp8
 
 from moe_lab import inspect
 from moe_lab.errors import UserError
+from moe_lab.models import files
 from moe_lab.models.config_json import quantization
 from moe_lab.models.facts import facts
 from moe_lab.models.files import check_model_path, configuration_folder
 from moe_lab.models.load import load_model, skeleton
 from moe_lab.models.streamed import open_streamed
 from moe_lab.statistics.forward import ForwardHook
+from moe_lab.statistics.observe import collect_statistics
 from moe_lab.statistics.weights import expert_weight_sums
 from tests.campaign.models import reconfigure
 
@@ -108,20 +110,45 @@ def test_weights_that_no_model_uses_are_not_missed(kind: str, tmp_path: Path) ->
 def test_the_files_that_transformers_reads_are_downloaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    names = [
+    """Of the weights, the shards of the index; no second copy of them in another format."""
+    described = [
         "config.json",
         "additional_chat_templates/tool_use.jinja",
-        "original/model.safetensors",
-        "model.bin",
+        "encoding/messages.py",
+        "LICENSE.md",
     ]
+    shards = ["model-00001-of-00002.safetensors", "below/b.safetensors"]
+    others = [
+        "._config.json",
+        "results_2026.json",
+        "notes.txt",
+        "model.bin",
+        "consolidated.safetensors",
+        "consolidated-00001-of-00002.safetensors",
+        "model.fp16.safetensors",
+        "original/model.safetensors",
+    ]
+    index = {"weight_map": dict(zip("ab", shards, strict=True))}
+    monkeypatch.setattr(files, "hub_json", lambda *_: index)
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", download := Mock(return_value=str(tmp_path))
     )
+
+    def downloaded() -> list[str]:
+        patterns = {
+            name: download.call_args.kwargs[name] for name in ("allow_patterns", "ignore_patterns")
+        }
+        return list(filter_repo_objects([*described, *shards, *others], **patterns))
+
     assert configuration_folder(settings("some/model")) == tmp_path
-    patterns = {
-        name: download.call_args.kwargs.get(name) for name in ("allow_patterns", "ignore_patterns")
-    }
-    assert list(filter_repo_objects(names, **patterns)) == names[:2]
+    assert downloaded() == described
+    with pytest.raises(UserError):  # the folder is empty
+        files.local_folder(settings("some/model"))
+    assert downloaded() == [*described, *shards]
+    index.clear()
+    with pytest.raises(UserError):
+        files.local_folder(settings("some/model"))
+    assert downloaded() == [*described, shards[0]]
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4", "bitsandbytes"])
@@ -268,4 +295,64 @@ def test_folder_with_a_revision_or_an_adapter_is_refused(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": "owner/other"})
     )
-    refused(lambda: check_model_path(settings(folder)), "adapter_config.json")
+    refused(lambda: check_model_path(settings(folder)), "adapter.*owner/other")
+    (folder / "config.json").unlink()
+    refused(lambda: check_model_path(settings(folder)), "adapter.*owner/other")
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("snapshots/c0ffee/config.json", "hub's cache"),
+        ("snapshots", "hub's cache"),
+        ("models--owner--name/blobs", "hub's cache"),
+        ("model-Q4_K_M.gguf", "gguf.*llama.cpp"),
+        ("params.json", "params.json"),
+        ("checkpoint-500/config.json", "checkpoint-500"),
+        ("model_index.json", "diffusers"),
+        ("pytorch_model.bin", "pytorch_model.bin"),
+        ("model-00001-of-00002.safetensors", "model-00001-of-00002.safetensors"),
+    ],
+)
+def test_what_is_no_checkpoint_is_called_what_it_is(path: str, field: str, tmp_path: Path) -> None:
+    if "." in Path(path).name:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("{}")
+        refused(lambda: check_model_path(settings(tmp_path / path)), "is a file: expected a folder")
+    else:
+        (tmp_path / path).mkdir(parents=True)
+        if path == "snapshots":
+            refused(lambda: check_model_path(settings(tmp_path)), "has no config.json")
+            (tmp_path / path / "c0ffee").mkdir()
+    refused(lambda: check_model_path(settings(tmp_path)), field)
+
+
+@pytest.mark.parametrize("name", ["model-00003-of-00007.safetensors", "tokenizer.json"])
+def test_pointers_of_git_lfs_are_called_that(name: str, folder: Path) -> None:
+    (folder / name).write_text(
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4983213\n"
+    )
+    refused(lambda: check_model_path(settings(folder)), f"{name} is a git-lfs pointer")
+
+
+def test_numbers_too_large_for_float16_name_the_setting(tmp_path: Path) -> None:
+    """A weight, and a sum of products."""
+    tiny.save("olmoe", tmp_path)
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    weights = load_file(tmp_path / "model.safetensors")
+    for weight, message in ((7e4, "down_proj"), (6e4, "NaN or Inf in layer 1")):
+        save_file(
+            {**weights, name: torch.full_like(weights[name], weight)},
+            tmp_path / "model.safetensors",
+            {"format": "pt"},
+        )
+        refused(
+            lambda: naive_pass(tmp_path, dtype="float16"), f"{message}.*dtype=float16.*bfloat16"
+        )
+        naive_pass(tmp_path, dtype="float32")
+
+
+def naive_pass(folder: Path, dtype: str) -> None:
+    model, _ = load_model(settings(folder, dtype=dtype))
+    ids = tiny.tokens()
+    collect_statistics(model, ForwardHook, [(ids, torch.ones_like(ids, dtype=torch.bool))])

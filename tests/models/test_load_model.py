@@ -8,6 +8,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 from time import monotonic
@@ -19,21 +20,32 @@ import httpx
 import pytest
 import tiny
 import torch
+import transformers
 from identities.plans import random_plan
 from processes import time_limit
 from tiny import logits, settings
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
+import moe_lab
 from moe_lab.config import ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.models import config_json, experts, files, load, streamed
+from moe_lab.models.checkpoint import INDEX
 from moe_lab.models.config_json import size_of
 from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.models.facts import facts
-from moe_lab.models.files import check_model_path, fingerprint, local_folder, model_fingerprint
+from moe_lab.models.files import (
+    check_model_path,
+    fingerprint,
+    local_folder,
+    model_files,
+    model_fingerprint,
+)
 from moe_lab.models.load import load_model
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.paths import private_cache, resolve, shipped_paths, user_cache
 from moe_lab.pruning.export import export
+from moe_lab.pruning.export.rewrite import Changes, rewrite
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
@@ -333,18 +345,78 @@ def test_paths_that_lead_nowhere() -> None:
         local_folder(settings("nobody/nothing", revision="v1"))
 
 
+NOT_LOADED = [
+    "README.md",
+    "pytorch_model.bin",
+    "notes.txt",
+    "results_2026-11-30.json",
+    "trainer_state.json",
+    "._config.json",
+    "._modeling.py",
+    "._model-00003-of-00007.safetensors",
+    "consolidated.safetensors",
+    "model.fp16.safetensors",
+    "checkpoint-500/config.json",
+    "original/model.safetensors",
+    "wandb/run.py",
+    "requirements.txt",
+]
+
+
 def test_fingerprint_depends_on_content_alone(folder: Path, original: Path) -> None:
     original_fingerprint = fingerprint(original)
-    (folder / "README.md").write_text("words")
-    torch.save({}, folder / "pytorch_model.bin")
+    for name in NOT_LOADED:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
     check_model_path(settings(folder))
-    assert fingerprint(folder) == original_fingerprint, "pickles are never loaded"
+    assert fingerprint(folder) == original_fingerprint, "these files are never loaded"
     for file in ("config.json", "tokenizer.json", "model-00003-of-00007.safetensors"):
         data = bytearray((original / file).read_bytes())
         data[-1] ^= 1
         (folder / file).write_bytes(data)
         assert fingerprint(folder) != original_fingerprint, file
         shutil.copy(original / file, folder)
+    for file in ("chat_template.jinja", "encoding/messages.py", "custom_generate/generate.py"):
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text("")
+        assert fingerprint(folder) != original_fingerprint, file
+        (folder / file).unlink()
+
+
+def test_files_of_all_tokenizers_are_part_of_the_model(folder: Path) -> None:
+    """Of those that transformers has for a language model with experts."""
+    families = Path(transformers.__file__).parent / "models"
+    names = set()
+    for kind, tokenizer in TOKENIZER_MAPPING_NAMES.items():
+        code = families / kind / f"modeling_{kind}.py"
+        # a class of which an installed package is missing raises ImportError
+        with suppress(ImportError, AttributeError):
+            if code.is_file() and "use_experts_implementation" in code.read_text():
+                names |= set(getattr(transformers, tokenizer).vocab_files_names.values())
+    assert {"tokenizer.json", "vocab.json", "merges.txt"} <= names
+    for name in names:
+        (folder / name).write_text("")
+    assert names <= set(model_files(folder)[0])
+
+
+def test_shards_in_a_folder_below_are_loaded_and_exported(folder: Path, tmp_path: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    (folder / "below").mkdir()
+    for shard in set(index["weight_map"].values()):
+        (folder / shard).rename(folder / "below" / shard)
+    below = {name: f"below/{shard}" for name, shard in index["weight_map"].items()}
+    (folder / INDEX).write_text(json.dumps({**index, "weight_map": below}))
+    model, _ = load_model(settings(folder))
+    plan = tiny.plan(model, 0.25)
+    moe_lab.export(str(folder), plan, tmp_path / "out")
+    exported, _ = load_model(settings(tmp_path / "out"))
+    assert torch.equal(logits(exported), logits(prune(model, plan)))
+    rewrite(tmp_path / "out", Changes(lambda name, tensor: {name: tensor}, ""), tmp_path / "again")
+    assert torch.equal(logits(load_model(settings(tmp_path / "again"))[0]), logits(exported))
+    for outside in ("/etc/passwd", "../model/below/x", "below/../../x"):
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"a": outside}}))
+        with pytest.raises(UserError, match=f"{outside}: expected a file in"):
+            check_model_path(settings(folder))
 
 
 ON_THE_HUB = ModelConfig(name="n", path="owner/name")

@@ -625,7 +625,7 @@ def test_a_model_of_unknown_format_gets_one_gpu() -> None:
 def hub_config(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub states the format of all models, with 28 attention heads."""
     config = {"model_type": "any", "num_attention_heads": 28}
-    monkeypatch.setattr("moe_lab.models.config_json.hub_config", lambda *_: config)
+    monkeypatch.setattr("moe_lab.models.config_json.hub_json", lambda *_: config)
 
 
 @pytest.mark.usefixtures("hub_config")

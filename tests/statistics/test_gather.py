@@ -193,7 +193,7 @@ def test_infinite_statistics_are_named_with_every_expert() -> None:
     for value in (torch.nan, torch.inf):
         broken.layers[5]["tokens"][1] = value
         with pytest.raises(UserError, match="layer 5, expert 1: tokens of batch 7"):
-            check_finite(broken.layers, "batch 7")
+            check_finite(broken.layers, "batch 7", torch.float32)
 
 
 PASSES: dict[str, tuple[Callable[..., Statistics], Callable[..., Statistics]]] = {

@@ -167,7 +167,7 @@ def test_models_larger_than_one_gpu_are_streamed_in_parts(
         "Qwen/Qwen2-57B-A14B": {"model_type": "qwen2_moe"},
         "o/fp8": {"quantization_config": {"bits": 8}},
     }
-    monkeypatch.setattr(config_json, "hub_config", lambda name, _: configs.get(name, {}))
+    monkeypatch.setattr(config_json, "hub_json", lambda name, *_: configs.get(name, {}))
     divided_text = resolved_text(text, 1, about, Config(launcher=LauncherConfig(name=launcher)))
     assert (divided_text.engine, divided_text.parts) == (engine, parts)
     calibration = step("statistics", about, divided_text)

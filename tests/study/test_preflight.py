@@ -475,7 +475,7 @@ def test_quantised_weights_are_refused(
     tiny.save("olmoe", tmp_path / "folder")
     Path("folder", "config.json").write_text(json.dumps(quantised))
     monkeypatch.setattr(
-        config_json, "hub_config", lambda name, _: quantised if name == "o/on-hub" else {}
+        config_json, "hub_json", lambda name, *_: quantised if name == "o/on-hub" else {}
     )
     exports = [["export=natural", "verify=true"], ["export=natural", "export.format=gguf"]]
     for settings in (

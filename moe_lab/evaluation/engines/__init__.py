@@ -211,7 +211,7 @@ def check_finite(number: float, name: str) -> None:
     if not math.isfinite(number):
         raise FloatingPointError(
             f"the {name} of a token is {number}, expected a finite number: the model's weights or "
-            "precision make it overflow"
+            "model.dtype make it overflow"
         )
 
 

@@ -64,7 +64,7 @@ def _describe(folder: Path, shards: tuple[str, ...], changes: Changes, target: P
     """Write config.json, the model card and the index into `target`, which already has the changed
     `shards`."""
     entries = {
-        name: entry for shard in shards for name, entry in read_header(target / shard)[1].items()
+        name: entry for shard in shards for name, entry in read_header(target, shard)[1].items()
     }
     total = sum(entry.size for entry in entries.values())
     write_json(target / "config.json", {**read_json(folder / "config.json"), **changes.config})

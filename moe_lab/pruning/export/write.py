@@ -15,12 +15,10 @@ from typing import Any, BinaryIO
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX, Checkpoint
-from moe_lab.models.files import files_of
+from moe_lab.models.files import BESIDE, DESCRIBING, paths_in
 from moe_lab.pruning.export.chunks import Chunk, ExportedTensor, Span
 
 CARD = "README.md"
-NOT_COPIED = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
-"""Suffixes of weight files."""
 ALIGNMENT = 64
 """Bytes. Matrix products of mapped files can differ in the last bit if weights start in the middle
 of a cache line."""
@@ -47,6 +45,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """A context with a new file for writing. At the end, the bytes of the file are on the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # shards may be in a folder below the index
     with path.open("wb") as file:
         yield file
         file.flush()
@@ -86,17 +85,12 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def copy_others(folder: Path, target: Path) -> None:
-    """Copy the files of the checkpoint in `folder` other than weights, such as its tokenizer, to
-    the same relative paths in `target`."""
-    for file in files_of(folder):
-        if (
-            file.suffix not in NOT_COPIED
-            and not file.name.startswith(".")
-            and not file.name.endswith(".index.json")
-        ):
-            destination = target / file.relative_to(folder)
-            destination.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, destination)
+    """Copy the files of the checkpoint in `folder` other than weights, such as its tokenizer and,
+    if it is an export, its plan, to the same relative paths in `target`."""
+    for name in paths_in(folder, (*DESCRIBING, *BESIDE, "plan.json", "plan.npz")):
+        destination = target / name
+        destination.parent.mkdir(exist_ok=True)
+        shutil.copyfile(folder / name, destination)
 
 
 def header_bytes(fields: Mapping[str, Any], min_size: int = 0) -> bytes:
