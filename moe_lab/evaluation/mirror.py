@@ -8,7 +8,6 @@ makes mirrors for benchmarks or whole suites. Evaluation reads mirrors alone, ne
 from __future__ import annotations
 
 import csv
-import fnmatch
 import hashlib
 import json
 import re
@@ -303,27 +302,34 @@ def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card:
 
 def _patterns(card: Path, subset: str | None) -> Iterator[tuple[str, str, str]]:
     """Yield (subset, split, regular expression for the paths of the split's files), as listed in
-    the dataset `card`. If `subset` is None, all subsets are yielded except the subset `all`, which
-    repeats the files of the other subsets."""
+    the dataset `card`. A subset without a list has the files that are named by their split, in its
+    `data_dir`. If `subset` is None, all subsets are yielded except the subset `all`, which repeats
+    the files of the other subsets."""
+    from fsspec.utils import glob_translate  # in which * does not match /, as on the hub
     from huggingface_hub import metadata_load
 
     # None without a card, and for a card without metadata
     metadata = metadata_load(card) if card.is_file() else None
-    configs = (metadata or {}).get("configs") or ()
-    if not configs:
-        for split, patterns in _SPLITS.items():
-            yield subset or "default", split, rf"(?:^|[-_./])(?:{patterns})[-_./]"
+    configs = (metadata or {}).get("configs") or [{"config_name": subset or "default"}]
     for config in configs:
         name = config["config_name"]
         is_left_out = name == "all" if subset is None else name != subset
         if is_left_out:
             continue
-        for part in _as_list(config.get("data_files", [])):
+        data_dir = str(config.get("data_dir") or "").strip("/")
+        start = f"^{re.escape(data_dir)}/" if data_dir else "^"
+        parts = config.get("data_files")
+        if parts is None:
+            for split, patterns in _SPLITS.items():
+                yield name, split, rf"{start}(?:.*[-_./])?(?:{patterns})[-_./]"
+        if isinstance(parts, dict):  # split -> paths
+            parts = [{"split": split, "path": paths} for split, paths in parts.items()]
+        for part in _as_list(parts or []):
             # a part without a split belongs to the split train
             split, paths = (
                 (part["split"], part["path"]) if isinstance(part, dict) else ("train", part)
             )
-            yield from ((name, split, f"^{fnmatch.translate(path)}") for path in _as_list(paths))
+            yield from ((name, split, start + glob_translate(path)) for path in _as_list(paths))
 
 
 def _as_list(value: Any) -> list[Any]:

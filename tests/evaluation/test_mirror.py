@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import huggingface_hub
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
+import yaml
 from fake_engines import problems
 from harness_files import RTE, subject_rows, write_lines
 from huggingface_hub.utils import filter_repo_objects
@@ -138,6 +139,31 @@ def test_mirror_is_made_without_the_hub(rte: BenchmarkConfig, tmp_path: Path, na
     assert mirror.rows(rte) == RTE and mirror.digest(rte) == digest, (
         "only the content identifies it"
     )
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        {"data_files": [{"split": "validation", "path": "a/dev/*.jsonl"}]},
+        {"data_files": [{"split": "validation", "path": ["a/*/one.jsonl"]}]},
+        {"data_files": {"validation": "a/dev/one.jsonl"}},
+        {"data_dir": "a"},
+        {"data_dir": "a/", "data_files": [{"split": "validation", "path": "dev/one*"}]},
+    ],
+)
+def test_files_of_a_subset_are_those_that_its_card_lists(
+    rte: BenchmarkConfig, tmp_path: Path, listed: dict[str, Any]
+) -> None:
+    """A * does not match the name of a folder and what follows."""
+    metadata = {"configs": [{"config_name": "rte", **listed}]}
+    (tmp_path / "README.md").write_text(f"---\n{yaml.safe_dump(metadata)}---\n")
+    for folder, name in (("a/dev", "one"), ("b/dev", "one"), ("a/x/y", "one"), ("a/dev/z", "two")):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        write_lines(tmp_path / folder / f"{name}.jsonl", RTE[: 1 if folder != "a/dev" else None])
+    if listed == {"data_dir": "a"}:
+        shutil.rmtree(tmp_path / "a/dev/z")
+    make(rte, tmp_path)
+    assert mirror.rows(rte) == RTE
 
 
 @pytest.mark.parametrize("ending", [".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv"])
