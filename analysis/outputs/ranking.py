@@ -3,6 +3,7 @@ methods."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -185,9 +186,10 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
             low, high = chance.limits(ranking.plans_tested)
             axes.axvspan(low, high, color=style.RULE, alpha=0.6, linewidth=0)
         axes.axvline(ranking.unpruned_score, **style.DASHED)  # not drawn if it is NaN
-    legend_entries: list[Artist] = [
-        style.legend_entry(f"unpruned {first_ranking.unpruned_score:.3f}", **style.DASHED)
-    ]
+    legend_entries: list[Artist] = []
+    if not math.isnan(first_ranking.unpruned_score):
+        unpruned = f"unpruned {first_ranking.unpruned_score:.3f}"
+        legend_entries.append(style.legend_entry(unpruned, **style.DASHED))
     sentences = [
         f"{first_ranking.mean_name} of every plan with its 95 % interval, best first.",
         _caption(rankings),

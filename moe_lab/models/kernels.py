@@ -60,6 +60,8 @@ def _sums_by_expert(
             term = term * factor.to(dtype)[:, None]
         total += tl.sum(term, 0)
         largest = tl.maximum(largest, tl.max(term, 0))
+    # tl.max drops NaN, and sums do not
+    largest = tl.where(total == total, largest, total.to(dtype))
     offset = (number * tl.num_programs(0) + expert) * width + column
     tl.store(sums + offset, total, mask=is_column)
     tl.store(maxima + offset, largest, mask=is_column)

@@ -130,6 +130,15 @@ def test_ignored_rows_are_not_read() -> None:
     assert maxima.tolist() == [[[0, 0], [9, 16]]]
 
 
+def test_maximum_of_nan_is_nan() -> None:
+    values = torch.tensor([[torch.nan, 1.0], [2.0, torch.inf], [3.0, 4.0]])
+    rows = SimpleNamespace(ends=torch.tensor([2, 3]))
+    maxima = kernels.reduce_by_expert(values, None, rows, "max")
+    torch.testing.assert_close(
+        maxima, torch.tensor([[torch.nan, torch.inf], [3, 4]]).double(), equal_nan=True
+    )
+
+
 def test_sums_of_doubles_are_computed_in_fp64() -> None:
     values = torch.tensor([[1.0], [1e-12]], dtype=torch.float64)
     rows = SimpleNamespace(ends=torch.tensor([2]))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy
 import pytest
 from choices import CONF, Files, cells, read_choice
 from processes import time_limit
@@ -22,6 +23,8 @@ from moe_lab.config import (
 )
 from moe_lab.grid import benchmarks
 from moe_lab.json_files import write_sealed
+from moe_lab.pruning.layer_plan import LayerPlan
+from moe_lab.pruning.plan import Plan
 from moe_lab.results import STEPS
 from moe_lab.study import record
 from moe_lab.study.graph import Graph, build, unresolved_names
@@ -56,6 +59,24 @@ def test_plans_with_merged_experts_hold_weights_of_their_own() -> None:
     for step in evaluated:
         assert isinstance(step, Evaluate)
         assert (step.id in merged) == step.pruned.is_changed
+
+
+def test_plans_of_a_file_may_have_merged_experts(tmp_path: Path) -> None:
+    channels = numpy.ones((2, 1), dtype=bool)
+    for merged in ({}, {0: {0: 0.5, 1: 0.5}}):
+        layer = LayerPlan(2, (0, 1), channels & [[True], [not merged]], merged=merged)
+        Plan({0: layer}).save(tmp_path / "plan.json")
+        settings = ("allocation=list", f"allocation.path={tmp_path / 'plan.json'}", "ratio=0.5")
+        _, cell = build(*study_request("criterion=reap", *settings)).cells
+        pruned = cell.evaluate["pocket_boolq"].pruned
+        assert pruned.is_changed == bool(merged)
+
+
+def test_the_seed_of_a_search_is_that_of_its_parameters() -> None:
+    settings = ("criterion=reap", "allocation=pocket_evolutionary", "seed=1,2")
+    for changes, seeds in ((), {1, 2}), (("allocation.parameters.seed=7",), {7}):
+        steps = build(*study_request(*settings, *changes)).steps
+        assert {step.seed for step in steps if step.kind == "search"} == seeds
 
 
 def test_plans_are_compared_with_one_step_of_the_unpruned_model() -> None:

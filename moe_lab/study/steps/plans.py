@@ -196,12 +196,9 @@ class PlanSetup(StepFields):
     """Role -> input step that the allocation reads besides the cell's scores."""
     name: str
     """Label of the step."""
-    runtime = frozenset({"name"})
-
-    @property
-    def merges_experts(self) -> bool:
-        """Whether dropped experts are merged into retained ones."""
-        return self.allocation.replacement in GROUPINGS
+    merges_experts: bool = False
+    """Whether dropped experts are merged into retained ones."""
+    runtime = frozenset({"name", "merges_experts"})
 
     @property
     def allocation_settings(self) -> dict[str, Any]:
@@ -246,7 +243,10 @@ def plan_setup(cell: Cell) -> PlanSetup:
         parts.append("protected")
     name = "-".join([*parts, f"{cell.ratio:g}"])
     inputs = {role: input_step(role, cell) for role in input_roles(cell)}
-    return PlanSetup(IdentifiedAllocation.of(settings), cell.ratio, inputs, name)
+    merges = settings.replacement in GROUPINGS
+    if plan := plan_in(settings):
+        merges = merges or bool(plan.merged_layers)
+    return PlanSetup(IdentifiedAllocation.of(settings), cell.ratio, inputs, name, merges)
 
 
 def save_plan(
@@ -358,7 +358,8 @@ class Search(CellPlan):
     @classmethod
     def of(cls, cell: Cell) -> Self:
         text = IdentifiedText.of(cell.texts["search"])
-        return cls(plan_setup(cell), loaded_field(cell.model), text, Scores.of(cell), cell.seed)
+        seed = cell.allocation.parameters.get("seed", cell.seed)
+        return cls(plan_setup(cell), loaded_field(cell.model), text, Scores.of(cell), seed)
 
     def work(self, files: Files) -> None:
         from moe_lab.search.run import search
