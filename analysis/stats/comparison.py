@@ -362,23 +362,8 @@ class Comparison:
         return list(strata.values())
 
     def difference(self, target: Target, cell: int, other: int) -> Estimate:
-        """Score of `cell` minus score of `other`, paired by seed and item.
-
-        If each cell has a single plan, and the target is one benchmark in `_binary_benchmarks`, the
-        p-value of the estimate is from McNemar's exact test.
-        """
-        estimate = self.estimate(target, {cell: 1.0, other: -1.0})
-        answers = self._binary_outcomes(target)
-        if (
-            answers is None
-            or max(len(self.plans_by_seed[cell]), len(self.plans_by_seed[other])) > 1
-            or np.isnan(estimate.error)  # fewer than two items in common
-        ):
-            return estimate
-        # with a single plan, a cell has the same label as its plan
-        pair = answers[[self._row_numbers[cell], self._row_numbers[other]]]
-        first, second = pair[:, np.isfinite(pair).all(axis=0)]
-        return replace(estimate, exact_p=float(uncertainty.mcnemar(first, second)))
+        """Score of `cell` minus score of `other`, paired by seed and item."""
+        return self.estimate(target, {cell: 1.0, other: -1.0})
 
     def scored_plans(self, target: Target, cell: int) -> list[int]:
         """The plans of a cell that have a score on the target."""
@@ -399,7 +384,7 @@ class Comparison:
                 positions.append(position)
         # each plan is a replicate of its own
         strata = self._strata(target, np.array(rows)[:, None], np.ones(1))
-        pairs = [self.estimate(target, {cells[0]: 1.0, other: -1.0}) for other in cells[1:]]
+        pairs = [self.difference(target, cells[0], other) for other in cells[1:]]
         return uncertainty.leads_of_best(pairs, strata, np.array(positions))
 
     def weights(self, target: Target) -> dict[str, float]:

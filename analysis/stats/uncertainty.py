@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from scipy.special import bdtr, gammaincinv, ndtr, ndtri, stdtr, stdtrit
+from scipy.special import gammaincinv, ndtr, ndtri, stdtr, stdtrit
 
 CONFIDENCE = 0.95
 LEVEL = 0.05
@@ -28,8 +28,6 @@ class Estimate:
     error: float = np.nan
     """Standard error of `value`."""
     degrees_of_freedom: float = np.nan
-    exact_p: float = np.nan
-    """p-value of an exact test, which replaces the p-value of the t-test."""
     methods: int = 2
     """Number of methods from which the data chose the two that `value` compares. With more than 2,
     interval and p come from the studentised range, otherwise from Student's t."""
@@ -52,8 +50,6 @@ class Estimate:
     def p(self) -> float:
         """Two-sided p-value of the hypothesis that the true value is 0. With more than two
         `methods`, the hypothesis is that all methods are equal."""
-        if not np.isnan(self.exact_p):
-            return self.exact_p
         if self.error <= 1e-9:  # 0 up to rounding: all replicates and items agree
             return float(abs(self.value) <= 1e-9)
         ratio = abs(self.value) / self.error
@@ -297,17 +293,3 @@ def holm(p_values: np.ndarray) -> np.ndarray:
     adjusted_p_values = np.full(p_values.shape, np.nan)
     adjusted_p_values[order] = np.minimum(np.maximum.accumulate(steps), 1)
     return adjusted_p_values
-
-
-def mcnemar(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Two-sided p-values of McNemar's exact test for pairs of plans.
-
-    first, second: 0/1 outcomes (..., items) of the two plans of each pair on the same items. The
-    p-values have this shape without the last axis.
-
-    The result equals statsmodels' `mcnemar(table, exact=True)`, for many pairs of plans at once.
-    """
-    first_wins = ((first == 1) & (second == 0)).sum(axis=-1)
-    second_wins = ((first == 0) & (second == 1)).sum(axis=-1)
-    tail = bdtr(np.minimum(first_wins, second_wins), first_wins + second_wins, 0.5)
-    return np.asarray(np.minimum(1.0, 2 * tail))

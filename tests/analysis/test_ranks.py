@@ -3,10 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy.stats import binomtest, studentized_range
-from statsmodels.stats.contingency_tables import mcnemar as reference_mcnemar
 from statsmodels.stats.multitest import multipletests
 
 from analysis import names
@@ -86,18 +83,6 @@ def test_wilson_equals_scipy(successes: int, items: int) -> None:
     expected = binomtest(successes, items).proportion_ci(0.95, method="wilson")
     assert low[0] == pytest.approx(expected.low, abs=1e-12)
     assert high[0] == pytest.approx(expected.high, abs=1e-12)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(5, 60))
-def test_mcnemar_equals_statsmodels(seed: int, items: int) -> None:
-    rng = np.random.default_rng(seed)
-    first, second = rng.integers(0, 2, (2, 4, items)).astype(float)
-    p_values = uncertainty.mcnemar(first, second)
-    for a, b, p_value in zip(first, second, p_values, strict=True):
-        table = [[np.sum((a == i) & (b == j)) for j in (0, 1)] for i in (0, 1)]
-        expected = min(1.0, reference_mcnemar(table, exact=True).pvalue)
-        assert p_value == pytest.approx(expected, abs=1e-12)
 
 
 def test_holm_on_a_worked_example() -> None:
