@@ -204,16 +204,6 @@ class Sampling(Group):
             )
         return replace(self, **values)
 
-    @model_validator(mode="after")
-    def _check_samples(self) -> Self:
-        """Raise ValueError for several equal answers."""
-        if self.is_greedy and self.samples > 1:
-            raise ValueError(
-                f"samples={self.samples} with temperature=0 gives equal answers: expected a "
-                "temperature above 0"
-            )
-        return self
-
 
 @dataclass(config=SETTINGS, frozen=True)
 class BenchmarkConfig(Group):

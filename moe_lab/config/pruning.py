@@ -122,8 +122,8 @@ class ModelConfig(Group):
     thinking: bool | None = None
     """Whether the model writes thoughts; null: if its chat template writes marks of thoughts."""
     thinking_marks: tuple[tuple[Text, Text], ...] = ()
-    """Opening and closing marks of thoughts, such as [[<plan>,</plan>]], besides those that moe_lab
-    knows and those of the tokenizer's response template."""
+    """Opening and closing marks of thoughts, such as [["<plan>","</plan>"]], besides those that
+    moe_lab knows and those of the tokenizer's response template."""
     date: Date = "2026-01-01"
     """Date that chat templates write as today's, in calibration, recovery and evaluation."""
     search: dict[str, Any] = field(default_factory=dict)

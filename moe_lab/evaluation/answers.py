@@ -17,6 +17,7 @@ from moe_lab.calibration.documents import TEMPLATE_ARGUMENTS, Tools, render, ren
 from moe_lab.config import BenchmarkConfig, Sampling
 from moe_lab.errors import UserError
 from moe_lab.evaluation.engines import (
+    GREEDY_SAMPLING,
     Engine,
     GeneratedText,
     GenerationSettings,
@@ -141,6 +142,8 @@ def collect_answers(
 def resolved_sampling(engine: Engine, benchmark: BenchmarkConfig) -> Sampling:
     """How the engine generates the texts of a benchmark, without nulls: by the model's own settings
     where the benchmark has none, if the benchmark is a chat and the model thinks."""
+    if not benchmark.max_new_tokens:  # likelihoods, or greedy texts with the limit of a task
+        return GREEDY_SAMPLING
     defaults = engine.sampling_defaults
     is_own = benchmark.chat and not benchmark.sampling.is_greedy and defaults and thinks(engine)
     return benchmark.sampling.resolved(defaults if is_own else {})
@@ -150,11 +153,10 @@ def thinks(engine: Engine) -> bool:
     """Whether the model writes thoughts in a chat: model.thinking or, if that is null, whether its
     chat template writes marks of thoughts. A template that ends a thought at the end of a prompt
     has turned thoughts off."""
-    thinking: bool | None = getattr(engine.tokenizer, "thinking", None)
-    if thinking is not None:
-        return thinking
-    if not may_think(engine.tokenizer):
-        return False
+    tokenizer = engine.tokenizer
+    thinking: bool | None = getattr(tokenizer, "thinking", None)
+    if thinking is not None or not may_think(tokenizer, tokenizer.chat_template):
+        return bool(thinking)
     marks = ThoughtMarks.of(engine.tokenizer)
     question = {"role": "user", "content": "Hello"}
     arguments = {TEMPLATE_ARGUMENTS: engine.template_arguments}
@@ -436,7 +438,7 @@ def _generate(
 ) -> dict[_Key, GeneratedText]:
     """The text that is generated after each prompt."""
     # a stop text must not end a thought; `_Encoder.reply` applies the stop texts later
-    is_thinker = benchmark.chat and may_think(engine.tokenizer)
+    is_thinker = benchmark.chat and may_think(engine.tokenizer, engine.tokenizer.chat_template)
     # settings -> prompt -> keys of this prompt
     groups: dict[GenerationSettings, dict[Prompt, list[_Key]]] = {}
     for key, prompt in prompts.items():

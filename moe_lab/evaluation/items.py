@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_lab.calibration.documents import Tools
+from pydantic import TypeAdapter
+
 from moe_lab.results import Sample, TextMeasures
 
 Messages = Sequence[Mapping[str, str]]
@@ -31,7 +32,7 @@ class Text:
     """Stop texts: an answer ends before the first stop text in the answer."""
     reference: str | None = None
     """A right answer, with exactly the text that follows the prompt."""
-    tools: Tools = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
     """Functions that the model may call in a conversation."""
     skip_long: bool = False
     """Whether a prompt that leaves too little room is skipped; False: such a prompt is an error."""
@@ -62,7 +63,6 @@ class Document:
 
 
 Request = Text | Pair | Document
-_REQUESTS: Mapping[str, type[Request]] = {kind.__name__: kind for kind in (Text, Pair, Document)}
 
 
 @dataclass(frozen=True)
@@ -166,30 +166,23 @@ class Answer:
         )
 
 
+# Both validate Python objects, not JSON, as pydantic refuses half characters in JSON.
+_ITEM = TypeAdapter(Item)
+_ANSWER = TypeAdapter(Answer)
+
+
 def write_items(items: Sequence[Item], file: Path) -> None:
     """Write one JSON line per item, compressed by gzip, as the choices of an item repeat its
-    context. Each request is {name of its class: its fields}."""
-    lines = []
-    for item in items:
-        requests = [{type(request).__name__: asdict(request)} for request in item.requests]
-        lines.append(json.dumps({**vars(item), "requests": requests}) + "\n")
+    context."""
+    lines = [json.dumps(asdict(item)) + "\n" for item in items]
     # without the time of writing, equal items give equal files
     file.write_bytes(gzip.compress("".join(lines).encode(), mtime=0))
 
 
 def read_items(content: bytes) -> list[Item]:
     """The items in the content of a file that `write_items` wrote."""
-    items = []
-    for line in gzip.decompress(content).splitlines():
-        row = json.loads(line)
-        requests = []
-        for request in row["requests"]:
-            ((kind, fields),) = request.items()
-            # JSON has lists in place of tuples
-            tuples = {name: tuple(fields[name]) for name in ("stop", "tools") if name in fields}
-            requests.append(_REQUESTS[kind](**{**fields, **tuples}))
-        items.append(Item(**{**row, "requests": tuple(requests)}))
-    return items
+    lines = gzip.decompress(content).splitlines()
+    return [_ITEM.validate_python(json.loads(line)) for line in lines]
 
 
 def replace_surrogates(text: str) -> str:
@@ -205,18 +198,10 @@ def write_answers(answers: Sequence[Answer], file: Path) -> None:
 
 def read_answers(content: bytes) -> list[Answer]:
     """The answers in the content of a file that `write_answers` wrote."""
-    answers = []
-    for line in content.splitlines():
-        row = json.loads(line)
-        replies = []
-        for reply in row["replies"]:
-            windows = tuple(Likelihood(**window) for window in reply["windows"])
-            replies.append(Reply(**{**reply, "windows": windows}))
-        answers.append(Answer(**{**row, "replies": tuple(replies)}))
-    return answers
+    return [_ANSWER.validate_python(json.loads(line)) for line in content.splitlines()]
 
 
-_KNOWN_MARKS: Mapping[str, str] = {
+_KNOWN_PAIRS: Mapping[str, str] = {
     "<think>": "</think>",
     "[THINK]": "[/THINK]",
     "<seed:think>": "</seed:think>",
@@ -245,12 +230,12 @@ class ThoughtMarks:
     """(opening mark, closing mark), as regular expressions that ignore case."""
 
     @classmethod
-    def of(cls, tokenizer: Any) -> ThoughtMarks:
+    def of(cls, model: Any) -> ThoughtMarks:
         """The known marks, those of model.thinking_marks, and those of the tokenizer's response
-        template."""
-        literals = [*getattr(tokenizer, "thinking_marks", ()), *_KNOWN_MARKS.items()]
+        template. `model`: the tokenizer or the settings of a model."""
+        literals = [*getattr(model, "thinking_marks", ()), *_KNOWN_PAIRS.items()]
         pairs = [(re.escape(opening), re.escape(closing)) for opening, closing in literals]
-        template = getattr(tokenizer, "response_template", None) or {"fields": {}}
+        template = getattr(model, "response_template", None) or {"fields": {}}
         for name, field in template["fields"].items():
             anchors = _anchor(field, "open"), _anchor(field, "close")
             if _THOUGHT_FIELD.search(name) and all(anchors):
@@ -278,6 +263,7 @@ def _anchor(field: Mapping[str, Any], end: str) -> str:
     return field.get(f"{end}_pattern") or "|".join(map(re.escape, literals))
 
 
+_KNOWN_MARKS = ThoughtMarks.of(None)
 _HARMONY = "<|start|>assistant"
 """End of a prompt in the harmony format of gpt-oss."""
 _HARMONY_THOUGHT = "<|channel|>analysis<|message|>"
@@ -292,7 +278,7 @@ _HARMONY_ANSWER = re.compile(
 
 
 def answer_after_thought(
-    text: str, prompt: str = "", *, chat: bool = True, marks: ThoughtMarks | None = None
+    text: str, prompt: str = "", *, chat: bool = True, marks: ThoughtMarks = _KNOWN_MARKS
 ) -> str | None:
     """The answer in a text that a model wrote after `prompt`: the part after the thought, or the
     whole text if there is no thought. None if a thought does not end.
@@ -303,14 +289,13 @@ def answer_after_thought(
     if _is_harmony(text, prompt):  # the format of gpt-oss, which has other marks
         answer = _HARMONY_ANSWER.search(text)
         return None if answer is None else text[answer.end() :].lstrip()
-    pairs = (marks or ThoughtMarks.of(None)).pairs
-    for opening, closing in pairs:
+    for opening, closing in marks.pairs:
         is_open = re.search(rf"(?:{opening})\s*\Z", prompt, re.IGNORECASE)
         if is_open or re.match(rf"\s*(?:{opening})", text, re.IGNORECASE):
             return _after_thoughts(text, opening, closing)
     if not chat:
         return text
-    for opening, closing in pairs:
+    for opening, closing in marks.pairs:
         end = _end_of_mark(closing, text)
         # a closing mark without an opening mark before it still ends a thought
         if end is not None and not re.search(opening, text[:end], re.IGNORECASE):
@@ -321,11 +306,11 @@ def answer_after_thought(
     return text
 
 
-def may_think(tokenizer: Any) -> bool:
-    """Whether a tokenizer's chat templates contain an opening or closing mark of a thought."""
-    # `str`, because a tokenizer may have one template, several as a dict, or None
-    templates = str(getattr(tokenizer, "chat_template", None))
-    return ThoughtMarks.of(tokenizer).are_in(templates)
+def may_think(model: Any, templates: Any) -> bool:
+    """Whether a model may write thoughts: model.thinking or, if that is null, whether its chat
+    `templates` (a text, a dictionary or None) contain a mark. `model`: as in `ThoughtMarks.of`."""
+    thinking: bool | None = getattr(model, "thinking", None)
+    return ThoughtMarks.of(model).are_in(str(templates)) if thinking is None else thinking
 
 
 def special_marks(
@@ -375,7 +360,9 @@ def _end_of_mark(closing: str, text: str) -> int | None:
         # "" if the text has no character there
         character_before = text[mark.start() - 1 : mark.start()]
         character_after = text[mark.end() : mark.end() + 1]
-        if character_before != character_after or character_before not in ("'", '"', "`"):
+        is_quoted = character_before == character_after and character_before in ("'", '"', "`")
+        # a thought may end in a program, and the answer begin with one
+        if not is_quoted or text.endswith("```", 0, mark.start()):
             return mark.end()
     return None
 

@@ -29,10 +29,11 @@ from moe_lab.config import (
 from moe_lab.errors import UserError, check_known, user_errors
 from moe_lab.evaluation import engines
 from moe_lab.evaluation.harness import benchmark_errors, harness_of
-from moe_lab.evaluation.items import ThoughtMarks
+from moe_lab.evaluation.items import may_think
 from moe_lab.grid import Cell, Request, is_shipped
 from moe_lab.models import config_json, files
-from moe_lab.paths import conf, store_folder
+from moe_lab.models.checkpoint import read_json_if_there
+from moe_lab.paths import conf, local_path, store_folder
 from moe_lab.pruning import replacement_error
 from moe_lab.pruning.plan import ROUNDED
 from moe_lab.study.estimates import check_device, check_memory, disk_problems
@@ -65,6 +66,7 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
         sentences += _held_out_problems(cells, benchmarks)
         for cell, benchmark in product(_deduplicate(cells, "model"), benchmarks):
             sentences += user_errors(_check_template, cell, benchmark)
+            sentences += user_errors(_check_texts, cell, benchmark)
         sentences += user_errors(_check_objective, config, benchmarks)
     return list(dict.fromkeys(sentences))
 
@@ -113,9 +115,7 @@ def _thought_remarks(requests: Iterable[Request]) -> Iterator[str]:
             if not (benchmark.chat and benchmark.max_new_tokens and _may_think(model)):
                 continue
             usual = BenchmarkConfig.thinking_tokens
-            config = config_json.config_of(model)
-            lengths = (benchmark.max_length, config.get("max_position_embeddings"))
-            most = min(filter(None, lengths), default=math.inf)
+            most = _most_tokens(model, benchmark)
             if benchmark.thinking_tokens < usual or benchmark.longest_text >= most:
                 yield (
                     f"model={model.name} may write thoughts, for which benchmark {benchmark.name} "
@@ -127,12 +127,17 @@ def _thought_remarks(requests: Iterable[Request]) -> Iterator[str]:
 
 def _may_think(model: ModelConfig) -> bool:
     """Whether a model may write thoughts, by its settings and its chat template."""
-    if model.thinking is not None:
-        return model.thinking
     arguments = model.template_arguments.items()
     if any("think" in name and value is False for name, value in arguments):
-        return False
-    return ThoughtMarks.of(None).are_in(str(config_json.chat_templates(model)))
+        return bool(model.thinking)
+    return may_think(model, config_json.chat_templates(model))
+
+
+def _most_tokens(model: ModelConfig, benchmark: BenchmarkConfig) -> float:
+    """Most tokens of a prompt and its text together; infinite if nothing limits them."""
+    config = config_json.config_of(model)
+    length = config.get("text_config", config).get("max_position_embeddings")
+    return min(filter(None, (benchmark.max_length, length)), default=math.inf)
 
 
 def _unread_field_remarks(cells: Iterable[Cell]) -> Iterator[str]:
@@ -311,6 +316,25 @@ def _check_template(cell: Cell, benchmark: BenchmarkConfig) -> None:
             tools=harness.gives_tools,
             alternative=alternative,
         )
+
+
+def _check_texts(cell: Cell, benchmark: BenchmarkConfig) -> None:
+    """Raise UserError when the texts of a benchmark leave no room for a prompt, and when several
+    answers to an item would be the same."""
+    model = cell.model
+    new_tokens = benchmark.longest_text if model.thinking else benchmark.max_new_tokens
+    most = _most_tokens(model, benchmark)
+    if new_tokens >= most:
+        raise UserError(
+            f"benchmark {benchmark.name}: texts of {new_tokens} tokens leave none of {most} to a "
+            f"prompt: expected less than {most} as max_new_tokens and thinking_tokens together"
+        )
+    folder = local_path(model.path)
+    if benchmark.max_new_tokens and (folder.is_dir() or not benchmark.chat):
+        own: dict[str, Any] = {}
+        if benchmark.chat and _may_think(model):
+            own = engines.sampling_defaults(read_json_if_there(folder / "generation_config.json"))
+        benchmark.sampling.resolved(own)
 
 
 def _export_problems(cell: Cell, config: Config) -> Iterator[str]:

@@ -279,6 +279,7 @@ TEXTS = [
     ("<THINK>24?</THINK>It is 72.", "", "It is 72."),
     ("<reasoning>24?</reasoning>It is 72.", "", "It is 72."),
     ("Is it 24?</analysis>It is 72.", "<analysis>\n", "It is 72."),
+    ("<think>```\n24\n```</think>```\n72\n```", "", "```\n72\n```"),
     ("<|inner_prefix|>24?<|inner_suffix|>It is 72.", "", "It is 72."),
     ("Here's my thought process: 24? Here's my response: It is 72.", "", "It is 72."),
 ]

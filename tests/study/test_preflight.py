@@ -128,6 +128,26 @@ def test_few_tokens_for_thoughts_are_reported(settings: list[str], words: str | 
     assert not remarks or str(words) in remarks[0]
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["model.thinking=true", "protocol.thinking_tokens=384"], "512 tokens leave none of 512"),
+        (["protocol.thinking_tokens=384"], None),
+        (["+protocol.benchmarks.pocket_function_calls.max_new_tokens=512"], "none of 512"),
+        (["protocol.sampling.samples=3"], "sampling.samples=3"),
+        (["protocol.sampling={samples: 3, temperature: null}"], "sampling.samples=3"),
+        (["protocol.sampling={samples: 3, temperature: 0.5}"], None),
+        (["protocol.sampling.samples=3", "suite.benchmarks=[pocket_boolq]"], None),
+    ],
+)
+def test_texts_that_cannot_be_generated_are_refused(settings: list[str], words: str | None) -> None:
+    name = "pocket_function_calls"
+    chosen = (f"model={name}", f"calibration={name}", f"suite.benchmarks=[{name}]")
+    errors = problems(*chosen, *settings)
+    assert len(errors) == (words is not None)
+    assert not errors or str(words) in errors[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("packing", "fits"),
