@@ -28,8 +28,8 @@ from moe_lab.machine import package_version
 from moe_lab.paths import local_path
 from moe_lab.results import Result, Sample, Scale
 
-_OF_ANSWERS = re.compile(r"(?:(\w+)_)?(pass|maj|avg)@([1-9]\d*)")
-"""Name of a metric for several answers to an item."""
+_OF_ANSWERS = re.compile(r"(?:(\w+)_)?(pass|maj|avg)@([1-9]\d*)(,.*)?")
+"""Name of a metric for several answers to an item. A filter of lm-eval may follow."""
 
 
 def harness_of(benchmark: BenchmarkConfig) -> Harness:
@@ -86,6 +86,8 @@ class Harness(ABC):
     model."""
     judged = False
     """Whether a judge scores the answers."""
+    votes = False
+    """Whether "extracted" of a sample is an answer, of which maj@K takes the most frequent."""
     gives_tools = False
     """Whether questions come with tools, which the chat template must read."""
     reads_path = False
@@ -210,16 +212,21 @@ class Harness(ABC):
         name = f"benchmark {benchmark.name}"
         yield from (f"{name}: {problem}" for problem in self._wrong_settings(benchmark))
         for metric in benchmark.reports.values():
-            single, estimate, count = _parsed_metric(metric)
+            single, estimate, count = parsed_metric(metric)
             if self.metrics is not None and single:
                 yield from user_errors(check_known, f"{name}: metric", single, self.metrics)
-            if count > benchmark.sampling.samples:
+            elif not single.partition(",")[0] and self.metrics is None:
+                yield f"{name}: metric={metric}: expected the metric of an answer and _{metric}"
+            if count > (benchmark.sampling.samples if benchmark.max_new_tokens else 1):
                 yield (
                     f"{name}: metric={metric} needs {count} answers to an item: expected "
-                    f"sampling.samples={count} or more"
+                    f"max_new_tokens, and sampling.samples={count} or more"
                 )
-            if estimate == "maj" and self.runs_programs(benchmark):
-                yield f"{name}: metric={metric}: expected pass@{count}, as programs cast no votes"
+            if estimate == "maj" and (not self.votes or self.runs_programs(benchmark)):
+                yield (
+                    f"{name}: metric={metric}: expected pass@{count} or avg@{count}, as only short "
+                    "answers cast votes"
+                )
         keys = self.question_parameters + self.grading_parameters + self.other_parameters
         for key, value in benchmark.parameters.items():
             yield from user_errors(check_known, f"{name}: parameter", key, keys)
@@ -297,7 +304,8 @@ def _generation_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
     the tokens of thoughts and the system prompt, if there are any."""
     sampling = benchmark.sampling
     entries: dict[str, Any] = {}
-    if not sampling.is_greedy and (benchmark.chat or sampling.temperature is not None):
+    may_sample = benchmark.chat or sampling.temperature is not None
+    if benchmark.max_new_tokens and may_sample and not sampling.is_greedy:
         entries["sampling"] = sampling.identity
     if benchmark.longest_text > benchmark.max_new_tokens:
         entries["thinking_tokens"] = benchmark.thinking_tokens
@@ -331,8 +339,7 @@ def mean_result(
     (with n - 1) over sqrt(n)."""
     outcomes_by_item: dict[str, list[float]] = {}
     for sample in samples:
-        if sample["benchmark"] == name:
-            outcomes_by_item.setdefault(sample["item"], []).append(sample["outcome"])
+        outcomes_by_item.setdefault(sample["item"], []).append(sample["outcome"])
     outcomes = [fmean(values) for values in outcomes_by_item.values()]
     n = len(outcomes)
     mean = fmean(outcomes)
@@ -364,40 +371,54 @@ def graded_by_mean(
     its first. All answers to an item then have its outcome, see `_outcome_of_item`.
     """
     first_metric, *_ = harness_of(benchmark).metrics or ("",)
-    samples = []
+    samples: list[Sample] = []
     results = []
     for name, metric in benchmark.reports.items():
-        single, estimate, count = _parsed_metric(metric)
-        by_item: dict[str, list[Sample]] = {}
-        for answer in answers:
-            sample = answer.sample(name, *verdict(answer, single or first_metric))
-            by_item.setdefault(answer.item, []).append(sample)
-        for of_item in by_item.values():
-            if estimate:
-                outcome = _outcome_of_item(of_item, estimate, count)
-                of_item = [{**sample, "outcome": outcome} for sample in of_item]
-            samples += of_item
-        results.append(mean_result(name, metric, samples, benchmark))
+        single, *_ = parsed_metric(metric)
+        of_answers = [
+            answer.sample(name, *verdict(answer, single or first_metric)) for answer in answers
+        ]
+        of_result = with_item_outcomes(of_answers, metric)
+        results.append(mean_result(name, metric, of_result, benchmark))
+        samples += of_result
     return Graded(results, samples, protocol or {}, max_unscored)
 
 
-def _parsed_metric(metric: str) -> tuple[str, str, int]:
+def parsed_metric(metric: str) -> tuple[str, str, int]:
     """(metric of one answer, pass, maj or avg, number K of answers) of a metric for K answers to an
     item; (metric, "", 0) for another metric."""
     parts = _OF_ANSWERS.fullmatch(metric)
-    return (parts[1] or "", parts[2], int(parts[3])) if parts else (metric, "", 0)
+    if parts is None:
+        return metric, "", 0
+    return (parts[1] or "") + (parts[4] or ""), parts[2], int(parts[3])
+
+
+def with_item_outcomes(samples: Sequence[Sample], metric: str) -> list[Sample]:
+    """The samples of one result, each with the outcome of its item if `metric` is a metric for
+    several answers to an item."""
+    _, estimate, count = parsed_metric(metric)
+    if not estimate:
+        return list(samples)
+    by_item: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_item.setdefault(sample["item"], []).append(sample)
+    outcomes = {
+        item: _outcome_of_item(of_item, estimate, count) for item, of_item in by_item.items()
+    }
+    return [{**sample, "outcome": outcomes[sample["item"]]} for sample in samples]
 
 
 def _outcome_of_item(samples: Sequence[Sample], estimate: str, count: int) -> float:
     """The outcome of an item from the samples of its answers.
 
-    pass: the probability that one of `count` answers is right, estimated without bias from all
-    answers (arXiv 2107.03374). maj: the outcome of the answer that is the most frequent among the
-    first `count`. avg: the mean of the first `count`.
+    pass: the probability that one of `count` answers has the outcome 1, estimated without bias from
+    all answers (arXiv 2107.03374). maj: the outcome of the answer that is the most frequent among
+    the first `count`. avg: the mean of the first `count`. Fewer count if some have no outcome.
     """
     outcomes = [sample["outcome"] for sample in samples]
     if estimate == "pass":
         wrong = sum(outcome < 1 for outcome in outcomes)
+        count = min(count, len(samples))
         return 1 - math.comb(wrong, count) / math.comb(len(samples), count)
     if estimate == "avg":
         return fmean(outcomes[:count])

@@ -16,7 +16,7 @@ import pytest
 import torch
 from jinja2 import Environment
 
-from moe_lab.config import BenchmarkConfig
+from moe_lab.config import BenchmarkConfig, Sampling
 from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.answers import ResultCache, collect_answers
 from moe_lab.evaluation.engines import Engine, GeneratedText, GenerationSettings, Prompt
@@ -253,3 +253,60 @@ class ScriptedEngine(Engine):
         if callable(self.texts):
             return self.texts(prompt)
         return self.texts[list(self.tokenizer.conversations).index(prompt)]
+
+
+def assert_only_answers_are_graded(
+    benchmark: BenchmarkConfig,
+    answers: Sequence[tuple[str, str]],
+    out: Path,
+    policy: Policy | None = None,
+    template: str = PLAIN,
+) -> None:
+    """Assert the results of a model that thinks and answers each of three items three times.
+    `answers`: the right and a wrong answer to each item.
+
+    A thought has a stop text and the answer that would be graded otherwise. Two thoughts about the
+    last item are cut.
+    """
+    harness = harness_of(benchmark)
+    (metric,) = benchmark.reports.values()
+    metrics = [metric, *(f"{metric}_{each}" for each in ("pass@1", "avg@3", "pass@2", "maj@3"))]
+    scores = dict(zip(metrics, [4 / 9, 4 / 9, 4 / 9, 7 / 9, 2 / 3], strict=True))
+    if not harness.votes or harness.runs_programs(benchmark):
+        scores.popitem()
+    benchmark = replace(
+        benchmark,
+        sampling=Sampling(temperature=1.0, samples=3),
+        max_length=None,
+        max_new_tokens=99,
+        reports={name: name for name in scores},
+    )
+    texts = {}
+    for item, (right, wrong), kinds in zip(
+        run.list_items(benchmark), answers, ("rrw", "wwr", "ccr"), strict=True
+    ):
+        (request,) = item.requests
+        assert isinstance(request, Text)
+        prompt = request.prompt
+        thought = f"<think>hm{''.join(request.stop)}"
+        forms = {
+            "r": f"{thought}{wrong}</think>\n{right}",
+            "w": f"{thought}{right}</think>{wrong}",
+            "c": f"{thought}{right}",
+        }
+        part = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        texts[part] = iter([forms[kind] for kind in kinds])
+
+    def text_after(prompt: str) -> str:
+        (of_item,) = (each for part, each in texts.items() if part in prompt)
+        return next(of_item)
+
+    engine = ScriptedEngine(text_after, template + "{# <think> #}")
+    results = evaluate_into(engine, benchmark, out, policy=policy or Policy())
+    assert engine.generation.stop == ()
+    assert {result["benchmark"]: result["score"] for result in results} == pytest.approx(scores)
+    rows = [row for row in samples(out) if row["benchmark"] == metric]
+    assert sorted(row["replicate"] for row in rows) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert sum(row["unfinished"] for row in rows) == 2
+    assert all(row["thought"].startswith("<think>hm") for row in rows)
+    assert {row["output"] for row in rows} <= {None, *chain.from_iterable(answers)}

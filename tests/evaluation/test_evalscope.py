@@ -18,7 +18,15 @@ from typing import Any, NamedTuple
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
-from fake_engines import ScriptedEngine, evaluate_into, made_up_answers, problems, protocol, samples
+from fake_engines import (
+    ScriptedEngine,
+    assert_only_answers_are_graded,
+    evaluate_into,
+    made_up_answers,
+    problems,
+    protocol,
+    samples,
+)
 
 from benchmarks.measure import program_isolation
 from moe_lab import machine
@@ -463,6 +471,24 @@ OTHERS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         [{"Question": n, **GPQA} for n in ("a?", "b?")],
     ),
 }
+
+
+@pytest.mark.slow
+@needs_evalscope
+def test_thoughts_are_not_graded(tmp_path: Path) -> None:
+    program = f"```python\n{SUMS}\n```"
+    wrong = program.replace("sum(", "max(")
+    code = configured("live_code_bench", tmp_path)
+    write_data(code, {"test": [problem(number, "2025-02-02T10:30:00") for number in range(3)]})
+    assert_only_answers_are_graded(code, [(program, wrong)] * 3, tmp_path / "code", ALLOWED)
+    mathematics = configured("math_500", tmp_path / "math")
+    rows = [
+        {**MATH, "problem": f"P{number}", "answer": str(number), "unique_id": str(number)}
+        for number in range(3)
+    ]
+    write_data(mathematics, {"test": rows})
+    boxes = [(rf"\boxed{{{number}}}", r"\boxed{9}") for number in range(3)]
+    assert_only_answers_are_graded(mathematics, boxes, tmp_path / "out")
 
 
 @pytest.mark.slow

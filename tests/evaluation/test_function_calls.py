@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engines import ScriptedEngine, evaluate_into, protocol, samples, with_chat_template
+from fake_engines import (
+    ScriptedEngine,
+    assert_only_answers_are_graded,
+    evaluate_into,
+    protocol,
+    samples,
+    with_chat_template,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -617,6 +624,13 @@ def test_wrong_answers_have_their_verdicts(tmp_path: Path) -> None:
     assert rows[0]["extracted"] == "right"
     assert rows[7]["extracted"].startswith("expected no call, found")
     assert protocol(tmp_path / "out")["unfinished_thoughts"] == ["irrelevance_1"]
+
+
+def test_calls_in_thoughts_are_not_graded(tmp_path: Path) -> None:
+    answers = [(text, NO_CALL) for text in RIGHT[:3]]
+    assert_only_answers_are_graded(
+        benchmark(EXAMPLE, limit=3), answers, tmp_path, template=TEMPLATE
+    )
 
 
 def test_template_without_tools_is_refused_before_loading(tmp_path: Path) -> None:

@@ -467,6 +467,8 @@ def test_metrics_of_a_whole_set_have_the_standard_error_of_the_jackknife(
     mean = np.mean([sample["outcome"] for sample in graded.samples])
     assert mean == pytest.approx(result["score"])
     assert evaluate(subject, replace(benchmark, limit=1)).results[0]["stderr"] is None
+    with pytest.raises(UserError, match=f"metric={metric}_pass@2"):
+        run.list_items(replace(benchmark, reports={"own": f"{metric}_pass@2"}))
 
 
 @pytest.mark.parametrize("answers", [1, 2])

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from fake_engines import PLAIN, ScriptedEngine, generate, samples, with_chat_template
+from fake_engines import (
+    PLAIN,
+    ScriptedEngine,
+    assert_only_answers_are_graded,
+    generate,
+    samples,
+    with_chat_template,
+)
 from harness_files import GENERATION, custom_task, shipped_items, write_lines
 from scipy.stats import chisquare
 from transformers import (
@@ -25,11 +32,11 @@ from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.answers import collect_answers, resolved_sampling
 from moe_lab.evaluation.engines import sampling_defaults
 from moe_lab.evaluation.engines.hf import LoadedModel, drawn_tokens
-from moe_lab.evaluation.harness import harness_of
-from moe_lab.evaluation.items import Answer, Item, Reply, Text
+from moe_lab.evaluation.harness import harness_of, with_item_outcomes
+from moe_lab.evaluation.items import Answer, Item, Pair, Reply, Text
 
 WARM = Sampling(temperature=1.5, samples=3)
-BENCHMARK = BenchmarkConfig("b", "lm_eval", "none", sampling=WARM)
+BENCHMARK = BenchmarkConfig("b", "lm_eval", "none", sampling=WARM, max_new_tokens=12)
 PROMPT = "The story"
 DRAWS = 2000
 
@@ -78,7 +85,7 @@ def test_a_text_depends_on_its_item_and_replicate_alone(subject: LoadedModel) ->
     assert losses == [pytest.approx(greedy.loss, abs=1e-5)] * 9
     cold = Sampling(temperature=1e-6)
     assert written("a", sampling=cold)["a", 0].text == greedy.text
-    assert generate(subject, [PROMPT], 12, sampling=Sampling(temperature=0.0)) == [greedy.text]
+    assert written("a", sampling=Sampling(temperature=0.0))["a", 0].text == greedy.text
 
 
 OWN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "max_new_tokens": 5}
@@ -132,12 +139,14 @@ def test_thoughts_have_tokens_of_their_own(subject: LoadedModel) -> None:
         generate(thinker, [PROMPT], 24, chat=True, **settings)
 
 
-def test_several_greedy_answers_are_refused(subject: LoadedModel) -> None:
-    with pytest.raises(ValueError, match="samples=3 with temperature=0"):
-        Sampling(temperature=0.0, samples=3)
+def test_several_greedy_answers_are_refused_and_likelihoods_are_not_sampled(
+    subject: LoadedModel,
+) -> None:
     benchmark = replace(BENCHMARK, sampling=Sampling(samples=3))
     with pytest.raises(UserError, match=r"sampling.samples=3.*expected sampling.temperature"):
         collect_answers(subject, [], benchmark)
+    items = [Item("a", (Pair("A cat", " sleeps"),))]
+    assert len(collect_answers(subject, items, replace(benchmark, max_new_tokens=0))) == 1
 
 
 def lm_eval_task(folder: Path) -> tuple[BenchmarkConfig, list[list[str]]]:
@@ -184,16 +193,42 @@ def test_answers_are_replicates_within_items(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("metric", "score"),
-    [("pass@1", 0.375), ("plus_pass@2", (5 / 6 + 1 / 2) / 2), ("pass@4", 1), ("base_avg@2", 0.5)],
+    [("plus_pass@2", (5 / 6 + 1 / 2) / 2), ("pass@4", 1), ("base_avg@2", 0.5)],
 )
 def test_programs_have_pass_at_k(metric: str, score: float, tmp_path: Path) -> None:
     assert graded(*programs(tmp_path, metric), tmp_path / "out")["score"] == pytest.approx(score)
 
 
+def test_thoughts_about_questions_and_stories_are_not_graded(tmp_path: Path) -> None:
+    items = [{"q": f"Q{number}?", "label": str(number)} for number in range(3)]
+    definition = {**GENERATION, "generation_kwargs": {"until": ["\n\n"]}}
+    task = custom_task(tmp_path, items, definition, chat=True)
+    answers = [(str(number), "9") for number in range(3)]
+    assert_only_answers_are_graded(task, answers, tmp_path / "out")
+    checklist = [{"rule": "mentions", "text": "Karl"}]
+    rows = [{"id": n, "prompt": f"Story {n}:", "checklist": checklist} for n in range(3)]
+    file = write_lines(tmp_path / "stories.jsonl", rows)
+    stories = BenchmarkConfig("s", "stories", str(file), reports={"s": "score"})
+    assert_only_answers_are_graded(stories, [("Karl.", "Vera.")] * 3, tmp_path / "stories")
+
+
+@pytest.mark.parametrize("name", ["humaneval", "mbpp"])
+def test_programs_in_thoughts_are_not_graded(name: str, tmp_path: Path) -> None:
+    problems = shipped_items(name, 3)
+    file = write_lines(tmp_path / "problems.jsonl", problems)
+    benchmark = BenchmarkConfig("code", "evalplus", str(file), reports={"own": "plus"}, chat=True)
+    start = "prompt" if name == "humaneval" else "contract"  # the second is empty
+    programs = [
+        f"```python\n{problem[start]}{problem['canonical_solution']}```" for problem in problems
+    ]
+    answers = [(program, program.replace("return", "return 'wrong' #")) for program in programs]
+    assert_only_answers_are_graded(benchmark, answers, tmp_path / "out", Policy(True, "none"))
+
+
 @pytest.mark.parametrize(
     ("metric", "sentence"),
     [
-        ("pass@5", "expected sampling.samples=5"),
+        ("pass@5", "sampling.samples=5"),
         ("maj@2", "expected pass@2"),
         ("bas_pass@2", "metric=bas"),
     ],
@@ -204,6 +239,21 @@ def test_wrong_metrics_of_several_answers_are_told(
     benchmark, _ = programs(tmp_path, metric)
     benchmark = replace(benchmark, sampling=WARM)
     assert any(sentence in error for error in harness_of(benchmark).setting_errors(benchmark))
+
+
+def test_tasks_of_lm_eval_name_the_metric_and_the_length_of_several_answers(tmp_path: Path) -> None:
+    benchmark, _ = lm_eval_task(tmp_path)
+    unnamed = replace(benchmark, sampling=WARM, reports={"own": "maj@3"})
+    assert "metric=maj@3" in " ".join(harness_of(unnamed).setting_errors(unnamed))
+    for changes in ({"sampling": WARM}, {"chat": True}):
+        with pytest.raises(UserError, match="max_new_tokens=256"):
+            run.list_items(replace(benchmark, max_new_tokens=0, **changes))
+
+
+def test_answers_without_a_score_are_left_out() -> None:
+    of_item: list[Any] = [{"item": "a", "outcome": outcome} for outcome in (0.0, 1.0)]
+    for metric, outcome in (("pass@3", 1), ("avg@3", 0.5)):
+        assert [each["outcome"] for each in with_item_outcomes(of_item, metric)] == [outcome] * 2
 
 
 def test_only_settings_that_change_texts_are_part_of_an_identity(tmp_path: Path) -> None:
@@ -220,6 +270,10 @@ def test_only_settings_that_change_texts_are_part_of_an_identity(tmp_path: Path)
         replace(chat, system_prompt="Be brief."),
         chat,
     ]
+    likelihoods = replace(benchmark, max_new_tokens=0)
+    for each in (likelihoods, replace(likelihoods, chat=True)):
+        warm = replace(each, sampling=WARM)
+        assert harness_of(each).identity(warm) == harness_of(each).identity(each)
     identities = [repr(harness_of(each).identity(each)) for each in same + distinct]
     assert len(set(identities[: len(same)])) == 1
     assert len(set(identities)) == 1 + len(distinct)

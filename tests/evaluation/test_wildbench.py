@@ -11,7 +11,13 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 from endpoint import Endpoint, Reply, endpoint, message
-from fake_engines import ScriptedEngine, made_up_answers, protocol, samples
+from fake_engines import (
+    ScriptedEngine,
+    assert_only_answers_are_graded,
+    made_up_answers,
+    protocol,
+    samples,
+)
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import Unavailable, UserError
@@ -240,6 +246,14 @@ def test_too_long_conversations_count_as_empty_answers(
     assert protocol(tmp_path)["too_long"] == long
     rows = [row for row in samples(tmp_path) if row["ended"] == "too_long"]
     assert [row["item"] for row in rows] == long
+
+
+def test_thoughts_of_several_answers_are_not_judged(
+    judged: BenchmarkConfig, judge: Endpoint, tmp_path: Path
+) -> None:
+    answers = [("10", "1")] * 3
+    assert_only_answers_are_graded(replace(judged, limit=3), answers, tmp_path / "out", ALLOWED)
+    assert not any("hm" in str(body["messages"]) for body in judge.requests)
 
 
 @pytest.mark.slow

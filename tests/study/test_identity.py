@@ -96,6 +96,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "recovery.temperature": {"instructions": None, "distill": "t"},
     "vllm.name": {"arguments": {}},
     "benchmark.thinking_tokens": {"chat": True, "max_new_tokens": 2},
+    "benchmark.sampling": {"max_new_tokens": 2},
 }
 """Field -> what else is set where the field can be."""
 OTHER_VALUES: dict[str, Any] = {

@@ -22,7 +22,13 @@ from moe_lab.evaluation.adapters.lm_eval_tasks import (
     tasks_and_groups,
     weights_tasks_equally,
 )
-from moe_lab.evaluation.harness import Graded, loss_result, mean_result
+from moe_lab.evaluation.harness import (
+    Graded,
+    loss_result,
+    mean_result,
+    parsed_metric,
+    with_item_outcomes,
+)
 from moe_lab.evaluation.items import Answer, Document, Item, Pair, Text
 from moe_lab.results import Result, Sample, Scale
 
@@ -63,7 +69,7 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
     for metric in benchmark.reports.values():
         # both functions raise UserError for a metric that cannot be reported
         _aggregation(metric, tasks_by_name, benchmark)
-        weights_tasks_equally(benchmark, metric)
+        weights_tasks_equally(benchmark, parsed_metric(metric)[0])
     items = []
     for questions in _questions_by_task(tasks_by_name, benchmark):
         for question in questions:
@@ -89,9 +95,10 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
     results: list[Result] = []
     for result_name, metric in benchmark.reports.items():
         aggregation = _aggregation(metric, tasks_by_name, benchmark)
-        rows_of_metric = _rows_of_metric(metric, rows, benchmark)
+        single, *_ = parsed_metric(metric)
+        rows_of_metric = _rows_of_metric(single, rows, benchmark)
         result, result_samples = _result(
-            result_name, metric, aggregation, rows_of_metric, benchmark
+            result_name, metric, single, aggregation, rows_of_metric, benchmark
         )
         results.append(result)
         samples += result_samples
@@ -220,6 +227,13 @@ def _limit_and_stop(
         raise UserError(
             f"{field}.max_gen_toks={max_tokens}: expected a number of tokens, 1 or more"
         )
+    sampling = benchmark.sampling
+    is_plain = sampling.samples == 1 and not (benchmark.chat or sampling.temperature)
+    if not (benchmark.max_new_tokens or is_plain):
+        raise UserError(
+            f"benchmark {benchmark.name}: max_new_tokens=0: expected max_new_tokens={max_tokens}, "
+            f"the limit of {task}, for texts that are sampled or written in a chat"
+        )
     until = settings.get("until", [])
     texts = [until] if isinstance(until, str) else until
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
@@ -280,6 +294,7 @@ def _rows_of_metric(metric: str, rows: Sequence[_Row], benchmark: BenchmarkConfi
     return [row for row in rows if row.filter == filter_name]
 
 
+_MEANS = (metrics.mean, metrics.nanmean)
 _LOSS_AGGREGATIONS: Mapping[Aggregation, tuple[Scale, str, float]] = {
     metrics.perplexity: ("perplexity", "nats per answer", 1.0),
     metrics.weighted_perplexity: ("perplexity", "", 1.0),
@@ -296,12 +311,14 @@ def _aggregation(
     `tasks_by_name`: name of a task -> task. UserError for functions whose standard error the
     outcomes of `_outcomes` do not give."""
     aggregation: Aggregation = metrics.mean
+    single, *_ = parsed_metric(metric)
     for name, task in tasks_by_name.items():
-        aggregation = task.aggregation().get(metric.partition(",")[0], metrics.mean)
-        if aggregation in (metrics.median, metrics.bypass, metrics.ter):
+        aggregation = task.aggregation().get(single.partition(",")[0], metrics.mean)
+        is_refused = aggregation in (metrics.median, metrics.bypass, metrics.ter)
+        if is_refused or (single != metric and aggregation not in _MEANS):
             raise UserError(
                 f"benchmark {benchmark.name}: metric={metric} of {name} is a "
-                f"{aggregation.__name__}, whose standard error is not computed: expected another "
+                f"{aggregation.__name__}, which has no outcome of an item: expected another "
                 f"metric, such as {', '.join(task.aggregation())}"
             )
     if aggregation in _LOSS_AGGREGATIONS and len(tasks_by_name) > 1:
@@ -316,22 +333,24 @@ def _aggregation(
 def _result(
     result_name: str,
     metric: str,
+    single: str,
     aggregation: Aggregation,
     rows: Sequence[_Row],
     benchmark: BenchmarkConfig,
 ) -> tuple[Result, list[Sample]]:
-    """The result named `result_name` and its samples. `aggregation`: lm-eval's function for the
-    score of `metric`. `rows`: the rows of the metric's filter."""
-    metric_name = metric.partition(",")[0]
+    """The result named `result_name` and its samples. `single`: the metric of one answer in
+    `metric`. `aggregation`: lm-eval's function for its score. `rows`: the rows of its filter."""
+    metric_name = single.partition(",")[0]
     if aggregation not in _LOSS_AGGREGATIONS:
-        samples = [
+        of_answers = [
             _sample(result_name, metric_name, row, outcome)
             for row, outcome in zip(rows, _outcomes(rows, metric_name, aggregation), strict=True)
         ]
+        samples = with_item_outcomes(of_answers, metric)
         scale: Scale = (
             "score" if rows[0].question.task.higher_is_better().get(metric_name, True) else "loss"
         )
-        if not weights_tasks_equally(benchmark, metric):
+        if not weights_tasks_equally(benchmark, single):
             return mean_result(result_name, metric, samples, benchmark, scale), samples
         samples_by_task = _samples_by_task(rows, samples)
         task_results = [
@@ -363,7 +382,7 @@ def _outcomes(rows: Sequence[_Row], metric_name: str, aggregation: Aggregation) 
     A metric of a whole set, such as mcc, f1 or BLEU, has no value for a single item: `_jackknife`
     computes the outcomes.
     """
-    if aggregation in (metrics.mean, metrics.nanmean):
+    if aggregation in _MEANS:
         return [float(row.metrics[metric_name]) for row in rows]
     outcomes: dict[str, float] = {}  # name of a question -> outcome
     for task in dict.fromkeys(row.question.task for row in rows):

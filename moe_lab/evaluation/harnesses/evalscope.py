@@ -55,6 +55,7 @@ class EvalScope(Harness):
     other_parameters = ("processes",)
     mirrored = True
     shows_examples = True
+    votes = True
     two_phases = True
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:

@@ -22,6 +22,7 @@ class LmEval(Harness):
     numeric_parameters: Mapping[str, float] = {"fewshot_seed": 0}
     least_new_tokens = 0
     shows_examples = True
+    votes = True
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
         """The items of lm-eval's task or group of tasks."""
