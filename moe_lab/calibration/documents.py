@@ -14,6 +14,7 @@ from typing import Any
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError, nearest
 from moe_lab.json_files import fits
+from moe_lab.models.config_json import selected_template
 
 TASK_FIELDS = (("instruction", "output"), ("question", "answer"))
 """Pairs of field names under which data sets publish a task and its solution."""
@@ -452,15 +453,11 @@ def _template(arguments: Mapping[str, Any], tokenizer: Any) -> str:
     """The text of the chat template that the tokenizer uses with the `arguments`. A tokenizer may
     have another template for conversations with tools. UserError if it has several templates, and
     none of them is the default."""
-    tools = _flat_arguments(arguments).get("tools") or None
-    try:
-        template: str = tokenizer.get_chat_template(tools=tools)
-    except ValueError:
-        raise UserError(
-            f"the model's tokenizer has the chat templates {', '.join(tokenizer.chat_template)}: "
-            "expected one that is named default"
-        ) from None
-    return template
+    templates = tokenizer.chat_template
+    if isinstance(templates, str):
+        return templates
+    tools = bool(_flat_arguments(arguments).get("tools"))
+    return selected_template(templates, tools, "the model's tokenizer")
 
 
 def render_whole(

@@ -147,6 +147,19 @@ def chat_templates(settings: ModelConfig) -> dict[str, str]:
     return {**templates, **{entry["name"]: entry["template"] for entry in configured}}
 
 
+def selected_template(templates: Mapping[str, str], tools: bool, owner: str) -> str:
+    """The text of the chat template that transformers takes of several, by name. `tools`: whether a
+    conversation has tools. `owner`: what has the templates, for the UserError if none fits."""
+    names = ("tool_use", "default") if tools else ("default",)
+    for name in names:
+        if name in templates:
+            return templates[name]
+    raise UserError(
+        f"{owner} has the chat templates {', '.join(sorted(templates))}: expected one that is "
+        "named default"
+    )
+
+
 def check_chat_template(
     settings: ModelConfig, setting: str, tools: bool, alternative: str = ""
 ) -> None:
@@ -163,14 +176,7 @@ def check_chat_template(
             f"{setting} needs a chat template, and model={settings.name} has none: expected an "
             f"instruction-tuned model{alternative}"
         )
-    template = templates.get("default")
-    if tools:  # transformers prefers this template when it gets tools
-        template = templates.get("tool_use", template)
-    if template is None:
-        raise UserError(
-            f"{setting} needs a chat template, and model={settings.name} has those named "
-            f"{', '.join(sorted(templates))}: expected one that is named default"
-        )
+    template = selected_template(templates, tools, f"model={settings.name}")
     if tools and "tools" not in template:
         raise UserError(
             f"{setting} gives the chat template tools, and that of model={settings.name} knows "
