@@ -495,6 +495,7 @@ def export(
     *,
     shape: str = "natural",
     any_model: bool = False,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Write the checkpoint of `source`, pruned by `plan`, into the new folder `out`. Returns `out`.
 
@@ -508,4 +509,11 @@ def export(
     from moe_lab.pruning.export import export as write
 
     folder = local_folder(ModelConfig(name="source", path=source))
-    return write(folder, plan, out, shape=shape, any_model=any_model)
+    return write(
+        folder,
+        plan,
+        out,
+        shape=shape,
+        any_model=any_model,
+        trust_remote_code=trust_remote_code,
+    )

@@ -7,12 +7,14 @@ correction biases at zero, so that all experts would be equally good. The random
 experts differ.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -23,6 +25,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.models.auto.configuration_auto import (
+    CONFIG_MAPPING_NAMES,
+    model_type_to_module_name,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 import moe_lab.exported_code  # noqa: F401  # makes more architectures known to transformers
@@ -157,6 +164,88 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "head_dim": 8,
     },
 }
+
+
+SMALL_SIZES = {
+    r"(ngram_)?vocab_size(_base|_per_layer_input)?": 1024,
+    r"pad_token_id": 0,
+    r"bos_token_id|(attn|expert)_layer_offset|topk_group|n_groups": 1,
+    r"eos_token_id|num_experts_per_tok(en)?|moe_k|moe_topk|n_group|num_expert_group": 2,
+    r"(attn|expert)_layer_period|(linear_num_(key_|value_)?|.*_n_|num_key_value_)heads": 2,
+    r"num_hidden_layers": 3,
+    r"num_attention_heads|mamba_(n|num)_heads": 4,
+    r"(n|num|moe_num)_(routed_|local_)?experts|index_topk(_blocks)?": 8,
+    r"(swa_|qk_rope_|qk_nope_|v_)?head_dim|hidden_size_per_layer_input": 8,
+    r".*lora_rank|(index|linear.*|mamba)_head_dim|(mamba_)?chunk_size|ssm_state_size": 16,
+    r"sliding_window|router_hidden_size|gated_norm_rank|ple_embed_dim": 16,
+    r".*intermediate_size": 24,
+    r"hidden_size": 32,
+    r"max_position_embeddings|model_max_length": 128,
+}
+"""Names of fields of configurations -> small values for fields that have a value by default."""
+OTHER_FIELDS: dict[str, dict[str, Any]] = {
+    "dots3_note": {
+        "vision_config": {
+            **{"hidden_size": 32, "num_attention_heads": 4},
+            **{"adapter_in_dim": 32, "adapter_out_dim": 32},
+        },
+        "audio_config": {"adapter_out_dim": 32},
+    },
+    "dots3_note_text": {
+        **{"swa_head_dim": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4},
+        **{"swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8, "swa_q_lora_rank": 8},
+        "swa_kv_lora_rank": 8,
+    },
+    "granitemoehybrid": {
+        "mamba_n_heads": 8,
+        "layer_types": ["linear_attention"] * 2 + ["full_attention"],
+    },
+    "qwen4_exp_text": {
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+        **{"indexer_compress_ratio": 2, "indexer_budget": 8},
+    },
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""model_type -> fields without which its small configuration is none."""
+
+
+def registry_kinds() -> list[str]:
+    """The model types of the families of the installed transformers whose experts use its
+    registry: those of causal language models, and one of each other family."""
+    folders = {
+        file.parent.name
+        for file in Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+        if "@use_experts_implementation" in file.read_text(encoding="utf-8")
+    }
+    kinds = []
+    for folder in sorted(folders):
+        all_kinds = [k for k in CONFIG_MAPPING_NAMES if model_type_to_module_name(k) == folder]
+        causal_kinds = [k for k in all_kinds if k in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+        kinds += causal_kinds or all_kinds[:1]
+    return kinds
+
+
+def registry_config(kind: str) -> PreTrainedConfig:
+    """A small configuration of a family, from the defaults of its class; these defaults if
+    transformers has no causal language model of it."""
+    default: Any = AutoConfig.for_model(kind)
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return default
+    text_default = default.get_text_config()
+    fields = {**ARCHITECTURES.get(kind, {}), **OTHER_FIELDS.get(text_default.model_type, {})}
+    small: dict[str, Any] = {}
+    for name, value in text_default.to_dict().items():
+        sizes = [size for pattern, size in SMALL_SIZES.items() if re.fullmatch(pattern, name)]
+        if sizes and value is not None:
+            small[name] = sizes[0]
+        if name in ("layer_types", "mlp_layer_types") and value:
+            small[name] = [*dict.fromkeys(value), *value][:3]  # a layer of each type
+    if small.get("kv_lora_rank"):
+        small["num_key_value_heads"] = small["num_attention_heads"]
+    small |= fields
+    if text_default is default:
+        return AutoConfig.for_model(kind, **small)
+    return AutoConfig.for_model(kind, text_config=small, **OTHER_FIELDS.get(kind, {}))
 
 
 def config(name: str, **changes: Any) -> PreTrainedConfig:

@@ -14,7 +14,6 @@ from torch.nn.functional import linear
 
 from moe_lab.errors import UserError
 from moe_lab.models.families import (
-    COUNT_FIELDS,
     DISK_SHARED,
     GATE_UP,
     ROUTERS,
@@ -210,14 +209,13 @@ def routed_layers(model: nn.Module) -> list[MoELayer]:
     """All layers of `model` with routed experts, also ragged ones, in decoder order. UserError for
     a model that is not supported."""
     kind = _model_type(model)
-    if kind in UNSUPPORTED:
-        raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
     names = [name for name, module in model.named_modules() if is_experts(module)]
-    if not names:
-        config: Any = getattr(model, "config", None)
-        counts = [getattr(config, field, None) for field in COUNT_FIELDS]
-        has_experts = any(isinstance(count, int) and count > 1 for count in counts)
+    reason = UNSUPPORTED.get(kind)
+    if not names and reason is None:
+        parts = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+        has_experts = parts & {"experts", "router"}
         reason = UNREGISTERED_EXPERTS if has_experts else "has no routed experts"
+    if reason is not None:
         raise UserError(f"model_type={kind} is not supported: it {reason}")
     layers = [_moe_layer(model, name, kind) for name in names]
     indices = [layer.index for layer in layers]
@@ -257,6 +255,8 @@ def _moe_layer(model: nn.Module, name: str, kind: str) -> MoELayer:
     numbers = [part for part in name.split(".") if part.isdigit()]
     if len(numbers) != 1:
         raise refusal("is not in a numbered decoder layer")
+    if name.split(".")[-2:-1] == numbers:
+        raise refusal("is not in a MoE block, but beside a dense block of its decoder layer")
     # the text part of a model that also reads images has a model_type of its own
     get_text_config = getattr(getattr(model, "config", None), "get_text_config", None)
     family = family_of(get_text_config().model_type if callable(get_text_config) else kind)

@@ -14,7 +14,8 @@ from moe_lab.models.config_json import check_expected
 from moe_lab.models.discover import MoELayer, is_ragged, linear_modules, part_of, routed_layers
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import check_sizes, set_top_k, skeleton
-from moe_lab.models.transformers_private import NameMapping
+from moe_lab.models.routing import stored_routing
+from moe_lab.models.transformers_private import NameMapping, to_checkpoint
 
 
 def facts(settings: ModelConfig) -> dict[str, Any]:
@@ -35,11 +36,16 @@ def facts(settings: ModelConfig) -> dict[str, Any]:
 
 def _build(folder: Path, settings: ModelConfig) -> Any:
     """The model in `folder`, on the meta device, checked against `model.expected` and its weight
-    files."""
+    files. UserError also for tensors that an export could not prune, see `stored_routing`."""
     model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
+    routed_layers(model)  # raises UserError for models that are not supported
     if any(folder.glob("*.safetensors")):
         checkpoint = open_checkpoint(folder)
-        check_sizes(checkpoint, NameMapping(model, checkpoint.tensors))
+        names = NameMapping(model, checkpoint.tensors)
+        check_sizes(checkpoint, names)
+    else:  # as transformers would name its tensors
+        names = NameMapping(model, to_checkpoint(model, model.state_dict()))
+    stored_routing(names)
     check_expected(asdict(architecture(model)), settings)
     set_top_k(model, settings.top_k)
     return model

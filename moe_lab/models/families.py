@@ -24,8 +24,7 @@ UNSUPPORTED = {
     "dbrx": UNREGISTERED_EXPERTS,
     "deepseek_v4": "routes tokens by a hash table in its first layers",
     "doge": "retrieves its experts by product keys instead of routing to them",
-    "gemma4": "keeps its experts beside a dense block in one layer",
-    "gemma4_text": "keeps its experts beside a dense block in one layer",
+    "hy_v4": "keeps several residual streams, and statistics are of one",
     "inkling": "has a router without one row per expert",
     "inkling_text": "has a router without one row per expert",
     "llama4": UNREGISTERED_EXPERTS,
@@ -52,24 +51,6 @@ ROUTING_VECTORS = ("bias", "e_score_correction_bias", "expert_bias")
 """Names of routing tensors with one entry per expert in memory."""
 ROUTERS = ("gate", "router")
 """Attribute names of the router of a MoE block."""
-DISK_ROUTER_WEIGHTS = (
-    "gate.weight",
-    "router.weight",
-    "router.layer.weight",
-    "router.gate.weight",
-    "gate.wg.weight",
-)
-"""Names of router weights (E, H) in checkpoints, relative to the MoE block."""
-DISK_ROUTING_VECTORS = (
-    "router.bias",
-    "gate.e_score_correction_bias",
-    "router.e_score_correction_bias",
-    "moe_statics.e_score_correction_bias",
-    "gate.moe_statics.e_score_correction_bias",
-    "e_score_correction_bias",
-    "expert_bias",
-)
-"""Names of routing vectors (E,) or (1, E) in checkpoints, relative to the MoE block."""
 DISK_SHARED = ("shared_expert.", "shared_experts.", "shared_mlp.", "shared_expert_gate.")
 """Prefixes of the tensors of a MoE block that pruning does not change."""
 EXTRA_PREDICTION_BLOCKS = ("mtp.", "model.mtp.")
@@ -150,15 +131,14 @@ def split(tensor: Any, axes: Axes) -> dict[str, Any]:
     return views
 
 
-class BlockTensor(NamedTuple):
-    """What a tensor of a checkpoint is in its MoE block."""
+class ExpertTensor(NamedTuple):
+    """What a tensor of routed experts in a checkpoint holds."""
 
     block: str
     """Prefix of the names of all tensors of the block, ending in a dot."""
     layer: int
-    kind: str
-    """expert, stack (of all experts), router, vector (of the router), shared or unknown."""
     expert: int | None = None
+    """None for a stack of all experts."""
     axes: Axes | None = None
     """None if the tensor does not hold plain projections, but, for example, scales or packed
     numbers."""
@@ -176,8 +156,17 @@ EXPERT_TENSORS = {
     **dict.fromkeys(("down_proj.weight", "w2.weight"), _DOWN),
 }
 """Tensors of one expert on disk, below experts.<number>."""
-STACKED = {"input_linear.weight": GATE_UP, "output_linear.weight": _DOWN}
-"""Tensors of all experts on disk, below the block, with names other than in memory."""
+STACKED = {
+    "input_linear.weight": "gate_up_proj",
+    "output_linear.weight": "down_proj",
+    "experts.fc1.weight": "gate_up_proj",
+    "experts.fc2.weight": "down_proj",
+    "experts.w13_weight": "gate_up_proj",
+    "experts.w2_weight": "down_proj",
+}
+"""Tensors of all experts on disk, below the block -> their names in memory, where those differ."""
+INTERLEAVED = ("experts.w13_weight",)
+"""Tensors of all experts on disk whose channels are interleaved, but not in memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,47 +199,33 @@ class Family:
             views |= split(tensor, self.stacks[name])
         return views
 
-    def block_tensors(self, names: Iterable[str]) -> dict[str, BlockTensor]:
-        """Name of a tensor of a MoE block -> what it is in the block. `names`: names of all tensors
-        of a checkpoint. Tensors of extra prediction layers are left out. UserError for a decoder
-        layer with several MoE blocks."""
+    def expert_tensors(self, names: Iterable[str]) -> dict[str, ExpertTensor]:
+        """Name of a tensor of routed experts -> what it holds. `names`: names of all tensors of a
+        checkpoint. Tensors of extra prediction layers are left out. UserError for a decoder layer
+        with several MoE blocks."""
         names = list(names)
         extra_prefixes = prediction_prefixes(names)
+        tensors = {}
         blocks: dict[str, int] = {}  # prefix of the block's tensors -> decoder layer
         for name in names:
             match = _EXPERT_TENSOR.fullmatch(name)
-            if not match or name.startswith(extra_prefixes):
-                continue
             # some families name the tensors of shared experts like stacks of routed experts
-            if not match["block"].endswith(DISK_SHARED):
-                blocks[match["block"]] = int(match["layer"])
+            if not match or name.startswith(extra_prefixes) or match["block"].endswith(DISK_SHARED):
+                continue
+            block = match["block"]
+            blocks[block] = int(match["layer"])
+            if match["expert"]:
+                axes = EXPERT_TENSORS.get(match["part"])
+                tensors[name] = ExpertTensor(block, blocks[block], int(match["expert"]), axes)
+            else:
+                stack = match["stack"]
+                axes = self.stacks.get(STACKED.get(stack, stack.removeprefix("experts.")))
+                if axes and stack in INTERLEAVED:
+                    axes = axes._replace(interleaved=True)
+                tensors[name] = ExpertTensor(block, blocks[block], axes=axes)
         if len(set(blocks.values())) != len(blocks):
             raise UserError(f"a decoder layer has several MoE blocks: {', '.join(sorted(blocks))}")
-        block_tensors = {}
-        for name in names:
-            block = next((prefix for prefix in blocks if name.startswith(prefix)), None)
-            if block and not name.startswith(extra_prefixes):
-                block_tensors[name] = self._block_tensor(
-                    block, blocks[block], name.removeprefix(block)
-                )
-        return block_tensors
-
-    def _block_tensor(self, block: str, layer: int, name: str) -> BlockTensor:
-        """What a tensor is in its MoE block. `name`: name of the tensor without the prefix
-        `block`."""
-        if match := re.fullmatch(r"experts\.(\d+)\.(.+)", name):
-            return BlockTensor(block, layer, "expert", int(match[1]), EXPERT_TENSORS.get(match[2]))
-        if re.fullmatch(_STACKS, name):
-            axes = STACKED.get(name) or self.stacks.get(name.removeprefix("experts."))
-            return BlockTensor(block, layer, "stack", axes=axes)
-        kind = "unknown"
-        if name in DISK_ROUTER_WEIGHTS:
-            kind = "router"
-        elif name in DISK_ROUTING_VECTORS:
-            kind = "vector"
-        elif name.startswith(DISK_SHARED):
-            kind = "shared"
-        return BlockTensor(block, layer, kind)
+        return tensors
 
 
 def _transposed_stacks(*, interleaved: bool = False) -> dict[str, Axes]:
@@ -277,6 +252,7 @@ FAMILIES = (
         {"up_proj": _UP, "down_proj": _DOWN},
         channel_obstacle="have no gate projection",
     ),
+    Family(("inkling2", "inkling2_text"), channel_obstacle="are stored interleaved"),
     Family(("muse_spark", "muse_spark_text"), channel_obstacle="are followed by a norm"),
     Family(("phimoe",), fixed_top_k=True),
 )
@@ -289,13 +265,13 @@ def family_of(kind: str | None) -> Family:
     return next((family for family in FAMILIES if kind in family.kinds), Family())
 
 
-_BLOCK = r"(?P<block>(?:\w+\.)*?layers\.(?P<layer>\d+)\.(?:\w+\.)*?)"
-_STACKS = (
-    r"experts\.(?:gate_up_proj|up_proj|down_proj)(?:_bias|_blocks|_scales)?"
-    r"|(?:input|output)_linear\.weight"
+_EXPERT_TENSOR = re.compile(
+    r"(?P<block>(?:\w+\.)*?layers\.(?P<layer>\d+)\.(?:\w+\.)*?)"
+    r"(?:experts\.(?P<expert>\d+)\.(?P<part>.+)|(?P<stack>"
+    r"experts\.(?:gate_up_proj|up_proj|down_proj)(?:_bias|_blocks|_scales|_scale_inv)?"
+    rf"|(?:{'|'.join(map(re.escape, STACKED))})(?:_scale)?))"
 )
-"""Tensors that hold all experts of a block along their first axis."""
-_EXPERT_TENSOR = re.compile(rf"{_BLOCK}(?:experts\.\d+\..+|{_STACKS})")
+"""Name of a tensor of one expert, or of a stack of all experts of a block."""
 
 
 def prediction_prefixes(names: Iterable[str]) -> tuple[str, ...]:

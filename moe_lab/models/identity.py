@@ -102,7 +102,7 @@ def _stored_layout(model: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, to
         if name in state:
             yield stored_name, state[name]
     layers = {layer.index: layer for layer in routed_layers(model)}
-    for stored_name, part in Family().block_tensors(checkpoint.tensors).items():
+    for stored_name, part in Family().expert_tensors(checkpoint.tensors).items():
         if part.expert is None or part.axes is None:
             continue
         layer = layers.get(part.layer)

@@ -268,8 +268,8 @@ def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
     # layer -> number of weights of its experts, if each tensor belongs to one expert
     counts: Counter[int] = Counter()
     # `Family()` has no model_type: the layer and kind of a tensor are the same in all families
-    for name, part in Family().block_tensors(stored).items():
-        if part.kind == "expert":
+    for name, part in Family().expert_tensors(stored).items():
+        if part.expert is not None:
             counts[part.layer] += prod(stored[name].shape)
     for layer in routed_layers(names.model):
         expected = sum(weight.numel() for weight in layer.experts.parameters())

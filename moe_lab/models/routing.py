@@ -1,4 +1,5 @@
-"""Keep routing tensors in the precision of the files, whatever precision the model is loaded in."""
+"""Routing tensors in the files of a checkpoint: their names, and their precision, which is kept
+whatever precision the model is loaded in."""
 
 from __future__ import annotations
 
@@ -9,15 +10,50 @@ from typing import Any
 import torch
 from torch import nn
 
+from moe_lab.errors import UserError
 from moe_lab.exported_code.ragged import replace_tensor
 from moe_lab.models.checkpoint import Checkpoint, bits_of
-from moe_lab.models.discover import MoELayer, RoutingTensor
+from moe_lab.models.discover import MoELayer, RoutingTensor, routed_layers
 from moe_lab.models.transformers_private import NameMapping
 
 UNQUANTISED = ("F64", "F32", "F16", "BF16")
 """Types of numbers without a scale."""
 LINEAR = ("weight", "bias")
 """Names of the routing tensors of a linear map."""
+
+
+def stored_routing(names: NameMapping) -> dict[str, int]:
+    """Name in the checkpoint of each routing tensor -> number of its layer. `names`: the mapping
+    from the checkpoint to its model. UserError if a routing tensor is not stored, and for a tensor
+    of a MoE block that pruning could neither slice nor keep."""
+    layers = routed_layers(names.model)
+    paths = {module: path for path, module in names.model.named_modules()}
+    state = names.model.state_dict()
+    routing = {
+        f"{paths[part.module]}.{part.name}": layer.index
+        for layer in layers
+        for part in layer.routing
+    }
+    # modules whose tensors have an entry for each expert
+    owners = {
+        paths[module]
+        for layer in layers
+        for module in (layer.block, layer.experts, *layer.router.modules())
+    }
+    expert_tensors = layers[0].family.expert_tensors(names.names)
+    stored = {}
+    missing = routing.keys() & state.keys()
+    for name, renamed, _ in names.renamed:
+        if renamed in routing:
+            stored[name] = routing[renamed]
+            missing.discard(renamed)
+        elif renamed.rpartition(".")[0] in owners and name not in expert_tensors:
+            raise UserError(
+                f"{name} belongs to a MoE block, but moe_lab does not know how to prune it"
+            )
+    if missing:
+        raise UserError(f"weights are missing that config.json asks for: {min(missing)}")
+    return stored
 
 
 class StoredRouting:

@@ -92,7 +92,10 @@ class ForwardHook(StatisticsHook):
             for state, result in self.module_inputs_and_outputs.values()
             if result is block_input
         ]
-        self.residual = inputs[0].flatten(0, -2) if len(inputs) == 1 else None
+        # experts may work in a narrower space, to which the block projects
+        self.residual = None
+        if len(inputs) == 1 and inputs[0].shape[-1] == self.layer.hidden:
+            self.residual = inputs[0].flatten(0, -2)
         self.module_inputs_and_outputs.clear()
 
     def experts(

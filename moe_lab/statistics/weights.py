@@ -16,7 +16,7 @@ from torch.linalg import vector_norm
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from moe_lab.models.discover import check_in_memory, moe_layers
-from moe_lab.models.families import BlockTensor, family_of, split
+from moe_lab.models.families import ExpertTensor, family_of, split
 from moe_lab.models.rows import at_least_fp32
 from moe_lab.statistics import Layers, Statistics
 
@@ -44,7 +44,7 @@ def expert_weight_sums(source: Source, *, device: str = "cpu") -> Statistics:
     finite (the message names the tensor).
     """
 
-    def measure(_: BlockTensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+    def measure(_: ExpertTensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         (absolute,), (square,) = rows_absolute_and_square(weights[None])
         return {"abs_sum": absolute, "square_sum": square, "count": torch.tensor(weights.numel())}
 
@@ -56,8 +56,8 @@ def expert_weight_sums(source: Source, *, device: str = "cpu") -> Statistics:
     return Statistics(layers, {"kind": "weights"})
 
 
-Measure = Callable[[BlockTensor, torch.Tensor], dict[str, torch.Tensor]]
-"""BlockTensor of a tensor, and the weights of one expert in it -> statistics that are added to
+Measure = Callable[[ExpertTensor, torch.Tensor], dict[str, torch.Tensor]]
+"""ExpertTensor of a tensor, and the weights of one expert in it -> statistics that are added to
 those of the expert."""
 
 
@@ -66,14 +66,14 @@ def _sum_matrices(source: Source, device: str, measure: Measure) -> Layers:
     `measure` returns for its matrices."""
     # layer -> name of a statistic -> expert -> sum
     sums: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
-    for name, block_tensor, expert, weights in _open_experts(source, device).matrices():
-        for statistic, values in measure(block_tensor, weights).items():
+    for name, expert_tensor, expert, weights in _open_experts(source, device).matrices():
+        for statistic, values in measure(expert_tensor, weights).items():
             values = values.double().cpu()
             if not bool(values.isfinite().all()):
                 raise UserError(
-                    f"NaN or Inf in layer {block_tensor.layer}, expert {expert}: weights {name}"
+                    f"NaN or Inf in layer {expert_tensor.layer}, expert {expert}: weights {name}"
                 )
-            expert_sums = sums.setdefault(block_tensor.layer, {}).setdefault(statistic, {})
+            expert_sums = sums.setdefault(expert_tensor.layer, {}).setdefault(statistic, {})
             if expert in expert_sums:
                 values = expert_sums[expert] + values
             expert_sums[expert] = values
@@ -118,30 +118,28 @@ def rows_absolute_and_square(experts: torch.Tensor) -> tuple[torch.Tensor, torch
 class LoadedExperts:
     """The stacked matrices of the routed experts of a model in memory.
 
-    `tensors`: name of a stack -> its weights (E, rows, columns). `block_tensors`: name of a stack
-    -> its BlockTensor.
+    `tensors`: name of a stack -> its weights (E, rows, columns). `expert_tensors`: name of a stack
+    -> its ExpertTensor.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """UserError for a model whose experts are not supported, and for offloaded weights."""
         self.tensors: dict[str, torch.Tensor] = {}
-        self.block_tensors: dict[str, BlockTensor] = {}
+        self.expert_tensors: dict[str, ExpertTensor] = {}
         for layer in moe_layers(model):
             check_in_memory(layer)
             for stack, axes in layer.family.stacks.items():
                 if not axes.is_bias:
                     name = f"{layer.name}.{stack}"
                     self.tensors[name] = getattr(layer.experts, stack).detach()
-                    self.block_tensors[name] = BlockTensor(
-                        layer.name, layer.index, kind="stack", axes=axes
-                    )
+                    self.expert_tensors[name] = ExpertTensor(layer.name, layer.index, axes=axes)
 
-    def matrices(self) -> Iterator[tuple[str, BlockTensor, int, torch.Tensor]]:
-        """(name of the stack, BlockTensor of the stack, expert, weights (rows, columns)) for every
+    def matrices(self) -> Iterator[tuple[str, ExpertTensor, int, torch.Tensor]]:
+        """(name of the stack, ExpertTensor of the stack, expert, weights (rows, columns)) for every
         matrix of every expert."""
         for name, stack in self.tensors.items():
             for expert, weights in enumerate(stack):
-                yield name, self.block_tensors[name], expert, weights
+                yield name, self.expert_tensors[name], expert, weights
 
     def slices(self, names: Iterable[str], files: ExitStack) -> dict[str, torch.Tensor]:
         """Name of a stack -> its weights. The arguments are those of `Checkpoint.slices`."""
@@ -151,8 +149,8 @@ class LoadedExperts:
 class StoredExperts:
     """The matrices of the routed experts of a checkpoint in safetensors.
 
-    `tensors`: name of each tensor of the checkpoint -> its shard, dtype and shape. `block_tensors`:
-    name of a tensor with matrices of experts -> its BlockTensor.
+    `tensors`: name of each tensor of the checkpoint -> its shard, dtype and shape.
+    `expert_tensors`: name of a tensor with matrices of experts -> its ExpertTensor.
     """
 
     def __init__(self, folder: Path, device: str = "cpu") -> None:
@@ -161,25 +159,25 @@ class StoredExperts:
         self.checkpoint = open_checkpoint(folder)
         self.tensors = self.checkpoint.tensors
         self.slices = self.checkpoint.slices
-        self.block_tensors = projections(self.checkpoint)
+        self.expert_tensors = projections(self.checkpoint)
         self.device = device
 
-    def matrices(self) -> Iterator[tuple[str, BlockTensor, int, torch.Tensor]]:
-        """(name of the tensor, BlockTensor of the tensor, expert, weights (rows, columns)) for
+    def matrices(self) -> Iterator[tuple[str, ExpertTensor, int, torch.Tensor]]:
+        """(name of the tensor, ExpertTensor of the tensor, expert, weights (rows, columns)) for
         every matrix of every expert, shard by shard. One tensor at a time is in memory."""
         for shard in self.checkpoint.shards:
-            names = [name for name in self.block_tensors if self.tensors[name].shard == shard]
+            names = [name for name in self.expert_tensors if self.tensors[name].shard == shard]
             with safe_open(
                 self.checkpoint.folder / shard, framework="pt", device=self.device
             ) as file:
                 for name in names:
-                    block_tensor = self.block_tensors[name]
+                    expert_tensor = self.expert_tensors[name]
                     weights = file.get_tensor(name)
-                    if block_tensor.expert is not None:
-                        yield name, block_tensor, block_tensor.expert, weights
+                    if expert_tensor.expert is not None:
+                        yield name, expert_tensor, expert_tensor.expert, weights
                         continue
                     for expert, matrix in enumerate(weights):
-                        yield name, block_tensor, expert, matrix
+                        yield name, expert_tensor, expert, matrix
 
 
 def _open_experts(source: Source, device: str) -> LoadedExperts | StoredExperts:
@@ -188,37 +186,37 @@ def _open_experts(source: Source, device: str) -> LoadedExperts | StoredExperts:
     return StoredExperts(Path(source), device)
 
 
-def projections(checkpoint: Checkpoint) -> dict[str, BlockTensor]:
-    """Name of a tensor -> its BlockTensor, for every tensor with projections of routed experts.
+def projections(checkpoint: Checkpoint) -> dict[str, ExpertTensor]:
+    """Name of a tensor -> its ExpertTensor, for every tensor with projections of routed experts.
     Biases and layers for multi-token prediction are left out. UserError if experts are quantised,
     or if there are no routed experts."""
     config = read_json(checkpoint.folder / "config.json")
     text_config = config.get("text_config", config)
     # layers for multi-token prediction have numbers from `n_layers` on
     n_layers = int(text_config.get("num_hidden_layers", 1 << 30))
-    block_tensors = {}
-    for name, block_tensor in (
-        family_of(text_config.get("model_type")).block_tensors(checkpoint.tensors).items()
+    expert_tensors = {}
+    for name, expert_tensor in (
+        family_of(text_config.get("model_type")).expert_tensors(checkpoint.tensors).items()
     ):
-        if block_tensor.kind not in ("expert", "stack") or block_tensor.layer >= n_layers:
+        if expert_tensor.layer >= n_layers:
             continue
         dtype = checkpoint.tensors[name].dtype
         # `axes` is None for scales and for packed numbers of a quantised format
-        if block_tensor.axes is None or (
-            dtype not in UNQUANTISED and not block_tensor.axes.is_bias
+        if expert_tensor.axes is None or (
+            dtype not in UNQUANTISED and not expert_tensor.axes.is_bias
         ):
             raise UserError(
                 f"{name} is stored as {dtype}, expected plain projections: load and save it "
                 "dequantised"
             )
-        if not block_tensor.axes.is_bias:
-            block_tensors[name] = block_tensor
-    if not block_tensors:
+        if not expert_tensor.axes.is_bias:
+            expert_tensors[name] = expert_tensor
+    if not expert_tensors:
         raise UserError(
             f"model.path={checkpoint.folder} has no weights of routed experts, expected a "
             "mixture-of-experts checkpoint"
         )
-    return block_tensors
+    return expert_tensors
 
 
 def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
@@ -231,10 +229,10 @@ def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
     # layer -> roles -> expert -> name of the tensor. Roles are the projections in a tensor, such as
     # ("gate", "up"). A stack of all experts is entered as expert 0.
     layer_names: dict[int, dict[tuple[str, ...], dict[int, str]]] = {}
-    for name, block_tensor in experts.block_tensors.items():
-        if block_tensor.axes is not None and block_tensor.axes.roles != ("down",):
-            names_by_role = layer_names.setdefault(block_tensor.layer, {})
-            names_by_role.setdefault(block_tensor.axes.roles, {})[block_tensor.expert or 0] = name
+    for name, expert_tensor in experts.expert_tensors.items():
+        if expert_tensor.axes is not None and expert_tensor.axes.roles != ("down",):
+            names_by_role = layer_names.setdefault(expert_tensor.layer, {})
+            names_by_role.setdefault(expert_tensor.axes.roles, {})[expert_tensor.expert or 0] = name
     layers: Layers = {}
     for layer, names_by_role in sorted(layer_names.items()):
         ids = range(max(map(len, names_by_role.values())))
@@ -289,11 +287,11 @@ def channel_weight_sums(source: Source, *, device: str = "cpu") -> Statistics:
     a channel are a column of down_proj, and a row of gate_proj and of up_proj. Arguments and errors
     are those of `expert_weight_sums`."""
 
-    def measure(block_tensor: BlockTensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        assert block_tensor.axes is not None
+    def measure(expert_tensor: ExpertTensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+        assert expert_tensor.axes is not None
         channel_sums = {}
         # `matrix` (I, H) has a row for each channel, also for down_proj
-        for role, matrix in split(at_least_fp32(weights), block_tensor.axes).items():
+        for role, matrix in split(at_least_fp32(weights), expert_tensor.axes).items():
             channel_sums[f"channel_{role}_square"] = matrix.square().sum(1)
             if role == "down":
                 channel_sums["channel_down_abs"] = matrix.abs().sum(1)

@@ -19,8 +19,6 @@ from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.families import (
-    DISK_ROUTER_WEIGHTS,
-    DISK_ROUTING_VECTORS,
     FAMILIES,
     Family,
     family_of,
@@ -194,7 +192,9 @@ def test_experts_stored_in_several_precisions(
         torch.testing.assert_close(tensor, expected[path], rtol=rounding, atol=rounding / 1000)
 
 
-ROUTING = tuple(f".{name}" for name in (*DISK_ROUTER_WEIGHTS, *DISK_ROUTING_VECTORS))
+ROUTING = re.compile(
+    r"\.(gate|router)\.((layer|wg|gate)\.)?weight$|(router\.|correction_|expert_)bias$"
+)
 
 
 NARROW = {"dtype": "bfloat16", "trust_remote_code": True}
@@ -207,12 +207,12 @@ def save_in_bfloat16(name: str, folder: Path) -> dict[str, torch.Tensor]:
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for path, tensor in tensors.items():
-            is_routing = path.endswith(ROUTING)
+            is_routing = ROUTING.search(path)
             moved = tensor + 7 if is_routing and "bias" in path else tensor
             tensors[path] = moved.to(torch.float32 if is_routing else torch.bfloat16)
 
     tiny.rewrite(folder, change)
-    return {path: tensor for path, tensor in tiny.weights(folder).items() if path.endswith(ROUTING)}
+    return {path: tensor for path, tensor in tiny.weights(folder).items() if ROUTING.search(path)}
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
@@ -266,16 +266,14 @@ Projections = dict[tuple[int, int, str], torch.Tensor]
 def projections_of(family: Family, tensors: dict[str, torch.Tensor]) -> Projections:
     """(layer, expert, role) -> projection in the tensors of a checkpoint, in which each is once."""
     projections: Projections = {}
-    for path, block_tensor in family.block_tensors(tensors).items():
-        if block_tensor.axes is None:
-            assert block_tensor.kind in ("router", "vector", "shared"), path
-            continue
-        is_stack = block_tensor.expert is None
+    for path, expert_tensor in family.expert_tensors(tensors).items():
+        assert expert_tensor.axes is not None, path
+        is_stack = expert_tensor.expert is None
         for number, matrix in enumerate(tensors[path] if is_stack else [tensors[path]]):
-            expert = number if block_tensor.expert is None else block_tensor.expert
-            for role, view in split(matrix, block_tensor.axes).items():
-                assert (block_tensor.layer, expert, role) not in projections
-                projections[block_tensor.layer, expert, role] = view
+            expert = number if expert_tensor.expert is None else expert_tensor.expert
+            for role, view in split(matrix, expert_tensor.axes).items():
+                assert (expert_tensor.layer, expert, role) not in projections
+                projections[expert_tensor.layer, expert, role] = view
     return projections
 
 
@@ -404,14 +402,14 @@ def test_layers_that_predict_tokens_are_not_of_the_decoder(tmp_path: Path) -> No
         "model.layers.3.mlp.experts.0.up_proj.weight",
         "model.layers.3.eh_proj.weight",
     ]
-    block_tensors = Family().block_tensors([*paths, *prediction_layers])
-    assert block_tensors.keys() == Family().block_tensors(paths).keys()
+    expert_tensors = Family().expert_tensors([*paths, *prediction_layers])
+    assert expert_tensors.keys() == Family().expert_tensors(paths).keys()
 
 
 def test_a_layer_has_one_block_of_experts() -> None:
     paths = [f"model.layers.0.{block}.experts.0.w1.weight" for block in ("moe", "mlp")]
     with pytest.raises(UserError, match="several MoE blocks"):
-        Family().block_tensors(paths)
+        Family().expert_tensors(paths)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

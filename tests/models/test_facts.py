@@ -3,6 +3,7 @@ architecture."""
 
 import json
 import re
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,12 @@ import choices
 import pytest
 import tiny
 import torch
+from identities.plans import random_plan
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+import moe_lab
 from moe_lab import inspect
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
@@ -26,6 +29,8 @@ from moe_lab.models.facts import architecture, describe, facts
 from moe_lab.models.families import PORTS, TOP_K_FIELDS, family_of, has_causal_model
 from moe_lab.models.load import load_model, set_top_k
 from moe_lab.models.streamed import open_streamed
+from moe_lab.paths import resolve
+from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.prune import prune
 from tests.campaign.models import reconfigure
@@ -90,6 +95,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {}
 for names, kind, *pairs in map(str.split, PUBLISHED.strip().replace("\n    ", " ").split("\n")):
     shapes = {field: json.loads(value) for field, value in (pair.split("=") for pair in pairs)}
     MODELS |= {name: (kind, shapes) for name in names.split(",")}
+
+
+TEXTS = [" ".join(f"w{number + row}" for number in range(90)) for row in range(4)]
 
 
 def configured(name: str) -> Any:
@@ -243,6 +251,44 @@ def test_inspect_reports_a_missing_model(capsys: pytest.CaptureFixture[str]) -> 
     assert code == 1
     assert "give a folder" in output
     assert "expected" not in output
+
+
+@pytest.mark.parametrize("kind", tiny.registry_kinds())
+def test_inspect_is_right_about_all_families_of_the_registry(kind: str, tmp_path: Path) -> None:
+    """What is supported is calibrated, exported in each shape that is listed, and loaded again with
+    the weights of the pruned model. All else is refused before there are weights."""
+    config = tiny.registry_config(kind)
+    folder = tmp_path / "model"
+    config.save_pretrained(folder)
+    settings = tiny.settings(folder, trust_remote_code=True)
+    _, rows, is_supported = inspect.describe(settings)
+    described = dict(rows)
+    if not is_supported:
+        assert re.match(rf"no: model_type={kind} is not supported: \w+", described["supported"])
+        return
+    built = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tiny.randomize(built)
+    built.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(resolve("pocket:olmoe"), file), folder)
+    assert dict(inspect.describe(settings)[1]) == described
+    model, tokenizer = load_model(settings)
+    statistics = moe_lab.calibrate(model, tokenizer, TEXTS, tokens=128, length=64)
+    plans = {shape: tiny.plan(model, 0.25) for shape in described["exports"].split(", ")}
+    plans["natural"] = random_plan(model, "uneven")
+    if not described["criteria of channels"].startswith("none"):
+        plans["padded"] = random_plan(model, "ragged")
+    assert {*statistics.layers} == {*plans["natural"].layers}
+    for shape, plan in plans.items():
+        loaded, _ = load_model(
+            tiny.settings(
+                export(folder, plan, tmp_path / shape, shape=shape), trust_remote_code=True
+            )
+        )
+        with mask(model, plan):
+            torch.testing.assert_close(tiny.logits(loaded), tiny.logits(model))
+        if shape == "natural":
+            assert not tiny.differing(prune(model, plan).state_dict(), loaded.state_dict())
 
 
 def skeleton(kind: str, **settings: object) -> torch.nn.Module:

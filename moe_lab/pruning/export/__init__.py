@@ -1,11 +1,12 @@
-"""Write a pruned checkpoint from the files of the original checkpoint. Imports no torch, unless all
-experts get one new width."""
+"""Write a pruned checkpoint from the files of the original checkpoint. Imports no torch: a child
+process asks the class of the model, unless all experts get one new width."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +20,7 @@ from moe_lab.models.families import family_of, prediction_prefixes_with_experts
 from moe_lab.models.files import fingerprint
 from moe_lab.pruning import make_form
 from moe_lab.pruning.export.card import model_card
-from moe_lab.pruning.export.config import check_routing, describe_export, renumbered_files
+from moe_lab.pruning.export.config import describe_export, renumbered_files
 from moe_lab.pruning.export.layout import expert_type, exported_tensors
 from moe_lab.pruning.export.settings import check_quantised
 from moe_lab.pruning.export.write import (
@@ -35,6 +36,8 @@ from moe_lab.start import command
 
 CHECK = "moe_lab.pruning.export.check"
 """The module that needs torch."""
+Call = Callable[..., Any]
+"""Name of a function of `CHECK`, and its arguments -> its result."""
 
 
 def export(
@@ -44,6 +47,7 @@ def export(
     *,
     shape: str = "natural",
     any_model: bool = False,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Write the checkpoint in folder `source`, pruned by `plan`, to the new folder `out`. Returns
     `out`, which appears only when it is complete.
@@ -52,21 +56,37 @@ def export(
     equal those of `prune` bit for bit. `out` gets the pruned weights, an edited config.json,
     plan.json, a model card, and the other files of the original. If the family's configuration
     cannot describe the layers, the export has its own model type, with code beside the weights.
-    UserError if `plan` does not fit the model or `shape`, is not aligned, or is for another model
-    (unless `any_model`). UserError also if the checkpoint is damaged or has an unknown tensor in a
-    MoE block, and if transformers could not load the export."""
+    `trust_remote_code`: whether code in `source` may be run. UserError if `plan` does not fit the
+    model or `shape`, is not aligned, or is for another model (unless `any_model`). UserError also
+    if the checkpoint is damaged or has an unknown tensor in a MoE block, and if transformers could
+    not load the export."""
     folder = Path(source)
     target = Path(out)
     _check_target(target)
     config, checkpoint = _open_source(folder, plan, shape, any_model)
+    with _model_class(folder, trust_remote_code) as call:
+        return _write(folder, config, checkpoint, plan, target, shape, call)
+
+
+def _write(
+    folder: Path,
+    config: dict[str, Any],
+    checkpoint: Checkpoint,
+    plan: Plan,
+    target: Path,
+    shape: str,
+    call: Call,
+) -> Path:
+    """Write the export to `target`, and return it. `call`: as from `_model_class`."""
+    described = call("describe")
     form = make_form(plan, shape, max(1, bits_of(expert_type(checkpoint)) // 8))  # 4 bits: 1 byte
     left_out_prefixes = prediction_prefixes_with_experts(checkpoint.tensors)
     written_names = (name for name in checkpoint.tensors if not name.startswith(left_out_prefixes))
-    new_config, code = describe_export(config, form, written_names)
+    new_config, code = describe_export(config, described["fields"], form, written_names)
     experts = {index: layer.experts for index, layer in form.items()}
     documents = {**renumbered_files(folder, experts), "config.json": new_config}
     family = family_of(config.get("text_config", config).get("model_type"))
-    shards = exported_tensors(checkpoint, family, plan, form)
+    shards = exported_tensors(checkpoint, family, described["routing"], plan, form)
     with new_folder(target) as work:
         copy_others(folder, work)
         (work / "plan.npz").unlink(missing_ok=True)  # the plan of `source`, if that is an export
@@ -77,7 +97,7 @@ def export(
         plan.save(work / "plan.json")
         tensors = [tensor for content in shards.values() for tensor in content]
         types_and_shapes = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
-        _check(folder, work, shape, types_and_shapes)
+        call("check", written=str(work), shape=shape, tensors=types_and_shapes)
         write_weights(checkpoint, shards, work)
         size = sum(tensor.size for tensor in tensors)
         if (folder / INDEX).exists():
@@ -112,7 +132,6 @@ def _open_source(
     """(content of config.json, checkpoint) in the `folder` of the original model. UserError unless
     `plan` suits the model and the checkpoint can be written in this `shape`."""
     config = read_json(folder / "config.json")
-    check_routing(config, plan)
     plan.check_aligned()
     checkpoint = open_checkpoint(folder)
     if not any_model:
@@ -128,26 +147,26 @@ def _kind(new_config: Mapping[str, Any], code: Mapping[str, str]) -> str:
     return "ported" if code else "stock"
 
 
-def _check(
-    source: Path, written: Path, shape: str, tensors: dict[str, tuple[str, tuple[int, ...]]]
-) -> None:
-    """Call `check.check`, in a child process unless torch is imported already, so that this process
-    stays small. Arguments as for `check.check`."""
-    arguments: dict[str, Any] = {
-        "source": str(source),
-        "written": str(written),
-        "shape": shape,
-        "tensors": tensors,
-    }
+@contextmanager
+def _model_class(source: Path, trust_remote_code: bool) -> Iterator[Call]:
+    """A context with a function that calls functions of `CHECK` for the model in the folder
+    `source`: in a child process unless torch is imported already, so that this process stays
+    small."""
+    arguments: dict[str, Any] = {"source": str(source), "trust_remote_code": trust_remote_code}
     if "torch" in sys.modules:
-        import_module(CHECK).check(**arguments)
+        module = import_module(CHECK)
+        yield lambda name, **more: getattr(module, name)(**arguments, **more)
         return
     with ChildProcess(command("moe_lab.child_process", CHECK), os.environ) as child:
-        try:
-            child.call("check", **arguments)
-        except ErrorReply as error:
-            error_class = UserError if error.kind == "UserError" else RuntimeError
-            raise error_class(str(error)) from None
+
+        def call(name: str, **more: Any) -> Any:
+            try:
+                return child.call(name, **arguments, **more)
+            except ErrorReply as error:
+                error_class = UserError if error.kind == "UserError" else RuntimeError
+                raise error_class(str(error)) from None
+
+        yield call
 
 
 def _card_of(folder: Path) -> str:

@@ -1,36 +1,58 @@
-"""Check that what an export would write can be loaded, before it is written."""
+"""What transformers knows of a model: before an export, the class of the model is asked for what
+the files do not state, and whether it could load what would be written."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import Checkpoint, Entry, read_json
+from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint, read_json
 from moe_lab.models.config_json import LAYERS_FIELD
 from moe_lab.models.discover import routed_layers
-from moe_lab.models.families import has_causal_model
+from moe_lab.models.families import COUNT_FIELDS, WIDTH_FIELDS
 from moe_lab.models.load import check_sizes, skeleton
+from moe_lab.models.routing import stored_routing
 from moe_lab.models.transformers_private import NameMapping
 from moe_lab.pruning.plan import Plan
 
 ROUTING_FIELDS = ("n_experts", "top_k", "n_group", "topk_group")
 
 
+def describe(source: str, trust_remote_code: bool) -> dict[str, Any]:
+    """What the class of the model in folder `source` adds to its files.
+
+    fields   name -> value of each field for the number and the width of experts
+    routing  as from `stored_routing`
+
+    UserError for a model that is not supported, and for tensors of experts or routers that moe_lab
+    does not know."""
+    model = skeleton(Path(source), trust_remote_code=trust_remote_code)
+    text_config = model.config.get_text_config().to_dict()
+    fields = {name: text_config.get(name) for name in (*COUNT_FIELDS, *WIDTH_FIELDS)}
+    routing = stored_routing(NameMapping(model, open_checkpoint(Path(source)).tensors))
+    return {
+        "fields": {name: value for name, value in fields.items() if isinstance(value, int)},
+        "routing": routing,
+    }
+
+
 def check(
-    source: str, written: str, shape: str, tensors: Mapping[str, tuple[str, Sequence[int]]]
+    source: str,
+    written: str,
+    shape: str,
+    tensors: Mapping[str, tuple[str, Sequence[int]]],
+    trust_remote_code: bool,
 ) -> None:
     """Raise UserError unless transformers could load the export in folder `written`, which has no
     weights yet.
 
     The plan in `written` must fit the model in folder `source`. The model that config.json in
     `written` describes must have the experts and routers of the pruned model in `shape`. This model
-    must be able to load `tensors`: name -> (type, shape). A model type for which transformers has
-    no code is not checked."""
-    if not has_causal_model(str(read_json(Path(source, "config.json")).get("model_type"))):
-        return
+    must be able to load `tensors`: name -> (type, shape)."""
     plan = Plan.load(Path(written, "plan.json"))
-    layers = routed_layers(skeleton(Path(source)))
+    layers = routed_layers(skeleton(Path(source), trust_remote_code=trust_remote_code))
     plan.check_model(layers)
     # weights are not written yet: no shards, start 0 and size 0
     entries = {
@@ -39,7 +61,7 @@ def check(
     try:
         # with this field, the code in `written` is that of moe_lab, and may be run
         code_is_ours = LAYERS_FIELD in read_json(Path(written, "config.json"))
-        model = skeleton(Path(written), trust_remote_code=code_is_ours)
+        model = skeleton(Path(written), trust_remote_code=trust_remote_code or code_is_ours)
         check_sizes(Checkpoint(Path(written), (), {}, entries), NameMapping(model, entries))
         actual = {
             layer.index: tuple(getattr(layer, field) for field in ROUTING_FIELDS)

@@ -3,13 +3,11 @@ one new width."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
-
-import numpy
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import read_json
@@ -21,14 +19,11 @@ from moe_lab.models.families import (
     EXTRA_PREDICTION_LAYERS,
     PORTS,
     PRUNED,
-    TOP_K_FIELDS,
-    UNGROUPED_METHODS,
     WIDTH_FIELDS,
     has_causal_model,
     port_files,
 )
 from moe_lab.pruning import Form
-from moe_lab.pruning.plan import Plan
 
 FORMAT = 2
 """Version of the content of `LAYERS_FIELD`. It is raised when a program that reads the older
@@ -48,28 +43,17 @@ OTHER_NUMBER = re.compile(rf"\bexperts{DOT}[^.\\]*?\d")
 ANY_DIGIT = "[0-9]"
 
 
-def check_routing(config: dict[str, Any], plan: Plan) -> None:
-    """Raise UserError unless the model's routers can work with the experts that `plan` retains.
-    `config`: the model's config.json."""
-    text_config = config.get("text_config", config)
-    # a field holds a number, or a list with a number for each layer: the largest is checked
-    top_k = int(max(numpy.max(text_config.get(field, 1)) for field in TOP_K_FIELDS))
-    n_group = text_config.get("n_group") or 1
-    if text_config.get("topk_method") in UNGROUPED_METHODS:
-        n_group = 1
-    router = {"top_k": top_k, "n_group": n_group, "topk_group": text_config.get("topk_group")}
-    plan.check(dict.fromkeys(plan.layers, router))
-
-
 def describe_export(
-    config: dict[str, Any], form: Form, names: Iterable[str]
+    config: dict[str, Any], fields: Mapping[str, Any], form: Form, names: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """(config.json of the export, file name -> source code of the files that load the export).
     There are no such files if transformers alone can load the export.
 
-    `config`: config.json of the original. `names`: names of the export's tensors. UserError when
-    `config` is of a pruned model whose layers differ. If experts or layers get another shape,
-    UserError also from `check_causal`."""
+    `config`: config.json of the original. `fields`: name -> value of each field for the number and
+    the width of experts, also of those that `config` leaves to their defaults; of these, the export
+    states those that change. `names`: names of the export's tensors. UserError when `config` is of
+    a pruned model whose layers differ. If experts or layers get another shape, UserError also from
+    `check_causal`."""
     if LAYERS_FIELD in config:
         raise UserError(
             "the source is a pruned checkpoint whose layers differ already "
@@ -80,6 +64,8 @@ def describe_export(
         config, {index: layer.experts for index, layer in form.items()}
     )
     text_config = edited.get("text_config", edited)
+    defaults = {name: value for name, value in fields.items() if name not in text_config}
+    text_config.update(defaults)
     if not any(map(EXTRA_PREDICTION.search, names)):
         text_config.update(
             {field: 0 for field in EXTRA_PREDICTION_LAYERS if text_config.get(field)}
@@ -91,30 +77,26 @@ def describe_export(
             "AutoConfig": f"{module}Config",
             "AutoModelForCausalLM": f"{module}ForCausalLM",
         }
-    expert_counts = {len(layer.experts) for layer in form.values()}
-    widths = {layer.width for layer in form.values()}
-    if len(expert_counts) == 1:
-        (count,) = expert_counts
-        text_config.update(
-            dict.fromkeys((field for field in COUNT_FIELDS if field in text_config), count)
-        )
-        text_config.update(
-            dict.fromkeys(ALSO_COUNTS.get(text_config.get("model_type", ""), ()), count)
-        )
+    counts = {len(layer.experts) for layer in form.values()}
+    if len(counts) == 1:
+        count_fields = [field for field in COUNT_FIELDS if field in text_config]
+        count_fields += ALSO_COUNTS.get(text_config.get("model_type", ""), ())
+        text_config.update(dict.fromkeys(count_fields, *counts))
     elif edited.get("output_router_logits"):
         # these logits are for the balancing loss, which needs equal numbers of experts
         edited["output_router_logits"] = False
     # the family's own configuration may be enough; packed experts have `widths`
-    if (
-        len(expert_counts) == 1
-        and len(widths) == 1
-        and all(layer.widths is None for layer in form.values())
-    ):
-        width = widths.pop()
+    stock_config = None
+    widths = {layer.width for layer in form.values()}
+    if len(counts) == 1 and len(widths) == 1 and not any(layer.widths for layer in form.values()):
+        (width,) = widths
         stock_config = edited if width is None else narrowed(edited, width)
-        if stock_config is not None:
-            return stock_config, ported_code
-    return _uneven_config(edited, form), _uneven_code(kind)
+    new_config = stock_config or _uneven_config(edited, form)
+    new_text_config = new_config.get("text_config", new_config)
+    for name, value in defaults.items():
+        if new_text_config[name] == value:
+            del new_text_config[name]
+    return new_config, ported_code if stock_config else _uneven_code(kind)
 
 
 def _uneven_config(config: dict[str, Any], form: Form) -> dict[str, Any]:
@@ -182,10 +164,12 @@ def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
     """A copy of `config` whose routed experts have `width` channels. None if no field of `config`
     sets the width of routed experts alone. UserError as for `check_causal`."""
     check_causal(config.get("model_type", ""))
-    field = next((field for field in WIDTH_FIELDS if isinstance(config.get(field), int)), None)
-    if field is None:  # the width is the default of the model's class
+    edited = deepcopy(config)
+    text_config = edited.get("text_config", edited)
+    field = next((field for field in WIDTH_FIELDS if isinstance(text_config.get(field), int)), None)
+    if field is None:
         return None
-    edited = {**config, field: width}
+    text_config[field] = width
     # other parameters keep their shapes only if the field sets no other size
     return edited if _shapes(config) == _shapes(edited) else None
 
@@ -201,7 +185,7 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     from moe_lab.models.discover import moe_layers
 
     # from a deep copy, so that building the configuration cannot change `config`
-    built = CONFIG_MAPPING[config["model_type"]].from_dict(json.loads(json.dumps(config)))
+    built = CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(config))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(built)
     experts = {id(weight) for layer in moe_layers(model) for weight in layer.experts.parameters()}

@@ -12,7 +12,7 @@ from moe_lab.config import ExportConfig
 from moe_lab.errors import Unavailable, UserError, mask
 from moe_lab.models.checkpoint import open_checkpoint, read_json, read_json_if_there
 from moe_lab.models.config_json import LAYERS_FIELD
-from moe_lab.models.families import DISK_ROUTER_WEIGHTS
+from moe_lab.models.families import ROUTERS
 from moe_lab.pruning.export.card import with_section
 from moe_lab.pruning.export.write import CARD, copy_others, new_folder
 from moe_lab.start import command
@@ -124,7 +124,7 @@ def _output_type(checkpoint: Path) -> str:
                 f"export.format=gguf: {name} is of type {entry.dtype}: expected one of "
                 f"{', '.join(TYPES)}, which GGUF can hold without rounding"
             )
-        if len(entry.shape) > 1 and not name.endswith(DISK_ROUTER_WEIGHTS):
+        if len(entry.shape) > 1 and not {*ROUTERS} & {*name.split(".")}:
             types.add(entry.dtype)
     return TYPES[types.pop() if len(types) == 1 else "F32"]
 

@@ -3,16 +3,17 @@ torch."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, Entry
 from moe_lab.models.families import (
-    DISK_ROUTER_WEIGHTS,
-    DISK_ROUTING_VECTORS,
-    BlockTensor,
+    Axes,
+    ExpertTensor,
     Family,
     prediction_prefixes_with_experts,
 )
@@ -29,6 +30,8 @@ from moe_lab.pruning.export.chunks import (
 from moe_lab.pruning.layer_plan import StoredExpert
 from moe_lab.pruning.plan import Plan
 
+BIAS = re.compile(r"(?:\b(?:gate|router)\.|correction_|expert_)bias$")
+"""End of the name of a router's bias."""
 AFTER_SOFTMAX = "moe_statics."
 """Prefix of biases that are added after the softmax. Such biases cannot bar dropped experts, which
 would still take part in the softmax and make the other probabilities smaller."""
@@ -46,20 +49,15 @@ class Block:
     each expert has tensors of its own, or a tensor is a stack of all experts."""
 
     def __init__(
-        self, tensors: Mapping[str, tuple[Entry, BlockTensor]], form: LayerForm, n_experts: int
+        self, tensors: Mapping[str, tuple[Entry, ExpertTensor]], form: LayerForm, n_experts: int
     ) -> None:
-        """`tensors`: name of each tensor of the block -> (where it is on disk, what it is in the
-        block). `n_experts`: number of experts before pruning."""
+        """`tensors`: name of each tensor of the block's experts -> (where it is on disk, what it
+        holds). `n_experts`: number of experts before pruning."""
         self.tensors = tensors
         self.form = form
         self.n_experts = n_experts
-        self.prefix = next(block_tensor.block for _, block_tensor in tensors.values())
+        self.prefix = next(expert_tensor.block for _, expert_tensor in tensors.values())
         """Prefix of the names of all tensors of the block, ending in a dot."""
-        self.expert_tensors = {
-            name: (entry, block_tensor)
-            for name, (entry, block_tensor) in tensors.items()
-            if block_tensor.kind in ("expert", "stack")
-        }
         self.matrices: dict[tuple[str, int], Matrix] = {}
         """(role, expert) -> projection in the original's files. A role is gate, up or down."""
 
@@ -73,73 +71,66 @@ class Block:
                 f"plan: channels of {self.prefix}experts cannot be removed, because its experts "
                 f"{family.channel_obstacle}: use a criterion of whole experts"
             )
-        for name, (entry, block_tensor) in self.expert_tensors.items():
-            for role, expert, matrix in _matrices(name, entry, block_tensor, self.n_experts, width):
+        for name, (entry, expert_tensor) in self.tensors.items():
+            matrices = _matrices(name, entry, expert_tensor, self.n_experts, width)
+            for role, expert, matrix in matrices:
                 self.matrices[role, expert] = matrix
 
+    def exported_routing(self, name: str, entry: Entry) -> ExportedTensor:
+        """The tensor of the export that is made from the router's tensor `name` of the original: a
+        matrix (E, H), or a vector (E,) or (1, E)."""
+        is_vector = prod(entry.shape) == max(entry.shape, default=0)
+        axis = len(entry.shape) - 1 if is_vector else 0
+        rows = _rows(name, entry, axis, self.form.experts, self.n_experts)
+        return _bar_dropped(rows, entry, self.form) if is_vector else rows
+
     def exported_tensor(self, name: str) -> ExportedTensor | None:
-        """The tensor of the export that is made from the tensor `name` of the original. None if the
-        export has no such tensor."""
-        entry, block_tensor = self.tensors[name]
+        """The tensor of the export that is made from the experts' tensor `name` of the original.
+        None if the export has no such tensor."""
+        entry, expert_tensor = self.tensors[name]
         experts = self.form.experts
-        if block_tensor.kind == "unknown":
-            raise UserError(
-                f"{name} {entry.shape} belongs to a MoE block, but moe_lab does not know how to "
-                "prune it"
-            )
-        # the first axis of router weights, and the last axis of a vector, is the axis of experts
-        if block_tensor.kind == "router":
-            return _rows(name, entry, 0, experts, self.n_experts)
-        if block_tensor.kind == "vector":
-            return _bar_dropped(
-                _rows(name, entry, len(entry.shape) - 1, experts, self.n_experts), entry, self.form
-            )
-        if block_tensor.kind == "shared":
-            return unchanged(name, entry)
         # the experts are packed, or the expert of this tensor is not stored
         if self.form.widths is not None or (
-            block_tensor.expert is not None and block_tensor.expert not in experts
+            expert_tensor.expert is not None and expert_tensor.expert not in experts
         ):
             return None
         shape = entry.shape
-        if block_tensor.expert is None:  # a stack
+        if expert_tensor.expert is None:  # a stack
             shape = _rows(name, entry, 0, experts, self.n_experts).shape
         else:  # stored experts are numbered 0, 1, 2, ... in the export
-            old = f"{self.prefix}experts.{block_tensor.expert}."
-            new = f"{self.prefix}experts.{experts.index(block_tensor.expert)}."
+            old = f"{self.prefix}experts.{expert_tensor.expert}."
+            new = f"{self.prefix}experts.{experts.index(expert_tensor.expert)}."
             name = name.replace(old, new, 1)
-        chunks = tuple(self._chunks(entry, block_tensor))
-        return ExportedTensor(name, entry.dtype, self._resized_shape(shape, block_tensor), chunks)
+        chunks = tuple(self._chunks(entry, expert_tensor))
+        return ExportedTensor(
+            name, entry.dtype, self._resized_shape(shape, expert_tensor.axes), chunks
+        )
 
-    def _resized_shape(self, shape: tuple[int, ...], block_tensor: BlockTensor) -> tuple[int, ...]:
+    def _resized_shape(self, shape: tuple[int, ...], axes: Axes | None) -> tuple[int, ...]:
         """The shape of a tensor of experts in the export: `shape`, with the new number of
-        channels."""
-        if (
-            self.form.width is None
-            or block_tensor.axes is None
-            or block_tensor.axes.channels is None
-        ):
+        channels. `axes`: how the tensor holds projections; None: it holds none."""
+        if self.form.width is None or axes is None or axes.channels is None:
             return shape
         resized = list(shape)
         # a tensor of two roles, gate and up, has the channels of both roles on this axis
-        resized[block_tensor.axes.channels] = self.form.width * len(block_tensor.axes.roles)
+        resized[axes.channels] = self.form.width * len(axes.roles)
         return tuple(resized)
 
-    def _chunks(self, entry: Entry, block_tensor: BlockTensor) -> Iterator[Chunk]:
+    def _chunks(self, entry: Entry, expert_tensor: ExpertTensor) -> Iterator[Chunk]:
         """The chunks of an exported tensor of experts."""
-        is_stack = block_tensor.kind == "stack"
+        is_stack = expert_tensor.expert is None
         size = entry.size // self.n_experts if is_stack else entry.size  # bytes of one expert
         for expert, stored in zip(self.form.experts, self.form.stored, strict=True):
-            if is_stack or block_tensor.expert == expert:
+            if is_stack or expert_tensor.expert == expert:
                 if not stored.members:
                     yield Constant(b"\0", size)
                 elif stored.copied is not None:
                     start = entry.start + expert * size if is_stack else entry.start
                     yield Span(entry.shard, start, size)
-                elif block_tensor.axes is not None:  # `read_matrices` ensures it
+                elif expert_tensor.axes is not None:  # `read_matrices` ensures it
                     yield from (
                         self._projection(stored, role, entry.dtype)
-                        for role in block_tensor.axes.roles
+                        for role in expert_tensor.axes.roles
                     )
 
     def packed(self) -> Iterator[ExportedTensor]:
@@ -181,32 +172,28 @@ class Block:
             packs_channels_as_rows=packs_channels_as_rows,
         )
 
-    def check_complete(self, folder: Path) -> None:
-        """Raise UserError unless the block has one router and all experts, each with the same
-        tensors. `folder`: the original checkpoint, for messages."""
-        block_tensors = [block_tensor for _, block_tensor in self.tensors.values()]
-        kinds = Counter(block_tensor.kind for block_tensor in block_tensors)
-        number = block_tensors[0].layer
-        if kinds["router"] != 1:
-            names = ", ".join(DISK_ROUTER_WEIGHTS)
-            raise UserError(
-                f"{folder}: layer {number} has {kinds['router']} router weights, expected 1 "
-                f"({names})"
-            )
-        if self.form.dropped and not can_bar(self.tensors):
+    def check_complete(self, folder: Path, routing: Iterable[str]) -> None:
+        """Raise UserError unless the block has all experts, each with the same tensors, and its
+        router can keep tokens from dropped experts. `folder`: the original checkpoint, for
+        messages. `routing`: names of the router's tensors."""
+        expert_tensors = [expert_tensor for _, expert_tensor in self.tensors.values()]
+        number = expert_tensors[0].layer
+        if self.form.dropped and not can_bar(routing):
             raise UserError(
                 f"export=masked: the plan drops experts of layer {number}, but its router has "
                 f"{NO_BIAS}"
             )
         # ids of the experts with tensors of their own: must be all, or none if there are stacks
-        experts = {block_tensor.expert for block_tensor in block_tensors} - {None}
-        if experts != set(range(self.n_experts)) and (experts or not kinds["stack"]):
+        experts = {expert_tensor.expert for expert_tensor in expert_tensors} - {None}
+        if experts and experts != set(range(self.n_experts)):
             raise UserError(
                 f"plan is for another model: its layer {number} has {self.n_experts} experts, "
                 f"{folder} has {len(experts)}"
             )
         projections = Counter(
-            block_tensor.expert for block_tensor in block_tensors if block_tensor.axes is not None
+            expert_tensor.expert
+            for expert_tensor in expert_tensors
+            if expert_tensor.axes is not None
         )
         if len(set(projections.values())) > 1:
             raise UserError(
@@ -215,17 +202,44 @@ class Block:
 
 
 def exported_tensors(
-    checkpoint: Checkpoint, family: Family, plan: Plan, form: Form
+    checkpoint: Checkpoint, family: Family, routing: Mapping[str, int], plan: Plan, form: Form
 ) -> dict[str, list[ExportedTensor]]:
     """Name of a file of the export -> its tensors, in the order in which they are written: first
     packed tensors of experts, then all other tensors in the order of the original's bytes.
+    `routing`: as from `stored_routing`.
 
     UserError when the checkpoint does not fit the plan, or `form` cannot be written."""
-    block_tensors = family.block_tensors(checkpoint.tensors)
     left_out_prefixes = prediction_prefixes_with_experts(checkpoint.tensors)
-    tensors: dict[int, dict[str, tuple[Entry, BlockTensor]]] = {}
-    for name, block_tensor in block_tensors.items():
-        tensors.setdefault(block_tensor.layer, {})[name] = checkpoint.tensors[name], block_tensor
+    blocks = _blocks(checkpoint, family, plan, form)
+    by_shard: dict[str, list[ExportedTensor]] = {shard: [] for shard in checkpoint.shards}
+    layer_of = {name: number for number, block in blocks.items() for name in block.tensors}
+    for name, entry in checkpoint.tensors.items():
+        if name.startswith(left_out_prefixes):
+            continue
+        if name in layer_of:
+            tensor = blocks[layer_of[name]].exported_tensor(name)
+        elif name in routing:
+            tensor = blocks[routing[name]].exported_routing(name, entry)
+        else:
+            tensor = unchanged(name, entry)
+        if tensor is not None:
+            by_shard[entry.shard].append(tensor)
+    for number, block in blocks.items():
+        names = [name for name, layer in routing.items() if layer == number]
+        block.check_complete(checkpoint.folder, names)
+        if block.form.widths is not None:
+            shard = [entry.shard for entry, _ in block.tensors.values()][-1]
+            # at the start of the file: after tensors of some sizes, they would not be aligned
+            by_shard[shard][:0] = block.packed()
+    return by_shard
+
+
+def _blocks(checkpoint: Checkpoint, family: Family, plan: Plan, form: Form) -> dict[int, Block]:
+    """Number of a layer -> its MoE block. UserError unless the checkpoint has experts in the layers
+    of the plan."""
+    tensors: dict[int, dict[str, tuple[Entry, ExpertTensor]]] = {}
+    for name, expert_tensor in family.expert_tensors(checkpoint.tensors).items():
+        tensors.setdefault(expert_tensor.layer, {})[name] = checkpoint.tensors[name], expert_tensor
     if sorted(tensors) != sorted(plan.layers):
         raise UserError(
             f"plan is for another model: it has layers {sorted(plan.layers)}, and "
@@ -235,39 +249,24 @@ def exported_tensors(
     for number, layer in plan.layers.items():
         block = blocks[number] = Block(tensors[number], form[number], layer.n_experts)
         block.read_matrices(family, layer.width)
-    by_shard: dict[str, list[ExportedTensor]] = {shard: [] for shard in checkpoint.shards}
-    for name, entry in checkpoint.tensors.items():
-        if name.startswith(left_out_prefixes):
-            continue
-        tensor: ExportedTensor | None = unchanged(name, entry)
-        if name in block_tensors:
-            tensor = blocks[block_tensors[name].layer].exported_tensor(name)
-        if tensor is not None:
-            by_shard[entry.shard].append(tensor)
-    for block in blocks.values():
-        block.check_complete(checkpoint.folder)
-        if block.form.widths is not None:
-            shard = [entry.shard for entry, _ in block.expert_tensors.values()][-1]
-            # at the start of the file: after tensors of some sizes, they would not be aligned
-            by_shard[shard][:0] = block.packed()
-    return by_shard
+    return blocks
 
 
 def _matrices(
-    name: str, entry: Entry, block_tensor: BlockTensor, n_experts: int, width: int
+    name: str, entry: Entry, expert_tensor: ExpertTensor, n_experts: int, width: int
 ) -> Iterator[tuple[str, int, Matrix]]:
     """(role, expert, matrix) for each projection in the tensor `name`. A role is gate, up or down.
     `width`: number of channels of each expert."""
-    if block_tensor.axes is None or block_tensor.axes.is_bias or entry.dtype not in UNSIGNED:
+    if expert_tensor.axes is None or expert_tensor.axes.is_bias or entry.dtype not in UNSIGNED:
         raise UserError(
             f"{name}, of type {entry.dtype}: channels can be removed from gate, up and down "
             f"projections of types {', '.join(sorted(UNSIGNED))} only: use a criterion of whole "
             "experts"
         )
-    roles = block_tensor.axes.roles
+    roles = expert_tensor.axes.roles
     # down is (H, I), gate or up alone is (I, H), gate and up in one tensor are (2 I, H)
-    channel_axis = -1 if block_tensor.axes.channels == -1 else -2
-    leading_shape = (n_experts,) if block_tensor.kind == "stack" else ()
+    channel_axis = -1 if expert_tensor.axes.channels == -1 else -2
+    leading_shape = (n_experts,) if expert_tensor.expert is None else ()
     if entry.shape[:-2] != leading_shape or entry.shape[channel_axis] != width * len(roles):
         raise UserError(
             f"plan is for another model: it is about {n_experts} experts of {width} channels, and "
@@ -275,7 +274,7 @@ def _matrices(
         )
     rows = entry.shape[-2] // len(roles)
     columns = entry.shape[-1]
-    experts = range(n_experts) if block_tensor.expert is None else (block_tensor.expert,)
+    experts = range(n_experts) if expert_tensor.expert is None else (expert_tensor.expert,)
     size = entry.size // len(experts) // len(roles)  # bytes of one projection
     for expert_position, expert in enumerate(experts):
         for role_position, role in enumerate(roles):
@@ -292,18 +291,16 @@ def _common_type(types: set[str]) -> str:
 
 def expert_type(checkpoint: Checkpoint) -> str:
     """The type of the weights of routed experts."""
-    # any family will do: the kinds of tensors do not depend on it
-    for name, block_tensor in Family().block_tensors(checkpoint.tensors).items():
-        if block_tensor.kind in ("expert", "stack"):
-            return checkpoint.tensors[name].dtype
+    # any family will do: the names of tensors do not depend on it
+    for name in Family().expert_tensors(checkpoint.tensors):
+        return checkpoint.tensors[name].dtype
     raise UserError(f"{checkpoint.folder} has no routed experts that moe_lab knows")
 
 
 def can_bar(names: Iterable[str]) -> bool:
     """Whether the router has a bias per expert that can be set so low that the router never chooses
-    a dropped expert. `names`: names of all tensors of a MoE block or a checkpoint."""
-    vectors = tuple(f".{name}" for name in DISK_ROUTING_VECTORS)
-    return any(name.endswith(vectors) and AFTER_SOFTMAX not in name for name in names)
+    a dropped expert. `names`: names of all tensors of a router or a checkpoint."""
+    return any(BIAS.search(name) and AFTER_SOFTMAX not in name for name in names)
 
 
 def unchanged(name: str, entry: Entry) -> ExportedTensor:

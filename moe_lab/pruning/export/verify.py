@@ -70,6 +70,8 @@ def verify(
                 pairs = [("outputs", output, pruned.run_layer(number, ids, valid, state))]
                 if masked_moe is not None and exported_moe is not None:
                     hidden = rms_norm(output.flatten(0, -2), output.shape[-1:])
+                    # experts may work in a narrower space, to which the block projects
+                    hidden = hidden[:, : masked_moe.hidden]
                     pairs.append(
                         _all_experts(masked_moe, exported_moe, plan.layers[number], hidden)
                     )

@@ -310,7 +310,13 @@ class Export(Step):
                 shutil.rmtree(leftover)
         pruned_folder = files.partial / "natural" if is_recovered or is_converted else out
         if not pruned_folder.exists():
-            write_pruned(source, plan, pruned_folder, shape=str(self.shape.shape))
+            write_pruned(
+                source,
+                plan,
+                pruned_folder,
+                shape=str(self.shape.shape),
+                trust_remote_code=self.pruned.model.trust_remote_code,
+            )
         if self.verify and not is_recovered:
             self._compare(source, pruned_folder, files)
         recovered_folder = pruned_folder
