@@ -13,7 +13,7 @@ from torch import nn
 from moe_lab.errors import UserError
 from moe_lab.exported_code.ragged import replace_tensor
 from moe_lab.models.checkpoint import Checkpoint, bits_of
-from moe_lab.models.discover import MoELayer, RoutingTensor, routed_layers
+from moe_lab.models.discover import MoELayer, RoutingTensor, is_ragged, routed_layers
 from moe_lab.models.transformers_private import NameMapping
 
 UNQUANTISED = ("F64", "F32", "F16", "BF16")
@@ -34,11 +34,12 @@ def stored_routing(names: NameMapping) -> dict[str, int]:
         for layer in layers
         for part in layer.routing
     }
-    # modules whose tensors have an entry for each expert
+    # modules whose tensors have an entry for each expert; packed experts are only evaluated
     owners = {
         paths[module]
         for layer in layers
         for module in (layer.block, layer.experts, *layer.router.modules())
+        if not is_ragged(module)
     }
     expert_tensors = layers[0].family.expert_tensors(names.names)
     stored = {}
