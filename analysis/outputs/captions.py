@@ -1,4 +1,4 @@
-"""Texts that captions share (seeds, gates, calibration tokens, versions), and names of data that
+"""Texts that captions share (seeds, gates, calibration tokens), and names of data that
 several outputs need."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from functools import lru_cache
 import pandas as pd
 
 from analysis import names
-from analysis.load.evaluations import mixed_metrics, versions_in_words
+from analysis.load.evaluations import mixed_metrics
 from analysis.load.passes import shown_passes
 from analysis.load.settings import protocols
 from analysis.load.study import Study
@@ -67,15 +67,15 @@ def metrics_in_words(results: pd.DataFrame) -> list[str]:
 @lru_cache(maxsize=8)
 def run_setup(study: Study) -> str:
     """Text for captions of numbers that describe cells: the seeds and gates of all pruned cells,
-    calibration tokens and library versions."""
+    and calibration tokens."""
     cells = study.pruned_cells
-    return _sentence([_seeds_in_words(cells), _gates_in_words(cells), *_tokens_and_versions(study)])
+    return _sentence([_seeds_in_words(cells), _gates_in_words(cells), _tokens(study)])
 
 
 @lru_cache(maxsize=8)
 def pass_setup(study: Study) -> str:
     """Text for captions of numbers from calibration passes: the seeds and gates of the passes that
-    `shown_passes` selects, calibration tokens and library versions.
+    `shown_passes` selects, and calibration tokens.
 
     If these passes lack a seed of the pruned cells, all seeds follow: `seed 1 (of 1 and 2)`."""
     cells = study.pruned_cells[study.pruned_cells["statistics_folder"].notna()]
@@ -86,7 +86,7 @@ def pass_setup(study: Study) -> str:
         if set(cells[column]) > set(passes[column]):
             text += f" (of {_values_in_words(cells[column])})"
         parts.append(text)
-    return _sentence([*parts, *_tokens_and_versions(study)])
+    return _sentence([*parts, _tokens(study)])
 
 
 def _sentence(parts: Iterable[str]) -> str:
@@ -128,14 +128,13 @@ def _values_in_words(values: pd.Series) -> str:
     return names.enumeration(map(str, values.drop_duplicates()))
 
 
-def _tokens_and_versions(study: Study) -> list[str]:
-    """Two texts: the numbers of calibration tokens of the study's passes, and the library
-    versions."""
+def _tokens(study: Study) -> str:
+    """Text with the numbers of calibration tokens of the study's passes."""
     counts = sorted(
         {sum(report.get("valid_tokens", {}).values()) for report in study.calibrations.values()}
     )
     tokens = " / ".join(f"{count:,}" for count in counts)
-    return [f"{tokens} calibration tokens" if counts else "", versions_in_words(study.origins)]
+    return f"{tokens} calibration tokens" if counts else ""
 
 
 def machines_sentence(machines: Iterable[str]) -> str:
