@@ -97,7 +97,6 @@ REPLACEMENTS = {
     "m_smoe": "M-SMoE",
     "m_smoe_unaligned": "M-SMoE unaligned",
     "hc_smoe": "HC-SMoE",
-    "hc_smoe_routed": "HC-SMoE routed",
     "merge_moe": "MergeMoE groups",
     "ream": "REAM",
 }

@@ -60,14 +60,6 @@ def output_distances(sums: Sums) -> Array:
     return _euclidean(numpy.asarray(sums["dense_output_sum"], dtype=float))
 
 
-def routed_output_distances(sums: Sums) -> Array:
-    """Distances (E, E) of experts: Euclidean, between the experts' mean outputs over their routed
-    tokens."""
-    from moe_lab.statistics import mean_output
-
-    return _euclidean(mean_output(sums))
-
-
 def output_and_logit_distances(sums: Sums) -> Array:
     """Distances (E, E) of experts: 1 - (s + r) / 2, as in REAM's code. s and r are two similarities
     of experts i and j, both in [0, 1]:
@@ -152,7 +144,6 @@ GROUPINGS = {
     ),
     "m_smoe_unaligned": Grouping(("statistics", "similarity"), logit_distances, nearest_groups),
     "hc_smoe": Grouping(("statistics", "similarity"), output_distances, average_linkage),
-    "hc_smoe_routed": Grouping(("statistics",), routed_output_distances, average_linkage),
     "ream": Grouping(
         ("similarity",),
         output_and_logit_distances,
@@ -163,9 +154,8 @@ GROUPINGS = {
     ),
     "merge_moe": Grouping(("statistics", "weight_distances"), weight_distances, nearest_groups),
 }
-"""M-SMoE (arXiv 2310.01334; unaligned as in its code for Mixtral), HC-SMoE (2410.08589; routed:
-with the mean outputs over routed tokens), REAM (2604.04356) and the groups of MergeMoE
-(2510.14436)."""
+"""M-SMoE (arXiv 2310.01334; unaligned as in its code for Mixtral), HC-SMoE (2410.08589), REAM
+(2604.04356) and the groups of MergeMoE (2510.14436)."""
 REPLACEMENTS: dict[str, tuple[str, ...]] = {
     "none": (),
     "mean_output": ("statistics",),

@@ -273,14 +273,9 @@ def naive_linkage(features: Any, count: int) -> list[list[int]]:
 @pytest.mark.parametrize("seed", range(5))
 def test_clusters_are_those_of_a_naive_average_linkage(seed: int) -> None:
     features = numpy.random.default_rng(seed).normal(size=(12, 5))
-    tokens = numpy.arange(1.0, 13)
-    sums_of_groupings = {
-        "hc_smoe": {"dense_output_sum": 22 * features},
-        "hc_smoe_routed": {"output_sum": features * tokens[:, None], "tokens": tokens},
-    }
+    sums = {"dense_output_sum": 22 * features}
     expected = naive_linkage(features, 4)
-    for name, sums in sums_of_groupings.items():
-        assert grouped(name, sums, range(4), scores=numpy.ones(12)) == expected
+    assert grouped("hc_smoe", sums, range(4), scores=numpy.ones(12)) == expected
 
 
 def test_equal_experts_form_as_many_clusters_as_requested() -> None:

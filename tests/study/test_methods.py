@@ -222,7 +222,7 @@ def exported_as_evaluated(
             [
                 "recovery=pocket_merge_fit",
                 "recovery.fit=pocket_excerpt",
-                "allocation.replacement=hc_smoe_routed",
+                "allocation.replacement=hc_smoe",
             ],
             "(recovery=pocket_merge_fit), by least squares",
         ),
