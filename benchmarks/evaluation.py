@@ -129,7 +129,7 @@ def _items_differ(engine: LoadedModel, benchmark: BenchmarkConfig) -> bool:
 
 def _graded(engine: LoadedModel, benchmark: BenchmarkConfig) -> Graded:
     """Answer and grade a benchmark through its adapter."""
-    answers = collect_answers(engine, run.list_items(benchmark), benchmark)
+    (answers,) = collect_answers(engine, [(benchmark, run.list_items(benchmark))])
     return harness_of(benchmark).grade(answers, benchmark, Policy())
 
 

@@ -135,7 +135,8 @@ def mean_loss(engine: LoadedModel, items: Sequence[tuple[str, str]]) -> float:
         for number, (prompt, answer) in enumerate(items)
     ]
     config = BenchmarkConfig("losses", "lm_eval", "none")
-    losses = [answer.reply.loss for answer in collect_answers(engine, requests, config)]
+    (answers,) = collect_answers(engine, [(config, requests)])
+    losses = [answer.reply.loss for answer in answers]
     return statistics.mean(loss for loss in losses if loss is not None)
 
 

@@ -122,10 +122,9 @@ def _texts(engine: Engine, prompts: list[str], tokens: int) -> list[str]:
     for number, prompt in enumerate(prompts):
         half = len(prompt) // 2
         items.append(Item(str(number), (Text(prompt, tokens), Pair(prompt[:half], prompt[half:]))))
-    return [
-        answer.reply.text or ""
-        for answer in collect_answers(engine, items, BenchmarkConfig("plans", "lm_eval", "none"))
-    ]
+    benchmark = BenchmarkConfig("plans", "lm_eval", "none")
+    (answers,) = collect_answers(engine, [(benchmark, items)])
+    return [answer.reply.text or "" for answer in answers]
 
 
 def _print_seconds(seconds: dict[str, list[float]], starts: dict[str, float]) -> None:

@@ -213,7 +213,7 @@ def _print_score(model: Any, tokenizer: Any, limit: int | None) -> None:
     benchmark = BenchmarkConfig(**_conf("benchmark/pocket_gsm8k"), limit=limit)
     with tempfile.TemporaryDirectory() as folder:
         engine = LoadedModel(model, tokenizer)
-        answers = collect_answers(engine, run.list_items(benchmark), benchmark)
+        (answers,) = collect_answers(engine, [(benchmark, run.list_items(benchmark))])
         results = run.grade(answers, benchmark, Path(folder), policy=Policy())
     result = results[0]
     sizes = storage_bytes(model)

@@ -505,6 +505,10 @@ def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[B
         for name in names:
             with mistakes.caught():
                 check_known("benchmark", name, known)
+        for group, shared in config.suite.shared_batches.items():
+            for name in shared.benchmarks:
+                with mistakes.caught():
+                    check_known(f"suite.shared_batches.{group}: benchmark", name, known)
     contents = files.load(("benchmark", name) for name in names)
     with Mistakes() as mistakes:
         configs = []
@@ -537,6 +541,15 @@ def _benchmark_config(
             f"suite.path={path} is the text of suite=perplexity or the folder of "
             f"suite=bfcl, expected null with benchmark {name}, which has its own data"
         )
+    for group, shared in config.suite.shared_batches.items():
+        if name not in shared.benchmarks:
+            continue
+        if not benchmark.max_new_tokens:
+            raise UserError(
+                f"suite.shared_batches.{group}: benchmark {name} generates no texts: expected "
+                "benchmarks with max_new_tokens above 0"
+            )
+        benchmark = replace(benchmark, shared_batches=group, batch_size=shared.batch_size)
     return replace(
         benchmark,
         limit=config.suite.limit,

@@ -31,7 +31,7 @@ from moe_lab.study.steps.evaluation import (
     Evaluate,
     Grading,
     Items,
-    results_step_of,
+    evaluation_tasks,
 )
 from moe_lab.study.steps.files import Files, Models
 from moe_lab.study.steps.passes import loaded_field
@@ -144,6 +144,12 @@ def step_of(
     changes = plan_of(cell), None, storage_of(cell.recovery)
     pruned = Pruned(loaded_field(cell.model), *changes, cell.recovery, drops_whole_experts(cell))
     text = IdentifiedText.of(cell.texts["flops"])
+
+    def results_step() -> Any:
+        assert benchmark
+        (task,) = evaluation_tasks([benchmark], config)
+        return task(pruned)[benchmark.name]
+
     step_functions: dict[str, Callable[[], Any]] = {
         "model": lambda: loaded_field(cell.model).facts,
         "contamination": lambda: Contamination.of(cell.model, cell.calibration, [benchmark]),  # type: ignore[list-item]
@@ -153,9 +159,7 @@ def step_of(
         "cost": lambda: Cost.of(pruned, text, Cost.of(unpruned_model(cell.model), text)),
         "profile": lambda: Profile(pruned.loaded, text, pruned.plan),
         "timing": lambda: Timing.of(pruned, text, config.timed),
-        **dict.fromkeys(
-            ("evaluate", "generate", "grade"), lambda: results_step_of(benchmark, config)(pruned)
-        ),
+        **dict.fromkeys(("evaluate", "generate", "grade"), results_step),
     }
     step_class: Any = KINDS[kind]
     step: Any = (
@@ -173,4 +177,5 @@ def evaluation_step(
     pruned = Pruned(loaded_field(model), plan, None, None, RecoveryConfig(), True)
     grading = Grading(IdentifiedBenchmark.of(benchmark), Policy())
     backend = changes.pop("backend", BackendConfig())
-    return Evaluate(Items.of(benchmark), backend, pruned, None, None, grading, **changes)
+    items = {f"items of {benchmark.name}": Items.of(benchmark)}
+    return Evaluate(backend, pruned, None, None, items, grading, **{"reference": None, **changes})

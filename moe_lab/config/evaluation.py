@@ -210,8 +210,8 @@ class BenchmarkConfig(Group):
     """One run of one harness; it may report several results (HumanEval and HumanEval+ share their
     programs)."""
 
-    internal = frozenset({"limit", "root", "judge", "python", "held_out"})
-    runtime = frozenset({"name", "revision", "url", "root", "python", "held_out"})
+    internal = frozenset({"limit", "root", "judge", "python", "held_out", "shared_batches"})
+    runtime = frozenset({"name", "revision", "url", "root", "python", "held_out", "shared_batches"})
     references = frozenset({"task", "data"})
 
     name: Name
@@ -264,6 +264,8 @@ class BenchmarkConfig(Group):
     """Set by interpreters.HARNESS."""
     held_out: CalibrationConfig | None = None
     """Set by calibration if the benchmark is a text and names none: a part of this set is read."""
+    shared_batches: str | None = None
+    """Set by suite.shared_batches: name of the group with which the benchmark shares batches."""
 
     @property
     def compares_logits(self) -> bool:
@@ -275,6 +277,16 @@ class BenchmarkConfig(Group):
         """Largest number of generated tokens of a thinking model."""
         is_thought = self.chat and self.max_new_tokens > 0
         return self.max_new_tokens + (self.thinking_tokens if is_thought else 0)
+
+
+@dataclass(config=SETTINGS, frozen=True)
+class SharedBatches(Group):
+    """Benchmarks whose texts are generated in the same batches, which saves forward passes."""
+
+    benchmarks: list[str]
+    """Names of benchmarks that generate texts; those that are not in the suite are ignored."""
+    batch_size: Positive
+    """Sequences in one forward pass, in place of each benchmark's batch_size."""
 
 
 @dataclass(config=SETTINGS, frozen=True)
@@ -290,6 +302,17 @@ class SuiteConfig(Group):
     """The text file of suite=perplexity, or the folder of suite=bfcl."""
     limit: Positive | None = None
     """Evaluate only the first N items of each benchmark; the report names the limit."""
+    shared_batches: dict[str, SharedBatches] = field(default_factory=dict)
+    """Name of a group -> benchmarks that share batches."""
+
+    @model_validator(mode="after")
+    def _check_shared_batches(self) -> Self:
+        """Raise ValueError for a benchmark in two groups."""
+        names = [name for group in self.shared_batches.values() for name in group.benchmarks]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"shared_batches has {name} twice: expected each benchmark once")
+        return self
 
 
 @dataclass(config=SETTINGS, frozen=True)

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 from moe_lab import progress
@@ -54,8 +54,6 @@ _EXCERPT = 40
 """Characters of a question that an error quotes."""
 
 _T = TypeVar("_T")
-_Key = tuple[int, int]
-"""Index of a query, and number of an answer to it."""
 
 
 @dataclass
@@ -72,68 +70,97 @@ class _Query:
     windows of the document."""
     reference_bytes: int = 0
     """Bytes of the reference's scored tokens."""
-    kept_tokens: tuple[tuple[int, str], ...] = ()
-    """(token id, text) of special tokens that stay in the generated text: those that begin or end a
-    thought, and those that stop texts contain."""
 
 
 def collect_answers(
     engine: Engine,
-    items: Sequence[Item],
-    benchmark: BenchmarkConfig,
+    items_of: Sequence[tuple[BenchmarkConfig, Sequence[Item]]],
     cache: ResultCache | None = None,
-) -> list[Answer]:
-    """The engine's answers to the items, in the order of the items.
+) -> list[list[Answer]]:
+    """The engine's answers to the items of each benchmark, in the order of the items. The texts of
+    all benchmarks are generated in the same batches; the size of a batch is that of the first
+    benchmark.
 
     UserError for a prompt that leaves too few tokens for its answer, and for a text to score that
     is too long or has no token. FloatingPointError for a likelihood that is not finite.
     """
     cache = cache or ResultCache()
-    sampling = resolved_sampling(engine, benchmark)
-    encoder = _Encoder(engine, benchmark)
-    names = [f"{item.name} {number}" for item in items for number in range(len(item.requests))]
-    queries = [encoder.query(request) for item in items for request in item.requests]
-    encoder.check_pairs(queries)
-    # keys of `prompts` and of `texts`: (index in `queries`, number of the answer)
-    prompts: dict[_Key, Prompt] = {}
-    for index, prompt in encoder.prompts(queries).items():
-        for sample in range(sampling.samples):  # one sample if texts are greedy
-            if sampling.temperature:
-                seed = _text_seed(sampling.seed, names[index], sample)
-                # the likelihood of a right answer is computed only with a greedy text
-                prompt = replace(prompt, answer=None, seed=seed)
-            prompts[index, sample] = prompt
-    texts = _generate(engine, prompts, queries, benchmark, sampling, cache)
-    likelihoods: dict[Row, Likelihood] = {}
+    questions = [_Questions(engine, benchmark, items) for benchmark, items in items_of]
+    first_benchmark, _ = items_of[0]
+    batch_size = first_benchmark.batch_size
+    prompts = list(chain.from_iterable(asked.prompts.values() for asked in questions))
+    texts = _generate(engine, prompts, batch_size, cache)
     # an engine may score the right answer while it generates a text
-    for key, prompt in prompts.items():
-        likelihood = texts[key].likelihood
-        if prompt.answer and likelihood:
-            likelihoods[prompt.answer] = likelihood
-    rows = {row for query in queries for row in query.rows if row not in likelihoods}
-    likelihoods |= _score(engine, rows, benchmark.batch_size, cache)
-    answers = []
-    start = 0  # index of the item's first query
-    for item in items:
-        indices = range(start, start + len(item.requests))
-        is_generated = any(isinstance(request, Text) for request in item.requests)
-        is_sampled = is_generated and bool(sampling.temperature)
-        for sample in range(sampling.samples if is_sampled else 1):
-            replies = tuple(
-                encoder.reply(queries[index], texts.get((index, sample)), likelihoods)
-                for index in indices
-            )
-            answers.append(
-                Answer(
-                    item.name,
-                    queries[start].prompt,
-                    replies,
-                    sample,
-                    asdict(sampling) if is_sampled else None,
+    likelihoods = {
+        prompt.answer: text.likelihood
+        for prompt, text in texts.items()
+        if prompt.answer and text.likelihood
+    }
+    rows = {row for asked in questions for row in asked.rows if row not in likelihoods}
+    likelihoods |= _score(engine, rows, batch_size, cache)
+    return [asked.answers(texts, likelihoods) for asked in questions]
+
+
+class _Questions:
+    """The items of a benchmark as queries and prompts for an engine."""
+
+    def __init__(self, engine: Engine, benchmark: BenchmarkConfig, items: Sequence[Item]) -> None:
+        self.items = items
+        self.sampling = resolved_sampling(engine, benchmark)
+        self.encoder = _Encoder(engine, benchmark)
+        self.queries = [self.encoder.query(request) for item in items for request in item.requests]
+        self.encoder.check_pairs(self.queries)
+        self.prompts = self._prompts()
+        """(index of a query, number of the answer) -> prompt."""
+
+    def _prompts(self) -> dict[tuple[int, int], Prompt]:
+        """Compute `prompts`: one for each answer to a query whose request is a `Text`."""
+        sampling = self.sampling
+        names = [
+            f"{item.name} {number}" for item in self.items for number in range(len(item.requests))
+        ]
+        prompts = {}
+        for index, prompt in self.encoder.prompts(self.queries, sampling).items():
+            for sample in range(sampling.samples):  # one sample if texts are greedy
+                if sampling.temperature:
+                    seed = _text_seed(sampling.seed, names[index], sample)
+                    # the likelihood of a right answer is computed only with a greedy text
+                    prompt = replace(prompt, answer=None, seed=seed)
+                prompts[index, sample] = prompt
+        return prompts
+
+    @property
+    def rows(self) -> Iterator[Row]:
+        """The rows whose likelihoods the answers need."""
+        return chain.from_iterable(query.rows for query in self.queries)
+
+    def answers(
+        self, texts: Mapping[Prompt, GeneratedText], likelihoods: Mapping[Row, Likelihood]
+    ) -> list[Answer]:
+        """The answers to the items."""
+        answers = []
+        start = 0  # index of the item's first query
+        for item in self.items:
+            indices = range(start, start + len(item.requests))
+            is_generated = any(isinstance(request, Text) for request in item.requests)
+            is_sampled = is_generated and bool(self.sampling.temperature)
+            for sample in range(self.sampling.samples if is_sampled else 1):
+                replies = []
+                for index in indices:
+                    prompt = self.prompts.get((index, sample))
+                    text = texts[prompt] if prompt else None
+                    replies.append(self.encoder.reply(self.queries[index], text, likelihoods))
+                answers.append(
+                    Answer(
+                        item.name,
+                        self.queries[start].prompt,
+                        tuple(replies),
+                        sample,
+                        asdict(self.sampling) if is_sampled else None,
+                    )
                 )
-            )
-        start += len(item.requests)
-    return answers
+            start += len(item.requests)
+        return answers
 
 
 # Sampling.
@@ -250,12 +277,7 @@ class _Encoder:
         if isinstance(request, Pair):
             return _Query(request, text, rows=[self._pair_row(text, request.continuation)])
         request = replace(request, max_tokens=request.max_tokens + self.thinking_tokens)
-        query = _Query(
-            request,
-            text,
-            self._tokens(text),
-            kept_tokens=special_marks(self.engine.tokenizer, request.stop, self.marks),
-        )
+        query = _Query(request, text, self._tokens(text))
         if request.reference and self.engine.scores:
             self._add_reference(query, request.reference)
         return query
@@ -341,7 +363,7 @@ class _Encoder:
             )
         return rows
 
-    def prompts(self, queries: Sequence[_Query]) -> dict[int, Prompt]:
+    def prompts(self, queries: Sequence[_Query], sampling: Sampling) -> dict[int, Prompt]:
         """Index of a query -> its prompt, for the queries whose request is a `Text`.
 
         UserError for a prompt that does not fit into `max_length` together with its answer. If its
@@ -355,7 +377,8 @@ class _Encoder:
                 length = len(query.tokens)
                 if self.max_length is None or length + query.request.max_tokens <= self.max_length:
                     answer = query.rows[0] if query.rows else None
-                    prompts[index] = Prompt(query.prompt, query.tokens, answer)
+                    settings = self._generation_settings(query.request, sampling)
+                    prompts[index] = Prompt(query.prompt, query.tokens, settings, answer)
                 else:
                     long_prompts.append((length, query.request))
         if prompts:
@@ -376,6 +399,25 @@ class _Encoder:
             )
         return prompts
 
+    def _generation_settings(self, request: Text, sampling: Sampling) -> GenerationSettings:
+        """How the text of a request is generated."""
+        # a stop text must not end a thought; `reply` applies the stop texts later
+        is_thinker = self.benchmark.chat and may_think(
+            self.engine.tokenizer, self.engine.tokenizer.chat_template
+        )
+        return GenerationSettings(
+            request.max_tokens,
+            () if is_thinker else request.stop,
+            self.benchmark.chat,
+            self._kept_tokens(request),
+            sampling,
+        )
+
+    def _kept_tokens(self, request: Text) -> tuple[tuple[int, str], ...]:
+        """(token id, text) of special tokens that stay in the generated text: those that begin or
+        end a thought, and those that stop texts contain."""
+        return special_marks(self.engine.tokenizer, request.stop, self.marks)
+
     def reply(
         self, query: _Query, text: GeneratedText | None, likelihoods: Mapping[Row, Likelihood]
     ) -> Reply:
@@ -393,7 +435,7 @@ class _Encoder:
         thought_and_answer = self._cut_at_stop_text(text.text, query.request.stop, query.prompt)
         ended = "stop" if thought_and_answer != text.text else text.ended
         # special tokens outside of marks were only needed to find stop texts
-        for _, special_token in query.kept_tokens:
+        for _, special_token in self._kept_tokens(query.request):
             if not self.marks.contain(special_token):
                 thought_and_answer = thought_and_answer.replace(special_token, "")
         answer = self._answer(thought_and_answer, query.prompt)
@@ -429,70 +471,34 @@ def _rolling_windows(tokens: Sequence[int], length: int) -> list[Row]:
 
 
 def _generate(
-    engine: Engine,
-    prompts: Mapping[_Key, Prompt],
-    queries: Sequence[_Query],
-    benchmark: BenchmarkConfig,
-    sampling: Sampling,
-    cache: ResultCache,
-) -> dict[_Key, GeneratedText]:
-    """The text that is generated after each prompt."""
-    # a stop text must not end a thought; `_Encoder.reply` applies the stop texts later
-    is_thinker = benchmark.chat and may_think(engine.tokenizer, engine.tokenizer.chat_template)
-    # settings -> prompt -> keys of this prompt
-    groups: dict[GenerationSettings, dict[Prompt, list[_Key]]] = {}
-    for key, prompt in prompts.items():
-        index, _ = key
-        query = queries[index]
-        request = query.request
-        assert isinstance(request, Text)
-        stop = () if is_thinker else request.stop
-        settings = GenerationSettings(
-            request.max_tokens,
-            stop,
-            benchmark.chat,
-            benchmark.batch_size,
-            query.kept_tokens,
-            sampling,
-        )
-        groups.setdefault(settings, {}).setdefault(prompt, []).append(key)
-    texts: dict[_Key, GeneratedText] = {}
-    for settings, keys_by_prompt in groups.items():
-        ordered_prompts = sorted(
-            keys_by_prompt,
-            key=lambda prompt: (-len(prompt.tokens), prompt.tokens, prompt.text, prompt.seed),
-        )
-        for batch in _slices(ordered_prompts, settings.batch_size * engine.batches):
-            progress.update(len(texts), len(prompts), "requests")
-            batch_texts = _generate_batch(engine, batch, settings, cache)
-            for prompt, text in zip(batch, batch_texts, strict=True):
-                texts |= dict.fromkeys(keys_by_prompt[prompt], text)
+    engine: Engine, prompts: Sequence[Prompt], batch_size: int, cache: ResultCache
+) -> dict[Prompt, GeneratedText]:
+    """Prompt -> the text that is generated after it."""
+    texts: dict[Prompt, GeneratedText] = {}
+    # a total order, so that batches do not depend on the order of the benchmarks
+    ordered_prompts = sorted(
+        set(prompts), key=lambda prompt: (-len(prompt.tokens), prompt.tokens, repr(prompt))
+    )
+    for batch in _slices(ordered_prompts, batch_size * engine.batches):
+        progress.update(len(texts), len(ordered_prompts), "requests")
+        batch_texts = _generate_batch(engine, batch, batch_size, cache)
+        texts |= zip(batch, batch_texts, strict=True)
     return texts
 
 
 def _generate_batch(
-    engine: Engine, batch: Sequence[Prompt], generation: GenerationSettings, cache: ResultCache
+    engine: Engine, batch: Sequence[Prompt], batch_size: int, cache: ResultCache
 ) -> list[GeneratedText]:
     """The generated text after each prompt, from the cache or else from the engine."""
 
     def compute() -> list[Any]:
-        texts = engine.generate(batch, generation)
+        texts = engine.generate(batch, batch_size)
         for text in texts:
             if text.likelihood:
                 check_finite(text.likelihood.nats, "log-likelihood")
         return [asdict(text) for text in texts]
 
-    prompt_keys = [
-        [prompt.tokens, prompt.answer and [prompt.answer.start, prompt.answer.tokens], prompt.seed]
-        for prompt in batch
-    ]
-    settings = [
-        generation.max_tokens,
-        generation.stop,
-        generation.marks,
-        asdict(generation.sampling),
-    ]
-    results = cache.result([*settings, prompt_keys], compute)
+    results = cache.result(["texts", *map(repr, batch)], compute)
     texts = []
     for fields in results:
         likelihood = fields["likelihood"] and Likelihood(**fields["likelihood"])

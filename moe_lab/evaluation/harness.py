@@ -81,9 +81,6 @@ class Harness(ABC):
     """Smallest benchmark.max_new_tokens; 0 for a harness that can do with likelihoods alone."""
     shows_examples = False
     """Whether the harness can put solved examples before a question."""
-    two_phases = False
-    """Whether generating answers and grading them are separate steps, the second without a
-    model."""
     judged = False
     """Whether a judge scores the answers."""
     votes = False

@@ -17,7 +17,6 @@ from moe_lab.machine import package_version
 from moe_lab.results import SCHEMA, Result, ResultFile, Sample, TextMeasures
 
 ITEMS = "items.jsonl.gz"
-ANSWERS = "answers.jsonl"
 
 
 def list_items(benchmark: BenchmarkConfig) -> list[Item]:

@@ -89,37 +89,29 @@ class Engine:
             )
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_tokens: int,
-        stop: Sequence[str],
-        end_token_ids: Sequence[int],
-        sampling: Mapping[str, float],
-        seeds: Sequence[int],
+        self, requests: Sequence[Mapping[str, Any]], end_token_ids: Sequence[int]
     ) -> Iterator[tuple[int, list[int], float]]:
-        """Generate a text after each of the `prompts`, which are token ids. Yields (index of the
-        prompt, new tokens, log-likelihood of the new tokens in nats) for each complete text.
-        `sampling`: arguments of vLLM's SamplingParams. `seeds`: seed of each text's random numbers.
+        """Generate a text for each of the `requests`. A request has the "tokens" of the prompt, a
+        list "stop", and other arguments of vLLM's SamplingParams. Yields (index of the request, new
+        tokens, log-likelihood of the new tokens in nats) for each complete text.
 
-        A text is complete when it has `max_tokens` new tokens, contains one of the strings `stop`,
+        A text is complete when it has "max_tokens" new tokens, contains one of the strings "stop",
         or ends with one of the tokens `end_token_ids`. The log-likelihood is NaN if a logit was
         NaN. ValueError if vLLM stops a text for another reason.
         """
         from vllm import SamplingParams
 
-        settings = partial(
-            SamplingParams,
-            **sampling,
-            max_tokens=max_tokens,
-            stop=list(stop) or None,
-            stop_token_ids=list(end_token_ids),
-            ignore_eos=True,  # only the caller's `end_token_ids` end a text
-            detokenize=bool(stop),
-            logprobs=0,  # log-probabilities of the generated tokens only
-        )
-        for number, output in self._finished_outputs(
-            (ids, settings(seed=seed)) for ids, seed in zip(prompts, seeds, strict=True)
-        ):
+        def parameters(tokens: Sequence[int], stop: Sequence[str], **settings: Any) -> Any:
+            return tokens, SamplingParams(
+                **settings,
+                stop=list(stop) or None,
+                stop_token_ids=list(end_token_ids),
+                ignore_eos=True,  # only the caller's `end_token_ids` end a text
+                detokenize=bool(stop),
+                logprobs=0,  # log-probabilities of the generated tokens only
+            )
+
+        for number, output in self._finished_outputs(parameters(**request) for request in requests):
             (text,) = output.outputs
             if text.finish_reason not in ("stop", "length"):
                 raise ValueError(

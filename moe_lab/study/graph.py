@@ -32,7 +32,7 @@ from moe_lab.study.steps.evaluation import (
     Evaluate,
     Grade,
     Task,
-    results_step_of,
+    evaluation_tasks,
 )
 from moe_lab.study.steps.passes import Pass, StepModel
 from moe_lab.study.steps.recovery import NO_RECOVERY, export_of, pruned_of, unpruned_model
@@ -187,13 +187,12 @@ class _Resolver:
 
 def _cell_steps(
     cell: Cell,
-    tasks: Mapping[str, Task],
+    tasks: Iterable[Task],
     resolver: _Resolver,
     evaluations_of: dict[Any, dict[Task, Any]],
 ) -> CellSteps:
-    """All steps of one cell. `tasks`: name of a benchmark -> task. `evaluations_of`: identity of a
-    pruned model -> task -> evaluation step. Missing evaluation steps are added to
-    `evaluations_of`."""
+    """All steps of one cell. `evaluations_of`: identity of a pruned model -> task -> evaluation
+    steps. Missing evaluation steps are added to `evaluations_of`."""
     config = resolver.config
     resolved_cell = resolver.resolve_cell(cell)
     model = resolved_cell.model
@@ -215,9 +214,11 @@ def _cell_steps(
         timing = Timing.of(pruned, flops_text, resolver.cached(timing_of, config.timed, model))
     identity = tuple([entry.line for entry in pruned.identity_entries.values()])
     evaluations = evaluations_of.setdefault(identity, {})
-    for task in tasks.values():
+    evaluate: dict[str, Evaluate | Grade] = {}
+    for task in tasks:
         if task not in evaluations:
             evaluations[task] = task(pruned)
+        evaluate |= evaluations[task]
     return CellSteps(
         cell=cell,
         model=pruned.loaded.facts,
@@ -229,7 +230,7 @@ def _cell_steps(
         cost=cost,
         profile=Profile(pruned.loaded, flops_text, pruned.plan) if config.profile else None,
         timing=timing,
-        evaluate={name: evaluations[task] for name, task in tasks.items()},
+        evaluate=evaluate,
     )
 
 
@@ -260,12 +261,9 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
     all these requests. For each cell, the cell of the unpruned model is added."""
     resolver = _Resolver(config)
     requests = list(requests)
-    tasks_of: dict[Cell, dict[str, Task]] = {}  # cell -> name of a benchmark -> task
+    tasks_of: dict[Cell, dict[Task, None]] = {}
     for cells, benchmarks in requests:
-        tasks = {
-            benchmark.name: resolver.cached(results_step_of, benchmark, config)
-            for benchmark in benchmarks
-        }
+        tasks = dict.fromkeys(resolver.cached(evaluation_tasks, benchmarks, config))
         for cell in cells:
             for graph_cell in (unpruned(cell), normalized(cell)):
                 tasks_of.setdefault(graph_cell, {}).update(tasks)

@@ -305,32 +305,41 @@ def benchmark_pace(benchmark: BenchmarkConfig) -> list[Any]:
 
 def benchmark_run(
     model: ModelConfig,
-    benchmark: BenchmarkConfig,
+    benchmarks: Sequence[BenchmarkConfig],
     backend: BackendConfig,
     model_id: str,
     *,
     copies: int,
     installation_checks: Sequence[Check] = (),
 ) -> Resources:
-    """Resources of a step that runs a model on the items of a benchmark. `model_id`: text that
-    identifies the model in `Resources.pace`. `copies`: number of copies of the weights in memory.
-    The amount of work is the number of tokens that the model reads and generates."""
-    new_tokens = benchmark.longest_text
+    """Resources of a step that runs a model on the items of benchmarks, which share batches if
+    there are several. `model_id`: text that identifies the model in `Resources.pace`. `copies`:
+    number of copies of the weights in memory. The amount of work is the number of tokens that the
+    model reads and generates."""
+    new_tokens = max(benchmark.longest_text for benchmark in benchmarks)
+    first_benchmark, *_ = benchmarks
 
     def memory(size: Size) -> float:
         item_bytes = (
             size.kv_cache_bytes(PROMPT + new_tokens) if new_tokens else PROMPT * size.logit_bytes
         )
-        return PROCESS + WEIGHT_OVERHEAD * size.bytes * copies + benchmark.batch_size * item_bytes
+        batch_bytes = first_benchmark.batch_size * item_bytes
+        return PROCESS + WEIGHT_OVERHEAD * size.bytes * copies + batch_bytes
 
+    units = 0
+    pace: list[Any] = [model_id, backend.name]
+    for benchmark in benchmarks:
+        tokens = PROMPT * (1 + benchmark.shots) + benchmark.longest_text
+        units += answer_count(benchmark) * tokens
+        pace += benchmark_pace(benchmark)
     return _resources_of_model(
         model,
         memory,
         weights="server" if backend.name == "server" else "model",
         gpu_counts=_vllm_counts(model, backend) if backend.name == "vllm" else _gpu_counts(model),
         isolated=True,
-        units=float(answer_count(benchmark) * (PROMPT * (1 + benchmark.shots) + new_tokens)),
-        pace=[model_id, backend.name, *benchmark_pace(benchmark)],
+        units=float(units),
+        pace=pace,
         job="evaluate",
         steps_per_job="models",
         installation_checks=installation_checks,

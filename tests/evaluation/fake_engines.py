@@ -32,7 +32,7 @@ PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 def evaluate(engine: Engine, benchmark: BenchmarkConfig, policy: Policy | None = None) -> Graded:
     """Grade the engine's answers by the harness of a benchmark, without files and without a
     preflight."""
-    answers = collect_answers(engine, run.list_items(benchmark), benchmark)
+    (answers,) = collect_answers(engine, [(benchmark, run.list_items(benchmark))])
     graded = harness_of(benchmark).grade(answers, benchmark, policy or Policy())
     graded.protocol.setdefault("prompt", answers[0].prompt)
     return graded
@@ -42,7 +42,7 @@ def evaluate_into(
     engine: Engine, benchmark: BenchmarkConfig, out: Path, *, policy: Policy
 ) -> list[Result]:
     """Write the results of the engine on a benchmark to `out`, and return them."""
-    answers = collect_answers(engine, run.list_items(benchmark), benchmark)
+    (answers,) = collect_answers(engine, [(benchmark, run.list_items(benchmark))])
     return run.grade(answers, benchmark, out, policy=policy)
 
 
@@ -71,9 +71,8 @@ def collect_replies(
         Item(str(number), (Text(prompt, max_tokens, stop, reference, skip_long=skip_long),))
         for number, (prompt, reference) in enumerate(zip(prompts, references, strict=True))
     ]
-    answers = collect_answers(
-        engine, items, BenchmarkConfig("b", "lm_eval", "none", **settings), cache
-    )
+    benchmark = BenchmarkConfig("b", "lm_eval", "none", **settings)
+    (answers,) = collect_answers(engine, [(benchmark, items)], cache)
     return [answer.reply for answer in answers]
 
 
@@ -241,12 +240,10 @@ class ScriptedEngine(Engine):
     def __init__(self, texts: Sequence[str] | Callable[[str], str], template: str = PLAIN) -> None:
         self.texts, self.tokenizer, self.template_arguments = texts, WordTokenizer(template), {}
         self.generation = GenerationSettings(0)
-        """Settings of the last batch."""
+        """Settings of the last prompt."""
 
-    def generate(
-        self, prompts: Sequence[Prompt], generation: GenerationSettings
-    ) -> list[GeneratedText]:
-        self.generation = generation
+    def generate(self, prompts: Sequence[Prompt], batch_size: int) -> list[GeneratedText]:
+        self.generation = prompts[-1].generation
         return [GeneratedText(self._text_for(prompt.text)) for prompt in prompts]
 
     def _text_for(self, prompt: str) -> str:

@@ -85,10 +85,8 @@ class Sums(Engine):
         self.value = value
         self.batches_done: list[tuple[Any, ...]] = []
 
-    def generate(
-        self, prompts: Sequence[Prompt], generation: GenerationSettings
-    ) -> list[GeneratedText]:
-        self._count((generation, *prompts))
+    def generate(self, prompts: Sequence[Prompt], batch_size: int) -> list[GeneratedText]:
+        self._count(tuple(prompts))
         return [GeneratedText(f"{prompt.text[::-1]} {len(prompts)}") for prompt in prompts]
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
@@ -138,13 +136,13 @@ def test_killed_evaluations_resume_with_the_same_batches(
 ) -> None:
     items = [Item(str(number), tuple(of_item)) for number, of_item in enumerate(requests)]
     sums = Sums()
-    expected = collect_answers(sums, items, BENCHMARK)
+    (expected,) = collect_answers(sums, [(BENCHMARK, items)])
     file = tmp_path_factory.mktemp("partial") / "computed.jsonl"
     progress: list[Any] = []
     for max_tokens in [*kills, 1000]:
         engine = Sums(max_tokens)
         with suppress(SimulatedKill):
-            result = collect_answers(engine, items, BENCHMARK, ResultCache(file))
+            (result,) = collect_answers(engine, [(BENCHMARK, items)], ResultCache(file))
         progress += engine.batches_done
         if torn and file.exists():
             with file.open("a") as lines:
@@ -194,9 +192,11 @@ def test_likelihood_that_is_no_number_fails_and_is_recomputed(value: float, tmp_
     items = [Item("1", (Pair("a", " b"),))]
     with pytest.raises(FloatingPointError, match=str(value)):
         collect_answers(
-            Sums(value=value), items, BENCHMARK, ResultCache(tmp_path / "computed.jsonl")
+            Sums(value=value), [(BENCHMARK, items)], ResultCache(tmp_path / "computed.jsonl")
         )
-    (answer,) = collect_answers(Sums(), items, BENCHMARK, ResultCache(tmp_path / "computed.jsonl"))
+    ((answer,),) = collect_answers(
+        Sums(), [(BENCHMARK, items)], ResultCache(tmp_path / "computed.jsonl")
+    )
     assert math.isfinite(answer.reply.nats)
 
 
@@ -207,13 +207,14 @@ def test_rows_of_a_question_are_scored_together_longest_first() -> None:
         for number in range(3)
     ]
     engine = Sums()
-    collect_answers(engine, [Item("1", tuple(pairs))], BENCHMARK)
+    collect_answers(engine, [(BENCHMARK, [Item("1", tuple(pairs))])])
     (rows,) = engine.batches_done
     questions = [row.tokens[: row.start] for row in rows]
     assert len(rows) == 9
     assert questions == sorted(questions, key=questions.index)
     several = Sums()
-    collect_answers(several, [Item(str(n), (Pair(f"q{n}", " a"),)) for n in range(70)], BENCHMARK)
+    questions = [Item(str(n), (Pair(f"q{n}", " a"),)) for n in range(70)]
+    collect_answers(several, [(BENCHMARK, questions)])
     assert [len(batch) for batch in several.batches_done] == [32, 32, 6]
 
 
@@ -229,16 +230,15 @@ def test_windows_from_nothing_are_those_of_lm_eval(tokens: list[int], length: in
 
 def test_windows_of_a_document_cover_it_once() -> None:
     engine = Sums(length=16)
-    (answer,) = collect_answers(
-        engine, [Item("1", (Document("a b c d e f g h", 3, windows=2),))], BENCHMARK
-    )
+    items = [Item("1", (Document("a b c d e f g h", 3, windows=2),))]
+    ((answer,),) = collect_answers(engine, [(BENCHMARK, items)])
     assert [window.tokens for window in answer.reply.windows] == [2, 2]
     assert answer.reply.tokens == 8
     for length, text in ((1, "a b"), (17, "a b"), (3, "a")):
         with pytest.raises(
             UserError, match=rf"length={re.escape(str(length))}|expected at least two"
         ):
-            collect_answers(engine, [Item("1", (Document(text, length),))], BENCHMARK)
+            collect_answers(engine, [(BENCHMARK, [Item("1", (Document(text, length),))])])
 
 
 HARMONY = "<|start|>assistant"
@@ -539,9 +539,7 @@ def test_text_that_vllm_cut_off_is_an_error(reason: str, monkeypatch: pytest.Mon
         else pytest.raises(ValueError, match=re.escape(reason))
     )
     with broken:
-        assert list(process.generate([[1]], 2, [], [0], {"temperature": 0}, [0])) == [
-            (0, [5, 7], -1.0)
-        ]
+        assert list(process.generate([{"tokens": [1], "stop": []}], [0])) == [(0, [5, 7], -1.0)]
 
 
 CAUSE = "ValueError: no memory"
@@ -612,10 +610,10 @@ def test_tokens_that_a_tokenizer_appends_are_dropped(
         Document("A bird."),
     ]
     items = [Item(str(number), (request,)) for number, request in enumerate(requests)]
-    expected = collect_answers(with_template(subject, f"{prefix}$A"), items, BENCHMARK)
+    expected = collect_answers(with_template(subject, f"{prefix}$A"), [(BENCHMARK, items)])
     appending = with_template(subject, f"{prefix}$A{suffix}")
     with pytest.warns(UserWarning, match=re.escape(suffix.split()[0])):
-        assert collect_answers(appending, items, BENCHMARK) == expected
+        assert collect_answers(appending, [(BENCHMARK, items)]) == expected
 
 
 @PREPENDED
@@ -641,7 +639,7 @@ def test_system_prompt_is_that_of_the_setting(subject: LoadedModel, roles: list[
     turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     items = [Item("1", (Text([{"role": role, "content": f"a {role}"} for role in roles], 3),))]
     benchmark = replace(BENCHMARK, chat=True, system_prompt="Be brief.")
-    (answer,) = collect_answers(with_chat_template(subject, turns), items, benchmark)
+    ((answer,),) = collect_answers(with_chat_template(subject, turns), [(benchmark, items)])
     assert answer.prompt == "<system>Be brief.<user>a user"
 
 

@@ -147,9 +147,10 @@ def answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answered:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     benchmark = small_mirror(tmp_path)
     model = ScriptedEngine(SAID)
-    answers = collect_answers(model, run.list_items(benchmark), benchmark)
-    write_answers(answers, tmp_path / run.ANSWERS)
-    return Answered(benchmark, model, read_answers((tmp_path / run.ANSWERS).read_bytes()))
+    (answers,) = collect_answers(model, [(benchmark, run.list_items(benchmark))])
+    file = tmp_path / "answers.jsonl"
+    write_answers(answers, file)
+    return Answered(benchmark, model, read_answers(file.read_bytes()))
 
 
 def test_answers_are_stored_as_they_were_written(answered: Answered) -> None:

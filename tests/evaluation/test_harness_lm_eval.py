@@ -342,7 +342,7 @@ def test_no_item_shows_itself(
     subject: LoadedModel, tmp_path: Path, shots: int, definition: dict[str, Any]
 ) -> None:
     benchmark = custom_task(tmp_path, NUMBERED, {**MULTIPLE_CHOICE, **definition}, shots=shots)
-    answers = collect_answers(subject, run.list_items(benchmark), benchmark)
+    (answers,) = collect_answers(subject, [(benchmark, run.list_items(benchmark))])
     reseeded = replace(benchmark, parameters={"fewshot_seed": 1})
     is_drawn = "fewshot_config" not in definition
     assert (run.list_items(reseeded) != run.list_items(benchmark)) == is_drawn

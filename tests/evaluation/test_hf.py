@@ -16,7 +16,8 @@ from harness_files import shipped_items
 from transformers import GenerationConfig
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation import Policy
+from moe_lab.evaluation import Policy, run
+from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines import GenerationSettings, Prompt, Row, hf
 from moe_lab.evaluation.engines.hf import Batch, LoadedModel, NewTokens, generate_tokens
 from moe_lab.evaluation.engines.likelihoods import log_likelihoods
@@ -52,8 +53,11 @@ def together(
 ) -> list[NewTokens]:
     """Texts written in one batch, complete at `ends` alone."""
     rows = answers or [None] * len(prompts)
-    batch = Batch(prompts, rows, GenerationSettings(NEW), frozenset(ends), 0)
-    return generate_tokens(model, batch)
+    settings = GenerationSettings(NEW)
+    questions = [
+        Prompt("", tuple(prompt), settings, row) for prompt, row in zip(prompts, rows, strict=True)
+    ]
+    return generate_tokens(model, Batch(questions, frozenset(ends), 0))
 
 
 def sizes_of_passes(model: Any) -> list[tuple[int, int]]:
@@ -133,19 +137,23 @@ def answer_rows(prompts: list[list[int]], texts: list[list[int]]) -> list[Row | 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("shrinking")
-@pytest.mark.parametrize("tokens", [80, 10**6])
+@pytest.mark.parametrize(("tokens", "pass_tokens"), [(80, 4096), (10**6, 4096), (10**6, 70)])
 def test_loop_writes_what_transformers_does_whatever_answers_are_read(
-    tokens: int, loop: Loop, monkeypatch: pytest.MonkeyPatch
+    tokens: int, pass_tokens: int, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pass may give logits of so many tokens: too few to read answers, or enough."""
+    """A pass may give logits of so many tokens: too few to read answers, or enough. And it may read
+    so many tokens of prompts: all, or a part."""
     ends = [loop.texts[2][6]]
     rows = answer_rows(loop.prompts, loop.texts)
-    monkeypatch.setattr("moe_lab.evaluation.engines.hf.max_logit_tokens", lambda model: tokens)
+    monkeypatch.setattr(hf, "max_logit_tokens", lambda model: tokens)
+    monkeypatch.setattr(hf, "PASS_TOKENS", pass_tokens)
+    sizes = sizes_of_passes(loop.model)
     texts = together(loop.model, loop.prompts, ends, rows)
     written = [ended(text.tokens, ends) for text in texts]
     assert written == [ended(text, ends) for text in loop.texts]
     # whose caches cannot forget a token
     read = tokens > 80 and loop.name not in ("qwen3_next", "minimax")
+    assert (sizes[0][0] < len(loop.prompts)) == (read and pass_tokens == 70)
     assert [text.likelihood is not None for text in texts] == [bool(row and read) for row in rows]
     for text, row in zip(texts, rows, strict=True):
         if text.likelihood:
@@ -178,7 +186,7 @@ def test_answers_are_removed_only_with_inputs_that_can_be_cut(
     model = tiny.build("olmoe")
     cache = model(tiny.tokens(1, 4), use_cache=True).past_key_values
     inputs = {"past_key_values": cache, **settings}
-    assert hf._can_remove_answers(model, inputs, token_inputs) == expected
+    assert hf._has_plain_inputs(model, inputs, token_inputs) == expected
 
 
 def score(
@@ -367,7 +375,7 @@ def test_infinite_logit_is_an_error(
     assert not (tmp_path / "result.json").exists()
     vllm = vllm_with_replies(subject.tokenizer, [[0, [5, 5], number]])
     with pytest.raises(FloatingPointError, match=str(number)):
-        vllm.generate([Prompt("A dog", (5, 6))], GenerationSettings(2))
+        vllm.generate([Prompt("A dog", (5, 6), GenerationSettings(2))], 1)
 
 
 def test_overflow_after_a_complete_text_is_ignored(subject: LoadedModel) -> None:
@@ -392,3 +400,20 @@ def test_overflow_after_a_complete_text_is_ignored(subject: LoadedModel) -> None
     with subject.model.lm_head.register_forward_hook(overflow):
         assert generate(subject, texts, stop=(stop,)) == expected
         assert overflowed
+
+
+def test_benchmarks_that_share_batches_have_the_answers_of_each_alone(subject: LoadedModel) -> None:
+    """Their texts differ in length, stop texts and references."""
+    sources = []
+    for name in ("humaneval", "wildbench", "gsm8k"):
+        benchmark = choices.read_choice(BenchmarkConfig, "benchmark", f"pocket_{name}")
+        benchmark = replace(benchmark, limit=5, batch_size=15)
+        sources.append((benchmark, run.list_items(benchmark)))
+    alone = [collect_answers(subject, [source])[0] for source in sources]
+    passes = sizes_of_passes(subject.model)
+    shared = collect_answers(subject, sources)
+    assert passes[0][0] == 15
+    for answers, expected in zip(shared, alone, strict=True):
+        for answer, reference in zip(answers, expected, strict=True):
+            loss = pytest.approx(reference.reply.loss, rel=1e-4)
+            assert answer == replace(reference, replies=(replace(reference.reply, loss=loss),))

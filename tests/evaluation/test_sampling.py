@@ -70,7 +70,7 @@ def test_a_text_depends_on_its_item_and_replicate_alone(subject: LoadedModel) ->
 
     def written(names: str, **changes: Any) -> dict[Any, Reply]:
         items = [Item(name, (Text(PROMPT, 12, reference=" of"),)) for name in names]
-        answers = collect_answers(subject, items, replace(BENCHMARK, **changes))
+        (answers,) = collect_answers(subject, [(replace(BENCHMARK, **changes), items)])
         return {answer.key: answer.reply for answer in answers}
 
     replies = written("abc")
@@ -144,9 +144,10 @@ def test_several_greedy_answers_are_refused_and_likelihoods_are_not_sampled(
 ) -> None:
     benchmark = replace(BENCHMARK, sampling=Sampling(samples=3))
     with pytest.raises(UserError, match=r"sampling.samples=3.*expected sampling.temperature"):
-        collect_answers(subject, [], benchmark)
+        collect_answers(subject, [(benchmark, [])])
     items = [Item("a", (Pair("A cat", " sleeps"),))]
-    assert len(collect_answers(subject, items, replace(benchmark, max_new_tokens=0))) == 1
+    ((answer,),) = collect_answers(subject, [(replace(benchmark, max_new_tokens=0), items)])
+    assert answer.sampling is None
 
 
 def lm_eval_task(folder: Path) -> tuple[BenchmarkConfig, list[list[str]]]:

@@ -235,7 +235,7 @@ def test_too_long_conversations_count_as_empty_answers(
     """Those with a turn before have nine words, the others four."""
     benchmark = replace(judged, max_length=8, max_new_tokens=4)
     engine = ScriptedEngine(lambda _: "7", "{% for m in messages %}{{ m.content }} {% endfor %}")
-    answers = collect_answers(engine, run.list_items(benchmark), benchmark)
+    (answers,) = collect_answers(engine, [(benchmark, run.list_items(benchmark))])
     long = [f"session{number}#0" for number in CREATIVE if number % 2]
     assert len(long) == 73
     assert [answer.item for answer in answers if answer.reply.ended == "too_long"] == long

@@ -261,7 +261,7 @@ def test_the_model_calls_functions(calling: BenchmarkConfig, tmp_path: Path) -> 
             ModelConfig(name="calls", path="pocket:function_calls", threads=1, device="cpu")
         )
     )
-    answers = collect_answers(model, run.list_items(calling), calling)
+    (answers,) = collect_answers(model, [(calling, run.list_items(calling))])
     (result,) = run.grade(answers, calling, tmp_path, policy=Policy())
     assert result["n"] == 160
     assert result["score"] >= 0.9

@@ -161,7 +161,7 @@ from test_engine import GenerationSettings, Prompt, opened
 engine = opened(forked=False)
 print(engine.process.pid, flush=True)
 for _ in range(10000):
-    engine.generate([Prompt("", (5, 6, 7))] * 64, GenerationSettings(64))
+    engine.generate([Prompt("", (5, 6, 7), GenerationSettings(64))] * 64, 64)
 """
 
 
@@ -197,10 +197,10 @@ def opened(*, forked: bool = True, **arguments: Any) -> vllm.VllmModel:
 def test_texts_are_distributed_as_those_of_the_loaded_model(sampling: dict[str, float]) -> None:
     """By a chi-squared test of 2,000 texts of each, without rare texts."""
     settings = GenerationSettings(2, sampling=Sampling(**sampling).resolved({}))  # type: ignore[arg-type]
-    prompts = [Prompt("", (5, 6, 7, 8), seed=seed) for seed in range(2000)]
+    prompts = [Prompt("", (5, 6, 7, 8), settings, seed=seed) for seed in range(2000)]
     model = ModelConfig(name="m", path="pocket:olmoe", threads=1)
     counts = [
-        Counter(text.text for text in engine.generate(prompts, settings))
+        Counter(text.text for text in engine.generate(prompts, 2000))
         for engine in (opened(), LoadedModel(*load_model(model)))
     ]
     common = [text for text, count in (counts[0] + counts[1]).most_common() if count > 20]
@@ -212,15 +212,8 @@ def test_texts_are_distributed_as_those_of_the_loaded_model(sampling: dict[str, 
 def test_dead_engine_is_reported_and_the_next_starts() -> None:
     # one text after the other, so that most are left when the first is there
     subject = opened(max_num_seqs=1)
-    request = {
-        "prompts": [[5, 6]] * 64,
-        "seeds": [0] * 64,
-        "sampling": {"temperature": 0},
-        "max_tokens": 200,
-        "stop": [],
-        "end_token_ids": [],
-    }
-    texts = subject.items("generate", 200, **request)
+    request = {"tokens": [5, 6], "temperature": 0, "max_tokens": 200, "stop": []}
+    texts = subject.items("generate", 200, requests=[request] * 64, end_token_ids=[])
     next(texts)
     subject.process.kill()
     with pytest.raises(Unavailable, match="vLLM ended"):
@@ -228,7 +221,7 @@ def test_dead_engine_is_reported_and_the_next_starts() -> None:
     channels = Plan({0: LayerPlan(2, (0, 1), numpy.ones((2, 8), bool))})
     again = opened()
     assert again.process is not subject.process
-    assert again.generate([Prompt("", (5, 6))], GenerationSettings(2))
+    assert again.generate([Prompt("", (5, 6), GenerationSettings(2))], 1)
     with pytest.raises(UserError, match="channels"):
         again.set_plan(channels)
     ENGINE.close()

@@ -286,8 +286,11 @@ def processes(group: int) -> list[psutil.Process]:
 
 
 def written(engine: Engine, prompts: list[str], stop: tuple[str, ...] = ()) -> list[str]:
-    request = [Prompt(prompt, tuple(engine.tokenizer(prompt).input_ids)) for prompt in prompts]
-    return [text.text for text in engine.generate(request, GenerationSettings(12, stop))]
+    settings = GenerationSettings(12, stop)
+    request = [
+        Prompt(prompt, tuple(engine.tokenizer(prompt).input_ids), settings) for prompt in prompts
+    ]
+    return [text.text for text in engine.generate(request, 64)]
 
 
 STOP_TEXTS = ("w3 w4", "w5 w6", "w7 w8", "w9 w10", "w11 w12")

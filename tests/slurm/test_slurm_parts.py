@@ -123,7 +123,7 @@ def test_a_job_evaluates_at_most_two_plans_of_one_model() -> None:
 @pytest.mark.parametrize(("backend", "generates"), [("hf", "evaluate"), ("server", "generate")])
 def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> None:
     benchmark = BenchmarkConfig(
-        name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl"
+        "code", "evalplus", "pocket:benchmarks/mbpp.jsonl", max_new_tokens=48
     )
     config = Config(backend=BackendConfig(name=backend, command="serve {checkpoint}"))
     steps: list[Step] = []
@@ -595,7 +595,7 @@ def request_of(
     return module.job_resources(steps, settings, seconds, limits or {})
 
 
-def step_about(model: ModelConfig = BIG, kind: str = "evaluate") -> Step:
+def step_about(model: ModelConfig = BIG, kind: str = "generate") -> Step:
     return step_of(kind, cell_of(model, TEXT), benchmark=WRITTEN)
 
 
@@ -753,9 +753,9 @@ def test_minutes_of_a_job_are_twice_the_time_of_its_steps_up_to_the_longest() ->
 @pytest.mark.parametrize(
     ("kinds", "every", "minutes"),
     [
-        ("evaluate export", "{}", 777),
-        ("evaluate", "{}", 30),
-        ("evaluate export", "{partition: short}", 60),
+        ("generate export", "{}", 777),
+        ("generate", "{}", 30),
+        ("generate export", "{partition: short}", 60),
         ("export", "{partition: 'short,long'}", 90),
         ("export", "{partition: elsewhere}", 777),
         ("export", "{partition: short, sbatch: {qos: long}}", 777),
@@ -767,7 +767,7 @@ def test_a_job_of_unknown_time_asks_for_the_longest_allowed(
 ) -> None:
     """That its partition allows. An evaluation takes a minute, an export nobody knows how long."""
     limits = {"": inf, "short": 60.0, "long": 90.0}
-    seconds = {"evaluate": 60.0}
+    seconds = {"generate": 60.0}
     pack = [step_about(kind=kind) for kind in kinds.split()]
     request = request_of(
         pack, f"{{longest: 777, every: {every}}}", lambda step: seconds.get(step.kind), limits
@@ -819,11 +819,11 @@ POCKET = ModelConfig(name="pocket", path="pocket:olmoe", threads=1)
 @pytest.mark.parametrize(
     ("kinds", "model", "text", "gpus", "cpus", "memory"),
     [
-        (["evaluate"], POCKET, "{}", 0, 1, 4),
+        (["generate"], POCKET, "{}", 0, 1, 4),
         (["plan", "scores"], BIG, "{}", 0, 1, 2),
-        (["evaluate"], BIG, "{every: {gpus: 0, cpus: 32}}", 0, 32, None),
-        (["evaluate"], BIG, "{gpu_memory: 48}", 4, 32, None),
-        (["evaluate"], ModelConfig(name="unknown", path="a/b"), "{}", 1, 8, None),
+        (["generate"], BIG, "{every: {gpus: 0, cpus: 32}}", 0, 32, None),
+        (["generate"], BIG, "{gpu_memory: 48}", 4, 32, None),
+        (["generate"], ModelConfig(name="unknown", path="a/b"), "{}", 1, 8, None),
     ],
 )
 def test_gpus_and_cores_are_estimated_from_the_steps(

@@ -19,7 +19,7 @@ from accelerate.hooks import attach_align_device_hook_on_blocks
 from identities.plans import random_plan
 from second_device import DeviceTensor, SecondDevice, on_device
 
-from moe_lab.evaluation.engines import GenerationSettings, Row
+from moe_lab.evaluation.engines import GenerationSettings, Prompt, Row
 from moe_lab.evaluation.engines.hf import Batch, generate_tokens
 from moe_lab.evaluation.engines.likelihoods import log_likelihoods
 from moe_lab.models.streamed import StreamedModel
@@ -299,8 +299,9 @@ def test_likelihoods_are_those_of_the_cpu(device: SecondDevice) -> None:
 
 
 def test_generated_tokens_are_those_of_the_cpu(device: SecondDevice) -> None:
-    prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
-    batch = Batch(prompts, [None, None], GenerationSettings(6), frozenset(), 0)
+    settings = GenerationSettings(6)
+    prompts = [Prompt("", tokens, settings) for tokens in ((5, 6, 7), (8, 9, 10, 11, 12))]
+    batch = Batch(prompts, frozenset(), 0)
     model = naive.model("olmoe")
     expected = generate_tokens(model, batch)
     assert generate_tokens(on_device(model), batch) == expected

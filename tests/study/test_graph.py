@@ -149,7 +149,11 @@ def test_studies_in_one_process_leave_nothing_behind() -> None:
 
 
 CODE = BenchmarkConfig(
-    name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl", reports={"mbpp": "base"}
+    name="code",
+    harness="evalplus",
+    task="pocket:benchmarks/mbpp.jsonl",
+    reports={"mbpp": "base"},
+    max_new_tokens=48,
 )
 
 
@@ -199,6 +203,36 @@ def test_a_server_generates_from_the_exported_checkpoint() -> None:
     assert unpruned.id != code_steps(CODE)["generate"].id, "another back end may give other texts"
 
 
+def shared_steps(*settings: str, members: str = "pocket_gsm8k,pocket_humaneval") -> dict[str, Step]:
+    """Name of a benchmark -> the step with the results of a pruned model, for a suite with a group
+    that shares batches."""
+    request = study_request(
+        "suite.benchmarks=[pocket_gsm8k,pocket_humaneval,pocket_mbpp,pocket_boolq]",
+        f"suite.shared_batches={{g: {{batch_size: 240, benchmarks: [{members}]}}}}",
+        *settings,
+    )
+    return dict(build(*request).cells[-1].evaluate)
+
+
+def test_benchmarks_that_share_batches_have_one_step_that_generates() -> None:
+    steps = shared_steps()
+    generate = steps["pocket_gsm8k"].inputs["generate"]
+    assert steps["pocket_humaneval"].inputs["generate"] is generate
+    assert generate.inputs.keys() >= {"items of pocket_gsm8k", "items of pocket_humaneval"}
+    assert generate.settings["questions of pocket_gsm8k"]["batch_size"] == 240
+    assert generate.resources().units == sum(
+        step.inputs["generate"].resources().units
+        for name, step in shared_steps(members="").items()
+        if name in ("pocket_gsm8k", "pocket_humaneval")
+    )
+    alone = shared_steps(members="")
+    assert alone["pocket_gsm8k"].id != steps["pocket_gsm8k"].id
+    for name in ("pocket_mbpp", "pocket_boolq"):
+        assert alone[name].id == steps[name].id, "it is in no group"
+    others = shared_steps(members="pocket_gsm8k,pocket_mbpp")
+    assert others["pocket_gsm8k"].id != steps["pocket_gsm8k"].id
+
+
 def evaluation_id(benchmark: BenchmarkConfig, **arguments: Any) -> str:
     """The id of an evaluation of a model with such template arguments."""
     settings = [("model.template_arguments", arguments)]
@@ -233,6 +267,8 @@ def test_a_new_harness_version_changes_only_its_steps(
     assert {kind for kind in old_ids if old_ids[kind] != new_ids[kind]} == {
         "items",
         "evaluate",
+        "generate",
+        "grade",
         "contamination",
     }
 

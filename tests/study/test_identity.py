@@ -79,7 +79,15 @@ IDENTIFIED = {
 }
 """Class of settings that stand for something else, such as the content of a file -> the class that
 identifies it."""
-STUDY = {"CellConfig", "Config", "ExpectedConfig", "ProtocolConfig", "SourceConfig", "SuiteConfig"}
+STUDY = {
+    "CellConfig",
+    "Config",
+    "ExpectedConfig",
+    "ProtocolConfig",
+    "SharedBatches",
+    "SourceConfig",
+    "SuiteConfig",
+}
 RUN = {"JobConfig", "LauncherConfig", "ResourcesConfig", "TrackerConfig"}
 """Classes that are part of no step: how a study is made of steps, and where these run."""
 CONTEXT: dict[str, dict[str, Any]] = {
@@ -334,7 +342,9 @@ def test_ids_depend_on_the_kind_of_device(kind: str) -> None:
         changes["criterion"] = config.CriterionConfig(name="aimer")  # counted, without the model
     benchmark = replace(BENCHMARK, judge=None)
     if kind in ("generate", "grade"):
-        benchmark = replace(benchmark, harness="evalplus", task="pocket:benchmarks/mbpp.jsonl")
+        benchmark = replace(
+            benchmark, harness="evalplus", task="pocket:benchmarks/mbpp.jsonl", max_new_tokens=48
+        )
     cpu, gpu, second_gpu = (
         step_of(kind, cell_of(replace(MODEL, device=device), TEXT, **changes), benchmark=benchmark)
         for device in ("cpu", "cuda", "cuda:1")

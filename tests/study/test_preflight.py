@@ -580,6 +580,15 @@ IMPOSSIBLE = [
     (["allocation=pocket_evolutionary", "allocation.multiple_of=8"], "max_transfer=4"),
     (["flops_text=pocket_exerpt"], "did you mean pocket_excerpt"),
     (["resources.jobs={evalute: {gpus: 1}}"], "did you mean evaluate"),
+    (["suite.shared_batches={g: {batch_size: 2, benchmarks: [gsm8l]}}"], "did you mean gsm8k"),
+    (
+        ["suite.shared_batches={g: {batch_size: 2, benchmarks: [pocket_boolq]}}"],
+        "suite.shared_batches.g: benchmark pocket_boolq generates no texts",
+    ),
+    (
+        ["suite.shared_batches={g: {batch_size: 2, benchmarks: [mbpp, mbpp]}}"],
+        "shared_batches has mbpp twice",
+    ),
     (["model.device=cuda:1"], "model.device=cuda:1: a process of launcher=local"),
     (["resources.models={big: {gpus: many}}"], "resources.models.big.gpus=many"),
 ]

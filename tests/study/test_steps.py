@@ -491,9 +491,9 @@ def evaluation(
     """A step that evaluates a model with template arguments, its files, and the template arguments
     that the engine has."""
 
-    def collect_answers(engine: Any, *_: Any) -> list[Answer]:
+    def collect_answers(engine: Any, *_: Any) -> list[list[Answer]]:
         template_arguments.append(engine.template_arguments)
-        return [Answer("item", "?", ())]
+        return [[Answer("item", "?", ())]]
 
     template_arguments: list[Any] = []
     network = Mock(

@@ -14,7 +14,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from string import Template
 from types import MappingProxyType
@@ -22,7 +22,6 @@ from typing import Any
 
 from moe_lab.config import GREEDY, BackendConfig, BenchmarkConfig, ModelConfig, Sampling
 from moe_lab.errors import UserError, mask, user_errors
-from moe_lab.evaluation.harness import harness_of
 from moe_lab.evaluation.items import Likelihood
 from moe_lab.machine import check_has, interpreter
 from moe_lab.models.checkpoint import read_json_if_there
@@ -58,35 +57,39 @@ class Row:
 
 
 @dataclass(frozen=True)
+class GenerationSettings:
+    """How a text is generated, regardless of a checkpoint's sampling settings and penalties."""
+
+    max_tokens: int
+    """Largest number of tokens of the text."""
+    stop: tuple[str, ...] = ()
+    """Stop texts. Generation may end after a stop text, and need not: the caller cuts off what
+    follows. Prompts are not searched for stop texts."""
+    chat: bool = False
+    """Whether a chat template has written the prompt, with all special tokens."""
+    marks: tuple[tuple[int, str], ...] = ()
+    """(id, text) of special tokens that stay in the text. All others are removed."""
+    sampling: Sampling = GREEDY_SAMPLING
+    """Settings without nulls."""
+
+    @cached_property
+    def longest_stop(self) -> int:
+        """Bytes of the longest stop text, and so the largest number of its tokens."""
+        return max((len(text.encode()) for text in self.stop), default=0)
+
+
+@dataclass(frozen=True)
 class Prompt:
     """A prompt that a text continues."""
 
     text: str
     tokens: tuple[int, ...]
+    generation: GenerationSettings
     answer: Row | None = None
     """A right answer after the prompt. An engine may compute the answer's likelihood in the pass
     that generates the text."""
     seed: int = 0
     """Seed of the random numbers of the text, if it is sampled."""
-
-
-@dataclass(frozen=True)
-class GenerationSettings:
-    """How texts are generated, regardless of a checkpoint's sampling settings and penalties."""
-
-    max_tokens: int
-    """Largest number of tokens of a text."""
-    stop: tuple[str, ...] = ()
-    """Stop texts. Generation may end after a stop text, and need not: the caller cuts off what
-    follows. Prompts are not searched for stop texts."""
-    chat: bool = False
-    """Whether a chat template has written the prompts, with all special tokens."""
-    batch_size: int = 64
-    """Prompts in one forward pass, or requests under way at the same time."""
-    marks: tuple[tuple[int, str], ...] = ()
-    """(id, text) of special tokens that stay in a generated text. All others are removed."""
-    sampling: Sampling = GREEDY_SAMPLING
-    """Settings without nulls."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +122,10 @@ class Engine(ABC):
     """Sampling settings of the model's generation_config.json; {} for greedy generation."""
 
     @abstractmethod
-    def generate(
-        self, prompts: Sequence[Prompt], generation: GenerationSettings
-    ) -> list[GeneratedText]:
+    def generate(self, prompts: Sequence[Prompt], batch_size: int) -> list[GeneratedText]:
         """Generate a text after each prompt. FloatingPointError if a chosen token has no finite
-        likelihood."""
+        likelihood. `batch_size`: prompts in one forward pass, or requests under way at the same
+        time."""
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
         """The likelihood of each row. UserError if the engine computes no likelihoods."""
@@ -234,13 +236,6 @@ def setting_errors(
     if backend.name == "server":
         # check the command with any checkpoint, port and name
         yield from user_errors(command_line, backend, Path("checkpoint"), 0, "name")
-        for benchmark in benchmarks:
-            # a harness without two phases calls the loaded model itself
-            if benchmark.max_new_tokens and not harness_of(benchmark).two_phases:
-                yield (
-                    f"backend={backend.name}: benchmark {benchmark.name} generates with the loaded "
-                    "model, whatever the back end: omit it, or set backend=hf"
-                )
     for model in models:
         yield from user_errors(check_trained_top_k, model, f"backend={backend.name}")
         # PORTS: families of models whose code is in moe_lab, not in transformers

@@ -7,21 +7,24 @@ step for each token with which both the answer and the text begin.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from random import Random
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
+from moe_lab.config import Sampling
 from moe_lab.evaluation.engines import (
     Engine,
     GeneratedText,
-    GenerationSettings,
     Prompt,
     Row,
     check_finite,
@@ -37,7 +40,7 @@ from moe_lab.evaluation.engines.likelihoods import (
 )
 from moe_lab.evaluation.items import Likelihood
 from moe_lab.models.config_json import eos_tokens
-from moe_lab.models.load import max_logit_tokens
+from moe_lab.models.load import PASS_TOKENS, max_logit_tokens
 from moe_lab.models.transformers_private import next_inputs
 
 SHRINK = 0.75
@@ -63,30 +66,20 @@ class LoadedModel(Engine):
         self.sampling_defaults = sampling_defaults(self.model.generation_config.to_dict())
         self.end_token_ids = eos_tokens(self.model.generation_config.eos_token_id, self.tokenizer)
 
-    def generate(
-        self, prompts: Sequence[Prompt], generation: GenerationSettings
-    ) -> list[GeneratedText]:
+    def generate(self, prompts: Sequence[Prompt], batch_size: int) -> list[GeneratedText]:
         """Implement `Engine.generate`. All prompts are one batch."""
         padding = (
             self.tokenizer.pad_token_id
             if self.tokenizer.pad_token_id is not None
             else self.end_token_ids[0]
         )
-        batch = Batch(
-            [prompt.tokens for prompt in prompts],
-            [_readable_answer(prompt) for prompt in prompts],
-            generation,
-            frozenset(self.end_token_ids),
-            padding,
-            self.tokenizer,
-            [prompt.seed for prompt in prompts],
-        )
+        batch = Batch(prompts, frozenset(self.end_token_ids), padding, self.tokenizer)
         return [
             replace(
-                generated_text(self.tokenizer, text.tokens, generation, self.end_token_ids),
+                generated_text(self.tokenizer, text.tokens, prompt.generation, self.end_token_ids),
                 likelihood=text.likelihood,
             )
-            for text in generate_tokens(self.model, batch)
+            for prompt, text in zip(prompts, generate_tokens(self.model, batch), strict=True)
         ]
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
@@ -119,19 +112,24 @@ class NewTokens:
 class Batch:
     """Prompts whose texts are generated together."""
 
-    prompts: Sequence[Sequence[int]]
-    """Token ids of each prompt."""
-    answers: Sequence[Row | None]
-    """The row of the right answer to each prompt: the tokens of the prompt, then of the answer."""
-    generation: GenerationSettings
+    prompts: Sequence[Prompt]
     end_token_ids: frozenset[int]
     """Tokens at which a text is complete."""
     padding: int
     """The token to the left of shorter prompts."""
     tokenizer: Any = None
     """The tokenizer by which stop texts are found."""
-    seeds: Sequence[int] = ()
-    """Seed of the random numbers of each text, if texts are sampled."""
+
+    @cached_property
+    def answers(self) -> list[Row | None]:
+        """The row of the right answer to each prompt: the tokens of the prompt, then of the answer;
+        None if the answer cannot be read with the prompt."""
+        return [_readable_answer(prompt) for prompt in self.prompts]
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(prompt.tokens) for prompt in self.prompts)
 
     def next_tokens(
         self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]
@@ -139,18 +137,20 @@ class Batch:
         """The next token for each row of `logits` (n, V), and the largest logit of each row. NaN
         counts as the largest logit, so that `check_finite` finds it. `rows`, `positions`: for each
         row of `logits`, the index of its prompt and the number of tokens of its text."""
-        likeliest_tokens = logits.float().argmax(-1)
-        largest_logits = logits.gather(-1, likeliest_tokens[:, None])[:, 0].tolist()
-        if self.generation.sampling.temperature:
+        tokens = logits.float().argmax(-1)
+        largest_logits = logits.gather(-1, tokens[:, None])[:, 0].tolist()
+        indices_of: dict[Sampling, list[int]] = {}  # rows of `logits` by their sampling settings
+        for index, row in enumerate(rows):
+            sampling = self.prompts[row].generation.sampling
+            if sampling.temperature:
+                indices_of.setdefault(sampling, []).append(index)
+        for sampling, indices in indices_of.items():
             # of the row and the position alone, so that a text does not depend on its batch
-            numbers = [
-                Random(f"{self.seeds[row]} {position}").random()
-                for row, position in zip(rows, positions, strict=True)
-            ]
-            uniform = torch.tensor(numbers, dtype=torch.float64)
-            tokens = drawn_tokens(logits, uniform, **self.generation.sampling.distribution)
-            return tokens, largest_logits
-        return likeliest_tokens, largest_logits
+            seeds = [f"{self.prompts[rows[index]].seed} {positions[index]}" for index in indices]
+            numbers = torch.tensor([Random(seed).random() for seed in seeds], dtype=torch.float64)
+            selected = torch.tensor(indices, device=logits.device)
+            tokens[selected] = drawn_tokens(logits[selected], numbers, **sampling.distribution)
+        return tokens, largest_logits
 
     def incomplete_rows(
         self, rows: Sequence[int], texts: Sequence[NewTokens], new_token_count: int
@@ -160,21 +160,24 @@ class Batch:
         unended_rows = [
             row
             for row in rows
-            if len(texts[row].tokens) < self.generation.max_tokens
+            if len(texts[row].tokens) < self.prompts[row].generation.max_tokens
             and not self.end_token_ids & set(texts[row].tokens[-new_token_count:])
         ]
-        stop = self.generation.stop
-        if not stop or not unended_rows:
+        searched_rows = [row for row in unended_rows if self.prompts[row].generation.stop]
+        if not searched_rows:
             return unended_rows
-        # A stop text of n bytes has at most n tokens, and may begin before the new tokens.
-        window = max(len(text.encode()) for text in stop) + new_token_count
-        last_tokens = [texts[row].tokens[-window:] for row in unended_rows]
-        endings = self.tokenizer.batch_decode(last_tokens, clean_up_tokenization_spaces=False)
-        return [
-            row
-            for row, ending in zip(unended_rows, endings, strict=True)
-            if not any(text in ending for text in stop)
+        # a stop text may begin before the new tokens
+        last_tokens = [
+            texts[row].tokens[-self.prompts[row].generation.longest_stop - new_token_count :]
+            for row in searched_rows
         ]
+        endings = self.tokenizer.batch_decode(last_tokens, clean_up_tokenization_spaces=False)
+        stopped_rows = {
+            row
+            for row, ending in zip(searched_rows, endings, strict=True)
+            if any(text in ending for text in self.prompts[row].generation.stop)
+        }
+        return [row for row in unended_rows if row not in stopped_rows]
 
 
 @torch.inference_mode()
@@ -183,7 +186,7 @@ def generate_tokens(model: Any, batch: Batch) -> list[NewTokens]:
     end token."""
     # replaces the checkpoint's settings, such as a penalty
     settings = GenerationConfig(
-        max_new_tokens=batch.generation.max_tokens,
+        max_new_tokens=max(prompt.generation.max_tokens for prompt in batch.prompts),
         do_sample=False,
         eos_token_id=sorted(batch.end_token_ids),
         pad_token_id=batch.padding,
@@ -203,11 +206,10 @@ def generate_tokens(model: Any, batch: Batch) -> list[NewTokens]:
 def _padded_inputs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and attention mask, both (B, S), of the prompts with their right answers. All
     prompts end at the same position."""
-    longest = max(map(len, batch.prompts))
-    starts = [longest - len(prompt) for prompt in batch.prompts]
+    starts = [batch.longest - len(prompt.tokens) for prompt in batch.prompts]
     # the tokens of an answer's row begin with the prompt
     rows = [
-        answer.tokens if answer else prompt
+        answer.tokens if answer else prompt.tokens
         for prompt, answer in zip(batch.prompts, batch.answers, strict=True)
     ]
     ends = [start + len(row) for start, row in zip(starts, rows, strict=True)]
@@ -236,7 +238,7 @@ def _generate(
         for name, value in arguments.items()
         if name not in ("logits_processor", "stopping_criteria")
     }
-    output, input_ids, inputs = _read(model, input_ids, inputs, batch, texts)
+    output, input_ids, inputs = _read_parts(model, input_ids, inputs, batch, texts)
     # Both lists have indices in `texts`. `rows` are the rows that are still in the batch.
     rows = incomplete_rows = list(range(len(texts)))
     new_tokens = torch.tensor([text.tokens[-1] for text in texts], device=input_ids.device)
@@ -249,8 +251,9 @@ def _generate(
             return input_ids
         if len(incomplete_rows) <= SHRINK * len(rows):
             # indices in the batch
+            index_of = {row: index for index, row in enumerate(rows)}
             indices = torch.tensor(
-                [rows.index(row) for row in incomplete_rows], device=input_ids.device
+                [index_of[row] for row in incomplete_rows], device=input_ids.device
             )
             inputs["past_key_values"].reorder_cache(indices)
             # select the same rows of each tensor that has a row for each text
@@ -268,12 +271,64 @@ def _generate(
         output = model(**model_inputs, return_dict=True)
         positions = [len(texts[row].tokens) for row in rows]
         new_tokens, logits = batch.next_tokens(output.logits[:, -1], rows, positions)
+        incomplete = set(incomplete_rows)
         for row, token, logit in zip(rows, new_tokens.tolist(), logits, strict=True):
             # rows of complete texts may still be in the batch
-            if row in incomplete_rows:
+            if row in incomplete:
                 check_finite(logit, "logit")
                 texts[row].tokens.append(token)
         new_token_count = 1
+
+
+def _read_parts(
+    model: Any, ids: torch.Tensor, inputs: dict[str, Any], batch: Batch, texts: list[NewTokens]
+) -> tuple[Any, torch.Tensor, dict[str, Any]]:
+    """Do as `_read`, in several passes if the batch has more than PASS_TOKENS tokens. Each pass
+    reads prompts of similar lengths, which need little padding, and takes little memory."""
+    token_inputs = _token_inputs(ids, inputs)
+    parts = math.ceil(ids.numel() / PASS_TOKENS)
+    if parts == 1 or not _has_plain_inputs(model, inputs, token_inputs):
+        return _read(model, ids, inputs, batch, texts)
+    results = []
+    rows = math.ceil(len(ids) / parts)
+    for start in range(0, len(ids), rows):
+        part = replace(batch, prompts=batch.prompts[start : start + rows])
+        part_ids, attention = (tensor.to(ids.device) for tensor in _padded_inputs(part))
+        part_inputs = {**inputs, **_masking(attention)}
+        part_inputs["past_key_values"] = deepcopy(inputs["past_key_values"])  # an empty cache
+        part_texts: list[NewTokens] = []
+        results.append(_read(model, part_ids, part_inputs, part, part_texts))
+        texts += part_texts
+    outputs, all_ids, all_inputs = zip(*results, strict=True)
+    output, *_ = outputs
+    for number, layer in enumerate(output.past_key_values.layers):
+        states = [part.past_key_values.layers[number] for part in outputs]
+        layer.keys = _joined([state.keys for state in states], dim=-2)
+        layer.values = _joined([state.values for state in states], dim=-2)
+    attention = _joined([part["attention_mask"] for part in all_inputs])
+    inputs = {**all_inputs[0], **_masking(attention)}
+    return output, _joined(all_ids, padding=batch.padding), inputs
+
+
+def _joined(tensors: Sequence[torch.Tensor], dim: int = -1, padding: int = 0) -> torch.Tensor:
+    """The rows of all `tensors`, with `padding` before the shorter ones in dimension `dim`."""
+    width = max(tensor.shape[dim] for tensor in tensors)
+    later_dims = [0, 0] * (-1 - dim)  # `pad` takes numbers of entries from the last dimension on
+    padded = []
+    for tensor in tensors:
+        padded.append(pad(tensor, [*later_dims, width - tensor.shape[dim], 0], value=padding))
+    return torch.cat(padded)
+
+
+def _masking(attention: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The arguments of a forward pass that follow from an attention mask (B, S)."""
+    positions = (attention.cumsum(1) - 1).clamp(min=0)  # ordered: integers
+    return {"attention_mask": attention, "position_ids": positions}
+
+
+def _token_inputs(ids: torch.Tensor, inputs: Mapping[str, Any]) -> list[str]:
+    """Names of the `inputs` with one value per token."""
+    return [name for name, value in inputs.items() if getattr(value, "shape", None) == ids.shape]
 
 
 def _read(
@@ -285,15 +340,13 @@ def _read(
     Returns the model's output, and `ids` and `inputs` cut to the positions that are in the cache.
     The cache then has the prompts, and each text without its last token.
     """
-    token_inputs = [
-        name for name, value in inputs.items() if getattr(value, "shape", None) == ids.shape
-    ]
+    token_inputs = _token_inputs(ids, inputs)
     answers = batch.answers
-    longest = max(map(len, batch.prompts))
+    longest = batch.longest
     # Position of the first scored token of each answer. The position may be inside the prompt,
     # because white space at the end of a prompt counts as part of the answer.
     starts = [
-        longest - (len(prompt) - row.start)
+        longest - (len(prompt.tokens) - row.start)
         for prompt, row in zip(batch.prompts, answers, strict=True)
         if row
     ]
@@ -303,7 +356,7 @@ def _read(
     if (
         not starts
         or logit_count > max_logit_tokens(model)
-        or not _can_remove_answers(model, inputs, token_inputs)
+        or not _has_plain_inputs(model, inputs, token_inputs)
     ):
         answers = [None] * len(ids)
         first_position = longest - 1
@@ -323,7 +376,8 @@ def _read(
         text = _beginning(batch, row, answer, logits[longest - 1 - first_position :])
         if answer:
             # index of the logits that predict the first scored token
-            start = row * len(logits) + longest - len(prompt) + answer.start - 1 - first_position
+            answer_start = longest - len(prompt.tokens) + answer.start
+            start = row * len(logits) + answer_start - 1 - first_position
             targets = answer.tokens[answer.start :]
             scored[row] = Prediction(range(start, start + len(targets)), targets)
         texts.append(text)
@@ -336,7 +390,7 @@ def _read(
     return output, ids, inputs
 
 
-def _can_remove_answers(model: Any, inputs: dict[str, Any], token_inputs: Collection[str]) -> bool:
+def _has_plain_inputs(model: Any, inputs: dict[str, Any], token_inputs: Collection[str]) -> bool:
     """Whether right answers that are read with the prompts can be removed from the cache.
     `inputs`: arguments of the forward pass. `token_inputs`: names of the `inputs` with one value
     per token."""
@@ -357,7 +411,8 @@ def _beginning(batch: Batch, row: int, answer: Row | None, logits: torch.Tensor)
     """The beginning of the text in a row of the batch: the tokens of the right answer up to the
     first token that the model would not choose, and then the model's choice. Row i of `logits`
     (n, V) predicts the token after the prompt and the first i tokens of the answer."""
-    tokens = answer.tokens[len(batch.prompts[row]) :] if answer else ()
+    prompt = batch.prompts[row]
+    tokens = answer.tokens[len(prompt.tokens) :] if answer else ()
     positions = range(len(tokens) + 1)
     next_tokens, largest_logits = batch.next_tokens(
         logits[: len(positions)], [row] * len(positions), positions
@@ -365,7 +420,7 @@ def _beginning(batch: Batch, row: int, answer: Row | None, logits: torch.Tensor)
     choices = next_tokens.tolist()
     count = 0  # tokens that the text has in common with the answer
     # minus 1, because the model's choice is one more token
-    most = min(len(tokens), batch.generation.max_tokens - 1)
+    most = min(len(tokens), prompt.generation.max_tokens - 1)
     while count < most and choices[count] == tokens[count]:
         count += 1
     for logit in largest_logits[: count + 1]:
@@ -383,7 +438,7 @@ def _remove_answers(
     """Remove the answer tokens that differ from the generated `texts`. Positions after the longest
     text are removed from the cache. The attention mask hides the other answer tokens. Returns `ids`
     and `inputs` for the remaining positions."""
-    longest = max(map(len, batch.prompts))
+    longest = batch.longest
     # minus 1, as the model has chosen the last token of a text, but has not read it
     ends = [longest + len(text.tokens) - 1 for text in texts]
     width = max(ends)
@@ -391,11 +446,10 @@ def _remove_answers(
         # the argument is negative: this many positions are removed from the end
         cache.crop(width - ids.shape[1])
     indices = torch.arange(width, device=ids.device)
-    starts = [longest - len(prompt) for prompt in batch.prompts]
+    starts = [longest - len(prompt.tokens) for prompt in batch.prompts]
     start, end = (torch.tensor(bounds, device=ids.device)[:, None] for bounds in (starts, ends))
     attention = ((indices >= start) & (indices < end)).long()
-    positions = (attention.cumsum(1) - 1).clamp(min=0)  # ordered: integers
-    return ids[:, :width], inputs | {"attention_mask": attention, "position_ids": positions}
+    return ids[:, :width], inputs | _masking(attention)
 
 
 def drawn_tokens(

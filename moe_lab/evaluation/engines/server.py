@@ -90,36 +90,24 @@ class ServedModel(Engine):
                 "prompts itself: expected backend=hf or backend=vllm"
             )
 
-    def generate(
-        self, prompts: Sequence[Prompt], generation: GenerationSettings
-    ) -> list[GeneratedText]:
-        """Implement `Engine.generate`, with `generation.batch_size` requests at the same time.
+    def generate(self, prompts: Sequence[Prompt], batch_size: int) -> list[GeneratedText]:
+        """Implement `Engine.generate`.
 
         Unavailable if the server finishes no text in time. A server omits special tokens from
         texts. UserError if such a token is needed: as the mark of a thought in a chat, or in a stop
         text.
         """
-        end_token_ids = eos_tokens(self.end_token_ids, self.tokenizer)
-        thought_marks = ThoughtMarks.of(self.tokenizer)
-        # An end token ends a text even if it is omitted. `generation.marks` are marks of thoughts,
-        # which matter only in a chat, and special tokens in stop texts.
-        if omitted_marks := [
-            mark
-            for token, mark in generation.marks
-            if token not in end_token_ids and (generation.chat or not thought_marks.contain(mark))
-        ]:
-            raise UserError(
-                "backend=server: a server leaves out special tokens, and "
-                f"{', '.join(omitted_marks)} part the model's thoughts from its answers, or end "
-                "them: expected backend=hf or backend=vllm"
-            )
-        texts = [(self._request_text(prompt), prompt.seed) for prompt in prompts]
-        pool = ThreadPoolExecutor(generation.batch_size)
+        for generation in dict.fromkeys(prompt.generation for prompt in prompts):
+            self._check_marks(generation)
+        texts = [self._request_text(prompt) for prompt in prompts]
+        pool = ThreadPoolExecutor(batch_size)
         with self.client() as client:
             pending = futures = [
-                pool.submit(self.complete, client, text, generation, seed) for text, seed in texts
+                pool.submit(self.complete, client, text, prompt.generation, prompt.seed)
+                for text, prompt in zip(texts, prompts, strict=True)
             ]
-            seconds = self.ready_seconds + TOKEN_SECONDS * generation.max_tokens
+            longest = max(prompt.generation.max_tokens for prompt in prompts)
+            seconds = self.ready_seconds + TOKEN_SECONDS * longest
             try:
                 while pending:
                     done, not_done = wait(pending, seconds, FIRST_COMPLETED)
@@ -135,6 +123,23 @@ class ServedModel(Engine):
                 return [future.result() for future in futures]
             finally:  # do not wait for pending requests: the server may hang
                 pool.shutdown(wait=False, cancel_futures=True)
+
+    def _check_marks(self, generation: GenerationSettings) -> None:
+        """Raise UserError if a special token that the server omits is needed."""
+        end_token_ids = eos_tokens(self.end_token_ids, self.tokenizer)
+        thought_marks = ThoughtMarks.of(self.tokenizer)
+        # An end token ends a text even if it is omitted. `generation.marks` are marks of thoughts,
+        # which matter only in a chat, and special tokens in stop texts.
+        if omitted_marks := [
+            mark
+            for token, mark in generation.marks
+            if token not in end_token_ids and (generation.chat or not thought_marks.contain(mark))
+        ]:
+            raise UserError(
+                "backend=server: a server leaves out special tokens, and "
+                f"{', '.join(omitted_marks)} part the model's thoughts from its answers, or end "
+                "them: expected backend=hf or backend=vllm"
+            )
 
     def client(self, seconds: float | None = None) -> openai.OpenAI:
         """An HTTP client for the server. `seconds`: timeout of a request. By default there is no

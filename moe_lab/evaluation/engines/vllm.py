@@ -19,7 +19,6 @@ from moe_lab.evaluation.engines import (
     TOKEN_SECONDS,
     Engine,
     GeneratedText,
-    GenerationSettings,
     Prompt,
     Row,
     check_finite,
@@ -150,26 +149,30 @@ class VllmModel(Engine):
             reason = log if CAUSE_MARK in str(error) else f"{error.kind}: {error}"
             raise Unavailable(f"vLLM refuses: {reason}") from None
 
-    def generate(
-        self, prompts: Sequence[Prompt], generation: GenerationSettings
-    ) -> list[GeneratedText]:
+    def generate(self, prompts: Sequence[Prompt], batch_size: int) -> list[GeneratedText]:
         """Implement `Engine.generate`. The replies come in the order in which vLLM finishes the
-        texts."""
+        texts. `batch_size` is not used."""
+        requests = [
+            {
+                "tokens": prompt.tokens,
+                "seed": prompt.seed,
+                "max_tokens": prompt.generation.max_tokens,
+                "stop": prompt.generation.stop,
+                **prompt.generation.sampling.distribution,
+            }
+            for prompt in prompts
+        ]
         replies = self.items(
             "generate",
-            TOKEN_SECONDS * generation.max_tokens,
-            prompts=[prompt.tokens for prompt in prompts],
-            seeds=[prompt.seed for prompt in prompts],
-            sampling=generation.sampling.distribution,
-            max_tokens=generation.max_tokens,
-            stop=generation.stop,
+            TOKEN_SECONDS * max(prompt.generation.max_tokens for prompt in prompts),
+            requests=requests,
             end_token_ids=self.end_token_ids,
         )
         texts: dict[int, GeneratedText] = {}
         for index, new_tokens, log_likelihood in replies:
             check_finite(log_likelihood, "log-likelihood")
             texts[index] = generated_text(
-                self.tokenizer, new_tokens, generation, self.end_token_ids
+                self.tokenizer, new_tokens, prompts[index].generation, self.end_token_ids
             )
         return [texts[index] for index in range(len(prompts))]
 

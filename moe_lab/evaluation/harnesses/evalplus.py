@@ -33,7 +33,6 @@ class EvalPlus(Harness):
     boolean_parameters = ("as_harness",)
     grading_parameters = ("seconds", "memory_mib", "as_harness")
     other_parameters = ("processes",)
-    two_phases = True
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
         """An item for each problem. A chat has no reference, because the canonical solution is only

@@ -56,7 +56,6 @@ class EvalScope(Harness):
     mirrored = True
     shows_examples = True
     votes = True
-    two_phases = True
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
         """Items with EvalScope's prompts."""

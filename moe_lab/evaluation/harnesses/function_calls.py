@@ -54,7 +54,6 @@ class FunctionCalls(Harness):
     other_parameters = ("answers",)
     mirrored = False
     chat = True
-    two_phases = True
     gives_tools = True
     reads_path = True
 

@@ -4,7 +4,7 @@ pruned model from the unpruned model on this text."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from moe_lab.calibration import IdentifiedText, held_out_text, plain_text, shares_and_sets
 from moe_lab.calibration.documents import BLANK_LINE
@@ -113,6 +113,11 @@ class Perplexity(Harness):
                 plain_text(first_record(part), part)
         else:
             self._text(benchmark)
+
+    def _wrong_settings(self, benchmark: BenchmarkConfig) -> Iterator[str]:
+        yield from super()._wrong_settings(benchmark)
+        if benchmark.max_new_tokens:
+            yield f"max_new_tokens={benchmark.max_new_tokens}: expected 0, as no text is generated"
 
     def _text(self, benchmark: BenchmarkConfig) -> str:
         """The text of the benchmark's only file. UserError if it is missing or unreadable."""

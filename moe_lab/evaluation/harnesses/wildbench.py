@@ -39,7 +39,6 @@ class WildBench(Harness):
     other_parameters = ("template",)
     mirrored = True
     chat = True
-    two_phases = True
     judged = True
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:

@@ -105,7 +105,7 @@ def divide_into_arrays(
     earlier_stages: dict[Stage, set[Stage]] = defaultdict(set)
     for step in steps:
         input_stages = {stage_of[needed.id] for needed in step.needs if needed.id in stage_of}
-        kind = step.resources().job or step.kind
+        kind = job_kind(step)
         # jobs of one array run at the same time
         depths = (depth + 1 for input_kind, depth in input_stages if input_kind == kind)
         stage = (kind, max(depths, default=0))
@@ -173,19 +173,25 @@ def _jobs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[Jo
     return jobs
 
 
+def job_kind(step: Step) -> str:
+    """Kind of the Slurm jobs that compute a step."""
+    return step.resources().job or step.kind
+
+
 def job_resources(
     steps: Sequence[Step],
     settings: ResourcesConfig,
     seconds: Seconds,
     time_limits: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Field of JobConfig -> value, for a job that computes `steps` one after another. The kind and
-    the model of the first step select the settings. "gpus", "cpus", "memory" (GiB) and "minutes"
-    are estimated if not set. `time_limits`: partition -> minutes. UserError if options of sbatch
-    and other settings both request GPUs, or if a step is too large for the GPUs."""
+    """Field of JobConfig -> value, for a job that computes `steps` one after another. The kind of
+    its jobs and the model of the first step select the settings. "gpus", "cpus", "memory" (GiB) and
+    "minutes" are estimated if not set. `time_limits`: partition -> minutes. UserError if options of
+    sbatch and other settings both request GPUs, or if a step is too large for the GPUs."""
     resources = list(map(_known_resources, steps))
     model = resources[0].model
-    kind_config = settings.jobs.get(steps[0].kind)
+    kind = job_kind(steps[0])
+    kind_config = settings.jobs.get(kind)
     model_config = settings.of_model(model) if model else None
     job_config = merge_configs([settings.every, kind_config, model_config])
     count = job_config["gpus"]
@@ -197,7 +203,7 @@ def job_resources(
     if gpu_options and count != 0 and (count or job_config["gpu_type"]):
         setting = f"gpus={count}" if count else f"gpu_type={job_config['gpu_type']}"
         raise UserError(
-            f"resources: {steps[0].kind} jobs have {setting} and {gpu_options[0]}: expected only "
+            f"resources: {kind} jobs have {setting} and {gpu_options[0]}: expected only "
             "one of these"
         )
     if count is None:
@@ -209,11 +215,11 @@ def job_resources(
             largest = max(too_large, key=lambda step: step.resources().memory or 0.0)
             can_divide = model.device in DEVICE_MAPS or resources[0].weights == "layers"
             raise UserError(
-                f"{steps[0].kind} of model={model.name} needs about "
+                f"{kind} of model={model.name} needs about "
                 f"{largest_memory([largest])}, and is divided among at most {count} GPUs of "
                 f"resources.gpu_memory={settings.gpu_memory:g} GiB: expected "
                 f"{_batch_advice(largest, count, max_memory)}"
-                f"resources.jobs={{{steps[0].kind}: {{gpus: {count}}}}} where that is enough, "
+                f"resources.jobs={{{kind}: {{gpus: {count}}}}} where that is enough, "
                 f"{'' if can_divide else 'model.device=auto, '}or weights of fewer bits"
             )
     elif count and all(needs.weights == "layers" for needs in resources):

@@ -6,9 +6,9 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -63,36 +63,55 @@ Template = tuple[tuple[str, Any], ...]
 """Arguments of a chat template, and marks of thoughts if the model has its own."""
 
 
-def results_step_of(benchmark: BenchmarkConfig, config: Config) -> Task:
-    """A function from a pruned model to the step with the model's results on `benchmark`."""
+def evaluation_tasks(benchmarks: Iterable[BenchmarkConfig], config: Config) -> list[Task]:
+    """The tasks that evaluate a model on all `benchmarks`: one for each group of the suite that
+    shares batches, and for each other benchmark."""
+    groups: dict[str, list[BenchmarkConfig]] = {}
+    for benchmark in benchmarks:
+        # a slash cannot be in the name of a benchmark
+        key = f"shared/{benchmark.shared_batches}" if benchmark.shared_batches else benchmark.name
+        groups.setdefault(key, []).append(benchmark)
+    return [_task(group, config) for group in groups.values()]
+
+
+def _task(benchmarks: Sequence[BenchmarkConfig], config: Config) -> Task:
+    """The task that evaluates a model on `benchmarks`, which are one or share their batches."""
     # the Python in which vLLM is installed
     backend = replace(config.backend, python=config.interpreters.get("vllm"))
-    two_phases = harness_of(benchmark).two_phases
-    if backend.name == "server" and not two_phases:
+    generates = any(benchmark.max_new_tokens for benchmark in benchmarks)
+    if backend.name == "server" and not generates:
         # a server does not give likelihoods, which `Evaluate` needs
         backend = BackendConfig(name="hf")
     policy = Policy(
         config.allow_code_execution, config.sandbox, config.allow_judge, config.allow_pickled_data
     )
-    grading = Grading(IdentifiedBenchmark.of(benchmark), policy)
-    questions = Questions.of(benchmark)
-    items = Items.of(benchmark)
+    gradings = {
+        benchmark.name: Grading(IdentifiedBenchmark.of(benchmark), policy)
+        for benchmark in benchmarks
+    }
+    questions = {
+        f"questions of {benchmark.name}": Questions.of(benchmark) for benchmark in benchmarks
+    }
+    items = {f"items of {benchmark.name}": Items.of(benchmark) for benchmark in benchmarks}
 
-    def results_of(pruned: Pruned) -> Evaluate | Grade:
-        # part of the id only if the benchmark uses the chat template
-        template = tuple(pruned.model.template_arguments.items()) if benchmark.chat else None
+    def results_of(pruned: Pruned) -> dict[str, Evaluate | Grade]:
+        # part of the id only if a benchmark uses the chat template
+        is_chat = any(benchmark.chat for benchmark in benchmarks)
+        template = tuple(pruned.model.template_arguments.items()) if is_chat else None
         for name in ("thinking", "thinking_marks"):
             value = getattr(pruned.model, name)
             if value not in (None, ()):
                 template = (*(template or ()), (name, value))
         checkpoint = _export_step(pruned, backend.name, config)
-        if two_phases:
-            generate = Generate(items, backend, pruned, checkpoint, template, questions)
-            return Grade(grading, generate)
+        if generates:
+            generate = Generate(backend, pruned, checkpoint, template, items, questions)
+            return {name: Grade(grading, generate) for name, grading in gradings.items()}
+        ((name, grading),) = gradings.items()
         reference = None
-        if benchmark.compares_logits and pruned.plan:
-            reference = results_of(Pruned(pruned.loaded))
-        return Evaluate(items, backend, pruned, checkpoint, template, grading, reference=reference)
+        if grading.benchmark.compares_logits and pruned.plan:
+            reference = results_of(Pruned(pruned.loaded))[name]
+        step = Evaluate(backend, pruned, checkpoint, template, items, grading, reference)
+        return {name: step}
 
     return results_of
 
@@ -161,32 +180,32 @@ def _check_data(benchmark: BenchmarkConfig, identity: Mapping[str, Any]) -> None
 
 
 class BenchmarkRun(Step):
-    """A step that runs a pruned model on the items of a benchmark."""
+    """A step that runs a pruned model on the items of benchmarks."""
 
     small = True
     whole_model = True
-    items: Items
     backend: BackendConfig
     pruned: Pruned
     checkpoint: Export | None
     template: Template | None
-    """None if the benchmark does not use a chat template and the model has no marks of its own."""
-    reference: Step | None = field(default=None, kw_only=True)
-    """The step of the unpruned model with which logits are compared; None for this step itself, and
-    if the benchmark compares no logits."""
+    """None if no benchmark uses a chat template and the model has no marks of its own."""
+    items: dict[str, Items]
+    """Role of an input -> items of a benchmark."""
 
     @property
-    def benchmark(self) -> BenchmarkConfig:
-        """The benchmark, with an identity."""
+    def benchmarks(self) -> Sequence[BenchmarkConfig]:
+        """The benchmarks, each with an identity, in the order of `items`."""
         raise NotImplementedError
 
     def label(self) -> str:
-        return f"{self.pruned.recovered_label}-{self.benchmark.name}"
+        first, *others = self.benchmarks
+        name = first.shared_batches if others else first.name
+        return f"{self.pruned.recovered_label}-{name}"
 
     def resources(self) -> Resources:
         return benchmark_run(
             self.pruned.model,
-            self.benchmark,
+            self.benchmarks,
             self.backend,
             self.pruned.loaded.facts.id,
             # the weights with and without the changes
@@ -213,24 +232,26 @@ class BenchmarkRun(Step):
         else:
             from moe_lab.evaluation.engines.hf import LoadedModel
 
-            compare = None
-            if self.benchmark.compares_logits:
-                from moe_lab.evaluation.fidelity import TOP, Comparison
-
-                top = int(self.benchmark.parameters.get("top", TOP))
-                read = partial(files.read, self.reference) if self.reference else None
-                compare = Comparison(top, files.partial, read)
             with self.pruned.open(files) as (network, tokenizer):
-                yield LoadedModel(network, tokenizer, self.pruned.model.template_arguments, compare)
+                yield LoadedModel(
+                    network,
+                    tokenizer,
+                    self.pruned.model.template_arguments,
+                    self.comparison(files),
+                )
 
-    def answers(self, files: Files) -> list[Answer]:
-        """The model's answers to the items. An interrupted step resumes from a cache of its
-        outputs."""
-        items = self.items.read(files)
+    def comparison(self, files: Files) -> Any:
+        """Compares logits with those of the unpruned model; None if no benchmark needs that."""
+        return None
+
+    def answers(self, files: Files) -> list[list[Answer]]:
+        """For each benchmark, the model's answers to the items. An interrupted step resumes from a
+        cache of its outputs."""
+        items = [step.read(files) for step in self.items.values()]
         cache = ResultCache(files.partial / COMPUTED)
         with self.engine(files) as engine:
-            answers = collect_answers(engine, items, self.benchmark, cache)
-        prompt = answers[0].prompt  # an example of what the model has read
+            answers = collect_answers(engine, list(zip(self.benchmarks, items, strict=True)), cache)
+        prompt = answers[0][0].prompt  # an example of what the model has read
         print(f"{self.folder} asks, for example: {prompt!r}", file=sys.stderr, flush=True)
         return answers
 
@@ -244,47 +265,70 @@ class BenchmarkRun(Step):
 
 
 class Evaluate(BenchmarkRun):
-    """The results of a pruned model on one benchmark. This step runs the model and grades its
-    outputs."""
+    """The results of a pruned model on a benchmark that generates no texts. This step runs the
+    model and grades its outputs."""
 
     kind = "evaluate"
     grading: Grading
+    reference: Step | None
+    """The step of the unpruned model with which logits are compared; None for this step itself, and
+    if the benchmark compares no logits."""
 
     @property
-    def benchmark(self) -> BenchmarkConfig:
-        return self.grading.benchmark
+    def benchmarks(self) -> Sequence[BenchmarkConfig]:
+        return [self.grading.benchmark]
 
     def resources(self) -> Resources:
         return super().resources()._replace(start_checks=self.grading.start_checks)
 
+    def comparison(self, files: Files) -> Any:
+        benchmark = self.grading.benchmark
+        if not benchmark.compares_logits:
+            return None
+        from moe_lab.evaluation.fidelity import TOP, Comparison
+
+        top = int(benchmark.parameters.get("top", TOP))
+        read = partial(files.read, self.reference) if self.reference else None
+        return Comparison(top, files.partial, read)
+
     def work(self, files: Files) -> None:
-        _check_data(self.benchmark, self.settings["benchmark"])
-        answers = self.answers(files)
-        run.grade(answers, self.benchmark, files.out, policy=self.grading.policy)
+        benchmark = self.grading.benchmark
+        _check_data(benchmark, self.settings["benchmark"])
+        (answers,) = self.answers(files)
+        run.grade(answers, benchmark, files.out, policy=self.grading.policy)
         # the unpruned model's distributions
         for file in files.partial.glob("*.safetensors"):
             shutil.copy(file, files.out)
 
 
 class Generate(BenchmarkRun):
-    """The answers of a pruned model to one benchmark, which `Grade` grades."""
+    """The texts that a pruned model generates for benchmarks, which `Grade` grades. Benchmarks of a
+    group of the suite share batches."""
 
     kind = "generate"
-    questions: Questions
+    questions: dict[str, Questions]
+    """Role of a setting -> benchmark, in the order of `items`."""
 
     @property
-    def benchmark(self) -> BenchmarkConfig:
-        return self.questions
+    def benchmarks(self) -> Sequence[BenchmarkConfig]:
+        return list(self.questions.values())
 
     def resources(self) -> Resources:
-        resources = super().resources()._replace(disk=answer_bytes(self.benchmark))
+        disk = sum(answer_bytes(benchmark) for benchmark in self.benchmarks)
+        resources = super().resources()._replace(disk=disk)
         if self.backend.name == "server":
             # each step starts a server of its own, so steps gain nothing from sharing a job
             return resources._replace(job=None, steps_per_job="one")
         return resources
 
     def work(self, files: Files) -> None:
-        write_answers(self.answers(files), files.out / run.ANSWERS)
+        for benchmark, answers in zip(self.benchmarks, self.answers(files), strict=True):
+            write_answers(answers, files.out / answers_file(benchmark))
+
+
+def answers_file(benchmark: BenchmarkConfig) -> str:
+    """Name of the file of a `Generate` step that has the answers to a benchmark."""
+    return f"answers-{benchmark.name}.jsonl"
 
 
 class Grade(Step):
@@ -296,7 +340,7 @@ class Grade(Step):
     generate: Generate
 
     def label(self) -> str:
-        return self.generate.label()
+        return f"{self.generate.pruned.recovered_label}-{self.grading.benchmark.name}"
 
     def resources(self) -> Resources:
         """Resources of a worker process, as grading may run programs that the model wrote."""
@@ -313,7 +357,7 @@ class Grade(Step):
     def work(self, files: Files) -> None:
         benchmark = self.grading.benchmark
         _check_data(benchmark, self.settings["benchmark"])
-        answers = read_answers(files.read(self.generate, run.ANSWERS))
+        answers = read_answers(files.read(self.generate, answers_file(benchmark)))
         run.grade(answers, benchmark, files.out, policy=self.grading.policy)
 
 
@@ -376,8 +420,8 @@ class Contamination(Step):
                     yield tokenizer.decode([token for token, _ in pairs])
 
 
-Task = Callable[[Pruned], Evaluate | Grade]
-"""Pruned model -> the step with its results on a benchmark."""
+Task = Callable[[Pruned], dict[str, Evaluate | Grade]]
+"""Pruned model -> name of a benchmark -> the step with its results on the benchmark."""
 
 
 def phrases(text: str) -> Iterator[str]:
