@@ -131,6 +131,7 @@ def _activations(model: Any) -> float:
     layer = moe_layers(model)[0]
     size = Size(
         parameters=model.num_parameters(),
+        layers=1,
         moe_layers=1,
         experts=layer.n_experts,
         top_k=layer.top_k,

@@ -240,6 +240,8 @@ class Size:
     """The numbers of a model from which memory and time are estimated (see ExpectedConfig)."""
 
     parameters: int
+    layers: int
+    """Decoder layers, with and without experts."""
     moe_layers: int
     experts: int
     top_k: int
@@ -283,14 +285,14 @@ class Size:
 
     def kv_cache_bytes(self, tokens: int) -> float:
         """Estimated bytes of the KV cache of `tokens` tokens."""
-        return float(tokens * CACHE * self.hidden * self.moe_layers)
+        return float(tokens * CACHE * self.hidden * self.layers)
 
     def hidden_states(self, tokens: int, *, backward: bool) -> float:
         """Upper bound of the bytes of the hidden states that a layer by layer pass over `tokens`
         tokens stores."""
         # Three states of each token: before and after the current layer, and a copy from which the
         # next process resumes a killed pass. A backward pass also needs the states of all layers.
-        states = self.moe_layers + 3 if backward else 3
+        states = self.layers + 3 if backward else 3
         return float(tokens) * self.hidden * self.bytes_per_parameter * states
 
 
@@ -301,6 +303,7 @@ def size_of(settings: ModelConfig) -> Size | None:
     try:
         return Size(
             parameters=numbers["parameters"],
+            layers=numbers["layers"],
             moe_layers=numbers["moe_layers"],
             experts=numbers["experts"],
             top_k=settings.top_k or numbers["top_k"],

@@ -389,6 +389,13 @@ def test_signs_of_degeneration(text: str, ended: str, signs: str) -> None:
     assert text_measures(replace(reply, ended="too_long")) == {}
 
 
+@pytest.mark.parametrize(
+    ("text", "share"), [("a b c d a b c d e", 5 / 6), ("a b c d", 1), ("a b c", None)]
+)
+def test_distinct_sequences_of_words_are_a_share(text: str, share: float | None) -> None:
+    assert text_measures(Reply(text, ended="end"))["distinct_4"] == share
+
+
 def test_the_loaded_model_says_why_a_text_ended(subject: LoadedModel) -> None:
     prompt = "The story"
     (cut,) = collect_replies(subject, [prompt], 3)

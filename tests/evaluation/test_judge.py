@@ -53,6 +53,10 @@ def scripted(**steps: list[Reply]) -> Callable[[dict[str, Any]], Reply]:
     return answer
 
 
+CUT = '{"strengths": "a", "score": "10", "weaknesses": "it'
+"""A reply that is cut off after its score."""
+
+
 def scored(number: Any) -> Reply:
     return message(
         f'```json\n{{"strengths": "a \\"b\\"", "weaknesses": "c", "score": "{number}"}}\n```'
@@ -68,7 +72,7 @@ def scored(number: Any) -> Reply:
         ([scored(11), scored(0), scored(5)], 5),
         ([message('<think>{"score": 3}, but'), message('{"score": 8}? No.</think>'), scored(3)], 3),
         ([*(message('{"score": 3}', finish_reason=r) for r in ("abort", "error")), scored(9)], 9),
-        ([*(message(t, finish_reason="length") for t in ('{"score": 1', None)), scored(10)], 10),
+        ([message(text, finish_reason="length") for text in ('{"score": 1', None, CUT)], 10),
     ],
     ids=["busy", "broken", "garbage", "out of range", "no answer", "broken off", "cut"],
 )
@@ -205,6 +209,7 @@ def test_slow_endpoints_and_wrong_ports_end_with_one_sentence(
         verdicts(settings(server), tmp_path, ["p"], 0)
 
 
+COMPLETE = '"strengths": "", "weaknesses": "", "score"'
 QUOTE = '{"score": "10"}'
 FORM = '{"strengths": ..., "weaknesses": ..., "score": ...}'
 
@@ -221,6 +226,7 @@ FORM = '{"strengths": ..., "weaknesses": ..., "score": ...}'
         ('{"score": 8, "checklist": [\n  {"item": "rhyme",\n "score": 3},\n', None),
         ('The form is {"score": "1..10"}, first I thought "score": 2, but {"score": 4}', 4),
         (f'The form is {FORM}.\n{{"strengths": "", "weaknesses": "", "score": 4}}', 4),
+        (f'So {{"strengths": "a "b"", "score": 3, "x": {{{COMPLETE}: 9}}}}', None),
         ('{"score": 2}\nOn reflection:\n{"score": 4}', 4),
         (f'```json\n{{"strengths": "a\nb", "score": 6}}\n```\n{QUOTE}', 6),
         (f'<think>{QUOTE}? no</think>A set {{a, b}}. {{"score": "8"}}', 8),

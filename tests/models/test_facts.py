@@ -134,11 +134,13 @@ def test_size_is_read_from_headers_or_expected(
     model = tiny.build("deepseek_v2")
     parameters = sum(weight.numel() for weight in model.parameters())
     assert size_of(ModelConfig(name="t", path=str(tmp_path))) == Size(
-        parameters, 2, 16, 4, 32, 24, 2
+        parameters, 3, 2, 16, 4, 32, 24, 2
     )
     as_float = size_of(ModelConfig(name="t", path=str(tmp_path), dtype="float32"))
     assert as_float is not None
     assert as_float.bytes == 4 * parameters
+    dense = replace(as_float, layers=as_float.layers + 1)  # a layer without experts
+    assert dense.kv_cache_bytes(9) == pytest.approx(as_float.kv_cache_bytes(9) * 4 / 3)
     assert expert_shape(configured("olmoe_1b_7b")) == {"n_experts": 64, "top_k": 8, "width": 1024}
     nowhere = ModelConfig(name="x", path="a/b")
     assert expert_shape(nowhere) is None
