@@ -497,7 +497,8 @@ def export(
     any_model: bool = False,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write the checkpoint of `source`, pruned by `plan`, into the new folder `out`. Returns `out`.
+    """Write the checkpoint of `source`, pruned by `plan`, into the new or empty folder `out`.
+    Returns its absolute path.
 
     `source`: as `path` in `load`. `shape`: natural (only retained experts and channels), masked
     (the original shape, with zeros for what is removed) or padded; see `moe_lab.pruning.export`.

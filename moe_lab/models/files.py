@@ -339,6 +339,12 @@ def cached_folder(path: str, revision: str | None) -> Path | None:
     return None
 
 
+def folder_with_weights(settings: ModelConfig) -> Path | None:
+    """The folder of a model, or of its copy in the hub's cache; None if neither is there."""
+    path = local_path(settings.path)
+    return path if path.is_dir() else cached_folder(settings.path, settings.revision)
+
+
 def model_fingerprint(settings: ModelConfig) -> str | None:
     """The fingerprint of a model in a folder or on the hub. None for a model that is neither in the
     cache nor on a hub that can be reached. UserError for a path that is neither a folder nor a hub

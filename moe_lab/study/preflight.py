@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,13 @@ from moe_lab.study.estimates import check_device, check_memory, disk_problems
 from moe_lab.study.resources import Check
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps.costs import timing_mistakes
-from moe_lab.study.steps.plans import check_engine, check_plan_file, plan_in, removed_share
+from moe_lab.study.steps.plans import (
+    check_engine,
+    check_plan_file,
+    plan_form,
+    plan_in,
+    removed_share,
+)
 from moe_lab.study.steps.scores import check_weights, reads_text
 
 AVERAGE = "Avg"
@@ -49,7 +56,7 @@ WITH_ANSWERS = ("search", "instructions")
 """Roles of texts of a cell in which the answers of documents are read."""
 
 
-def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
+def preflight(config: Config, requests: Sequence[Request]) -> list[str]:
     """One sentence for each problem with the settings of a study."""
     sentences = list(_settings_problems(config))
     for cells, benchmarks in requests:
@@ -68,6 +75,9 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
             sentences += user_errors(_check_template, cell, benchmark)
             sentences += user_errors(_check_texts, cell, benchmark)
         sentences += user_errors(_check_objective, config, benchmarks)
+    if not sentences:  # trials take seconds, and assume that all settings are valid
+        for cells, _ in requests:
+            sentences += user_errors(_export_refusals, cells, config)
     return list(dict.fromkeys(sentences))
 
 
@@ -347,11 +357,30 @@ def _export_problems(cell: Cell, config: Config) -> Iterator[str]:
     allocation_rule = allocation.get(cell.allocation.name)
     granularity = criterion.granularity if criterion else None
     yield from settings.export_conflicts(
-        config.export, cell.model, cell.recovery, granularity, verify=config.verify
+        config.export, cell.model, cell.recovery, verify=config.verify
     )
     # the allocation gives layers unequal numbers of experts, or experts unequal numbers of channels
     if granularity in allocation_rule.uneven:
         yield from user_errors(settings.check_uneven, config.export, allocation_rule.name)
+
+
+def _export_refusals(cells: Iterable[Cell], config: Config) -> Iterator[str]:
+    """A sentence for each export that would be refused when the plan is made. For each model, and
+    each form of the plans of `cells`, the export of one plan is tried."""
+    shape = config.export.shape
+    if shape is None:
+        return
+    from moe_lab.pruning.export import check_export
+
+    trials: dict[Any, Cell] = {}
+    for cell in _deduplicate(cells, "model", "criterion", "allocation"):
+        trials.setdefault((id(cell.model), plan_form(cell)), cell)
+    for (_, form), cell in trials.items():
+        folder = files.folder_with_weights(cell.model)
+        if folder is not None:
+            make_plan = partial(form.trial_plan, cell.ratio)
+            trust = cell.model.trust_remote_code
+            yield from user_errors(check_export, folder, make_plan, shape, trust)
 
 
 def _replacement_problems(cell: Cell, config: Config) -> Iterator[str]:

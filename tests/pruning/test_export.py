@@ -361,12 +361,45 @@ def test_composite_is_not_exported_with_layers_that_differ(composite: Any, tmp_p
     check_refused(tmp_path / "model", "export", random_plan(composite, "uneven"))
 
 
-def test_folder_with_files_is_not_exported_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("out", "folder"),
+    [
+        ("empty", "empty"),
+        ("empty/.", "empty"),
+        ("link", "empty"),
+        ("new", "other/new"),
+        ("~/p", "p"),
+    ],
+)
+def test_folder_of_an_export(
+    out: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty folder stays the same, as it may be a mounted disk, and a link stays a link."""
     plan = tiny.plan(tiny.save("olmoe", tmp_path / "model"), 0.5)
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "empty").mkdir()
-    export(tmp_path / "model", plan, tmp_path / "empty")
-    with pytest.raises(UserError, match="empty exists already"):
-        export(tmp_path / "model", plan, tmp_path / "empty")
+    (tmp_path / "link").symlink_to("empty")
+    (tmp_path / "new").symlink_to("other/new")
+    inode = (tmp_path / "empty").stat().st_ino
+    monkeypatch.chdir(tmp_path / "empty")
+    path = "." if out == "empty/." else out if out.startswith("~") else tmp_path / out
+    assert export(tmp_path / "model", plan, path) == tmp_path / folder
+    assert tiny.load(tmp_path / folder)
+    assert not list(tmp_path.rglob("*.unfinished"))
+    assert (tmp_path / "empty").stat().st_ino == inode
+    with pytest.raises(UserError, match=f"{folder} exists already"):
+        export(tmp_path / "model", plan, path)
+    with pytest.raises(UserError, match="out cannot be made"):
+        export(tmp_path / "model", plan, tmp_path / folder / "config.json/out")
+
+
+@pytest.mark.parametrize("encoding", ["gbk", "utf-8-sig", "utf-16"])
+def test_card_of_the_original_may_have_any_encoding(encoding: str, tmp_path: Path) -> None:
+    plan = tiny.plan(tiny.save("olmoe", tmp_path / "model"), 0.5)
+    (tmp_path / "model/README.md").write_text("---\nlicense: mit\n---\n模型", encoding)
+    export(tmp_path / "model", plan, tmp_path / "out")
+    card = (tmp_path / "out/README.md").read_text(encoding="utf-8")
+    assert card.startswith("---\nlicense: mit\n---\n\n# model, pruned")
 
 
 def test_full_disk_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ from moe_lab.study.preflight import (
     preflight,
     remark_sentences,
 )
+from tests.campaign.models import reconfigure
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -508,6 +509,38 @@ def test_quantised_weights_are_refused(
         assert any("is stored as gptq" in sentence for sentence in errors), (settings, errors)
 
 
+NUMBERED = {"quant_method": "fp8", "modules_to_not_convert": ["re:.*experts.(0|1).*"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "fields", "settings", "message"),
+    [
+        ("olmoe", {"pruned": {}}, [], "layers differ already"),
+        ("olmoe", {"quantization_config": NUMBERED}, [], "experts by number in several layers"),
+        ("olmoe", {"num_experts": 8}, [], "plan is for another model"),
+        ("deepseek_v3", {}, ["allocation=global"], None),
+        ("olmoe", {}, ["criterion=heapr", "allocation=global"], None),
+        ("olmoe", {}, ["allocation.replacement=mean_output"], None),
+        ("olmoe", {"model_type": "ernie4_5_vl_moe"}, ["allocation=global"], "model_type=ernie4_5"),
+    ],
+)
+def test_exports_are_tried_before_the_start(
+    name: str, fields: dict[str, Any], settings: list[str], message: str | None, tmp_path: Path
+) -> None:
+    tiny.save(name, tmp_path)
+    reconfigure(tmp_path, **fields)
+    errors = problems(
+        f"model.path={tmp_path}",
+        "model.name=mine",
+        "calibration=pocket_general",
+        "ratio=0.25",
+        "export=natural",
+        *settings,
+    )
+    assert any(message in sentence for sentence in errors) if message else not errors, errors
+
+
 CONSTANTS = "allocation.replacement=mean_output"
 IMPOSSIBLE = [
     ([CHATS], NO_TEMPLATE),
@@ -574,7 +607,7 @@ IMPOSSIBLE = [
         "export.converter=x.py: llama.cpp's converter",
     ),
     (["export=natural", "export.format=gguf", "backend=server"], "backend=server"),
-    (["export=masked"], "have no bias per expert that could keep tokens from dropped experts"),
+    (["export=masked"], "has no bias per expert that could keep tokens from dropped experts"),
     (["allocation=pocket_evolutionary", "ratio=0.95"], "is the largest feasible ratio"),
     (["allocation=global", "allocation.by=heapr"], "by=heapr scores channels"),
     (["allocation=pocket_evolutionary", "allocation.multiple_of=8"], "max_transfer=4"),

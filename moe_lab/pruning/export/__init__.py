@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 from moe_lab.child_process import ChildProcess, ErrorReply
 from moe_lab.errors import UserError
@@ -20,11 +22,13 @@ from moe_lab.models.families import family_of, prediction_prefixes_with_experts
 from moe_lab.models.files import fingerprint
 from moe_lab.pruning import make_form
 from moe_lab.pruning.export.card import model_card
+from moe_lab.pruning.export.chunks import ExportedTensor
 from moe_lab.pruning.export.config import describe_export, renumbered_files
 from moe_lab.pruning.export.layout import expert_type, exported_tensors
 from moe_lab.pruning.export.settings import check_quantised
 from moe_lab.pruning.export.write import (
     CARD,
+    check_target,
     copy_others,
     new_folder,
     write_index,
@@ -49,8 +53,8 @@ def export(
     any_model: bool = False,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write the checkpoint in folder `source`, pruned by `plan`, to the new folder `out`. Returns
-    `out`, which appears only when it is complete.
+    """Write the checkpoint in folder `source`, pruned by `plan`, to the new or empty folder
+    `out`. Returns its absolute path. A new folder appears only when it is complete.
 
     `shape`: how MoE layers are stored: natural, masked or padded. In the shape natural, weights
     equal those of `prune` bit for bit. `out` gets the pruned weights, an edited config.json,
@@ -61,24 +65,75 @@ def export(
     if the checkpoint is damaged or has an unknown tensor in a MoE block, and if transformers could
     not load the export."""
     folder = Path(source)
-    target = Path(out)
-    _check_target(target)
+    target = Path(out).expanduser().resolve()
+    check_target(target)
     config, checkpoint = _open_source(folder, plan, shape, any_model)
-    with _model_class(folder, trust_remote_code) as call:
-        return _write(folder, config, checkpoint, plan, target, shape, call)
+    with _model_class(folder, trust_remote_code) as call, new_folder(target) as work:
+        described = call("describe")
+        layout = _describe(config, checkpoint, described, plan, shape, work, call)
+        write_weights(checkpoint, layout.shards, work)
+        tensors = [tensor for content in layout.shards.values() for tensor in content]
+        size = sum(tensor.size for tensor in tensors)
+        if (folder / INDEX).exists():
+            shard_of = {
+                tensor.name: file for file, content in layout.shards.items() for tensor in content
+            }
+            write_index(work, shard_of, size)
+        card = model_card(
+            plan,
+            _model_name(folder),
+            _card_of(folder),
+            shape=shape,
+            kind=layout.kind,
+            unpruned_bytes=sum(entry.size for entry in checkpoint.tensors.values()),
+            written=size,
+            padding_bytes=sum(tensor.padding_bytes for tensor in tensors),
+            left_out=sorted(prefix.removesuffix(".") for prefix in layout.left_out_prefixes),
+        )
+        (work / CARD).write_text(card, encoding="utf-8")
+    return target
 
 
-def _write(
+def check_export(
     folder: Path,
+    make_plan: Callable[[dict[int, dict[str, Any]]], Plan],
+    shape: str,
+    trust_remote_code: bool,
+) -> None:
+    """Raise UserError if the checkpoint in `folder` cannot be exported in `shape` with the numbers
+    of experts and channels of a plan. Reads no weights. `make_plan`: layer -> facts (see
+    `models.facts`) -> the plan."""
+    with _model_class(folder, trust_remote_code) as call, TemporaryDirectory() as work:
+        described = call("describe")
+        plan = make_plan({int(layer): facts for layer, facts in described["layers"].items()})
+        config, checkpoint = _open_source(folder, plan, shape, any_model=True)
+        _describe(config, checkpoint, described, plan, shape, Path(work), call)
+
+
+class _Layout(NamedTuple):
+    """What an export consists of, apart from small files."""
+
+    shards: Mapping[str, Sequence[ExportedTensor]]
+    """Path of a weight file of the export -> its tensors."""
+    kind: str
+    """A key of `card.LOADING`."""
+    left_out_prefixes: tuple[str, ...]
+    """Beginnings of the names of tensors that the export does not have."""
+
+
+def _describe(
     config: dict[str, Any],
     checkpoint: Checkpoint,
+    described: Mapping[str, Any],
     plan: Plan,
-    target: Path,
     shape: str,
+    work: Path,
     call: Call,
-) -> Path:
-    """Write the export to `target`, and return it. `call`: as from `_model_class`."""
-    described = call("describe")
+) -> _Layout:
+    """Write all files of an export other than weights, index and card into the folder `work`, and
+    check that the export can be loaded. `config`: config.json of the original. `described`: result
+    of `check.describe`. `call`: as from `_model_class`."""
+    folder = checkpoint.folder
     form = make_form(plan, shape, max(1, bits_of(expert_type(checkpoint)) // 8))  # 4 bits: 1 byte
     left_out_prefixes = prediction_prefixes_with_experts(checkpoint.tensors)
     written_names = (name for name in checkpoint.tensors if not name.startswith(left_out_prefixes))
@@ -87,43 +142,20 @@ def _write(
     documents = {**renumbered_files(folder, experts), "config.json": new_config}
     family = family_of(config.get("text_config", config).get("model_type"))
     shards = exported_tensors(checkpoint, family, described["routing"], plan, form)
-    with new_folder(target) as work:
-        copy_others(folder, work)
-        (work / "plan.npz").unlink(missing_ok=True)  # the plan of `source`, if that is an export
-        for name, document in documents.items():
-            write_json(work / name, document)
-        for name, text in code.items():
-            (work / name).write_text(text, encoding="utf-8")
-        plan.save(work / "plan.json")
-        tensors = [tensor for content in shards.values() for tensor in content]
-        types_and_shapes = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
-        call("check", written=str(work), shape=shape, tensors=types_and_shapes)
-        write_weights(checkpoint, shards, work)
-        size = sum(tensor.size for tensor in tensors)
-        if (folder / INDEX).exists():
-            shard_of = {tensor.name: file for file, content in shards.items() for tensor in content}
-            write_index(work, shard_of, size)
-        card = model_card(
-            plan,
-            _model_name(folder),
-            _card_of(folder),
-            shape=shape,
-            kind=_kind(new_config, code),
-            unpruned_bytes=sum(entry.size for entry in checkpoint.tensors.values()),
-            written=size,
-            padding_bytes=sum(tensor.padding_bytes for tensor in tensors),
-            left_out=sorted(prefix.removesuffix(".") for prefix in left_out_prefixes),
-        )
-        (work / CARD).write_text(card, encoding="utf-8")
-    return target
-
-
-def _check_target(target: Path) -> None:
-    """Raise UserError if `target` exists, unless it is an empty folder."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(
-            f"export: {target} exists already: expected a folder that does not exist or is empty"
-        )
+    copy_others(folder, work)
+    (work / "plan.npz").unlink(missing_ok=True)  # the plan of `folder`, if that is an export
+    for name, document in documents.items():
+        write_json(work / name, document)
+    for name, text in code.items():
+        (work / name).write_text(text, encoding="utf-8")
+    plan.save(work / "plan.json")
+    types_and_shapes = {
+        tensor.name: (tensor.dtype, tensor.shape)
+        for content in shards.values()
+        for tensor in content
+    }
+    call("check", written=str(work), shape=shape, tensors=types_and_shapes)
+    return _Layout(shards, _kind(new_config, code), left_out_prefixes)
 
 
 def _open_source(
@@ -172,7 +204,10 @@ def _model_class(source: Path, trust_remote_code: bool) -> Iterator[Call]:
 def _card_of(folder: Path) -> str:
     """The text of the model card in `folder`."""
     card = folder / CARD
-    return card.read_text(encoding="utf-8") if card.is_file() else ""
+    content = card.read_bytes() if card.is_file() else b""
+    encoding = "utf-16" if content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "utf-8-sig"
+    # the front matter can be read in any encoding that contains ASCII
+    return content.decode(encoding, errors="replace").replace("\r\n", "\n")
 
 
 def _model_name(folder: Path) -> str:

@@ -11,6 +11,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint, read_json
 from moe_lab.models.config_json import LAYERS_FIELD
 from moe_lab.models.discover import routed_layers
+from moe_lab.models.facts import model_facts
 from moe_lab.models.families import COUNT_FIELDS, WIDTH_FIELDS
 from moe_lab.models.load import check_sizes, skeleton
 from moe_lab.models.routing import stored_routing
@@ -23,6 +24,7 @@ ROUTING_FIELDS = ("n_experts", "top_k", "n_group", "topk_group")
 def describe(source: str, trust_remote_code: bool) -> dict[str, Any]:
     """What the class of the model in folder `source` adds to its files.
 
+    layers   layer -> facts, as from `model_facts`
     fields   name -> value of each field for the number and the width of experts
     routing  as from `stored_routing`
 
@@ -33,6 +35,7 @@ def describe(source: str, trust_remote_code: bool) -> dict[str, Any]:
     fields = {name: text_config.get(name) for name in (*COUNT_FIELDS, *WIDTH_FIELDS)}
     routing = stored_routing(NameMapping(model, open_checkpoint(Path(source)).tensors))
     return {
+        "layers": model_facts(model)["layers"],
         "fields": {name: value for name, value in fields.items() if isinstance(value, int)},
         "routing": routing,
     }

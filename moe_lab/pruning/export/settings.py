@@ -6,10 +6,7 @@ from collections.abc import Iterator
 
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import UserError, user_errors
-from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.config_json import check_plain_weights, check_trained_top_k, quantization
-from moe_lab.paths import local_path
-from moe_lab.pruning.export.layout import NO_BIAS, can_bar
 
 ZEROS = ("mxfp4",)
 """Methods in which an expert whose bytes are all zero has weights of zero."""
@@ -37,13 +34,10 @@ def export_conflicts(
     export: ExportConfig,
     model: ModelConfig,
     recovery: RecoveryConfig,
-    granularity: str | None,
     *,
     verify: bool,
 ) -> Iterator[str]:
-    """A sentence for each reason why plans for the model cannot be exported with these settings.
-
-    `granularity`: what the plans remove, "expert" or "channel"; None: not known."""
+    """A sentence for each reason why plans for the model cannot be exported with these settings."""
     shape_setting = f"export={export.shape}"
     format_setting = f"export.format={export.format}"
     recovery_setting = f"recovery={recovery.name}"
@@ -69,11 +63,6 @@ def export_conflicts(
     # settings that need plain weights; a list times False is empty
     for setting in ["verify=true"] * verify + [format_setting] * (export.format != "safetensors"):
         yield from user_errors(check_plain_weights, model, setting)
-    folder = local_path(model.path)
-    if (folder / "config.json").is_file():
-        names = open_checkpoint(folder).tensors
-        if export.shape == "masked" and granularity == "expert" and not can_bar(names):
-            yield f"export=masked: the routers in {folder} have {NO_BIAS}"
 
 
 def check_uneven(export: ExportConfig, allocation: str) -> None:

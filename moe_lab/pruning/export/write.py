@@ -27,16 +27,43 @@ BUFFER = 8 << 20
 NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
+def check_target(target: Path) -> None:
+    """Raise UserError unless `target`, the folder of an export, is empty, or can be made."""
+    if target.exists() and (not target.is_dir() or set(target.iterdir()) - {_work_folder(target)}):
+        raise UserError(
+            f"export: {target} exists already: expected a folder that does not exist or is empty"
+        )
+    # not Path.exists, which raises an error below a folder that may not be entered
+    nearest = next(filter(os.path.exists, (target, *target.parents)))
+    if not os.path.isdir(nearest) or not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(
+            f"export: {target} cannot be made, as {nearest} is no folder in which you may write: "
+            "expected a path below such a folder"
+        )
+
+
+def _work_folder(target: Path) -> Path:
+    """The folder in which the files of `target` are written."""
+    # an empty folder may be a mounted disk, which cannot be replaced by a folder of another disk
+    return (target if target.is_dir() else target.parent) / f".{target.name}.unfinished"
+
+
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A context with a new empty folder next to `target`. At the end, the new folder is renamed to
-    `target`."""
-    work = target.with_name(f".{target.name}.unfinished")
+    """A context with a new empty folder. At the end, the folder is renamed to `target`, or, if
+    `target` is an empty folder, its files are moved there, config.json last."""
+    is_empty_folder = target.is_dir()
+    work = _work_folder(target)
     shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
     work.mkdir(parents=True)
     try:
         yield work
-        work.replace(target)
+        if is_empty_folder:
+            for file in sorted(work.iterdir(), key=lambda file: file.name == "config.json"):
+                file.replace(target / file.name)
+            work.rmdir()
+        else:
+            work.replace(target)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy
 
 from moe_lab import allocation, criteria, results
 from moe_lab.allocation import IdentifiedAllocation, list_file, shapes
@@ -131,6 +133,44 @@ def plan_in(settings: AllocationConfig) -> Any:
     if path is None or not list_file.is_plan(list_file.read(path)):
         return None
     return Plan.load(path)
+
+
+class PlanForm(NamedTuple):
+    """What the plans of cells have in common if they can be exported alike."""
+
+    granularity: str
+    is_uneven: bool
+    """Whether layers, or experts, differ in size."""
+    multiple_of: int
+    plan: Any
+    """The `Plan` in the file allocation.path, if there is one."""
+
+    def trial_plan(self, ratio: float, layers: Mapping[int, Mapping[str, Any]]) -> Any:
+        """A `Plan` of this form, from random scores. `layers`: layer -> facts."""
+        from moe_lab.pruning.selection import plan_from_scores
+
+        if self.plan is not None:
+            return self.plan
+        sizes = ("n_experts", "width") if self.granularity == "channel" else ("n_experts",)
+        scores = {
+            layer: numpy.random.default_rng(layer).random([facts[size] for size in sizes])
+            for layer, facts in layers.items()
+        }
+        rule = AllocationConfig(
+            name="global" if self.is_uneven else "uniform", multiple_of=self.multiple_of
+        )
+        settings = {**vars(rule), "ratio": ratio}
+        return plan_from_scores(settings, scores, layers, {}, provenance={})
+
+
+def plan_form(cell: Cell) -> PlanForm:
+    """The form of the cell's plan."""
+    settings = cell.allocation
+    granularity = criteria.get(cell.criterion.name).granularity
+    is_uneven = granularity in allocation.get(settings.name).uneven
+    # what replaces dropped experts is stored in layers that differ
+    is_uneven |= settings.replacement != "none"
+    return PlanForm(granularity, is_uneven, settings.multiple_of, plan_in(settings))
 
 
 def drops_whole_experts(cell: Cell) -> bool:
