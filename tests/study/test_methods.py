@@ -48,10 +48,8 @@ def cells(store: Path, *settings: str) -> list[dict[str, Any]]:
 def generated(store: Path, grade: str) -> list[str]:
     """The texts that a step graded."""
     folder = store / content(store, grade, "step.json")["inputs"]["generate"]
-    return [
-        json.loads(line)["replies"][0]["text"]
-        for line in (folder / "answers.jsonl").read_text().splitlines()
-    ]
+    (file,) = folder.glob("answers-*.jsonl")
+    return [json.loads(line)["replies"][0]["text"] for line in file.read_text().splitlines()]
 
 
 def content(store: Path, folder: str, file: str) -> Any:
