@@ -5,12 +5,11 @@ This module checks a calibration set before a step reads it, and computes its id
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from moe_lab.calibration.documents import (
     Document,
     Text,
     document_text,
-    tokenize,
     unread_texts,
 )
 from moe_lab.calibration.sources import (
@@ -78,7 +76,7 @@ def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None
                     # the end of the message
                     alternative=", or a set of plain texts, or of instructions and outputs",
                 )
-                if (tokenizer := _local_tokenizer(model)) is not None:
+                if (tokenizer := local_tokenizer(model)) is not None:
                     # for its UserError if the template leaves out content
                     document_text(document, tokenizer, set_settings.special_tokens)
 
@@ -91,13 +89,13 @@ def unread_keys(settings: CalibrationConfig, model: ModelConfig) -> list[str]:
     # If all texts are read even without a chat template, no tokenizer has to be loaded.
     if not any(unread_texts(document, None) for document in documents):
         return []
-    tokenizer = _local_tokenizer(model)
+    tokenizer = local_tokenizer(model)
     if tokenizer is None:
         return []
     return sorted({key for document in documents for key in unread_texts(document, tokenizer)})
 
 
-def _local_tokenizer(model: ModelConfig) -> Any:
+def local_tokenizer(model: ModelConfig) -> Any:
     """The tokenizer of a model in a local folder, or None."""
     folder = local_path(model.path)
     if not (folder / "tokenizer.json").is_file():
@@ -185,48 +183,6 @@ def held_out_text(settings: CalibrationConfig, characters: int) -> str:
 def plain_text(documents: Sequence[Document], settings: CalibrationConfig) -> str:
     """The texts of documents of a set, joined by blank lines. UserError for conversations."""
     return joined_texts(documents, f"suite.path is null and calibration={settings.name}")
-
-
-def check_held_out(settings: CalibrationConfig, model: ModelConfig) -> None:
-    """Raise UserError if a calibration set that is read by `model` reaches the half of its text
-    from which `held_out_text` is taken. Only sets in local files, and models in local folders, are
-    checked."""
-    tokenizer = _local_tokenizer(model)
-    if tokenizer is None:
-        return
-    from moe_lab.calibration.batches import PACKINGS
-
-    for share, part in shares_and_sets(settings):
-        if local_file(part.path) is None:
-            continue
-        documents = order_documents(read(part), part)
-        half = len(plain_text(documents, part)) // 2
-        # few tokens have more than 6 bytes, so that a longer document fills all rows
-        first_half = _beginning(documents, half, longest=6 * settings.tokens)
-        tokens = (tokenize(document, tokenizer, part.special_tokens) for document in first_half)
-        filler = None if settings.gap == "none" else 0
-        needed_rows = math.ceil(share * settings.rows)
-        rows = islice(PACKINGS[settings.packing](tokens, settings.length, filler), needed_rows)
-        row_count = sum(1 for _ in rows)
-        if row_count < needed_rows:
-            most = int(row_count / share) * settings.length
-            expected = f"calibration.tokens={most} or less, or " if most else ""
-            raise UserError(
-                f"calibration.tokens={settings.tokens} is more than half of {part.name}, whose "
-                f"second half is held out for a benchmark: expected {expected}suite.path=FILE"
-            )
-
-
-def _beginning(documents: Iterable[Document], characters: int, longest: int) -> Iterator[Document]:
-    """Yield the documents in the first `characters` of their joined `plain_text`. Documents that
-    are longer than `longest` characters are cut."""
-    for document in documents:
-        if characters <= 0:
-            return
-        text = document.plain.text if document.plain else ""
-        most = min(characters, longest)
-        yield document if len(text) <= most else Text(text[:most])
-        characters -= len(text) + len(BLANK_LINE)
 
 
 class IdentifiedText(CalibrationConfig):

@@ -4,6 +4,7 @@ report."""
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,11 +14,12 @@ from typing import Any
 
 import torch
 
-from moe_lab.calibration import order_documents, shares_and_sets
+from moe_lab.calibration import local_tokenizer, order_documents, plain_text, shares_and_sets
 from moe_lab.calibration.documents import (
     BLANK_LINE,
     Chat,
     Document,
+    Text,
     document_text,
     is_content,
     render,
@@ -26,7 +28,7 @@ from moe_lab.calibration.documents import (
     unread_texts,
 )
 from moe_lab.calibration.sources import local_file, read, read_answered
-from moe_lab.config import CalibrationConfig
+from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.files import sha256_of
 
@@ -81,6 +83,46 @@ PACKINGS: dict[str, Callable[..., Iterator[list[int]]]] = {
     "none": one_per_row,
 }
 """calibration.packing -> function (documents, length, filler)."""
+
+
+def check_held_out(settings: CalibrationConfig, model: ModelConfig) -> None:
+    """Raise UserError if a calibration set that is read by `model` reaches the half of its text
+    from which `held_out_text` is taken. Only sets in local files, and models in local folders, are
+    checked."""
+    tokenizer = local_tokenizer(model)
+    if tokenizer is None:
+        return
+    for share, part in shares_and_sets(settings):
+        if local_file(part.path) is None:
+            continue
+        documents = order_documents(read(part), part)
+        half = len(plain_text(documents, part)) // 2
+        # few tokens have more than 6 bytes, so that a longer document fills all rows
+        first_half = _beginning(documents, half, longest=6 * settings.tokens)
+        tokens = (tokenize(document, tokenizer, part.special_tokens) for document in first_half)
+        filler = None if settings.gap == "none" else 0
+        needed_rows = math.ceil(share * settings.rows)
+        rows = islice(PACKINGS[settings.packing](tokens, settings.length, filler), needed_rows)
+        row_count = sum(1 for _ in rows)
+        if row_count < needed_rows:
+            most = int(row_count / share) * settings.length
+            expected = f"calibration.tokens={most} or less, or " if most else ""
+            raise UserError(
+                f"calibration.tokens={settings.tokens} is more than half of {part.name}, whose "
+                f"second half is held out for a benchmark: expected {expected}suite.path=FILE"
+            )
+
+
+def _beginning(documents: Iterable[Document], characters: int, longest: int) -> Iterator[Document]:
+    """Yield the documents in the first `characters` of their joined `plain_text`. Documents that
+    are longer than `longest` characters are cut."""
+    for document in documents:
+        if characters <= 0:
+            return
+        text = document.plain.text if document.plain else ""
+        most = min(characters, longest)
+        yield document if len(text) <= most else Text(text[:most])
+        characters -= len(text) + len(BLANK_LINE)
 
 
 @dataclass(frozen=True)

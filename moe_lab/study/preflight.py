@@ -306,7 +306,9 @@ def _held_out_problems(
         readers = [cell for cell in cells if reads_text(cell)]
     for cell, benchmark in product(_deduplicate(readers, "model"), benchmarks):
         if benchmark.held_out:
-            yield from user_errors(calibrations.check_held_out, benchmark.held_out, cell.model)
+            from moe_lab.calibration.batches import check_held_out
+
+            yield from user_errors(check_held_out, benchmark.held_out, cell.model)
 
 
 def _check_template(cell: Cell, benchmark: BenchmarkConfig) -> None:

@@ -14,7 +14,7 @@ import pytest
 import tiny
 from example_steps import evaluation_step
 
-from moe_lab.calibration import check_held_out
+from moe_lab.calibration.batches import check_held_out
 from moe_lab.compose import compose, hydra_context
 from moe_lab.config import (
     BenchmarkConfig,
