@@ -665,6 +665,10 @@ def test_template_that_ignores_tools_is_refused(subject: LoadedModel) -> None:
     model = with_chat_template(subject, TEMPLATE)
     assert render_prompt(model, messages, tools) == "f |Hi"
     assert render_prompt(model, messages) == "|Hi"
+    plain = "{{ messages[0].content }}"
+    several = with_chat_template(subject, {"default": plain, "tool_use": TEMPLATE})
+    assert render_prompt(several, messages, tools) == "f |Hi"
+    assert render_prompt(several, messages) == "Hi"
     with pytest.raises(UserError, match=r"\btools=.*f"):
         render_prompt(
             with_chat_template(
