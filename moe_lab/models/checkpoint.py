@@ -129,7 +129,7 @@ def bits_of(dtype: str) -> int:
 def stated_dtype(config: Mapping[str, Any]) -> str:
     """The precision of the weights according to config.json, such as bfloat16. "None" if
     config.json states no precision."""
-    return str(config.get("dtype", config.get("torch_dtype")))
+    return str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch.")
 
 
 def check_no_pointer(path: Path) -> None:

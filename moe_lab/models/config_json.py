@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, prod
+from pathlib import Path
 from typing import Any
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import (
     INDEX,
+    Checkpoint,
     open_checkpoint,
     read_json,
     read_json_if_there,
@@ -30,6 +32,13 @@ UNPACKED = ("fp8", "mxfp4", "compressed-tensors")
 """Quantised formats that are dequantised on loading. On a GPU, transformers would run experts in
 FP8 and MXFP4 by kernels that cannot be observed. It always dequantises experts of
 compressed-tensors, so all other weights are dequantised too."""
+UNQUANTISED = ("F64", "F32", "F16", "BF16", "BOOL", "I64")
+"""Types in safetensors that hold no quantised weights."""
+QUANTISATION_FIELDS = ("quantization_config", "compression_config", "quantization")
+"""Sections of config.json that describe quantised weights, the last as MLX writes it."""
+QUANTISATION_FILES = ("hf_quant_config.json", "quant_config.json", "quantize_config.json")
+"""Files beside the weights in which some programs read the quantisation that others read in
+config.json."""
 FIELDS = {
     "layers": ("num_hidden_layers",),
     "experts": COUNT_FIELDS,
@@ -117,19 +126,44 @@ def has_packed_experts(config: Mapping[str, Any]) -> bool:
 
 def quantization(settings: ModelConfig) -> str | None:
     """The method by which the weights of a model are quantised, such as fp8. None for plain
-    weights, or without a config.json."""
-    return quantization_method(config_of(settings))
+    weights, or without a config.json. UserError as for `quantization_of`."""
+    folder = local_path(settings.path)
+    if not (folder / "config.json").is_file():
+        return quantization_method(hub_json(settings.path, settings.revision))
+    if any(folder.glob("*.safetensors")):
+        return quantization_of(open_checkpoint(folder))
+    return quantization_method(read_json(folder / "config.json"), folder)
 
 
-def quantization_method(config: Mapping[str, Any]) -> str | None:
-    """The method by which the weights of a model with this config.json are quantised, such as fp8.
-    None for plain weights."""
-    section = config.get("quantization_config") or config.get("text_config", {}).get(
-        "quantization_config"
-    )
-    return (
-        str(section.get("quant_method", "quantised weights")) if isinstance(section, dict) else None
-    )
+def quantization_of(checkpoint: Checkpoint) -> str | None:
+    """The method by which the weights of a checkpoint are quantised; None for plain weights.
+    UserError if a method is stated and no tensor is quantised."""
+    folder = checkpoint.folder
+    method = quantization_method(read_json(folder / "config.json"), folder)
+    types = {entry.dtype for entry in checkpoint.tensors.values()}
+    if method and types <= {*UNQUANTISED}:
+        raise UserError(
+            f"{folder} states quantization_config={method}, but has no quantised weights: expected "
+            f"none in config.json and in {', '.join(QUANTISATION_FILES)}"
+        )
+    return method
+
+
+def quantization_method(config: Mapping[str, Any], folder: Path | None = None) -> str | None:
+    """The method by which the weights of a model are quantised, such as fp8, according to `config`,
+    its config.json, and to QUANTISATION_FILES in `folder`. None for plain weights."""
+    documents = [config, config.get("text_config", {})]
+    if folder is not None:
+        files = [read_json_if_there(folder / name) for name in QUANTISATION_FILES]
+        # GPTQ's and AWQ's files have the section alone
+        documents += [file if "quantization" in file else {"quantization": file} for file in files]
+    for section in (document.get(name) for document in documents for name in QUANTISATION_FIELDS):
+        if isinstance(section, dict) and section:
+            default = "quantised weights"
+            method = section.get("quant_method", section.get("quant_algo", default))
+            if method:  # None if only caches are quantised
+                return str(method).lower()
+    return None
 
 
 def chat_templates(settings: ModelConfig) -> dict[str, str]:

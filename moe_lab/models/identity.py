@@ -14,8 +14,8 @@ import torch
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
-from moe_lab.models.config_json import quantization_method
+from moe_lab.models.checkpoint import Checkpoint, open_checkpoint
+from moe_lab.models.config_json import quantization_of
 from moe_lab.models.discover import routed_layers, whole
 from moe_lab.models.families import Family
 from moe_lab.models.files import cached_folder, fingerprint
@@ -73,7 +73,7 @@ def _has_weights_of(model: Any, folder: Path) -> bool:
         checkpoint = open_checkpoint(folder)
     except UserError:
         return False
-    if quantization_method(read_json(folder / "config.json")) is not None:
+    if quantization_of(checkpoint) is not None:
         return True
     with ExitStack() as files:
         slices = checkpoint.slices(checkpoint.tensors, files)

@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 import moe_lab.exported_code  # noqa: F401 - registers families that transformers lacks
@@ -25,7 +30,7 @@ from moe_lab.errors import UserError, overflow_hint
 from moe_lab.machine import processor
 from moe_lab.models import experts
 from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
-from moe_lab.models.config_json import UNPACKED, experts_implementation, quantization_method
+from moe_lab.models.config_json import UNPACKED, experts_implementation, quantization_of
 from moe_lab.models.discover import is_ragged, routed_layers
 from moe_lab.models.families import (
     NOT_LOADED,
@@ -151,13 +156,16 @@ def check_finite(model: nn.Module, prefix: str = "") -> None:
 def _configuration(folder: Path, trust_remote_code: bool) -> Any:
     """The configuration of the model in `folder`, as an object of transformers."""
     check_code(folder, trust_remote_code)
-    content = read_json(folder / "config.json")
-    kind = content["model_type"]
+    file = folder / "config.json"
+    content = read_json(file)
+    kind = content.get("model_type")
+    if not isinstance(kind, str):
+        raise UserError(f"{file} has no model_type: expected that of a causal language model")
+    _check_fields(content, file)
     has_code = "auto_map" in content
     # for a type that exported_code registers, transformers ignores the code in the folder
-    if has_code and trust_remote_code:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    if not has_causal_model(kind):
+    is_code_used = has_code and trust_remote_code
+    if not is_code_used and not has_causal_model(kind):
         reason = "transformers has no causal language model of that type"
         hint = (
             "; its own code is used with model.trust_remote_code=true, if you trust the author"
@@ -166,20 +174,44 @@ def _configuration(folder: Path, trust_remote_code: bool) -> Any:
         )
         raise UserError(f"model_type={kind} is not supported: {reason}{hint}")
     try:
-        return AutoConfig.from_pretrained(folder)
-    except StrictDataclassError as error:
-        raise UserError(
-            f"{folder / 'config.json'} is damaged: {' '.join(str(error).split())}"
-        ) from None
+        if is_code_used:
+            return AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        return CONFIG_MAPPING[kind].from_dict(content)
+    except Exception as error:  # noqa: BLE001 - whatever a family raises for wrong fields
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError(f"{file} is damaged: {reason}") from None
+
+
+def _check_fields(content: dict[str, Any], file: Path) -> None:
+    """Change, in the `content` of config.json, fields that some programs write and transformers
+    cannot read: it names precisions without "torch.", and leaves out what is not stated. UserError
+    for a precision that torch does not have."""
+    if not content.get("quantization_config", True):
+        del content["quantization_config"]
+    sections = [content, *(value for value in content.values() if isinstance(value, dict))]
+    for section in sections:
+        for field in section.keys() & {"dtype", "torch_dtype"}:
+            name = str(section[field]).removeprefix("torch.")
+            if name in ("auto", "None"):
+                del section[field]
+            elif isinstance(getattr(torch, name, None), torch.dtype):
+                section[field] = name
+            else:
+                raise UserError(
+                    f"{file}: {field}={name} is no precision: expected one of torch, such as "
+                    "bfloat16"
+                )
 
 
 def _load_weights(
     folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str
 ) -> Any:
     """The model in `folder`. `device`: a device, or a device map for several GPUs."""
-    method = quantization_method(read_json(folder / "config.json"))
+    method = quantization_of(open_checkpoint(folder))
     source = f"{folder}, stored as {method}" if method else str(folder)
-    arguments: dict[str, Any] = {}
+    config = _configuration(folder, settings.trust_remote_code)
+    config._experts_implementation = experts_implementation(device)
+    arguments: dict[str, Any] = {"config": config}
     if method in UNPACKED:  # stored in a format that is dequantised on loading
         arguments["quantization_config"] = dequantisation_config(method)
     try:
@@ -192,7 +224,6 @@ def _load_weights(
                 **arguments,
                 dtype=dtype,
                 device_map=device,
-                experts_implementation=experts_implementation(device),
                 trust_remote_code=settings.trust_remote_code,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # `check_shapes` below reports them
@@ -224,6 +255,8 @@ def _load_weights(
         for layer in routed_layers(model):
             # with compressed-tensors, dequantised experts have the dtype of their scales
             layer.experts.to(dtype)
+        if dtype == torch.float32:  # other weights have that of the files, if it is another
+            model.to(dtype)
     return model
 
 
@@ -249,7 +282,7 @@ def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
     Shapes are not compared, because some experts are stored transposed."""
     folder = checkpoint.folder
     stored = checkpoint.tensors
-    if quantization_method(read_json(folder / "config.json")) is not None:
+    if quantization_of(checkpoint) is not None:
         return
     mismatched = []
     for name, tensor in names.model.state_dict().items():
@@ -297,7 +330,9 @@ def load_tokenizer(folder: Path, settings: ModelConfig) -> Any:
     token."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=settings.trust_remote_code
+            folder,
+            config=_configuration(folder, settings.trust_remote_code),
+            trust_remote_code=settings.trust_remote_code,
         )
         if not tokenizer.encode("a", add_special_tokens=False):
             # without tokenizer files, transformers makes a tokenizer with an empty vocabulary

@@ -19,7 +19,7 @@ from moe_lab.config import ModelConfig
 from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
-from moe_lab.models.config_json import experts_implementation, quantization_method
+from moe_lab.models.config_json import experts_implementation, quantization_of
 from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
 from moe_lab.models.experts import output_of, replace_output, run, to_device
 from moe_lab.models.families import prediction_prefixes
@@ -54,7 +54,7 @@ def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
     """(model that is read layer by layer, tokenizer) for `settings`. A device map as model.device
     means the first GPU. UserError as from `load_model`, and for quantised models."""
     folder = local_folder(settings)
-    if (method := quantization_method(read_json(folder / "config.json"))) is not None:
+    if (method := quantization_of(open_checkpoint(folder))) is not None:
         raise UserError(
             f"calibration.engine=streamed reads plain weights, but {folder} is stored as {method}"
         )

@@ -151,11 +151,32 @@ def test_the_files_that_transformers_reads_are_downloaded(
     assert downloaded() == [*described, shards[0]]
 
 
-@pytest.mark.parametrize("method", ["fp8", "mxfp4", "bitsandbytes"])
+@pytest.mark.parametrize(
+    ("file", "content", "method"),
+    [
+        *(
+            ("config.json", {"quantization_config": {"quant_method": method}}, method)
+            for method in ("fp8", "mxfp4", "bitsandbytes")
+        ),
+        ("config.json", {"compression_config": {"quant_method": "awq"}}, "awq"),
+        ("config.json", {"quantization": {"bits": 4}}, "quantised weights"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "nvfp4"),
+        ("quantize_config.json", {"bits": 4}, "quantised weights"),
+    ],
+)
 def test_quantised_checkpoints_are_recognised(
-    folder: Path, method: str, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    file: str,
+    content: dict[str, Any],
+    method: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    reconfigure(folder, quantization_config={"quant_method": method})
+    config = json.loads((folder / file).read_text()) if file == "config.json" else {}
+    (folder / file).write_text(json.dumps({**config, **content}))
+    with pytest.raises(UserError, match=f"quantization_config={method}"):  # all are in fp32
+        quantization(settings(folder))
+    for shard in folder.glob("*.safetensors*"):
+        shard.unlink()
     assert quantization(settings(folder)) == method
     assert inspect.main(["model=local", f"model.path={folder}"]) == 0
     output = " ".join(capsys.readouterr().out.replace("│", " ").split())
@@ -176,6 +197,7 @@ def test_quantised_checkpoints_are_recognised(
         # rows, not two of 6
         ("olmoe", "fp8", {"intermediate_size": 12}),
         ("qwen3_moe", "fp8", {"head_dim": 6}),
+        ("qwen3_moe", "fp8", {"dtype": torch.bfloat16}),
         ("deepseek_v3", "fp8", {"kv_lora_rank": 12}),
     ],
 )
@@ -214,6 +236,39 @@ def test_unknown_quantised_experts_are_refused(
     config = quantised.FORMATS[kind].config
     reconfigure(stored, quantization_config={**config, **changes})
     refused(lambda: load_model(settings(stored)), f"stored as {re.escape(config['quant_method'])}")
+
+
+def test_quantised_caches_are_no_quantised_weights(folder: Path) -> None:
+    algorithms = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": algorithms}))
+    assert quantization(settings(folder)) is None
+
+
+@pytest.mark.parametrize(
+    "fields", [{"dtype": "torch.bfloat16"}, {"torch_dtype": "auto"}, {"quantization_config": {}}]
+)
+def test_fields_that_transformers_cannot_read_are_read(
+    fields: dict[str, Any], folder: Path
+) -> None:
+    expected = tiny.logits(load_model(settings(folder))[0])
+    reconfigure(folder, **fields)
+    file = folder / "config.json"
+    file.write_text("\ufeff" + file.read_text())
+    assert torch.equal(tiny.logits(load_model(settings(folder))[0]), expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dtype": "bf16"}, "dtype=bf16"),
+        ({"model_type": None}, "model_type"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters.*factor"),
+        ({"num_experts": "8"}, "num_experts"),
+    ],
+)
+def test_damaged_fields_are_named(fields: dict[str, Any], message: str, folder: Path) -> None:
+    reconfigure(folder, **fields)
+    refused(lambda: load_model(settings(folder)), message)
 
 
 def test_kernels_for_eight_bits_are_not_used(

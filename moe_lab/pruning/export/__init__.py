@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from moe_lab.child_process import ChildProcess, ErrorReply
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX, Checkpoint, bits_of, open_checkpoint, read_json
-from moe_lab.models.config_json import LAYERS_FIELD, quantization_method
+from moe_lab.models.config_json import LAYERS_FIELD, quantization_of
 from moe_lab.models.families import family_of, prediction_prefixes_with_experts
 from moe_lab.models.files import fingerprint
 from moe_lab.pruning import make_form
@@ -168,7 +168,7 @@ def _open_source(
     checkpoint = open_checkpoint(folder)
     if not any_model:
         plan.check_origin([("model_sha256", partial(fingerprint, folder))], folder)
-    check_quantised(quantization_method(config), shape, channels=plan.has_channels)
+    check_quantised(quantization_of(checkpoint), shape, channels=plan.has_channels)
     return config, checkpoint
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import read_json
-from moe_lab.models.config_json import LAYERS_FIELD
+from moe_lab.models.config_json import LAYERS_FIELD, QUANTISATION_FILES
 from moe_lab.models.families import (
     ALSO_COUNTS,
     COUNT_FIELDS,
@@ -29,9 +29,6 @@ FORMAT = 2
 """Version of the content of `LAYERS_FIELD`. It is raised when a program that reads the older
 version, such as the plugin of vLLM, would misread the newer one."""
 
-FILES = ("hf_quant_config.json", "quant_config.json", "quantize_config.json")
-"""Files beside the weights in which some programs read the quantisation that others read in
-config.json."""
 DOT = r"\\?\."
 EXPERT_NAME = re.compile(
     rf"\blayers{DOT}(?P<layer>\d+){DOT}(?:\w+{DOT})*?experts{DOT}(?P<expert>\d+)(?={DOT}(?![*+?])|\$?$)"
@@ -229,10 +226,11 @@ def renumbered(content: Any, written: Mapping[int, Sequence[int]]) -> Any:
 def renumbered_files(
     folder: Path, written: Mapping[int, Sequence[int]]
 ) -> dict[str, dict[str, Any]]:
-    """File name -> content as `renumbered` returns it, for each of `FILES` that `folder` has."""
+    """File name -> content as `renumbered` returns it, for each of QUANTISATION_FILES in
+    `folder`."""
     return {
         name: renumbered(read_json(folder / name), written)
-        for name in FILES
+        for name in QUANTISATION_FILES
         if (folder / name).is_file()
     }
 
