@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import tiny
+import torch
 from example_steps import evaluation_step
 
 from moe_lab.calibration.batches import check_held_out
@@ -485,6 +486,20 @@ def test_a_listed_plan_without_a_model_is_reported(
     ] * count
 
 
+def store_in_eight_bits(folder: Path) -> None:
+    """Store the weights of a checkpoint of one file, other than vectors, in eight bits."""
+    tiny.rewrite(
+        folder,
+        lambda tensors: tensors.update(
+            {
+                name: tensor.to(torch.float8_e4m3fn)
+                for name, tensor in tensors.items()
+                if tensor.dim() > 1
+            }
+        ),
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["folder", "o/on-hub"])
 def test_quantised_weights_are_refused(
@@ -494,6 +509,7 @@ def test_quantised_weights_are_refused(
     stated = json.loads(Path(resolve("pocket:olmoe"), "config.json").read_text())
     quantised = {**stated, "quantization_config": {"quant_method": "gptq"}}
     tiny.save("olmoe", tmp_path / "folder")
+    store_in_eight_bits(tmp_path / "folder")
     Path("folder", "config.json").write_text(json.dumps(quantised))
     monkeypatch.setattr(
         config_json, "hub_json", lambda name, *_: quantised if name == "o/on-hub" else {}
@@ -530,6 +546,8 @@ def test_exports_are_tried_before_the_start(
 ) -> None:
     tiny.save(name, tmp_path)
     reconfigure(tmp_path, **fields)
+    if "quantization_config" in fields:
+        store_in_eight_bits(tmp_path)
     errors = problems(
         f"model.path={tmp_path}",
         "model.name=mine",
