@@ -10,7 +10,6 @@ hundreds of millions) becomes a digest of a canonical form, by which it can be c
 from __future__ import annotations
 
 import json
-import marshal
 import numbers
 import sys
 from array import array
@@ -21,8 +20,9 @@ from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from hashlib import sha256
-from itertools import islice
-from types import MappingProxyType
+from itertools import chain, islice
+from pickle import Pickler
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 HUGE = 50_000
@@ -160,20 +160,29 @@ def _is_numpy(value: Any) -> bool:
     return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
 
 
-_CHUNK = 1 << 16
+_CHUNK = 1 << 10
 """Items of a list whose canonical forms are in memory at the same time."""
+_CANONICAL_TYPES = {int, str, bytes}
+"""Types whose values are their own canonical forms."""
 
 
 def _digest_or_none(value: Any) -> str | None:
-    """A digest that is the same for equal values, and different for different ones. None for a
-    value that equals no other, or contains such a value."""
-    digest = sha256()
+    """`_digest`, or None for a value that equals no other, or contains such a value."""
     try:
-        for items in _canonical_chunks(value):
-            # version 0 of marshal's format is a function of the values alone
-            digest.update(marshal.dumps(items, 0))
+        return _digest(value)
     except (TypeError, ValueError):
         return None
+
+
+def _digest(value: Any) -> str:
+    """A digest that is the same for equal values, and different for different ones. TypeError or
+    ValueError for a value that equals no other, or contains such a value."""
+    digest = sha256()
+    pickler = Pickler(SimpleNamespace(write=digest.update), protocol=4)
+    # without references to earlier objects, what is written is a function of the values alone
+    pickler.fast = True
+    for items in _canonical_chunks(value):
+        pickler.dump(items)
     return digest.hexdigest()
 
 
@@ -184,33 +193,43 @@ def _canonical_chunks(value: Any) -> Iterator[list[Any]]:
         yield ["list" if isinstance(value, list) else "tuple"]
         for start in range(0, len(value), _CHUNK):
             items = list(value[start : start + _CHUNK])
-            # the usual items of long lists are their own canonical forms
-            is_canonical = set(map(type, items)) <= {int, str, bytes}
-            yield items if is_canonical else [_canonical(item) for item in items]
+            yield items if _are_canonical(items) else [_canonical(item) for item in items]
     elif isinstance(value, (set, frozenset)):
-        yield ["set", *sorted(marshal.dumps(_canonical(item), 0) for item in value)]
+        yield ["set", *sorted(map(_digest, value))]
     elif isinstance(value, dict):
-        pairs = ([_canonical(key), _canonical(item)] for key, item in dict.items(value))
-        yield ["dict", *sorted(marshal.dumps(pair, 0) for pair in pairs)]
+        yield ["dict", *sorted(map(_digest, dict.items(value)))]
     else:
         yield [_canonical(value)]
 
 
+def _are_canonical(items: list[Any]) -> bool:
+    """Whether the items, usually of a long list, are known to be their own canonical forms. Calling
+    `_canonical` for each of them would take ten times as long."""
+    types = set(map(type, items))
+    if types <= {list, tuple}:
+        types = set(map(type, chain.from_iterable(items)))
+    return types <= _CANONICAL_TYPES
+
+
 def _canonical(value: Any) -> Any:
-    """A value of a plain type that is the same for equal values. Of a container, it is a tuple with
-    its digest. TypeError for a value that equals no other."""
-    if value is None:
-        return None
+    """A value of a plain type that is the same for equal values. TypeError for a value that equals
+    no other."""
+    if value is None or type(value) in _CANONICAL_TYPES:
+        return value
     if isinstance(value, complex) and value.imag == 0:
         value = value.real
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
+    if isinstance(value, float) and value == value:  # NaN equals nothing
+        return int(value) if value.is_integer() else float.__float__(value)
+    if isinstance(value, list):
+        return [_canonical(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple([_canonical(item) for item in value])
+    if isinstance(value, _CONTAINERS):
+        return {_digest(value)}  # no other canonical form is a set
     if isinstance(value, bytearray):
-        value = bytes(value)
-    if isinstance(value, _CONTAINERS) and (digest := _digest_or_none(value)):
-        return (digest,)
-    for base in (int, float, complex, str, bytes):
-        if isinstance(value, base) and value == value:  # NaN equals nothing
+        return bytes(value)
+    for base in (int, complex, str, bytes):
+        if isinstance(value, base) and value == value:
             return _FORMS[base].from_json(_FORMS[base].to_json(value))
     raise TypeError(f"a {type(value).__name__} equals no other value")
 
