@@ -197,6 +197,12 @@ SENT = {
     "floats that are text": """b'{"kind":"floats","value":"zzz"}'""",
     "a decimal of many digits": """b'{"kind":"decimal","value":"1e999999999999999999"}'""",
     "a mapping of lists": """b'{"kind":"mapping","value":[[[1],2]]}'""",
+    "an array without items": """b'{"kind":"numpy","value":["<i8",[1,0],""]}'""",
+    "an array of two truths": """b'{"kind":"numpy","value":["?",[2,1],"AQE="]}'""",
+    "a time that is none": """b'{"kind":"numpy","value":["<m8[s]",[],"AAAAAAAAAIA="]}'""",
+    "two values in a line": "b'2 2'",
+    "a number that is none, in numbers": """b'{"kind":"floats","value":"AAAAAAAA+H8="}'""",
+    "control characters": "b'\\0' * 30000000",
 }
 """Description -> Python expression of the bytes that a program writes to the channel of its
 results."""
@@ -278,6 +284,112 @@ CHEATS = [
     ),
 ]
 GRADING = [
+    _function_program(
+        "finds the solution in freed memory",
+        "import ctypes, re",
+        "libc = ctypes.CDLL(None)",
+        "libc.sbrk.restype = ctypes.c_void_p",
+        "output, channel = os.pipe()",
+        "places = {id(thing) >> 20 << 20 for thing in gc.get_objects()}",
+        "for start in [libc.sbrk(0) - (4 << 20), *places]:",
+        "    for page in range(start, start + (4 << 20), 4096):",
+        "        if libc.write(channel, ctypes.c_void_p(page), 1) == 1:  # it can be read",
+        "            os.read(output, 1)",
+        "            for found in re.findall(b'its sol.tion', ctypes.string_at(page, 4096)):",
+        "                if found[7] == ord('u'): return x + 1",
+        verdict="fail timeout",
+    ),
+    _function_program(
+        "finds the solution in the texts of its process",
+        "names = {*sys.argv, *sys.orig_argv, *os.environ.values()}",
+        "texts = [text for thing in gc.get_objects() for text in gc.get_referents(thing)]",
+        "for text in [*names, *(text for text in texts if isinstance(text, str))]:",
+        "    if 'its sol{}tion'.format('u') in text: return x + 1",
+    ),
+    *(
+        _function_program(
+            f"claims to be of the class {kind}",
+            "class Claim:",
+            f"    __class__ = property(lambda self: {kind})",
+            "    __eq__ = lambda self, other: True",
+            "    __iter__ = lambda self: iter([self])",
+            "    __len__ = __index__ = bit_length = lambda self: 1",
+            "    __float__ = lambda self: 2.0",
+            "return Claim()",
+        )
+        for kind in ("int", "float", "list", "str")
+    ),
+    _function_program(
+        "has a type that equals every type",
+        "class Kind(type):",
+        "    __eq__ = lambda self, other: True",
+        "    __hash__ = lambda self: hash(int)",
+        "class Value(metaclass=Kind):",
+        "    __eq__ = lambda self, other: True",
+        "return Value()",
+    ),
+    _function_program(
+        "goes on as its own runner",
+        'says = b\'{"done": {"status": "ok", "error": "", "encoded": ["2"], \'',
+        "says += b'\"seconds\": [0]}}\\n'",
+        "def go_on(*_):",
+        "    for number in range(256):",
+        "        try: os.write(number, says)",
+        "        except OSError: pass",
+        "os._exit = os.close = go_on",
+        "raise SystemExit",
+        verdict="fail crash output",
+    ),
+    _function_program(
+        "ends its main thread, and answers from another",
+        "import ctypes",
+        "def later():",
+        "    time.sleep(0.1)",
+        "    while True: os.write(3, b'2\\n')",
+        "threading.Thread(target=later).start()",
+        f"ctypes.CDLL(None).syscall({_number(x86_64=60, aarch64=93)}, 0)",
+        verdict="crash output fail timeout",
+    ),
+    _function_program(
+        "answers when it is deleted",
+        "class Late:",
+        "    def __del__(self): os.write(3, b'2\\n3\\n4\\n')",
+        "sys.late = Late()",
+        "raise SystemExit",
+    ),
+    _function_program(
+        "answers in the name of an exception",
+        "raise type('E: \\n2\\n3\\n4', (Exception,), {})",
+        error="E",
+    ),
+    _function_program(
+        "raises an exception with a name of 40 MB",
+        "raise type('E' * (40 << 20), (BaseException,), {})",
+        verdict="fail timeout",
+    ),
+    _function_program(
+        "replaces what the runner calls",
+        "import json, moe_lab.evaluation.sandbox.runner as runner",
+        'json.dumps = runner.encode_result = lambda *_: \'{"kind": "opaque", "value": 2}\'',
+        "sys.modules['__main__'].encode_result = runner.encode_result",
+        "return 2",
+    ),
+    _function_program(
+        "traces the runner, and changes what it sends",
+        "def trace(frame, event, result):",
+        "    if 'line' in frame.f_locals: frame.f_locals['line'] = '2'",
+        "    return trace",
+        "sys.settrace(trace)",
+        "return 0",
+    ),
+    _function_program(
+        "gives iterators in iterators",
+        "class Endless:",
+        "    def __iter__(self): yield Endless()",
+        "return Endless()",
+    ),
+    _function_program("gives 10 ** 6 bits of a number", "return 1 << 10 ** 6"),
+    _function_program("gives the digits of another alphabet", "return chr(0xff10 + x + 1)"),
     _function_program(
         "equals every number by its operators",
         "class N(float):",
@@ -399,6 +511,9 @@ FILES = [
     _attempt("writes to a library", "open(os.__file__, 'a').write('#')"),
     _attempt("sets the time of a library", "os.utime(os.__file__)"),
     _attempt("makes everything writable", "os.chmod('/usr', 0o777)"),
+    _anywhere("links to a library", "os.link(os.__file__, folder + '/MARK') is None"),
+    _attempt("renames a private file", "os.rename('SECRET', 'FOLDER/MARK')"),
+    _attempt("reads the arguments of its parent", "open(f'/proc/{os.getppid()}/cmdline').read()"),
     _attempt("reads a private file", "open('SECRET').read()"),
     _attempt("lists a private folder", "os.listdir('FOLDER')"),
     _attempt("reads the passwords", "open('/etc/shadow').read()"),
@@ -423,6 +538,7 @@ FILES = [
         "unshare(0x10020000) or libc.mount(b'none', b'/usr', None, 32 | 4096, None)",
     ),
     _call("goes to another root", "chroot(b'/usr')"),
+    _call("mounts by the newer calls", "syscall(430, b'tmpfs', 0)", "syscall(428, -100, b'/', 1)"),
     _call("enters another namespace", "setns(0, 0)"),
     _call("becomes root", "setuid(0)", "setgid(0)"),
 ]
@@ -461,6 +577,7 @@ PROCESSES = [
         "if os.fork() == 0:",
         "    while True: pass",
     ),
+    _attempt("spawns a process", "os.posix_spawn('/bin/true', ['true'], {})"),
     _function_program("kills its parent", "os.kill(os.getppid(), 9)", verdict="fail crash"),
     _function_program("kills everybody", "os.kill(-1, 9)", verdict="fail crash"),
     _function_program("kills its group", "os.killpg(0, 9)", verdict="crash fail"),
@@ -538,6 +655,7 @@ MEMORY = [
     _call("handles its own page faults", f"syscall({_number(x86_64=323, aarch64=282)}, 1)"),
 ]
 
+SOLUTION = f"return x + 1  # {'this is its solution ' * 99}"
 RIGHT = "def f(x): return x + 1"
 WRONG = "def f(x): return x"
 SECONDS = 0.5
@@ -580,7 +698,7 @@ def failures(programs: Sequence[Program], isolation: str) -> list[str]:
                 text = text.replace(word, str(value))
             for body, calls in ((text, row.calls), (RIGHT, 1), (WRONG, 1)):
                 rows.append(
-                    problem(len(rows), "f", "return x + 1", [[x + 1] for x in range(calls)], [[9]])
+                    problem(len(rows), "f", SOLUTION, [[x + 1] for x in range(calls)], [[9]])
                 )
                 texts[rows[-1]["task_id"]] = body
         data = str(write_lines(folder / "data.jsonl", rows))

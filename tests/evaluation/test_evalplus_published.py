@@ -383,8 +383,8 @@ def grading(tmp_path: Path) -> Iterator[psutil.Popen]:
     command = [sys.executable, "-c", GRADING, str(data), program_isolation()]
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
     process = psutil.Popen(command, env=environment)
-    # the runner and the program
-    wait_until(lambda: len(process.children(recursive=True)) >= 2)
+    # the runner, the process that serves the request, and the program
+    wait_until(lambda: len(process.children(recursive=True)) >= 3)
     yield process
     with suppress(psutil.NoSuchProcess):
         process.kill()

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from moe_lab.evaluation.sandbox.encoding import HUGE, decode, decode_text, encode_result
 from moe_lab.evaluation.sandbox.isolation import (
@@ -105,13 +105,30 @@ def main(isolation: str, hidden: Path) -> None:
     for name in _USUAL_IMPORTS:
         __import__(name)
     enter(isolation, hidden)
-    for line in sys.stdin.buffer:
-        method, arguments = json.loads(line)
-        outcome = None
-        if method == "run":
-            outcome = vars(_run(Request(**arguments["request"]), isolation))
-        sys.stdout.write(json.dumps({"done": outcome}) + "\n")
-        sys.stdout.flush()
+    # Each request is served by a new process. Else a program could find earlier programs, such as
+    # the right solution, and what they returned, in the freed memory of its process.
+    while True:
+        server = os.fork()
+        if server == 0:
+            die_with_parent()
+            _serve(isolation)
+        _, status = os.waitpid(server, 0)
+        if status:
+            raise SystemExit(f"the process that serves a request ended with {status}")
+
+
+def _serve(isolation: str) -> NoReturn:
+    """Serve one request, and end this process."""
+    line = sys.stdin.buffer.readline()
+    if not line:
+        raise SystemExit("the grader has ended")
+    method, arguments = json.loads(line)
+    outcome = None
+    if method == "run":
+        outcome = vars(_run(Request(**arguments["request"]), isolation))
+    sys.stdout.write(json.dumps({"done": outcome}) + "\n")
+    sys.stdout.flush()
+    os._exit(0)
 
 
 # The parent's side: start, watch, kill.
