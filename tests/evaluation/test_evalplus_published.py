@@ -317,6 +317,48 @@ def test_no_verdict_is_worse_than_that_of_evalplus(
         assert {*graded.protocol["unlike_harness"]} ^ others <= {"HumanEval/32"}
 
 
+METHOD = "class Solution:\n    def f(self, x):\n        return x + 1\n"
+ASYNC = "import asyncio\nasync def g(x):\n    return x + 1\n"
+OTHER_FORMS = {
+    "method": METHOD,
+    "method in a fence": f"{FENCE}py\n{METHOD}{FENCE}\nSo:\n{FENCE}py\nSolution()\n{FENCE}",
+    "method and function": f"{METHOD}def f(x):\n    return Solution().f(x)",
+    "bound method": f"{METHOD}f = Solution().f",
+    "inherited method": f"{METHOD}class A(Solution):\n    pass\nf = A().f",
+    "object": "class A:\n    def __call__(self, x):\n        return x + 1\nf = A()",
+    "class": "class f:\n    def __new__(cls, x):\n        return x + 1",
+    "asynchronous": ASYNC.replace("g", "f"),
+    "asynchronous helper": f"{ASYNC}def f(x):\n    return asyncio.run(g(x))",
+    "name of a global": "globals()['f'] = lambda x: x + 1",
+    "global of a function": "def g():\n    global f\n    f = lambda x: x + 1\ng()",
+    "condition": f"if 1:\n{textwrap.indent(RIGHT, '    ')}\nelse:\n    f = None",
+    "deleted": f"{RIGHT}\ndel f",
+}
+"""Texts whose function is no function at the top of a program."""
+
+
+def test_other_forms_have_no_worse_verdict_than_that_of_evalplus(
+    tmp_path: Path, original: ModuleType
+) -> None:
+    row = problem(0, "f", "return x + 1", [[1]], [[2], [3]])
+
+    def passing(**settings: Any) -> set[str]:
+        verdicts = form_verdicts(tmp_path, OTHER_FORMS.values(), **settings)
+        return {
+            form
+            for form, verdict in zip(OTHER_FORMS, verdicts, strict=True)
+            if verdict.plus == "pass"
+        }
+
+    passing_evalplus = {
+        form
+        for form, text in OTHER_FORMS.items()
+        if evalplus_passes(original, "humaneval", row, text)
+    }
+    assert passing(as_harness=True) == passing_evalplus
+    assert {"bound method", "asynchronous helper"} <= passing_evalplus <= passing()
+
+
 LINES = [
     "def f(x):",
     "    return x",

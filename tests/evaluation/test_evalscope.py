@@ -27,6 +27,9 @@ from fake_engines import (
     protocol,
     samples,
 )
+from harness_files import GARBAGE
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks.measure import program_isolation
 from moe_lab import machine
@@ -159,6 +162,11 @@ CASES: dict[str, tuple[bool, str, float]] = {
         ),
         0.0,
     ),
+    "floods after the first tests": (
+        False,
+        f"```python\n{SUMS}\n    if line == '4 5': print('x' * (9 << 20))\n```",
+        0.0,
+    ),
     "has no block": (False, SUMS, 0.0),
     "returns another order": (True, f"```python\n{LARGEST.replace('[::-1]', '')}\n```", 0.0),
     "never ends": (False, "```python\nwhile True: pass\n```", 0.0),
@@ -220,7 +228,49 @@ def test_samples_have_the_verdicts_of_evalscope(judged_programs: JudgedPrograms)
     assert verdicts["reads lines"] == "pass"
     assert verdicts["never ends"] == "Time Limit Exceeded"
     assert verdicts["returns another order"] == "Wrong Answer"
+    assert verdicts["floods after the first tests"] == "Runtime Error"
     assert "mismatched output length" in verdicts["has no block"]
+
+
+@pytest.mark.slow
+@needs_evalscope
+def test_numbers_of_numpy_are_right() -> None:
+    python = machine.interpreter("evalscope", None, "a test")
+    _, *arguments = command("moe_lab.child_process", evalscope_code.__name__)
+    number = {"kind": "numpy", "value": ["<i8", [], "AgAAAAAAAAA="]}
+    outcome = {"status": "ok", "error": "", "encoded": [json.dumps(number)], "seconds": [0.0]}
+    with ChildProcess([python, *arguments], os.environ) as process:
+        for expected in ("2", "3"):
+            tests = {"inputs": ["1"], "outputs": [expected]}
+            results, _ = process.call("compare", function="f", tests=tests, outcome=outcome)
+            assert results == [expected == "2"]
+
+
+@pytest.mark.slow
+@needs_evalscope
+@pytest.mark.parametrize("task", ["gsm8k", "gpqa_diamond", "live_code_bench"])
+@settings(max_examples=2, deadline=None)
+@given(texts=st.lists(GARBAGE, min_size=12, max_size=12))
+def test_garbage_costs_only_its_own_answer(
+    task: str, texts: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    changes, rows = OTHERS.get(task, ({}, []))
+    if task == "gsm8k":
+        rows = [{"question": "Two and two?", "answer": "#### 4"}]
+    if task == "live_code_bench":
+        rows = [problem(0, "2025-01-01T00:00:00")]
+    benchmark = configured(task, tmp_path_factory.mktemp(task), **changes)
+    write_data(benchmark, {str(benchmark.split): rows[:1]})
+    (item,) = HARNESS.items(benchmark)
+    messages: Any = item.requests[0].prompt
+    options = messages[-1]["content"].split("\n")
+    letter = next((option[0] for option in options if option.endswith(") right")), "")
+    right = f"ANSWER: {letter}\n\\boxed{{4}}\n```python\n{SUMS}\n```"
+    replies = [right, *texts, right]
+    answers = [Answer(item.name, "", (Reply(text),), n) for n, text in enumerate(replies)]
+    outcomes = [sample["outcome"] for sample in HARNESS.grade(answers, benchmark, ALLOWED).samples]
+    assert outcomes[0] == outcomes[-1] == 1.0
+    assert len(outcomes) == len(replies) and set(outcomes[1:-1]) <= {0.0, 1.0}
 
 
 @pytest.mark.slow
@@ -378,25 +428,24 @@ def test_errors_of_evalscope_and_of_its_process(
         HARNESS.items(benchmark)
 
 
-def test_incomparable_answers_are_wrong_and_must_be_few(
+def test_incomparable_answers_are_wrong_and_not_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     benchmark = BenchmarkConfig(
         name="math500", harness="evalscope", task="math_500", reports={"math500": "acc"}
     )
-    verdicts = [{"outcome": 1.0, "extracted": "1", "why": ""} for n in range(200)]
-    verdicts[7] |= {"outcome": None, "why": "exceeded the deadline"}
+    verdicts: list[dict[str, Any]] = [{"outcome": 1.0, "extracted": "1", "why": ""}] * 200
+    verdicts[7:10] = [{"outcome": None, "extracted": "", "why": "exceeded the deadline"}] * 3
     answers = [Answer(f"{n}", "", (Reply(),)) for n in range(200)]
     monkeypatch.setattr(
         evalscope, "_call_worker", lambda *arguments, **more: {"samples": verdicts, "versions": {}}
     )
     graded = HARNESS.grade(answers, benchmark, Policy())
-    assert graded.results[0]["score"] == 199 / 200
-    assert graded.protocol["unscored"] == ["7"]
+    assert graded.results[0]["score"] == 197 / 200
+    assert graded.protocol["unscored"] == ["7", "8", "9"]
     assert graded.samples[7]["extracted"] == "not compared: exceeded the deadline"
-    for number in (8, 9):
-        verdicts[number] |= {"outcome": None, "why": "the same"}
-    with pytest.raises(RuntimeError, match="could not compare 3 of 200 answers, such as that to 7"):
+    with pytest.raises(RuntimeError, match="none of 200 answers"):
+        verdicts = [verdicts[7]] * 200
         HARNESS.grade(answers, benchmark, Policy())
 
 

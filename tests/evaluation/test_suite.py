@@ -30,9 +30,8 @@ from fake_engines import (
     protocol,
     samples,
 )
-from harness_files import shipped_items, write_lines
+from harness_files import GARBAGE, shipped_items, write_lines
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from identities.plans import random_plan
 
 from benchmarks.measure import program_isolation
@@ -215,21 +214,19 @@ def test_settings_that_cannot_be_or_would_do_nothing_are_told(
     assert any(says in sentence for sentence in benchmark_errors([replace(CODE, **changed)]))
 
 
-GARBAGE = st.text() | st.sampled_from(
-    [
-        *("", "\ud800", "\0", "9" * 400, "[" * 9000, "(" * 9000, "1e999", "\\boxed{" * 999),
-        *("```python\n" * 99, "<tool_call>" * 99, '{"name": "f", "arguments": ' * 999),
-        '<tool_call>{"name": "give", "arguments": {"giver": 1e999, "present": NaN}}</tool_call>',
-        f"```python\ndef f(x): return {'-' * 9000}x\n```",
-    ]
-)
 CALLS = ROOT / "examples/function_calls/questions.jsonl"
 QUESTIONS = {
     "evalplus": {"task": CODE.task, "parameters": {"seconds": 0.5}},
     "stories": {"task": "pocket:benchmarks/wildbench.jsonl"},
+    "lm_eval": {"task": "pocket:benchmarks/math500.yaml"},
     "function_calls": {"task": str(CALLS), "parameters": {"answers": "answers.jsonl"}},
 }
-METRICS = {"evalplus": "base", "stories": "score", "function_calls": "acc"}
+METRICS = {
+    "evalplus": "base",
+    "stories": "score",
+    "lm_eval": "exact_match",
+    "function_calls": "acc",
+}
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from fake_engines import (
     protocol,
     samples,
 )
+from harness_files import GARBAGE
+from hypothesis import given, settings
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import Unavailable, UserError
@@ -172,6 +175,32 @@ def graded(judged: BenchmarkConfig, tmp_path: Path) -> Any:
     texts = [OUTPUTS.get(number, f"{number % 10 + 1} and half a \ud83d") for number in range(146)]
     (result,) = run.grade(made_up_answers(judged, texts), judged, tmp_path, policy=ALLOWED)
     return result
+
+
+@pytest.mark.slow
+@settings(max_examples=5, deadline=None)
+@given(text=GARBAGE, reply=GARBAGE)
+def test_garbage_costs_only_its_own_item(published: BenchmarkConfig, text: str, reply: str) -> None:
+    """Garbage of the model, and of the judge for another answer."""
+
+    def judge(body: dict[str, Any]) -> Reply:
+        is_disturbed = "the disturbed answer" in body["messages"][0]["content"]
+        return message(reply if is_disturbed else '{"score": 4}')
+
+    texts = [text, "the disturbed answer", *["another answer"] * 144]
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        pytest.MonkeyPatch.context() as patch,
+        endpoint(judge) as server,
+    ):
+        patch.setenv("XDG_CACHE_HOME", cache)
+        benchmark = replace(published, judge=JudgeConfig("fake/judge", server.url))
+        graded = HARNESS.grade(made_up_answers(benchmark, texts), benchmark, ALLOWED)
+    outcomes = {sample["item"]: sample["outcome"] for sample in graded.samples}
+    first, second, *others = [f"session{number}#0" for number in CREATIVE]
+    assert outcomes[first] == (pytest.approx(1 / 3) if text.strip() else 0)
+    assert list(graded.protocol["unscored"]) == [second]
+    assert {item: outcomes[item] for item in others} == dict.fromkeys(others, pytest.approx(1 / 3))
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 from moe_lab.errors import UserError
 from moe_lab.evaluation.sandbox.client import LimitedCalls, Runners
-from moe_lab.evaluation.sandbox.runner import Outcome, Request
+from moe_lab.evaluation.sandbox.runner import OUTPUT, Outcome, Request
 
 _FIRST_TESTS = 4
 """Number of tests that run before the others. Most wrong programs fail one of these tests."""
@@ -29,6 +29,8 @@ _COMPARISON_LIMITS = (60.0, 4 << 30)  # CPU seconds and bytes of memory
 _COLUMNS = ("inputs", "outputs")
 """Lists of a problem that have one entry for each test."""
 _WRONG = -2  # EvalScope's number for a wrong answer
+_MORE_OUTPUT = 1 << 16
+"""Bytes that a program may print beyond four for each expected character."""
 _PARTS = 1 << 30  # no output becomes a hash: EvalScope's comparison needs the values
 
 # What is added to a solution, so that the runner can call its function as EvalScope does.
@@ -128,11 +130,12 @@ class Programs:
         `tests`: {"fn_name": function to call, or None for a program that prints; "inputs" and
         "outputs": one entry per test}."""
         if tests["fn_name"] is None:
-            outcome = self._run_script(solution, tests["inputs"])
+            outcome = self._run_script(solution, tests)
         else:
             owner = "Solution()." if "class Solution" in solution else ""
             program = solution + _CALL.format(method=owner + tests["fn_name"])
-            outcome = self._run(program, "moe_lab_answer", [[text] for text in tests["inputs"]])
+            inputs = [[text] for text in tests["inputs"]]
+            outcome = self._run(program, "moe_lab_answer", inputs, OUTPUT)
         # number of tests with an output, plus the test at which the program failed
         run_count = len(outcome.encoded) + (outcome.status != "ok")
         tests_run = {name: tests[name][:run_count] for name in _COLUMNS}
@@ -144,19 +147,23 @@ class Programs:
         results, notes = results_and_notes
         return results, {**notes, "program_error": outcome.error}
 
-    def _run_script(self, solution: str, inputs: Sequence[str]) -> Outcome:
-        """Run a program that prints, once for each input, until a run fails. The outcome has the
+    def _run_script(self, solution: str, tests: dict[str, Any]) -> Outcome:
+        """Run a program that prints, once for each test, until a run fails. The outcome has the
         printed texts as values."""
         encoded: list[str] = []
-        for text in inputs:
-            outcome = self._run(solution, None, [text])
+        for text, expected in zip(tests["inputs"], tests["outputs"], strict=True):
+            # the texts of all runs are in memory together
+            outcome = self._run(solution, None, [text], _MORE_OUTPUT + 4 * len(expected))
             encoded += outcome.encoded
             if outcome.status != "ok":
                 break
         return replace(outcome, encoded=encoded)
 
-    def _run(self, program: str, entry_point: str | None, inputs: list[Any]) -> Outcome:
-        """Run a program once, after the imports that EvalScope adds to every solution."""
+    def _run(
+        self, program: str, entry_point: str | None, inputs: list[Any], output: int
+    ) -> Outcome:
+        """Run a program once, after the imports that EvalScope adds to every solution. `output`:
+        limit on the bytes that it prints or returns."""
         from evalscope.benchmarks.live_code_bench import testing_util
 
         request = Request(
@@ -166,6 +173,7 @@ class Programs:
             seconds=[self.seconds] * len(inputs),
             total_seconds=(self.seconds + 1) * len(inputs),
             memory=self.memory,
+            output=output,
             parts=_PARTS,
             prelude=testing_util.import_string,
         )
@@ -200,7 +208,8 @@ def compare(function: str | None, tests: dict[str, Any], outcome: dict[str, Any]
             results_and_notes = testing_util.grade_call_based(
                 "", tests["inputs"], tests["outputs"], function, 0
             )
-    return json.loads(json.dumps(results_and_notes, default=str))
+    # as EvalScope, by the first item of an array; numbers of numpy have one item
+    return json.loads(json.dumps(results_and_notes, default=lambda result: result.item(0)))
 
 
 def _outputs(outcome: Outcome) -> Iterator[Any]:

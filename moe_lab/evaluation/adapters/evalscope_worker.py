@@ -164,7 +164,8 @@ def _mathematical_verdict(adapter: Any, state: Any) -> dict[str, Any]:
 
     verdict = _verdict(adapter, state)
     text = state.output.completion
-    for form in (text, _in_plain_notation(text)):
+    # without repeating a comparison, which may take half a minute
+    for form in dict.fromkeys((text, _in_plain_notation(text))):
         if verdict["outcome"] == 0:
             with suppress(MathEvaluationError):
                 result = compare_answers(form, state.target, prediction_mode="output")

@@ -23,9 +23,6 @@ from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates
 from moe_lab.machine import check_has, cores, interpreter, package_version_in
 from moe_lab.start import command
 
-UNSCORED_AT_MOST = 0.01
-"""Largest share of answers that EvalScope may fail to compare within its time limit. Such answers
-count as wrong."""
 SHOTS: Mapping[str, tuple[int, ...] | None] = {
     "gsm8k": None,
     "math_500": (0,),
@@ -71,8 +68,8 @@ class EvalScope(Harness):
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
         """Let EvalScope grade the answers. A mathematical answer is right, too, if only Math-Verify
-        accepts it, except with the parameter `as_harness`. RuntimeError if EvalScope could not
-        compare more than 1 % of the answers."""
+        accepts it, except with the parameter `as_harness`. An answer counts as wrong if EvalScope
+        cannot compare it within its time limit. RuntimeError if that is so for all answers."""
         limits = None
         if self.runs_programs(benchmark):
             limits = _program_limits(benchmark, policy)
@@ -87,10 +84,10 @@ class EvalScope(Harness):
         keys = [answer.key for answer in answers]
         samples = dict(zip(keys, graded["samples"], strict=True))
         unscored_items = [key[0] for key in keys if samples[key]["outcome"] is None]
-        if len(unscored_items) > UNSCORED_AT_MOST * len(answers):
+        if len(unscored_items) == len(answers):
             raise RuntimeError(
-                f"benchmark {benchmark.name}: EvalScope could not compare {len(unscored_items)} of "
-                f"{len(answers)} answers, such as that to {unscored_items[0]}"
+                f"benchmark {benchmark.name}: EvalScope could compare none of {len(answers)} "
+                f"answers, such as that to {unscored_items[0]}"
             )
 
         def verdict(answer: Answer, metric: str) -> tuple[float, str]:

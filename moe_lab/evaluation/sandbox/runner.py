@@ -47,6 +47,8 @@ _USUAL_IMPORTS = (
 _TICK = 0.01
 """Seconds between two reads of what a program has sent. Waking at each result would double the cost
 of short calls."""
+OUTPUT = 64 << 20
+"""Default limit on the bytes of results that a program sends."""
 _PIPE = 1 << 20
 """Bytes of results that a program can send between two reads, where the system allows so many."""
 MOST_THREADS = 64
@@ -70,7 +72,7 @@ class Request:
     """CPU limit of the whole program in seconds."""
     memory: int
     """Limit on the address space of each process of the program, in bytes."""
-    output: int = 64 << 20
+    output: int = OUTPUT
     """Limit on the encoded results that the program sends, in bytes."""
     parts: int = HUGE
     """Largest number of parts of a value that comes back as a whole, not as a hash."""
@@ -253,10 +255,11 @@ class _Watch:
             if line.startswith(b"error "):
                 # cut, because the program may send a line of any length
                 return self.reply("failed", line[6:900].decode("utf-8", "replace")[:294])
-            # JSON of results is ASCII, so the program itself has written to the pipe
-            if not line.isascii():
+            text = line.decode("latin-1")
+            # JSON of results is printable ASCII, so the program itself has written to the pipe
+            if not (text.isascii() and text.isprintable()):
                 return self.reply("output", "it returned something that is not a value")
-            self.lines.append(line.decode())
+            self.lines.append(text)
             self.times.append(now - self.call_cpu_start)
             self.call_cpu_start = now
             self.call_wall_start = time.monotonic()
