@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from moe_lab.child_process import environment
 from moe_lab.evaluation.adapters import evalplus_rules
 from moe_lab.evaluation.sandbox.client import LimitedCalls, Runners
 from moe_lab.evaluation.sandbox.encoding import encode
@@ -104,11 +104,8 @@ class Grader:
     often write the same program."""
 
     def __init__(self) -> None:
-        # the process that calls evalplus_rules gets no other variables
-        names = ("PATH", "LD_LIBRARY_PATH", "TMPDIR")
-        environment = {name: os.environ[name] for name in names if name in os.environ}
-        environment |= {"PYTHONNOUSERSITE": "1", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
-        self.rules = LimitedCalls(evalplus_rules.__name__, environment)
+        variables = environment("PATH", "TMPDIR", HOME="/nonexistent")
+        self.rules = LimitedCalls(evalplus_rules.__name__, variables)
         """Calls functions of evalplus_rules in processes with limits."""
         self.runners = {kind: Runners(kind) for kind in (*ISOLATIONS, NONE)}
         """Kind of isolation -> the processes that run programs."""

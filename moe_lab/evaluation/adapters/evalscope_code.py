@@ -26,8 +26,6 @@ from moe_lab.evaluation.sandbox.runner import OUTPUT, Outcome, Request
 _FIRST_TESTS = 4
 """Number of tests that run before the others. Most wrong programs fail one of these tests."""
 _COMPARISON_LIMITS = (60.0, 4 << 30)  # CPU seconds and bytes of memory
-_COLUMNS = ("inputs", "outputs")
-"""Lists of a problem that have one entry for each test."""
 _WRONG = -2  # EvalScope's number for a wrong answer
 _MORE_OUTPUT = 1 << 16
 """Bytes that a program may print beyond four for each expected character."""
@@ -51,9 +49,9 @@ def restrict_to_days(
     first_day, last_day = days
 
     def select_samples(record: dict[str, Any]) -> Any:
-        day = record["contest_date"]  # a text, or a datetime in some file formats
-        row = {**record, "contest_date": day if isinstance(day, str) else day.isoformat()}
-        if not first_day <= row["contest_date"][:10] <= last_day:
+        day = str(record["contest_date"])  # a datetime in some file formats
+        row = {**record, "contest_date": day}
+        if not first_day <= day[:10] <= last_day:
             return []
         if hides_tests:
             row["private_test_cases"] = "[]"
@@ -111,16 +109,13 @@ class Programs:
         tests = json.loads(state.metadata["evaluation_sample"])
         if not tests["inputs"]:
             raise UserError("it has a problem without tests")
-        first_tests = {**tests, **{name: tests[name][:_FIRST_TESTS] for name in _COLUMNS}}
-        results, notes = self.run_tests(solution, first_tests)
-        if first_tests != tests and all(result is True for result in results):
-            results, notes = self.run_tests(solution, tests)
+        for count in (_FIRST_TESTS, len(tests["inputs"])):
+            results, notes = self.run_tests(solution, _first(count, tests))
+            is_right = all(result is True for result in results)
+            if not is_right:
+                break
         why = " ".join(notes.get(name) or "" for name in ("error_message", "program_error")).strip()
-        return {
-            "outcome": float(all(result is True for result in results)),
-            "extracted": "",
-            "why": why,
-        }
+        return {"outcome": float(is_right), "extracted": "", "why": why}
 
     def run_tests(self, solution: str, tests: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Run a program on `tests` and compare the outputs. Returns EvalScope's (results, notes). A
@@ -138,12 +133,10 @@ class Programs:
             outcome = self._run(program, "moe_lab_answer", inputs, OUTPUT)
         # number of tests with an output, plus the test at which the program failed
         run_count = len(outcome.encoded) + (outcome.status != "ok")
-        tests_run = {name: tests[name][:run_count] for name in _COLUMNS}
-        arguments = [tests["fn_name"], tests_run, asdict(outcome)]
+        arguments = [tests["fn_name"], _first(run_count, tests), asdict(outcome)]
         results_and_notes = self._comparison("compare", arguments, *_COMPARISON_LIMITS)
         if results_and_notes is None:
-            error = "its outputs take too much time or memory to compare"
-            return [_WRONG], {"program_error": error}
+            return [_WRONG], {"program_error": "its outputs take too much to compare"}
         results, notes = results_and_notes
         return results, {**notes, "program_error": outcome.error}
 
@@ -178,6 +171,11 @@ class Programs:
             prelude=testing_util.import_string,
         )
         return self._runners.run(request)
+
+
+def _first(count: int, tests: dict[str, Any]) -> dict[str, Any]:
+    """The first tests of a problem."""
+    return {**tests, **{name: tests[name][:count] for name in ("inputs", "outputs")}}
 
 
 def compare(function: str | None, tests: dict[str, Any], outcome: dict[str, Any]) -> Any:

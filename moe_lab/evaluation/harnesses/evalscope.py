@@ -7,14 +7,13 @@ grade the answers.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from moe_lab.child_process import ChildProcess, ErrorReply, ProcessEnded
+from moe_lab.child_process import ChildProcess, ErrorReply, ProcessEnded, environment
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown_name_error, user_errors
 from moe_lab.evaluation import Policy, mirror
@@ -86,8 +85,8 @@ class EvalScope(Harness):
         unscored_items = [key[0] for key in keys if samples[key]["outcome"] is None]
         if len(unscored_items) == len(answers):
             raise RuntimeError(
-                f"benchmark {benchmark.name}: EvalScope could compare none of {len(answers)} "
-                f"answers, such as that to {unscored_items[0]}"
+                f"benchmark {benchmark.name}: EvalScope could compare no answer, such as that to "
+                f"{unscored_items[0]}"
             )
 
         def verdict(answer: Answer, metric: str) -> tuple[float, str]:
@@ -202,16 +201,14 @@ def _call_worker(benchmark: BenchmarkConfig, method: str, **arguments: Any) -> A
 def _environment(folder: Path) -> dict[str, str]:
     """All environment variables of EvalScope's process."""
     caches = ("HF_HOME", "MODELSCOPE_CACHE", "EVALSCOPE_CACHE")
-    return {
-        **{name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ},
+    return environment(
+        "PATH",
         **dict.fromkeys(caches, str(folder / "cache")),
         **dict.fromkeys(("HOME", "TMPDIR"), str(folder)),
-        "PYTHONNOUSERSITE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "LANG": "C.UTF-8",
-    }
+        HF_HUB_OFFLINE="1",
+        HF_DATASETS_OFFLINE="1",
+        LANG="C.UTF-8",
+    )
 
 
 def _link_data(benchmark: BenchmarkConfig, folder: Path) -> Path:

@@ -4,7 +4,6 @@ returned."""
 from __future__ import annotations
 
 import importlib
-import os
 import resource
 import signal
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from moe_lab.child_process import ChildProcess, ErrorReply, ProcessEnded
+from moe_lab.child_process import ChildProcess, ErrorReply, ProcessEnded, environment
 from moe_lab.evaluation.sandbox.isolation import BUBBLEWRAP, NONE, PACKAGE, bubblewrap_command
 from moe_lab.evaluation.sandbox.runner import Outcome, Request
 from moe_lab.start import command
@@ -52,19 +51,11 @@ class Runner(ChildProcess):
 
 
 def runner_command(isolation: str) -> tuple[list[str], dict[str, str]]:
-    """(command line, environment variables) of a runner, which inherits no other variables."""
+    """(command line, environment variables) of a runner."""
     line = command("moe_lab.evaluation.sandbox.runner", isolation, str(PACKAGE))
     if isolation == BUBBLEWRAP:
         line = [*bubblewrap_command(), *line]
-    # some interpreters find their shared libraries only by LD_LIBRARY_PATH
-    inherited = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-    return line, {
-        "PYTHONHASHSEED": "0",
-        "PYTHONNOUSERSITE": "1",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        **inherited,
-    }
+    return line, environment(PYTHONHASHSEED="0", OPENBLAS_NUM_THREADS="1")
 
 
 def start(isolation: str) -> Runner:
@@ -135,8 +126,7 @@ class Runners(Pool[Runner]):
             raise RunnerError(
                 "the process that runs programs ended twice, and no program can have ended it"
             )
-        error = "it ended the process that ran it"
-        return Outcome("crash", error, encoded=[], seconds=[])
+        return Outcome("crash", "it ended the process that ran it", [], [])
 
 
 @lru_cache

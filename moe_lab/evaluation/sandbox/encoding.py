@@ -31,7 +31,7 @@ _PLAIN = (type(None), bool, float, str)
 _COMPACT = 1000
 """Lists of at least so many floats are sent in binary, which takes half the bytes of text."""
 _CONTAINERS = (list, tuple, set, frozenset, dict)
-_SHORT_INTEGER = 1 << 512  # longer integers would meet Python's limit on decimal digits
+_SHORT_BITS = 512  # longer integers would meet Python's limit on decimal digits
 
 
 class Opaque:
@@ -116,9 +116,7 @@ def encode_result(value: Any, parts: int = HUGE) -> Any:
     if _remaining_budget(value, parts) >= 0:
         return encode(value)
     digest = _digest_or_none(value)
-    return (
-        {"kind": "opaque", "value": None} if digest is None else {"kind": "huge", "value": digest}
-    )
+    return {"kind": "huge", "value": digest} if digest else encode(Opaque())
 
 
 def _remaining_budget(value: Any, budget: int) -> int:
@@ -160,9 +158,7 @@ def _is_numpy(value: Any) -> bool:
     return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
 
 
-_CHUNK = 1 << 10
-"""Items of a list whose canonical forms are in memory at the same time."""
-_CANONICAL_TYPES = {int, str, bytes}
+_CANONICAL_TYPES = {type(None), int, str, bytes}
 """Types whose values are their own canonical forms."""
 
 
@@ -178,60 +174,48 @@ def _digest(value: Any) -> str:
     """A digest that is the same for equal values, and different for different ones. TypeError or
     ValueError for a value that equals no other, or contains such a value."""
     digest = sha256()
+    # with this protocol, what is written is not collected in memory
     pickler = Pickler(SimpleNamespace(write=digest.update), protocol=4)
-    # without references to earlier objects, what is written is a function of the values alone
+    # without references to earlier objects, what is written is a function of the value alone
     pickler.fast = True
-    for items in _canonical_chunks(value):
-        pickler.dump(items)
+    pickler.dump(_canonical(value))
     return digest.hexdigest()
 
 
-def _canonical_chunks(value: Any) -> Iterator[list[Any]]:
-    """Yield the canonical forms of the items of `value`, many at a time. A value that is no
-    container is its only item."""
-    if isinstance(value, (list, tuple)):
-        yield ["list" if isinstance(value, list) else "tuple"]
-        for start in range(0, len(value), _CHUNK):
-            items = list(value[start : start + _CHUNK])
-            yield items if _are_canonical(items) else [_canonical(item) for item in items]
-    elif isinstance(value, (set, frozenset)):
-        yield ["set", *sorted(map(_digest, value))]
-    elif isinstance(value, dict):
-        yield ["dict", *sorted(map(_digest, dict.items(value)))]
-    else:
-        yield [_canonical(value)]
-
-
-def _are_canonical(items: list[Any]) -> bool:
-    """Whether the items, usually of a long list, are known to be their own canonical forms. Calling
-    `_canonical` for each of them would take ten times as long."""
-    types = set(map(type, items))
-    if types <= {list, tuple}:
-        types = set(map(type, chain.from_iterable(items)))
-    return types <= _CANONICAL_TYPES
-
-
 def _canonical(value: Any) -> Any:
-    """A value of a plain type that is the same for equal values. TypeError for a value that equals
+    """A value of plain types that is the same for equal values. TypeError for a value that equals
     no other."""
-    if value is None or type(value) in _CANONICAL_TYPES:
+    if type(value) in _CANONICAL_TYPES or _is_canonical_list(value):
         return value
     if isinstance(value, complex) and value.imag == 0:
         value = value.real
     if isinstance(value, float) and value == value:  # NaN equals nothing
         return int(value) if value.is_integer() else float.__float__(value)
-    if isinstance(value, list):
-        return [_canonical(item) for item in value]
-    if isinstance(value, tuple):
-        return tuple([_canonical(item) for item in value])
-    if isinstance(value, _CONTAINERS):
-        return {_digest(value)}  # no other canonical form is a set
+    if isinstance(value, (list, tuple)):
+        items = map(_canonical, value)
+        return list(items) if isinstance(value, list) else tuple(items)
+    if isinstance(value, (set, frozenset)):
+        return {"set": sorted(map(_digest, value))}
+    if isinstance(value, dict):
+        return {"dict": sorted(map(_digest, dict.items(value)))}
     if isinstance(value, bytearray):
         return bytes(value)
     for base in (int, complex, str, bytes):
         if isinstance(value, base) and value == value:
             return _FORMS[base].from_json(_FORMS[base].to_json(value))
     raise TypeError(f"a {type(value).__name__} equals no other value")
+
+
+def _is_canonical_list(value: Any) -> bool:
+    """Whether `value` is a list or tuple of values of `_CANONICAL_TYPES`, or of lists or tuples of
+    such values. Most long results are, and to call `_canonical` for each item would take ten times
+    as long."""
+    if type(value) not in (list, tuple):
+        return False
+    types = set(map(type, value))
+    if types <= {list, tuple}:
+        types = set(map(type, chain.from_iterable(value)))
+    return types <= _CANONICAL_TYPES
 
 
 def encode(value: Any) -> Any:
@@ -244,7 +228,7 @@ def encode(value: Any) -> Any:
         return {"kind": "floats", "value": b64encode(array("d", value)).decode()}
     if kind is list:
         return _encode_items(value)
-    if kind is int and -_SHORT_INTEGER < value < _SHORT_INTEGER:
+    if kind is int and value.bit_length() <= _SHORT_BITS:
         return value
     if kind in _FORMS:
         return {"kind": kind.__name__, "value": _FORMS[kind].to_json(value)}

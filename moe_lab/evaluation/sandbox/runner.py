@@ -36,14 +36,6 @@ from moe_lab.evaluation.sandbox.isolation import (
     thread_count,
 )
 
-# Modules that a runner imports, so that programs which import them start faster. Others, such as
-# collections, math and re, are imported by these.
-_USUAL_IMPORTS = (
-    "datetime",
-    "heapq",
-    "statistics",
-    "string",
-)
 _TICK = 0.01
 """Seconds between two reads of what a program has sent. Waking at each result would double the cost
 of short calls."""
@@ -104,8 +96,6 @@ class Outcome:
 def main(isolation: str, hidden: Path) -> None:
     """Serve requests until standard input ends. The request `start` is answered once this process
     is isolated. `isolation`, `hidden`: see `isolation.enter`."""
-    for name in _USUAL_IMPORTS:
-        __import__(name)
     enter(isolation, hidden)
     # Each request is served by a new process. Else a program could find earlier programs, such as
     # the right solution, and what they returned, in the freed memory of its process.
