@@ -20,7 +20,7 @@ from fake_engines import (
     samples,
 )
 from harness_files import GARBAGE
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import Unavailable, UserError
@@ -180,6 +180,7 @@ def graded(judged: BenchmarkConfig, tmp_path: Path) -> Any:
 @pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(text=GARBAGE, reply=GARBAGE)
+@example(text="\ud800", reply='{"score": 1e999}')
 def test_garbage_costs_only_its_own_item(published: BenchmarkConfig, text: str, reply: str) -> None:
     """Garbage of the model, and of the judge for another answer."""
 
