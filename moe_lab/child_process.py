@@ -43,9 +43,13 @@ def environment(*names: str, **variables: str) -> dict[str, str]:
     """The environment variables of a process that must not see all of ours, such as keys:
     `variables`, and those of this process that are called `names`."""
     # some interpreters find their shared libraries only by LD_LIBRARY_PATH
-    names = ("LD_LIBRARY_PATH", *names)
-    inherited = {name: os.environ[name] for name in names if name in os.environ}
-    return {**inherited, "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1", **variables}
+    inherited = {"LD_LIBRARY_PATH", *names} & {*os.environ}
+    return {
+        **{name: os.environ[name] for name in inherited},
+        "PYTHONNOUSERSITE": "1",
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
 
 
 class ChildProcess(AbstractContextManager["ChildProcess"]):

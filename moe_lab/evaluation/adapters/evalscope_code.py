@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 from moe_lab.errors import UserError
 from moe_lab.evaluation.sandbox.client import LimitedCalls, Runners
-from moe_lab.evaluation.sandbox.runner import OUTPUT, Outcome, Request
+from moe_lab.evaluation.sandbox.runner import Outcome, Request
 
 _FIRST_TESTS = 4
 """Number of tests that run before the others. Most wrong programs fail one of these tests."""
@@ -130,7 +130,7 @@ class Programs:
             owner = "Solution()." if "class Solution" in solution else ""
             program = solution + _CALL.format(method=owner + tests["fn_name"])
             inputs = [[text] for text in tests["inputs"]]
-            outcome = self._run(program, "moe_lab_answer", inputs, OUTPUT)
+            outcome = self._run(program, "moe_lab_answer", inputs)
         # number of tests with an output, plus the test at which the program failed
         run_count = len(outcome.encoded) + (outcome.status != "ok")
         arguments = [tests["fn_name"], _first(run_count, tests), asdict(outcome)]
@@ -146,17 +146,17 @@ class Programs:
         encoded: list[str] = []
         for text, expected in zip(tests["inputs"], tests["outputs"], strict=True):
             # the texts of all runs are in memory together
-            outcome = self._run(solution, None, [text], _MORE_OUTPUT + 4 * len(expected))
+            outcome = self._run(solution, None, [text], output=_MORE_OUTPUT + 4 * len(expected))
             encoded += outcome.encoded
             if outcome.status != "ok":
                 break
         return replace(outcome, encoded=encoded)
 
     def _run(
-        self, program: str, entry_point: str | None, inputs: list[Any], output: int
+        self, program: str, entry_point: str | None, inputs: list[Any], **limits: int
     ) -> Outcome:
-        """Run a program once, after the imports that EvalScope adds to every solution. `output`:
-        limit on the bytes that it prints or returns."""
+        """Run a program once, after the imports that EvalScope adds to every solution. `limits`:
+        more fields of the request."""
         from evalscope.benchmarks.live_code_bench import testing_util
 
         request = Request(
@@ -166,9 +166,9 @@ class Programs:
             seconds=[self.seconds] * len(inputs),
             total_seconds=(self.seconds + 1) * len(inputs),
             memory=self.memory,
-            output=output,
             parts=_PARTS,
             prelude=testing_util.import_string,
+            **limits,
         )
         return self._runners.run(request)
 

@@ -73,7 +73,7 @@ class EvalScope(Harness):
         if self.runs_programs(benchmark):
             limits = _program_limits(benchmark, policy)
         texts = [(answer.item, replace_surrogates(answer.reply.text or "")) for answer in answers]
-        as_harness = benchmark.parameters.get("as_harness", False)
+        as_harness = benchmark.parameters.get("as_harness")
         is_mathematics = benchmark.task in MATHEMATICS and not as_harness
         graded = _call_worker(
             benchmark, "grade", texts=texts, is_mathematics=is_mathematics, limits=limits
@@ -200,10 +200,9 @@ def _call_worker(benchmark: BenchmarkConfig, method: str, **arguments: Any) -> A
 
 def _environment(folder: Path) -> dict[str, str]:
     """All environment variables of EvalScope's process."""
-    caches = ("HF_HOME", "MODELSCOPE_CACHE", "EVALSCOPE_CACHE")
     return environment(
         "PATH",
-        **dict.fromkeys(caches, str(folder / "cache")),
+        **dict.fromkeys(("HF_HOME", "MODELSCOPE_CACHE", "EVALSCOPE_CACHE"), str(folder / "cache")),
         **dict.fromkeys(("HOME", "TMPDIR"), str(folder)),
         HF_HUB_OFFLINE="1",
         HF_DATASETS_OFFLINE="1",

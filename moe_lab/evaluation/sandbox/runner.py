@@ -39,8 +39,6 @@ from moe_lab.evaluation.sandbox.isolation import (
 _TICK = 0.01
 """Seconds between two reads of what a program has sent. Waking at each result would double the cost
 of short calls."""
-OUTPUT = 64 << 20
-"""Default limit on the bytes of results that a program sends."""
 _PIPE = 1 << 20
 """Bytes of results that a program can send between two reads, where the system allows so many."""
 MOST_THREADS = 64
@@ -64,7 +62,7 @@ class Request:
     """CPU limit of the whole program in seconds."""
     memory: int
     """Limit on the address space of each process of the program, in bytes."""
-    output: int = OUTPUT
+    output: int = 64 << 20
     """Limit on the encoded results that the program sends, in bytes."""
     parts: int = HUGE
     """Largest number of parts of a value that comes back as a whole, not as a hash."""
@@ -132,10 +130,7 @@ def _run(request: Request, isolation: str) -> Outcome:
     with suppress(OSError, AttributeError):  # _PIPE exceeds the user's limit, or not Linux
         fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, _PIPE)
     os.set_blocking(read_end, False)
-    try:
-        child = os.fork()
-    except OSError as error:
-        raise SystemExit(f"no process can be started for a program ({error})") from error
+    child = os.fork()
     if child == 0:
         if request.entry_point is None:
             _run_script(request, isolation, write_end)
@@ -168,7 +163,7 @@ def _run(request: Request, isolation: str) -> Outcome:
 def _kill(child: int) -> None:
     """Kill the child and its process group."""
     for target in (-child, child):
-        with suppress(ProcessLookupError, PermissionError):
+        with suppress(OSError):  # it has ended
             os.kill(target, signal.SIGKILL)
     os.waitpid(child, 0)
 
