@@ -13,7 +13,9 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, mode
@@ -419,9 +421,21 @@ def _outcome_of_item(samples: Sequence[Sample], estimate: str, count: int) -> fl
         return 1 - math.comb(wrong, count) / math.comb(len(samples), count)
     if estimate == "avg":
         return fmean(outcomes[:count])
-    answers = [sample["extracted"] for sample in samples[:count]]
-    votes = [answer for answer in answers if answer] or answers
-    return outcomes[answers.index(mode(votes))]
+    votes = [_vote(sample) for sample in samples[:count]]
+    return outcomes[votes.index(mode([vote for vote in votes if vote != ""] or votes))]
+
+
+def _vote(sample: Sample) -> str | Fraction:
+    """The answer of a sample as a vote; "" if there is no answer. All right answers are equal
+    votes, and so are numbers of the same value."""
+    if sample["outcome"] == 1:
+        return "right"
+    text = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", sample["extracted"])
+    text = re.sub(r"[ $,%]", "", text)
+    if re.fullmatch(r"[-+\d./]+", text):
+        with suppress(ValueError, ZeroDivisionError):
+            return Fraction(text)
+    return text
 
 
 def loss_result(

@@ -227,6 +227,28 @@ def test_programs_in_thoughts_are_not_graded(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("extracted", "outcome"),
+    [
+        (["2", "2", "7", "7.", "$7$"], 0.0),
+        (["2", "2", "0.5", "1/2", r"\dfrac{1}{2}"], 0.0),
+        (["2", "2", "1,000", "1000", "+1 000"], 0.0),
+        (["2", "0", "0.00"], 0.0),
+        (["7", "7", "2", "two", "2."], 1.0),  # right answers are equal, in whatever words
+        (["1/0", "x", "2", "2"], 1.0),
+        (["", "", "2"], 1.0),
+        (["", ""], 0.0),
+    ],
+)
+def test_equal_answers_are_votes_for_the_same(extracted: list[str], outcome: float) -> None:
+    of_item: Any = [
+        {"item": "a", "extracted": text, "outcome": float(text in ("2", "2.", "two"))}
+        for text in extracted
+    ]
+    graded_samples = with_item_outcomes(of_item, f"maj@{len(extracted)}")
+    assert [sample["outcome"] for sample in graded_samples] == [outcome] * len(extracted)
+
+
+@pytest.mark.parametrize(
     ("metric", "sentence"),
     [
         ("pass@5", "sampling.samples=5"),
