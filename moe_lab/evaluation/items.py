@@ -10,12 +10,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
 from moe_lab.results import Sample, TextMeasures
 
+_Row = TypeVar("_Row")
 Messages = Sequence[Mapping[str, str]]
 """A conversation: role and content of each message."""
 
@@ -166,39 +167,24 @@ class Answer:
         )
 
 
-# Both validate Python objects, not JSON, as pydantic refuses half characters in JSON.
-_ITEM = TypeAdapter(Item)
-_ANSWER = TypeAdapter(Answer)
-
-
-def write_items(items: Sequence[Item], file: Path) -> None:
-    """Write one JSON line per item, compressed by gzip, as the choices of an item repeat its
-    context."""
-    lines = [json.dumps(asdict(item)) + "\n" for item in items]
-    # without the time of writing, equal items give equal files
+def write_rows(rows: Sequence[Any], file: Path) -> None:
+    """Write one JSON line for each of the dataclasses `rows`, compressed by gzip, as the choices of
+    an item repeat its context."""
+    lines = [json.dumps(asdict(row)) + "\n" for row in rows]
+    # without the time of writing, equal rows give equal files
     file.write_bytes(gzip.compress("".join(lines).encode(), mtime=0))
 
 
-def read_items(content: bytes) -> list[Item]:
-    """The items in the content of a file that `write_items` wrote."""
-    lines = gzip.decompress(content).splitlines()
-    return [_ITEM.validate_python(json.loads(line)) for line in lines]
+def read_rows(kind: type[_Row], content: bytes) -> list[_Row]:
+    """The rows, of the class `kind`, in the content of a file that `write_rows` wrote."""
+    # pydantic accepts half characters in Python objects, but not in JSON
+    rows = [json.loads(line) for line in gzip.decompress(content).splitlines()]
+    return TypeAdapter(list[kind]).validate_python(rows)  # type: ignore[valid-type]
 
 
 def replace_surrogates(text: str) -> str:
     """Replace each character that UTF-8 cannot encode by "?"."""
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def write_answers(answers: Sequence[Answer], file: Path) -> None:
-    """Write one JSON line per answer."""
-    lines = [json.dumps(asdict(answer)) + "\n" for answer in answers]
-    file.write_text("".join(lines), encoding="utf-8")
-
-
-def read_answers(content: bytes) -> list[Answer]:
-    """The answers in the content of a file that `write_answers` wrote."""
-    return [_ANSWER.validate_python(json.loads(line)) for line in content.splitlines()]
 
 
 _KNOWN_PAIRS: Mapping[str, str] = {

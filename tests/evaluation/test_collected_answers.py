@@ -52,6 +52,7 @@ from moe_lab.evaluation.engines import (
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.server import ServedModel
 from moe_lab.evaluation.items import (
+    Answer,
     Document,
     Item,
     Likelihood,
@@ -59,11 +60,9 @@ from moe_lab.evaluation.items import (
     Reply,
     Text,
     answer_after_thought,
-    read_answers,
-    read_items,
+    read_rows,
     text_measures,
-    write_answers,
-    write_items,
+    write_rows,
 )
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import load_tokenizer
@@ -149,8 +148,8 @@ def test_killed_evaluations_resume_with_the_same_batches(
                 lines.write('["0 cut of')
     assert result == expected
     assert progress == sums.batches_done
-    write_answers(result, file)
-    assert read_answers(file.read_bytes()) == expected
+    write_rows(result, file)
+    assert read_rows(Answer, file.read_bytes()) == expected
 
 
 def test_items_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -162,9 +161,9 @@ def test_items_are_read_as_they_were_written(tmp_path: Path) -> None:
     ]
     contents = []
     for name in ("first", "second"):
-        write_items(items, tmp_path / name)
+        write_rows(items, tmp_path / name)
         contents.append((tmp_path / name).read_bytes())
-    assert read_items(contents[0]) == items
+    assert read_rows(Item, contents[0]) == items
     assert contents[0] == contents[1]
 
 

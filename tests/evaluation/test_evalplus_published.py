@@ -40,7 +40,7 @@ from moe_lab.evaluation.adapters.evalplus_rules import (
 )
 from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.harnesses import evalplus
-from moe_lab.evaluation.items import Answer, Reply, read_answers, write_answers
+from moe_lab.evaluation.items import Answer, Reply, read_rows, write_rows
 from moe_lab.evaluation.mirror import benchmarks, make
 
 pytestmark = pytest.mark.slow
@@ -148,9 +148,9 @@ def answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answered:
     benchmark = small_mirror(tmp_path)
     model = ScriptedEngine(SAID)
     (answers,) = collect_answers(model, [(benchmark, run.list_items(benchmark))])
-    file = tmp_path / "answers.jsonl"
-    write_answers(answers, file)
-    return Answered(benchmark, model, read_answers(file.read_bytes()))
+    file = tmp_path / "answers"
+    write_rows(answers, file)
+    return Answered(benchmark, model, read_rows(Answer, file.read_bytes()))
 
 
 def test_answers_are_stored_as_they_were_written(answered: Answered) -> None:

@@ -32,10 +32,8 @@ from moe_lab.evaluation.items import (
     Document,
     Item,
     Text,
-    read_answers,
-    read_items,
-    write_answers,
-    write_items,
+    read_rows,
+    write_rows,
 )
 from moe_lab.json_files import ResultCache, write_json
 from moe_lab.results import CONTAMINATION
@@ -162,11 +160,11 @@ class Items(Step):
 
     def work(self, files: Files) -> None:
         _check_data(self.source, self.settings["source"])
-        write_items(run.list_items(self.source), files.out / run.ITEMS)
+        write_rows(run.list_items(self.source), files.out / run.ITEMS)
 
     def read(self, files: Files) -> list[Item]:
         """The items, from the result of this step."""
-        return read_items(files.read(self, run.ITEMS))
+        return read_rows(Item, files.read(self, run.ITEMS))
 
 
 def _check_data(benchmark: BenchmarkConfig, identity: Mapping[str, Any]) -> None:
@@ -323,12 +321,12 @@ class Generate(BenchmarkRun):
 
     def work(self, files: Files) -> None:
         for benchmark, answers in zip(self.benchmarks, self.answers(files), strict=True):
-            write_answers(answers, files.out / answers_file(benchmark))
+            write_rows(answers, files.out / answers_file(benchmark))
 
 
 def answers_file(benchmark: BenchmarkConfig) -> str:
     """Name of the file of a `Generate` step that has the answers to a benchmark."""
-    return f"answers-{benchmark.name}.jsonl"
+    return f"answers-{benchmark.name}.jsonl.gz"
 
 
 class Grade(Step):
@@ -357,7 +355,7 @@ class Grade(Step):
     def work(self, files: Files) -> None:
         benchmark = self.grading.benchmark
         _check_data(benchmark, self.settings["benchmark"])
-        answers = read_answers(files.read(self.generate, answers_file(benchmark)))
+        answers = read_rows(Answer, files.read(self.generate, answers_file(benchmark)))
         run.grade(answers, benchmark, files.out, policy=self.grading.policy)
 
 
