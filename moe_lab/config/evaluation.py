@@ -182,11 +182,6 @@ class Sampling(Group):
     """Answers to each item for which a text is generated."""
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether generation is greedy for every model."""
-        return self.temperature == 0
-
-    @property
     def distribution(self) -> dict[str, Any]:
         """The settings of the distribution from which tokens are drawn."""
         return {name: getattr(self, name) for name in GREEDY}
@@ -245,7 +240,8 @@ class BenchmarkConfig(Group):
     max_new_tokens: Count = 0
     """Generation limit; 0 for benchmarks that generate nothing."""
     thinking_tokens: Count = 8192
-    """Tokens that a text of a thinking model may have in addition to max_new_tokens in a chat."""
+    """Tokens that a model which thinks may write in a chat before an answer of max_new_tokens; 0:
+    both share max_new_tokens."""
     sampling: Sampling = field(default_factory=Sampling)
     """How texts are generated."""
     max_length: From2 | None = None

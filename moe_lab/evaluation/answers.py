@@ -172,7 +172,8 @@ def resolved_sampling(engine: Engine, benchmark: BenchmarkConfig) -> Sampling:
     if not benchmark.max_new_tokens:  # likelihoods, or greedy texts with the limit of a task
         return GREEDY_SAMPLING
     defaults = engine.sampling_defaults
-    is_own = benchmark.chat and not benchmark.sampling.is_greedy and defaults and thinks(engine)
+    may_sample = benchmark.chat and benchmark.sampling.temperature != 0
+    is_own = may_sample and defaults and thinks(engine)
     return benchmark.sampling.resolved(defaults if is_own else {})
 
 
@@ -184,10 +185,10 @@ def thinks(engine: Engine) -> bool:
     thinking: bool | None = getattr(tokenizer, "thinking", None)
     if thinking is not None or not may_think(tokenizer, tokenizer.chat_template):
         return bool(thinking)
-    marks = ThoughtMarks.of(engine.tokenizer)
+    marks = ThoughtMarks.of(tokenizer)
     question = {"role": "user", "content": "Hello"}
     arguments = {TEMPLATE_ARGUMENTS: engine.template_arguments}
-    prompt = render([question], arguments, engine.tokenizer, add_generation_prompt=True)
+    prompt = render([question], arguments, tokenizer, add_generation_prompt=True)
     if answer_after_thought("", prompt, marks=marks) is None:
         return True
     _, _, end = prompt.rpartition(question["content"])
@@ -196,7 +197,7 @@ def thinks(engine: Engine) -> bool:
     # most templates have one of these names for a thought
     thought = {"reasoning_content": "Hello", "thinking": "Hello"}
     message = {"role": "assistant", "content": "Hello", **thought}
-    return marks.are_in(render([question, message], arguments, engine.tokenizer))
+    return marks.are_in(render([question, message], arguments, tokenizer))
 
 
 def _text_seed(seed: int, name: str, sample: int) -> int:
@@ -276,7 +277,6 @@ class _Encoder:
         text = prompt if isinstance(prompt, str) else render_prompt(self.engine, prompt, tools)
         if isinstance(request, Pair):
             return _Query(request, text, rows=[self._pair_row(text, request.continuation)])
-        request = replace(request, max_tokens=request.max_tokens + self.thinking_tokens)
         query = _Query(request, text, self._tokens(text))
         if request.reference and self.engine.scores:
             self._add_reference(query, request.reference)
@@ -374,10 +374,10 @@ class _Encoder:
         long_prompts: list[tuple[int, Text]] = []
         for index, query in enumerate(queries):
             if isinstance(query.request, Text):
+                settings = self._generation_settings(query.request, sampling)
                 length = len(query.tokens)
-                if self.max_length is None or length + query.request.max_tokens <= self.max_length:
+                if self.max_length is None or length + settings.max_tokens <= self.max_length:
                     answer = query.rows[0] if query.rows else None
-                    settings = self._generation_settings(query.request, sampling)
                     prompts[index] = Prompt(query.prompt, query.tokens, settings, answer)
                 else:
                     long_prompts.append((length, query.request))
@@ -386,14 +386,12 @@ class _Encoder:
         if self.max_length is not None and long_prompts:
             length, request = max(long_prompts, key=lambda entry: entry[0] + entry[1].max_tokens)
             remaining_tokens = self.max_length - length - self.thinking_tokens
-            new_tokens = f"max_new_tokens={request.max_tokens - self.thinking_tokens}"
-            if self.thinking_tokens:
-                new_tokens += f" with thinking_tokens={self.thinking_tokens}"
             hint = "expected a model, or a max_length, of more"
             if remaining_tokens > 0:
                 hint = f"expected max_new_tokens={remaining_tokens} or less"
             raise UserError(
-                f"a prompt of {length} tokens and {new_tokens} do not fit the"
+                f"a prompt of {length} tokens and max_new_tokens={request.max_tokens} with "
+                f"thinking_tokens={self.thinking_tokens} do not fit the"
                 f" {'model' if self.max_length == self.engine.max_length else 'benchmark'}'s "
                 f"{self.max_length} tokens: {hint}"
             )
@@ -406,7 +404,7 @@ class _Encoder:
             self.engine.tokenizer, self.engine.tokenizer.chat_template
         )
         return GenerationSettings(
-            request.max_tokens,
+            request.max_tokens + self.thinking_tokens,
             () if is_thinker else request.stop,
             self.benchmark.chat,
             self._kept_tokens(request),
@@ -440,7 +438,18 @@ class _Encoder:
                 thought_and_answer = thought_and_answer.replace(special_token, "")
         answer = self._answer(thought_and_answer, query.prompt)
         thought = thought_and_answer[: len(thought_and_answer) - len(answer or "")]
+        if self.thinking_tokens:  # engines limit a thought and its answer together
+            if beginning := self._cut(thought.rstrip(), self.thinking_tokens):
+                return Reply(None, beginning, "limit", loss)
+            if beginning := self._cut(answer or "", query.request.max_tokens):
+                return Reply(beginning, thought, "limit", loss)
         return Reply(answer, thought, ended, loss)
+
+    def _cut(self, text: str, most: int) -> str:
+        """The first `most` tokens of a text that has more; "" for another text."""
+        tokenizer = self.engine.tokenizer
+        tokens = tokenizer([text], add_special_tokens=False, verbose=False).input_ids[0]
+        return tokenizer.decode(tokens[:most]) if len(tokens) > most else ""
 
     def _answer(self, text: str, prompt: str) -> str | None:
         """The answer in a generated `text`; None if its thought does not end."""

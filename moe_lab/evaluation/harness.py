@@ -303,8 +303,8 @@ def _generation_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
     the tokens of thoughts and the system prompt, if there are any."""
     sampling = benchmark.sampling
     entries: dict[str, Any] = {}
-    may_sample = benchmark.chat or sampling.temperature is not None
-    if benchmark.max_new_tokens and may_sample and not sampling.is_greedy:
+    may_sample = benchmark.chat if sampling.temperature is None else sampling.temperature > 0
+    if benchmark.max_new_tokens and may_sample:
         entries["sampling"] = sampling.identity
     if benchmark.longest_text > benchmark.max_new_tokens:
         entries["thinking_tokens"] = benchmark.thinking_tokens
@@ -370,14 +370,14 @@ def graded_by_mean(
     its first. All answers to an item then have its outcome, see `_outcome_of_item`.
     """
     first_metric, *_ = harness_of(benchmark).metrics or ("",)
-    samples: list[Sample] = []
+    samples = []
     results = []
     for name, metric in benchmark.reports.items():
         single, *_ = parsed_metric(metric)
-        of_answers = [
-            answer.sample(name, *verdict(answer, single or first_metric)) for answer in answers
-        ]
-        of_result = with_item_outcomes(of_answers, metric)
+        of_result = with_item_outcomes(
+            [answer.sample(name, *verdict(answer, single or first_metric)) for answer in answers],
+            metric,
+        )
         results.append(mean_result(name, metric, of_result, benchmark))
         samples += of_result
     return Graded(results, samples, protocol or {}, max_unscored)

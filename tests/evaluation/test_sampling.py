@@ -1,7 +1,6 @@
 """Sampled texts: their distribution, their independence of the batch, whose settings count, and the
 grading of several answers to an item."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from fake_engines import (
     PLAIN,
     ScriptedEngine,
     assert_only_answers_are_graded,
+    collect_replies,
     generate,
-    samples,
     with_chat_template,
 )
 from harness_files import GENERATION, custom_task, shipped_items, write_lines
@@ -33,7 +32,7 @@ from moe_lab.evaluation.answers import collect_answers, resolved_sampling
 from moe_lab.evaluation.engines import sampling_defaults
 from moe_lab.evaluation.engines.hf import LoadedModel, drawn_tokens
 from moe_lab.evaluation.harness import harness_of, with_item_outcomes
-from moe_lab.evaluation.items import Answer, Item, Pair, Reply, Text
+from moe_lab.evaluation.items import Item, Pair, Reply, Text
 
 WARM = Sampling(temperature=1.5, samples=3)
 BENCHMARK = BenchmarkConfig("b", "lm_eval", "none", sampling=WARM, max_new_tokens=12)
@@ -134,6 +133,16 @@ def test_thoughts_have_tokens_of_their_own(subject: LoadedModel) -> None:
     for chat, tokens in ((True, 924), (False, 24)):
         generate(engine, [PROMPT], 24, chat=chat, **settings)
         assert engine.generation.max_tokens == tokens
+    for text, reply in (
+        ("a b </think> c d", Reply("c d", "a b </think> ", "end")),
+        ("a b c </think> d", Reply(None, "a b c", "limit")),
+        ("a </think> c d e", Reply("c d", "a </think> ", "limit")),
+    ):
+        engine.texts = lambda _, text=text: text
+        replies = collect_replies(
+            engine, [PROMPT], 2, chat=True, max_new_tokens=2, thinking_tokens=3
+        )
+        assert replies == [reply]
     thinker = with_chat_template(subject, PLAIN + PROMPTED)
     with pytest.raises(UserError, match="max_new_tokens=24 with thinking_tokens=900 do not fit"):
         generate(thinker, [PROMPT], 24, chat=True, **settings)
@@ -150,54 +159,25 @@ def test_several_greedy_answers_are_refused_and_likelihoods_are_not_sampled(
     assert answer.sampling is None
 
 
-def lm_eval_task(folder: Path) -> tuple[BenchmarkConfig, list[list[str]]]:
-    items = [{"q": f"Q{number}", "label": "a"} for number in range(2)]
-    benchmark = custom_task(folder, items, GENERATION, max_new_tokens=9)
-    return benchmark, [["a", "a", "b", "b"], ["b", "b", "b", "a"]]
-
-
-def programs(folder: Path, metric: str) -> tuple[BenchmarkConfig, list[list[str]]]:
-    problems = shipped_items("humaneval", 2)
-    file = write_lines(folder / "problems.jsonl", problems)
-    right, other = [problem["canonical_solution"] for problem in problems]
-    benchmark = BenchmarkConfig(
-        "code", "evalplus", str(file), reports={"own": metric}, max_new_tokens=9
-    )
-    return benchmark, [[right, right, "", "pass"], ["", "", "", other]]
-
-
-def graded(benchmark: BenchmarkConfig, texts: list[list[str]], out: Path) -> Any:
-    """The only result of `texts`, the answers to each item in order."""
-    answers = []
-    for item, of_item in zip(harness_of(benchmark).items(benchmark), texts, strict=True):
-        prompt = str(item.requests[0].prompt)  # type: ignore[union-attr]
-        for number, text in enumerate(of_item):
-            answers.append(Answer(item.name, prompt, (Reply(text, "", "end"),), number))
-    benchmark = replace(benchmark, sampling=replace(WARM, samples=4))
-    (result,) = run.grade(answers, benchmark, out, policy=Policy(True, "none"))
-    return result
-
-
-def test_answers_are_replicates_within_items(tmp_path: Path) -> None:
-    """The score is the mean, its error that of the items' means, and every answer has a row."""
-    result = graded(*lm_eval_task(tmp_path), tmp_path / "out")
-    assert (result["score"], result["n"]) == (0.375, 2)
-    assert result["stderr"] == pytest.approx(math.sqrt(2) * 0.125 / math.sqrt(2))
-    rows = sorted(
-        (row["item"], row["replicate"], row["outcome"]) for row in samples(tmp_path / "out")
-    )
-    assert [row[1:] for row in rows] == [
-        *[(0, 1), (1, 1), (2, 0), (3, 0)],
-        *[(0, 0), (1, 0), (2, 0), (3, 1)],
-    ]
-
-
 @pytest.mark.parametrize(
-    ("metric", "score"),
-    [("plus_pass@2", (5 / 6 + 1 / 2) / 2), ("pass@4", 1), ("base_avg@2", 0.5)],
+    ("metric", "outcomes"),
+    [("pass@2", (5 / 6, 1 / 2)), ("pass@9", (1, 1)), ("avg@2", (1, 0)), ("own_maj@3,f", (1, 0))],
 )
-def test_programs_have_pass_at_k(metric: str, score: float, tmp_path: Path) -> None:
-    assert graded(*programs(tmp_path, metric), tmp_path / "out")["score"] == pytest.approx(score)
+def test_answers_have_the_outcome_of_their_item(metric: str, outcomes: tuple[float, float]) -> None:
+    """All answers count where some have no score, so that there are fewer than K."""
+    of_answers: list[Any] = [
+        {"item": item, "outcome": outcome, "extracted": str(outcome)}
+        for item, of_item in (("a", [1, 1, 0, 0]), ("b", [0, 0, 0, 1]))
+        for outcome in of_item
+    ]
+    first, second = outcomes
+    found = [sample["outcome"] for sample in with_item_outcomes(of_answers, metric)]
+    assert found == pytest.approx([first] * 4 + [second] * 4)
+
+
+def lm_eval_task(folder: Path) -> BenchmarkConfig:
+    items = [{"q": "Q", "label": "a"}]
+    return custom_task(folder, items, GENERATION, max_new_tokens=9)
 
 
 def test_thoughts_about_questions_and_stories_are_not_graded(tmp_path: Path) -> None:
@@ -256,16 +236,15 @@ def test_equal_answers_are_votes_for_the_same(extracted: list[str], outcome: flo
         ("bas_pass@2", "metric=bas"),
     ],
 )
-def test_wrong_metrics_of_several_answers_are_told(
-    metric: str, sentence: str, tmp_path: Path
-) -> None:
-    benchmark, _ = programs(tmp_path, metric)
-    benchmark = replace(benchmark, sampling=WARM)
+def test_wrong_metrics_of_several_answers_are_told(metric: str, sentence: str) -> None:
+    settings: dict[str, Any] = {"max_new_tokens": 9, "sampling": WARM, "reports": {"own": metric}}
+    task = "pocket:benchmarks/humaneval.jsonl"
+    benchmark = BenchmarkConfig("code", "evalplus", task, **settings)
     assert any(sentence in error for error in harness_of(benchmark).setting_errors(benchmark))
 
 
 def test_tasks_of_lm_eval_name_the_metric_and_the_length_of_several_answers(tmp_path: Path) -> None:
-    benchmark, _ = lm_eval_task(tmp_path)
+    benchmark = lm_eval_task(tmp_path)
     unnamed = replace(benchmark, sampling=WARM, reports={"own": "maj@3"})
     assert "metric=maj@3" in " ".join(harness_of(unnamed).setting_errors(unnamed))
     for changes in ({"sampling": WARM}, {"chat": True}):
@@ -273,14 +252,8 @@ def test_tasks_of_lm_eval_name_the_metric_and_the_length_of_several_answers(tmp_
             run.list_items(replace(benchmark, max_new_tokens=0, **changes))
 
 
-def test_answers_without_a_score_are_left_out() -> None:
-    of_item: list[Any] = [{"item": "a", "outcome": outcome} for outcome in (0.0, 1.0)]
-    for metric, outcome in (("pass@3", 1), ("avg@3", 0.5)):
-        assert [each["outcome"] for each in with_item_outcomes(of_item, metric)] == [outcome] * 2
-
-
 def test_only_settings_that_change_texts_are_part_of_an_identity(tmp_path: Path) -> None:
-    benchmark, _ = lm_eval_task(tmp_path)
+    benchmark = lm_eval_task(tmp_path)
     chat = replace(benchmark, chat=True)
     same = [
         benchmark,

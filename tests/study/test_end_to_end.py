@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 import numpy
+import pyarrow.parquet
 import pytest
 import yaml
 from studies import executed_steps, moe_lab, results, run_on_boolq
@@ -188,6 +189,39 @@ TOO_SHORT = [
     "calibration.tokens=100000000",
 ]
 """A mixture with fewer tokens than are set, which a step finds out."""
+
+
+def test_a_model_with_thoughts_is_sampled_and_graded_without_them(tmp_path: Path) -> None:
+    """The shipped model with a template that begins a thought by plain tokens, and with a mark that
+    it writes: a thought ends with its first sentence."""
+    model = shutil.copytree(ROOT / "moe_lab/pocket/data/olmoe", tmp_path / "model")
+    template = "{{ messages[0].content }}{% if add_generation_prompt %}<think>{% endif %}"
+    (model / "chat_template.jinja").write_text(template)
+    (model / "generation_config.json").write_text('{"temperature": 0.9, "eos_token_id": 0}')
+    settings = [
+        *("model=local", f"+model.path={model}", 'model.thinking_marks=[["<think>","."]]'),
+        *("suite.benchmarks=[pocket_gsm8k]", "+protocol.benchmarks.pocket_gsm8k.chat=true"),
+        *("protocol.sampling={temperature: null, samples: 2}", "protocol.thinking_tokens=4"),
+        *("criterion=aimer", "ratio=0.25", "launcher=inline"),
+    ]
+    result = run_on_boolq(tmp_path / "store", *settings)
+    assert result.returncode == 0, result.stderr
+    lines = (ROOT / "moe_lab/pocket/data/benchmarks/gsm8k.jsonl").read_text().splitlines()
+    targets = {item["id"]: item["target"].split("#### ")[1] for item in map(json.loads, lines)}
+    ends = set()
+    for file in tmp_path.glob("store/*/*/samples.parquet"):
+        rows = pyarrow.parquet.read_table(file).to_pylist()
+        assert len({(row["item"], row["replicate"]) for row in rows}) == len(rows) == 16
+        evaluation = json.loads((file.parent / "result.json").read_text())
+        assert evaluation["results"][0]["score"] == numpy.mean([row["outcome"] for row in rows])
+        assert evaluation["protocol"]["sampling"]["temperature"] == 0.9
+        for row in rows:
+            is_cut = "." not in row["thought"]
+            number = re.search(r"#### (-?\d+)", row["output"] or "")
+            assert row["outcome"] == (number is not None and number[1] == targets[row["item"]])
+            assert (row["output"] is None) == row["unfinished"] == is_cut
+            ends.add((is_cut, row["ended"]))
+    assert {(True, "limit"), (False, "end")} <= ends
 
 
 def test_an_error_in_a_step_stops_dependent_steps_only(tmp_path: Path) -> None:

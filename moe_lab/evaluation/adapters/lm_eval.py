@@ -342,11 +342,11 @@ def _result(
     `metric`. `aggregation`: lm-eval's function for its score. `rows`: the rows of its filter."""
     metric_name = single.partition(",")[0]
     if aggregation not in _LOSS_AGGREGATIONS:
-        of_answers = [
-            _sample(result_name, metric_name, row, outcome)
-            for row, outcome in zip(rows, _outcomes(rows, metric_name, aggregation), strict=True)
-        ]
-        samples = with_item_outcomes(of_answers, metric)
+        outcomes = _outcomes(rows, metric_name, aggregation)
+        samples = with_item_outcomes(
+            [_sample(result_name, metric_name, *pair) for pair in zip(rows, outcomes, strict=True)],
+            metric,
+        )
         scale: Scale = (
             "score" if rows[0].question.task.higher_is_better().get(metric_name, True) else "loss"
         )
