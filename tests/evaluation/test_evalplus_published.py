@@ -1,7 +1,6 @@
 """EvalPlus's published problems through the adapter: what is asked, what is taken from an answer,
 and its verdict."""
 
-import importlib.util
 import json
 import os
 import resource
@@ -12,14 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import psutil
 import pytest
-from evalplus.eval import untrusted_check
-from evalplus.eval._special_oracle import MBPP_OUTPUT_NOT_NONE_TASKS
-from evalplus.gen.util import trusted_exec
 from fake_engines import ScriptedEngine, samples
 from harness_files import problem, write_lines
 from hypothesis import given, settings
@@ -27,6 +22,15 @@ from hypothesis import strategies as st
 from processes import is_running, wait_until
 
 from benchmarks.grading import canonical, count, raising, wrong_at_last
+from benchmarks.grading_differences import (
+    FILES,
+    OURS,
+    EvalPlusProblems,
+    differences,
+    evalplus_sanitizer,
+    judged_texts,
+    unexplained,
+)
 from benchmarks.measure import program_isolation
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
@@ -172,7 +176,6 @@ def test_stored_answers_are_graded_without_their_model(answered: Answered, tmp_p
     assert program.startswith("import math\n\ndef none(x): return x\n\ndef f1(x):")
     record = json.loads((out / "result.json").read_text())
     assert record["protocol"]["seconds"] == 4.0
-    assert record["protocol"]["extract"] is True
     assert record["protocol"]["prompt"] == answers[0].prompt
     assert "evalplus" in record["versions"]
 
@@ -185,17 +188,6 @@ def test_programs_are_not_graded_without_permission(answered: Answered, tmp_path
 def test_missing_answers_are_not_graded(answered: Answered, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="2 of 3 items"):
         run.grade(answered.answers[:2], answered.benchmark, tmp_path / "out", policy=ALLOWED)
-
-
-@pytest.fixture(scope="module")
-def original() -> ModuleType:
-    """EvalPlus's sanitizer as it comes."""
-    spec = importlib.util.find_spec("evalplus.sanitize")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 RIGHT = "def f(x):\n    return x + 1"
@@ -219,6 +211,10 @@ FORMS = {
         f"  return x + 1\n{FENCE}"
     ),
     "inline code": f"{FENCE}f{FENCE} adds one:\n\n{FENCED}",
+    "closing fence after a second return": (
+        f"{FENCE}py\ndef f(x):\n    if x > 9:\n        return x + 1\n    return x + 1{FENCE}"
+    ),
+    "indented in a fence": f"{FENCE}py\n{textwrap.indent(CACHED, '    ')}\n{FENCE}",
     "signature again": f"{FENCED}\nIts signature:\n{FENCE}py\ndef f(x):\n    ...\n{FENCE}",
     "signature with imports": (
         f"{FENCE}py\nimport math\ndef f(x):\n    '''One more.'''\n{FENCE}\nSo:\n"
@@ -276,29 +272,15 @@ def test_answers_that_evalplus_judges_otherwise_are_marked(tmp_path: Path) -> No
     assert [verdict.plus for verdict in by_harness] == ["pass", "fail", "fail"]
 
 
-def evalplus_passes(sanitizer: ModuleType, dataset: str, row: Any, text: str) -> bool:
-    """Whether EvalPlus itself passes a text on all tests."""
-    name = row["entry_point"]
-    inputs = row["base_input"] + row["plus_input"]
-    solution = row["prompt"] + row["canonical_solution"]
-    not_none = name in MBPP_OUTPUT_NOT_NONE_TASKS
-    expected, seconds = trusted_exec(solution, inputs, name, True, not_none)
-    program = sanitizer.sanitize(text, name)
-    status, _ = untrusted_check(
-        dataset, program, inputs, name, expected, row["atol"], seconds, fast_check=True
-    )
-    return bool(status == "pass")
-
-
 @pytest.mark.parametrize("name", list(CHOSEN))
 def test_no_verdict_is_worse_than_that_of_evalplus(
     published_data: Callable[[str, str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    original: ModuleType,
     name: str,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    evalplus_problems = EvalPlusProblems(name)
     benchmark = published(name, tmp_path, published_data, CHOSEN[name][:3])
     benchmark = replace(benchmark, reports={name: "plus"})
     as_harness = replace(benchmark, parameters={"as_harness": True})
@@ -308,7 +290,9 @@ def test_no_verdict_is_worse_than_that_of_evalplus(
             continue
         texts = {task: form.replace(CACHED, canonical(row)) for task, row in rows.items()}
         answers = [Answer(task, "", (Reply(text),)) for task, text in texts.items()]
-        passing = {t for t, text in texts.items() if evalplus_passes(original, name, rows[t], text)}
+        passing = {
+            task for task, text in texts.items() if evalplus_problems.accepts_text(rows[task], text)
+        }
         graded = evalplus.HARNESS.grade(answers, as_harness, ALLOWED)
         assert {sample["item"] for sample in graded.samples if sample["outcome"]} == passing
         graded = evalplus.HARNESS.grade(answers, benchmark, ALLOWED)
@@ -337,9 +321,8 @@ OTHER_FORMS = {
 """Texts whose function is no function at the top of a program."""
 
 
-def test_other_forms_have_no_worse_verdict_than_that_of_evalplus(
-    tmp_path: Path, original: ModuleType
-) -> None:
+def test_other_forms_have_no_worse_verdict_than_that_of_evalplus(tmp_path: Path) -> None:
+    evalplus_problems = EvalPlusProblems("humaneval")
     row = problem(0, "f", "return x + 1", [[1]], [[2], [3]])
 
     def passing(**settings: Any) -> set[str]:
@@ -351,12 +334,27 @@ def test_other_forms_have_no_worse_verdict_than_that_of_evalplus(
         }
 
     passing_evalplus = {
-        form
-        for form, text in OTHER_FORMS.items()
-        if evalplus_passes(original, "humaneval", row, text)
+        form for form, text in OTHER_FORMS.items() if evalplus_problems.accepts_text(row, text)
     }
     assert passing(as_harness=True) == passing_evalplus
     assert {"bound method", "asynchronous helper"} <= passing_evalplus <= passing()
+
+
+@pytest.mark.parametrize("name", list(CHOSEN))
+def test_every_difference_from_evalplus_is_explained(
+    published_data: Callable[[str, str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """All texts: `python -m benchmarks.grading_differences`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = published_data(FILES[name], "EvalPlus").parent
+    judged = judged_texts(data, name, seed=0, share=5)
+    assert len(judged) > 20
+    assert unexplained(differences(judged)) == []
+    faults = [each for each in judged if each.verdicts[OURS] != each.text.is_right]
+    assert faults == []
 
 
 LINES = [
@@ -377,11 +375,9 @@ LINES = [
 
 @settings(max_examples=150, deadline=None)
 @given(lines=st.lists(st.sampled_from(LINES), max_size=9))
-def test_the_longest_program_is_the_one_evalplus_finds(
-    original: ModuleType, lines: list[str]
-) -> None:
+def test_the_longest_program_is_the_one_evalplus_finds(lines: list[str]) -> None:
     text = "\n".join(lines)
-    assert longest_program(text).rstrip() == original.code_extract(text).rstrip()
+    assert longest_program(text).rstrip() == evalplus_sanitizer().code_extract(text).rstrip()
 
 
 def test_reading_a_program_costs_little() -> None:

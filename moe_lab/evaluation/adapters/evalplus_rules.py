@@ -17,6 +17,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from textwrap import dedent
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -61,12 +62,11 @@ def read_program(text: str, entry_point: str) -> tuple[str, str] | None:
 def _candidates(text: str) -> Iterator[list[str]]:
     """Yield lists of blocks of `text` that together may be its program."""
     tokens = _MARKDOWN.parse(text)
-    fenced_blocks = [token.content for token in tokens if token.type == "fence"]
+    fenced_blocks = [dedent(token.content) for token in tokens if token.type == "fence"]
     yield [text]
     yield fenced_blocks
     for block in reversed(fenced_blocks):
         yield [block]
-    yield _python_blocks(text)
     # a closing fence may directly follow the code
     yield _python_blocks(_FENCE.sub("\n", text))
     yield [token.content for token in tokens if token.type == "code_block"]
@@ -84,13 +84,12 @@ def _parsed(program: str) -> ast.Module | None:
 def _defines(program: str, name: str) -> bool:
     """Whether Python compiles a program that assigns to `name`, or has a function `name` with a
     return."""
-    names = set()
     for node in ast.walk(_parsed(program) or ast.Module([], [])):
-        if isinstance(node, ast.FunctionDef) and "Return(" in ast.dump(node):
-            names.add(node.name)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-    return name in names
+        if isinstance(node, ast.FunctionDef) and node.name == name and "Return(" in ast.dump(node):
+            return True
+        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store):
+            return True
+    return False
 
 
 def _guarded(program: str) -> str:

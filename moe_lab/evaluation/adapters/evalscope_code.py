@@ -102,7 +102,7 @@ class Programs:
 
     def grade(self, adapter: Any, state: Any) -> dict[str, Any]:
         """Grade the program in an answer. Returns {"outcome": 1 if the program passes every test,
-        else 0; "extracted": ""; "why": the reason of a failure}.
+        else 0; "extracted": "pass", or the reason of the failure}.
 
         `adapter`: EvalScope's adapter of the task; `state`: EvalScope's state of the answer."""
         solution = adapter.filter_prediction(state.output.completion, state)
@@ -115,7 +115,7 @@ class Programs:
             if not is_right:
                 break
         why = " ".join(notes.get(name) or "" for name in ("error_message", "program_error")).strip()
-        return {"outcome": float(is_right), "extracted": "", "why": why}
+        return {"outcome": float(is_right), "extracted": "pass" if is_right else why}
 
     def run_tests(self, solution: str, tests: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Run a program on `tests` and compare the outputs. Returns EvalScope's (results, notes). A

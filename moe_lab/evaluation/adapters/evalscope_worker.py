@@ -10,29 +10,48 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from hashlib import sha256
 from importlib.metadata import version
 from itertools import repeat
+from operator import itemgetter
 from typing import Any
 
 from moe_lab.errors import UserError
 from moe_lab.evaluation.adapters import evalscope_code
 
-# EvalScope's state of a score that was computed
-_SCORED = "success"
-_VERSIONS = ("evalscope", "datasets", "math-verify", "sympy")
-Samples = dict[str, Any]
-"""Name of an item -> EvalScope's sample."""
 _ASCII: dict[int, int | str] = {
     **{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)},  # full-width characters
     **dict.fromkeys(map(ord, "\u00a0\u2009\u202f\u3000"), r"\,"),  # spaces
-    **str.maketrans("٬٫−", ",.-"),
+    **str.maketrans("٬٫−。", ",.-."),
     ord("°"): r"^\circ",
 }
 """Code of a character -> what Math-Verify reads in its place."""
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:[ ~]|\\[ ,;:]|\\thinspace )+\d{3})+(?!\d)")
-_EMPHASIS = re.compile(r"(?<!\w)(\*{1,3}|_{1,3}|`)(\S(?:.{,99}?\S)?)\1(?!\w)")
+_FACTORS = r"(?:pi|sqrt|sin|cos|tan|log|mod|base|and|dozen|hundred|thousand|[mbtr]*illion)\b"
+"""Words after a number that change it."""
+_PLAIN_NOTATION: tuple[tuple[str, Any], ...] = (
+    (r"\d", lambda digit: str(int(digit[0]))),  # digits of all scripts
+    # spaces between thousands
+    (
+        r"(?<![\d.,])\d{1,3}(?:(?:[ ~]|\\[ ,;:]|\\thinspace )+\d{3})+(?!\d)",
+        lambda number: re.sub(r"\D", "", number[0]),
+    ),
+    # emphasis
+    (r"(?<!\w)(\*{1,3}|_{1,3}|`)(\S(?:.{,99}?\S)?)\1(?!\w)", r"\2"),
+    (r"答[案え]\s*[是为為は]?\s*:?", " answer: "),
+    (r"</?answer>|\\\$(?=\d)|[€£¥₹]", " "),
+    (r"\\(?:boxed|fbox)\s*\{\s*(?:\\approx|≈)?", r"\\boxed{"),
+    # a unit in a box
+    (rf"(?<=\d) ((?!{_FACTORS})(?:[a-zA-Z]{{3,}}|[a-zA-Z]+/)[a-zA-Z/ ]*)(?=\}})", r"\\text{\1}"),
+    # a number in braces or parentheses, or with a plus sign
+    (
+        r"(?<![^\s=:$])(?<!\d\s)(?:\\(?:text|mathbf|textbf)\{|\\left\(|\{|\+)\s*(-?[\d.,]+)"
+        r"(?:\s*(?:\\right\)|\}))?",
+        r"\1",
+    ),
+    (r"[.,]\s*(?=\})", ""),  # at the end of a box
+)
+"""(regular expression, what Math-Verify reads in its place), applied in this order."""
 
 
 def questions(**task: Any) -> list[dict[str, Any]]:
@@ -47,36 +66,34 @@ def questions(**task: Any) -> list[dict[str, Any]]:
 
 def grade(
     texts: list[tuple[str, str]],
-    is_mathematics: bool,
+    as_harness: bool,
     limits: dict[str, Any] | None,
     **task: Any,
 ) -> dict[str, Any]:
     """Grade answers. Returns {"samples": verdict on each answer, "versions": package -> version}.
 
     A verdict is {"outcome": score, or None if EvalScope could not compare the answer; "extracted":
-    the extracted answer; "why": the reason of a failure; "unlike_harness": whether only Math-Verify
-    accepts the answer}.
-    `texts`: (name of an item, answer). `is_mathematics`: whether an answer is right that only
-    Math-Verify accepts. `limits`: arguments of `evalscope_code.Programs`; None unless answers are
-    programs. `task`: keyword arguments of `load`, without hides_tests.
+    the extracted answer, or why there is no score, or why a program fails; "unlike_harness":
+    whether only Math-Verify accepts the answer}.
+    `texts`: (name of an item, answer). `as_harness`: whether EvalScope's own verdict counts, also
+    on an answer that Math-Verify accepts. `limits`: arguments of `evalscope_code.Programs`; None
+    unless answers are programs. `task`: keyword arguments of `load`, without hides_tests.
     """
+    adapter, samples = load(**task, hides_tests=False)
     grade_answer: Callable[[Any, Any], dict[str, Any]] = _verdict
-    if is_mathematics:
+    # EvalScope's setting of the metric of mathematical answers
+    if "numeric" in str(adapter.metric_list) and not as_harness:
         grade_answer = _mathematical_verdict
     threads = 1
     if limits:
         programs = evalscope_code.Programs(**limits)
         grade_answer = programs.grade
         threads = programs.processes
-    adapter, samples = load(**task, hides_tests=False)
-    unpaired_names = {name for name, _ in texts} ^ set(samples)
-    assert not unpaired_names, (
-        f"answers and questions are not the same: {sorted(unpaired_names)[0]} is only on one side"
-    )
     states = [_state(samples[name], text) for name, text in texts]
     with ThreadPoolExecutor(threads) as pool:
         verdicts = list(pool.map(grade_answer, repeat(adapter), states))
-    return {"samples": verdicts, "versions": {name: version(name) for name in _VERSIONS}}
+    packages = ("evalscope", "datasets", "math-verify", "sympy")
+    return {"samples": verdicts, "versions": {name: version(name) for name in packages}}
 
 
 def load(
@@ -87,9 +104,9 @@ def load(
     days: list[str] | None,
     *,
     hides_tests: bool,
-) -> tuple[Any, Samples]:
-    """EvalScope's adapter of the task `name`, and its samples. Raises UserError if there are no
-    samples.
+) -> tuple[Any, dict[str, Any]]:
+    """EvalScope's adapter of the task `name`, and its samples by the names of items. Raises
+    UserError if there are no samples.
 
     `folder`: the data, in the layout of the Hugging Face hub; EvalScope may delete files in it.
     `dataset_args`: EvalScope's settings of the task. `limit`: number of items, taken evenly from
@@ -105,7 +122,7 @@ def load(
         adapter.record_to_sample = evalscope_code.restrict_to_days(
             adapter.record_to_sample, days, hides_tests=hides_tests
         )
-    with evalscope_code.restrict_pickles() if days else nullcontext():
+    with evalscope_code.restrict_pickles():
         subsets = adapter.load_dataset()
     samples = dict(_names_and_samples(subsets, limit))
     if not samples:
@@ -115,16 +132,15 @@ def load(
 
 def _names_and_samples(subsets: Any, limit: int | None) -> Iterator[tuple[str, Any]]:
     """Yield (name, sample) for at most `limit` samples. `subsets`: name of a subset -> samples."""
-    # sorted by number first, so that the limit takes items evenly from the subsets
-    order = sorted((sample.id, subset) for subset, samples in subsets.items() for sample in samples)
-    selected_items = set(order[:limit])
-    for subset, samples in subsets.items():
-        for sample in samples:
-            if (sample.id, subset) in selected_items:
-                prompt = json.dumps(_messages(sample), sort_keys=True)
-                # with the digest, an answer to an earlier prompt matches no sample
-                digest = sha256(prompt.encode()).hexdigest()
-                yield f"{subset}/{sample.id} {digest[:8]}", sample
+    numbered = (
+        (sample.id, subset, sample) for subset, samples in subsets.items() for sample in samples
+    )
+    # by number first, so that the limit takes items evenly from the subsets
+    for number, subset, sample in sorted(numbered, key=itemgetter(0, 1))[:limit]:
+        prompt = json.dumps(_messages(sample), sort_keys=True)
+        # with the digest, an answer to an earlier prompt matches no sample
+        digest = sha256(prompt.encode()).hexdigest()
+        yield f"{subset}/{number} {digest[:8]}", sample
 
 
 def _messages(sample: Any) -> list[dict[str, str]]:
@@ -145,15 +161,10 @@ def _verdict(adapter: Any, state: Any) -> dict[str, Any]:
     """A verdict as in `grade`. `adapter`: EvalScope's adapter of the task; `state`: EvalScope's
     state of the answer."""
     score = adapter.calculate_metrics(state).score
-    values = list(score.value.values()) if score.status == _SCORED else [None]
-    assert len(values) == 1, f"an answer has several scores: {score}"
-    notes = score.metadata or {}
-    return {
-        "outcome": values[0] if values[0] is None else float(values[0]),
-        "extracted": score.extracted_prediction or "",
-        # the reason is under different keys in different tasks
-        "why": str(notes.get("error") or notes.get("acc") or notes.get("math_reason") or ""),
-    }
+    if score.status != "success":
+        return {"outcome": None, "extracted": f"not compared: {score.metadata}"}
+    (value,) = score.value.values()
+    return {"outcome": float(value), "extracted": score.extracted_prediction or ""}
 
 
 def _mathematical_verdict(adapter: Any, state: Any) -> dict[str, Any]:
@@ -179,9 +190,12 @@ def _mathematical_verdict(adapter: Any, state: Any) -> dict[str, Any]:
 
 
 def _in_plain_notation(text: str) -> str:
-    """A text with ASCII digits and signs, numbers without spaces between thousands, no emphasis,
-    and no point or comma at the end of a box."""
-    text = re.sub(r"\d", lambda digit: str(int(digit[0])), text).translate(_ASCII)
-    text = _THOUSANDS.sub(lambda number: re.sub(r"\D", "", number[0]), text)
-    text = _EMPHASIS.sub(r"\2", text)
-    return re.sub(r"[.,]\s*(?=\})", "", text)
+    """A text with ASCII digits and signs, numbers without spaces between thousands, no emphasis, no
+    currencies, units as text, and no point or comma at the end of a box. If it has a box, it begins
+    with the sentence of the last box, because Math-Verify joins the boxes of close sentences."""
+    text = text.translate(_ASCII)
+    for pattern, plain in _PLAIN_NOTATION:
+        text = re.sub(pattern, plain, text)
+    before, box, answer = text.rpartition(r"\boxed{")
+    *_, sentence = re.split(r"[.?!]\s|\n", before)
+    return sentence + box + answer

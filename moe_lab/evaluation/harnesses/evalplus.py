@@ -92,8 +92,6 @@ class EvalPlus(Harness):
             graded = evalplus.GRADER.grade(replace(request, programs=programs))
             verdicts |= {(task, replicate): verdict for task, verdict in graded.items()}
         protocol = {
-            "dataset": request.dataset,
-            "extract": request.extract,
             "seconds": request.seconds,
             "memory_mib": request.memory_mib,
             "sandbox": request.isolation,

@@ -33,10 +33,6 @@ SHOTS: Mapping[str, tuple[int, ...] | None] = {
 questions and grading of tasks that are not listed here have not been checked."""
 CODE = "live_code_bench"
 """The task whose answers are programs."""
-MATHEMATICS = ("gsm8k", "math_500", "aime25")
-"""The tasks whose answers are compared by Math-Verify."""
-OWN_SUBSETS = "math_500"
-"""The task whose items EvalScope splits into its own subsets."""
 
 
 class EvalScope(Harness):
@@ -69,17 +65,15 @@ class EvalScope(Harness):
         """Let EvalScope grade the answers. A mathematical answer is right, too, if only Math-Verify
         accepts it, except with the parameter `as_harness`. An answer counts as wrong if EvalScope
         cannot compare it within its time limit. RuntimeError if that is so for all answers."""
-        limits = None
-        if self.runs_programs(benchmark):
-            limits = _program_limits(benchmark, policy)
+        limits = _program_limits(benchmark, policy) if self.runs_programs(benchmark) else None
         texts = [(answer.item, replace_surrogates(answer.reply.text or "")) for answer in answers]
-        as_harness = benchmark.parameters.get("as_harness")
-        is_mathematics = benchmark.task in MATHEMATICS and not as_harness
         graded = _call_worker(
-            benchmark, "grade", texts=texts, is_mathematics=is_mathematics, limits=limits
+            benchmark,
+            "grade",
+            texts=texts,
+            as_harness=benchmark.parameters.get("as_harness", False),
+            limits=limits,
         )
-        # for each answer: the `outcome` (None: not compared), the `extracted` answer, and `why` the
-        # answer failed
         keys = [answer.key for answer in answers]
         samples = dict(zip(keys, graded["samples"], strict=True))
         unscored_items = [key[0] for key in keys if samples[key]["outcome"] is None]
@@ -91,12 +85,7 @@ class EvalScope(Harness):
 
         def verdict(answer: Answer, metric: str) -> tuple[float, str]:
             sample = samples[answer.key]
-            outcome = sample["outcome"]
-            if outcome is None:
-                return 0.0, f"not compared: {sample['why']}"
-            if limits:
-                return outcome, "pass" if outcome else sample["why"]
-            return outcome, sample["extracted"]
+            return sample["outcome"] or 0.0, sample["extracted"]
 
         protocol = {
             "evalscope": graded["versions"],
@@ -170,7 +159,8 @@ def _call_worker(benchmark: BenchmarkConfig, method: str, **arguments: Any) -> A
         "few_shot_num": benchmark.shots,
         "eval_split": benchmark.split,
     }
-    if benchmark.task != OWN_SUBSETS:
+    # EvalScope splits the items of this task into its own subsets
+    if benchmark.task != "math_500":
         dataset_args["subset_list"] = [benchmark.subset or "default"]
     with tempfile.TemporaryDirectory(prefix="moe_lab-evalscope-") as scratch:
         folder = Path(scratch)
