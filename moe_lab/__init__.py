@@ -285,50 +285,6 @@ def score(
     return scores
 
 
-def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
-    """Layer -> scores of experts (E,), or of channels (E, I). `scores`: as in `plan`. `layers`:
-    layer -> facts, such as "width". UserError unless the data frame has exactly one row for each
-    expert, or for each channel."""
-    import numpy as np
-    import pandas as pd
-
-    from moe_lab.errors import UserError
-
-    id_columns = ["expert", "channel"] if "channel" in scores else ["expert"]
-    columns = ["layer", *id_columns, "score"]
-    if missing := [name for name in columns if name not in scores]:
-        raise UserError(
-            f"plan: the scores have columns {', '.join(map(str, scores))}, without {missing[0]}: "
-            f"expected {', '.join(columns)}"
-        )
-    # text that is no number becomes nan, which differs from every layer and every id
-    numbers = scores[columns].astype(object).apply(pd.to_numeric, errors="coerce").astype(float)
-    if set(numbers["layer"]) != set(layers):
-        found = sorted(scores["layer"].astype(str).unique())
-        raise UserError(
-            f"plan: the scores are of another model: layers {', '.join(found)}, expected "
-            f"{[*layers]}"
-        )
-    table = {}
-    for layer, facts in layers.items():
-        # [n_experts] for scores of experts, [n_experts, width] for scores of channels
-        shape = [int(facts[size]) for size in ("n_experts", "width")[: len(id_columns)]]
-        rows = numbers[numbers["layer"] == layer].sort_values(id_columns)
-        if not np.array_equal(
-            rows[id_columns].to_numpy().T, np.indices(shape).reshape(len(shape), -1)
-        ):
-            ranges = " and each ".join(
-                f"{name} from 0 to {count - 1}"
-                for name, count in zip(id_columns, shape, strict=True)
-            )
-            raise UserError(
-                f"plan: the scores of layer {layer} have {len(rows)} rows: expected one for each "
-                f"{ranges}"
-            )
-        table[layer] = rows["score"].to_numpy().reshape(shape)
-    return table
-
-
 def plan(
     scores: pd.DataFrame,
     ratio: float,
@@ -355,13 +311,13 @@ def plan(
     from moe_lab.errors import UserError
     from moe_lab.pruning.plan import ROUNDED
     from moe_lab.pruning.selection import count_ties, plan_from_scores
+    from moe_lab.statistics.score_files import scores_table
 
-    statistics = statistics or scores.attrs.get("statistics")
-    if statistics is None:
+    if (statistics := statistics or scores.attrs.get("statistics")) is None:
         raise UserError(
             "plan: these scores have no statistics of their model attached: give statistics="
         )
-    values = _scores_table(scores, statistics.facts["layers"])
+    values = scores_table(scores, statistics.facts["layers"], "plan")
     fields = {"multiple_of": multiple_of, "replacement": replacement, "protect": protect}
     fields |= {"name": allocation, "parameters": parameters}
     if "channel" in scores:

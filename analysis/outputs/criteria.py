@@ -133,6 +133,7 @@ def _artificial_statistics(signal_to_change: str | None = None) -> dict[str, Arr
     ungated = draw_activations(*channel_shape)
     gated = ungated * draw_routing(*channel_shape)
     return {
+        "file": np.zeros(EXPERTS),  # the scores in a file depend on no signal
         "tokens": tokens,
         **{f"sums_{gate}": sums for gate in GATES},
         "output_sum": draw_activations(EXPERTS, HIDDEN_SIZE) * 0.1,

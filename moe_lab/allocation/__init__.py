@@ -107,7 +107,8 @@ ALLOCATIONS: dict[str, Allocation] = {
             uneven=CHANNEL,
             zero_expert="drop",
         ),
-        Allocation("list", {"expert": list_file.removals, "channel": list_file.budgets}),
+        # a plan in the file is used as it is; for channels, there is no other file
+        Allocation("list", {"expert": list_file.removals, "channel": None}),
         Allocation(
             "evolutionary", {"expert": None}, step="search", parameters=None, uneven=("expert",)
         ),

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy
-
-from moe_lab.allocation.problem import Budgets, Channels, Experts
+from moe_lab.allocation.problem import Experts
 from moe_lab.errors import UserError
 from moe_lab.json_files import fits
 
@@ -26,7 +24,10 @@ def read(path: str) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"allocation.path={path} cannot be read: {error.strerror}") from None
     except ValueError as error:  # not JSON, or not UTF-8
-        raise UserError(f"allocation.path={path} is damaged: expected JSON, {error}") from None
+        raise UserError(
+            f"allocation.path={path} is no JSON: expected a schedule or a plan.json; scores of "
+            f"other tools are read by criterion=file ({error})"
+        ) from None
     if isinstance(content, dict) and is_plan(content):
         return content
     # a schedule: layer number as text -> number of experts
@@ -41,9 +42,7 @@ def read(path: str) -> dict[str, Any]:
 def is_plan(content: Mapping[str, Any]) -> bool:
     """Whether `content` is a plan. If not, it is a schedule: layer -> number of experts to
     remove."""
-    return "schema" in content and fits(
-        content, {"layers": {str: {"experts": int, "retained": list}}}
-    )
+    return fits(content, {"layers": {str: {"experts": int, "retained": list}}})
 
 
 def read_for_granularity(path: str | None, granularity: str) -> dict[str, Any]:
@@ -65,15 +64,15 @@ def read_for_granularity(path: str | None, granularity: str) -> dict[str, Any]:
 
 
 def removals(problem: Experts) -> dict[int, int]:
-    """Layer -> number of experts to remove, from the schedule or plan in the file problem.path.
-    UserError when the numbers do not fit the model or the ratio."""
+    """Layer -> number of experts to remove, from the schedule in the file problem.path. UserError
+    when the numbers do not fit the model or the ratio."""
     content = read_for_granularity(problem.path, "expert")
-    if is_plan(content):  # reduce the plan to a schedule
-        content = {
-            layer: entry["experts"] - len(entry["retained"])
-            for layer, entry in content["layers"].items()
-        }
-    removed_counts = _layer_values(content, problem.limits)
+    numbered = {int(layer): count for layer, count in content.items()}
+    if set(numbered) != set(problem.limits):
+        raise UserError(
+            f"allocation.path: has layers {sorted(numbered)}, expected {sorted(problem.limits)}"
+        )
+    removed_counts = {layer: numbered[layer] for layer in problem.limits}
     for layer, limit in problem.limits.items():
         retained = limit.n_experts - removed_counts[layer]
         if not limit.smallest <= retained <= limit.largest or retained % limit.step:
@@ -86,47 +85,11 @@ def removals(problem: Experts) -> dict[int, int]:
                 f"layer {layer}, {limit.n_experts - nearest} is the nearest feasible"
             )
     total = sum(limit.n_experts for limit in problem.limits.values())
-    _check_ratio(sum(removed_counts.values()) / total, problem.ratio)
+    check_ratio(sum(removed_counts.values()) / total, problem.ratio)
     return removed_counts
 
 
-def budgets(problem: Channels) -> Budgets:
-    """Layer -> number of channels that each expert retains (E,), from the plan in the file
-    problem.path. UserError when the plan does not fit the model or the ratio."""
-    layers = _layer_values(read_for_granularity(problem.path, "channel")["layers"], problem.scores)
-    retained: Budgets = {}
-    for number, scores in problem.scores.items():
-        layer = layers[number]
-        count, width = scores.shape
-        if (layer["experts"], layer.get("width")) != (count, width):
-            raise UserError(
-                f"allocation.path: layer {number} has {layer['experts']} experts of width "
-                f"{layer.get('width')}, expected {count} of {width}: the plan is for another model"
-            )
-        budget = numpy.zeros(count, dtype=numpy.int64)
-        retained[number] = budget
-        # "retained" has ids of experts; "channels" has a mask for each of these experts
-        budget[layer["retained"]] = [
-            int(mask, 16).bit_count()  # hex digits, one bit per channel, 1 if it is retained
-            for mask in layer["channels"]
-        ]
-    total = sum(int(counts.sum()) for counts in retained.values())
-    _check_ratio(1 - total / int(problem.layer_channels.sum()), problem.ratio)
-    return retained
-
-
-def _layer_values(content: Mapping[str, Any], expected: Mapping[int, Any]) -> dict[int, Any]:
-    """Layer number -> value of the layer in `content`, whose keys are layer numbers as text.
-    UserError unless `content` has exactly the layers in `expected`."""
-    numbered = {int(layer): value for layer, value in content.items()}
-    if set(numbered) != set(expected):
-        raise UserError(
-            f"allocation.path: has layers {sorted(numbered)}, expected {sorted(expected)}"
-        )
-    return {layer: numbered[layer] for layer in expected}
-
-
-def _check_ratio(share: float, ratio: float) -> None:
+def check_ratio(share: float, ratio: float) -> None:
     """Raise UserError when `share`, which the file removes, differs from `ratio`."""
     if abs(share - ratio) > TOLERANCE:
         raise UserError(

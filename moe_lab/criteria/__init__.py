@@ -21,13 +21,16 @@ from numpy.typing import NDArray
 
 from moe_lab.config import GATES, CriterionConfig
 from moe_lab.errors import UserError, check_known
-from moe_lab.paths import check_name
+from moe_lab.models.files import sha256_of
+from moe_lab.paths import check_name, local_path
 from moe_lab.source_code import function_digest
 
 Array = NDArray[numpy.float64]
 Granularity = Literal["expert", "channel"]
 Function = Callable[..., Array]
 
+FROM_FILE = ("file", "file_channels")
+"""Criteria whose scores are read from a file."""
 FROM_TEXT = ("statistics", "damage", "gradients", "weight_gradients")
 """Values of `Criterion.needs` that are steps over a calibration set."""
 
@@ -171,15 +174,19 @@ def criterion(
 
 
 class IdentifiedCriterion(CriterionConfig):
-    """Settings of a criterion."""
+    """Settings of a criterion. A file that the parameter "path" names is identified by its
+    content."""
 
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Values that tell apart criteria with different scores. "source" is a digest of a
         plugin's code, and "" for a criterion of moe_lab."""
+        parameters = dict(self.parameters)
+        if self.name in FROM_FILE:
+            parameters["path"] = sha256_of(local_path(parameters["path"]))
         return {
             "name": self.name,
-            "parameters": dict(self.parameters),
+            "parameters": parameters,
             "source": get(self.name).source,
         }
 
@@ -207,6 +214,11 @@ def check(name: str, parameters: Mapping[str, Any]) -> None:
             raise UserError(
                 f"criterion={name} needs the parameter {key}: set criterion.parameters.{key}"
             )
+    if name in FROM_FILE:
+        from moe_lab.statistics.score_files import read_table
+
+        read_table(**parameters)  # called only for its errors
+        return
     layer = Layer(
         get(name), 0, EXPERTS, WIDTH, _TrialArrays(), "model", numpy.random.default_rng(0)
     )
@@ -246,6 +258,10 @@ def score(
         raise UserError(
             f"criterion={name} scores channels, expected the width of every layer's experts"
         )
+    if name in FROM_FILE:
+        from moe_lab.statistics.score_files import read_scores
+
+        inputs = read_scores(experts, widths, name, **parameters)
     # without a seed the criterion does not read layer.random
     random = numpy.random.Generator(numpy.random.PCG64(seed or 0))
     scores = {}

@@ -142,6 +142,12 @@ def channel_random(layer: Layer) -> Array:
     return layer.random.random((layer.n_experts, layer.width))
 
 
+@criterion("file_channels", granularity="channel", needs=(), reference="docs/usage.md")
+def file_channels(layer: Layer, path: str, column: str | None = None) -> Array:
+    """Like `file`, for scores of channels: the table also has the column "channel"."""
+    return layer["file"]
+
+
 def _projections(name: str, projection: str) -> tuple[str, ...]:
     """The names of the projections to read. `name`: the criterion, for the message."""
     check_known(f"criterion.parameters.projection of {name}", projection, [*PROJECTIONS, "mean"])

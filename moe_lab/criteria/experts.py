@@ -187,6 +187,13 @@ def random(layer: Layer) -> Array:
     return layer.random.random(layer.n_experts)
 
 
+@criterion("file", needs=(), reference="docs/usage.md")
+def file(layer: Layer, path: str, column: str | None = None) -> Array:
+    """The scores in the file `path`: a table with layer, expert and score, or what another tool
+    wrote. `column`: name of the scores in the file; None: the usual one."""
+    return layer["file"]
+
+
 def s_family_scores(
     statistics: Mapping[int, Mapping[str, Any]], gate: str
 ) -> list[tuple[int, int, int, int, int, float]]:

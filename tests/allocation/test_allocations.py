@@ -27,6 +27,8 @@ from moe_lab.allocation import (
 from moe_lab.allocation.problem import apportion
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
+from moe_lab.pruning.layer_plan import LayerPlan
+from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.selection import make_channel_plan, make_plan
 
 
@@ -532,35 +534,20 @@ def test_listed_schedule_decides_each_layer(tmp_path: Path) -> None:
     assert allocate(schedule, LISTED, SCORES) == {0: 2, 3: 6}
 
 
-def test_listed_plan_of_experts_decides_each_layer(tmp_path: Path) -> None:
-    plan = make_plan(SCORES, {0: 1, 3: 3}, LISTED, provenance={})
-    plan.save(tmp_path / "plan.json")
-    assert allocate(listed(tmp_path / "plan.json", 0.25), LISTED, SCORES) == {0: 1, 3: 3}
-
-
-def test_listed_plan_of_channels_decides_each_layer(tmp_path: Path) -> None:
-    random = numpy.random.default_rng(0)
-    path = tmp_path / "channels.json"
-    scores = {index: random.random((8, 8)) for index in LISTED}
-    keep = {index: random.integers(0, 9, 8) for index in LISTED}
-    make_channel_plan(scores, keep, LISTED, zero_expert="drop", provenance={}).save(path)
-    retained_channels = int(keep[0].sum() + keep[3].sum())
-    chosen = listed(path, 1 - retained_channels / 128)
-    result = allocate(chosen, LISTED, scores)
-    assert all(result[index].tolist() == keep[index].tolist() for index in LISTED)
-    chosen_file = AllocationConfig(name="list", path=str(path))
+def test_listed_plan_is_for_criteria_of_its_granularity(tmp_path: Path) -> None:
+    masks = {index: numpy.eye(8, dtype=bool) for index in LISTED}
+    layers = {index: LayerPlan(8, tuple(range(8)), mask) for index, mask in masks.items()}
+    Plan(layers).save(tmp_path / "plan.json")
+    chosen_file = AllocationConfig(name="list", path=str(tmp_path / "plan.json"))
     check(chosen_file, "channel")
     with pytest.raises(UserError, match="lists channels, but the criterion scores experts"):
         check(chosen_file, "expert")
-    wide = {index: layer(8, width=9) for index in LISTED}
-    with pytest.raises(UserError, match="layer 0 has 8 experts of width 8, expected 8 of 9"):
-        allocate(chosen, wide, {index: numpy.ones((8, 9)) for index in LISTED})
 
 
 @pytest.mark.parametrize(
     ("content", "multiple_of", "field"),
     [
-        ("{", 1, "is damaged"),
+        ("{", 1, "is no JSON.*criterion=file"),
         ([1, 2], 1, "expected a schedule"),
         ({"0": 2.5}, 1, "expected a schedule"),
         ({"schema": 1, "layers": {"0": {"experts": 4}}}, 1, "expected a schedule"),

@@ -1,20 +1,27 @@
 """Every criterion against a naive formula, of each expert or channel alone; and what a criterion
 says of itself."""
 
+import json
 import math
+import os
 import re
+import struct
 from collections.abc import Callable
 from functools import cache
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import naive
 import numpy
+import pandas as pd
 import pytest
 import tiny
 import torch
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moe_lab import criteria
 from moe_lab.config import GATES, CriterionConfig
@@ -550,8 +557,8 @@ def test_every_criterion_has_a_reference_or_golden_values() -> None:
     for name, criterion in criteria.CRITERIA.items():
         names[criterion.granularity].add(name)
     golden = {"s_family", "exact_damage", "aimer", "magnitude", "random"}
-    assert names["expert"] == {*NAIVE, *golden}
-    assert names["channel"] == {name for name, *_ in CHANNELS} | {"channel_random"}
+    assert names["expert"] == {*NAIVE, *golden, "file"}
+    assert names["channel"] == {name for name, *_ in CHANNELS} | {"channel_random", "file_channels"}
 
 
 def channel_statistics(names: set[str]) -> dict[int, Any]:
@@ -610,3 +617,177 @@ def test_the_page_on_new_criteria_works_as_it_is_written() -> None:
     finally:
         criteria.CRITERIA.pop("peak", None)
         NAIVE.pop("peak", None)
+
+
+# ---- scores in files
+
+SCORES = {0: [3.0, 1.0, 4.0, 1.5], 2: [9.0, 2.0, 6.0, 5.0]}
+ROWS = [(layer, e, score) for layer, row in SCORES.items() for e, score in enumerate(row)]
+FRAME = pd.DataFrame(ROWS, columns=["layer", "expert", "score"])
+RETAINED = {"0": [2, 0], "2": [0]}
+RANKS = {0: [1, 0, 2, 0], 2: [1, 0, 0, 0]}
+"""Scores of the experts in RETAINED."""
+
+
+def imatrix(folder: Path) -> None:
+    """An importance matrix of llama.cpp, with a tensor of no expert."""
+    counts = {"blk.1.attn_q.weight.counts": [7.0]}
+    counts |= {f"blk.{layer}.ffn_down_exps.weight.counts": row for layer, row in SCORES.items()}
+    sums = {
+        f"blk.{layer}.ffn_down_exps.weight.in_sum2": numpy.outer(row, [1, 2])
+        for layer, row in SCORES.items()
+    }
+    key = b"imatrix.datasets"
+    content = b"GGUF" + struct.pack("<IQQ", 3, 5, 1) + struct.pack("<Q", len(key)) + key
+    content += struct.pack("<IQ", 8, 5) + b"a.txt"
+    data = b""
+    for name, values in {**counts, **sums}.items():
+        array = numpy.asarray(values, "<f4").reshape(len(values), -1)
+        content += struct.pack("<Q", len(name)) + name.encode()
+        content += struct.pack("<IQQIQ", 2, *array.shape[::-1], 0, len(data))
+        data += array.tobytes().ljust(32, b"\0")
+    (folder / "scores.gguf").write_bytes(content + b"\0" * (-len(content) % 32) + data)
+
+
+def as_json(document: Any, name: str = "scores.json") -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(json.dumps(document))
+
+
+def as_csv(*names: str) -> Callable[[Path], object]:
+    return lambda folder: FRAME.set_axis(names, axis=1).to_csv(folder / "scores.csv", index=False)
+
+
+def observations(folder: Path) -> None:
+    """As REAP saves them."""
+    content = {
+        layer: {"expert_frequency": torch.ones(4), "reap": torch.tensor(row)}
+        for layer, row in SCORES.items()
+    }
+    torch.save(content, folder / "scores.pt")
+
+
+FILES: list[tuple[Callable[[Path], object], dict[int, list[float]]]] = [
+    (as_csv("layer", "expert", "score"), SCORES),
+    (as_csv("layer_id", "expert_id", "count"), SCORES),
+    (lambda folder: FRAME.sample(frac=1).to_parquet(folder / "scores.Parquet"), SCORES),
+    (as_json(FRAME.to_dict("records")), SCORES),
+    (as_json({f"model.layers.{layer}.mlp": row for layer, row in SCORES.items()}), SCORES),
+    (as_json({layer: {"reap": row} for layer, row in SCORES.items()}), SCORES),
+    (as_json(RETAINED), RANKS),
+    (as_json({"ratio": 0.5, "retained": RETAINED}), RANKS),
+    (observations, SCORES),
+    (imatrix, SCORES),
+]
+
+
+def scores_in(folder: Path, experts: int = 4, name: str = "file", **parameters: Any) -> Any:
+    """The scores in the file of `folder`, for a model with `experts` experts of two channels."""
+    (path,) = folder.iterdir()
+    counts = dict.fromkeys(SCORES, experts)
+    return criteria.score(
+        name,
+        {},
+        experts=counts,
+        widths=dict.fromkeys(SCORES, 2),
+        parameters={"path": str(path), **parameters},
+    )
+
+
+@pytest.mark.parametrize(("write", "expected"), FILES)
+def test_scores_of_other_tools(
+    write: Callable[[Path], object], expected: dict[int, list[float]], tmp_path: Path
+) -> None:
+    """Of another model, they are refused. A list of retained experts fits larger models too."""
+    write(tmp_path)
+    scores = scores_in(tmp_path)
+    assert {layer: row.tolist() for layer, row in scores.items()} == expected
+    for experts in (1, 3) if expected is SCORES else (1,):
+        with pytest.raises(UserError, match=r"path=.*layer 0 .*each expert from 0 to"):
+            scores_in(tmp_path, experts)
+    if write is not imatrix:
+        with pytest.raises(UserError, match="criterion=file"):
+            scores_in(tmp_path, name="file_channels")
+        return
+    channels = scores_in(tmp_path, name="file_channels", column="in_sum2")
+    assert numpy.array_equal(channels[2], numpy.outer(SCORES[2], [1, 2]))
+
+
+def test_experts_without_a_count_have_no_tokens(tmp_path: Path) -> None:
+    (tmp_path / "scores.csv").write_text("layer_id,expert_id,count\n0,3,5\n2,0,1\n2,1,2\n")
+    assert scores_in(tmp_path)[0].tolist() == [0, 0, 0, 5]
+    identities = []
+    for text in ("layer,expert,score\n0,0,1\n", "layer,expert,score\n0,0,2\n"):
+        (tmp_path / "scores.csv").write_text(text)
+        settings = {"name": "file", "parameters": {"path": str(tmp_path / "scores.csv")}}
+        identities.append(criteria.IdentifiedCriterion(**settings).identity)
+        with pytest.raises(UserError, match=r"another model: layers 0, expected \[0, 2\]"):
+            scores_in(tmp_path)
+    assert identities[0] != identities[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.dat", b"", "suffix of .*=.dat"),
+        ("a.gguf", b"GGUF\3\0\0\0" + b"\0" * 40, "a.gguf holds no scores .* importance matrix"),
+        ("a.csv", b"layer,expert,weight\n0,0,1\n", "without score.*parameters.column"),
+        ("a.json", b'{"0": [1, 2], "2": [1.5]}', "some layers have ids"),
+        ("a.json", b'{"0": [3, 1, 0, 2], "2": [0]}', "layer 0 have 4 rows"),
+        ("a.json", b'{"0": [1, 1], "2": [0]}', "layer 0 have 2 rows"),
+        ("a.json", b'{"0": [-1], "2": [0]}', "layer 0 have 1 rows"),
+        ("a.json", b'{"0": [1.5], "1": [1.5], "2": [1.5]}', r"layers 0, 1, 2, expected \[0, 2\]"),
+        ("a.parquet", b"", "a.parquet holds no scores"),
+    ],
+)
+def test_other_files_are_refused_by_name(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        scores_in(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+class Code:
+    """Unpickling it runs a function."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("ran",)
+
+
+def test_observations_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({0: {"reap": Code()}}, "scores.pt")
+    with pytest.raises(UserError, match=r"scores\.pt holds no scores"):
+        scores_in(tmp_path)
+    assert not Path("ran").exists()
+
+
+VALUES = st.one_of(st.integers(-1, 4), st.floats(width=16), st.text(max_size=2), st.none())
+KEYS = st.sampled_from(["layer", "expert", "score", "0", "layers.2"])
+TABLE = FRAME.to_dict("records")
+DOCUMENTS = st.one_of(
+    st.dictionaries(KEYS, st.one_of(VALUES, st.lists(VALUES, max_size=5)), max_size=3),
+    st.lists(st.dictionaries(KEYS, st.one_of(VALUES, st.lists(VALUES)), max_size=4), max_size=9),
+    st.lists(st.sampled_from(TABLE), max_size=10),
+    st.permutations(TABLE),
+)
+
+
+@given(DOCUMENTS)
+@settings(max_examples=300, deadline=None)
+def test_files_are_read_whole_or_refused(document: Any) -> None:
+    with TemporaryDirectory() as folder:
+        as_json(document)(Path(folder))
+        try:
+            scores = scores_in(Path(folder))
+        except UserError as error:
+            assert folder in str(error) or "NaN or Inf" in str(error)
+            return
+    assert {layer: len(row) for layer, row in scores.items()} == {0: 4, 2: 4}
+    if isinstance(document, list):
+        assert sorted((r["layer"], r["expert"], r["score"]) for r in document) == sorted(
+            (layer, e, score) for layer, row in scores.items() for e, score in enumerate(row)
+        )
+    else:
+        assert len(document) == 2

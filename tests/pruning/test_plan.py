@@ -339,6 +339,13 @@ def check_damaged(path: Path, text: str) -> None:
         Plan.load(path)
 
 
+def test_plan_file_may_be_written_by_hand(saved_plan: Path) -> None:
+    """Without schema, digest and provenance."""
+    plan = Plan.load(saved_plan)
+    saved_plan.write_text(json.dumps({"layers": json.loads(saved_plan.read_text())["layers"]}))
+    assert Plan.load(saved_plan) == plan
+
+
 def test_missing_plan_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"plan\.json"):
         Plan.load(tmp_path / "plan.json")

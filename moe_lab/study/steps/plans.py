@@ -344,7 +344,7 @@ class FromScores(CellPlan):
 
         facts = self.setup.facts_of(facts_step=self.facts, files=files)
         origin = {**self.setup.origin(facts), "scores": Path(self.scores.folder).name}
-        # `plan_from_scores` reads the file; "path" in `allocation_settings` is only a digest
+        # `plan_from_scores` reads a schedule; "path" in `allocation_settings` is only a digest
         settings = {**self.setup.allocation_settings, "path": self.setup.allocation.path}
         evidence: dict[str, Any] = files.sums(self.setup.evidence)
         if "by" in self.setup.evidence:
@@ -355,13 +355,13 @@ class FromScores(CellPlan):
             scores: dict[int, Any] = {int(layer): values for layer, values in channels.items()}
         else:
             scores = files.expert_scores(self.scores)
-        plan = plan_from_scores(settings, scores, facts["layers"], evidence, provenance=origin)
-        tie_counts = count_ties(plan, scores, facts["layers"])
-        # `plan_from_scores` uses only the numbers of experts or channels of a plan in the file
-        if plan_of_file := plan_in(self.setup.allocation):
-            plan = plan_of_file
-            tie_counts = {}
+        if plan := plan_in(self.setup.allocation):
+            list_file.check_ratio(plan.removed_share, self.setup.ratio)
             plan.check_origin([("model_sha256", lambda: str(facts["sha256"]))], "this model")
+            tie_counts = {}
+        else:
+            plan = plan_from_scores(settings, scores, facts["layers"], evidence, provenance=origin)
+            tie_counts = count_ties(plan, scores, facts["layers"])
         save_plan(plan, facts, files, tie_counts)
         if granularity == "channel" and plan.has_channels:
             masks = {
