@@ -56,7 +56,10 @@ PLACEHOLDERS = {
     "calibration.path=notes.txt": "calibration.path=pocket:calibration/general.jsonl",
     "path=notes.txt": "path=README.md",
     "allocation.search=NAME": "allocation.search=evol_search",
-    "model=NAME": "model=pocket_function_calls",
+    # a text of 2,048 tokens does not fit the shipped model
+    "model=NAME": (
+        "model=pocket_function_calls +protocol.benchmarks.function_calls.max_new_tokens=64"
+    ),
 }
 """Placeholder in a page -> an existing value."""
 UNKNOWN = {

@@ -45,6 +45,7 @@ from moe_lab.models.transformers_private import (
     NameMapping,
     dequantisation_config,
     dequantised_by_stated_blocks,
+    set_experts_implementation,
 )
 
 
@@ -210,7 +211,7 @@ def _load_weights(
     method = quantization_of(open_checkpoint(folder))
     source = f"{folder}, stored as {method}" if method else str(folder)
     config = _configuration(folder, settings.trust_remote_code)
-    config._experts_implementation = experts_implementation(device)
+    set_experts_implementation(config, experts_implementation(device))
     arguments: dict[str, Any] = {"config": config}
     if method in UNPACKED:  # stored in a format that is dequantised on loading
         arguments["quantization_config"] = dequantisation_config(method)

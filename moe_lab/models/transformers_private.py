@@ -67,6 +67,11 @@ def experts_implementation(experts: Any) -> str | None:
     return name
 
 
+def set_experts_implementation(config: Any, name: str) -> None:
+    """Set the function that computes the experts of a model that is built from `config`."""
+    config._experts_implementation = name
+
+
 def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Products (S, N) of each of `rows` (S, M) with the matrix of its group. `weights` (G, M, N).
     `ends` (G,) int32: the end of each group's rows."""
