@@ -3,7 +3,6 @@ No torch."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +21,7 @@ from moe_lab.models.checkpoint import (
     shards_in,
     stated_dtype,
 )
-from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, WIDTH_FIELDS
+from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, WIDTH_FIELDS, Family
 from moe_lab.models.files import cached_folder, hub_json, stated_files
 from moe_lab.paths import local_path
 
@@ -48,9 +47,6 @@ FIELDS = {
 }
 """Name in model.expected -> fields of config.json that may state its value; the first that is
 present counts."""
-EXPERTS = re.compile(r"\.(\d+)\.(?:\w+\.)*(?:experts|input_linear)\b")
-"""Name of a tensor of routed experts in a checkpoint; the group is the number of its decoder
-layer."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GPU_COUNTS = (1, 2, 4, 8)
 """Numbers of GPUs, at most those of a node, among which a model is divided."""
@@ -361,9 +357,9 @@ def _numbers_from_files(path: str, revision: str | None) -> dict[str, int]:
     if folder:
         tensors = open_checkpoint(folder).tensors
         numbers["parameters"] = sum(prod(entry.shape) for entry in tensors.values())
-        numbers["moe_layers"] = len(
-            {match[1] for name in tensors if (match := EXPERTS.search(name))}
-        )
+        # any family will do: the names of tensors do not depend on it
+        expert_tensors = Family().expert_tensors(tensors)
+        numbers["moe_layers"] = len({tensor.layer for tensor in expert_tensors.values()})
     elif "layers" in numbers and (files := stated_files(path, revision, "model")):
         shards = shards_in(files, hub_json(path, revision, INDEX))
         size = sum(files[name][0] for name in shards if name in files)

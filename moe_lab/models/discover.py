@@ -17,7 +17,6 @@ from moe_lab.models.families import (
     DISK_SHARED,
     GATE_UP,
     ROUTERS,
-    ROUTING_VECTORS,
     UNGROUPED_METHODS,
     UNREGISTERED_EXPERTS,
     UNSUPPORTED,
@@ -362,7 +361,7 @@ def _routing_tensors(
                 and shape[0] == n_experts
             ):
                 routing.append(RoutingTensor(owner, name, 0))
-            elif name in ROUTING_VECTORS and shape in ((n_experts,), (1, n_experts)):
+            elif name.endswith("bias") and shape in ((n_experts,), (1, n_experts)):
                 routing.append(RoutingTensor(owner, name, len(shape) - 1))
             else:
                 raise refusal(f"is routed by {name} {shape}, a tensor moe_lab does not know")

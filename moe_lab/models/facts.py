@@ -137,7 +137,7 @@ def _describe_router(layer: MoELayer, config: Any) -> str:
     """A description of the router, such as "Qwen3MoeTopKRouter, the best 8,
     norm_topk_prob=True"."""
     properties = [type(layer.router).__name__, f"the best {layer.top_k}"]
-    if any(part.name in ("e_score_correction_bias", "expert_bias") for part in layer.routing):
+    if any(part.name.endswith("_bias") for part in layer.routing):
         properties.append("chosen with a correction bias")
     if layer.n_group > 1:
         properties.append(f"from {layer.topk_group} of {layer.n_group} groups")

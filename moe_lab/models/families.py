@@ -18,23 +18,11 @@ UNREGISTERED_EXPERTS = (
     "does not hand its experts to transformers' experts registry, so moe_lab cannot "
     "observe or prune them"
 )
-CROSS = "is an encoder-decoder model; moe_lab handles causal language models"
-
 UNSUPPORTED = {
-    "dbrx": UNREGISTERED_EXPERTS,
-    "deepseek_v4": "routes tokens by a hash table in its first layers",
     "doge": "retrieves its experts by product keys instead of routing to them",
     "hy_v4": "keeps several residual streams, and statistics are of one",
-    "inkling": "has a router without one row per expert",
-    "inkling_text": "has a router without one row per expert",
-    "llama4": UNREGISTERED_EXPERTS,
-    "longcat_flash": "routes to identity experts, which have no weights; " + UNREGISTERED_EXPERTS,
-    "nllb-moe": CROSS,
-    "step3p7": UNREGISTERED_EXPERTS,
-    "switch_transformers": CROSS,
-    "zaya": "has a router with one class more than experts",
 }
-"""model_type -> why it is refused."""
+"""model_type -> why it is refused, for what the modules of a model do not show."""
 COUNT_FIELDS = ("n_routed_experts", "moe_num_experts", "num_local_experts", "num_experts")
 """Configuration fields that hold the number of routed experts."""
 TOP_K_FIELDS = ("num_experts_per_tok", "moe_k", "moe_topk")
@@ -47,8 +35,6 @@ ALSO_COUNTS = {"qwen3_moe": ("num_experts", "num_local_experts")}
 num_local_experts, but transformers 4 and servers read num_experts and would use its default."""
 UNGROUPED_METHODS = ("greedy",)
 """Values of a router's topk_method that ignore its groups."""
-ROUTING_VECTORS = ("bias", "e_score_correction_bias", "expert_bias")
-"""Names of routing tensors with one entry per expert in memory."""
 ROUTERS = ("gate", "router")
 """Attribute names of the router of a MoE block."""
 DISK_SHARED = ("shared_expert.", "shared_experts.", "shared_mlp.", "shared_expert_gate.")

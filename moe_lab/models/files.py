@@ -26,7 +26,6 @@ from moe_lab.models.checkpoint import (
     read_json_if_there,
     shards_in,
 )
-from moe_lab.models.families import UNSUPPORTED
 from moe_lab.paths import cache_folder, local_path
 
 UNRESOLVED = "hub"
@@ -411,8 +410,6 @@ def _check_folder(folder: Path, settings: ModelConfig) -> None:
         raise UserError(
             f"{folder / 'config.json'} has no model_type: expected a transformers checkpoint"
         )
-    if kind in UNSUPPORTED:
-        raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
     check_code(folder, settings.trust_remote_code)
     # both calls raise UserError for a damaged file; transformers would ignore damage in GENERATION
     read_json_if_there(folder / GENERATION)

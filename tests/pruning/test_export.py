@@ -241,12 +241,12 @@ EXPERT = f"{BLOCK}.experts.{{}}.up_proj.weight"
             r"layers\.1\.mlp\.scale belongs to a MoE",
         ),
         (lambda t: t.pop(GATE), rf"missing .*{GATE}"),
-        (lambda t: t.pop(EXPERT.format(3)), "experts of layer 1 do not all have the same"),
-        (lambda t: t.update({EXPERT.format(16): torch.ones(24, 32)}), "its layer 1 has 16 experts"),
+        (lambda t: t.pop(EXPERT.format(3)), "experts of layer 1 have"),
+        (lambda t: t.update({EXPERT.format(16): torch.ones(24, 32)}), "experts of layer 1 have"),
         (lambda t: t.update({GATE: torch.ones(8, 32)}), r"gate\.weight has shape \(8, 32\)"),
         (
             lambda t: [t.pop(key) for key in list(t) if BLOCK in key and key != GATE],
-            r"has layers \[0, 1, 2\], .*layers \[0, 2\]",
+            r"missing, first model\.layers\.1\.mlp\.experts\.",
         ),
     ],
 )
@@ -278,7 +278,7 @@ def test_plans_of_other_layers_are_not_exported(tmp_path: Path) -> None:
     # its third layer is not one that predicts further tokens
     reconfigure(tmp_path / "model", num_hidden_layers=2)
     shallower = Plan.of_experts({1: tuple(range(0, 16, 2))}, {1: 16})
-    check_refused(tmp_path / "model", r"layers \[1, 2\]", shallower)
+    check_refused(tmp_path / "model", r"not use .*model\.layers\.2\.", shallower)
 
 
 @pytest.mark.parametrize(

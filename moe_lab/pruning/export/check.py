@@ -28,12 +28,15 @@ def describe(source: str, trust_remote_code: bool) -> dict[str, Any]:
     fields   name -> value of each field for the number and the width of experts
     routing  as from `stored_routing`
 
-    UserError for a model that is not supported, and for tensors of experts or routers that moe_lab
-    does not know."""
+    UserError for a model that is not supported or whose weight files do not fit its config.json,
+    and for tensors of experts or routers that moe_lab does not know."""
     model = skeleton(Path(source), trust_remote_code=trust_remote_code)
     text_config = model.config.get_text_config().to_dict()
     fields = {name: text_config.get(name) for name in (*COUNT_FIELDS, *WIDTH_FIELDS)}
-    routing = stored_routing(NameMapping(model, open_checkpoint(Path(source)).tensors))
+    checkpoint = open_checkpoint(Path(source))
+    names = NameMapping(model, checkpoint.tensors)
+    routing = stored_routing(names)
+    check_sizes(checkpoint, names)
     return {
         "layers": model_facts(model)["layers"],
         "fields": {name: value for name, value in fields.items() if isinstance(value, int)},

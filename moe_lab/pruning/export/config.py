@@ -49,8 +49,7 @@ def describe_export(
     `config`: config.json of the original. `fields`: name -> value of each field for the number and
     the width of experts, also of those that `config` leaves to their defaults; of these, the export
     states those that change. `names`: names of the export's tensors. UserError when `config` is of
-    a pruned model whose layers differ. If experts or layers get another shape, UserError also from
-    `check_causal`."""
+    a pruned model whose layers differ."""
     if LAYERS_FIELD in config:
         raise UserError(
             "the source is a pruned checkpoint whose layers differ already "
@@ -103,7 +102,6 @@ def _uneven_config(config: dict[str, Any], form: Form) -> dict[str, Any]:
     numbers. In the field `LAYERS_FIELD`, "layers" has the shape of each layer, and "stock" the
     original values of the fields that are replaced here."""
     kind = config.get("model_type", "")
-    check_causal(kind)
     replaced_fields = ("model_type", "architectures", *(["auto_map"] if kind in PORTS else []))
     original_fields: dict[str, Any] = {
         name: config[name] for name in replaced_fields if name in config
@@ -147,24 +145,13 @@ def _uneven_code(kind: str) -> dict[str, str]:
     return {**files, "pruned.py": pruned_code, **ported_code}
 
 
-def check_causal(kind: str) -> None:
-    """Raise UserError unless transformers, or a port in `PORTS`, has a causal language model of the
-    model type `kind`."""
-    if not has_causal_model(kind):
-        raise UserError(
-            f"model_type={kind}: layers and experts of another shape can only be exported for "
-            "causal language models that transformers has code for: evaluate the plan with a mask"
-        )
-
-
 def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
     """A copy of `config` whose routed experts have `width` channels. None if no field of `config`
-    sets the width of routed experts alone. UserError as for `check_causal`."""
-    check_causal(config.get("model_type", ""))
+    sets the width of routed experts alone, or transformers has no class for it."""
     edited = deepcopy(config)
     text_config = edited.get("text_config", edited)
     field = next((field for field in WIDTH_FIELDS if isinstance(text_config.get(field), int)), None)
-    if field is None:
+    if field is None or not has_causal_model(config["model_type"]):
         return None
     text_config[field] = width
     # other parameters keep their shapes only if the field sets no other size

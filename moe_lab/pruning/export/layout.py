@@ -3,8 +3,6 @@ torch."""
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -30,18 +28,12 @@ from moe_lab.pruning.export.chunks import (
 from moe_lab.pruning.layer_plan import StoredExpert
 from moe_lab.pruning.plan import Plan
 
-BIAS = re.compile(r"(?:\b(?:gate|router)\.|correction_|expert_)bias$")
-"""End of the name of a router's bias."""
 AFTER_SOFTMAX = "moe_statics."
 """Prefix of biases that are added after the softmax. Such biases cannot bar dropped experts, which
 would still take part in the softmax and make the other probabilities smaller."""
 BARRING_BIAS = {"F64": "000000000088c3c0", "F32": "00401cc6", "F16": "e2f0", "BF16": "1cc6"}
 """-10000 as little-endian bytes of each type: with this bias, no score (0 to 1) or logit of a
 retained expert is lower."""
-NO_BIAS = (
-    "no bias per expert that could keep tokens from dropped experts without changing the gates of "
-    "others, which a checkpoint of the original shape needs: use export=natural"
-)
 
 
 class Block:
@@ -173,15 +165,17 @@ class Block:
         )
 
     def check_complete(self, folder: Path, routing: Iterable[str]) -> None:
-        """Raise UserError unless the block has all experts, each with the same tensors, and its
-        router can keep tokens from dropped experts. `folder`: the original checkpoint, for
-        messages. `routing`: names of the router's tensors."""
+        """Raise UserError unless the block has all experts, and its router can keep tokens from
+        dropped experts. `folder`: the original checkpoint, for messages. `routing`: names of the
+        router's tensors."""
         expert_tensors = [expert_tensor for _, expert_tensor in self.tensors.values()]
         number = expert_tensors[0].layer
         if self.form.dropped and not can_bar(routing):
             raise UserError(
-                f"export=masked: the plan drops experts of layer {number}, but its router has "
-                f"{NO_BIAS}"
+                f"export=masked: the plan drops experts of layer {number}, but its router has no "
+                "bias per expert that could keep tokens from dropped experts without changing the "
+                "gates of others, which a checkpoint of the original shape needs: expected "
+                "export=natural"
             )
         # ids of the experts with tensors of their own: must be all, or none if there are stacks
         experts = {expert_tensor.expert for expert_tensor in expert_tensors} - {None}
@@ -189,15 +183,6 @@ class Block:
             raise UserError(
                 f"plan is for another model: its layer {number} has {self.n_experts} experts, "
                 f"{folder} has {len(experts)}"
-            )
-        projections = Counter(
-            expert_tensor.expert
-            for expert_tensor in expert_tensors
-            if expert_tensor.axes is not None
-        )
-        if len(set(projections.values())) > 1:
-            raise UserError(
-                f"{folder}: the experts of layer {number} do not all have the same tensors"
             )
 
 
@@ -299,8 +284,8 @@ def expert_type(checkpoint: Checkpoint) -> str:
 
 def can_bar(names: Iterable[str]) -> bool:
     """Whether the router has a bias per expert that can be set so low that the router never chooses
-    a dropped expert. `names`: names of all tensors of a router or a checkpoint."""
-    return any(BIAS.search(name) and AFTER_SOFTMAX not in name for name in names)
+    a dropped expert. `names`: names of all tensors of a router."""
+    return any(name.endswith("bias") and AFTER_SOFTMAX not in name for name in names)
 
 
 def unchanged(name: str, entry: Entry) -> ExportedTensor:
