@@ -200,6 +200,7 @@ OTHER_FIELDS: dict[str, dict[str, Any]] = {
         "mamba_n_heads": 8,
         "layer_types": ["linear_attention"] * 2 + ["full_attention"],
     },
+    "nemotron_h": {"moe_latent_size": 16},
     "qwen4_exp_text": {
         **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
         **{"indexer_compress_ratio": 2, "indexer_budget": 8},

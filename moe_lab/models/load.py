@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
-    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -43,6 +42,7 @@ from moe_lab.models.files import check_code, local_folder
 from moe_lab.models.routing import StoredRouting
 from moe_lab.models.transformers_private import (
     NameMapping,
+    configuration,
     dequantisation_config,
     dequantised_by_stated_blocks,
     set_experts_implementation,
@@ -177,7 +177,7 @@ def _configuration(folder: Path, trust_remote_code: bool) -> Any:
     try:
         if is_code_used:
             return AutoConfig.from_pretrained(folder, trust_remote_code=True)
-        return CONFIG_MAPPING[kind].from_dict(content)
+        return configuration(content)
     except Exception as error:  # noqa: BLE001 - whatever a family raises for wrong fields
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError(f"{file} is damaged: {reason}") from None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -21,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -41,6 +42,13 @@ EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """Outputs of the gate and up projections (n, 2 I), or of the up projection (n, I) -> input of
 down_proj (n, I)."""
+
+
+def configuration(content: Mapping[str, Any]) -> Any:
+    """The configuration that `content`, that of a config.json, describes. In it, transformers
+    writes infinity as an object."""
+    decoded = PreTrainedConfig._decode_special_floats(deepcopy(content))
+    return CONFIG_MAPPING[content["model_type"]].from_dict(decoded)
 
 
 def dequantisation_config(method: str) -> Any:

@@ -537,3 +537,11 @@ def test_verify_finds_wrong_weights_below_a_large_residual(
         UserError, match=r"decoder layer 1 of .*export gives something else than the masked model"
     ):
         verify(tmp_path / "model", plan, tmp_path / "export")
+
+
+def test_verify_calls_experts_in_a_latent_space(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(tiny.registry_config("nemotron_h"))
+    tiny.randomize(model)
+    model.save_pretrained(tmp_path / "model")
+    plan = random_plan(model, "uneven")
+    assert verify(tmp_path / "model", plan, export(tmp_path / "model", plan, tmp_path / "out")) == 0

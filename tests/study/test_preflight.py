@@ -534,7 +534,7 @@ NUMBERED = {"quant_method": "fp8", "modules_to_not_convert": ["re:.*experts.(0|1
     [
         ("olmoe", {"pruned": {}}, [], "layers differ already"),
         ("olmoe", {"quantization_config": NUMBERED}, [], "experts by number in several layers"),
-        ("olmoe", {"num_experts": 8}, [], "plan is for another model"),
+        ("olmoe", {"num_experts": 8}, [], "of two models"),
         ("deepseek_v3", {}, ["allocation=global"], None),
         ("olmoe", {}, ["criterion=heapr", "allocation=global"], None),
         ("olmoe", {}, ["allocation.replacement=mean_output"], None),

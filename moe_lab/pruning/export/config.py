@@ -163,15 +163,14 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     of routed experts."""
     # imported late: most exports need neither torch nor transformers, whose import takes seconds
     import torch
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     import moe_lab.exported_code  # noqa: F401  families that transformers lacks
     from moe_lab.models.discover import moe_layers
+    from moe_lab.models.transformers_private import configuration
 
-    # from a deep copy, so that building the configuration cannot change `config`
-    built = CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(config))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(built)
+        model = AutoModelForCausalLM.from_config(configuration(config))
     experts = {id(weight) for layer in moe_layers(model) for weight in layer.experts.parameters()}
     return {
         name: tuple(weight.shape)
