@@ -18,7 +18,6 @@ from analysis.outputs.score_rows import (
     cells_by_ratio,
     cells_without_recovery,
     criterion_entries,
-    draw_chance,
     draw_unpruned,
     only_cell,
     ratio_block,
@@ -192,15 +191,10 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     left, right = drawing.axes
     left.set_ylim(marks.SCORES)
     right.set_ylim(bottom=0)
-    references = [draw_unpruned(left, comparison, target), *draw_chance(left, comparison, target)]
-    style.legend(drawing, [*entries.values(), *references])
-    has_bands = len(references) > 1
-    band_note = (
-        "; grey: where a further random plan lies with 95 % probability" if has_bands else ""
-    )
+    style.legend(drawing, [*entries.values(), draw_unpruned(left, comparison, target)])
     caption = (
         f"Left: {mean_text(target, names.HEAPR)}, with 95 % intervals, points of one ratio side by "
-        f"side; dashed: the unpruned model{band_note}. Right: FLOPs saved per token. Removing "
+        f"side; dashed: the unpruned model. Right: FLOPs saved per token. Removing "
         "whole experts saves only rows of routers, since a token is still given to as many experts."
     )
     return Figure(

@@ -209,11 +209,9 @@ def pareto_figure(results: Results, comparison: Comparison, name: str) -> Figure
         return None
     recoveries = pruned["recovery"].map(names.recovery_name)
     labels = map(names.comma_joined, pruned["kind"].map(KINDS), recoveries)
-    plans = settings.method_labels(comparison.cells)[pruned["cell"]].to_numpy()
     points = pruned.assign(
         label=list(labels),
         line=pruned["method"] + pruned["calibration"],
-        plan=plans + ", " + pruned["pruned"],
         y=pruned["avg"],
     )
     entries = style.legend_entries(sorted(points["label"]))
@@ -234,41 +232,18 @@ def pareto_figure(results: Results, comparison: Comparison, name: str) -> Figure
         sharey=True,
     )
     fronts = [frame[frame["is_on_front"]] for frame in frames]
-    by_merit = pd.concat(fronts).sort_values("merit", kind="stable")
-    plans_on_fronts = list(by_merit["plan"].unique())
     for axes, front in zip(drawing.axes, fronts, strict=True):
         unpruned_entry = draw_unpruned(axes, comparison, comparison.all_average_columns)
         _draw_front(axes, front)
-        _draw_numbers(axes, front, plans_on_fronts)
-    numbers = [
-        style.legend_entry(plan, marker=f"${number}$", linestyle="", color=style.INK)
-        for number, plan in enumerate(plans_on_fronts, start=1)
-    ]
     front_entry = style.legend_entry("front", **_FRONT_STYLE)
-    style.legend(drawing, [*entries.values(), front_entry, unpruned_entry, *numbers], max_columns=3)
+    style.legend(drawing, [*entries.values(), front_entry, unpruned_entry], max_columns=3)
     caption = (
         "Each mark is a pruned model; colour and shape say what was removed, what takes its place "
         "and how the model was recovered. Thin lines join the ratios of a method; bars are 95 % "
-        "intervals. Steps and numbers: the Pareto front, models that no other model beats at their "
-        "cost or less. Dashed: the unpruned model."
+        "intervals. Steps: the Pareto front, models that no other model beats at their cost or "
+        "less; the table names them. Dashed: the unpruned model."
     )
     return Figure(name, f"Accuracy against cost: {comparison.model}", caption, drawing)
-
-
-def _draw_numbers(axes: Axes, front: pd.DataFrame, plans: Sequence[str]) -> None:
-    """Write the numbers of the models on a front at their points: 1 for the first of `plans`.
-
-    front: columns "x", "y" and "plan"."""
-    # at the upper left of a mark, where the steps of the front do not pass
-    properties: Any = {
-        "textcoords": "offset points",
-        "ha": "right",
-        "va": "bottom",
-        "fontsize": 6.5,
-    }
-    for (x, y), rows in front.groupby(["x", "y"]):
-        text = ", ".join(str(plans.index(plan) + 1) for plan in rows["plan"])
-        axes.annotate(text, (x, y), xytext=(-3, 2), fontweight="bold", **properties)
 
 
 BOTH_GRANULARITIES = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.patches import Patch
@@ -201,7 +200,6 @@ def activation_figure(results: Results, comparison: Comparison, name: str) -> Fi
     layers = shallow_middle_deep_layers(list(experts["layer"]))
     if not layers:
         return None
-    sets = names.calibrations_in_order(experts["calibration"])
     experts = sort_cells(experts[experts["layer"].isin(layers)], "layer", "calibration")
     rows = experts.assign(
         panel="Layer " + experts["layer"].astype(str),
@@ -209,15 +207,10 @@ def activation_figure(results: Results, comparison: Comparison, name: str) -> Fi
         y=experts["size"],
     )
     drawing = marks.box_plots(rows, marks.Axis(), marks.Axis("root mean square of channels"))
-    for axes, (_, points) in zip(drawing.axes, experts.groupby("layer"), strict=True):
-        # spread at random, so that they hide each other less
-        shift = np.random.default_rng(0).uniform(-0.18, 0.18, len(points))
-        x = points["calibration"].map(sets.index) + shift
-        axes.scatter(x, points["size"], s=6, color=marks.BAR_COLOURS[0], alpha=0.5, linewidths=0)
     caption = (
-        "Each point is an expert: the root mean square of its channels, the inputs of its down "
-        "projection, over its tokens of the calibration set. Boxes: quartiles and median of the "
-        f"layer; whiskers: its range. Based on {pass_setup(results.study)}"
+        "Of each expert: the root mean square of its channels, the inputs of its down projection, "
+        "over its tokens of the calibration set. Boxes: quartiles and median over the experts of a "
+        f"layer; whiskers: their range. Based on {pass_setup(results.study)}"
     )
     title = f"Activation magnitudes of experts by calibration set: {comparison.model}"
     return Figure(name, title, caption, drawing)

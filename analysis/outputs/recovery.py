@@ -4,17 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.ticker import LogLocator
 
 from analysis import names
 from analysis.load import settings
-from analysis.load.reader import groups, records
+from analysis.load.reader import groups
 from analysis.load.study import Study
 from analysis.outputs.captions import SLIMMING
 from analysis.outputs.score_rows import (
@@ -103,40 +98,18 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
     drawing = marks.lines(
         points,
         entries,
-        marks.Axis("storage (MiB)", _set_storage_ticks),
+        marks.Axis("storage (MiB)"),
         marks.Axis("mean of MoE-Slimming's benchmarks", limits=marks.SCORES),
         columns=1,
         height=3,
     )
-    _label_ratios(drawing.axes[0], comparison, points.sort_values("label", kind="stable"))
     style.legend(drawing, entries.values(), max_columns=3)
     target = mean_target(comparison, points.index.tolist(), names.ABLATION)
     caption = (
         f"{mean_text(target, names.ABLATION)}, with 95 % intervals, against the size of the "
-        "weights on disk (logarithmic axis). Labels: the share of channels or experts that was "
-        "removed."
+        "weights on disk: a line per recovery over its ratios."
     )
     return Figure(name, f"Accuracy against storage: {comparison.model}", caption, drawing)
-
-
-def _set_storage_ticks(axis: Axis) -> None:
-    """Make an axis logarithmic, with ticks also between powers of ten."""
-    axis.axes.set_xscale("log")
-    axis.axes.margins(x=0.1)  # room for the label of the last point
-    axis.minorticks_off()
-    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-    axis.set_major_formatter("{x:g}")
-
-
-def _label_ratios(axes: Axes, comparison: Comparison, points: pd.DataFrame) -> None:
-    """Write the removed share next to `points`, rows of `storage_points`. Of several points with
-    the same ratio and nearly the same storage, only the first has a text."""
-    # storages with the same rounded log2 differ by at most 7 %
-    points = points.assign(log_storage=np.log2(points["x"]).round(1))
-    properties: Any = {"textcoords": "offset points", "fontsize": 6.5, "color": style.MUTED}
-    for point in records(points.drop_duplicates(["ratio", "log_storage"])):
-        text = comparison.removed_text(point["ratio"])
-        axes.annotate(text, (point["x"], point["y"]), xytext=(5, -9), **properties)
 
 
 _RECOVERY_CAPTION = (

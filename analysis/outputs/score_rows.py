@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from analysis import names
 from analysis.load import settings
@@ -35,15 +34,12 @@ from analysis.stats.cell_scores import (
     mean_target,
     scores,
 )
-from analysis.stats.chance import chance_from_scores
 from analysis.stats.comparison import (
     Comparison,
     Panel,
     Target,
     mean_quantities,
-    random_scores,
 )
-from moe_lab.results import RANDOM
 
 
 @dataclass(frozen=True)
@@ -334,31 +330,6 @@ def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
         )
         axes.axhline(score[unpruned_cell], **style.DASHED)
     return style.legend_entry(UNPRUNED_LABEL, **style.DASHED)
-
-
-def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patch]:
-    """Draw the bands in which 95 % of random plans score on `target`, against the removed share in
-    per cent. Each kind of random plans that was run at two or more ratios has a band.
-
-    Returns a list with one legend entry for all bands; [] when no band is drawn."""
-    rows = []
-    random_cells = comparison.cells[comparison.cells["criterion"].isin(RANDOM)]
-    for _, cells in cells_by_ratio(random_cells):
-        # kind -> mean of the removed shares (0..1)
-        removed = cells.groupby(["granularity", "recovery"])["removed"].mean()
-        for kind, plan_scores in random_scores(comparison, cells, target).items():
-            ends = map(
-                comparison.quantity(target).to_displayed, chance_from_scores(plan_scores).band
-            )
-            rows.append((kind, 100 * removed[kind], *ends))
-    bands = pd.DataFrame(rows, columns=["kind", "x", "low", "high"])
-    properties: Any = {"color": style.RULE, "alpha": 0.6, "linewidth": 0}
-    patches: list[Patch] = []
-    for _, band in bands.groupby("kind"):
-        if len(band) > 1:
-            axes.fill_between(band["x"], band["low"], band["high"], zorder=0, **properties)
-            patches = [Patch(label="band of chance", **properties)]
-    return patches
 
 
 def shallow_middle_deep_layers(layers: Sequence[int]) -> list[int]:

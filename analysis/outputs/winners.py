@@ -156,7 +156,6 @@ def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
             y=squares["column"].map(names.benchmark),
             colour=squares["winners"].map(_colour),
             text=list(map(_text, squares["winners"], squares["score"])),
-            short_text=[_count_text(winners) for winners in squares["winners"]],
             is_hatched=is_win & ~squares["proved"].astype(bool),
         ),
         columns=2
@@ -181,8 +180,8 @@ def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
     )
     caption = (
         f"{proved_wins_sentence(wins)} Each cell names the leading criterion of a column and "
-        "calibration set, or both of two that tie. If more tie, or the names do not fit, it gives "
-        'their number; "all 0": every score is 0. '
+        "calibration set, or both of two that tie, or the number of those that tie; names that do "
+        'not fit are in the table; "all 0": every score is 0. '
         f"{explanation if _has_tests(wins) else _NO_TESTS}"
     )
     return Figure(name, title, caption, drawing)
@@ -195,9 +194,6 @@ def _colour(winners: Sequence[str]) -> Any:
 
 def _text(winners: Sequence[str], score: float) -> str:
     """Text of a square: the winner, or two that are tied, or the number of those tied."""
-    return _count_text(winners) if len(winners) > 2 and score != 0 else label(winners, score)
-
-
-def _count_text(winners: Sequence[str]) -> str:
-    """The number of winners that are tied; "" without a tie."""
-    return f"{len(winners)} tied" if len(winners) > 1 else ""
+    if len(winners) > 2 and score != 0:
+        return f"{len(winners)} tied"
+    return label(winners, score)

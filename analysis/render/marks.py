@@ -124,8 +124,7 @@ def heat_map(
 
     rows: columns "panel", "x" and "y" (labels of the square's column and row: numbers, which are
     sorted, or texts in the order of their first squares), "colour" ("none" for a square without
-    colour), "text" and, optionally, "short_text" (drawn where "text" does not fit) and
-    "is_hatched".
+    colour), "text" and, optionally, "is_hatched".
     x, y: labels of the axes; height: of a square, in inches.
     """
     by_panel = rows.groupby("panel", sort=False)
@@ -157,8 +156,7 @@ def draw_squares(axes: Axes, squares: pd.DataFrame, width: float, height: float 
         if square.get("is_hatched"):
             patch.set_hatch(style.HATCH)
         axes.add_patch(patch)
-        texts = (square["text"], square.get("short_text", ""))
-        if text := _first_fitting(texts, letters, line_count):
+        if text := _fitted(square["text"], letters, line_count):
             properties: Any = {"ha": "center", "va": "center", "color": _ink(square["colour"])}
             axes.text(x + 0.5, y + 0.5, text, fontsize=5.6, linespacing=1, **properties)
     axes.set(xlim=(0, len(column_labels)), ylim=(len(row_labels), 0))
@@ -167,16 +165,14 @@ def draw_squares(axes: Axes, squares: pd.DataFrame, width: float, height: float 
     axes.spines[:].set_visible(False)
 
 
-def _first_fitting(texts: Iterable[str], letters: int, line_count: int) -> str:
-    """The first of `texts` that fits into `line_count` lines of `letters` letters, broken between
-    words; "" if none fits, or if lines are shorter than 4 letters."""
+def _fitted(text: str, letters: int, line_count: int) -> str:
+    """`text` in at most `line_count` lines of `letters` letters, broken between words; "" if it
+    does not fit, or if lines are shorter than 4 letters."""
     if letters < 4:
         return ""
-    for text in texts:
-        lines = wrap(text, letters, break_long_words=False, break_on_hyphens=False)
-        if len(lines) <= line_count and all(len(line) <= letters for line in lines):
-            return "\n".join(lines)
-    return ""
+    lines = wrap(text, letters, break_long_words=False, break_on_hyphens=False)
+    fits = len(lines) <= line_count and all(len(line) <= letters for line in lines)
+    return "\n".join(lines) if fits else ""
 
 
 def relative_shades(rows: pd.DataFrame, by: str | list[str], column: str) -> pd.Series:

@@ -4,7 +4,6 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.outputs import winners
 from analysis.render import marks
 
 
@@ -29,19 +28,9 @@ def test_of_many_layers_every_second_or_third_is_named() -> None:
     assert row_labels(list(range(36))) == list(map(str, range(0, 36, 3)))
 
 
-def test_texts_of_squares_are_shortened_or_left_out_where_they_do_not_fit() -> None:
+def test_texts_of_squares_are_left_out_where_they_do_not_fit() -> None:
     texts = ["REAP, evolutionary", "MAN = REAP", "seven lines " * 4, *["REAP"] * 6]
-    short_texts = ["2 tied", *[""] * 8]
     rows = pd.DataFrame({"panel": "", "x": range(9), "y": 0, "colour": "none", "text": texts})
-    [axes] = marks.heat_map(rows.assign(short_text=short_texts)).axes
+    [axes] = marks.heat_map(rows).axes
     # a ninth of the width, without the inch for labels, has space for 7 letters
-    assert [text.get_text() for text in axes.texts] == ["2 tied", "MAN =\nREAP", *["REAP"] * 6]
-
-
-def test_winner_map_counts_two_winners_whose_names_do_not_fit() -> None:
-    sets = [f"text_{number}" for number in range(20)]
-    winner_map = {"model": "m", "ratio": 0.5, "gate": "model", "pruned": "50 %", "column": "mmlu"}
-    winner_map |= {"score": 0.5, "p": None, "proved": False, "calibration": sets}
-    wins = pd.DataFrame(winner_map).assign(winners=[("frequency", "magnitude")] * len(sets))
-    figure = winners.winner_figure(wins, "winners", "Winners")
-    assert [text.get_text() for text in figure.drawing.axes[0].texts] == ["2 tied"] * len(sets)
+    assert [text.get_text() for text in axes.texts] == ["MAN =\nREAP", *["REAP"] * 6]

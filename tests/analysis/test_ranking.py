@@ -8,14 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from handmade import UNPRUNED, cell, comparison_of, first_solved, results_of, study_of
-from matplotlib.figure import Figure
 from scipy.stats import bartlett, studentized_range, t, ttest_1samp
 
 from analysis.outputs.ranking import _figure
-from analysis.outputs.score_rows import cells_by_ratio, draw_chance
 from analysis.registry import find
 from analysis.stats import ranking
-from analysis.stats.chance import chance_from_scores
 from analysis.stats.comparison import Comparison, random_scores
 from analysis.stats.quantity import Quantity
 from analysis.stats.uncertainty import Estimate, Stratum, crossed_estimate, leads_of_best
@@ -369,62 +366,6 @@ def test_unequal_spreads_of_random_plans_are_not_pooled() -> None:
 def test_recovered_plan_is_compared_with_recovered_random_plans() -> None:
     [result] = of_models({"a": (20, 30, 40)}, recovery="router_kd")
     assert result.rows["chance"].eq("").all()
-
-
-def test_needed_random_plans_are_the_smallest_number() -> None:
-    scores = np.array([0.2, 0.3, 0.4])
-    plans = chance_from_scores(scores).plans_needed(0.65, 10)
-    assert plans is not None
-
-    def limit(count: int) -> float:
-        quantile = t.ppf(1 - 0.05 / 10, count - 1)
-        return float(0.3 + quantile * 0.1 * np.sqrt(1 + 1 / count))
-
-    assert limit(plans - 1) >= 0.65 > limit(plans)
-    assert chance_from_scores(scores).plans_needed(0.31, 10) is None
-
-
-def band(scores: np.ndarray) -> tuple[float, float]:
-    """Interval of 95 % for the score of one more random plan."""
-    count = len(scores)
-    quantile = t.ppf(0.975, count - 1)
-    reach = quantile * scores.std(ddof=1) * np.sqrt(1 + 1 / count)
-    return scores.mean() - reach, scores.mean() + reach
-
-
-def test_the_band_of_chance_is_drawn_over_ratios_that_have_one(several: Comparison) -> None:
-    random = [cell("random", ratio=ratio, seed=seed) for ratio in (0.25, 0.5) for seed in range(5)]
-    counts = (60, *CHANCE, *range(8, 13))
-    solved = {"gsm8k": [first_solved(count, 60) for count in counts]}
-    compared = comparison_of([UNPRUNED, *random], solved)
-    axes = Figure().subplots()
-    [patch] = draw_chance(axes, compared, ("gsm8k",))
-    [path] = axes.collections[0].get_paths()
-    ends = set()
-    for ratio, cells in list(cells_by_ratio(compared.cells))[1:]:
-        scores = random_scores(compared, cells, ("gsm8k",))["expert", "none"]
-        ends |= {(100 * ratio, end) for end in band(scores)}
-    assert ends == set(map(tuple, path.vertices))
-    assert patch.get_label()
-    assert draw_chance(axes, several, ("gsm8k",)) == [], "one ratio"
-
-
-def test_a_band_of_chance_is_at_the_removed_shares_of_its_own_kind() -> None:
-    cells = [
-        cell(criterion, ratio=ratio, seed=seed)
-        for criterion in ("random", "channel_random")
-        for ratio in (0.25, 0.5)
-        for seed in range(2)
-    ]
-    compared = comparison_of(cells, {"gsm8k": [first_solved(count) for count in range(len(cells))]})
-    all_cells = compared.all_cells
-    removed = all_cells["removed"] + 0.125 * (all_cells["granularity"] == "channel")
-    axes = Figure().subplots()
-    draw_chance(axes, replace(compared, all_cells=all_cells.assign(removed=removed)), ("gsm8k",))
-    paths = [path for bands in axes.collections for path in bands.get_paths()]
-    of_channels, of_experts = (set(np.asarray(path.vertices)[:, 0]) for path in paths)
-    assert of_channels == {37.5, 62.5}
-    assert of_experts == {25.0, 50.0}
 
 
 def test_plans_are_matched_by_seed_or_single(several: Comparison) -> None:
