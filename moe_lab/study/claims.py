@@ -53,7 +53,6 @@ ATTEMPTS = 3
 """Maximum attempts to create a claim's file when an attempt fails although the file is missing."""
 OWNER_SHAPE = {
     "token": str,
-    "since": Number,
     "host": str,
     "machine": [str],
     "pid": int,
@@ -117,7 +116,6 @@ class Claim(AbstractContextManager["Claim"]):
         self.path = claims.path(name, generation)
         owner = {
             "token": self.token,
-            "since": time.time(),
             "host": socket.gethostname(),
             "machine": machine(),
             "pid": os.getpid(),
@@ -324,15 +322,9 @@ class Claims:
         except OSError:  # this process cannot write here, so it cannot take over the claim either
             return False
 
-    def active(self) -> dict[str, float]:
-        """Name of a claim -> time of its creation in seconds since the epoch, or 0 if unknown, for
-        the claims that are not stale."""
-        claims = {}
-        for path in self.folder.glob("*"):
-            if not self.is_stale(path):
-                owner = _owner(path)
-                claims[path.stem] = float(owner["since"]) if owner else 0.0
-        return claims
+    def active(self) -> set[str]:
+        """Names of the claims that are not stale."""
+        return {path.stem for path in self.folder.glob("*") if not self.is_stale(path)}
 
     def clear(self) -> None:
         """Remove the files of all stale claims."""

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from moe_lab.errors import UserError
-from moe_lab.json_files import Damaged, Number, fits
+from moe_lab.json_files import Damaged
 from moe_lab.results import ID_DIGITS, current_records
 from moe_lab.results import RECORD as RECORD_FILE
 from moe_lab.study.packing import remove_from_packs
@@ -41,10 +40,6 @@ step. missing: the step has no other state; the command that started the study s
 step."""
 LINES = 20
 """Lines shown from the end of a log."""
-TIME_SHAPE = {"provenance": {"seconds": Number}}
-"""Fields of step.json from which the mean time is computed."""
-SAMPLE = 50
-"""Maximum number of steps of a kind from which the mean time is computed."""
 console = Console(highlight=False)
 
 
@@ -58,8 +53,6 @@ class StepState:
     needs: Sequence[StepState] = ()
     job: str | None = None
     """Id of its last Slurm job."""
-    start_time: float = 0.0
-    """Start of a running step, in seconds since the epoch."""
 
     @property
     def kind(self) -> str:
@@ -112,7 +105,7 @@ def _step_states(
     plan["inputs"]: for each step, the indices of its inputs. `jobs`, `queue`: id -> job."""
     job_of = _job_of_steps(jobs, queue)
     finished = store.finished_names()
-    claim_times = store.claims.active()
+    claimed = store.claims.active()
     active_steps = steps_of_active_runs(store)
     steps: list[StepState] = []
     for name, indices in zip(plan["steps"], plan["inputs"], strict=True):
@@ -121,7 +114,7 @@ def _step_states(
         inputs = [steps[index] for index in indices]
         if id_start in finished:
             state = "done"
-        elif id_start in claim_times:
+        elif id_start in claimed:
             state = "running"
         elif job_id in queue:
             state = "pending"
@@ -133,7 +126,7 @@ def _step_states(
             state = "pending"
         else:
             state = "missing"
-        steps.append(StepState(name, state, inputs, job_id, claim_times.get(id_start, 0.0)))
+        steps.append(StepState(name, state, inputs, job_id))
     return steps
 
 
@@ -187,40 +180,22 @@ def queued_jobs(jobs: Mapping[str, SubmittedJob]) -> tuple[dict[str, QueuedJob],
     return queued, ""
 
 
-def seconds_left(steps: Sequence[StepState], seconds: float) -> float:
-    """Seconds until the running and pending steps among `steps` are done, if each step takes
-    `seconds`, and if the number of steps that run at the same time stays as it is."""
-    running = [step for step in steps if step.state == "running"]
-    unfinished = len(running) + sum(step.state == "pending" for step in steps)
-    # a step that takes longer than `seconds` counts as done
-    spent_seconds = sum(min(seconds, time.time() - step.start_time) for step in running)
-    return max(0.0, unfinished * seconds - spent_seconds) / max(1, len(running))
-
-
 def status(study: StudyState, steps: Sequence[StepState]) -> None:
-    """Print a table with a row for each kind of step: number of steps in each state, mean time of a
-    step, and time left. Then print the jobs in the queue."""
+    """Print a table with the number of steps of each kind in each state, and then the jobs in the
+    queue."""
     steps_by_kind: dict[str, list[StepState]] = defaultdict(list)
     for step in steps:
         steps_by_kind[step.kind].append(step)
     total = Counter(step.state for step in steps)
     states = [state for state in STATES if total[state]]
-    since = _duration(time.time() - study.start_time)
-    table = Table(
-        "step",
-        *states,
-        "one takes",
-        "left, about",
-        title=f"{study.study}: {since} since it was last started",
-    )
+    # without fractions of seconds
+    since = timedelta(seconds=round(time.time() - study.start_time))
+    table = Table("step", *states, title=f"{study.study}: {since} since it was last started")
     for column in table.columns:
         column.no_wrap = True
     for kind, kind_steps in steps_by_kind.items():
         counts = Counter(step.state for step in kind_steps)
-        mean = _mean_seconds(study.store, kind_steps)
-        times = [mean, seconds_left(kind_steps, mean)] if mean else []
-        count_texts = [str(counts[state] or "") for state in states]
-        table.add_row(kind, *count_texts, *map(_duration, times))
+        table.add_row(kind, *(str(counts[state] or "") for state in states))
     table.add_row("all", *(str(total[state]) for state in states))
     console.print(table)
     _print_jobs(study)
@@ -248,11 +223,6 @@ def _print_jobs(study: StudyState) -> None:
             counts[f"{kind} jobs {queued.state.lower()}{reason}"] += 1
     for line, count in counts.items():
         print(f"{count} {line}")
-
-
-def _duration(seconds: float) -> str:
-    """A text such as 1:05:00."""
-    return str(timedelta(seconds=round(seconds)))
 
 
 def cancel(study: StudyState, steps: Sequence[StepState]) -> None:
@@ -380,16 +350,3 @@ def _job_end(study: StudyState, job: str) -> str:
         if state := scheduler.job_fields(job).get("JobState"):
             return state.lower()
     return "gone, and Slurm no longer says how it ended"
-
-
-def _mean_seconds(store: Store, steps: Sequence[StepState]) -> float | None:
-    """Mean seconds of the first SAMPLE finished steps; None if no time can be read."""
-    seconds: list[float] = []
-    done = [step for step in steps if step.state == "done"]
-    for step in done[:SAMPLE]:
-        # the next run, or verify, reports a damaged step
-        with suppress(FileNotFoundError, Damaged):
-            document = store.document(step.name)
-            if fits(document, TIME_SHAPE):
-                seconds.append(document["provenance"]["seconds"])
-    return fmean(seconds) if seconds else None

@@ -84,17 +84,17 @@ def test_a_claim_is_held_until_it_is_released(folder: Path) -> None:
         for other in (claims, Claims(folder)):
             with pytest.raises(Busy):
                 other.take("x")
-        assert Claims(folder).active().keys() == {"x"}
+        assert Claims(folder).active() == {"x"}
     assert not list(folder.iterdir())
-    assert Claims(folder).active() == {}
+    assert Claims(folder).active() == set()
 
 
 def test_a_claim_of_a_killed_process_is_free_at_once(folder: Path) -> None:
     killed_owner(folder, "x")
     assert list(folder.iterdir())
-    assert Claims(folder).active() == {}
+    assert Claims(folder).active() == set()
     with Claims(folder).take("x"):
-        assert Claims(folder).active().keys() == {"x"}
+        assert Claims(folder).active() == {"x"}
     assert not list(folder.iterdir())
     killed_owner(folder, "x")
     Claims(folder).clear()
@@ -119,7 +119,7 @@ def test_a_claim_holds_on_a_mount_with_other_inodes(folder: Path) -> None:
     other_mount = {**owner, "device": owner["device"] + 1, "inode": owner["inode"] + 1}
     claim.path.write_text(sealed(json.dumps(other_mount)))
     assert not Claims(folder).is_stale(claim.path)
-    assert Claims(folder).active().keys() == {"x"}
+    assert Claims(folder).active() == {"x"}
     claim.path.write_text(sealed(json.dumps({**other_mount, "started": "1"})))
     assert Claims(folder).is_stale(claim.path)
 
