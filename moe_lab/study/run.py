@@ -112,7 +112,7 @@ def print_forecast(study: Study) -> list[str]:
         def print_arrays() -> None:
             resources_of = partial(job_resources, settings=config.resources, seconds=seconds)
             arrays = divide_into_arrays(missing, resources_of, config.launcher)
-            console.print(array_table(arrays, config.resources.longest, seconds))
+            console.print(array_table(arrays))
 
         problems += user_errors(print_arrays)
     return problems

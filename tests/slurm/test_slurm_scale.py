@@ -282,16 +282,6 @@ def test_slurm_page_shows_the_printed_plan(tmp_path: Path, fake_slurm: Mapping[s
 @pytest.mark.parametrize(
     ("refusal", "message"),
     [
-        (
-            "Invalid account or account/partition combination specified",
-            "resources.every.sbatch.account",
-        ),
-        ("QOSMaxSubmitJobPerUserLimit", "launcher.cells_per_job"),
-        (
-            "QOSMaxWallDurationPerJobLimit sbatch: error: Job violates (job submit limit, "
-            "user's size)",
-            "ask for less",
-        ),
         ("Socket timed out on send/recv operation", "has not answered"),
         ("accounting storage says no", "or resources.models"),
     ],

@@ -4,10 +4,9 @@ those in the configuration, or else estimates."""
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from graphlib import TopologicalSorter
 from itertools import chain, pairwise
 from math import ceil, inf
@@ -126,23 +125,17 @@ def divide_into_arrays(
     return arrays
 
 
-def array_table(arrays: Iterable[Array], longest: int, seconds: Seconds) -> Table:
-    """A table with a row for each array: numbers of jobs and steps, and the resources of one job.
-    `longest`: requested minutes of a job whose time is unknown."""
+def array_table(arrays: Iterable[Array]) -> Table:
+    """A table with a row for each array: numbers of jobs and steps, and the resources of one
+    job."""
     header = ("array", "jobs", "steps", "GPUs", "CPUs", "GiB", "minutes", "partition")
     table = Table(*header, title="what would be requested from Slurm for each job")
     for array in arrays:
         resources = array.resources
-        steps = [step for job in array.jobs for step in job]
-        columns = {name: str(resources[name]) for name in ("gpus", "cpus", "memory", "minutes")}
-        if resources["minutes"] == longest and any(seconds(step) is None for step in steps):
-            columns["minutes"] += "?"
-            table.caption = (
-                "?: resources.longest, since this store has no such step whose time is known"
-            )
+        requests = [str(resources[name]) for name in ("gpus", "cpus", "memory", "minutes")]
         partition = resources["partition"] or "default"
-        counts = (str(len(array.jobs)), str(len(steps)))
-        table.add_row(array.kind, *counts, *columns.values(), partition)
+        counts = (str(len(array.jobs)), str(sum(map(len, array.jobs))))
+        table.add_row(array.kind, *counts, *requests, partition)
     return table
 
 
@@ -214,11 +207,12 @@ def job_resources(
         if model and too_large and not gpu_options and config_of(model):
             largest = max(too_large, key=lambda step: step.resources().memory or 0.0)
             can_divide = model.device in DEVICE_MAPS or resources[0].weights == "layers"
+            has_text = hasattr(largest, "text")
             raise UserError(
                 f"{kind} of model={model.name} needs about "
                 f"{largest_memory([largest])}, and is divided among at most {count} GPUs of "
                 f"resources.gpu_memory={settings.gpu_memory:g} GiB: expected "
-                f"{_batch_advice(largest, count, max_memory)}"
+                f"{'a smaller calibration.batch_tokens, ' if has_text else ''}"
                 f"resources.jobs={{{kind}: {{gpus: {count}}}}} where that is enough, "
                 f"{'' if can_divide else 'model.device=auto, '}or weights of fewer bits"
             )
@@ -237,25 +231,6 @@ def job_resources(
     return {
         name: estimates.get(name) if value is None else value for name, value in job_config.items()
     }
-
-
-def _batch_advice(step: Any, gpus: int, gpu_memory: float) -> str:
-    """For the message about a step that needs more memory than `gpus` GPUs, each with `gpu_memory`
-    GiB: the largest calibration.batch_tokens that fits. "" if the step has no text, or if no batch
-    fits."""
-    text = getattr(step, "text", None)
-    if text is None:
-        return ""
-
-    def is_too_large(rows: int) -> bool:
-        smaller_text = replace(text, batch_tokens=rows * text.length)
-        return not replace(step, text=smaller_text).resources().fits(gpus, gpu_memory)
-
-    # the numbers of rows that fit come before those that do not
-    rows = bisect_left(range(1, text.batch_rows), True, key=is_too_large)
-    if not rows:
-        return ""
-    return f"at most calibration.batch_tokens={rows * text.length} in the text {text.name}, "
 
 
 def _known_resources(step: Step) -> Resources:

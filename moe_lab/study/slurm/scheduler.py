@@ -227,18 +227,6 @@ def submission_environment(options: Collection[str]) -> Iterator[None]:
         yield
 
 
-REFUSALS = {
-    r"\b(?:QOS|Assoc)\w*Submit\w*Limit\b": "fewer, longer jobs are within the limit of submitted "
-    "jobs: raise "
-    "launcher.cells_per_job, or start this again when jobs have ended",
-    r"\b(?:QOS|Assoc)\w*Limit\b": "ask for less of what the limit is about, in resources",
-    r"Invalid account\b": "change resources.every.sbatch.account",
-    r"Invalid qos\b": "change resources.every.sbatch.qos",
-    r"invalid partition\b": "change resources.every.partition",
-    r"Invalid feature\b": "change resources.every.sbatch.constraint",
-    r"time limit is invalid": "change the minutes that they ask for",
-}
-"""Pattern of a message of sbatch -> advice."""
 NO_ANSWER = re.compile(r"Socket timed out|Unable to contact slurm controller|^timeout: ")
 """Pattern of a message of sbatch when Slurm's controller has not answered."""
 
@@ -250,7 +238,4 @@ def advice(message: str, kind: str) -> str:
             "the scheduler has not answered, and may have accepted them: see squeue before you "
             "start this again"
         )
-    for pattern, action in REFUSALS.items():
-        if re.search(pattern, message, re.IGNORECASE):
-            return action
     return f"change resources.every, resources.jobs.{kind} or resources.models"
