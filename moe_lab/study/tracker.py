@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -133,10 +132,8 @@ def _log_cell(
 def _cell_results(store: Store, entry: Mapping[str, Any]) -> tuple[dict[str, float], list[float]]:
     """Returns (numbers, losses) of a cell:
 
-    - numbers: name -> score, cost, or mean loss of a benchmark on right answers (bits per byte)
+    - numbers: name -> score or cost
     - losses: loss in each step of fine-tuning; [] without fine-tuning"""
-    import pandas
-
     cost = json.loads(store.content(entry["cost"], "cost.json")) if entry["cost"] else {}
     finetuning = (
         json.loads(store.content(entry["finetune"], "finetune.json")) if entry["finetune"] else {}
@@ -149,15 +146,4 @@ def _cell_results(store: Store, entry: Mapping[str, Any]) -> tuple[dict[str, flo
             f"scores/{result['benchmark']}/{result['metric']}": result["score"]
             for result in results
         }
-        samples = pandas.read_parquet(
-            BytesIO(store.content(step_folder, "samples.parquet"))
-        ).set_index("benchmark")
-        # the column may be missing
-        answer_losses = (
-            samples.reindex(columns=["answer_loss"])
-            .astype(float)
-            .dropna()
-            .groupby(level=0)["answer_loss"]
-        )
-        numbers |= {f"answer_loss/{name}": loss for name, loss in answer_losses.mean().items()}
     return numbers, finetuning.get("loss", [])
