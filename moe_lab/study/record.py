@@ -139,18 +139,8 @@ def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -
 
 
 def _print_errors(study: Study, schedule: Schedule) -> None:
-    """Print the errors of failed steps, and how many cells another run has recorded with other
-    settings."""
+    """Print the errors of failed steps."""
     store = study.store
-    name = study.config.study
-    # with one record, no cells can differ, and the time of reading it is saved
-    has_several_records = " " in fingerprint(store, name)
-    if has_several_records and (differing := study_record(store, name).get("differing")):
-        inform(
-            f"moe_lab: study={name}: another run of it has ended meanwhile; {len(differing)} of "
-            "its cells have the names of cells of this run and other settings: those of the later "
-            "run count; give one of the runs another study="
-        )
     messages = Counter(str(error) for error in schedule.failed.values())
     for message, count in messages.items():
         inform(f"moe_lab: {message}{f' ({count} steps)' if count > 1 else ''}", style="red")
