@@ -19,7 +19,6 @@ from moe_lab.calibration.documents import (
     Document,
     Text,
     document_text,
-    unread_texts,
 )
 from moe_lab.calibration.sources import (
     file_format,
@@ -79,20 +78,6 @@ def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None
                 if (tokenizer := local_tokenizer(model)) is not None:
                     # for its UserError if the template leaves out content
                     document_text(document, tokenizer, set_settings.special_tokens)
-
-
-def unread_keys(settings: CalibrationConfig, model: ModelConfig) -> list[str]:
-    """Keys in the first record of each set whose values are texts that the model would not read
-    (see `unread_texts`), sorted. [] for a model that is not in a local folder."""
-    sets = shares_and_sets(settings)
-    documents = [document for _, set_settings in sets for document in first_record(set_settings)]
-    # If all texts are read even without a chat template, no tokenizer has to be loaded.
-    if not any(unread_texts(document, None) for document in documents):
-        return []
-    tokenizer = local_tokenizer(model)
-    if tokenizer is None:
-        return []
-    return sorted({key for document in documents for key in unread_texts(document, tokenizer)})
 
 
 def local_tokenizer(model: ModelConfig) -> Any:

@@ -7,7 +7,6 @@ each problem.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -104,7 +103,6 @@ def remark_sentences(config: Config, requests: Sequence[Request]) -> Iterator[st
                 f"allocation.path={cell.allocation.path} states no model_sha256, so only its "
                 "layers and counts are compared"
             )
-    yield from _unread_field_remarks(cells)
     yield from _thought_remarks(requests)
     roundings: dict[str, None] = {}
     for cell in _deduplicate(cells, "model", "criterion", "allocation", "ratio"):
@@ -148,25 +146,6 @@ def _most_tokens(model: ModelConfig, benchmark: BenchmarkConfig) -> float:
     config = config_json.config_of(model)
     length = config.get("text_config", config).get("max_position_embeddings")
     return min(filter(None, (benchmark.max_length, length)), default=math.inf)
-
-
-def _unread_field_remarks(cells: Iterable[Cell]) -> Iterator[str]:
-    """Sentences about calibration sets whose records have fields that models do not read."""
-    # criterion and allocation decide whether a cell reads its calibration set
-    distinct_cells = _deduplicate(cells, "model", "calibration", "criterion", "allocation")
-    text_cells = [cell for cell in distinct_cells if reads_text(cell)]
-    # (name of a calibration set, name of each unread field ...) -> names of models; they are the
-    # keys of a dictionary, which keeps their order
-    models = defaultdict[Any, dict[str, None]](dict)
-    for cell in _deduplicate(text_cells, "model", "calibration"):
-        if fields := calibrations.unread_keys(cell.calibration, cell.model):
-            models[cell.calibration.name, *fields][cell.model.name] = None
-    for (calibration, *fields), names in models.items():
-        yield (
-            f"calibration={calibration}: model={','.join(names)} does not read texts of one word, "
-            f"of {', '.join(fields)}: name these fields in calibration.template to read them, or "
-            f"in calibration.ignored=[{','.join(fields)}]"
-        )
 
 
 def missing_requirements(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:

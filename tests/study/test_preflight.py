@@ -247,32 +247,6 @@ def test_a_rounded_ratio_is_reported_once(settings: list[str], ratios: list[str]
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "keys"),
-    [
-        ([], "id, language"),
-        (["model=pocket_olmoe,mixtral_8x7b"], "id, language"),
-        (["calibration.ignored=[id]"], "language"),
-        (["criterion=aimer"], None),
-    ],
-)
-def test_single_word_fields_beside_a_pair_are_reported(
-    changes: list[str], keys: str | None, tmp_path: Path
-) -> None:
-    record = {
-        "question": "Where does a dog sleep?",
-        "answer": "In a kennel.",
-        "language": "French",
-        "id": "a7",
-    }
-    (file := tmp_path / "text.jsonl").write_text(json.dumps(record))
-    config, requests = request("calibration=text", f"calibration.path={file}", *changes)
-    notices = [
-        remark for remark in remark_sentences(config, requests) if "calibration=text" in remark
-    ]
-    assert [f" {keys}:" in remark for remark in notices] == ([True] if keys else [])
-
-
 NAMED = ("study", "model.name", "calibration.name", "recovery.name")
 
 
