@@ -225,43 +225,30 @@ def test_unaligned_plans_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("replacement", ["m_smoe", "ream"])
-def test_aligned_plans_are_used(
+@pytest.mark.parametrize("replacement", ["m_smoe", "ream", "m_smoe_unaligned", "hc_smoe"])
+def test_plans_that_are_aligned_or_need_no_alignment_are_used(
     model: tuple[Any, Any], replacement: str, replacing: Replacing, tmp_path: Path
 ) -> None:
     plan = moe_lab.plan(replacing(replacement)[1], 0.5, replacement=replacement)
-    aligned = moe_lab.align(model[0], plan)
-    aligned.save(tmp_path / "aligned.json")
-    assert Plan.load(tmp_path / "aligned.json").aligned
-    for use in uses(model[0], tmp_path / "out"):
-        use(aligned)
-
-
-@pytest.mark.parametrize("replacement", ["m_smoe_unaligned", "hc_smoe"])
-def test_replacements_without_alignment_are_used(
-    model: tuple[Any, Any], replacement: str, replacing: Replacing, tmp_path: Path
-) -> None:
-    plan = moe_lab.plan(replacing(replacement)[1], 0.5, replacement=replacement)
+    if replacement in ("m_smoe", "ream"):
+        plan = moe_lab.align(model[0], plan)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").aligned
     for use in uses(model[0], tmp_path / "out"):
         use(plan)
 
 
-def test_scores_of_the_user_are_planned_in_any_order(statistics: moe_lab.ModelStatistics) -> None:
-    scores = moe_lab.score("reap", statistics)
-    shuffled = scores.sample(frac=1, random_state=0)[["score", "expert", "layer"]]
-    shuffled.attrs = {}
-    plan = moe_lab.plan(shuffled, 0.25, statistics=statistics)
-    assert plan.retained == moe_lab.plan(scores, 0.25).retained
-
-
-def test_scores_with_ids_as_texts_are_planned_in_any_order(
-    statistics: moe_lab.ModelStatistics,
+@pytest.mark.parametrize("criterion", ["reap", "heapr"])
+def test_scores_of_the_user_are_planned_in_any_order(
+    criterion: str, statistics: moe_lab.ModelStatistics
 ) -> None:
-    scores = moe_lab.score("heapr", statistics)
-    texts = scores.astype({"layer": str, "expert": str, "channel": str})
-    shuffled = texts.sample(frac=1, random_state=0)
-    shuffled.attrs = scores.attrs
-    assert moe_lab.plan(shuffled, 0.5) == moe_lab.plan(scores, 0.5)
+    """Also with ids as texts."""
+    scores = moe_lab.score(criterion, statistics)
+    texts = scores.astype(dict.fromkeys(scores.columns.drop("score"), str))
+    shuffled = texts.sample(frac=1, random_state=0)[scores.columns[::-1]]
+    shuffled.attrs = {}
+    plan = moe_lab.plan(shuffled, 0.5, statistics=statistics)
+    assert plan == moe_lab.plan(scores, 0.5)
 
 
 def test_an_allocation_reads_the_statistics_of_the_scores(

@@ -65,14 +65,6 @@ def test_a_mistake_is_reported_quickly(mistake: str, tmp_path: Path) -> None:
     assert not (tmp_path / "store").exists()
 
 
-def test_a_wrong_value_ends_the_command_with_code_2(tmp_path: Path) -> None:
-    result = moe_lab("ratio=1.5", store=tmp_path / "store")
-    assert result.returncode == 2, result.stderr
-    (line,) = result.stderr.strip().splitlines()
-    assert "ratio=1.5" in line
-    assert not (tmp_path / "store").exists()
-
-
 def test_a_multirun_loads_its_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     modules: list[str] = []
     monkeypatch.setattr(plugins, "load", modules.extend)

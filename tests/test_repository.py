@@ -2,7 +2,6 @@
 transformers are used in one module."""
 
 import ast
-import math
 import re
 import shlex
 import tomllib
@@ -10,16 +9,12 @@ from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import grimp
 import pytest
 from packaging.requirements import Requirement
 
-from benchmarks import passes
 from benchmarks.cuda import ROWS
-from benchmarks.launches import PASSES
-from benchmarks.models import CONFIGURATIONS
 from moe_lab import compose as composition
 from moe_lab.errors import UserError
 from moe_lab.study.preflight import preflight
@@ -107,28 +102,6 @@ def test_the_documentation_has_every_row_about_cuda() -> None:
     section = (ROOT / "docs" / "performance.md").read_text("utf-8").partition("## CUDA")[2]
     commands = [row.command.replace("{scratch}/olmoe_7b", "FOLDER") for row in ROWS]
     assert [f"`python {command}`" in section for command in commands] == [True] * len(ROWS)
-
-
-def test_passes_are_measured_beside_their_estimates(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By the program that measures them on CUDA, at a small size on the CPU."""
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 16}
-    monkeypatch.setitem(CONFIGURATIONS, "small", {**CONFIGURATIONS["qwen3_30b"], **sizes})
-    # Triton's interpreter, which the tests use, runs no kernels that can be counted
-    rows = [row._replace(uses_triton=False, most_time=math.inf) for row in PASSES]
-    monkeypatch.setattr(passes, "PASSES", rows)
-    measured = []
-
-    def misses(what: str, ratios: list[float], *_: Any) -> bool:
-        measured.append(what.partition(", a layer: ")[0])
-        return not all(ratio > 0 for ratio in ratios)
-
-    monkeypatch.setattr(passes, "median_misses", misses)
-    command = "passes --model small --layers 1 --tokens 64 --pairs 1"
-    monkeypatch.setattr("sys.argv", command.split())
-    assert passes.main() == 0
-    assert measured == [row.name for row in rows if row.plain != row.name]
 
 
 @pytest.fixture(scope="module")

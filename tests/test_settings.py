@@ -418,21 +418,12 @@ LISTS = {
 MORE = {"model": ["pocket_qwen3_moe"]}
 
 
-def test_further_lists_multiply_the_cells() -> None:
-    assert len(cells(None, LISTS, MORE)) == 8
-
-
 def test_the_command_line_overrides_every_grid() -> None:
     typed = {"model": ["pocket_qwen3_moe"], "criterion": ["aimer"]}
     grid_cells = cells(None, LISTS, MORE, command_lists=typed)
     names = {(cell.model.name, cell.criterion.name) for cell in grid_cells}
     assert names == {("pocket_qwen3_moe", "aimer")}
     assert [cell.ratio for cell in grid_cells] == [0.25, 0.5]
-
-
-def test_a_list_on_the_command_line_replaces_an_axis() -> None:
-    grid_cells = cells(None, LISTS, command_lists={"criterion": ["ean", "seer"]})
-    assert {cell.criterion.name for cell in grid_cells} == {"ean", "seer"}
 
 
 def test_settings_of_the_command_line_hold_for_every_choice() -> None:

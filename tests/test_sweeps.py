@@ -149,18 +149,6 @@ def test_cells_are_those_of_the_published_protocols(name: str) -> None:
             )
 
 
-def test_models_of_heapr_table_2_have_the_metrics_of_the_paper() -> None:
-    """acc for Qwen, acc_norm where lm-eval has it for DeepSeekMoE."""
-    metrics: dict[str, set[str]] = {}
-    for cell in graph("heapr_table2").cells:
-        metrics.setdefault(cell.cell.model.name, set()).update(
-            step.settings["benchmark"]["reports"][name] for name, step in cell.evaluate.items()
-        )
-    assert metrics == {"qwen1_5_moe_chat": {"acc"}, "deepseek_moe_16b": {"acc", "acc_norm"}}
-    protocols = {(cell.model.name, cell.protocol.name) for cell in cells_of("heapr_table2")}
-    assert protocols == {("qwen1_5_moe_chat", "heapr"), ("deepseek_moe_16b", "heapr_norm")}
-
-
 def step_ids(name: str) -> dict[str, str]:
     by_kind: dict[str, list[str]] = {}
     for step in graph(name).steps:

@@ -139,28 +139,6 @@ def test_every_output_is_in_the_golden_store_or_another_test(
     assert [gap.reason for gap in study.gaps] == ["failed: out of memory"]
 
 
-def test_captions_of_scores_name_items_metrics_and_seeds(items: GoldenItems) -> None:
-    tables = items.tables
-    others = {"coverage.table2", *(name for name in tables if name.endswith(".published"))}
-    scored = [
-        table for name, table in tables.items() if table.low is not None and name not in others
-    ]
-    expected = {"ranks", "winners", "unified.table5", "pareto", "heapr.table1"}
-    assert expected <= {table.name for table in scored}
-    for table in scored:
-        metric = "metric answer_loss" if table.name.endswith(".loss") else "metrics acc and pass@1"
-        seeds = "seed 42 (Random: seeds 1, 2 and 3)"
-        for text in ("12 items", metric, seeds, "gate=model"):
-            assert text in table.caption, (table.name, text)
-
-
-@pytest.mark.parametrize("name", ["unified.fig4", "unified.fig3", "tokens_per_expert"])
-def test_captions_of_passes_name_seed_gate_and_tokens(name: str, items: GoldenItems) -> None:
-    caption = items.tables[name].caption
-    assert "seed 42; gate=model" in caption
-    assert "65,000" in caption
-
-
 def test_every_figure_fits_a_paper(items: GoldenItems) -> None:
     for name, figure in items.figures.items():
         width, height = (float(inches) for inches in figure.drawing.get_size_inches())

@@ -40,7 +40,6 @@ from analysis.published.numbers import (
     split,
 )
 from analysis.registry import outputs
-from analysis.stats import cell_scores
 from analysis.stats.cell_scores import MEAN, column_targets, scores
 from analysis.stats.comparison import Comparison
 from analysis.stats.ranks import displayed_columns
@@ -340,37 +339,6 @@ def test_ranks_of_unified_table_2_are_reproduced(ratio: float) -> None:
             assert ours[names.criterion(number.key[2])] == pytest.approx(
                 number.value, abs=NEAR + 1e-9
             ), number
-
-
-def test_averages_of_evoesap_are_reproduced() -> None:
-    benchmarks = models(published_numbers("evoesap", "8", "9", "10"))
-    checked = 0
-    lacking = set()
-    for model, printed in models(published_numbers("evoesap", "1", "2", "8", "9", "10")).items():
-        result = comparison(benchmarks[model])
-        cells = list(result.cells.index)
-        averages = scores(
-            result, cells, column_targets(result, cells, cell_scores.GROUPS)
-        ).frame.to_dict("records")
-        ours = dict(
-            zip(result.cells[KEY].itertuples(index=False, name=None), averages, strict=True)
-        )
-        for number in printed:
-            if number.benchmark in ("Code", "Math", "MC Avg"):
-                value = ours[number.key][number.benchmark]
-                if math.isnan(value):
-                    lacking.add(number.key)
-                    continue
-                assert value == pytest.approx(number.value, abs=NEAR), number
-                checked += 1
-    # Table 10 lacks this row, so that its MC Avg cannot be recomputed
-    assert lacking == {
-        ("deepseek_v2_lite_chat", 0.25, "frequency", "evolutionary", "none", "evol_codealpaca")
-    }
-    # the row that lacks, and MC Avg of ERNIE unpruned, which Table 1 does not print
-    missing = 1 + 1
-    # Tables 1 and 2, 8 (Code), 9 (Math), 10 (MC Avg)
-    assert checked == 3 * 52 - missing + 52 + 52 + 51
 
 
 LISTS = {

@@ -421,18 +421,11 @@ def test_prompts_leave_room_for_their_texts() -> None:
 
 
 @pytest.mark.slow
-def test_special_tokens_separate_thoughts_from_answers(
-    subject: LoadedModel,
-) -> None:
+def test_servers_refuse_thoughts_between_special_tokens(subject: LoadedModel) -> None:
     tokenizer = with_chat_template(subject, PLAIN + "{# [THINK] #}").tokenizer
     tokenizer.add_tokens(
         [AddedToken(mark, special=True) for mark in ("[THINK]", "[/THINK]")], special_tokens=True
     )
-    text = "[THINK]Is it 24?[/THINK] It is 72."
-    written = [[0, tokenizer(text, add_special_tokens=False).input_ids, -1.0]]
-    (reply,) = collect_replies(vllm_with_replies(tokenizer, written), ["Q"], 40, chat=True)
-    assert reply.thought + str(reply.text) == text
-    assert reply.text == "It is 72."
     with endpoint(lambda body: completion("Is it 24? It is 72.", "m")) as server:
         served = ServedModel(server.url, "m", tokenizer, 512, {})
         with pytest.raises(UserError, match=r"\[THINK\].*expected backend=hf"):

@@ -317,13 +317,6 @@ def test_call_that_is_not_json_is_no_call_with_a_reason(content: str) -> None:
 DRAFT = written(("f", {"x": 1}))
 
 
-def test_unfinished_thought_is_neither_call_nor_abstention() -> None:
-    for right in ([{"f": {"x": [1]}}], []):
-        assert mistake(
-            f"<think>I could call {DRAFT}, but", [function(x=described("integer"))], right
-        )
-
-
 # Rules 2 and 3: the number of calls, in any order, and the names.
 
 PLAY = [

@@ -4,7 +4,6 @@ shipped models are stock, small, and have instruments that work."""
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -17,7 +16,6 @@ from typing import Any
 
 import choices
 import pytest
-from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from benchmarks.instrument import ABLATION, SKILLS, items_of, pruned_loss, random_scores, rankings
@@ -209,24 +207,6 @@ def test_right_answers_are_right_and_calls_where_no_function_fits_are_not(graded
             assert error_of(question, first_example.answer)
 
 
-def test_order_of_calls_is_free_and_their_number_is_not(graded: Graded) -> None:
-    for question, example in graded:
-        if question.right_calls:
-            blocks = re.findall("<tool_call>.*?</tool_call>", example.answer)
-            assert len(blocks) == len(question.right_calls)
-            assert error_of(question, "".join(reversed(blocks))) is None
-            assert error_of(question, "".join(blocks[:-1]))
-            assert error_of(question, example.answer + blocks[0])
-
-
-def test_calls_with_another_value_are_wrong(graded: Graded) -> None:
-    for question, example in graded:
-        if question.right_calls:
-            for value in example.details["calls"][-1].values:
-                start, _, end = example.answer.rpartition(json.dumps(value))
-                assert error_of(question, start + json.dumps("Zed") + end), question.name
-
-
 @pytest.fixture(scope="module")
 def chat_tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(DATA / "function_calls")
@@ -355,15 +335,9 @@ def test_all_shipped_models_are_recorded() -> None:
 
 @pytest.mark.slow
 @shipped_model
-def test_a_shipped_model_has_the_recorded_weights_in_bfloat16_and_no_further_files(
-    name: str,
-) -> None:
+def test_a_shipped_model_has_the_recorded_weights_and_no_further_files(name: str) -> None:
     weights = DATA / name / "model.safetensors"
-    assert weights.stat().st_size <= 8_000_000
     assert hashlib.sha256(weights.read_bytes()).hexdigest() == SHIPPED[name]
-    with safe_open(weights, "pt") as stored:
-        assert {str(stored.get_slice(tensor).get_dtype()) for tensor in stored.keys()} == {"BF16"}  # noqa: SIM118
-
     template = set() if RECIPES[name].chat_template is None else {".jinja"}
     suffixes = {path.suffix for path in (DATA / name).iterdir()}
     assert suffixes == {".json", ".safetensors", ".md", *template}

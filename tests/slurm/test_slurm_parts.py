@@ -673,11 +673,6 @@ def test_vllm_jobs_ask_for_gpus_that_divide_the_attention_heads() -> None:
 
 
 @pytest.mark.usefixtures("hub_config")
-def test_transformers_jobs_may_divide_layers_among_eight_gpus() -> None:
-    assert request_of([step_about()], "{gpu_memory: 24}")["gpus"] == 8
-
-
-@pytest.mark.usefixtures("hub_config")
 def test_vllm_jobs_ask_for_the_configured_tensor_parallel_size() -> None:
     backend = BackendConfig("vllm", arguments={"tensor_parallel_size": 2})
     step = evaluation_step(BIG, WRITTEN, backend=backend)

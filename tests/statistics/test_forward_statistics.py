@@ -322,11 +322,6 @@ def test_shifts_of_the_stream(stream: torch.Tensor, added: list[float], expected
     assert shift.tolist() == pytest.approx([expected], abs=1e-6)
 
 
-def test_shift_times_a_gate_and_the_norm_of_an_output() -> None:
-    shift = shifts(STREAM[None], torch.tensor([[4.0, -3.0]]))
-    assert float(0.6 * 5 * shift) == pytest.approx(0.878680, abs=1e-6)
-
-
 def test_small_shifts_are_not_lost_in_fp32() -> None:
     """Of an angle of 1e-4, cos would be 1 - 5e-9, which is 1 in fp32."""
     small = torch.tensor([[-4e-4, 3e-4]])

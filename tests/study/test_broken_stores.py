@@ -350,15 +350,6 @@ def test_benchmarks_of_simultaneous_runs_are_recorded_together(
         assert all(cell["evaluate"].values())
 
 
-def test_an_empty_store_setting_is_refused(
-    aimer_study: StudyRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir("/")
-    with pytest.raises(ValueError, match="store"):
-        replace(aimer_study[0], store="")
-    assert study_command(Path(), "status", STUDY) == 2
-
-
 MOUNTS = """
 import os, subprocess, sys
 options, store, *command = sys.argv[1:]

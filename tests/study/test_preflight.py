@@ -150,6 +150,19 @@ def test_texts_that_cannot_be_generated_are_refused(settings: list[str], words: 
     assert not errors or str(words) in errors[0]
 
 
+def questions(folder: Path, packing: str) -> dict[str, Any]:
+    """Calibration settings of 200 documents of eight tokens each, in rows of 16. `packing` may end
+    with a gap."""
+    (file := folder / "text.jsonl").write_text('{"text": "Where does a dog sleep?"}\n' * 200)
+    packing, _, gap = packing.partition(" gap=")
+    return {"path": file, "packing": packing, "gap": gap or "none", "length": 16}
+
+
+def settings_of(text: dict[str, Any]) -> list[str]:
+    """The command line for a text."""
+    return ["calibration=text", *(f"calibration.{name}={value}" for name, value in text.items())]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("packing", "fits"),
@@ -161,15 +174,8 @@ def test_texts_that_cannot_be_generated_are_refused(settings: list[str], words: 
     ],
 )
 def test_more_tokens_than_a_text_has_are_refused(packing: str, fits: int, tmp_path: Path) -> None:
-    """Each of the 200 documents has eight tokens. With packing=reap, only more tokens than any
-    packing could give are refused."""
-    (file := tmp_path / "text.jsonl").write_text('{"text": "Where does a dog sleep?"}\n' * 200)
-    packed, _, gap = packing.partition(" gap=")
-    values = {"path": file, "packing": packed, "gap": gap or "none", "length": 16}
-    settings = [
-        "calibration=text",
-        *(f"calibration.{name}={value}" for name, value in values.items()),
-    ]
+    """With packing=reap, only more tokens than any packing could give are refused."""
+    settings = settings_of(questions(tmp_path, packing))
     assert not problems(*settings, f"calibration.tokens={16 * fits}")
     (sentence,) = problems(*settings, f"calibration.tokens={16 * (fits + 1)}")
     assert sentence.startswith(f"calibration.tokens={16 * (fits + 1)}")
@@ -182,25 +188,19 @@ def test_more_tokens_than_a_text_has_are_refused(packing: str, fits: int, tmp_pa
 def test_text_that_calibration_reads_is_not_held_out(
     packing: str, fits: int, tmp_path: Path
 ) -> None:
-    """Each of the 200 documents has eight tokens, and the second half of them is held out."""
-    (file := tmp_path / "text.jsonl").write_text('{"text": "Where does a dog sleep?"}\n' * 200)
-    packed, _, gap = packing.partition(" gap=")
-    values = {"path": file, "packing": packed, "gap": gap or "none", "length": 16}
-    settings = [
-        "calibration=text",
-        "suite.benchmarks=[fidelity]",
-        *(f"calibration.{name}={value}" for name, value in values.items()),
-    ]
+    """The second half of the documents is held out."""
+    text = questions(tmp_path, packing)
+    settings = [*settings_of(text), "suite.benchmarks=[fidelity]"]
     assert not problems(*settings, f"calibration.tokens={16 * fits}")
     more = f"calibration.tokens={16 * (fits + 1)}"
     (sentence,) = problems(*settings, more)
     assert sentence.startswith(more)
     assert f"calibration.tokens={16 * fits} or less, or suite.path=" in sentence
-    assert not problems(*settings, more, f"suite.path={file}")
+    assert not problems(*settings, more, f"suite.path={text['path']}")
     assert not problems(*settings, more, "criterion=aimer"), "which reads no text"
     [(_, [benchmark])] = request(*settings)[1]
     part = SourceConfig("text", 0.5, settings=benchmark.held_out)
-    mixture = {"sources": [part, part], "packing": packed, "gap": values["gap"], "length": 16}
+    mixture = {**text, "path": "", "sources": [part, part]}
     model = request()[1][0][0][0].model
     check_held_out(CalibrationConfig("mixture", tokens=32 * fits, **mixture), model)
     with pytest.raises(UserError, match=rf"calibration.tokens={32 * fits} or less"):
