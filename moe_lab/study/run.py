@@ -130,9 +130,6 @@ def _run(study: Study) -> int:
             for path in config.also:
                 copy_from(store, path, all_steps)
         steps, done = study.steps_and_finished_ids()
-        if config.tracker.name != "none" or config.objective:
-            # the tracker or the objective reads results at the end of the run
-            done -= _damaged_results(study, done)
         if store.notices:  # they may be about damaged steps, which reports may show
             outdate_reports(store)
         print_notices(store)
@@ -151,18 +148,6 @@ def _run(study: Study) -> int:
         if schedule.waiting and not LAUNCHERS[config.launcher.name](schedule, study, new_run):
             return 0
         return finish(study, schedule, new_run)
-
-
-def _damaged_results(study: Study, done: Set[str]) -> set[str]:
-    """Ids of evaluation and cost steps with damaged results. `done`: ids of all finished steps."""
-    steps_by_id = {
-        step.id: step for cell in study.graph.cells for step in (*cell.evaluate.values(), cell.cost)
-    }
-    return {
-        step_id
-        for step_id, step in steps_by_id.items()
-        if step_id in done and not study.store.is_readable(step)
-    }
 
 
 def run_inline(schedule: Schedule, study: Study, new_run: Run) -> bool:

@@ -208,27 +208,10 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> set[bytes]:
     return contents
 
 
-def test_a_changed_result_is_computed_again_before_it_is_logged(
-    tracked_study: StudyRequest, tmp_path: Path, logged: set[bytes]
-) -> None:
-    """The tracker, a sweeper and the hub read results at the end of a study."""
-    store = tmp_path / "store"
-    assert start(store, tracked_study) == 0
-    changed = next(store.glob("evaluate/*/result.json"))
-    change_a_byte(changed)
-    Worker.executed_folders.clear()
-    assert start(store, tracked_study) == 0
-    assert Worker.executed_folders == [str(changed.parent.relative_to(store))]
-    assert len(logged) == 1
-
-
 @pytest.mark.usefixtures("logged")
-def test_a_result_that_changes_before_it_is_logged_is_refused(
-    tracked_study: StudyRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_result_is_not_logged(tracked_study: StudyRequest, tmp_path: Path) -> None:
     store = tmp_path / "store"
     assert start(store, tracked_study) == 0
-    monkeypatch.setattr(run, "_damaged_results", lambda *_: set())
     changed = next(store.glob("evaluate/*/result.json"))
     change_a_byte(changed)
     with pytest.raises(UserError, match=f"{changed.parent.name}: result.json is damaged"):
