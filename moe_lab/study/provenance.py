@@ -7,7 +7,6 @@ import contextlib
 import errno
 import os
 import platform
-import re
 import resource
 import socket
 import subprocess
@@ -17,7 +16,6 @@ import traceback
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import moe_lab
@@ -130,8 +128,7 @@ def error_document(error: BaseException) -> dict[str, Any]:
 
     message: text for the user. type: name of the class of the exception. trace: text for the log,
     "" for a UserError. code: `code_state`. user: whether the message suffices without the trace.
-    transient: whether the error may not occur at another time or on another machine. environment:
-    whether installed software causes the error."""
+    transient: whether the error may not occur at another time or on another machine."""
     text = str(error) or type(error).__name__
     transient = isinstance(error, (MemoryError, Unavailable)) or (
         isinstance(error, OSError) and error.errno in TRANSIENT
@@ -147,27 +144,8 @@ def error_document(error: BaseException) -> dict[str, Any]:
         "type": type(error).__name__,
         "user": isinstance(error, UserError) or transient,
         "transient": transient,
-        "environment": _is_environment_error(error),
         "trace": ""
         if isinstance(error, UserError)
         else mask("".join(traceback.format_exception(error))),
         "code": code_state(),
     }
-
-
-MISSING_SYMBOL = re.compile(
-    "undefined symbol|cannot open shared object file|symbol not found|No module named|cannot "
-    "import name"
-)
-"""Errors of installed packages. Errors of other processes are known only by their messages."""
-
-
-def _is_environment_error(error: BaseException | None) -> bool:
-    """Whether a missing package, name, library or symbol is the cause of an exception."""
-    while error is not None:
-        is_missing_name = isinstance(error, AttributeError) and isinstance(error.obj, ModuleType)
-        if isinstance(error, ImportError) or is_missing_name or MISSING_SYMBOL.search(str(error)):
-            return True
-        # the exception that Python prints as the cause of `error`
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return False

@@ -141,15 +141,14 @@ class Schedule:
 
 def recall_failures(schedule: Schedule, store: Store, *, retry: str | None) -> None:
     """Mark as failed each waiting step for which an earlier run has stored an error. The stored
-    error is removed instead with retry=failed, if the code has changed, or if installed packages
-    caused the error."""
+    error is removed instead with retry=failed, or if the code has changed."""
     for step in list(schedule.waiting.values()):
         if step.id not in schedule.waiting:  # skipped, as it needs a failed step
             continue
         document = store.error(step.id)
         if document is None:
             continue
-        if retry == "failed" or document.get("environment") or document.get("code") != code_state():
+        if retry == "failed" or document.get("code") != code_state():
             store.forget(step.id)
         else:
             message = f"{document['message']} (failed before; retry=failed tries again)"

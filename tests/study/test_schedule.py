@@ -28,7 +28,7 @@ from studies import STUDY, StudyRequest, start, study_command
 
 from moe_lab import machine, progress
 from moe_lab.config import Config, LauncherConfig
-from moe_lab.errors import UserError, check_installed
+from moe_lab.errors import UserError
 from moe_lab.machine import WORKERS
 from moe_lab.results import FIGURE_STEPS
 from moe_lab.study import record
@@ -481,68 +481,13 @@ def test_commands_work_without_an_answer_of_the_scheduler(
     assert study_command(tmp_path, "cancel", STUDY) == 2
 
 
-class Vanished(RuntimeError):
-    """The error of transformers when the import of a family fails."""
-
-    __cause__ = ImportError("cannot import name 'Cache'")
-
-
-def missing_name() -> AttributeError:
-    with pytest.raises(AttributeError) as raised:
-        _ = json.nothing  # type: ignore[attr-defined]
-    return raised.value
-
-
-@pytest.mark.parametrize(
-    ("error", "retried"),
-    [
-        (ModuleNotFoundError("No module named 'x'"), True),
-        (missing_name(), True),
-        (
-            OSError("libcudart.so.12: cannot open shared object file: No such file or directory"),
-            True,
-        ),
-        (Vanished("Failed to import"), True),
-        (
-            RuntimeError("vLLM's process ended: ModuleNotFoundError: No module named 'vllm._C'"),
-            True,
-        ),
-        (UserError("the process ended: libtorch.so: undefined symbol: _ZN3c10"), True),
-        (AttributeError("'Plan' object has no attribute 'x'"), False),
-        (ValueError("it broke"), False),
-    ],
-)
-def test_errors_of_the_installation_are_retried(
-    tmp_path: Path, error: Exception, retried: bool
-) -> None:
-    """The message of the error stays until the next start, which retries the step."""
+@pytest.mark.parametrize("retry", [None, "failed"])
+def test_an_error_of_a_step_is_stored_until_a_retry(tmp_path: Path, retry: str | None) -> None:
     store = Store(tmp_path).create()
     step = Example()
-    store.fail(step, error_document(error))
-    assert str(error) in (store.error(step.id) or {})["message"]
-    recall_failures(schedule := Schedule([step]), store, retry=None)
-    assert (step.id in schedule.waiting) == retried
-    assert (store.error(step.id) is None) == retried
-
-
-def test_a_step_that_lacked_an_import_is_retried_by_the_next_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = Store(tmp_path / "store").create()
-    step = Example()
-    monkeypatch.setenv("PYTHONPATH", "")
-    with WorkerProcess(store) as execute:
-        work(Schedule([step]), store, execute)
-    assert "example_steps" in (store.error(step.id) or {})["message"]
-    recall_failures(schedule := Schedule([step]), store, retry=None)
-    work(schedule, store, lambda *_: None)
-    assert store.is_finished(step)
-
-
-def test_a_missing_package_is_an_error_of_the_environment(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as raised:
-        check_installed("no_such_package", "extra", "a step")
-    assert error_document(raised.value)["environment"]
+    store.fail(step, error_document(ModuleNotFoundError("No module named 'x'")))
+    recall_failures(schedule := Schedule([step]), store, retry=retry)
+    assert (step.id in schedule.waiting) == (store.error(step.id) is None) == bool(retry)
 
 
 # The report of a run
