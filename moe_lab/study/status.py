@@ -205,10 +205,8 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
     if total["failed"]:
         print(f"why the failed ones failed: {why_command}")
     if total["missing"] and not study.queue_error:
-        step_of_job = {step.job: step for step in steps if step.state == "missing" and step.job}
-        if step_of_job:
-            print(f"jobs that ended without their steps: {len(step_of_job)}; why: {why_command}")
-            _print_log(study, next(iter(step_of_job.values())), lines=3)
+        if jobs := {step.job for step in steps if step.state == "missing" and step.job}:
+            print(f"jobs that ended without their steps: {len(jobs)}; why: {why_command}")
         print("the same command as before starts what is missing")
 
 
@@ -251,13 +249,13 @@ def explain(study: StudyState, steps: Sequence[StepState]) -> None:
         more = f" and {len(others)} more" if others else ""
         print(f"{first.name}{more}: {first.state}: {reason}")
         if first.state in ("failed", "running", "missing"):
-            _print_log(study, first, LINES)
+            _print_log(study, first)
     if not reasons:
         print(f"{study.study}: all {len(steps)} steps are done")
 
 
-def _print_log(study: StudyState, step: StepState, lines: int) -> None:
-    """Print the last `lines` lines of the log of a step, if there is one."""
+def _print_log(study: StudyState, step: StepState) -> None:
+    """Print the last LINES lines of the log of a step, if there is one."""
     logs = [study.store.log(step.name)]
     if step.state == "missing":
         # the job may have died before it began the step; the name is submitit's
@@ -266,7 +264,7 @@ def _print_log(study: StudyState, step: StepState, lines: int) -> None:
     for log in logs:
         if log.exists():
             print(f"  {log}, last lines:")
-            for line in log.read_text(errors="replace").splitlines()[-lines:]:
+            for line in log.read_text(errors="replace").splitlines()[-LINES:]:
                 print(f"  | {line}")
             return
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,8 +63,7 @@ class Models:
 
     def use(self, network: Any) -> None:
         """Set `experts` to the implementation of a model, or to "ragged" if it has ragged experts,
-        followed by +triton if sums are Triton kernels. If the model is on a GPU, the log also names
-        it."""
+        followed by +triton if sums are Triton kernels."""
         from moe_lab.models.discover import is_ragged
         from moe_lab.models.rows import triton_kernels
         from moe_lab.models.transformers_private import experts_implementation
@@ -74,8 +72,6 @@ class Models:
         self.experts = "ragged" if has_ragged else experts_implementation(network)
         if triton_kernels(network.device):
             self.experts = f"{self.experts}+triton"
-        if network.device.type != "cpu":
-            print(f"experts: {self.experts}", file=sys.stderr, flush=True)
 
     def recover(self, model: ModelConfig, plan: Any, **changes: Any) -> Any:
         """A copy of the loaded model that is pruned by `plan` and recovered. `changes`: arguments
