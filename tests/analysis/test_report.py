@@ -231,22 +231,6 @@ def test_figures_are_files_that_the_page_links(small_report: Path) -> None:
     assert linked <= figures
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "unified.table1",
-        "unified.table2",
-        "unified.table3",
-        "unified.table5",
-        "ranks",
-        "winners",
-    ],
-)
-def test_tables_are_written_in_each_format(name: str, small_report: Path) -> None:
-    for suffix in ("csv", "md", "tex", "html"):
-        assert (small_report.parent / "tables" / f"{name}.{suffix}").stat().st_size > 100
-
-
 def test_gaps_are_written_about_and_end_with_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,7 +35,6 @@ from tools.pocket import train as trainer
 from tools.pocket.benchmarks import COUNTS, PROGRAMS, held_out_examples, program_examples
 from tools.pocket.build import SEARCH_COUNT, calibration_examples, search_examples
 from tools.pocket.calls import KINDS
-from tools.pocket.card import write_card
 from tools.pocket.corpus import documents
 from tools.pocket.examples import END_OF_TEXT, Example
 from tools.pocket.network import load_network
@@ -402,17 +401,6 @@ def test_training_moves_correction_biases(trained: Path) -> None:
     ]
     assert all(bias.abs().max() > BIAS_STEP for bias in biases)
     assert bool(biases) == (trained.name == "ernie4_5_moe")
-
-
-@pytest.mark.slow
-def test_the_card_of_a_trained_model_has_its_title_size_and_scores(trained: Path) -> None:
-    folder = trained / "at once"
-    write_card(folder, trained.name, {"ARC-C": 0.5, "HumanEval": 0.25})
-    parameters = json.loads((folder / "training.json").read_text())["parameters"]
-    card = (folder / "README.md").read_text()
-    assert RECIPES[trained.name].title in card
-    assert f"{parameters:,}" in card
-    assert "| ARC-C | 0.500 | 0.25 |" in card
 
 
 @pytest.mark.slow

@@ -181,15 +181,6 @@ def test_fewest_experts_of_a_group_limited_router(
     assert fewest_experts(router) == fewest
 
 
-@pytest.mark.parametrize(("retained", "field"), [((0, 4), "n_group=2"), ((0, 1, 2, 4), "2 groups")])
-def test_plan_retains_equally_many_experts_of_each_group(
-    retained: tuple[int, ...], field: str
-) -> None:
-    layer = {"n_experts": 8, "width": 10, "top_k": 4, "n_group": 2, "topk_group": 2}
-    with pytest.raises(UserError, match=field):
-        Plan({0: LayerPlan(8, retained)}).check({0: layer})
-
-
 @given(st.integers(1, 4), st.integers(2, 6), st.data())
 def test_groups_lose_equally(n_group: int, size: int, data: st.DataObject) -> None:
     count = n_group * size

@@ -131,20 +131,6 @@ def test_unpack_restores_the_folders_of_steps(
     assert all({*os.listdir(unpacked[name])} == {*os.listdir(plans[name])} for name in plans)
 
 
-def test_few_steps_are_packed_if_there_is_a_pack(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At the end of a run: the first three steps stay in folders, the next three join the pack that
-    the first three are in by then."""
-    for number, folders in ((0, 3), (10, 0)):
-        monkeypatch.setattr(packing, "MANY", 1000)
-        publish(store, range(number, number + 3))
-        Packing(store).pack(last=True)
-        assert len([*(store.root / "plan").iterdir()]) == folders
-        monkeypatch.setattr(packing, "MANY", 1)
-        Packing(store).pack()
-
-
 def test_the_end_of_a_run_packs_few_steps(stores: Stores) -> None:
     """Tests set MANY to 1,000 by now, so only the end of a run packs these steps."""
     root = stores.packs.root
