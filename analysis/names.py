@@ -35,12 +35,6 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{numeral} {noun if number == 1 else plural or noun + 's'}"
 
 
-def not_run(benchmarks: Iterable[str]) -> str:
-    """A clause that says which benchmarks were not run: `PIQA and BoolQ were not run`."""
-    display_names = [benchmark(name) for name in benchmarks]
-    return f"{enumeration(display_names)} {'was' if len(display_names) == 1 else 'were'} not run"
-
-
 def capitalised(sentence: str) -> str:
     """The sentence with a capital first letter."""
     return sentence[:1].upper() + sentence[1:]

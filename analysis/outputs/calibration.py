@@ -188,17 +188,10 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
     for axes in drawing.axes:
         axes.axhline(0, color=style.MUTED, linewidth=0.8, zorder=1)
     style.legend(drawing, entries.values())
-    tokens_by_panel = points.groupby("panel")["read"]
-    least_tokens = " / ".join(
-        style.format_tokens(count) for count in tokens_by_panel.min().unique()
-    )
-    rows_with_more_tokens = points[points["read"] > tokens_by_panel.transform("min")]
-    is_line_open = rows_with_more_tokens.groupby(["panel", "benchmark"])["is_open"].all()
     caption = (
-        "Change of each benchmark's score, in points, against calibration on the least tokens "
-        f"({least_tokens}) of the same text. Filled markers: the 95 % interval of the paired "
+        "Change of each benchmark's score, in points, against calibration on the least tokens of "
+        "the same text. Filled markers: the 95 % interval of the paired "
         "difference, not corrected for the number of benchmarks, excludes zero; with one seed it "
-        f"is over items, for these plans. {(~is_line_open).sum()} of {len(is_line_open)} "
-        "lines have a filled marker."
+        "is over items, for these plans."
     )
     return Figure(name, f"Effect of more calibration text: {comparison.model}", caption, drawing)

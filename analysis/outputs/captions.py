@@ -94,28 +94,13 @@ def _sentence(parts: Iterable[str]) -> str:
     return "; ".join(filter(None, parts)) + "."
 
 
-MOST_METHODS = 3
-"""Largest number of methods with equal seeds that a caption names."""
-
-
 def _seeds_in_words(cells: pd.DataFrame) -> str:
-    """Text with the seeds of these cells: `seeds 1 and 2`. Brackets name methods with other seeds:
-    `seed 42 (Random: seeds 1, 2 and 3)`."""
-    methods_by_seeds: dict[str, list[str]] = {}
-    for method, seeds in cells.groupby("method", sort=False)["seed"]:
-        noun = "seeds" if seeds.nunique() > 1 else "seed"
-        methods_by_seeds.setdefault(f"{noun} {_values_in_words(seeds)}", []).append(
-            names.method(str(method))
-        )
-    most_common = max(methods_by_seeds, key=lambda text: len(methods_by_seeds[text]), default="")
-    exceptions = []
-    for text, methods in methods_by_seeds.items():
-        if text != most_common:
-            subject = names.enumeration(methods)
-            if len(methods) > MOST_METHODS:
-                subject = names.count(len(methods), "method")
-            exceptions.append(f"{subject}: {text}")
-    return f"{most_common} ({'; '.join(exceptions)})" if exceptions else most_common
+    """Text with the seeds of these cells: `seed 42`, or `seeds 1 and 2, 1 to 2 of each method`."""
+    seeds = cells["seed"]
+    if seeds.nunique() < 2:
+        return f"seed {_values_in_words(seeds)}" if len(cells) else ""
+    counts = cells.groupby("method")["seed"].nunique()
+    return f"seeds {_values_in_words(seeds)}, {names.limits(counts, '{:g}')} of each method"
 
 
 def _gates_in_words(cells: pd.DataFrame) -> str:

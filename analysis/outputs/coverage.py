@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
 
-from analysis import names
-from analysis.load.study import Study
 from analysis.outputs.captions import pass_setup
 from analysis.registry import Results, output
 from analysis.render.table import Columns, Table, frame_and_formats
@@ -66,53 +64,19 @@ def coverage_table(results: Results, name: str) -> Table | None:
         title="Tokens per expert",
         caption="Unseen: experts without calibration tokens; they are scored 0 and pruned first. "
         "Rare: less than a tenth of an even load. "
-        f"{_explanation_of_items(study)}Based on {pass_setup(study)}",
+        "Items in the text: items of benchmarks of which 13 consecutive words are in the "
+        "calibration text, out of the items that were looked for; shorter items and words that "
+        f"more than ten items share are not. Based on {pass_setup(study)}",
         **frame_and_formats(summary, columns),
     )
 
 
 def _items_in_words(counts: Mapping[str, Any]) -> str:
-    """Text with the numbers of items in a calibration text: `3 / 155: GSM8K 3 / 75`.
+    """Text with the number of items in a calibration text, and of those looked for: `3 / 155`.
 
     counts: benchmark -> {"found": items that the text contains, "comparable": items looked for}."""
     if not counts:
         return ""
-    total = _found_of_comparable(counts.values())
-    parts = [
-        f"{names.benchmark(name)} {_found_of_comparable([count])}"
-        for name, count in counts.items()
-        if count["found"]
-    ]
-    return f"{total}: {names.enumeration(parts)}" if parts else total
-
-
-def _found_of_comparable(counts: Collection[Any]) -> str:
-    """Sums over `counts` as text, "found" / "comparable": `3 / 155`."""
-    found = sum(count["found"] for count in counts)
-    comparable = sum(count["comparable"] for count in counts)
+    found = sum(count["found"] for count in counts.values())
+    comparable = sum(count["comparable"] for count in counts.values())
     return f"{found:,} / {comparable:,}"
-
-
-def _explanation_of_items(study: Study) -> str:
-    """Sentences for the caption that explain the column "Items in the text"."""
-    searched_texts = [counts for counts in study.contaminations.values() if counts]
-    if not searched_texts:
-        return ""
-    # benchmark -> its counts in one of the texts; "comparable" is equal for all texts
-    counts = {name: count for text in searched_texts for name, count in text.items()}
-    tasks_by_reason = {
-        "Not looked up": [task for task in study.results["task"].unique() if task not in counts],
-        "All items are shorter": [
-            name for name, count in counts.items() if not count["comparable"]
-        ],
-    }
-    sentences = [
-        f"{reason}: {names.enumeration(map(names.benchmark, tasks))}. "
-        for reason, tasks in tasks_by_reason.items()
-        if tasks
-    ]
-    return (
-        "Items in the text: items of benchmarks of which 13 consecutive words are in the "
-        "calibration text, out of the items with 13 words (words that more than ten items share do "
-        f"not count). {''.join(sentences)}"
-    )

@@ -48,32 +48,18 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
 
 
 def _notes_on_partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
-    """A sentence for each displayed column of which only some benchmarks were run. A column has
-    several sentences if its models lack different benchmarks."""
-    # displayed column -> the column's benchmarks that were run -> models. The key () stands for
-    # all benchmarks of the column.
-    models_of_column: dict[str, dict[tuple[str, ...], list[str]]] = {}
+    """A sentence for each displayed column of which only some benchmarks were run, with the models
+    for which it holds."""
+    models_of_note: dict[str, list[str]] = {}
     for comparison in comparisons:
         for column, benchmarks in comparison.benchmarks_of.items():
-            is_partial = len(benchmarks) < len(names.COLUMNS.get(column, ()))
-            key = benchmarks if is_partial else ()
-            models_of_column.setdefault(column, {}).setdefault(key, []).append(comparison.model)
-    sentences = []
-    for column, models_by_benchmarks in models_of_column.items():
-        published_benchmarks = names.COLUMNS.get(column, ())
-        for benchmarks, models in models_by_benchmarks.items():
-            if benchmarks:
-                for_models = (
-                    f" for {names.enumeration(models)}" if len(models_by_benchmarks) > 1 else ""
-                )
-                clause_on_gaps = names.not_run(
-                    name for name in published_benchmarks if name not in benchmarks
-                )
-                sentences.append(
-                    f"{column} is the mean of {len(benchmarks)} of its {len(published_benchmarks)} "
-                    f"benchmarks{for_models}: {clause_on_gaps}."
-                )
-    return sentences
+            count = len(names.COLUMNS.get(column, ()))
+            if len(benchmarks) < count:
+                listed = names.enumeration(map(names.benchmark, benchmarks))
+                shares = f"{len(benchmarks)} of its {count} benchmarks ({listed})"
+                note = f"{column} is the mean of {shares}"
+                models_of_note.setdefault(note, []).append(comparison.model)
+    return [f"{note} for {names.enumeration(models)}." for note, models in models_of_note.items()]
 
 
 @output("unified.table1")

@@ -24,12 +24,6 @@ ROUTING_MEASURES = {"gate": "mean router weight", "tokens": "tokens"}
 TOP_EXPERTS = 50
 """Number of experts in a panel of Fig. 2."""
 LOSS_LABEL = "rise of the loss (nats per token)"
-SOURCES = {
-    "weight": "a criterion that reads weights of experts, such as magnitude",
-    "activation": "statistics of this moe_lab",
-    "gradient": "a criterion that reads gradients, such as heapr, on the same text",
-}
-"""Raw statistic -> what a run must include for it."""
 
 
 def experts_of_first_set(experts: pd.DataFrame, model: str) -> pd.DataFrame:
@@ -131,8 +125,8 @@ def statistics_by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
     "coverage.fig3",
     chapter="attribution",
     needs=(
-        f"{ABLATIONS}; for weights and gradients also {SOURCES['weight']}, and "
-        f"{SOURCES['gradient']}"
+        f"{ABLATIONS}; for weights also a criterion that reads weights of experts, such as "
+        "magnitude, and for gradients one that reads gradients, such as heapr, on the same text"
     ),
 )
 @per_model("pruned")
@@ -167,18 +161,12 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
         marks.bars_and_line(axes, rows.rename(columns={"ablation": "bar", "mean": "line"}))
         style.label_ticks(axes.xaxis, tick_labels)
     style.legend(drawing, _bar_and_line_entries("mean of the statistic ± standard deviation"))
-    gaps = [
-        f"{label} ({SOURCES[statistic]})"
-        for statistic, label in STATISTICS.items()
-        if label not in drawn
-    ]
-    sentence_on_gaps = f" Not in this store: {names.enumeration(gaps)}." if gaps else ""
     caption = (
         "Weights: |w| of an expert. Activations and gradients: the root mean square over its "
         "tokens of each channel, the input of its down projection, and of the gradient of the loss "
         "at it. (a) Mean and standard deviation over all weights or channels of a layer; bars: "
         "rise of the loss without one expert, the mean over the layer. (b) Experts of layer "
-        f"{middle} by the rise of the loss without them (bars).{sentence_on_gaps} Based on "
+        f"{middle} by the rise of the loss without them (bars). Based on "
         f"{pass_setup(results.study)}"
     )
     title = (

@@ -112,10 +112,7 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
     return Figure(name, f"Accuracy against storage: {comparison.model}", caption, drawing)
 
 
-_RECOVERY_CAPTION = (
-    "Mean: of the benchmarks before it. Storage: weights on disk, with the scales of quantised "
-    "ones."
-)
+_RECOVERY_CAPTION = "Storage: weights on disk, with the scales of quantised ones."
 
 
 @score_table(
@@ -172,7 +169,7 @@ def top_k_table(results: Results, name: str) -> Table | None:
         name=name,
         title="Fewer experts per token",
         caption="Top-k: experts per token, in calibration and in evaluation; models without it in "
-        "their name use the number that they were trained with. Mean: of the benchmarks before it.",
+        "their name use the number that they were trained with.",
     )
 
 

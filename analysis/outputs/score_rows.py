@@ -24,8 +24,6 @@ from analysis.render import style
 from analysis.render.table import SCORE, Table
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import (
-    COMMON_SENSE_MEAN,
-    GROUPS,
     MEAN,
     Numbers,
     column_targets,
@@ -66,6 +64,7 @@ DIFFERENCE = "Difference"
 P = "p (Holm)"
 """Displayed column of p-values."""
 _MEANING_OF_P = f"{P}: two-sided, where both methods have several seeds, corrected over the table."
+_MEANING_OF_MEAN = f"{MEAN}: of the paper's benchmarks that were run, which the table lists."
 UNPRUNED_LABEL = names.CRITERIA["none"]
 """Label of the unpruned model."""
 
@@ -167,7 +166,12 @@ def block_table(
     last_columns = [column for column in (*averages, DIFFERENCE, P, *costs) if column in frame]
     other_columns = (*BLOCK_COLUMNS, "Criterion", *last_columns)
     benchmarks = [str(column) for column in frame if column not in other_columns]
-    sentences = [caption, _MEANING_OF_P if P in frame else "", score_setup(study)]
+    sentences = [
+        caption,
+        _MEANING_OF_MEAN if MEAN in frame else "",
+        _MEANING_OF_P if P in frame else "",
+        score_setup(study),
+    ]
     return numbers_table(
         rows,
         [*BLOCK_COLUMNS, "Criterion", *benchmarks, *last_columns],
@@ -177,7 +181,6 @@ def block_table(
         caption=" ".join(filter(None, sentences)),
         blocks=BLOCK_COLUMNS,
         optional=(DIFFERENCE, P),
-        footnotes=_footnotes(blocks_with_scores, columns),
     )
 
 
@@ -222,24 +225,6 @@ def numbers_table(
         high=high,
         **fields,
     )
-
-
-def _footnotes(blocks: Sequence[Block], columns: Sequence[str]) -> list[str]:
-    """A footnote on the benchmarks in `columns` that MEAN does not include, because no model of
-    `blocks` was evaluated on them. [] if there are none."""
-    averages = (*GROUPS, *names.COLUMNS, COMMON_SENSE_MEAN, MEAN)
-    benchmarks = [name for name in columns if name not in averages]
-    benchmarks_with_scores = {
-        name for block in blocks for name in block.comparison.benchmark_scores
-    }
-    missing_benchmarks = [name for name in benchmarks if name not in benchmarks_with_scores]
-    if MEAN not in columns or not missing_benchmarks:
-        return []
-    count_in_mean = len(benchmarks) - len(missing_benchmarks)
-    return [
-        f"{MEAN} is over {count_in_mean} of the paper's {len(benchmarks)} benchmarks: "
-        f"{names.not_run(missing_benchmarks)}."
-    ]
 
 
 def _pruned_and_labels(block: Block) -> tuple[str, dict[int, str]]:

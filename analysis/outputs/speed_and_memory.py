@@ -182,14 +182,11 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
     timed_blocks = largest_requests.merge(blocks.join(axes), left_on="cell", right_index=True)
     if len(timed_blocks) < 2:
         return None
-    unpruned = largest_requests[largest_requests["cell"] == comparison.unpruned_cell]
     frames = []
     for key, blocks in groups(timed_blocks, ["ratio", "recovery", "device"]):
         recovery = names.recovery_name(key["recovery"])
         pruned = names.comma_joined(f"{comparison.removed_text(key['ratio'])} pruned", recovery)
         for column, title in BLOCK_MAPS.items():
-            if unpruned[column].notna().any():
-                title += f", unpruned {unpruned[column].iloc[0]:,.0f}"
             form = "{:,.1f}" if blocks[column].max() < 100 else "{:,.0f}"
             text = [format_number(value, form) for value in blocks[column]]
             frames.append(
@@ -208,8 +205,8 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
     )
     caption = (
         "Block size: an expert's number of channels is a multiple of it. Smallest expert: experts "
-        "with fewer channels lose all. Tokens per second are medians. The unpruned model is in 16 "
-        f"bits. {conditions(study)}"
+        "with fewer channels lose all. Tokens per second are medians. "
+        f"{conditions(study)}"
     )
     return Figure(
         name, f"Throughput and memory by blocks of channels: {comparison.model}", caption, drawing
@@ -243,8 +240,6 @@ def memory_table(results: Results, name: str) -> Table:
         "Before (MiB)": ("before", "{:,.2f}"),
         "After (MiB)": ("after", "{:,.2f}"),
         "Saved": ("saved", "{:.1%}"),
-        "Before (bytes)": ("bytes", "{:,.0f}"),
-        "After (bytes)": ("bytes_after", "{:,.0f}"),
     }
     memory = memory.drop_duplicates(["model", "removed_text", "bytes_after"])
     memory = memory.assign(

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.patches import Patch
 
@@ -140,10 +139,9 @@ def profile_figure(results: Results, name: str) -> Figure | None:
         image = panel.pivot_table(index="layer", columns="position", values="profile", dropna=False)
         axes.imshow(image, style.SEQUENTIAL, vmin=0, vmax=1, aspect="auto", origin="lower")
         style.label_ticks(axes.yaxis, image.index)
-    handles = [
-        Patch(facecolor=style.shade(score), label=f"{score:g}") for score in np.linspace(0, 1, 5)
-    ]
-    style.legend(drawing, handles, title="score, from the lowest (0) to the highest (1) of a layer")
+    ends = {0: "lowest score of the layer", 1: "highest"}
+    handles = [Patch(facecolor=style.shade(share), label=label) for share, label in ends.items()]
+    style.legend(drawing, handles)
     caption = (
         "Experts of each layer from the lowest score (rank 0) to the highest, shaded by their "
         "score, scaled from the lowest (0) to the highest (1) of the layer. Magnitude prunes the "

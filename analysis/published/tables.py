@@ -265,7 +265,7 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) 
         blocks=("Model", "Pruned", "Calibration"),
         low=pd.DataFrame({"Measured": [measured.low for _, measured in pairs]}, dtype=float),
         high=pd.DataFrame({"Measured": [measured.high for _, measured in pairs]}, dtype=float),
-        footnotes=[*counts, *_footnotes_on_unmatched(study, name)],
+        footnotes=counts,
     )
 
 
@@ -310,20 +310,6 @@ def _tally(verdicts: Sequence[str]) -> str:
     return names.enumeration(f"{count:,} {phrase}" for phrase, count in counts.items() if count)
 
 
-def _footnotes_on_unmatched(study: Study, table: str) -> Iterator[str]:
-    """Yield a footnote that counts the pruned cells without a published row. A table of sizes has
-    neither criteria nor this footnote."""
-    published = counterparts(table)
-    pruned = records(study.pruned_cells)
-    cells_without_row = [cell for cell in pruned if published_key(cell) not in published]
-    if cells_without_row and any(criterion in names.CRITERIA for _, _, criterion, *_ in published):
-        methods = names.methods_in_order(str(cell["method"]) for cell in cells_without_row)
-        yield (
-            f"{len(cells_without_row)} of {len(pruned)} pruned cells have no printed row here "
-            f"({'; '.join(map(names.method, methods))})."
-        )
-
-
 MOST_REASONS = 6
 """Largest number of reasons that the report lists."""
 
@@ -366,9 +352,5 @@ def published_summary(tables: Sequence[Table]) -> list[str]:
         reasons_text = "; ".join(
             f"{reason} ({count:,} times)" for reason, count in reasons.most_common(MOST_REASONS)
         )
-        unlisted_count = len(reasons) - MOST_REASONS
-        remainder = (
-            f"; and {unlisted_count} more, which the tables spell out" if unlisted_count > 0 else ""
-        )
-        sentences.append(f"Reasons why numbers cannot be compared: {reasons_text}{remainder}.")
+        sentences.append(f"Most frequent reasons why numbers cannot be compared: {reasons_text}.")
     return sentences

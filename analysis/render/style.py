@@ -215,7 +215,7 @@ def label_ticks(
     axis.set_tick_params(**properties)
 
 
-def legend(figure: Drawing, handles: Iterable[Any], max_columns: int = 6, title: str = "") -> None:
+def legend(figure: Drawing, handles: Iterable[Any], max_columns: int = 6) -> None:
     """Add a legend below the panels. The drawing must have space for three rows of entries.
 
     max_columns: largest number of entries side by side.
@@ -232,8 +232,6 @@ def legend(figure: Drawing, handles: Iterable[Any], max_columns: int = 6, title:
         loc="outside lower center",
         ncols=columns,
         fontsize=7,
-        title=title or None,
-        title_fontsize=7,
     )
 
 

@@ -196,8 +196,11 @@ def test_passes_are_shown_for_the_first_gate(two_gates: Study) -> None:
     ("seeds", "text"),
     [
         ({"reap": (42,), "man": (42,)}, "seed 42;"),
-        ({"reap": (1, 2), "man": (1, 2)}, "seeds 1 and 2;"),
-        ({"reap": (42,), "man": (42,), "random": (1, 2, 3)}, "seed 42 (Random: seeds 1, 2 and 3);"),
+        ({"reap": (1, 2), "man": (1, 2)}, "seeds 1 and 2, 2 of each method;"),
+        (
+            {"reap": (42,), "man": (42,), "random": (1, 2, 3)},
+            "seeds 42, 1, 2 and 3, 1 to 3 of each method;",
+        ),
     ],
 )
 def test_caption_names_the_seeds_of_methods(seeds: dict[str, tuple[int, ...]], text: str) -> None:

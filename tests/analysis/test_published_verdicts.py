@@ -151,8 +151,6 @@ def test_other_rows_have_no_published_number(changes: dict[str, Any]) -> None:
     comparison.all_cells.loc[1, list(axes)] = list(axes.values())
     table = verdicts(study, comparison)
     assert set(table["Criterion"]) == {"Unpruned"}
-    note = published_table(Facts(study), [comparison], "unified.table5").footnotes[-1]
-    assert note == "1 of 1 pruned cells have no printed row here (MAN)."
 
 
 def protocol(benchmark: str, **fields: Any) -> Callable[[Any], None]:
