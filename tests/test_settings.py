@@ -287,7 +287,7 @@ INVALID_COMBINATIONS: list[tuple[str, dict[str, Any], str]] = [
             {"every": {"sbatch": {name: 2}}},
             f"every.sbatch.{name}.*expected other options",
         )
-        for name in ("ntasks-per-node", "ntasks-per-n", "wait", "parsable", "test-only", "chdir")
+        for name in ("ntasks-per-node", "wait", "parsable", "test-only", "chdir")
     ),
     (
         "resources",

@@ -87,16 +87,12 @@ SET_BY_MOE_LAB = {
 
 def _further_options(options: dict[str, Any]) -> dict[str, Any]:
     """The options of sbatch (name -> value), with hyphens instead of underscores in their names.
-    ValueError for an option in SET_BY_MOE_LAB, in full or abbreviated."""
+    ValueError for an option in SET_BY_MOE_LAB."""
     options = {name.replace("_", "-"): value for name, value in options.items()}
-    # sbatch accepts abbreviations, but gpus is an option itself and no abbreviation of
-    # gpus-per-node
-    for name in options.keys() - {"gpus"}:
-        owned = next((option for option in SET_BY_MOE_LAB if option.startswith(name)), None)
-        if owned is not None:
-            subject = name if name == owned else f"{name}, short for {owned},"
+    for name in options:
+        if name in SET_BY_MOE_LAB:
             raise ValueError(
-                f"{subject} is set by moe_lab: expected {SET_BY_MOE_LAB[owned] or 'other options'}"
+                f"{name} is set by moe_lab: expected {SET_BY_MOE_LAB[name] or 'other options'}"
             )
     return options
 
