@@ -12,27 +12,10 @@ if TYPE_CHECKING:
 FIGURE_FORMATS = ("svg", "pdf", "png")
 """File formats of figures. SVG is always drawn as well, because the page shows it."""
 
-NUMERALS = (
-    "no",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-)
-
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
-    """A number and its noun in words: `one win`, `two wins`, `13 wins`."""
-    numeral = NUMERALS[number] if number < len(NUMERALS) else f"{number:,}"
-    return f"{numeral} {noun if number == 1 else plural or noun + 's'}"
+    """A number and its noun: `1 win`, `1,300 wins`."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def capitalised(sentence: str) -> str:

@@ -286,9 +286,6 @@ def _pass_in_words(report: Mapping[str, Any]) -> str:
     ]
     if "rows" in report and "length" in report:
         parts.append(f"{report['rows']:,} rows of {report['length']:,}")
-    start = str(report.get("first_row", ""))[:160]
-    if start:
-        parts.append(f"begins “{start}…”")
     return "; ".join(filter(None, parts))
 
 

@@ -27,8 +27,6 @@ from analysis.stats.comparison import Comparison, Panel, Target
 
 AIMER_METHODS = ("aimer", "magnitude", "random", "frequency", "seer", "ean", "reap")
 """The methods of AIMER's tables."""
-DRAWN_BEST_METHODS = 2
-"""Number of methods with the highest Avg that a panel always includes."""
 MOST_DRAWN_METHODS = len(AIMER_METHODS)
 
 
@@ -73,9 +71,8 @@ def benchmark_figure(results: Results, comparison: Comparison, name: str) -> Fig
     style.legend(drawing, entries.values())
     limit = names.count(MOST_DRAWN_METHODS, "method")
     caption = (
-        "Scores on each benchmark; dashed: the unpruned model. Each "
-        "panel has the first two methods by Avg, those of AIMER's tables, then the first of the "
-        f"others, {limit} at most."
+        "Scores on each benchmark; dashed: the unpruned model. Each panel has the methods of "
+        f"AIMER's tables, then the best of the others by Avg, {limit} at most."
     )
     losses = names.enumeration(map(names.benchmark, comparison.loss_benchmarks))
     if losses:
@@ -91,8 +88,7 @@ def drawn_benchmarks(comparison: Comparison, panel: Panel) -> Target:
 def drawn_methods(comparison: Comparison, panel: Panel) -> list[str]:
     """The methods of a panel that are drawn, at most MOST_DRAWN_METHODS.
 
-    First come the DRAWN_BEST_METHODS methods with the highest Avg, then AIMER_METHODS, then the
-    other methods from the highest Avg to the lowest."""
+    First come AIMER_METHODS, then the other methods from the highest Avg to the lowest."""
     average = comparison.score(panel.average_columns(comparison))
     average = average.fillna(-1)  # below all scores: methods without Avg come last
     benchmarks = list(drawn_benchmarks(comparison, panel))
@@ -100,7 +96,7 @@ def drawn_methods(comparison: Comparison, panel: Panel) -> list[str]:
     methods = [method for method in panel.cells if has_scores[panel.cells[method]]]
     methods.sort(key=lambda method: -average[panel.cells[method]])
     published_methods = [method for method in AIMER_METHODS if method in methods]
-    ordered = dict.fromkeys([*methods[:DRAWN_BEST_METHODS], *published_methods, *methods])
+    ordered = dict.fromkeys([*published_methods, *methods])
     return list(ordered)[:MOST_DRAWN_METHODS]
 
 

@@ -76,10 +76,7 @@ def winner_table(study: Study, wins: pd.DataFrame, name: str, title: str) -> Tab
     return Table(
         name=name,
         title=title,
-        caption=(
-            f"{proved_wins_sentence(wins)} {_MEANING_OF_P if _has_tests(wins) else _NO_TESTS} "
-            f"{score_setup(study)}"
-        ),
+        caption=(f"{proved_wins_sentence(wins)} {_MEANING_OF_P} {score_setup(study)}"),
         **frame_and_formats(rows, columns),
         blocks=("Model", "Pruned", "Calibration"),
         optional=("Lead", "p", "p (Holm)"),
@@ -110,19 +107,11 @@ def verdict(win: Mapping[str, Any]) -> str:
     return PROVED if win["proved"] else NOT_PROVED
 
 
-_NO_TESTS = (
-    "Wins are tested where every criterion has several seeds; none is here, and intervals are over "
-    "items."
-)
 _MEANING_OF_P = (
     "p: the largest of the tests of the winner against every other criterion, over seeds and "
     "items; Holm: corrected over all columns of one model and ratio. A win is proved below "
     f"{LEVEL}. Criteria with one seed are not tested."
 )
-
-
-def _has_tests(wins: pd.DataFrame) -> bool:
-    return bool(wins["p"].notna().any())
 
 
 def proved_wins_sentence(wins: pd.DataFrame) -> str:
@@ -159,16 +148,13 @@ def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
         Patch(facecolor="none", edgecolor=style.RULE, label="tie"),
     ]
     drawing.legend(handles=handles, loc="outside lower center", ncols=3, handlelength=2.2)
-    explanation = (
-        "A win is proved, and not hatched, if it holds against every other criterion over seeds "
-        f"and items (Holm-corrected over the map, {LEVEL:.0%}); criteria with one seed are not "
-        "tested."
-    )
     caption = (
         f"{proved_wins_sentence(wins)} Each cell names the leading criterion of a column and "
         "calibration set, or both of two that tie, or the number of those that tie; names that do "
         'not fit are in the table; "all 0": every score is 0. '
-        f"{explanation if _has_tests(wins) else _NO_TESTS}"
+        "A win is proved, and not hatched, if it holds against every other criterion over seeds "
+        f"and items (Holm-corrected over the map, {LEVEL:.0%}); criteria with one seed are not "
+        "tested."
     )
     return Figure(name, title, caption, drawing)
 

@@ -383,11 +383,9 @@ def overview(rankings: Sequence[Ranking]) -> list[str]:
     }
     sentences = []
     if models:
-        subject = "Some plan is" if models_above_chance else "No plan is"
-        if models_above_chance and len(models) > 1:
-            subject = f"On {len(models_above_chance)} of {len(models)} models some plan is"
         sentences.append(
-            f"{subject} above chance, corrected for the number of plans of each model."
+            "Models with a plan above chance, corrected for the number of plans of each model: "
+            f"{len(models_above_chance)} of {len(models)}."
         )
     if any((ranking.competing_rows["seeds"] == 1).any() for ranking in rankings):
         sentences.append(

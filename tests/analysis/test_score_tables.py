@@ -501,10 +501,10 @@ def drawn_comparison(*benchmarks: str) -> Comparison:
     return comparison_of(axes, dict.fromkeys(benchmarks, outcomes))
 
 
-def test_a_panel_of_benchmarks_has_the_best_methods_and_those_of_the_paper() -> None:
+def test_a_panel_of_benchmarks_has_the_methods_of_the_paper_and_the_best_others() -> None:
     comparison = drawn_comparison("rte", "gsm8k", "mmlu")
     [panel] = comparison.panels
-    methods = ["msan", "man", "aimer", "magnitude", "seer", "ean", "reap"]
+    methods = ["aimer", "magnitude", "seer", "ean", "reap", "msan", "man"]
     assert drawn_methods(comparison, panel) == methods
 
 
