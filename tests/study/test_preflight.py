@@ -112,6 +112,14 @@ def test_resources_of_unknown_models_are_reported() -> None:
     ]
 
 
+CHATS_STUDY = [
+    "model=pocket_function_calls",
+    "calibration=pocket_function_calls",
+    "suite.benchmarks=[pocket_function_calls]",
+]
+"""A study of a model and a benchmark that generate in chats."""
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -122,9 +130,7 @@ def test_resources_of_unknown_models_are_reported() -> None:
     ],
 )
 def test_few_tokens_for_thoughts_are_reported(settings: list[str], words: str | None) -> None:
-    name = "pocket_function_calls"
-    chosen = (f"model={name}", f"calibration={name}", f"suite.benchmarks=[{name}]")
-    study = request(*chosen, *settings)
+    study = request(*CHATS_STUDY, *settings)
     remarks = [remark for remark in remark_sentences(*study) if "thoughts" in remark]
     assert len(remarks) == (words is not None)
     assert not remarks or str(words) in remarks[0]
@@ -143,9 +149,7 @@ def test_few_tokens_for_thoughts_are_reported(settings: list[str], words: str | 
     ],
 )
 def test_texts_that_cannot_be_generated_are_refused(settings: list[str], words: str | None) -> None:
-    name = "pocket_function_calls"
-    chosen = (f"model={name}", f"calibration={name}", f"suite.benchmarks=[{name}]")
-    errors = problems(*chosen, *settings)
+    errors = problems(*CHATS_STUDY, *settings)
     assert len(errors) == (words is not None)
     assert not errors or str(words) in errors[0]
 
