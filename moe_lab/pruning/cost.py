@@ -117,7 +117,7 @@ def _nf4_weight_counts(model: nn.Module, modules: Sequence[str]) -> Iterator[int
     "experts", "shared_experts", "attention"."""
     if "experts" in modules:
         for layer in routed_layers(model):
-            for width in filter(None, layer.widths):  # an expert without channels has no matrices
+            for width in layer.widths:
                 # gate and up are one matrix, down is another
                 down = width * layer.hidden
                 yield from (width * channel_parameters(layer) - down, down)

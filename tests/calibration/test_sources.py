@@ -767,6 +767,7 @@ def test_template_writes_the_date_of_the_model(
 ) -> None:
     model = ModelConfig("m", str(tmp_path / "model"), date="2024-12-31")
     tokenizer_with(dated + " " + TURNS.replace("{calls}", "")).save_pretrained(model.path)
+    (tmp_path / "model/config.json").write_text('{"model_type": "olmoe"}')
     chosen = source(*9 * [{"messages": MESSAGES}], length=7, tokens=7)
     report = batches(chosen, load_tokenizer(tmp_path / "model", model)).report
     assert report["first_row"] == "w12 w31 user w1 assistant w2 </s>"

@@ -278,6 +278,7 @@ def test_too_long_conversations_count_as_empty_answers(
     assert [row["item"] for row in rows] == long
 
 
+@pytest.mark.slow
 def test_thoughts_of_several_answers_are_not_judged(
     judged: BenchmarkConfig, judge: Endpoint, tmp_path: Path
 ) -> None:
