@@ -173,26 +173,12 @@ def _sections(publisher: Publisher, items_by_output: ItemsByOutput) -> list[Sect
     if published:
         sections.append(published)
     gap_items, _ = publisher.publish([GAPS])
-    text = [completeness(study), *study.notes, *_sentence_on_empty(items_by_output)]
+    text = [completeness(study), *study.notes]
     sections.append(
         Section(GAPS, short="Gaps", title="Missing results", text=text, outputs=gap_items[GAPS])
     )
     provenance = _section(PROVENANCE, items_by_output)
     return [*sections, replace(provenance, facts=_facts(study), details=_details(study))]
-
-
-def _sentence_on_empty(items_by_output: ItemsByOutput) -> list[str]:
-    """At most one sentence, which names the outputs of the page that have no data."""
-    # an output without a chapter is not on the page
-    names_without_data = [
-        name for name, items in items_by_output.items() if not items and find(name).chapter
-    ]
-    if not names_without_data:
-        return []
-    return [
-        f"This study has nothing for {names.enumeration(names_without_data)} (`python -m analysis "
-        "NAME` says what each needs)."
-    ]
 
 
 def _section(chapter: Section, items_by_output: ItemsByOutput) -> Section:

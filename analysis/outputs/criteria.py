@@ -252,8 +252,6 @@ def scoring_table(results: Results, name: str) -> Table:
         GPU_PEAK: ("gpu_peak", "{:,.0f}"),
         "Loading memory (MiB)": ("loading", "{:,.2f}"),
     }
-    if all(pd.isna(row["gpu_peak"]) for row in rows):
-        columns = {name: source for name, source in columns.items() if name != GPU_PEAK}
     return Table(
         name=name,
         title="Time and memory of scoring",

@@ -79,13 +79,9 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
     )
     title = (
         f"Experts that routers rank highest, and the loss without them: {comparison.model}, "
-        f"{_calibration_names(experts)}"
+        f"{names.calibration(experts['calibration'].iloc[0])}"
     )
     return Figure(name, title, caption, drawing)
-
-
-def _calibration_names(experts: pd.DataFrame) -> str:
-    return names.enumeration(map(names.calibration, experts["calibration"].unique()))
 
 
 def _bar_and_line_entries(line_label: str) -> list[Artist]:
@@ -171,7 +167,7 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
     )
     title = (
         f"Raw statistics across layers and experts: {comparison.model}, "
-        f"{_calibration_names(experts)}"
+        f"{names.calibration(experts['calibration'].iloc[0])}"
     )
     return Figure(name, title, caption, drawing)
 

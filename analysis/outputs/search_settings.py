@@ -79,8 +79,6 @@ def cost_table(results: Results, name: str) -> Table | None:
         "Loading memory before (MiB)": ("before", "{:,.2f}"),
         "After (MiB)": ("after", "{:,.2f}"),
     }
-    if rows["gpu_peak"].isna().all():
-        del columns[GPU_PEAK]
     return Table(
         name=name,
         title="What searches cost, and what memory pruning saves",
