@@ -104,7 +104,7 @@ def test_a_dry_run_for_slurm_prints_resources_of_jobs_and_submits_nothing(
     assert configured[:3] == ["8", "2", "16"]
     assert configured[-2:] == ["77", "long"]
     assert estimated[:2] == ["4", "1"]
-    assert estimated[-2:] == ["1440?", "default"]
+    assert estimated[-2:] == ["1440", "default"]
     assert resources["scores", "1"][:2] == ["8", "0"]
     assert not (tmp_path / "store" / "runs").exists()
 
