@@ -352,7 +352,7 @@ def test_small_study_has_a_small_report(tmp_path: Path) -> None:
     """One data-free criterion, one benchmark of no known column, no calibration pass."""
     store = write_store(tmp_path / "store", criteria=("random",), tasks=("arc_easy",))
     content = text(report.write(store, "made_up", tmp_path / "out"))
-    assert "One criterion chose which experts" in content
+    assert "1 criterion chose which experts" in content
     assert "1 pruned model" in content
     assert "MC Avg is the mean of 1 of its 8 benchmarks" in content
     assert "Overlap of pruned experts across" not in content
