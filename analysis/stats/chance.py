@@ -10,6 +10,9 @@ from scipy.special import chdtrc, stdtrit
 
 from analysis.stats.uncertainty import LEVEL
 
+MOST_PLANS = 1000
+"""Largest number of random plans that `Chance.plans_needed` considers."""
+
 
 @dataclass(frozen=True)
 class Chance:
@@ -38,6 +41,18 @@ class Chance:
     def limits(self, further_plans: int) -> tuple[float, float]:
         """The mean minus and plus `margin(further_plans)`."""
         return self.mean - self.margin(further_plans), self.mean + self.margin(further_plans)
+
+    def plans_needed(self, score: float, further_plans: int) -> int | None:
+        """The smallest number of random plans with which `score` would be outside
+        `limits(further_plans)`, if mean and spread stayed the same; None if MOST_PLANS are too few.
+        If `spread` is pooled, each of the models would have this number of plans.
+        """
+        for random_plans in range(2, MOST_PLANS + 1):
+            degrees_of_freedom = self.models * (random_plans - 1)
+            margin = _margin(self.spread, random_plans, degrees_of_freedom, LEVEL / further_plans)
+            if margin < abs(score - self.mean):
+                return random_plans
+        return None
 
 
 def _margin(spread: float, plans: int, degrees_of_freedom: float, tail: float) -> float:

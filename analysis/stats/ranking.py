@@ -430,7 +430,7 @@ def remarks(ranking: Ranking) -> list[str]:
 
 
 def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
-    """A sentence that compares the plans of a kind with chance; "" without such plans."""
+    """One or two sentences that compare the plans of a kind with chance; "" without such plans."""
     granularity, recovery = kind
     rows = ranking.competing_rows
     rows = rows[(rows["granularity"] == granularity) & (rows["recovery"] == recovery)]
@@ -451,7 +451,7 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
     if chance.spreads_differ:
         pooling += ", as spreads differ between models"
     loss_phrase = "of the loss " if quantity.scale == "perplexity" else ""
-    return (
+    sentence = (
         f"Of {names.count(len(rows), 'plan')}, "
         f"{names.enumeration(counts) or f'none {ABOVE_CHANCE}'} "
         f"({'below' if quantity.lower_is_better else 'above'} {quantity.to_displayed(limit):.3f}; "
@@ -459,6 +459,16 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
         f"{quantity.to_displayed(chance.mean):.3f}, standard deviation {loss_phrase}"
         f"{chance.spread:.3f} {pooling})."
     )
+    best_score = float(quantity.to_computed(rows["score"].iloc[0]))  # rows are sorted, best first
+    if (rows["chance"] == ABOVE_CHANCE).any() or quantity.sign * (best_score - chance.mean) <= 0:
+        return sentence
+    needed_plans = chance.plans_needed(best_score, ranking.plans_tested)
+    if needed_plans is None:
+        return f"{sentence} No number of random plans would put the first one above chance."
+    plans_text = names.count(needed_plans, "random plan") + (
+        " of each model" if chance.models > 1 else ""
+    )
+    return f"{sentence} With {plans_text} like these, the first one would be above chance."
 
 
 def _verdict_sentence(ranking: Ranking) -> str:

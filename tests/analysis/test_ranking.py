@@ -13,6 +13,7 @@ from scipy.stats import bartlett, studentized_range, t, ttest_1samp
 from analysis.outputs.ranking import _figure
 from analysis.registry import find
 from analysis.stats import ranking
+from analysis.stats.chance import chance_from_scores
 from analysis.stats.comparison import Comparison, random_scores
 from analysis.stats.quantity import Quantity
 from analysis.stats.uncertainty import Estimate, Stratum, crossed_estimate, leads_of_best
@@ -366,6 +367,19 @@ def test_unequal_spreads_of_random_plans_are_not_pooled() -> None:
 def test_recovered_plan_is_compared_with_recovered_random_plans() -> None:
     [result] = of_models({"a": (20, 30, 40)}, recovery="router_kd")
     assert result.rows["chance"].eq("").all()
+
+
+def test_needed_random_plans_are_the_smallest_number() -> None:
+    scores = np.array([0.2, 0.3, 0.4])
+    plans = chance_from_scores(scores).plans_needed(0.65, 10)
+    assert plans is not None
+
+    def limit(count: int) -> float:
+        quantile = t.ppf(1 - 0.05 / 10, count - 1)
+        return float(0.3 + quantile * 0.1 * np.sqrt(1 + 1 / count))
+
+    assert limit(plans - 1) >= 0.65 > limit(plans)
+    assert chance_from_scores(scores).plans_needed(0.31, 10) is None
 
 
 def test_plans_are_matched_by_seed_or_single(several: Comparison) -> None:
