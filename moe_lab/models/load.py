@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -329,11 +329,13 @@ def load_tokenizer(folder: Path, settings: ModelConfig) -> Any:
     """The tokenizer in `folder`, with a pad token and the attributes of `set_template_settings`.
     UserError when the folder has no tokenizer, or one with neither a pad token nor an end-of-text
     token."""
+    config = None
+    # a tokenizer can be read without the class of its model
+    with suppress(UserError, OSError):
+        config = _configuration(folder, settings.trust_remote_code)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            folder,
-            config=_configuration(folder, settings.trust_remote_code),
-            trust_remote_code=settings.trust_remote_code,
+            folder, config=config, trust_remote_code=settings.trust_remote_code
         )
         if not tokenizer.encode("a", add_special_tokens=False):
             # without tokenizer files, transformers makes a tokenizer with an empty vocabulary

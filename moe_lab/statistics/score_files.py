@@ -181,7 +181,7 @@ def scores_table(
             f"{missing[0]}: expected {', '.join(columns)}"
         )
     # what is no number becomes nan, which differs from every layer and every id
-    numbers = frame[columns].map(_number)
+    numbers = frame[columns].astype(object).map(_number).astype(float)
     if set(numbers["layer"]) != set(layers):
         found = sorted({str(value) for value in frame["layer"]})
         raise UserError(

@@ -296,7 +296,7 @@ def test_notes_name_mixed_sizes_metrics_and_versions(mixed: Study) -> None:
         "torch",
         "c1 (edits e1), c1 (edits e2)",
         "sandbox=none",
-        "A limit was set: one benchmark ",
+        "A limit was set: 1 benchmark ",
     ):
         assert note in notes
 

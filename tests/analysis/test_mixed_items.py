@@ -181,14 +181,6 @@ def test_front_ends_with_the_lowest_perplexity(perplexities: Study) -> None:
     assert table.frame["Front"].tolist() == ["", "all", "", ""]
 
 
-def test_drawn_front_begins_with_the_lowest_cost(perplexities: Study) -> None:
-    results = Results(with_costs(perplexities, [1.0, 0.3, 0.4, 0.5]))
-    [figure] = pareto_figure(results, "front")
-    labels = [text.get_text() for text in figure.drawing.legends[0].get_texts()]
-    pruned = [label.split(",")[0] for label in labels if "50 %" in label]
-    assert pruned == ["Frequency", "REAP", "MAN"]
-
-
 @pytest.mark.parametrize(("costs", "is_drawn"), [((0.3, 0.4), True), ((0.301, 0.302), False)])
 def test_front_is_drawn_if_costs_differ_in_per_cent(
     costs: tuple[float, float], is_drawn: bool, perplexities: Study

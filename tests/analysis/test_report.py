@@ -240,7 +240,7 @@ def test_gaps_are_written_about_and_end_with_one(
     assert main(["report", f"store={store}", f"out={tmp_path / 'out'}"]) == 1
     assert "failed: the <b>tokenizer</b> broke" in capsys.readouterr().err
     source = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert "Two gaps: some results are missing" in source
+    assert "2 gaps: some results are missing" in source
     assert "the <b>tokenizer</b>" not in source and "&lt;b&gt;tokenizer" in source
     assert "– marks a result that is missing" in source
     ranks = (tmp_path / "out" / "tables" / "ranks.csv").read_text()

@@ -218,7 +218,7 @@ CALLS = ROOT / "examples/function_calls/questions.jsonl"
 QUESTIONS = {
     "evalplus": {"task": CODE.task, "parameters": {"seconds": 0.5}},
     "stories": {"task": "pocket:benchmarks/wildbench.jsonl"},
-    "lm_eval": {"task": "pocket:benchmarks/math500.yaml"},
+    "lm_eval": {"task": "pocket:benchmarks/math500.yaml", "max_new_tokens": 48},
     "function_calls": {"task": str(CALLS), "parameters": {"answers": "answers.jsonl"}},
 }
 METRICS = {

@@ -1,5 +1,6 @@
 """The methods beyond whole experts and equal layers, from the command line on the shipped model."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,9 @@ def cells(store: Path, *settings: str) -> list[dict[str, Any]]:
 def generated(store: Path, grade: str) -> list[str]:
     """The texts that a step graded."""
     folder = store / content(store, grade, "step.json")["inputs"]["generate"]
-    (file,) = folder.glob("answers-*.jsonl")
-    return [json.loads(line)["replies"][0]["text"] for line in file.read_text().splitlines()]
+    (file,) = folder.glob("answers-*.jsonl.gz")
+    lines = gzip.decompress(file.read_bytes()).splitlines()
+    return [json.loads(line)["replies"][0]["text"] for line in lines]
 
 
 def content(store: Path, folder: str, file: str) -> Any:
