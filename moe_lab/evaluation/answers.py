@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, pairwise
 from typing import Any, TypeVar
 
@@ -250,6 +250,10 @@ class _Encoder:
         has_thoughts = benchmark.longest_text > benchmark.max_new_tokens and thinks(engine)
         self.thinking_tokens = benchmark.thinking_tokens if has_thoughts else 0
         tokenizer = engine.tokenizer
+        self.may_think = benchmark.chat and may_think(tokenizer, tokenizer.chat_template)
+        self.kept_tokens = cache(partial(special_marks, tokenizer, marks=self.marks))
+        """Stop texts -> (token id, text) of special tokens that stay in the generated text: those
+        that begin or end a thought, and those that stop texts contain."""
         self.first_token: int | None = (
             tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         )
@@ -399,22 +403,14 @@ class _Encoder:
 
     def _generation_settings(self, request: Text, sampling: Sampling) -> GenerationSettings:
         """How the text of a request is generated."""
-        # a stop text must not end a thought; `reply` applies the stop texts later
-        is_thinker = self.benchmark.chat and may_think(
-            self.engine.tokenizer, self.engine.tokenizer.chat_template
-        )
         return GenerationSettings(
             request.max_tokens + self.thinking_tokens,
-            () if is_thinker else request.stop,
+            # a stop text must not end a thought; `reply` applies the stop texts later
+            () if self.may_think else request.stop,
             self.benchmark.chat,
-            self._kept_tokens(request),
+            self.kept_tokens(request.stop),
             sampling,
         )
-
-    def _kept_tokens(self, request: Text) -> tuple[tuple[int, str], ...]:
-        """(token id, text) of special tokens that stay in the generated text: those that begin or
-        end a thought, and those that stop texts contain."""
-        return special_marks(self.engine.tokenizer, request.stop, self.marks)
 
     def reply(
         self, query: _Query, text: GeneratedText | None, likelihoods: Mapping[Row, Likelihood]
@@ -433,7 +429,7 @@ class _Encoder:
         thought_and_answer = self._cut_at_stop_text(text.text, query.request.stop, query.prompt)
         ended = "stop" if thought_and_answer != text.text else text.ended
         # special tokens outside of marks were only needed to find stop texts
-        for _, special_token in self._kept_tokens(query.request):
+        for _, special_token in self.kept_tokens(query.request.stop):
             if not self.marks.contain(special_token):
                 thought_and_answer = thought_and_answer.replace(special_token, "")
         answer = self._answer(thought_and_answer, query.prompt)
