@@ -1,5 +1,5 @@
-"""`python -m analysis [NAME ...|all|report] [store=store] [study=NAME] [out=FOLDER] [format=svg]
-[--compare]`."""
+"""`python -m analysis [NAME ...|all|report] [store=store] [study=NAME] [out=FOLDER]
+[format=svg]`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,9 @@ from moe_lab.errors import DISK_FULL, UserError, run_and_exit, unknown_name_erro
 from moe_lab.paths import is_of_group, shorten, store_folder
 
 if TYPE_CHECKING:
-    from analysis.render.table import Table
     from analysis.report import Publisher
 
-USAGE = (
-    "python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER] [format=svg] [--compare]"
-)
+USAGE = "python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER] [format=svg]"
 EXIT_CODES = (
     "Ends with 0, with 1 when something is missing from the results (what is there is written), "
     "with 2 for a mistake."
@@ -33,7 +30,7 @@ EXIT_CODES = (
 GARBAGE = 100_000
 """Number of new objects after which Python collects garbage. Python's default of 700 takes a tenth
 of a report's time."""
-OPTIONS = ("store", "study", "out", "format", "compare")
+OPTIONS = ("store", "study", "out", "format")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,22 +66,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         default=FIGURE_FORMATS[0],
         help="file format of figures: svg (the default), pdf or png",
     )
-    parser.add_argument(
-        "--compare",
-        default="false",
-        help=(
-            "also write a table NAME.published: the papers' numbers, deviations, and whether the "
-            "measured numbers agree with them"
-        ),
-    )
     request = parser.parse_args(
         ["--help"] if wants_help else [_add_dashes(argument) for argument in arguments]
     )
-    if request.compare not in ("true", "false"):
-        raise UserError(f"compare={request.compare}: expected true or false")
     if request.format not in FIGURE_FORMATS:
         raise unknown_name_error("format", request.format, FIGURE_FORMATS)
-    request.compare = request.compare == "true"
     request.names = request.names or ["report"]
     request.store = store_folder(request.store)
     return request
@@ -92,8 +78,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _add_dashes(argument: str) -> str:
     """The argument in the form that argparse expects, such as `--store=x` for `store=x`."""
-    if argument == "--compare":
-        return "--compare=true"  # argparse would take the argument after --compare as its value
     key, equals, value = argument.removeprefix("--").partition("=")
     if not equals:
         return argument
@@ -146,70 +130,17 @@ def _error_of_writing(out: Path, error: OSError) -> Exception:
     return UserError(f"out={out} cannot be written ({error.strerror}): {advice}")
 
 
-def _write_comparisons(request: argparse.Namespace, publisher: Publisher) -> bool:
-    """Write a comparison NAME.published for every requested table NAME that has published numbers.
-
-    Returns whether every comparison of a table that was requested by name has rows.
-    """
-    from analysis.published.tables import published_tables
-    from analysis.render.page import write_files
-
-    study = publisher.results.study
-    comparisons = publisher.results.comparisons
-    tables: dict[str, Table] = {}
-    for name in _comparable_tables(request.names):
-        compare = partial(published_tables, study, comparisons, [name])
-        # None if `compare` raised an error
-        tables |= publisher.attempt(f"{name}.published", compare) or {}
-    publisher.log_failures()
-    tables_with_rows = [table for table in tables.values() if len(table.frame)]
-    for path in write_files(tables_with_rows, publisher.out, publisher.figure_format):
-        print(path)
-    names_without_rows = [
-        name for name in request.names if name in tables and tables[name].frame.empty
-    ]
-    for name in names_without_rows:
-        _report(f"{name}: no cell of study={study.name} has published numbers")
-    return not names_without_rows
-
-
-def _comparable_tables(requested: Sequence[str]) -> list[str]:
-    """Names of the requested tables that have published numbers. Raises UserError when there are
-    none."""
-    from analysis.published.numbers import TABLES
-
-    if {"all", "report"} & set(requested):
-        return list(TABLES)
-    comparable = [name for name in requested if name in TABLES]
-    if not comparable:
-        raise UserError(
-            f"--compare: {', '.join(requested)}: no published numbers, expected {', '.join(TABLES)}"
-        )
-    return comparable
-
-
-def _check_names(request: argparse.Namespace) -> None:
-    """Raise UserError for an unknown name, and when no requested table can be compared."""
-    names = set(request.names) - {"all", "report"}
-    if names:
-        from analysis.registry import find
-
-        for name in names:
-            find(name)
-    if request.compare:
-        _comparable_tables(request.names)
-
-
 def _run(request: argparse.Namespace) -> int:
     """Write the requested tables and figures. Returns the exit code: 0 if the study has results, no
     gaps, and data for everything that is requested by name; otherwise 1."""
     gc.set_threshold(GARBAGE)
-    _check_names(request)
     from analysis.load.studies import studies
     from analysis.load.study import load
-    from analysis.registry import Results
+    from analysis.registry import Results, find
     from analysis.report import Publisher
 
+    for name in set(request.names) - {"all", "report"}:
+        find(name)
     # the first study is the newest
     study = load(request.store, request.study or studies(request.store)[0])
     out = request.out or request.store / "reports" / shorten(study.name)
@@ -218,8 +149,6 @@ def _run(request: argparse.Namespace) -> int:
     publisher = Publisher(Results(study), out, request.format)
     try:
         has_all_data = _write(request.names, publisher)
-        if request.compare:
-            has_all_data = _write_comparisons(request, publisher) and has_all_data
     except OSError as error:
         raise _error_of_writing(out, error) from None
     for note in study.notes:

@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, wraps
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import pandas as pd
 
@@ -109,12 +109,8 @@ class Output:
     needs: str = DEFAULT_NEEDS
     """What a run must include for this output to have data."""
     chapter: str = ""
-    """The chapter of the report that shows the output; "" for none."""
-    figures_only: bool = False
-    """Whether the chapter shows the figures without the tables."""
-    filters: str = ""
-    """Columns by which the page filters the tables, separated by |. With a leading star, the page
-    first shows only the first block."""
+    """The chapter of the report that shows the output; "" for an output that is made by name
+    only."""
     aliases: tuple[str, ...] = ()
     """Names of other published tables and figures that this output contains."""
 
@@ -137,27 +133,18 @@ def _as_list(items: Item | Iterable[Item | None] | None) -> list[Item]:
     return [item for item in items if item is not None]
 
 
-def per_model(
-    models: Literal["comparisons", "pruned"] = "comparisons",
-) -> Callable[[MakerOfModel], Callable[[Results, str], list[Item]]]:
-    """Decorator that turns a MakerOfModel into a Maker for several models.
+def per_model(make: MakerOfModel) -> Callable[[Results, str], list[Item]]:
+    """Decorator that turns a MakerOfModel into a Maker for all models with a pruned cell."""
 
-    models: the property of `Results` with the comparisons of the models.
-    """
+    @wraps(make)
+    def make_all(results: Results, name: str) -> list[Item]:
+        items: list[Item] = []
+        for comparison in results.pruned:
+            item_name = f"{name}.{comparison.model}" if len(results.pruned) > 1 else name
+            items += _as_list(make(results, comparison, item_name))
+        return items
 
-    def decorate(make: MakerOfModel) -> Callable[[Results, str], list[Item]]:
-        @wraps(make)
-        def make_all(results: Results, name: str) -> list[Item]:
-            comparisons: list[Comparison] = getattr(results, models)
-            items: list[Item] = []
-            for comparison in comparisons:
-                item_name = f"{name}.{comparison.model}" if len(comparisons) > 1 else name
-                items += _as_list(make(results, comparison, item_name))
-            return items
-
-        return make_all
-
-    return decorate
+    return make_all
 
 
 REGISTERED: dict[str, Output] = {}

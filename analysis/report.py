@@ -19,11 +19,11 @@ from analysis.load.evaluations import versions_in_words
 from analysis.load.settings import removed_noun
 from analysis.load.study import Study, load
 from analysis.names import capitalised, count
-from analysis.published.tables import published_chapter
+from analysis.published.numbers import TABLES, published_name, summary
 from analysis.registry import Item, Results, find, outputs
 from analysis.render.page import Page, Section, html, write_files
-from analysis.render.style import Figure
-from analysis.stats.ranking import headlines, ranking_text
+from analysis.render.table import Table
+from analysis.stats.ranking import overview, ranking_text
 from moe_lab import progress
 from moe_lab.errors import DISK_FULL
 
@@ -116,7 +116,7 @@ GAPS = "gaps"
 PUBLISHED = "published"
 """Anchor of the chapter that compares the study with the papers."""
 ItemsByOutput = Mapping[str, Sequence[Item]]
-"""Name of an output -> its written tables and figures."""
+"""Name of an output of the page -> its written tables and figures."""
 
 
 def write(store: Path | str, study: str, out: Path | str) -> Path:
@@ -131,10 +131,11 @@ def write_report(publisher: Publisher) -> Path:
     An output that fails is a gap on the page, with its traceback in OUT/failed.
     """
     # the output `gaps` is left for `_sections`, which publishes it when all gaps are known
-    items_by_output, _ = publisher.publish(name for name in outputs() if name != GAPS)
+    shown = [name for name, output in outputs().items() if output.chapter and name != GAPS]
+    items_by_output, _ = publisher.publish(shown)
     page = publisher.out / PAGE
-    page.write_text(html(_page(publisher, items_by_output)), encoding="utf-8")
-    text = publisher.attempt(SUMMARY, lambda: ranking_text(publisher.results.rankings))
+    text = publisher.attempt(SUMMARY, lambda: ranking_text(publisher.results.rankings)) or ""
+    page.write_text(html(_page(publisher, items_by_output, text)), encoding="utf-8")
     summary = "\n\n".join(filter(None, [text, "\n".join(publisher.results.study.notes)]))
     page.with_name(SUMMARY).unlink(missing_ok=True)
     if summary:
@@ -143,14 +144,15 @@ def write_report(publisher: Publisher) -> Path:
     return page
 
 
-def _page(publisher: Publisher, items_by_output: ItemsByOutput) -> Page:
+def _page(publisher: Publisher, items_by_output: ItemsByOutput, rankings: str) -> Page:
+    """The page. rankings: the rankings as text."""
     study = publisher.results.study
     moment = datetime.fromtimestamp(float(study.document["created"]), UTC)
     return Page(
         # the name of several studies that are read as one is "first+second"
         title=names.capitalised(names.enumeration(study.name.replace("_", " ").split("+"))),
         lead=what_was_run(study),
-        sections=_sections(publisher, items_by_output),
+        sections=_sections(publisher, items_by_output, rankings),
         footer=(
             f"Made by moe_lab {study.document.get('moe_lab', '')} from {study.name} in "
             f"{study.store.resolve()}, run on {moment:%-d %B %Y, %H:%M} UTC."
@@ -159,17 +161,19 @@ def _page(publisher: Publisher, items_by_output: ItemsByOutput) -> Page:
     )
 
 
-def _sections(publisher: Publisher, items_by_output: ItemsByOutput) -> list[Section]:
-    """All sections of the page, in their order."""
+def _sections(publisher: Publisher, items_by_output: ItemsByOutput, rankings: str) -> list[Section]:
+    """All sections of the page, in their order. rankings: the rankings as text."""
     results = publisher.results
     study = results.study
     sections = []
     for chapter in CHAPTERS:
         section = _section(chapter, items_by_output)
         if chapter.anchor == "ranking" and section.outputs:
-            section = replace(section, text=[*headlines(results.rankings), *section.text])
+            section = replace(
+                section, text=overview(results.rankings), details=[("In words", rankings)]
+            )
         sections.append(section)
-    published = publisher.attempt(PUBLISHED, partial(published_chapter, study, results.comparisons))
+    published = publisher.attempt(PUBLISHED, partial(published_chapter, results))
     if published:
         sections.append(published)
     gap_items, _ = publisher.publish([GAPS])
@@ -182,33 +186,19 @@ def _sections(publisher: Publisher, items_by_output: ItemsByOutput) -> list[Sect
 
 
 def _section(chapter: Section, items_by_output: ItemsByOutput) -> Section:
-    """The chapter with the outputs whose field `chapter` equals its anchor. Without tables and
-    figures, it has no text either, so that the page leaves it out."""
-    items: list[Item] = []
-    filters: dict[str, str] = {}
-    for name, output in outputs().items():
-        if output.chapter == chapter.anchor:
-            for item in items_by_output[name]:
-                if isinstance(item, Figure) or not output.figures_only:
-                    items.append(item)
-                    filters[item.name] = output.filters
-    text = chapter.text if items else ()
-    return replace(chapter, text=text, outputs=items, filters=filters)
+    """The chapter with the outputs whose field `chapter` equals its anchor."""
+    items = [
+        item
+        for name, items_of_output in items_by_output.items()
+        if find(name).chapter == chapter.anchor
+        for item in items_of_output
+    ]
+    return replace(chapter, outputs=items)
 
 
-RANKING = (
-    "Plans of a method that differ in the seed alone are one row, with an interval over seeds and "
-    "items together."
-)
-MAP = (
-    "Rows are benchmarks or groups of them, columns are calibration sets. Each cell names the "
-    "criterion that leads. It is hatched unless its lead over every other criterion is significant "
-    "over seeds and items, at the 5 % level, with Holm's correction over the cells of a map; with "
-    "one seed nothing is tested."
-)
 CHAPTERS = (
-    Section("ranking", "Ranking", "Ranking by average", [RANKING]),
-    Section("winners", "Winners", "Leading criterion by task and calibration set", [MAP]),
+    Section("ranking", "Ranking", "Ranking by average"),
+    Section("winners", "Winners", "Leading criterion by task and calibration set"),
     Section("cost", "Cost", "Accuracy versus parameters, FLOPs, storage and time"),
     Section("channels", "Channels", "Channel criteria and channel budgets"),
     Section("recovery", "Recovery", "Recovery: quantisation and fine-tuning"),
@@ -226,6 +216,25 @@ CHAPTERS = (
 )
 """Chapters in the order of the page."""
 PROVENANCE = Section("provenance", "Provenance", "Provenance and files")
+
+
+def published_chapter(results: Results) -> Section:
+    """The chapter that compares the study with the papers. It has the tables in which some number
+    can be compared; its text counts the numbers of all tables. It is empty if all models stand in
+    for published ones, because then no number can be compared."""
+    models = results.study.cells["model"].unique()
+    if all(published_name("model", model) != model for model in models):
+        return Section(PUBLISHED)
+    items = [item for name in TABLES for item in find(f"{name}.published").items(results)]
+    tables = [item for item in items if isinstance(item, Table)]
+    return Section(
+        PUBLISHED,
+        short="Published",
+        title="Comparison with published numbers",
+        text=summary([verdict for table in tables for verdict in table.frame["Verdict"]]),
+        outputs=[table for table in tables if table.frame["Deviation"].notna().any()],
+        folded=True,
+    )
 
 
 def _facts(study: Study) -> list[tuple[str, str]]:

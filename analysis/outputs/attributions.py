@@ -14,18 +14,22 @@ from analysis.load import plans
 from analysis.load.passes import ABLATION, MEASURES, shown_passes
 from analysis.load.reader import groups, step_kind, steps_with_inputs, time_and_memory
 from analysis.load.study import Study
-from analysis.outputs.captions import SECONDS_NOTE, SUMS, machines_sentence, pass_setup
+from analysis.outputs.captions import (
+    ABLATIONS,
+    SECONDS_NOTE,
+    SUMS,
+    machines_sentence,
+    pass_setup,
+)
 from analysis.outputs.score_rows import COVERAGE_PLANS, Block, coverage_cells, score_table
 from analysis.registry import Results, output, per_model
-from analysis.render import marks, style
+from analysis.render import marks
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table
 from analysis.stats.cell_scores import MEAN
 from analysis.stats.comparison import Comparison
 from analysis.stats.ranks import correlations, rank_correlation_by_layer
 
-ESTIMATES = ("tokens", "gate", "norm", "first", "second")
-"""Measures of an expert from a forward pass: estimates of TRUTHS."""
 TRUTHS = {"second": "layer loss", "ablation": "model loss"}
 """Exact measure of an expert's effect -> the loss whose change it measures."""
 PRIORS = {
@@ -50,18 +54,20 @@ EQUAL_COLUMNS = ["ratio", "criterion", "gate", "other_settings"]
 SECONDS = "Time (s)"
 
 
-@output("coverage.table14", chapter="attribution", filters="Model|Calibration|Pruned", needs=SUMS)
+@output("coverage.table14", chapter="attribution", needs=ABLATIONS)
 def agreement_table(results: Results, name: str) -> Table:
     """Agreement of attributions with ablations, and seconds of attributions.
 
-    Table 14: correlations of each of ESTIMATES with each of TRUTHS over experts. A row per
-    model, calibration set and estimate."""
+    Table 14: correlations of each of MEASURES with each of TRUTHS over experts. A row per
+    measure, and per model and calibration set whose experts were ablated."""
     kinds = ("Pearson", "Rank", "Rank in a layer", "Pearson of channels kept")
     columns = [f"{kind}, {truth}" for truth in TRUTHS.values() for kind in kinds]
     study = results.study
     rows = []
     machines = []
     for key, experts in groups(study.experts, ["model", "calibration"]):
+        if experts["ablation"].isna().all():
+            continue
         is_of_group = (study.cells["model"] == key["model"]) & (
             study.cells["calibration"] == key["calibration"]
         )
@@ -69,10 +75,7 @@ def agreement_table(results: Results, name: str) -> Table:
         plans_with_priors = cells.join(plans.priors(cells, study.reader), how="inner")
         seconds, step_machines = seconds_and_machines(study, cells)
         machines += step_machines
-        measures = list(ESTIMATES)
-        if experts["ablation"].notna().any():
-            measures.append("ablation")
-        for measure in measures:
+        for measure in MEASURES:
             numbers: list[float] = []  # for each truth, one number per kind
             for truth in TRUTHS:
                 if measure == truth:
@@ -100,7 +103,7 @@ def agreement_table(results: Results, name: str) -> Table:
         "inside a layer (mean over layers). Layer loss: change of the routed output relative to "
         "the residual stream without one expert; it is quadratic in that expert's factor, so the "
         "second order is the true value and agrees by construction. Model loss: rise of the "
-        "language model's loss without the expert, where a plan read the ablation. Channels kept: "
+        "language model's loss without the expert. Channels kept: "
         "correlation of each expert's kept share in two plans of allocation=coverage, one with "
         "this estimate as prior and one with the true value (mean over such pairs). Time: of the "
         "step that measures it. One forward pass gives all estimates but the ablation, so first "
@@ -170,7 +173,6 @@ def seconds_and_machines(study: Study, cells: pd.DataFrame) -> tuple[dict[str, f
     "Rows name the prior by which allocation=coverage divides a layer among its experts. "
     "Difference: Mean minus that of the first order, paired.",
     chapter="attribution",
-    filters="Model|Calibration|Pruned",
     needs="plans of allocation=coverage that differ in the prior alone",
 )
 def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
@@ -198,7 +200,7 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
 
 
 @output("coverage.fig12", chapter="attribution", needs=f"{COVERAGE_PLANS}, and {SUMS}")
-@per_model("pruned")
+@per_model
 def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Target share of the score that each layer keeps, under each smoothing of layer losses.
 
@@ -215,14 +217,11 @@ def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Fig
         for smoothing in get_args(Smoothing):
             targets = smooth(layers["loss"].to_numpy(float), smoothing)
             texts = {"panel": names.calibration(calibration), "label": smoothing}
-            frames.append(layers.assign(**texts, x=layers["layer"], y=targets / targets.mean()))
-    entries = style.legend_entries(get_args(Smoothing))
-    y = marks.Axis("target, mean 1")
-    drawing = marks.lines(pd.concat(frames), entries, marks.LAYERS, y)
-    style.legend(drawing, entries.values())
+            frames.append(layers.assign(**texts, y=targets / targets.mean()))
+    title = f"Smoothed layer losses: {comparison.model}"
     caption = (
         "Target share of the score that each layer keeps, relative to the mean, under each "
         "smoothing of the layer losses (none: proportional to the loss). Based on "
         f"{pass_setup(results.study)}"
     )
-    return Figure(name, f"Smoothed layer losses: {comparison.model}", caption, drawing)
+    return marks.layer_figure(name, title, caption, pd.concat(frames), marks.Axis("target, mean 1"))

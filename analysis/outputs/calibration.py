@@ -53,7 +53,6 @@ def calibrated_cells(study: Study, comparison: Comparison) -> pd.DataFrame:
     "A block per ratio and method; rows name the calibration set and the tokens read of it. "
     "Difference: Mean minus that of the set of most tokens, the last row, paired.",
     chapter="task",
-    filters="*Model|Pruned",
     needs=f"one criterion on several calibration sets, and {SLIMMING}",
 )
 def calibration_table(results: Results, comparison: Comparison) -> Iterator[Block]:
@@ -100,7 +99,7 @@ def _token_axis(counts: Iterable[int]) -> marks.Axis:
     chapter="task",
     needs=f"calibration sets that read different numbers of tokens of one text, and {HEAPR}",
 )
-@per_model()
+@per_model
 def size_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Scores against the number of calibration tokens.
 
@@ -155,7 +154,7 @@ def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
     chapter="task",
     needs="calibration sets that read different numbers of tokens of one text",
 )
-@per_model()
+@per_model
 def change_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Effect of more calibration text in each benchmark, in points (AIMER, Fig. 1).
 

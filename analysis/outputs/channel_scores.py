@@ -37,8 +37,9 @@ MOST_VECTOR_POINTS = 5000
 """Largest number of points in a figure that are not drawn as pixels."""
 PIECES = 10
 """Number of pieces of an expert's bar; a piece is a tenth of the expert's channels."""
-ACTIVATION, WEIGHT_GRADIENT = "channel_activation", "snip"
-"""The two channel scores that the published Fig. 16 compares."""
+FIGURE_SCORES = ("channel_activation", "snip")
+"""The channel scores of the published Figs. 15 and 16: activations, and weights times
+gradients."""
 PIECE_COLOURS = {piece: style.shade(0.9 - 0.8 * piece / (PIECES - 1)) for piece in range(PIECES)}
 """Piece of a bar -> its colour; piece 0 has the highest scores and the darkest colour."""
 RETAINED_COLOUR = "#bb3311"
@@ -65,7 +66,7 @@ def concentration(study: Study, scores_folder: str) -> pd.DataFrame | None:
 
 
 @output("coverage.fig4", chapter="attribution", needs="scores of channels in the store")
-@per_model("pruned")
+@per_model
 def concentration_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Concentration of channel scores in experts.
 
@@ -149,7 +150,7 @@ def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
     chapter="attribution",
     needs="profile=true with a channel criterion at three ratios",
 )
-@per_model("pruned")
+@per_model
 def output_loss_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Output losses of layers by kept share.
 
@@ -206,7 +207,8 @@ def expert_stacks(
 
 
 def stacks_by_layer(study: Study, comparison: Comparison, cell: int) -> dict[int, pd.DataFrame]:
-    """Layer -> `expert_stacks` from the channel scores and the plan of `cell`."""
+    """Layer -> `expert_stacks` from the channel scores and the plan of `cell`, for a shallow, a
+    middle and a deep layer."""
     row = comparison.cells.loc[cell]
     curves = concentration(study, str(row["scores_folder"]))
     if curves is None:
@@ -217,13 +219,13 @@ def stacks_by_layer(study: Study, comparison: Comparison, cell: int) -> dict[int
     ]
     retained = study.retained[study.retained["cell"] == cell]
     return {
-        int(layer): expert_stacks(curves, retained, experts, layer)
-        for layer in sorted(curves["layer"].unique())
+        layer: expert_stacks(curves, retained, experts, layer)
+        for layer in shallow_middle_deep_layers(list(curves["layer"]))
     }
 
 
 def _draw_bars(axes: Axes, stacks: pd.DataFrame) -> None:
-    """Draw one panel of `bars_figure`. stacks: rows of `expert_stacks`."""
+    """Draw one panel of `expert_bars`. stacks: rows of `expert_stacks`."""
     positions = np.arange(len(stacks))
     # from the lowest scores, at the bottom, to the highest
     tops = stacks[list(PIECE_COLOURS)].fillna(0).iloc[:, ::-1].cumsum(axis=1).iloc[:, ::-1]
@@ -237,13 +239,27 @@ def _draw_bars(axes: Axes, stacks: pd.DataFrame) -> None:
     axes.set_xlim(-0.7, len(stacks) - 0.3)
 
 
-def bars_figure(
-    study: Study, stacks_of_title: Mapping[str, pd.DataFrame], name: str, title: str, plans: str
-) -> Figure:
-    """A figure with a bar per expert.
+@output(
+    "coverage.fig15",
+    chapter="attribution",
+    needs=f"{COVERAGE_PLANS} and criterion={' or '.join(FIGURE_SCORES)}, and their scores in the "
+    "store",
+    aliases=("coverage.fig16",),
+)
+@per_model
+def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Channel scores, kept channels and attribution of each expert, by layer and by score.
 
-    stacks_of_title: title of a panel -> `expert_stacks`; plans: a sentence for the caption that
-    names the plans."""
+    A panel for a shallow, a middle and a deep layer of the first plan of each of FIGURE_SCORES."""
+    cells = coverage_cells(comparison).drop_duplicates("criterion")
+    labels = settings.method_labels(cells)
+    stacks_of_title = {
+        f"{labels[cell]}, layer {layer}": stacks
+        for cell in cells.index[cells["criterion"].isin(FIGURE_SCORES)]
+        for layer, stacks in stacks_by_layer(results.study, comparison, int(cell)).items()
+    }
+    if not stacks_of_title:
+        return None
     drawing, panel_of_title = marks.panels(
         list(stacks_of_title),
         marks.Axis("expert"),
@@ -251,8 +267,8 @@ def bars_figure(
         columns=1,
         height=1.7,
     )
-    for panel_title, stacks in stacks_of_title.items():
-        _draw_bars(panel_of_title[panel_title], stacks)
+    for title, stacks in stacks_of_title.items():
+        _draw_bars(panel_of_title[title], stacks)
     handles = [
         Patch(facecolor=PIECE_COLOURS[0], label="highest tenth of the channels"),
         Patch(facecolor=PIECE_COLOURS[PIECES - 1], label="lowest"),
@@ -264,75 +280,7 @@ def bars_figure(
         "Each bar is an expert: the sum of its channel scores in tenths of its channels, from the "
         "highest scores (top, dark) to the lowest (bottom, light). Red: the share of its channels "
         "that the plan keeps. Diamonds: its first-order attribution, relative to the highest of "
-        f"the layer, negative ones at 0. {plans} Based on {pass_setup(study)}"
+        f"the layer, negative ones at 0. Based on {pass_setup(results.study)}"
     )
-    return Figure(name, title, caption, drawing)
-
-
-@output(
-    "coverage.fig15",
-    chapter="attribution",
-    needs=f"{COVERAGE_PLANS}, and their scores in the store",
-)
-@per_model("pruned")
-def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Channel scores, kept channels and attribution of each expert in three layers.
-
-    A shallow, a middle and a deep layer of one plan."""
-    cells = coverage_cells(comparison)
-    if cells.empty:
-        return None
-    # the first cell of criterion ACTIVATION (False sorts first), or else of any criterion
-    cell = (cells["criterion"] != ACTIVATION).sort_values(kind="stable").index[0]
-    stacks = stacks_by_layer(results.study, comparison, int(cell))
-    if not stacks:
-        return None
-    panels = {f"Layer {layer}": stacks[layer] for layer in shallow_middle_deep_layers(list(stacks))}
-    label = settings.method_labels(cells)[cell]
     title = f"Channel scores and budgets, expert by expert: {comparison.model}"
-    return bars_figure(results.study, panels, name, title, plans=f"Plan: {label}.")
-
-
-@output(
-    "coverage.fig16",
-    chapter="attribution",
-    needs=f"cells with criterion={ACTIVATION} and with criterion={WEIGHT_GRADIENT}, both with the "
-    "same allocation=coverage, ratio and calibration set, and their scores in the store",
-)
-@per_model("pruned")
-def expert_bars_by_score(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Channel scores, kept channels and attribution in the middle layer, by two scores.
-
-    The upper panels show a plan by the criterion ACTIVATION, the lower panels a plan by
-    WEIGHT_GRADIENT."""
-    cell_of_criterion = _cells_of_two_scores(coverage_cells(comparison))
-    stacks_of_criterion = {
-        criterion: stacks_by_layer(results.study, comparison, cell)
-        for criterion, cell in cell_of_criterion.items()
-    }
-    if not stacks_of_criterion or not all(stacks_of_criterion.values()):
-        return None
-    layers = sorted(stacks_of_criterion[ACTIVATION])
-    layer = layers[(len(layers) - 1) // 2]  # the shallower of two middle layers
-    panels = {
-        names.criterion(criterion): stacks[layer]
-        for criterion, stacks in stacks_of_criterion.items()
-    }
-    above, below = panels
-    title = f"Channel scores and budgets of layer {layer} by two scores: {comparison.model}"
-    plans = f"Above by {above}, below by {below} (weight times gradient)."
-    return bars_figure(results.study, panels, name, title, plans)
-
-
-def _cells_of_two_scores(cells: pd.DataFrame) -> dict[str, int]:
-    """{ACTIVATION: cell, WEIGHT_GRADIENT: cell}, two cells with the same allocation, calibration
-    set and gate; {} without two such cells.
-
-    cells: cells of one ratio."""
-    criteria = (ACTIVATION, WEIGHT_GRADIENT)
-    for _, candidates in groups(cells, ["allocation", "calibration", "gate"]):
-        first_cells = candidates.reset_index().drop_duplicates("criterion")
-        cell_of_criterion = first_cells.set_index("criterion")["cell"]
-        if set(criteria) <= set(cell_of_criterion.index):
-            return {criterion: int(cell_of_criterion[criterion]) for criterion in criteria}
-    return {}
+    return Figure(name, title, caption, drawing)

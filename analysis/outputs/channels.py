@@ -17,20 +17,14 @@ from analysis.outputs.score_rows import (
     Block,
     cells_by_ratio,
     cells_without_recovery,
-    criterion_entries,
-    draw_unpruned,
     only_cell,
     ratio_block,
-    ratio_lines,
     score_table,
 )
-from analysis.registry import Results, output, per_model
-from analysis.render import marks, style
-from analysis.render.style import Figure
-from analysis.stats.cell_scores import COMMON_SENSE_MEAN, MEAN, mean_target, mean_text
-from analysis.stats.comparison import Comparison, Target
+from analysis.registry import Results
+from analysis.stats.cell_scores import COMMON_SENSE_MEAN, MEAN
+from analysis.stats.comparison import Comparison
 
-REMOVED = marks.Axis("routed parameters removed (%)")
 EQUAL_COLUMNS = ["ratio", "calibration", "gate"]
 """Cells with equal values in these columns are compared across allocations or channel scores."""
 
@@ -47,15 +41,17 @@ def heapr_cells(cells: pd.DataFrame) -> pd.DataFrame:
     "Channels and whole experts",
     (*names.HEAPR, MEAN),
     (
-        "Kept: share of the parameters of routed experts. FLOPs saved: per token, with the pruned "
-        "model's routing."
+        "Kept: share of the parameters of routed experts. FLOPs: per token, with the pruned "
+        "model's routing, as a share of the unpruned model's; removing whole experts saves only "
+        "rows of routers, since a token is still given to as many experts."
     ),
+    drawn=("Kept", "FLOPs"),
     chapter="channels",
-    filters="*Model|Pruned",
     needs=f"HEAPr or CAMERA with allocation=global or layerwise, and {HEAPR}",
+    aliases=("heapr.fig2",),
 )
 def method_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """HEAPr's Table 1: every method at every ratio, HEAPr's seven benchmarks and their mean."""
+    """HEAPr's Table 1 and Fig. 2: every method and ratio, HEAPr's seven benchmarks, their mean."""
     if len(heapr_cells(comparison.cells)):
         for ratio, cells in cells_by_ratio(cells_without_recovery(comparison)):
             yield ratio_block(comparison, ratio, settings.method_labels(cells))
@@ -69,7 +65,6 @@ def method_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     "one-shot scores all layers of the unpruned model. Difference: Mean minus that of CAMERA-P "
     "(one-shot where only that was run), paired.",
     chapter="channels",
-    filters="Model|Pruned",
     needs=(
         "CAMERA with allocation=sequential or layerwise, HEAPr with layerwise or global, and "
         f"{HEAPR}"
@@ -157,49 +152,6 @@ def channel_score_table(results: Results, comparison: Comparison) -> Iterator[Bl
         if criteria.nunique() > 1:
             base = only_cell(competitors[criteria == "channel_activation"])
             yield ratio_block(comparison, ratio, criteria.map(names.criterion), base)
-
-
-def score_lines(comparison: Comparison, target: Target, panel: str) -> pd.DataFrame:
-    """Scores on `target` of the methods of `ratio_lines` against the removed share in per cent, for
-    the panel `panel` of `marks.lines`."""
-    rows = ratio_lines(cells_without_recovery(comparison))
-    score, low, high = comparison.displayed_scores(target)
-    # the points of one ratio are 0.6 % apart
-    order = pd.factorize(rows["label"])[0]
-    x = 100 * rows["removed"] + 0.6 * (order - order.max() / 2)
-    return rows.assign(panel=panel, x=x, y=score, low=low, high=high)
-
-
-@output("heapr.fig2", chapter="channels", needs=f"HEAPr or CAMERA at three ratios, and {HEAPR}")
-@per_model()
-def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Accuracy and FLOPs against the ratio.
-
-    HEAPr's Fig. 2: the mean of HEAPr's benchmarks (left) and FLOPs saved (right)."""
-    cells = ratio_lines(cells_without_recovery(comparison))
-    target = mean_target(comparison, list(cells.index), names.HEAPR)
-    if heapr_cells(comparison.cells).empty or not target:
-        return None
-    scores = score_lines(comparison, target, "mean of HEAPr's benchmarks")
-    flops = results.study.costs["flops_ratio"]
-    saved = scores.drop(columns=["low", "high"]).assign(
-        panel="FLOPs saved per token (%)", x=100 * scores["removed"], y=100 * (1 - flops)
-    )
-    entries = criterion_entries(scores)
-    rows = pd.concat([scores, saved])
-    drawing = marks.lines(rows, entries, REMOVED, marks.Axis(), columns=2, height=2.4)
-    left, right = drawing.axes
-    left.set_ylim(marks.SCORES)
-    right.set_ylim(bottom=0)
-    style.legend(drawing, [*entries.values(), draw_unpruned(left, comparison, target)])
-    caption = (
-        f"Left: {mean_text(target, names.HEAPR)}, with 95 % intervals, points of one ratio side by "
-        f"side; dashed: the unpruned model. Right: FLOPs saved per token. Removing "
-        "whole experts saves only rows of routers, since a token is still given to as many experts."
-    )
-    return Figure(
-        name, f"Accuracy and FLOPs against the ratio: {comparison.model}", caption, drawing
-    )
 
 
 PUBLISHED_BLOCKS = "coverage aligned 128"

@@ -218,7 +218,6 @@ TEXT_COLUMNS = {"Model": "model", "Calibration": "calibration", "Criterion": "cr
 @output(
     "aimer.table4",
     chapter="criteria",
-    filters="Model|Calibration",
     needs="the scores of its criteria in the store, with the steps they are from",
 )
 def scoring_table(results: Results, name: str) -> Table:
@@ -270,7 +269,6 @@ def scoring_table(results: Results, name: str) -> Table:
 @output(
     "coverage.table1",
     chapter="criteria",
-    filters="Model|Calibration",
     needs="channel plans in the store, with the steps they are from",
     aliases=("coverage.table12",),
 )

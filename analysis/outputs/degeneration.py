@@ -39,7 +39,6 @@ CAPTION = (
 @output(
     "degeneration",
     chapter="benchmarks",
-    filters="Model|Benchmark|Pruned|Calibration|Criterion",
     needs="benchmarks whose answers are generated texts",
 )
 def degeneration_table(results: Results, name: str) -> Table | None:

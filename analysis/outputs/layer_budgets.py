@@ -102,7 +102,7 @@ def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
     needs=f"{COVERAGE_PLANS}; for losses also the sums of their pass in the store",
     aliases=("coverage.fig7",),
 )
-@per_model("pruned")
+@per_model
 def budget_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Raw and smoothed loss, score coverage and retained share of each layer.
 

@@ -9,49 +9,47 @@ import pandas as pd
 from analysis import names
 from analysis.load.reader import groups
 from analysis.outputs.captions import pass_setup, run_setup
-from analysis.outputs.score_rows import criterion_entries, listed_cells, panel_cells
+from analysis.outputs.score_rows import criterion_entries, listed_cells
 from analysis.registry import Item, Results, output, per_model
-from analysis.render import marks, style
+from analysis.render import marks
 from analysis.render.style import Figure
 from analysis.render.table import Columns, Table, frame_and_formats
-from analysis.stats.comparison import Comparison
+from analysis.stats.comparison import Comparison, Panel
 
 PROFILE = "a run with profile=true"
 """Data that `aimer.fig6` needs."""
 
 
-@output(
-    "aimer.fig6", chapter="inside", filters="*Model|Pruned|Calibration|Criterion", needs=PROFILE
-)
+@output("aimer.fig6", chapter="inside", needs=PROFILE)
 def token_variance(results: Results, name: str) -> list[Item | None]:
     """Token variance of hidden states by layer."""
     return [*variance_figure(results, name), profile_table(results, name)]
 
 
-@per_model("pruned")
+@per_model
 def variance_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Token variance of hidden states against layers: a panel per ratio and calibration set, a line
     per method and for the unpruned model."""
+    cells = [panel_cells(comparison, panel) for panel in comparison.panels]
     profiles = results.study.profiles.dropna(subset=["variance"])
-    frames = [
-        panel_cells(comparison, panel).merge(profiles, on="cell")
-        for panel in comparison.panels
-        if profiles["cell"].isin(panel.cells.values()).any()
-    ]
-    if not frames:
-        return None
-    points = pd.concat(frames).sort_values("layer", kind="stable")
-    points = points.assign(x=points["layer"], y=points["variance"])
-    entries = criterion_entries(points)
-    y = marks.Axis("token variance")
-    drawing = marks.lines(points, entries, marks.LAYERS, y, height=1.9, sharey="row")
-    style.legend(drawing, entries.values())
+    points = pd.concat(cells).merge(profiles, on="cell").rename(columns={"variance": "y"})
     caption = (
         "Variance of the residual stream after each layer over the tokens of a text, the mean over "
         "its coordinates; dashed: the unpruned model."
     )
     title = f"Variance of hidden states between tokens: {comparison.model}"
-    return Figure(name, title, caption, drawing)
+    y = marks.Axis("token variance")
+    return marks.layer_figure(name, title, caption, points, y, criterion_entries(points))
+
+
+def panel_cells(comparison: Comparison, panel: Panel) -> pd.DataFrame:
+    """The unpruned model and the methods of a panel, a row each: columns "panel" (a title),
+    "method", "label" (display name of the method) and "cell" (NaN if the unpruned model was not
+    run)."""
+    cells = {"none": comparison.unpruned_cell, **panel.cells}
+    title = f"{names.calibration(panel.calibration)}, {panel.pruned_text} pruned"
+    rows = [(title, method, names.method(method), cell) for method, cell in cells.items()]
+    return pd.DataFrame(rows, columns=["panel", "method", "label", "cell"])
 
 
 def profile_table(results: Results, name: str) -> Table | None:
@@ -91,13 +89,13 @@ def profile_table(results: Results, name: str) -> Table | None:
     )
 
 
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-"""Ends of whiskers, ends of boxes, and medians of Fig. 13."""
+QUARTILES = {"low": 0.25, "y": 0.5, "high": 0.75}
+"""Column of `quartiles` -> share of the tokens with a lower entropy."""
 
 
-def quantiles(entropies: pd.DataFrame) -> pd.DataFrame:
-    """Quantiles of router entropy over the tokens of each layer. Columns: model, calibration, layer
-    and each of QUANTILES.
+def quartiles(entropies: pd.DataFrame) -> pd.DataFrame:
+    """Quartiles of router entropy over the tokens of each layer. Columns: model, calibration, layer
+    and each of QUARTILES.
 
     entropies: histograms, see `passes.router_entropies`. Tokens are assumed to be evenly spread
     inside a bin."""
@@ -108,9 +106,9 @@ def quantiles(entropies: pd.DataFrame) -> pd.DataFrame:
         cumulated_tokens = np.concatenate([[0.0], np.cumsum(bins["tokens"].to_numpy(float))])
         if cumulated_tokens[-1] > 0:
             bin_ends = np.concatenate([[0.0], bins["entropy"].to_numpy(float)])
-            quantile_tokens = np.array(QUANTILES) * cumulated_tokens[-1]
-            rows.append((*key.values(), *np.interp(quantile_tokens, cumulated_tokens, bin_ends)))
-    return pd.DataFrame(rows, columns=["model", "calibration", "layer", *QUANTILES])
+            tokens_below = np.array(list(QUARTILES.values())) * cumulated_tokens[-1]
+            rows.append((*key.values(), *np.interp(tokens_below, cumulated_tokens, bin_ends)))
+    return pd.DataFrame(rows, columns=["model", "calibration", "layer", *QUARTILES])
 
 
 @output(
@@ -118,22 +116,16 @@ def quantiles(entropies: pd.DataFrame) -> pd.DataFrame:
 )
 def entropy_figure(results: Results, name: str) -> Figure | None:
     """Router entropy over tokens, by calibration set, layer and model."""
-    entropies = quantiles(results.study.router_entropies)
-    if entropies.empty:
-        return None
-    # a box of five numbers has them as ends of whiskers, quartiles and median
-    rows = entropies.melt(["model", "calibration", "layer"], list(QUANTILES), value_name="y")
-    panels = rows["model"] + ", " + rows["calibration"].map(names.calibration)
-    drawing = marks.box_plots(
-        rows.assign(panel=panels, label=rows["layer"]),
-        marks.LAYERS,
-        marks.Axis("router entropy / ln(experts)", limits=marks.SCORES),
-        height=1.7,
-    )
+    points = quartiles(results.study.router_entropies)
     caption = (
         "Entropy of the softmax of the router's logits over all experts, for each token of a "
         "calibration set, as a share of the highest possible: 1 where all experts are equally "
-        "likely. Boxes: quartiles over tokens; line: median; whiskers: 5 % to 95 %. Based on "
-        f"{pass_setup(results.study)}"
+        f"likely. Median over tokens, with quartiles. Based on {pass_setup(results.study)}"
     )
-    return Figure(name, "Router entropy across texts, layers and models", caption, drawing)
+    return marks.layer_figure(
+        name,
+        "Router entropy across texts, layers and models",
+        caption,
+        points.assign(panel=points["model"], label=points["calibration"].map(names.calibration)),
+        marks.Axis("router entropy / ln(experts)", limits=marks.SCORES),
+    )

@@ -9,7 +9,7 @@ from analysis.registry import Results, output
 from analysis.render.table import Table, display_frame
 
 
-@output("artefacts", chapter="provenance", filters="Model|Pruned|Calibration|Criterion")
+@output("artefacts", chapter="provenance")
 def artefact_table(results: Results, name: str) -> Table:
     """Folders of the store from which each cell's numbers come."""
     study = results.study

@@ -25,7 +25,7 @@ MOST_PLANS, MOST_PANELS = 40, 6
 """Most plans in a panel of a figure, and most panels in a figure; the table lists all plans."""
 
 
-@output("ranking", chapter="ranking", filters="*Model|Pruned")
+@output("ranking", chapter="ranking")
 def ranking(results: Results, name: str) -> list[Item]:
     """All plans of a model and ratio by average, compared with chance and with the best method."""
     if not results.rankings:
@@ -33,7 +33,7 @@ def ranking(results: Results, name: str) -> list[Item]:
     return [*_figures(results, name), ranking_table(results, name)]
 
 
-@output("ranking.loss", chapter="ranks", filters="*Model|Pruned", needs=LOSSES)
+@output("ranking.loss", chapter="ranks", needs=LOSSES)
 def ranking_by_loss(results: Results, name: str) -> list[Item]:
     """All plans by their mean loss on right answers, where lower is better."""
     return [

@@ -13,7 +13,7 @@ from analysis.stats.cell_scores import mean_definitions, notes_on_average, rank_
 from analysis.stats.comparison import Comparison, mean_quantities
 
 
-@output("ranks", chapter="ranks", filters="*Model|Pruned|Calibration")
+@output("ranks", chapter="ranks")
 def rank_table(results: Results, name: str, criteria: Sequence[str] | None = None) -> Table | None:
     """Scores, averages and ranks of all criteria.
 

@@ -12,7 +12,6 @@ from matplotlib.patches import Patch
 from analysis import names
 from analysis.load.passes import STATISTICS
 from analysis.outputs.captions import ABLATIONS, SUMS, pass_setup
-from analysis.outputs.score_rows import shallow_middle_deep_layers, sort_cells
 from analysis.registry import Results, output, per_model
 from analysis.render import marks, style
 from analysis.render.style import Figure
@@ -44,7 +43,7 @@ def top_experts(experts: pd.DataFrame, measure: str) -> pd.DataFrame:
 
 
 @output("coverage.fig2", chapter="attribution", needs=ABLATIONS)
-@per_model("pruned")
+@per_model
 def router_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Ablation losses of the experts that routers rank highest."""
     experts = experts_of_first_set(results.study.experts, comparison.model)
@@ -125,7 +124,7 @@ def statistics_by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
         "magnitude, and for gradients one that reads gradients, such as heapr, on the same text"
     ),
 )
-@per_model("pruned")
+@per_model
 def statistics_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Weights, activations and gradients of experts with ablation losses, by depth and in a layer.
 
@@ -173,28 +172,27 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
 
 
 @output("coverage.fig14", chapter="attribution", needs=SUMS)
-@per_model("pruned")
-def activation_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Activation magnitudes of experts in three layers, by calibration set.
+def activation_figure(results: Results, name: str) -> Figure | None:
+    """Activation magnitudes of experts in each layer, by calibration set.
 
     The magnitudes are in the column "size" of `Study.experts`.
     """
-    experts = results.study.experts
-    experts = experts[(experts["model"] == comparison.model) & experts["size"].notna()]
-    layers = shallow_middle_deep_layers(list(experts["layer"]))
-    if not layers:
+    experts = results.study.experts.dropna(subset=["size"])
+    if experts.empty:
         return None
-    experts = sort_cells(experts[experts["layer"].isin(layers)], "layer", "calibration")
-    rows = experts.assign(
-        panel="Layer " + experts["layer"].astype(str),
-        label=experts["calibration"].map(names.calibration),
-        y=experts["size"],
-    )
-    drawing = marks.box_plots(rows, marks.Axis(), marks.Axis("root mean square of channels"))
+    sizes = experts.groupby(["model", "calibration", "layer"], sort=False)["size"]
+    points = pd.DataFrame(
+        {"low": sizes.quantile(0.25), "y": sizes.median(), "high": sizes.quantile(0.75)}
+    ).reset_index()
     caption = (
         "Of each expert: the root mean square of its channels, the inputs of its down projection, "
-        "over its tokens of the calibration set. Boxes: quartiles and median over the experts of a "
-        f"layer; whiskers: their range. Based on {pass_setup(results.study)}"
+        "over its tokens of the calibration set. Median over the experts of a layer, with "
+        f"quartiles. Based on {pass_setup(results.study)}"
     )
-    title = f"Activation magnitudes of experts by calibration set: {comparison.model}"
-    return Figure(name, title, caption, drawing)
+    return marks.layer_figure(
+        name,
+        "Activation magnitudes of experts by calibration set",
+        caption,
+        points.assign(panel=points["model"], label=points["calibration"].map(names.calibration)),
+        marks.Axis("root mean square of channels"),
+    )

@@ -13,6 +13,7 @@ from analysis.load.reader import groups
 from analysis.load.study import Study
 from analysis.outputs.captions import SLIMMING
 from analysis.outputs.score_rows import (
+    STORAGE,
     STORAGE_COSTS,
     Block,
     block_table,
@@ -21,13 +22,10 @@ from analysis.outputs.score_rows import (
     ratio_block,
     score_table,
     sort_cells,
-    storage_points,
 )
-from analysis.registry import Results, output, per_model
-from analysis.render import marks, style
-from analysis.render.style import Figure
+from analysis.registry import Results, output
 from analysis.render.table import Table
-from analysis.stats.cell_scores import MEAN, mean_target, mean_text
+from analysis.stats.cell_scores import MEAN
 from analysis.stats.comparison import Comparison
 
 NO_RECOVERY = "16 bits"
@@ -67,49 +65,18 @@ def _method_without_recovery(method: str) -> str:
     "Rows name how pruned models were quantised or tuned. Difference: Mean minus that of 16 bits "
     "at the same ratio, paired. Storage: weights on disk, with the scales of quantised ones.",
     costs=STORAGE_COSTS,
+    drawn=(STORAGE,),
     chapter="recovery",
     needs=f"cells with a recovery, and {SLIMMING}",
+    aliases=("coverage.fig8",),
 )
 def recovery_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """MoE-Slimming's Table 11: every ratio with every recovery."""
+    """MoE-Slimming's Table 11 and Fig. 8: every ratio with every recovery."""
     label_of_cell = labels(comparison)
     for sweep in sweeps(comparison):
         for ratio, cells in cells_by_ratio(sweep):
             base = only_cell(cells[cells["recovery"] == "none"])
             yield ratio_block(comparison, ratio, label_of_cell[cells.index], base)
-
-
-@output("coverage.fig8", chapter="recovery", needs=f"cells with recovery=nf4, and {SLIMMING}")
-@per_model()
-def storage_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Accuracy against the storage of pruned and quantised models.
-
-    A line for each label of `labels`. None without scores, or if no recovery changes the storage of
-    a model.
-    """
-    label_of_cell = labels(comparison)
-    cells = comparison.cells.loc[label_of_cell.index].assign(label=label_of_cell)
-    points = storage_points(results.study, comparison, cells, names.ABLATION)
-    # (sweep, ratio) -> number of different storages among the recoveries
-    storage_counts = points.groupby([*SWEEP_COLUMNS, "ratio"], sort=False)["x"].nunique()
-    if (storage_counts < 2).all():
-        return None
-    entries = style.legend_entries(points["label"])
-    drawing = marks.lines(
-        points,
-        entries,
-        marks.Axis("storage (MiB)"),
-        marks.Axis("mean of MoE-Slimming's benchmarks", limits=marks.SCORES),
-        columns=1,
-        height=3,
-    )
-    style.legend(drawing, entries.values(), max_columns=3)
-    target = mean_target(comparison, points.index.tolist(), names.ABLATION)
-    caption = (
-        f"{mean_text(target, names.ABLATION)}, with 95 % intervals, against the size of the "
-        "weights on disk: a line per recovery over its ratios."
-    )
-    return Figure(name, f"Accuracy against storage: {comparison.model}", caption, drawing)
 
 
 _RECOVERY_CAPTION = "Storage: weights on disk, with the scales of quantised ones."

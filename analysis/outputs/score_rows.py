@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from analysis import names
@@ -19,9 +18,10 @@ from analysis.load import settings
 from analysis.load.settings import gate_and_seed, removed_share_texts
 from analysis.load.study import Study
 from analysis.outputs.captions import MEBIBYTE, score_setup
-from analysis.registry import Results, output
-from analysis.render import style
-from analysis.render.table import SCORE, Table
+from analysis.registry import Item, Results, output
+from analysis.render import marks, style
+from analysis.render.style import Figure
+from analysis.render.table import SCORE, UNPRUNED, Table
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import (
     MEAN,
@@ -29,31 +29,24 @@ from analysis.stats.cell_scores import (
     column_targets,
     costs_of_cells,
     differences,
-    mean_target,
     scores,
 )
-from analysis.stats.comparison import (
-    Comparison,
-    Panel,
-    Target,
-    mean_quantities,
-)
+from analysis.stats.comparison import Comparison, mean_quantities
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A column of costs, whose numbers are offset + scale x a number of cost.json."""
+    """A column of costs, whose numbers are scale x a number of cost.json."""
 
     source: str
     """Name of the number in cost.json."""
     form: str
     """Format of the column."""
     scale: float = 1.0
-    offset: float = 0.0
 
 
 RETAINED_SHARE = {"Kept": Cost("routed_kept", "{:.1%}")}
-COSTS = {**RETAINED_SHARE, "FLOPs saved": Cost("flops_ratio", "{:.1%}", scale=-1, offset=1)}
+COSTS = {**RETAINED_SHARE, "FLOPs": Cost("flops_ratio", "{:.1%}")}
 STORAGE = "Storage (MiB)"
 STORAGE_COSTS = {**RETAINED_SHARE, STORAGE: Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)}
 """RETAINED_SHARE, COSTS, STORAGE_COSTS: displayed column -> its cost."""
@@ -65,9 +58,6 @@ P = "p (Holm)"
 """Displayed column of p-values."""
 _MEANING_OF_P = f"{P}: two-sided, where both methods have several seeds, corrected over the table."
 _MEANING_OF_MEAN = f"{MEAN}: of the paper's benchmarks that were run, which the table lists."
-UNPRUNED_LABEL = names.CRITERIA["none"]
-"""Label of the unpruned model."""
-
 SMOOTHING = ("layer_smoothing", "smoothing")
 """Settings that choose the smoothing of layer losses, which MoE-Slimming's Table 7 varies."""
 DEFAULT_SMOOTHING = "sqrt"
@@ -104,23 +94,26 @@ def score_table(
     columns: Sequence[str],
     caption: str,
     costs: Mapping[str, Cost] = COSTS,
+    drawn: Sequence[str] = (),
     **fields: Any,
 ) -> Callable[[BlockMaker], BlockMaker]:
     """Decorator that registers a `block_table` as an output. The decorated function yields the
     blocks of one model; the first line of its docstring describes the output in the help.
 
     name, fields: arguments of `output`; title, columns, caption, costs: arguments of `block_table`.
+    drawn: costs of a `cost_figure` of the column MEAN.
     """
 
     def register(blocks_of: BlockMaker) -> BlockMaker:
         @wraps(blocks_of)
-        def make(results: Results, name: str) -> Table | None:
+        def make(results: Results, name: str) -> list[Item | None]:
             blocks: list[Block] = []
             for comparison in results.comparisons:
                 blocks += blocks_of(results, comparison)
-            return block_table(
+            table = block_table(
                 results.study, blocks, columns, costs, name=name, title=title, caption=caption
             )
+            return [cost_figure(table, drawn, MEAN), table]
 
         output(name, **fields)(make)
         return blocks_of
@@ -249,7 +242,7 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
     unpruned_cell = comparison.unpruned_cell
     pruned_text, labels = _pruned_and_labels(block)
     if unpruned_cell is not None:
-        labels = {unpruned_cell: UNPRUNED_LABEL, **labels}
+        labels = {unpruned_cell: UNPRUNED, **labels}
     cells = list(labels)
     pruned_cells = list(block.labels)
     targets = column_targets(comparison, pruned_cells, columns)
@@ -275,8 +268,7 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
         high = high.assign(**{DIFFERENCE: estimates["high"]})
     if len(study.costs):
         cost_columns = {
-            name: definition.offset
-            + definition.scale * costs_of_cells(study, cells, definition.source)
+            name: definition.scale * costs_of_cells(study, cells, definition.source)
             for name, definition in costs.items()
         }
         frame = frame.assign(**cost_columns)
@@ -289,32 +281,88 @@ def criterion_entries(rows: pd.DataFrame) -> dict[str, Line2D]:
     ordered = sort_cells(rows, "method")
     colours = dict(zip(ordered["label"], ordered["method"].map(style.colour), strict=True))
     entries = style.legend_entries(colours, colours)
-    if UNPRUNED_LABEL in entries:
-        entries[UNPRUNED_LABEL].set(**style.DASHED, marker="")
+    if UNPRUNED in entries:
+        entries[UNPRUNED].set(**style.DASHED, marker="")
     return entries
 
 
-def panel_cells(comparison: Comparison, panel: Panel) -> pd.DataFrame:
-    """The unpruned model and the methods of a panel, a row each: columns "panel" (a title),
-    "method", "label" (display name of the method) and "cell" (NaN if the unpruned model was not
-    run)."""
-    cells = {"none": comparison.unpruned_cell, **panel.cells}
-    title = f"{names.calibration(panel.calibration)}, {panel.pruned_text} pruned"
-    rows = [(title, method, names.method(method), cell) for method, cell in cells.items()]
-    return pd.DataFrame(rows, columns=["panel", "method", "label", "cell"])
+LEAST_RANGE = 0.01
+"""Costs are drawn if they differ by more than this share of the highest."""
 
 
-def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
-    """Draw the score of the unpruned model on `target`, if it was run, as a dashed horizontal line,
-    with the 95 % interval as a band. Returns the legend entry of the line in all cases."""
-    unpruned_cell = comparison.unpruned_cell
-    if unpruned_cell is not None:
-        score, low, high = comparison.displayed_scores(target)
-        axes.axhspan(
-            low[unpruned_cell], high[unpruned_cell], color=style.RULE, alpha=0.5, linewidth=0
-        )
-        axes.axhline(score[unpruned_cell], **style.DASHED)
-    return style.legend_entry(UNPRUNED_LABEL, **style.DASHED)
+def cost_figure(
+    table: Table | None, costs: Sequence[str], score: str, label: str = "Criterion"
+) -> Figure | None:
+    """A table's scores against its costs, with intervals and Pareto fronts of low costs.
+
+    A panel for each model and cost, a line for each criterion and calibration set. Costs that
+    hardly differ between the pruned models are left out; None if all are.
+
+    score, costs: columns of numbers; label: column with the labels of the lines.
+    """
+    if table is None or table.low is None or table.high is None or score not in table.low:
+        return None
+    rows = table.frame.assign(
+        label=table.frame[label].fillna("unknown"),
+        line=table.frame.filter(["Criterion", "Calibration"]).agg(" ".join, axis=1),
+        is_pruned=table.frame["Criterion"] != UNPRUNED,
+        y=table.frame[score],
+        low=table.low[score],
+        high=table.high[score],
+    )
+    sign = -1 if table.best[score] == "min" else 1
+    frames = []
+    for model, model_rows in rows.groupby("Model", sort=False):
+        for cost in rows.columns.intersection(list(costs)):
+            points = model_rows.assign(panel=f"{model}: {cost}", x=model_rows[cost], cost=cost)
+            # each block of a table has a row for the unpruned model
+            points = points.dropna(subset=["x", "y"]).drop_duplicates(["line", "x", "y"])
+            pruned = points.loc[points["is_pruned"], "x"]
+            if pruned.max() - pruned.min() > LEAST_RANGE * pruned.max():
+                frames.append(points.sort_values("x", kind="stable"))
+    if not frames:
+        return None
+    points = pd.concat(frames)
+    entries = style.legend_entries(sorted(points["label"]))
+    columns = min(len(frames), marks.WIDE)  # a single panel is as wide as the page
+    drawing = marks.lines(
+        points, entries, marks.Axis(), marks.Axis(score), columns=columns, sharey=True
+    )
+    for axes, panel in zip(drawing.axes, frames, strict=True):
+        pruned = panel[panel["is_pruned"]]
+        front = pruned[pareto_front(pruned["x"], sign * pruned["y"])]
+        axes.step(front["x"], front["y"], where="post", zorder=1, **_FRONT_STYLE)
+    style.legend(drawing, entries.values(), max_columns=3)
+    caption = (
+        f"{score} of each model with its 95 % interval; a line joins the ratios of a method. "
+        "Steps: the Pareto front, pruned models that no other beats at their cost or less."
+    )
+    drawn = dict.fromkeys(panel["cost"].iloc[0] for panel in frames)
+    title = f"{score} against {names.enumeration(drawn)}"
+    return Figure(table.name, title, caption, drawing)
+
+
+_FRONT_STYLE: Any = {"color": style.MUTED, "linewidth": 2.2, "alpha": 0.45}
+"""Style of the steps of a Pareto front."""
+
+
+def pareto_front(
+    costs: Sequence[float] | pd.Series, merits: Sequence[float] | pd.Series
+) -> np.ndarray:
+    """Booleans (entries,): whether an entry is on the Pareto front of low cost and high merit.
+
+    A dominates B if A is at least as cheap and at least as good as B, and is cheaper or better. An
+    entry is on the front if no entry dominates it. Entries with NaN are not on the front."""
+    cost_values = np.asarray(costs, float)
+    merit_values = np.asarray(merits, float)
+    # element [b, a] of the next three arrays says how entry a compares with entry b
+    is_as_cheap = cost_values[None, :] <= cost_values[:, None]
+    is_as_good = merit_values[None, :] >= merit_values[:, None]
+    is_cheaper_or_better = (cost_values[None, :] < cost_values[:, None]) | (
+        merit_values[None, :] > merit_values[:, None]
+    )
+    is_dominated = (is_as_cheap & is_as_good & is_cheaper_or_better).any(axis=1)
+    return np.asarray(~is_dominated & ~np.isnan(cost_values + merit_values))
 
 
 def shallow_middle_deep_layers(layers: Sequence[int]) -> list[int]:
@@ -405,23 +453,3 @@ def coverage_cells(comparison: Comparison) -> pd.DataFrame:
         cells["ratio"].unique(), key=lambda ratio: abs(ratio - FIGURE_RATIO), default=FIGURE_RATIO
     )
     return pd.DataFrame(cells[cells["ratio"] == nearest_ratio])
-
-
-def storage_points(
-    study: Study, comparison: Comparison, cells: pd.DataFrame, benchmarks: Sequence[str]
-) -> pd.DataFrame:
-    """Those of `cells` that have a storage and a score, with columns for a figure by `marks.lines`.
-
-    Added columns:
-
-    - "panel": the only panel
-    - "x": storage in MiB
-    - "y": score, the mean over those of `benchmarks` that were run
-    - "low", "high": ends of the score's 95 % interval"""
-    target = mean_target(comparison, list(cells.index), benchmarks)
-    points = cells.assign(panel="", x=np.nan, y=np.nan)
-    if target:
-        score, low, high = comparison.displayed_scores(target)
-        storage = costs_of_cells(study, list(cells.index), "storage_bytes") / MEBIBYTE
-        points = points.assign(x=storage, y=score, low=low, high=high)
-    return points.dropna(subset=["x", "y"])

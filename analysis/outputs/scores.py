@@ -1,5 +1,5 @@
-"""Scores: all benchmarks as a table and as lines, and task-specific calibration (Unified
-Expert Pruning, Tables 2 and 5; AIMER, Figs. 3 to 5)."""
+"""Scores: all benchmarks, and task-specific calibration (Unified Expert Pruning, Tables 2 and 5;
+AIMER, Figs. 3 to 5)."""
 
 from __future__ import annotations
 
@@ -13,97 +13,18 @@ from analysis.load.study import Study
 from analysis.outputs.captions import PANEL_COLUMNS, metrics_in_words, score_setup
 from analysis.outputs.score_rows import (
     concatenate_numbers,
-    criterion_entries,
     listed_cells,
     numbers_table,
-    panel_cells,
 )
-from analysis.registry import Results, output, per_model
-from analysis.render import marks, style
-from analysis.render.style import Figure
+from analysis.registry import Results, output
 from analysis.render.table import RANK, Table, display_frame
-from analysis.stats.cell_scores import Numbers, mean_target, panels_by_domain, scores, task_block
-from analysis.stats.comparison import Comparison, Panel, Target
-
-AIMER_METHODS = ("aimer", "magnitude", "random", "frequency", "seer", "ean", "reap")
-"""The methods of AIMER's tables."""
-MOST_DRAWN_METHODS = len(AIMER_METHODS)
-
-
-@output(
-    "aimer.fig3", chapter="task", needs="three benchmarks", aliases=("aimer.fig4", "aimer.fig5")
-)
-@per_model()
-def benchmark_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """All benchmarks of each method side by side (AIMER, Figs. 3 to 5).
-
-    A panel for each calibration set and ratio with at least three benchmarks, a line per method.
-    """
-    panels = [panel for panel in comparison.panels if len(drawn_benchmarks(comparison, panel)) >= 3]
-    if not panels:
-        return None
-    frames = []
-    for panel in panels:
-        cells = panel_cells(comparison, panel)
-        cells = cells[cells["method"].isin(["none", *drawn_methods(comparison, panel)])]
-        benchmark_scores = comparison.benchmark_scores[list(drawn_benchmarks(comparison, panel))]
-        # a row per cell and benchmark
-        values = (
-            benchmark_scores.rename_axis("cell")
-            .reset_index()
-            .melt("cell", var_name="benchmark", value_name="y")
-        )
-        # without cells that have no score; a benchmark that was not run (NaN) interrupts a line
-        has_scores = values.groupby("cell")["y"].transform("count") > 0
-        frames.append(cells.merge(values[has_scores], on="cell"))
-    points = pd.concat(frames)
-    benchmarks = names.in_order(points["benchmark"], names.BENCHMARKS)
-    points = points.assign(x=points["benchmark"].map(benchmarks.index)).sort_values(
-        "x", kind="stable"
-    )
-    entries = criterion_entries(points)
-    labels = list(map(names.benchmark, benchmarks))
-    x = marks.Axis(
-        ticks=lambda axis: style.label_ticks(axis, labels, labelsize=6.5, labelrotation=90)
-    )
-    y = marks.Axis("score", limits=marks.SCORES)
-    drawing = marks.lines(points, entries, x, y, columns=2, height=2.2)
-    style.legend(drawing, entries.values())
-    limit = names.count(MOST_DRAWN_METHODS, "method")
-    caption = (
-        "Scores on each benchmark; dashed: the unpruned model. Each panel has the methods of "
-        f"AIMER's tables, then the best of the others by Avg, {limit} at most."
-    )
-    losses = names.enumeration(map(names.benchmark, comparison.loss_benchmarks))
-    if losses:
-        caption += f" {losses}: left out, as less is better there."
-    return Figure(name, f"Strengths and weaknesses: {comparison.model}", caption, drawing)
-
-
-def drawn_benchmarks(comparison: Comparison, panel: Panel) -> Target:
-    """Benchmarks of a panel in which higher is better, in the order of tables."""
-    return mean_target(comparison, list(panel.cells.values()), comparison.score_benchmarks)
-
-
-def drawn_methods(comparison: Comparison, panel: Panel) -> list[str]:
-    """The methods of a panel that are drawn, at most MOST_DRAWN_METHODS.
-
-    First come AIMER_METHODS, then the other methods from the highest Avg to the lowest."""
-    average = comparison.score(panel.average_columns(comparison))
-    average = average.fillna(-1)  # below all scores: methods without Avg come last
-    benchmarks = list(drawn_benchmarks(comparison, panel))
-    has_scores = comparison.benchmark_scores[benchmarks].notna().any(axis=1)
-    methods = [method for method in panel.cells if has_scores[panel.cells[method]]]
-    methods.sort(key=lambda method: -average[panel.cells[method]])
-    published_methods = [method for method in AIMER_METHODS if method in methods]
-    ordered = dict.fromkeys([*published_methods, *methods])
-    return list(ordered)[:MOST_DRAWN_METHODS]
-
+from analysis.stats.cell_scores import Numbers, panels_by_domain, scores, task_block
+from analysis.stats.comparison import Target
 
 BOTH_TASKS = "a calibration set about code and one about mathematics"
 
 
-@output("task_specific", chapter="task", filters="*Model|Pruned", needs=BOTH_TASKS)
+@output("task_specific", chapter="task", needs=BOTH_TASKS)
 def task_specific_table(
     results: Results, name: str, criteria: Sequence[str] | None = None
 ) -> Table | None:
@@ -144,11 +65,11 @@ def task_specific_table(
 @output(
     "unified.table5",
     chapter="benchmarks",
-    filters="Model|Pruned|Calibration|Criterion",
     needs="results",
+    aliases=("aimer.fig3", "aimer.fig4", "aimer.fig5"),
 )
 def benchmark_table(results: Results, name: str) -> Table | None:
-    """Every benchmark of every model, with 95 % intervals."""
+    """Every benchmark of every model, with 95 % intervals (also AIMER's Figs. 3 to 5)."""
     blocks = []
     for comparison in results.measured:
         cells = listed_cells(comparison)

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
-from matplotlib.figure import Figure as Drawing
-from matplotlib.lines import Line2D
 
 from analysis import names
 from analysis.load.reader import groups
@@ -183,7 +181,6 @@ _register(
     GROUPS,
     "group averages",
     chapter="search",
-    filters="Model|Pruned|Calibration|Criterion",
     needs=SEARCHES,
     aliases=("evoesap.table2",),
 )
@@ -212,18 +209,22 @@ _register(
 def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
     """Retained share of the experts in each layer, a row per layer and cell that prunes experts.
 
-    Columns: "cell", "layer", "share" (0..1), "criterion", "allocation", "ratio", "removed_text",
-    "calibration", "recovery"."""
+    Columns: "line" (the cell), "layer", "y" (the share, 0..1), "criterion", "allocation", and
+    "panel" (ratio and calibration set)."""
     cells = comparison.cells[comparison.cells["granularity"] == "expert"]
-    retained = study.retained[study.retained["cell"].isin(cells.index)]
+    panels = cells["removed_text"] + " pruned, " + cells["calibration"].map(names.calibration)
+    columns = cells[["criterion", "allocation", "ratio"]].assign(panel=panels)
     # a row per expert, with share 0 or 1 here
-    shares = retained.groupby(["cell", "layer"], as_index=False)["share"].mean()
-    columns = ["criterion", "allocation", "ratio", "removed_text", "calibration", "recovery"]
-    return pd.DataFrame(shares.join(cells[columns], on="cell"))
+    shares = study.retained.groupby(["cell", "layer"])["share"].mean().rename("y").reset_index()
+    rows = shares.join(columns, on="cell", how="inner").sort_values("ratio", kind="stable")
+    return rows.rename(columns={"cell": "line"})
+
+
+EXPERTS_KEPT = marks.Axis("experts kept", style.format_percent)
 
 
 @output("evoesap.fig1", chapter="search", needs=SEARCHES)
-@per_model()
+@per_model
 def allocations_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Share of experts retained in each layer, by allocation.
 
@@ -231,7 +232,7 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
     single allocation are left out. Only the criterion with the most allocations is drawn.
     """
     shares = densities(results.study, comparison)
-    by_panel = shares.groupby(["criterion", "ratio", "calibration"])
+    by_panel = shares.groupby(["criterion", "panel"])
     shares = shares[by_panel["allocation"].transform("nunique") > 1]
     if not shares["allocation"].map(is_searched).any():
         return None
@@ -239,20 +240,17 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
     candidates = names.in_order(counts.index[counts == counts.max()], names.CRITERIA)
     criterion = "reap" if "reap" in candidates else candidates[0]
     shares = shares[shares["criterion"] == criterion]
-    shares = shares[shares["allocation"] != "uniform"].assign(
-        label=shares["allocation"].map(names.allocation_name)
-    )
-    labels = names.in_order(shares["label"], names.ALLOCATIONS.values())
-    drawing = _density_drawing(shares, style.legend_entries(labels))
     caption = (
         f"Share of the experts each layer keeps when {names.criterion(criterion)} chooses which. "
         "All schedules of a panel remove the same number of experts."
     )
-    return Figure(name, f"Density schedules: {comparison.model}", caption, drawing)
+    labels = shares["allocation"].map(names.allocation_name)
+    title = f"Density schedules: {comparison.model}"
+    return marks.layer_figure(name, title, caption, shares.assign(label=labels), EXPERTS_KEPT)
 
 
 @output("evoesap.fig3", chapter="search", needs=SEARCHES)
-@per_model()
+@per_model
 def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Share of experts retained in each layer by searched allocations, by criterion.
 
@@ -265,32 +263,10 @@ def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figu
     shares = shares.assign(
         label=shares["criterion"].map(names.criterion), method=shares["criterion"]
     )
-    drawing = _density_drawing(shares, criterion_entries(shares))
     caption = (
         "Share of the experts each layer keeps under the searched allocation of each criterion. "
         "All schedules of a panel remove the same number of experts."
     )
-    return Figure(name, f"Searched densities: {comparison.model}", caption, drawing)
-
-
-def _density_drawing(shares: pd.DataFrame, entries: Mapping[str, Line2D]) -> Drawing:
-    """A drawing of the retained share of experts by layer, with a panel per ratio and calibration
-    set, a line per cell and a dashed line for uniform allocation.
-
-    shares: rows of `densities`, with the column "label"; entries: label -> legend entry."""
-    sets = shares["calibration"].map(names.calibration)
-    rows = shares.sort_values(["ratio", "layer"], kind="stable").assign(
-        panel=shares["removed_text"] + " pruned, " + sets,
-        line=shares["cell"],
-        x=shares["layer"],
-        y=shares["share"],
-    )
-    y = marks.Axis("experts kept", style.format_percent)
-    drawing = marks.lines(rows, entries, marks.LAYERS, y, sharey="row")
-    uniform_shares = rows.groupby("panel", sort=False)["share"].mean()
-    for axes, share in zip(drawing.axes, uniform_shares, strict=True):
-        axes.axhline(share, **style.DASHED)
-    style.legend(
-        drawing, [*entries.values(), style.legend_entry("uniform", **style.DASHED)], max_columns=5
-    )
-    return drawing
+    title = f"Searched densities: {comparison.model}"
+    entries = criterion_entries(shares)
+    return marks.layer_figure(name, title, caption, shares, EXPERTS_KEPT, entries)

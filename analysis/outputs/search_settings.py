@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pandas as pd
 
-from analysis import names
 from analysis.load.plans import BYTES
 from analysis.load.reader import groups, time_and_memory
 from analysis.load.settings import ALL_BUT_ALLOCATION, is_searched
 from analysis.load.study import Study
 from analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SEARCHES, run_setup, score_setup
 from analysis.outputs.score_rows import concatenate_numbers, numbers_table
-from analysis.published.numbers import numbers
 from analysis.registry import Results, output
 from analysis.render.table import Table, display_frame, frame_and_formats
 from analysis.stats.cell_scores import GROUPS, Numbers, column_targets, mean_definitions, scores
 from analysis.stats.comparison import Comparison
 
-SECONDS_PER_HOUR = 3600
 COMPARED_AVERAGES = ("Code", "WildBench", "MC Avg")
 """The averages of EvoESAP's Tables 4 and 6."""
 FITNESSES = ("esap", "spec_dec")
 """The fitnesses that EvoESAP's Table 6 compares."""
-COMPETITOR = "DiEP"
-COMPETITOR_NOTE = (
-    "published; not implemented: EvoESAP gives its settings, but neither its objective nor code"
-)
 TEXT_COLUMNS = {
     "Model": "model",
     "Pruned": "removed_text",
@@ -140,55 +132,14 @@ def fitness_table(results: Results, name: str) -> Table | None:
     chapter="search",
     needs=f"{SEARCHES}, and coding benchmarks, WildBench or multiple choice",
 )
-def competitor_table(results: Results, name: str) -> Table | None:
-    """EvoESAP's Table 4: searched allocations and the published row of DiEP."""
+def searches_table(results: Results, name: str) -> Table | None:
+    """EvoESAP's Table 4: searched allocations, with the time of their search."""
 
     def select(cells: pd.DataFrame) -> pd.DataFrame:
         is_search = cells["allocation"].map(is_searched).astype(bool)
         return cells[is_search & (cells["recovery"] == "none")]
 
-    measured = _table(results, name, select, COMPARED_AVERAGES, "Searched allocations and DiEP")
-    if measured is None or measured.low is None or measured.high is None:
-        return measured
-    columns = [column for column in (*COMPARED_AVERAGES, SECONDS) if column in measured.frame]
-    frame = measured.frame[[*TEXT_COLUMNS, "Allocation", *columns]].assign(Source="measured")
-    published = pd.DataFrame([_published_row()]).reindex(columns=frame.columns)
-    rows = pd.concat([frame, published], ignore_index=True)
-    return replace(
-        measured,
-        caption=f"DiEP: {COMPETITOR_NOTE}; its row was measured on two L40S. {measured.caption}",
-        frame=rows[[*TEXT_COLUMNS, "Allocation", "Source", *columns]],
-        formats={column: measured.formats[column] for column in columns},
-        best={},
-        blocks=("Model", "Pruned"),
-        optional=tuple(columns),
-        # the published row has no intervals
-        low=measured.low.reindex(rows.index),
-        high=measured.high.reindex(rows.index),
-    )
-
-
-def _published_row() -> dict[str, object]:
-    """The row of COMPETITOR in EvoESAP's Table 4: displayed column -> text or published number."""
-    numbers_by_benchmark = {}
-    for number in numbers():
-        _, _, criterion, *_ = number.key
-        if (number.paper, number.table, criterion) == ("evoesap", "4", COMPETITOR):
-            numbers_by_benchmark[number.benchmark] = number
-    # all numbers of the row have the same key
-    model, ratio, *_, calibration = next(iter(numbers_by_benchmark.values())).key
-    return {
-        "Model": model,
-        "Pruned": names.ratio(ratio),
-        "Calibration": names.calibration(calibration),
-        "Criterion": COMPETITOR,
-        "Allocation": COMPETITOR,
-        "Source": COMPETITOR_NOTE,
-        "Code": numbers_by_benchmark["Code"].value,
-        "WildBench": numbers_by_benchmark["wildbench"].value,
-        "MC Avg": numbers_by_benchmark["MC Avg"].value,
-        SECONDS: numbers_by_benchmark["time_h"].value * SECONDS_PER_HOUR,
-    }
+    return _table(results, name, select, COMPARED_AVERAGES, "Searched allocations")
 
 
 def _table(
@@ -201,6 +152,8 @@ def _table(
     """A table with the settings, the scores and the seconds of searches, a row per cell.
 
     select, columns: see `_rows`."""
+    if results.study.searches.empty:
+        return None
     rows = concatenate_numbers(
         _rows(results.study, comparison, select, columns) for comparison in results.comparisons
     )

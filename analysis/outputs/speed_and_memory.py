@@ -15,7 +15,7 @@ from analysis.load.reader import groups
 from analysis.load.study import Study
 from analysis.outputs.captions import MEBIBYTE, TIMINGS, run_setup
 from analysis.registry import Results, output, per_model
-from analysis.render import marks, style
+from analysis.render import marks
 from analysis.render.style import Figure
 from analysis.render.table import Columns, Table, format_number, frame_and_formats
 from analysis.stats.comparison import Comparison
@@ -72,9 +72,14 @@ def requests(study: Study) -> pd.DataFrame:
     return pd.concat([*speeds, memory], axis=1).reset_index()
 
 
-@output("coverage.table2", chapter="cost", filters="Model|Pruned", needs=TIMINGS)
+@output(
+    "coverage.table2",
+    chapter="cost",
+    needs=TIMINGS,
+    aliases=("coverage.fig6",),
+)
 def speed_table(results: Results, name: str) -> Table | None:
-    """MoE-Slimming's Table 2: throughput, latency and memory of every timed model."""
+    """MoE-Slimming's Table 2 and Fig. 6: throughput, latency and memory of every timed model."""
     study = results.study
     if study.timings.empty or not results.pruned:
         return None
@@ -130,34 +135,6 @@ def conditions(study: Study) -> str:
     )
 
 
-@output("coverage.fig6", chapter="cost", needs=TIMINGS)
-@per_model("pruned")
-def memory_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Memory of every timed model.
-
-    A bar per cell: weights, and working memory of the cell's largest request.
-    """
-    largest_requests = _largest_requests(results.study, comparison)
-    if largest_requests.empty:
-        return None
-    drawing = style.drawing(style.PAGE, 0.24 * len(largest_requests) + 1.1)
-    axes = drawing.add_subplot()
-    labels, weights, peak = (largest_requests[column] for column in ("label", WEIGHTS, PEAK_MEMORY))
-    # the bars of the weights cover those of the peak
-    handles = [
-        axes.barh(labels, peak, color=marks.BAR_COLOURS[1], label="working memory"),
-        axes.barh(labels, weights, color=marks.BAR_COLOURS[0], label="weights"),
-    ]
-    axes.invert_yaxis()
-    axes.set_xlabel("MiB")
-    axes.grid(axis="x")
-    style.legend(drawing, handles)
-    size = int(largest_requests["batch_size"].iloc[0])
-    length = int(largest_requests["prompt_length"].iloc[0])
-    caption = f"Memory at {size} prompts of {length} tokens. {conditions(results.study)}"
-    return Figure(name, f"Memory of a served model: {comparison.model}", caption, drawing)
-
-
 BLOCK_MAPS = {DECODE: "tokens per second", PEAK_MEMORY: "peak memory (MiB)"}
 """Column of a map in Fig. 10 -> its title."""
 
@@ -167,19 +144,21 @@ BLOCK_MAPS = {DECODE: "tokens per second", PEAK_MEMORY: "peak memory (MiB)"}
     chapter="cost",
     needs=f"{TIMINGS}, of several aligned allocations (coverage_fig10 of sweeps)",
 )
-@per_model("pruned")
+@per_model
 def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Tokens per second and peak memory by the block size of channels and the smallest expert.
 
     Each ratio, recovery and device has a row of two maps (BLOCK_MAPS).
     """
     study = results.study
-    largest_requests = _largest_requests(study, comparison)
-    blocks = plans.channel_rounding(comparison.cells, study.reader)
-    if largest_requests.empty or blocks.empty:
+    if study.timings.empty:
         return None
+    blocks = plans.channel_rounding(comparison.cells, study.reader)
     axes = comparison.cells[["ratio", "recovery"]]
-    timed_blocks = largest_requests.merge(blocks.join(axes), left_on="cell", right_index=True)
+    timed_blocks = requests(study).merge(blocks.join(axes), left_on="cell", right_index=True)
+    # the largest requests
+    prompt_tokens = timed_blocks["batch_size"] * timed_blocks["prompt_length"]
+    timed_blocks = timed_blocks[prompt_tokens == prompt_tokens.max()]
     if len(timed_blocks) < 2:
         return None
     frames = []
@@ -210,23 +189,6 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
     )
     return Figure(
         name, f"Throughput and memory by blocks of channels: {comparison.model}", caption, drawing
-    )
-
-
-def _largest_requests(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """The row of `requests` with the most prompt tokens for each cell of `comparison`, on one
-    device. The added column "label" is a text with the method and the removed share."""
-    rows = requests(study)
-    rows = rows[rows["cell"].isin(comparison.cells.index)]
-    # iloc[:1] instead of iloc[0], which fails without rows
-    rows = rows[rows["device"].isin(rows["device"].iloc[:1])]
-    prompt_tokens = rows["batch_size"] * rows["prompt_length"]
-    rows = rows.loc[prompt_tokens.groupby(rows["cell"]).idxmax()].reset_index(drop=True)
-    # the unpruned model's label has no removed share
-    removed_text = comparison.cells["removed_text"].where(comparison.cells["ratio"] > 0, "")
-    methods = settings.method_labels(comparison.cells)
-    return rows.assign(
-        label=[names.comma_joined(methods[cell], removed_text[cell]) for cell in rows["cell"]]
     )
 
 

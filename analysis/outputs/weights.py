@@ -48,7 +48,6 @@ def weights_table(
     "group averages",
     GROUPS,
     chapter="weights",
-    filters="Model|Pruned",
     needs=WEIGHTS,
     aliases=("aimer.table3",),
 )

@@ -35,7 +35,6 @@ def _map_and_table(results: Results, wins: pd.DataFrame, name: str, title: str) 
 @output(
     "winners",
     chapter="winners",
-    filters="*Model|Pruned|Calibration",
     needs="several benchmarks or groups of them",
 )
 def all_winners(results: Results, name: str) -> list[Item]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -372,3 +373,44 @@ def _items_difference(evaluation: Evaluation, published: int | None) -> str:
     all_items_text = "" if all_graded else f" of {items:,}"
     comparison = "" if published is None else f", published on {published:,}"
     return f"{evaluation.n:,}{all_items_text}{comparison}"
+
+
+def tally(verdicts: Sequence[str]) -> str:
+    """Text such as `12 agree, 3 differ and 40 cannot be compared`."""
+    phrases = {
+        AGREES: "agree",
+        DIFFERS: "differ",
+        INCOMPARABLE: "cannot be compared",
+        MISSING: "are missing here",
+    }
+    counts = {
+        phrase: sum(verdict.startswith(start) for verdict in verdicts)
+        for start, phrase in phrases.items()
+    }
+    return names.enumeration(f"{count:,} {phrase}" for phrase, count in counts.items() if count)
+
+
+MOST_REASONS = 6
+"""Largest number of reasons that a summary lists."""
+
+
+def summary(verdicts: Sequence[str]) -> list[str]:
+    """Sentences that count verdicts and list the most frequent reasons why numbers cannot be
+    compared."""
+    if not verdicts:
+        return []
+    sentences = [
+        f"{len(verdicts):,} printed numbers have a counterpart in this study: {tally(verdicts)}."
+    ]
+    reasons = Counter(
+        reason
+        for verdict in verdicts
+        if verdict.startswith(INCOMPARABLE)
+        for reason in verdict.removeprefix(INCOMPARABLE).split("; ")
+    )
+    if reasons:
+        reasons_text = "; ".join(
+            f"{reason} ({count:,} times)" for reason, count in reasons.most_common(MOST_REASONS)
+        )
+        sentences.append(f"Most frequent reasons why numbers cannot be compared: {reasons_text}.")
+    return sentences

@@ -1,4 +1,4 @@
-"""Marks of figures: lines, maps, intervals, boxes, and bars with a line. Each draws a data frame
+"""Marks of figures: lines, maps, intervals, and bars with a line. Each draws a data frame
 of at least one row, with one panel for each value of the column "panel"."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator
 from pandas.api.types import is_numeric_dtype
 
 from analysis.render import style
-from analysis.render.style import INK, MUTED, PAGE, SURFACE
+from analysis.render.style import INK, MUTED, PAGE, SURFACE, Figure
 
 WIDE = 3
 """Largest number of panels side by side that leaves room for a title of several words."""
@@ -223,27 +223,29 @@ def intervals(rows: pd.DataFrame, x: Axis, **layout: Any) -> Drawing:
     return drawing
 
 
-def box_plots(rows: pd.DataFrame, x: Axis, y: Axis, **layout: Any) -> Drawing:
-    """Boxes side by side: quartiles and median, with whiskers over the range of the numbers.
+FEWEST_LAYERS = 3
+"""Fewest layers over which lines are drawn: a line of two points says less than its numbers."""
 
-    rows: columns "panel", "label" (of a box) and "y"; layout: arguments of `panels`.
+
+def layer_figure(
+    name: str,
+    title: str,
+    caption: str,
+    rows: pd.DataFrame,
+    y: Axis,
+    entries: Mapping[Any, Line2D] | None = None,
+) -> Figure | None:
+    """Lines over the layers of a model; None with fewer than FEWEST_LAYERS layers.
+
+    rows: the column "layer", and those of `lines` but for "x"; entries: see `lines`.
     """
-    drawing, panel_of_title = panels(rows["panel"], x, y, **layout)
-    for title, numbers in rows.groupby("panel", sort=False):
-        axes = panel_of_title[title]
-        by_label = numbers.groupby("label", sort=False)["y"]
-        boxes = {label: box.to_numpy() for label, box in by_label}
-        axes.boxplot(
-            list(boxes.values()),
-            positions=range(len(boxes)),
-            widths=0.6,
-            whis=(0, 100),
-            manage_ticks=False,
-            medianprops={"color": INK, "linewidth": 1.6},
-        )
-        style.label_ticks(axes.xaxis, boxes, labelsize=6.5)
-        axes.grid(axis="y")
-    return drawing
+    if rows["layer"].nunique() < FEWEST_LAYERS:
+        return None
+    entries = entries or style.legend_entries(rows["label"])
+    rows = rows.assign(x=rows["layer"]).sort_values("layer", kind="stable")
+    drawing = lines(rows, entries, LAYERS, y, height=1.9, sharey="row")
+    style.legend(drawing, entries.values())
+    return Figure(name, title, caption, drawing)
 
 
 BAR_COLOURS = "#2277bb", "#ee7733"

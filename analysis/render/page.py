@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -32,9 +32,6 @@ class Section:
     """Pairs of a label and a text."""
     details: Sequence[tuple[str, str]] = ()
     """Pairs of a title and a long text, which is collapsed until clicked."""
-    filters: Mapping[str, str] = field(default_factory=dict)
-    """Table name -> columns by which the page filters the table, separated by |. With a leading
-    star, the page first shows only the first block."""
     folded: bool = False
     """Whether the tables are collapsed until clicked."""
 
@@ -65,7 +62,14 @@ def html(page: Page) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    filters = (_bind_percent_signs, _data_url, _table_html, style.svg_element, tables.footnotes)
+    filters = (
+        _bind_percent_signs,
+        _data_url,
+        _table_html,
+        first_block,
+        style.svg_element,
+        tables.footnotes,
+    )
     environment.filters |= {function.__name__.lstrip("_"): function for function in filters}
     return environment.get_template("page.html.j2").render(
         page=page, css=_read_raw("page.css"), script=_read_raw("page.js")
@@ -86,9 +90,19 @@ def _table_html(table: Table) -> str:
     """The table as HTML. The column "Model" of a single model is left out, because the top of the
     page names the model."""
     if "Model" not in table.frame or table.frame["Model"].nunique() > 1:
-        return table.texts["html"]
+        return tables.html(table)
     blocks = [column for column in table.blocks if column != "Model"]
     return tables.html(replace(table, frame=table.frame.drop(columns="Model"), blocks=blocks))
+
+
+LONG = 20
+"""Most rows of a table that the page shows at first; of longer tables, it shows the first block."""
+
+
+def first_block(table: Table) -> str:
+    """The columns of a long table in which the page first shows the value of the first row,
+    separated by |."""
+    return "|".join(table.blocks) if len(table.frame) > LONG else ""
 
 
 def _data_url(text: str, media: str) -> str:

@@ -46,7 +46,7 @@ class Table:
 
     @cached_property
     def texts(self) -> dict[str, str]:
-        """File suffix (csv, md, tex, html) -> the table as text in this format."""
+        """File suffix (csv, md, tex) -> the table as text in this format."""
         return {suffix: render(self) for suffix, render in RENDERERS.items()}
 
 
@@ -266,9 +266,10 @@ def _cell(
     """
     content = f"<b>{escape(printed)}</b>" if is_bold else escape(printed)
     if column not in table.formats:
-        css_class = " class=wrap" if len(printed) > WRAP_LENGTH else ""
+        if len(printed) > WRAP_LENGTH:
+            content = f"<div class=wrap>{content}</div>"
         block = "" if printed == value else f' data-block="{escape(str(value))}"'
-        return f"<td{css_class}{block}>{content}</td>"
+        return f"<td{block}>{content}</td>"
     if printed == GAP:
         return f'<td class=number data-key="">{GAP}</td>'
     number = float(str(value))  # through str, because a frame has values of any type
@@ -307,14 +308,13 @@ RENDERERS: dict[str, Callable[[Table], str]] = {
     "csv": csv,
     "md": markdown,
     "tex": latex,
-    "html": html,
 }
 """Suffix of a file -> function that returns the file's text."""
 
 
 def write(table: Table, folder: Path) -> list[Path]:
-    """Write the table as NAME.csv, NAME.md, NAME.tex and NAME.html; returns the files' paths. An
-    error in rendering leaves no files."""
+    """Write the table as NAME.csv, NAME.md and NAME.tex; returns the files' paths. An error in
+    rendering leaves no files."""
     paths = [folder / f"{table.name}.{suffix}" for suffix in table.texts]
     folder.mkdir(parents=True, exist_ok=True)
     for path, content in zip(paths, table.texts.values(), strict=True):

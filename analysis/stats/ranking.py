@@ -362,16 +362,7 @@ def plan_name(row: Mapping[str, object]) -> str:
 PLANS_IN_SENTENCE = 4
 """Largest number of plans that a sentence names."""
 MAX_ENTRIES = 8
-"""Largest number of plans of a ranking in a terminal, and of rankings in a terminal and in
-headlines."""
-
-
-def headlines(rankings: Sequence[Ranking]) -> list[str]:
-    """The overview, then a headline for each of the first MAX_ENTRIES rankings, and the number of
-    further rankings."""
-    unlisted_count = len(rankings) - MAX_ENTRIES
-    remainder = [f"The table has {unlisted_count} more rankings."] if unlisted_count > 0 else []
-    return [*overview(rankings), *map(headline, rankings[:MAX_ENTRIES]), *remainder]
+"""Largest number of rankings, and of plans of a ranking, in a terminal."""
 
 
 def overview(rankings: Sequence[Ranking]) -> list[str]:
@@ -393,26 +384,6 @@ def overview(rankings: Sequence[Ranking]) -> list[str]:
             "give another plan."
         )
     return sentences
-
-
-def headline(ranking: Ranking) -> str:
-    """Summary of a ranking in a few sentences: the best plans and their score, then `remarks`."""
-    extreme = (
-        f"lowest mean {ranking.quantity.name}"
-        if ranking.quantity.lower_is_better
-        else "highest average"
-    )
-    best_plans = records(ranking.scored_rows[ranking.scored_rows["rank"] == 1])
-    best = best_plans[0]
-    verb = "have" if len(best_plans) > 1 else "has"
-    sentence = (
-        f"{ranking.model}, {ranking.pruned_text} removed: {_plan_names(best_plans)} {verb} the "
-        f"{extreme}, {best['score']:.3f} ({best['low']:.3f} to {best['high']:.3f} over "
-        f"{best['over']})"
-    )
-    if not np.isnan(best["share"]):
-        sentence += f", {names.share(best['share'])} of the unpruned model's"
-    return " ".join([f"{sentence}.", *remarks(ranking)])
 
 
 def _plan_names(plans: Sequence[dict[str, object]]) -> str:

@@ -37,8 +37,6 @@ from synthetic_plans import EXPERTS, LAYERS, rng
 from synthetic_sums import MIB
 
 from analysis.load.study import Study, load
-from analysis.published.numbers import TABLES
-from analysis.published.tables import published_tables
 from analysis.registry import Results, outputs
 from analysis.render import table as rendering
 from analysis.render.style import Figure
@@ -190,16 +188,11 @@ def unpack(root: Path) -> Study:
 
 
 def tables_and_figures(study: Study) -> tuple[dict[str, Table], dict[str, Figure]]:
-    """Every table and every figure of `analysis all --compare` by name."""
+    """Every table and every figure of `analysis all` by name."""
     results = Results(study)
     items = [item for output in outputs().values() for item in output.items(results)]
-    comparisons = published_tables(study, results.comparisons, list(TABLES)).values()
-    tables = [
-        *(item for item in items if isinstance(item, Table)),
-        *(table for table in comparisons if len(table.frame)),
-    ]
-    figures = [item for item in items if isinstance(item, Figure)]
-    return {table.name: table for table in tables}, {figure.name: figure for figure in figures}
+    tables = {item.name: item for item in items if isinstance(item, Table)}
+    return tables, {item.name: item for item in items if isinstance(item, Figure)}
 
 
 def panel_contents(figure: Figure) -> list[dict[str, Any]]:

@@ -156,12 +156,12 @@ def test_losses_are_smoothed_as_the_plan_smooths_them(golden: Study, budgets: pd
     assert plain["smoothed"].tolist() == pytest.approx(plain["loss"].tolist())
 
 
-def test_quantiles_of_router_entropies_are_those_of_their_histogram(golden: Study) -> None:
+def test_quartiles_of_router_entropies_are_those_of_their_histogram(golden: Study) -> None:
     """An eighth of the tokens in each of eight bins has its quartiles at a quarter, a half and so
     on."""
     even = pd.DataFrame({"entropy": [step / 8 for step in range(1, 9)], "tokens": 5, "layer": 0})
-    row = profile.quantiles(even.assign(model="m", calibration="c")).iloc[0]
-    assert [row[share] for share in profile.QUANTILES] == pytest.approx(profile.QUANTILES)
+    row = profile.quartiles(even.assign(model="m", calibration="c")).iloc[0]
+    assert row[["low", "y", "high"]].tolist() == pytest.approx([0.25, 0.5, 0.75])
     histogram = golden.router_entropies.query("layer == 2").sort_values("entropy")
     assert histogram["tokens"].tolist() == sums()[2]["router_entropy"].tolist()
 

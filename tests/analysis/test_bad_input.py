@@ -237,14 +237,14 @@ def test_unpruned_model_has_benchmarks_and_no_ranks(
     arguments = [
         "ranks",
         "unified.table5",
-        "coverage.fig6",
+        "coverage.fig10",
         f"store={changed(store, alone)}",
         f"out={store / 'out'}",
     ]
     assert __main__.main(arguments) == 1
     errors = capsys.readouterr().err
     assert "ranks needs results of pruned models" in errors
-    assert "coverage.fig6 needs a run with timing=true" in errors
+    assert "coverage.fig10 needs a run with timing=true" in errors
     frame = pd.read_csv(store / "out" / "tables" / "unified.table5.csv")
     assert frame["Criterion"].tolist() == ["Unpruned"]
     assert frame["GSM8K"].notna().all()
@@ -260,8 +260,7 @@ def test_study_without_benchmarks_has_outputs_without_scores(tmp_path: Path) -> 
     assert results.comparisons == []
     assert results.study.results.empty
     tables = [
-        find(name).items(results)
-        for name in ("coverage.table2", "coverage.fig6", "coverage.fig10", "aimer.fig6")
+        find(name).items(results) for name in ("coverage.table2", "coverage.fig10", "aimer.fig6")
     ]
     assert all(tables)
     assert len(tables[0][0].frame) == 3 * 2

@@ -20,10 +20,10 @@ from analysis.load import plans, studies
 from analysis.load import settings as cell_settings
 from analysis.load.study import Study, load
 from analysis.outputs.coverage import coverage_table
-from analysis.outputs.pareto import pareto_table
 from analysis.outputs.scores import benchmark_table
 from analysis.outputs.weights import weight_scores
-from analysis.registry import Results
+from analysis.registry import Results, find
+from analysis.render.table import Table
 from moe_lab.errors import UserError
 from moe_lab.json_files import sealed
 from moe_lab.pruning.layer_plan import LayerPlan
@@ -184,8 +184,8 @@ def test_damaged_plan_cost_and_search_are_left_out(damaged: Study) -> None:
 
 
 def test_table_has_no_replacement_of_a_damaged_plan(damaged: Study) -> None:
-    table = pareto_table(Results(damaged), "pareto")
-    assert table is not None
+    table = find("pareto").items(Results(damaged))[-1]
+    assert isinstance(table, Table)
     assert table.frame.set_index("Criterion")["Removes"].isna().to_dict() == {
         "Unpruned": False,
         "Magnitude": False,

@@ -17,15 +17,20 @@ def row_labels(labels: list[Any]) -> list[str]:
 def test_all_names_of_categories_are_shown() -> None:
     names = [f"benchmark {number}" for number in range(16)]
     assert row_labels(names) == names
-    [axes] = marks.box_plots(
-        pd.DataFrame({"panel": "", "label": names, "y": 0.5}), marks.Axis(), marks.Axis()
-    ).axes
-    assert [label.get_text() for label in axes.get_xticklabels()] == names
 
 
 def test_of_many_layers_every_second_or_third_is_named() -> None:
     assert row_labels(list(range(12))) == list(map(str, range(12)))
     assert row_labels(list(range(36))) == list(map(str, range(0, 36, 3)))
+
+
+def test_lines_over_two_layers_are_not_drawn() -> None:
+    rows = pd.DataFrame({"panel": "", "label": "a", "layer": [5, 1, 2], "y": [3.0, 1.0, 2.0]})
+    figure = marks.layer_figure("f", "", "", rows, marks.Axis())
+    assert figure is not None
+    [line] = figure.drawing.axes[0].get_lines()
+    assert line.get_xydata().tolist() == [[1, 1], [2, 2], [5, 3]]
+    assert marks.layer_figure("f", "", "", rows[:2], marks.Axis()) is None
 
 
 def test_texts_of_squares_are_left_out_where_they_do_not_fit() -> None:

@@ -15,9 +15,10 @@ from scipy.stats import binomtest, ttest_1samp
 from analysis.load.reader import Reader
 from analysis.load.study import Study
 from analysis.outputs import winners
-from analysis.outputs.pareto import average_and_costs, pareto_figure, pareto_table
+from analysis.outputs.pareto import average_and_costs
 from analysis.outputs.ranks import rank_table
 from analysis.registry import Results, find
+from analysis.render.table import Table
 from analysis.stats.cell_scores import differences
 from analysis.stats.comparison import Comparison
 from analysis.stats.winners import winner_map
@@ -135,8 +136,8 @@ def test_best_plan_by_perplexity_is_on_the_front(perplexed: Study) -> None:
         "man": True,
     }
     assert rows["avg"].to_dict() == {"none": 0.95, "frequency": 0.25, "reap": 0.45, "man": 0.75}
-    table = pareto_table(Results(perplexed), "pareto")
-    assert table is not None
+    [table] = find("pareto").items(Results(perplexed))
+    assert isinstance(table, Table)
     assert table.footnotes == ["Avg is without wikitext2: there, less is better."]
 
 
@@ -175,8 +176,8 @@ def test_ranking_of_perplexities_has_the_lowest_first(perplexities: Study) -> No
 
 def test_front_ends_with_the_lowest_perplexity(perplexities: Study) -> None:
     study = with_costs(perplexities, [1.0, 0.5, 0.5, 0.5])
-    table = pareto_table(Results(study), "pareto")
-    assert table is not None
+    table = find("pareto").items(Results(study))[-1]
+    assert isinstance(table, Table)
     assert table.frame["Criterion"].tolist() == ["Unpruned", "MAN", "REAP", "Frequency"]
     assert table.frame["Front"].tolist() == ["", "all", "", ""]
 
@@ -186,14 +187,8 @@ def test_front_is_drawn_if_costs_differ_in_per_cent(
     costs: tuple[float, float], is_drawn: bool, perplexities: Study
 ) -> None:
     results = Results(with_costs(perplexities, [1.0, costs[0], costs[1], costs[1]]))
-    assert bool(pareto_figure(results, "front")) == is_drawn
-
-
-def test_losses_are_not_drawn_with_scores() -> None:
-    benchmarks = ("a", "b", "c")
-    losses = {(cell, name): 9.0 - cell for cell in range(4) for name in benchmarks}
-    study = study_of({name: [{}] * 4 for name in benchmarks}, losses)
-    assert find("aimer.fig3").items(Results(study)) == []
+    *figures, _ = find("pareto").items(results)
+    assert bool(figures) == is_drawn
 
 
 class ItemSets(NamedTuple):

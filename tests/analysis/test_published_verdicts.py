@@ -13,8 +13,9 @@ import pandas as pd
 import pytest
 
 from analysis.__main__ import main
+from analysis.outputs.published import Facts, published_table
 from analysis.published.numbers import GATE_CRITERIA, PublishedNumber, numbers, split
-from analysis.published.tables import Facts, published_chapter, published_table
+from analysis.report import published_chapter
 from analysis.stats.comparison import Comparison
 from moe_lab import criteria
 
@@ -124,15 +125,11 @@ def test_columns_are_compared_as_the_papers_average_them() -> None:
 
 def test_the_page_has_the_tables_in_which_a_number_can_be_compared() -> None:
     study, comparison = study_of()
-    chapter = published_chapter(study, [comparison])
-    shown = {table.name for table in chapter.outputs}
-    assert "unified.table5.published" in shown
-    assert set(chapter.filters) == shown
+    chapter = published_chapter(handmade.results_of(study, [comparison]))
+    assert "unified.table5.published" in {table.name for table in chapter.outputs}
     study, comparison = study_of(("man",), model="pocket_olmoe")
     comparison.all_cells["model"] = "pocket_olmoe"
-    chapter = published_chapter(study, [comparison])
-    assert chapter.outputs == []
-    assert "cannot be compared" in chapter.text[0]
+    assert published_chapter(handmade.results_of(study, [comparison])).empty
 
 
 @pytest.mark.parametrize(
@@ -298,38 +295,14 @@ def test_mone_with_replacement_is_compared_with_the_complete_method(
     assert table["Verdict"].str.startswith("agrees (quoted").all()
 
 
-def test_compare_writes_verdicts_beside_a_table(small: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert main(["unified.table2", "--compare", f"store={small}", f"out={out}"]) == 0
-    table = pd.read_csv(out / "tables" / "unified.table2.published.csv")
+def test_comparison_is_made_by_name(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("unified.table2.published", "heapr.table1.published")
+    assert main([*names, f"store={small}", f"out={tmp_path}"]) == 1
+    table = pd.read_csv(tmp_path / "tables" / "unified.table2.published.csv")
     columns = {"Measured", "Published", "Deviation", "Verdict", "Measured low", "Measured high"}
     assert columns <= set(table)
     assert table["Verdict"].str.startswith("not comparable because").all()
     assert table["Deviation"].isna().all()
-    assert len(list((out / "tables").glob("unified.table2.published.*"))) == 4
-
-
-def test_compare_can_be_typed_as_a_setting(small: Path, tmp_path: Path) -> None:
-    assert main(["unified.table3", "compare=true", f"store={small}", f"out={tmp_path}"]) == 0
-
-
-def test_compare_reports_tables_without_published_numbers(
-    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store, out = f"store={small}", f"out={tmp_path}"
-    assert main(["heapr.table1", "winners", "--compare", store, out]) == 1
-    assert "heapr.table1: no cell of study=made_up has published numbers" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("--compare", "no published numbers, expected unified.table1"),
-        ("compare=yes", "expected true or false"),
-    ],
-)
-def test_compare_refuses_wrong_arguments(
-    argument: str, message: str, small: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["winners", argument, f"store={small}"]) == 2
-    assert message in capsys.readouterr().err
+    assert "heapr.table1.published needs cells whose numbers" in capsys.readouterr().err

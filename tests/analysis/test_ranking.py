@@ -123,7 +123,7 @@ def test_one_seed_separates_no_methods(models_of_one_seed: list[Comparison]) -> 
     rankings = ranking.rankings(models_of_one_seed)
     assert len(rankings) == 4
     assert all(result.rows["verdict"].eq("").all() for result in rankings)
-    text = "\n".join([ranking.ranking_text(rankings), *ranking.headlines(rankings)])
+    text = ranking.ranking_text(rankings)
     assert not re.search("best|separated|beyond", text)
     assert "one seed" in text
 
@@ -348,7 +348,7 @@ def test_equal_spreads_of_random_plans_are_pooled_over_models() -> None:
         assert upper == pytest.approx(scores.mean() + reach)
     statuses = [result.rows["chance"].iloc[0] for result in rankings]
     assert statuses == ["above chance", "within chance", "above chance"]
-    assert "2 of 3" in ranking.headlines(rankings)[0]
+    assert "2 of 3" in ranking.overview(rankings)[0]
 
 
 def test_unequal_spreads_of_random_plans_are_not_pooled() -> None:
@@ -361,7 +361,7 @@ def test_unequal_spreads_of_random_plans_are_not_pooled() -> None:
         assert chance.spreads_differ
         assert chance.degrees_of_freedom == 2
         assert chance.spread == pytest.approx(scores.std(ddof=1))
-        assert "differ between models" in ranking.headline(result)
+        assert "differ between models" in " ".join(ranking.remarks(result))
 
 
 def test_recovered_plan_is_compared_with_recovered_random_plans() -> None:

@@ -20,7 +20,6 @@ from synthetic import CALIBRATIONS, CRITERIA, edited_document, record_path, writ
 from analysis import names, report
 from analysis.__main__ import main
 from analysis.load.study import Study, load
-from analysis.published import tables
 from analysis.registry import REGISTERED, Item, Results, find
 from analysis.render.table import Table
 
@@ -63,39 +62,23 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 """What a study may have little or much of."""
-HEADLINE = re.compile(
-    r"(?P<model>\S+), (?P<pruned>\S+ %.*?) removed: (?P<best>.*?) (has|have) the "
-    r"(?P<what>lowest mean perplexity|highest average), "
-    r"(?P<score>\S+) \((?P<low>\S+) to (?P<high>\S+) over (?P<over>.*?)\), "
-    r"(?P<share>\d+) % of the unpruned model's\.(?P<rest>.*)"
-)
 
 
 class Page(NamedTuple):
-    """The page of a study of some kind: its text, the table behind its rankings, and what it says
-    of them: headlines, and other sentences."""
+    """The page of a study of some kind: its text, the table behind its rankings, and the sentences
+    above them."""
 
     kind: str
     study: Study
     folder: Path
     text: str
     table: pd.DataFrame
-    headlines: list[re.Match[str]]
     sentences: list[str]
 
     @property
     def mean(self) -> str:
         """The column of the table by which methods are ranked."""
         return "Mean perplexity" if self.kind == "perplexity" else "Avg"
-
-    def rankings(self) -> dict[str, pd.DataFrame]:
-        groups = self.table.groupby("Pruned", sort=False)
-        return {pruned: rows.reset_index(drop=True) for pruned, rows in groups}
-
-    def ranked(self) -> list[tuple[re.Match[str], pd.DataFrame]]:
-        """Each headline, and the rows that it is about."""
-        rankings = self.rankings()
-        return [(match, rankings[match["pruned"]]) for match in self.headlines]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -108,11 +91,9 @@ def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     # several of a thousand cells remove the same experts
     assert not list((root / "out").glob("failed/*"))
     chapter = content[content.index('<section id="ranking">') :].partition("</section>")[0]
-    paragraphs = re.findall(r"<p>(.*?)</p>", chapter)
-    headlines = [match for match in map(HEADLINE.fullmatch, paragraphs) if match]
-    others = [sentence for sentence in paragraphs if not HEADLINE.fullmatch(sentence)]
+    sentences = re.findall(r"<p>(.*?)</p>", chapter)
     table = pd.read_csv(root / "out" / "tables" / "ranking.csv", keep_default_na=False)
-    page = Page(kind, load(store, "made_up"), root / "out", content, table, headlines, others)
+    page = Page(kind, load(store, "made_up"), root / "out", content, table, sentences)
     table[page.mean] = table[page.mean].astype(float)
     return page
 
@@ -131,54 +112,16 @@ def test_page_has_no_chapter_of_what_was_not_run(page: Page) -> None:
         assert f'<section id="{chapter}">' not in page.text, f"nothing of {chapter} was run"
 
 
-def test_page_has_a_headline_for_each_of_the_first_rankings(page: Page) -> None:
-    rankings = page.rankings()
-    assert [match["pruned"] for match in page.headlines] == list(rankings)[:8]
-    more = f"The table has {len(rankings) - 8} more rankings"
-    assert (more in page.text) == (len(rankings) > 8)
-
-
 def test_page_says_how_plans_compare_with_chance(page: Page) -> None:
     chance = page.table["Status"].str.endswith("chance").any()
-    assert len(page.sentences) == 2 + chance + (len(page.rankings()) > 8), (
-        "of one seed, how to read a row, chance, more rankings"
-    )
     assert chance == (page.kind == "perplexity")
-    assert any("one seed" in sentence for sentence in page.sentences)
+    assert len(page.sentences) == 1 + chance, "of one seed, and chance"
+    assert "one seed" in page.sentences[-1]
     above = (page.table["Status"] == "above chance").any()
     # of the only model
-    end = f"{int(above)} of 1."
-    assert any(sentence.endswith(end) for sentence in page.sentences) == chance
-
-
-def test_headline_names_the_best_method(page: Page) -> None:
-    for match, rows in page.ranked():
-        best = rows.iloc[0]
-        assert match["best"].startswith(best["Criterion"])
-        assert match["over"] == best["Interval over"]
-        scores = rows[page.mean]
-        assert best[page.mean] == (scores.min() if page.kind == "perplexity" else scores.max())
-
-
-def test_headline_has_the_numbers_of_the_best_method(page: Page) -> None:
-    mean = page.mean
-    for match, rows in page.ranked():
-        best = rows.iloc[0]
-        numbers = [float(match[key]) for key in ("score", "low", "high")]
-        ends = [best[mean], float(best[f"{mean} low"]), float(best[f"{mean} high"])]
-        quantity = mean.lower().replace("avg", "average")
-        assert numbers == pytest.approx(ends, abs=6e-4)
-        assert match["what"].endswith(quantity)
-        assert float(match["share"]) == pytest.approx(100 * float(best["Of unpruned"]), abs=0.51)
-
-
-def test_headline_counts_methods_beside_chance(page: Page) -> None:
-    for match, rows in page.ranked():
-        assert not rows["Status"].str.contains("best|separated").any(), "a method has one seed"
-        assert not {"Behind", "p"} & set(rows)
-        for status in ("above chance", "below chance"):
-            count = (rows["Status"] == status).sum()
-            assert (f"{count} {status}" in match["rest"]) == (count > 0)
+    assert page.sentences[0].endswith(f"{int(above)} of 1.") == chance
+    summary = (page.folder / report.SUMMARY).read_text().strip()
+    assert summary.partition("\n\n")[2].splitlines()[0] in page.text, "the ranking in words"
 
 
 def man_score(page: Page) -> float:
@@ -224,7 +167,7 @@ def test_figures_are_files_that_the_page_links(small_report: Path) -> None:
     source = small_report.read_text(encoding="utf-8")
     linked = set(re.findall(r'href="figures/([^"]+)"', source))
     assert "ranking.svg" in linked
-    assert linked <= figures
+    assert linked == figures, "what the page does not show is made by name"
 
 
 def test_gaps_are_written_about_and_end_with_one(
@@ -263,7 +206,7 @@ def test_named_output_is_made_in_the_requested_format(
     [figure] = (tmp_path / "figures").iterdir()
     assert figure.name == f"unified.fig2.{file_format}"
     assert figure.read_bytes().startswith(start)
-    suffixes = ("csv", "html", "md", "tex")
+    suffixes = ("csv", "md", "tex")
     written = [
         f"{name}.{suffix}" for name in ("unified.fig2", "unified.table2") for suffix in suffixes
     ]
@@ -334,17 +277,11 @@ def test_failed_named_output_is_reported(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(REGISTERED, "ranks", replace(find("ranks"), make=_raises))
-    monkeypatch.setattr(tables, "published_key", _raises)
-    assert main(["ranks", "unified.table1", "--compare", f"store={small}", f"out={tmp_path}"]) == 1
-    output = capsys.readouterr()
-    for name in ("ranks", "unified.table1.published"):
-        why = (
-            f"analysis: {name}: could not be made (KeyError: 'cell'), traceback in "
-            f"failed/{name}.log\n"
-        )
-        assert why in output.err
-        assert (tmp_path / "failed" / f"{name}.log").exists()
-    assert output.err.count("could not be made") == 2
+    assert main(["ranks", "unified.table1", f"store={small}", f"out={tmp_path}"]) == 1
+    errors = capsys.readouterr().err
+    assert "analysis: ranks: could not be made (KeyError: 'cell')" in errors
+    assert errors.count("could not be made") == 1
+    assert (tmp_path / "failed" / "ranks.log").exists()
     assert (tmp_path / "tables" / "unified.table1.csv").exists()
 
 

@@ -31,13 +31,13 @@ from analysis.outputs import (
     speed_and_memory,
     weights,
 )
-from analysis.outputs.pareto import pareto_front
-from analysis.outputs.scores import benchmark_figure, drawn_methods
+from analysis.outputs.published import published_key
+from analysis.outputs.score_rows import pareto_front
 from analysis.published.numbers import counterparts
-from analysis.published.tables import published_key
 from analysis.registry import Results, find
 from analysis.render import style
 from analysis.render import table as rendering
+from analysis.render.style import Figure
 from analysis.render.table import Table
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import CODE_BENCHMARKS, MEAN, column_targets
@@ -80,6 +80,13 @@ def made(axes: list[dict[str, Any]], solved: dict[str, list[int | None]]) -> Com
 HEAPR = made(AXES, SOLVED)
 
 
+def table_named(name: str, results: Results) -> Table:
+    """The table of an output, the last of its items."""
+    table = find(name).items(results)[-1]
+    assert isinstance(table, Table)
+    return table
+
+
 def rows(table: Table, pruned: str = "50 %") -> pd.DataFrame:
     return table.frame[table.frame["Pruned"] == pruned].set_index("Criterion")
 
@@ -105,7 +112,7 @@ def two_protocols() -> Table:
             for name in names.HEAPR
         ]
     )
-    return find("heapr.table2").make(results_of(study, [first_model]), "t")
+    return table_named("heapr.table2", results_of(study, [first_model]))
 
 
 def test_channel_choices_have_the_columns_of_the_paper(two_protocols: Table) -> None:
@@ -134,7 +141,7 @@ def two_seeds() -> Comparison:
 @pytest.fixture(scope="module")
 def channel_choices(two_seeds: Comparison) -> Table:
     study = study_of(two_seeds, [*COSTS, *COSTS[1:]])
-    return find("heapr.table2").make(results_of(study, [two_seeds]), "t")
+    return table_named("heapr.table2", results_of(study, [two_seeds]))
 
 
 def test_differences_are_paired_with_the_base(channel_choices: Table) -> None:
@@ -165,14 +172,14 @@ def test_channel_choices_have_no_gaps(channel_choices: Table) -> None:
 
 
 def test_differences_of_plans_of_one_seed_are_not_tested() -> None:
-    table_rows = rows(find("heapr.table2").make(results_of(study_of(HEAPR, COSTS), [HEAPR]), "t"))
+    table_rows = rows(table_named("heapr.table2", results_of(study_of(HEAPR, COSTS), [HEAPR])))
     assert table_rows.loc["HEAPr-G", "Difference"] == pytest.approx((6 + 4) / 20 / 2)
     assert "p (Holm)" not in table_rows
 
 
 def test_gap_stays_a_gap() -> None:
     lost = made(AXES, {**SOLVED, "piqa": [20, None, 10, 8, 2, 18, 11]})
-    table = find("heapr.table2").make(results_of(study_of(lost, COSTS), [lost]), "t")
+    table = table_named("heapr.table2", results_of(study_of(lost, COSTS), [lost]))
     row = rows(table).loc["HEAPr-G"]
     assert np.isnan(row["Mean"])
     assert np.isnan(row["Difference"])
@@ -189,7 +196,7 @@ def test_sequential_camera_is_the_base() -> None:
         {name: [*counts, 5] for name, counts in SOLVED.items()},
     )
     costs = [*COSTS, {"routed_kept": 0.5, "flops_ratio": 0.87, "storage_bytes": 100.0}]
-    table_rows = rows(find("heapr.table2").make(results_of(study_of(both, costs), [both]), "t"))
+    table_rows = rows(table_named("heapr.table2", results_of(study_of(both, costs), [both])))
     assert table_rows.index.tolist() == [
         "Unpruned",
         "HEAPr-G",
@@ -285,18 +292,23 @@ def test_storage_figure_has_a_line_for_each_method_with_each_recovery(
     recovered: Comparison,
 ) -> None:
     results = results_of(study_of(recovered, storage_sizes(8, 4, 3, 4, 3)), [recovered])
-    [figure] = recovery.storage_figure(results, "coverage.fig8")
-    assert len(figure.drawing.axes[0].get_lines()) == 4
+    figure, table = find("coverage.fig8").items(results)
+    *lines, front = figure.drawing.axes[0].get_lines()
+    drawn = {tuple(float(end) for end in line.get_xydata()[0]) for line in lines}
+    frame = table.frame[["Storage (MiB)", "Mean"]]
+    assert len(lines) == 5 and drawn == set(frame.itertuples(index=False, name=None))
+    # 20 and 50 of 60 right with 4 and 3 MiB, 30 and 10 too: the smaller and better one alone
+    assert front.get_xydata().tolist() == [[3, 50 / 60]]
 
 
-def test_storage_figure_needs_two_sizes(recovered: Comparison) -> None:
-    results = results_of(study_of(recovered, storage_sizes(4, 4, 4, 4, 4)), [recovered])
-    assert recovery.storage_figure(results, "coverage.fig8") == []
+def test_costs_that_do_not_differ_are_not_drawn(recovered: Comparison) -> None:
+    results = results_of(study_of(recovered, storage_sizes(8, 4, 4, 4, 4)), [recovered])
+    assert not [item for item in find("coverage.fig8").items(results) if isinstance(item, Figure)]
 
 
 def test_outputs_about_channels_need_channels(recovered: Comparison) -> None:
     results = results_of(study_of(recovered, storage_sizes(8, 4, 3, 4, 3)), [recovered])
-    assert find("coverage.table10").items(results) == [] == find("coverage.fig9").items(results)
+    assert find("coverage.table10").items(results) == []
 
 
 @pytest.fixture(scope="module")
@@ -483,35 +495,6 @@ def test_speeds_are_medians_with_quartiles() -> None:
     [row] = speed_and_memory.requests(study).to_dict("records")
     assert [row[f"First token (ms){end}"] for end in (" low", "", " high")] == [2000, 3000, 4000]
     assert [row[f"Decode (tokens/s){end}"] for end in (" low", "", " high")] == [5, 20 / 3, 10]
-
-
-DRAWN_SOLVED = {
-    "none": 5,
-    **dict.fromkeys(("reap", "aimer", "ean", "seer", "magnitude"), 2),
-    "man": 3,
-    "msan": 4,
-    "mone": 1,
-}
-"""Criterion -> right items of five."""
-
-
-def drawn_comparison(*benchmarks: str) -> Comparison:
-    outcomes = [first_solved(count, 5) for count in DRAWN_SOLVED.values()]
-    axes = [UNPRUNED, *(cell(name) for name in DRAWN_SOLVED if name != "none")]
-    return comparison_of(axes, dict.fromkeys(benchmarks, outcomes))
-
-
-def test_a_panel_of_benchmarks_has_the_methods_of_the_paper_and_the_best_others() -> None:
-    comparison = drawn_comparison("rte", "gsm8k", "mmlu")
-    [panel] = comparison.panels
-    methods = ["aimer", "magnitude", "seer", "ean", "reap", "msan", "man"]
-    assert drawn_methods(comparison, panel) == methods
-
-
-def test_a_figure_of_benchmarks_needs_three_benchmarks() -> None:
-    comparison = drawn_comparison("rte", "gsm8k")
-    results = results_of(study_of(comparison), [comparison])
-    assert benchmark_figure(results, "aimer.fig3") == []
 
 
 @pytest.fixture

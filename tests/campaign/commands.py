@@ -208,8 +208,7 @@ analysis ranks out= store=STORE | out= has no value
 analysis ranks store=nowhere | store=nowhere does not exist
 analysis ranks store=README.md | README.md
 analysis ranks out=/dev/null/out store=STORE | /dev/null/out
-analysis ranks compare=maybe store=STORE | compare
-analysis ranks --compare store=STORE | --compare
+analysis unified.table1.publishd store=STORE | did you mean unified.table1.published?
 analysis --no-such-option store=STORE | --no-such-option
 analysis report study=sweep,nobody store=STORE | nobody
 analysis report format=pfd store=STORE | did you mean pdf?

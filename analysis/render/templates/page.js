@@ -31,11 +31,11 @@ for (const table of document.querySelectorAll("table.sortable")) {
   });
 }
 
-// Filter the rows of a table by the values of columns.
+// Filter the rows of a table by the values of its text columns that repeat values.
 for (const figure of document.querySelectorAll("figure.table")) {
   const table = figure.querySelector("table");
   const bar = figure.querySelector(".filters");
-  const filters = figure.dataset.filter ? figure.dataset.filter.split("|") : [];
+  const first = figure.dataset.first.split("|");
   const rows = [...table.tBodies[0].rows];
   // a row of the unpruned model has the value of its block, which differs from the printed one
   const valueOf = (cell) => cell.dataset.block ?? cell.textContent;
@@ -48,16 +48,15 @@ for (const figure of document.querySelectorAll("figure.table")) {
       for (const row of table.rows) row.cells[column].hidden = value !== "";
     }
   };
-  for (const name of filters) {
-    const head = [...table.tHead.rows[0].cells].find((cell) => cell.textContent === name);
-    if (!head) continue;
+  for (const head of table.tHead.querySelectorAll(".text")) {
+    const name = head.textContent;
     const column = head.cellIndex;
     const values = [...new Set(rows.map((row) => valueOf(row.cells[column])))];
-    if (values.length < 2) continue;
+    if (values.length < 2 || values.length === rows.length) continue;
     const select = document.createElement("select");
     select.setAttribute("aria-label", name);
     select.append(new Option(`${name}: all`, ""), ...values.map((value) => new Option(value, value)));
-    if (figure.dataset.first !== undefined) select.value = values[0];
+    if (first.includes(name)) select.value = values[0];
     selected.set(column, select.value);
     select.addEventListener("change", () => {
       selected.set(column, select.value);

@@ -1,11 +1,13 @@
-"""Tables that compare measured with published numbers, and their chapter of the report."""
+"""Tables that compare measured with published numbers.
+
+The output `NAME.published` compares the numbers of the table NAME.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import pandas as pd
@@ -15,13 +17,10 @@ from analysis.load.reader import records
 from analysis.load.study import Study
 from analysis.outputs.captions import score_setup
 from analysis.published.numbers import (
-    AGREES,
-    DIFFERS,
     EVALUATION_SETTINGS,
     INCOMPARABLE,
     MEMORY_AFTER,
     MEMORY_BEFORE,
-    MISSING,
     TABLES,
     Evaluation,
     Key,
@@ -31,9 +30,10 @@ from analysis.published.numbers import (
     averaged_benchmarks,
     counterparts,
     published_name,
+    tally,
     verdict,
 )
-from analysis.render.page import Section
+from analysis.registry import Results, output
 from analysis.render.table import SCORE, Table
 from analysis.stats.comparison import Comparison
 
@@ -233,13 +233,21 @@ _OPTIONAL_COLUMNS = {"recovery": "Recovery", "gate": "Gate"}
 axis."""
 
 
-def published_tables(
-    study: Study, comparisons: Sequence[Comparison], requested: Sequence[str]
-) -> dict[str, Table]:
-    """Name of a table of this project -> the `published_table` that compares its numbers with the
-    papers' numbers. requested: names in TABLES."""
-    facts = Facts(study)
-    return {name: published_table(facts, comparisons, name) for name in requested}
+_facts = lru_cache(maxsize=1)(Facts)
+
+
+def _register(name: str) -> None:
+    """Register the comparison of the table `name` as an output."""
+
+    def make(results: Results, output_name: str) -> Table:
+        return published_table(_facts(results.study), results.comparisons, name)
+
+    make.__doc__ = f"Numbers of {name}, compared with those that the papers print."
+    output(f"{name}.published", needs="cells whose numbers a paper prints")(make)
+
+
+for _name in TABLES:
+    _register(_name)
 
 
 def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) -> Table:
@@ -253,7 +261,7 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) 
     pairs += _memory_pairs(study, name)
     rows = [_row(number, measured) for number, measured in pairs]
     verdicts = [row["Verdict"] for row in rows]
-    counts = [f"{_tally(verdicts)}."] if rows else []
+    counts = [f"{tally(verdicts)}."] if rows else []
     return Table(
         name=f"{name}.published",
         title=f"Measured and published: {name}",
@@ -293,64 +301,3 @@ def _row(number: PublishedNumber, measured: MeasuredNumber) -> dict[str, Any]:
         "Deviation": math.nan if is_incomparable else measured.value - number.value,
         "Verdict": verdict_text,
     }
-
-
-def _tally(verdicts: Sequence[str]) -> str:
-    """Text such as `12 agree, 3 differ and 40 cannot be compared`."""
-    phrases = {
-        AGREES: "agree",
-        DIFFERS: "differ",
-        INCOMPARABLE: "cannot be compared",
-        MISSING: "are missing here",
-    }
-    counts = {
-        phrase: sum(verdict.startswith(start) for verdict in verdicts)
-        for start, phrase in phrases.items()
-    }
-    return names.enumeration(f"{count:,} {phrase}" for phrase, count in counts.items() if count)
-
-
-MOST_REASONS = 6
-"""Largest number of reasons that the report lists."""
-
-
-def published_chapter(study: Study, comparisons: Sequence[Comparison]) -> Section:
-    """The report's chapter that compares the study with the papers. It has the tables in which some
-    number can be compared; its text counts the numbers of all tables."""
-    all_tables = published_tables(study, comparisons, list(TABLES)).values()
-    tables = [table for table in all_tables if len(table.frame)]
-    comparable = [table for table in tables if table.frame["Deviation"].notna().any()]
-    return Section(
-        "published",
-        short="Published",
-        title="Comparison with published numbers",
-        text=published_summary(tables),
-        outputs=comparable,
-        filters=dict.fromkeys(
-            (table.name for table in comparable), "Model|Pruned|Calibration|Criterion|Benchmark"
-        ),
-        folded=True,
-    )
-
-
-def published_summary(tables: Sequence[Table]) -> list[str]:
-    """Sentences that count the verdicts in `published_tables` and list the most frequent reasons
-    why numbers cannot be compared."""
-    verdicts = [str(verdict) for table in tables for verdict in table.frame["Verdict"]]
-    if not verdicts:
-        return []
-    sentences = [
-        f"{len(verdicts):,} printed numbers have a counterpart in this study: {_tally(verdicts)}."
-    ]
-    reasons = Counter(
-        reason
-        for verdict in verdicts
-        if verdict.startswith(INCOMPARABLE)
-        for reason in verdict.removeprefix(INCOMPARABLE).split("; ")
-    )
-    if reasons:
-        reasons_text = "; ".join(
-            f"{reason} ({count:,} times)" for reason, count in reasons.most_common(MOST_REASONS)
-        )
-        sentences.append(f"Most frequent reasons why numbers cannot be compared: {reasons_text}.")
-    return sentences
