@@ -25,8 +25,8 @@ CONTROL_GROUPS = Path("/proc/self/cgroup")
 LIMITS = Path("/sys/fs/cgroup")
 """Folder with the limits of all control groups."""
 WORKERS = "MOE_LAB_WORKERS"
-"""Environment variable with the number of worker processes that share main memory, this process
-included."""
+"""Environment variable with the number of worker processes that share processors and main memory,
+this process included."""
 
 
 def processor() -> str:
@@ -40,7 +40,7 @@ def processor() -> str:
 
 def cores() -> int:
     """Number of processors that this process may use, by its affinity, its control groups and its
-    Slurm job."""
+    Slurm job. Worker processes share the processors (see WORKERS)."""
     limits = [os.cpu_count() or 1]
     if hasattr(os, "sched_getaffinity"):
         limits = [len(os.sched_getaffinity(0))]
@@ -57,7 +57,7 @@ def cores() -> int:
     # not all clusters bind processes to the processors that the job has requested
     if requested := os.environ.get("SLURM_CPUS_PER_TASK"):
         limits.append(int(requested))
-    return max(1, min(limits))
+    return max(1, min(limits) // _workers())
 
 
 def main_memory() -> float:
@@ -71,7 +71,12 @@ def main_memory() -> float:
     requested = os.environ.get("SLURM_MEM_PER_NODE", "")  # in MiB; 0 requests all memory
     if requested.strip("0").isdigit():  # a number, and not 0
         limits.append(2.0**20 * int(requested))
-    return min(limits) / int(os.environ.get(WORKERS, "1"))
+    return min(limits) / _workers()
+
+
+def _workers() -> int:
+    """Number of worker processes that share this machine; 1 outside of a worker process."""
+    return int(os.environ.get(WORKERS, "1"))
 
 
 def release_memory() -> None:

@@ -164,6 +164,10 @@ def test_processors_of_a_process_are_those_of_its_control_group(
         (tmp_path / "cpu,cpuacct/job/cpu.cfs_quota_us").write_text(f"{quota}\n")
         (tmp_path / "cpu,cpuacct/job/cpu.cfs_period_us").write_text("100000\n")
         assert machine.cores() == expected
+    for workers, expected in (("1", 3), ("2", 1), ("9", 1)):
+        monkeypatch.setenv(machine.WORKERS, workers)
+        assert machine.cores() == expected, "others have the rest"
+    monkeypatch.setenv(machine.WORKERS, "1")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "2")
     assert machine.cores() == 2
 
