@@ -190,7 +190,7 @@ SAME_ITEMS = {"humaneval_plus": "humaneval", "mbpp_plus": "mbpp"}
 """Benchmark -> the benchmark with the same items and fewer tests of each answer."""
 
 _NAME_AND_SETTINGS = re.compile(
-    r"(?P<name>[^,(]+)(\((?P<in_parentheses>[^()]*)\))?(, (?P<after_comma>.*))?"
+    r"(?P<name>[^,(]+)(\((?P<in_parentheses>.*)\))?(, (?P<after_comma>.*))?"
 )
 _REPLACEMENT = re.compile(r", replacement=([^,]+)")
 _TOP_K_MODEL = re.compile(r"(?P<trained>.+)_top(?P<top_k>\d+)")
@@ -203,8 +203,14 @@ def criterion(name: str) -> str:
     becomes S(1,0,2)."""
     family, values = name_and_settings(name)
     if family != "s_family":
-        return CRITERIA.get(name, name)
+        return CRITERIA.get(name, _shorten_path(name))
     return f"S({','.join(values.get(key, '?') for key in ('b', 'alpha', 'beta'))})"
+
+
+def _shorten_path(text: str) -> str:
+    """`file(path=/a/b/c.csv)` becomes `file(b/c.csv)`: a criterion or an allocation of a study's
+    record, with the last two parts of a path."""
+    return re.sub(r"path=[^,]*?([^/,]+(?:/[^/,]+)?)(?=,|\)?$)", r"\1", text)
 
 
 def name_and_settings(text: str) -> tuple[str, dict[str, str]]:
@@ -260,7 +266,9 @@ def allocation_name(allocation: str) -> str:
     replacement_name = REPLACEMENTS.get(replacement, replacement)
     if replacement and kind == "uniform":
         return replacement_name
-    name = ALLOCATIONS.get(kind, kind.replace("_", " "))
+    if "path=" not in kind:
+        kind = ALLOCATIONS.get(kind, kind.replace("_", " "))
+    name = _shorten_path(kind)
     return comma_joined(replacement_name, name)
 
 

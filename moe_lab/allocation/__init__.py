@@ -243,10 +243,10 @@ def _check_replacement(settings: AllocationConfig, allocation: Allocation) -> No
     check_known("allocation.replacement", replacement, grouping.REPLACEMENTS)
     if replacement == "none":
         return
-    if settings.path is not None and list_file.is_plan(list_file.read(settings.path)):
+    if settings.path is not None and not list_file.is_schedule(list_file.read(settings.path)):
         raise UserError(
             f"allocation.replacement={replacement}: the plan allocation.path={settings.path} "
-            "states what experts are replaced by, expected none"
+            "is used as it is, expected none"
         )
     if allocation.step != "plan":
         raise UserError(

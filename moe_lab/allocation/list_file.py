@@ -1,9 +1,7 @@
-"""allocation=list: numbers from a file, a schedule or a plan.json. No torch."""
+"""allocation=list: a file with numbers of experts, retained experts or a plan. No torch."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +15,46 @@ digits."""
 
 
 def read(path: str) -> dict[str, Any]:
-    """The content of the JSON file at `path`: a schedule or a plan, see `is_plan`. UserError for
-    any other file."""
+    """The content of the JSON file at `path`: a plan, see `is_plan`; a schedule, see `is_schedule`;
+    or layer -> ids of retained experts. UserError for any other file."""
+    from moe_lab.statistics.score_files import parse_json, retained_experts
+
     try:
-        content: dict[str, Any] = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        content = parse_json(Path(path).expanduser().read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"allocation.path={path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, TypeError) as error:  # not JSON, or not UTF-8
         raise UserError(
             f"allocation.path={path} is no JSON: expected a schedule or a plan.json; scores of "
             f"other tools are read by criterion=file ({error})"
         ) from None
-    if isinstance(content, dict) and is_plan(content):
-        return content
-    # a schedule: layer number as text -> number of experts
-    if content and fits(content, {str: int}) and all(map(str.isdecimal, content)):
-        return content
-    raise UserError(
-        f'allocation.path={path}: expected a schedule such as {{"0": 16, "1": 20}} (layer: experts '
-        "to remove) or a plan.json"
-    )
+    if not is_plan(content) and not is_schedule(content):
+        content = retained_experts(content)
+    if not content:
+        raise UserError(
+            f'allocation.path={path}: expected a schedule such as {{"0": 16, "1": 20}} (layer: '
+            'experts to remove), retained experts such as {"0": [3, 1], "1": [0, 2]}, or a '
+            "plan.json"
+        )
+    return dict(content)
 
 
-def is_plan(content: Mapping[str, Any]) -> bool:
-    """Whether `content` is a plan. If not, it is a schedule: layer -> number of experts to
-    remove."""
+def is_plan(content: Any) -> bool:
+    """Whether `content` is a plan."""
     return fits(content, {"layers": {str: {"experts": int, "retained": list}}})
+
+
+def is_schedule(content: Any) -> bool:
+    """Whether `content` is a schedule: number of a layer as text -> number of experts to
+    remove."""
+    return fits(content, {str: int}) and all(map(str.isdecimal, content))
 
 
 def read_for_granularity(path: str | None, granularity: str) -> dict[str, Any]:
     """The content of the JSON file at `path`, as in `read`. UserError unless the file lists
     `granularity`, "expert" or "channel"."""
     if path is None:
-        raise UserError("allocation=list needs allocation.path: a schedule or a plan.json")
+        raise UserError("allocation=list needs allocation.path: a schedule or a plan")
     content = read(path)
     lists_channels = is_plan(content) and any(
         "channels" in layer for layer in content["layers"].values()

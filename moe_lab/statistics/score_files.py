@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from moe_lab.paths import local_path
 
 SCORES = ("score", "reap", "saliency", "count", "counts")
 """Usual names of scores."""
+RETAINED = ("retained", "kept_experts", "kept", "keep")
+"""Usual names of the ids of retained experts."""
 NUMBER = re.compile(r"\d+")
 IMATRIX_TENSOR = re.compile(
     rb"(?:blk\.(?P<layer>\d+)\.ffn_down_exps|[\w.]+)\.weight\.(?P<name>counts|in_sum2)"
@@ -25,8 +28,17 @@ IMATRIX_TENSOR = re.compile(
 """Name of a tensor in an importance matrix; `layer` of the down projections of experts."""
 
 
+def parse_json(text: str) -> Any:
+    """The JSON document `text`. For JSON lines with one layer in each, an object of all layers.
+    ValueError or TypeError for other texts."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return dict(ChainMap(*map(json.loads, filter(None, text.splitlines()))))
+
+
 def _read_json(path: Path) -> Any:
-    content = json.loads(path.read_text(encoding="utf-8-sig"))
+    content = parse_json(path.read_text(encoding="utf-8-sig"))
     return pd.DataFrame(content) if isinstance(content, list) else content
 
 
@@ -63,6 +75,7 @@ READERS: Mapping[str, Callable[[Path], Any]] = {
     ".parquet": pd.read_parquet,
     ".csv": pd.read_csv,
     ".json": _read_json,
+    ".jsonl": _read_json,
     ".pt": _read_torch,
     ".gguf": _read_imatrix,
 }
@@ -80,8 +93,8 @@ def _rows(frame: pd.DataFrame, column: str | None) -> pd.DataFrame:
 
 
 def _score_name(names: Any, column: str | None) -> str:
-    """`column`, or the first of SCORES, that is in `names`."""
-    for name in (column,) if column else SCORES:
+    """`column`, or the first of SCORES and RETAINED, that is in `names`."""
+    for name in (column,) if column else (*SCORES, *RETAINED):
         if name in names:
             return name
     expected = column or " or ".join(SCORES)
@@ -92,23 +105,29 @@ def _score_name(names: Any, column: str | None) -> str:
 
 def _layers(content: Any, column: str | None) -> pd.DataFrame:
     """The table of an object whose keys contain numbers of layers. The values are scores of all
-    experts (E,) or channels (E, I), objects with such scores by name, or ids of retained experts,
-    the best first."""
-    if not isinstance(content, Mapping):
+    experts (E,) or channels (E, I), or ids of retained experts, the best first, or objects with
+    one of these by name. In reports of llm-compressor, a name has a list of scores for each layer
+    with experts; their numbers are positions of layers then, and attrs has "positions"."""
+    if not isinstance(content, dict):
         raise ValueError("expected an object of layers")
-    # such as {"retained": {"0": [3, 1]}, "ratio": 0.5}
-    parts = [part for part in content.values() if isinstance(part, Mapping)]
-    if len(parts) == 1 and not any(NUMBER.search(str(key)) for key in content):
+    attrs = {}
+    if not _has_layers(content):
+        # such as {"retained": {"0": [3, 1]}, "ratio": 0.5}
+        parts = [part for part in content.values() if _has_layers(part)]
+        if len(parts) != 1:
+            parts = [dict(enumerate(content[_score_name(content, column)]))]
+            attrs["positions"] = True
         content = parts[0]
     frames = []
     forms = set()
     for key, value in content.items():
         number = NUMBER.search(str(key))
-        scores = value[_score_name(value, column)] if isinstance(value, Mapping) else value
+        name = _score_name(value, column) if isinstance(value, Mapping) else RETAINED[0]
+        scores = value[name] if isinstance(value, Mapping) else value
         values = np.asarray(scores.tolist() if hasattr(scores, "tolist") else scores)
         if number is None or values.ndim not in (1, 2):
             raise ValueError(f"{key} is no layer with a list of numbers")
-        is_retained = isinstance(value, list) and values.dtype.kind == "i"
+        is_retained = name in RETAINED and isinstance(scores, list) and values.dtype.kind == "i"
         forms.add(is_retained)
         ids = np.indices(values.shape).reshape(values.ndim, -1)
         if is_retained:
@@ -118,8 +137,25 @@ def _layers(content: Any, column: str | None) -> pd.DataFrame:
     if len(forms) > 1:
         raise ValueError("some layers have ids of experts, others have scores")
     frame = pd.concat(frames, ignore_index=True)
-    frame.attrs = {"missing": 0, "retained": True} if True in forms else {}
+    frame.attrs.update(attrs, **({"missing": 0, "retained": True} if True in forms else {}))
     return frame
+
+
+def _has_layers(content: Any) -> bool:
+    """Whether `content` is an object whose keys all contain the number of a layer."""
+    return isinstance(content, Mapping) and all(NUMBER.search(str(key)) for key in content)
+
+
+def retained_experts(content: Any) -> dict[str, list[int]] | None:
+    """Layer -> ids of its retained experts, in the JSON document that another tool wrote. None if
+    it has no such ids."""
+    try:
+        frame = _layers(content, None)
+    except (ValueError, TypeError):
+        return None
+    if "retained" not in frame.attrs:
+        return None
+    return {str(layer): ids.tolist() for layer, ids in frame.groupby("layer")["expert"]}
 
 
 def read_table(path: str, column: str | None = None) -> pd.DataFrame:
@@ -180,6 +216,8 @@ def scores_table(
             f"{origin}: the scores have columns {', '.join(map(str, frame))}, without "
             f"{missing[0]}: expected {', '.join(columns)}"
         )
+    if "positions" in frame.attrs:
+        frame = frame.assign(layer=frame["layer"].map(dict(enumerate(sorted(layers)))))
     # what is no number becomes nan, which differs from every layer and every id
     numbers = frame[columns].astype(object).map(_number).astype(float)
     if set(numbers["layer"]) != set(layers):

@@ -76,7 +76,7 @@ def preflight(config: Config, requests: Sequence[Request]) -> list[str]:
         sentences += user_errors(_check_objective, config, benchmarks)
     if not sentences:  # trials take seconds, and assume that all settings are valid
         for cells, _ in requests:
-            sentences += user_errors(_export_refusals, cells, config)
+            sentences += user_errors(_trial_refusals, cells, config)
     return list(dict.fromkeys(sentences))
 
 
@@ -96,13 +96,6 @@ def remark_sentences(config: Config, requests: Sequence[Request]) -> Iterator[st
         name for name in unused_names if not (conf() / "model" / f"{name}.yaml").is_file()
     ]:
         yield f"resources.models: no model of this study has the name {', '.join(unknown_names)}"
-    for cell in _deduplicate(cells, "allocation"):
-        plan = plan_in(cell.allocation)
-        if plan is not None and not plan.provenance.get("model_sha256"):
-            yield (
-                f"allocation.path={cell.allocation.path} states no model_sha256, so only its "
-                "layers and counts are compared"
-            )
     yield from _thought_remarks(requests)
     roundings: dict[str, None] = {}
     for cell in _deduplicate(cells, "model", "criterion", "allocation", "ratio"):
@@ -345,21 +338,23 @@ def _export_problems(cell: Cell, config: Config) -> Iterator[str]:
         yield from user_errors(settings.check_uneven, config.export, allocation_rule.name)
 
 
-def _export_refusals(cells: Iterable[Cell], config: Config) -> Iterator[str]:
-    """A sentence for each export that would be refused when the plan is made. For each model, and
-    each form of the plans of `cells`, the export of one plan is tried."""
+def _trial_refusals(cells: Iterable[Cell], config: Config) -> Iterator[str]:
+    """A sentence for each file of scores or of a plan that does not fit its model, and for each
+    export that would be refused when the plan is made. For each model, and each form of the plans
+    of `cells`, one plan is tried."""
     shape = config.export.shape
-    if shape is None:
-        return
-    from moe_lab.pruning.export import check_export
-
     trials: dict[Any, Cell] = {}
     for cell in _deduplicate(cells, "model", "criterion", "allocation"):
-        trials.setdefault((id(cell.model), plan_form(cell)), cell)
+        form = plan_form(cell)
+        # facts of the layers have the trained top_k
+        if cell.model.top_k is None and (shape or form.path or form.scores):
+            trials.setdefault((id(cell.model), form), cell)
     for (_, form), cell in trials.items():
         folder = files.folder_with_weights(cell.model)
         if folder is not None:
-            make_plan = partial(form.trial_plan, cell.ratio)
+            from moe_lab.pruning.export import check_export
+
+            make_plan = partial(form.trial_plan, cell)
             trust = cell.model.trust_remote_code
             yield from user_errors(check_export, folder, make_plan, shape, trust)
 
@@ -376,7 +371,9 @@ def _replacement_problems(cell: Cell, config: Config) -> Iterator[str]:
         # A replacement without a grouping puts constants in place of dropped experts. With
         # rows="all", the router keeps the rows of all merged experts.
         routes_to_dropped = grouping is None or grouping.rows == "all"
-    elif (plan := plan_in(settings)) is not None and (plan.has_constants or plan.merged_layers):
+    elif (plan := plan_in(settings.path)) is not None and (
+        plan.has_constants or plan.merged_layers
+    ):
         setting = f"the plan allocation.path={settings.path}"
         routes_to_dropped = plan.has_constants or plan.shares_experts
     else:

@@ -625,6 +625,7 @@ SCORES = {0: [3.0, 1.0, 4.0, 1.5], 2: [9.0, 2.0, 6.0, 5.0]}
 ROWS = [(layer, e, score) for layer, row in SCORES.items() for e, score in enumerate(row)]
 FRAME = pd.DataFrame(ROWS, columns=["layer", "expert", "score"])
 RETAINED = {"0": [2, 0], "2": [0]}
+LINES = '{"0": [2, 0]}\n\n{"2": [0]}\n'
 RANKS = {0: [1, 0, 2, 0], 2: [1, 0, 0, 0]}
 """Scores of the experts in RETAINED."""
 
@@ -675,6 +676,9 @@ FILES: list[tuple[Callable[[Path], object], dict[int, list[float]]]] = [
     (as_json({layer: {"reap": row} for layer, row in SCORES.items()}), SCORES),
     (as_json(RETAINED), RANKS),
     (as_json({"ratio": 0.5, "retained": RETAINED}), RANKS),
+    (as_json({"layers": {layer: {"kept_experts": ids} for layer, ids in RETAINED.items()}}), RANKS),
+    (lambda folder: (folder / "scores.jsonl").write_text(LINES), RANKS),
+    (as_json({"topk_weights": [[0.0] * 4] * 2, "saliency": [*SCORES.values()]}), SCORES),
     (observations, SCORES),
     (imatrix, SCORES),
 ]
@@ -732,6 +736,8 @@ def test_experts_without_a_count_have_no_tokens(tmp_path: Path) -> None:
         ("a.gguf", b"GGUF\3\0\0\0" + b"\0" * 40, "a.gguf holds no scores .* importance matrix"),
         ("a.csv", b"layer,expert,weight\n0,0,1\n", "without score.*parameters.column"),
         ("a.json", b'{"0": [1, 2], "2": [1.5]}', "some layers have ids"),
+        ("a.json", b'{"saliency": [[1.5]]}', r"layers 0, expected \[0, 2\]"),
+        ("a.jsonl", b'{"0": [2]}\n{', "a.jsonl holds no scores"),
         ("a.json", b'{"0": [3, 1, 0, 2], "2": [0]}', "layer 0 have 4 rows"),
         ("a.json", b'{"0": [1, 1], "2": [0]}', "layer 0 have 2 rows"),
         ("a.json", b'{"0": [-1], "2": [0]}', "layer 0 have 1 rows"),

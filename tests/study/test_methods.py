@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pandas as pd
 import preloaded
 import pytest
 import torch
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 from studies import run_on_boolq
 
+from analysis.__main__ import main
 from moe_lab import align
 from moe_lab.config import ModelConfig
 from moe_lab.models.load import load_model
@@ -187,6 +189,48 @@ def test_a_searched_plan_can_be_listed(store: Path, searched: dict[str, Any]) ->
     settings = ["criterion=random", "ratio=0.25", "allocation=list", f"allocation.path={file}"]
     (listed,) = cells(store, *settings)
     assert plan_of(store, listed) == plan_of(store, searched)
+
+
+@pytest.mark.parametrize("criterion", ["file", "file_channels"])
+def test_scores_in_a_file_reach_the_report_under_its_name(
+    criterion: str, store: Path, tmp_path: Path
+) -> None:
+    sizes = (4, 32, 64) if criterion == "file_channels" else (4, 32)
+    scores = numpy.random.default_rng(0).random(sizes)
+    columns = ["layer", "expert", "channel"][: len(sizes)]
+    indices = numpy.indices(sizes).reshape(len(sizes), -1)
+    frame = pd.DataFrame({**dict(zip(columns, indices, strict=True)), "score": scores.ravel()})
+    frame.to_csv(tmp_path / "my (1).csv", index=False)
+    settings = [f"criterion={criterion}", "ratio=0.5", "suite.limit=2"]
+    path = f"criterion.parameters.path='{tmp_path}/my (1).csv'"
+    (cell,) = cells(store, *settings, path)
+    best = numpy.sort(scores[0].argsort(0)[16:])
+    if criterion == "file":
+        assert plan_of(store, cell).layers[0].retained == (*best,)
+    assert main(["report", f"store={store}", "study=study", f"out={tmp_path}/report"]) == 0
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert f"{criterion}({tmp_path.name}/my (1).csv)" in page
+
+    frame.query("layer > 0").to_csv(tmp_path / "my (1).csv", index=False)
+    result = run_on_boolq(store, *settings, path, "dry_run=true")
+    assert result.returncode == 2 and "layers 1, 2, 3, expected [0, 1, 2, 3]" in result.stderr
+
+
+def test_experts_that_other_tools_retain_are_a_plan(store: Path, tmp_path: Path) -> None:
+    """It is checked before the study starts."""
+    retained = {layer: [5, 9, 30, 2, *range(10, 10 + layer)] for layer in range(12, 16)}
+    file = tmp_path / "keep.jsonl"
+    settings = ["criterion=random", "allocation=list", f"allocation.path={file}", "ratio=0.453"]
+    for first_layer, code in ((1, 2), (0, 0)):
+        lines = [
+            json.dumps({number: ids}) for number, ids in enumerate(retained.values(), first_layer)
+        ]
+        file.write_text("\n".join(lines))
+        assert run_on_boolq(store, *settings, "dry_run=true").returncode == code
+    (cell,) = cells(store, *settings, "suite.limit=2")
+    plan = plan_of(store, cell)
+    assert list(plan.retained.values()) == [tuple(sorted(ids)) for ids in retained.values()]
+    assert plan.provenance["model_sha256"]
 
 
 WITHOUT_MOE_LAB = """

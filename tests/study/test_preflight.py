@@ -444,26 +444,6 @@ def test_a_listed_plan_is_read_before_anything_runs(
         assert not any("no place" in error or "matches" in error for error in errors), errors
 
 
-@pytest.mark.parametrize(
-    ("provenance", "count"),
-    [
-        ({}, 1),
-        ({"model_sha256": None}, 1),
-        ({"model_sha256": "0" * 64}, 0),
-    ],
-)
-def test_a_listed_plan_without_a_model_is_reported(
-    provenance: dict[str, Any], count: int, tmp_path: Path
-) -> None:
-    Plan.of_experts({0: (0,)}, {0: 2}, provenance).save(tmp_path / "plan.json")
-    notices = remark_sentences(
-        *request("allocation.name=list", f"allocation.path={tmp_path}/plan.json")
-    )
-    assert [str(tmp_path) in notice for notice in notices if "model_sha256" in notice] == [
-        True
-    ] * count
-
-
 def store_in_eight_bits(folder: Path) -> None:
     """Store the weights of a checkpoint of one file, other than vectors, in eight bits."""
     tiny.rewrite(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -114,7 +115,7 @@ def check_plan_file(cell: Cell) -> None:
     """Raise UserError when the plan in the file allocation.path merges experts whose channels are
     not matched to each other yet, or was made for another model. The models are compared only if
     the cell's model is a folder on this machine."""
-    plan = plan_in(cell.allocation)
+    plan = plan_in(cell.allocation.path)
     if plan is None:
         return
     folder = Path(resolve(cell.model.path)).expanduser()
@@ -124,15 +125,19 @@ def check_plan_file(cell: Cell) -> None:
         plan.check_origin([("model_sha256", partial(fingerprint, folder))], cell.model.path)
 
 
-def plan_in(settings: AllocationConfig) -> Any:
-    """The plan (a `Plan`) in the file allocation.path. None if allocation.path is null, or if the
-    file has numbers of experts instead of a plan."""
+def plan_in(path: str | None, layers: Mapping[int, Mapping[str, Any]] | None = None) -> Any:
+    """The plan (a `Plan`) in the file `path`, or None if the file has numbers of experts instead
+    of a plan. A file with retained experts is a plan for a model with these `layers` (layer ->
+    facts); without `layers`, the plan is None."""
     from moe_lab.pruning.plan import Plan
 
-    path = settings.path
-    if path is None or not list_file.is_plan(list_file.read(path)):
+    content = {} if path is None else list_file.read(path)
+    if path is not None and list_file.is_plan(content):
+        return Plan.load(path)
+    if layers is None or list_file.is_schedule(content):
         return None
-    return Plan.load(path)
+    retained = {int(layer): sorted(experts) for layer, experts in content.items()}
+    return Plan.of_experts(retained, {layer: facts["n_experts"] for layer, facts in layers.items()})
 
 
 class PlanForm(NamedTuple):
@@ -142,24 +147,32 @@ class PlanForm(NamedTuple):
     is_uneven: bool
     """Whether layers, or experts, differ in size."""
     multiple_of: int
-    plan: Any
-    """The `Plan` in the file allocation.path, if there is one."""
+    path: str | None
+    """The file allocation.path."""
+    scores: str | None
+    """The parameters of a criterion that reads a file with scores."""
 
-    def trial_plan(self, ratio: float, layers: Mapping[int, Mapping[str, Any]]) -> Any:
-        """A `Plan` of this form, from random scores. `layers`: layer -> facts."""
+    def trial_plan(self, cell: Cell, layers: Mapping[int, Mapping[str, Any]]) -> Any:
+        """A `Plan` of this form, from the files of `cell` or else from random scores. `layers`:
+        layer -> facts. UserError for files that do not fit a model with these layers."""
         from moe_lab.pruning.selection import plan_from_scores
 
-        if self.plan is not None:
-            return self.plan
-        sizes = ("n_experts", "width") if self.granularity == "channel" else ("n_experts",)
-        scores = {
-            layer: numpy.random.default_rng(layer).random([facts[size] for size in sizes])
-            for layer, facts in layers.items()
-        }
+        if self.scores is not None:
+            scores = score(cell, {}, layers)
+        else:
+            sizes = ("n_experts", "width") if self.granularity == "channel" else ("n_experts",)
+            scores = {
+                layer: numpy.random.default_rng(layer).random([facts[size] for size in sizes])
+                for layer, facts in layers.items()
+            }
+        if plan := plan_in(self.path, layers):
+            plan.check(layers)
+            return plan
+        name = "global" if self.is_uneven else "uniform"
         rule = AllocationConfig(
-            name="global" if self.is_uneven else "uniform", multiple_of=self.multiple_of
+            name=name if self.path is None else "list", multiple_of=self.multiple_of, path=self.path
         )
-        settings = {**vars(rule), "ratio": ratio}
+        settings = {**vars(rule), "ratio": cell.ratio}
         return plan_from_scores(settings, scores, layers, {}, provenance={})
 
 
@@ -170,14 +183,17 @@ def plan_form(cell: Cell) -> PlanForm:
     is_uneven = granularity in allocation.get(settings.name).uneven
     # what replaces dropped experts is stored in layers that differ
     is_uneven |= settings.replacement != "none"
-    return PlanForm(granularity, is_uneven, settings.multiple_of, plan_in(settings))
+    scores = None
+    if cell.criterion.name in criteria.FROM_FILE:
+        scores = str(cell.criterion.parameters)
+    return PlanForm(granularity, is_uneven, settings.multiple_of, settings.path, scores)
 
 
 def drops_whole_experts(cell: Cell) -> bool:
     """Whether the cell's plan drops whole experts and does nothing else."""
     if cell.allocation.replacement != "none":
         return False
-    if plan := plan_in(cell.allocation):
+    if plan := plan_in(cell.allocation.path):
         return not plan.has_channels  # merged and null experts are False rows of channels
     return criteria.get(cell.criterion.name).granularity == "expert"
 
@@ -284,7 +300,7 @@ def plan_setup(cell: Cell) -> PlanSetup:
     name = "-".join([*parts, f"{cell.ratio:g}"])
     inputs = {role: input_step(role, cell) for role in input_roles(cell)}
     merges = settings.replacement in GROUPINGS
-    if plan := plan_in(settings):
+    if plan := plan_in(settings.path):
         merges = merges or bool(plan.merged_layers)
     return PlanSetup(IdentifiedAllocation.of(settings), cell.ratio, inputs, name, merges)
 
@@ -355,9 +371,10 @@ class FromScores(CellPlan):
             scores: dict[int, Any] = {int(layer): values for layer, values in channels.items()}
         else:
             scores = files.expert_scores(self.scores)
-        if plan := plan_in(self.setup.allocation):
+        if plan := plan_in(self.setup.allocation.path, facts["layers"]):
             list_file.check_ratio(plan.removed_share, self.setup.ratio)
             plan.check_origin([("model_sha256", lambda: str(facts["sha256"]))], "this model")
+            plan = plan if plan.provenance else replace(plan, provenance=origin)
             tie_counts = {}
         else:
             plan = plan_from_scores(settings, scores, facts["layers"], evidence, provenance=origin)
