@@ -44,17 +44,12 @@ EXTRA_PREDICTION_BLOCKS = ("mtp.", "model.mtp.")
 PREDICTION_PROJECTION = ".eh_proj."
 """Part of the name of a tensor that a numbered layer has if, and only if, it predicts several
 tokens."""
-EXTRA_PREDICTION = re.compile(rf"(?:^|\.)mtp(?:_\w+)?\.|{re.escape(PREDICTION_PROJECTION)}")
-"""Part of the names of tensors of layers that predict several tokens."""
 NOT_LOADED = re.compile(
-    rf"{EXTRA_PREDICTION.pattern}|rotary_emb\.inv_freq$|\.(?:[qkv]|kv|kv_cache|prob|input|output|activation)_scale$"
+    rf"(?:^|\.)mtp(?:_\w+)?\.|{re.escape(PREDICTION_PROJECTION)}|rotary_emb\.inv_freq$|\.(?:[qkv]|kv|kv_cache|prob|input|output|activation)_scale$"
 )
 """Parts of the names of tensors that a checkpoint may have and its model lacks: tensors of extra
 prediction layers, frequencies that the configuration determines, and scales for rounding
 activations and caches."""
-EXTRA_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Configuration fields that count layers for predicting several tokens, which transformers does not
-load."""
 PRUNED = "pruned_"
 """Prefix of the model_type of exports whose layers differ in shape, before that of the family."""
 
@@ -190,27 +185,39 @@ class Family:
         checkpoint. Tensors of extra prediction layers are left out. UserError for a decoder layer
         with several MoE blocks."""
         names = list(names)
-        extra_prefixes = prediction_prefixes(names)
+        prefixes = prediction_prefixes(names)
+        tensors = self._expert_tensors(name for name in names if not name.startswith(prefixes))
+        # prefix of the block's tensors -> decoder layer
+        blocks = {tensor.block: tensor.layer for tensor in tensors.values()}
+        if len(set(blocks.values())) != len(blocks):
+            raise UserError(f"a decoder layer has several MoE blocks: {', '.join(sorted(blocks))}")
+        return tensors
+
+    def prediction_experts(self, names: Iterable[str]) -> dict[str, ExpertTensor]:
+        """What `expert_tensors` returns, for the extra prediction layers alone."""
+        names = list(names)
+        prefixes = prediction_prefixes(names)
+        return self._expert_tensors(name for name in names if name.startswith(prefixes))
+
+    def _expert_tensors(self, names: Iterable[str]) -> dict[str, ExpertTensor]:
+        """Name of a tensor of routed experts -> what it holds."""
         tensors = {}
-        blocks: dict[str, int] = {}  # prefix of the block's tensors -> decoder layer
         for name in names:
             match = _EXPERT_TENSOR.fullmatch(name)
             # some families name the tensors of shared experts like stacks of routed experts
-            if not match or name.startswith(extra_prefixes) or match["block"].endswith(DISK_SHARED):
+            if not match or match["block"].endswith(DISK_SHARED):
                 continue
             block = match["block"]
-            blocks[block] = int(match["layer"])
+            layer = int(match["layer"])
             if match["expert"]:
                 axes = EXPERT_TENSORS.get(match["part"])
-                tensors[name] = ExpertTensor(block, blocks[block], int(match["expert"]), axes)
+                tensors[name] = ExpertTensor(block, layer, int(match["expert"]), axes)
             else:
                 stack = match["stack"]
                 axes = self.stacks.get(STACKED.get(stack, stack.removeprefix("experts.")))
                 if axes and stack in INTERLEAVED:
                     axes = axes._replace(interleaved=True)
-                tensors[name] = ExpertTensor(block, blocks[block], axes=axes)
-        if len(set(blocks.values())) != len(blocks):
-            raise UserError(f"a decoder layer has several MoE blocks: {', '.join(sorted(blocks))}")
+                tensors[name] = ExpertTensor(block, layer, axes=axes)
         return tensors
 
 
@@ -271,17 +278,6 @@ def prediction_prefixes(names: Iterable[str]) -> tuple[str, ...]:
         if block or projection:
             prefixes.add(block or f"{layer}.")
     return tuple(sorted(prefixes))
-
-
-def prediction_prefixes_with_experts(names: Iterable[str]) -> tuple[str, ...]:
-    """`prediction_prefixes(names)` if an extra prediction layer has routed experts; otherwise
-    ()."""
-    names = list(names)
-    prefixes = prediction_prefixes(names)
-    have_experts = any(
-        name.startswith(prefixes) and _EXPERT_TENSOR.fullmatch(name) for name in names
-    )
-    return prefixes if have_experts else ()
 
 
 def has_causal_model(kind: str) -> bool:

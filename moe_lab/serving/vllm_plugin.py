@@ -49,8 +49,9 @@ SHARED_COUNT_FIELDS = ("n_shared_experts", "moe_num_shared_experts")
 experts."""
 UNIFORM_ARCHITECTURES = ("GptOssForCausalLM",)
 """Architectures of vLLM that read weights with the same number of experts for all layers."""
-EXPERT = re.compile(r"\blayers\.(\d+)\..*\bexperts\.(\d+)\.(.+)$")
-"""Name of an expert's tensor: layer, expert, and name of the tensor in the expert."""
+EXPERT = re.compile(r"\b(?<!mtp\.)layers\.(\d+)\..*\bexperts\.(\d+)\.(.+)$")
+"""Name of an expert's tensor: layer, expert, and name of the tensor in the expert. Layers that
+predict further tokens are numbered by themselves if their names have mtp."""
 
 Layers = Mapping[int, Mapping[str, Any]]
 

@@ -191,15 +191,9 @@ def projections(checkpoint: Checkpoint) -> dict[str, ExpertTensor]:
     Biases and layers for multi-token prediction are left out. UserError if experts are quantised,
     or if there are no routed experts."""
     config = read_json(checkpoint.folder / "config.json")
-    text_config = config.get("text_config", config)
-    # layers for multi-token prediction have numbers from `n_layers` on
-    n_layers = int(text_config.get("num_hidden_layers", 1 << 30))
+    family = family_of(config.get("text_config", config).get("model_type"))
     expert_tensors = {}
-    for name, expert_tensor in (
-        family_of(text_config.get("model_type")).expert_tensors(checkpoint.tensors).items()
-    ):
-        if expert_tensor.layer >= n_layers:
-            continue
+    for name, expert_tensor in family.expert_tensors(checkpoint.tensors).items():
         dtype = checkpoint.tensors[name].dtype
         # `axes` is None for scales and for packed numbers of a quantised format
         if expert_tensor.axes is None or (

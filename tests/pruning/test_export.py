@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
 
+import numpy
 import pytest
 import tiny
 import torch
@@ -26,6 +27,7 @@ from transformers import (
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
 )
+from transformers.modeling_layers import MtpModel
 
 from moe_lab.config import ExportConfig
 from moe_lab.errors import UserError
@@ -36,8 +38,11 @@ from moe_lab.pruning.export.card import model_card
 from moe_lab.pruning.export.rewrite import Changes
 from moe_lab.pruning.export.rewrite import rewrite as rewrite_export
 from moe_lab.pruning.export.verify import TOLERANCE, verify
+from moe_lab.pruning.export.write import KEEP_LIST, PLAN_FILES
+from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
+from moe_lab.study.steps.plans import plan_in
 from tests.campaign.models import reconfigure
 
 
@@ -62,11 +67,16 @@ def sharded_export(tmp_path_factory: pytest.TempPathFactory) -> Exported:
 
 def test_export_has_the_files_of_the_checkpoint_and_the_plan(sharded_export: Exported) -> None:
     source, plan, folder = sharded_export
-    names = {file.name for file in source.iterdir()} - {"pytorch_model.bin"} | {"plan.json"}
+    names = {file.name for file in source.iterdir()} - {"pytorch_model.bin"} | {*PLAN_FILES}
+    names -= {"plan.npz"}
     assert {file.name for file in folder.iterdir()} == names
     assert [path.name for path in folder.parent.iterdir()] == ["pruned"]
     assert (folder / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     assert Plan.load(folder / "plan.json") == plan
+    layers = {number: {"n_experts": layer.n_experts} for number, layer in plan.layers.items()}
+    assert plan_in(str(folder / KEEP_LIST), layers) == plan
+    with pytest.raises(UserError, match="layers"):
+        plan_in(str(folder / KEEP_LIST), {0: {"n_experts": 16}})
 
 
 def test_card_says_what_was_pruned_and_quotes_the_original(sharded_export: Exported) -> None:
@@ -120,56 +130,94 @@ def test_kernel_copy_and_buffered_copy_give_the_same_files(
         assert file.read_bytes() == (second / file.name).read_bytes()
 
 
-def add_prediction_layers(tensors: dict[str, torch.Tensor]) -> None:
-    """Layers for extra tokens, copies of the last layer, under the names of two families."""
-    last = {name: tensor for name, tensor in tensors.items() if ".layers.2." in name}
-    for prefix in ("model.layers.3.", "mtp.layers.0."):
-        for name, tensor in last.items():
-            tensors[name.replace("model.layers.2.", prefix)] = tensor.clone()
-    tensors["mtp.fc.weight"] = torch.ones(2)
-    tensors["model.layers.3.eh_proj.weight"] = torch.ones(2)
+PREDICTED = "model.layers.3."
+"""Prefix of the layer for extra tokens."""
 
 
-@pytest.fixture
-def predicting(tmp_path: Path) -> Plan:
-    """Writes a checkpoint with layers for extra tokens, and an export ("clean") of the same model
-    without them; a plan for it."""
-    model = tiny.save("deepseek_v3", tmp_path / "model")
-    plan = tiny.plan(model, 0.5)
-    export(tmp_path / "model", plan, tmp_path / "clean")
-    rewrite(tmp_path / "model", add_prediction_layers)
+def add_prediction_layer(tensors: dict[str, torch.Tensor]) -> None:
+    """A layer for extra tokens: the last layer with other numbers, and what comes before it."""
+    hidden = len(tensors["model.norm.weight"])
+    for name in [name for name in tensors if ".layers.2." in name]:
+        tensors[name.replace("model.layers.2.", PREDICTED)] = tensors[name].roll(1, 0)
+    tensors[f"{PREDICTED}eh_proj.weight"] = torch.randn(hidden, 2 * hidden) / hidden**0.5
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{PREDICTED}{name}.weight"] = torch.ones(hidden)
+
+
+@pytest.fixture(params=["deepseek_v3", "deepseek_v3:grouped", "glm4_moe"])
+def predicting(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """Writes a checkpoint with a layer for extra tokens; the model without this layer."""
+    model = tiny.save(request.param, tmp_path / "model")
+    rewrite(tmp_path / "model", add_prediction_layer)
     reconfigure(tmp_path / "model", num_nextn_predict_layers=1)
-    return plan
+    # transformers has the numbers of the published models here
+    pattern = PREDICTED.replace(".", r"\.") + ".*"
+    monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", [pattern])
+    return model
 
 
-def test_layers_for_extra_tokens_are_not_exported(predicting: Plan, tmp_path: Path) -> None:
-    clean, folder = tmp_path / "clean", export(tmp_path / "model", predicting, tmp_path / "out")
-    tensors = load_file(folder / "model.safetensors")
-    assert tensors.keys() == load_file(clean / "model.safetensors").keys()
-    assert read_config(folder)["num_nextn_predict_layers"] == 0
-    assert "`model.layers.3`, `mtp`" in (folder / "README.md").read_text()
-
-
-@pytest.mark.usefixtures("predicting")
-def test_layers_for_extra_tokens_are_not_loaded(tmp_path: Path) -> None:
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
-    assert not [name for name in loaded if "mtp" in name or ".layers.3." in name], (
-        "no statistics can be gathered"
+def drafted(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output of the layer for extra tokens for random hidden states, tokens that the model
+    generates with drafts of this layer)."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, experts_implementation="eager"
     )
+    ids = tiny.tokens(1, 8)
+    predictor = MtpModel.from_pretrained(model)
+    hidden = torch.randn(1, 8, model.config.hidden_size, generator=torch.manual_seed(0))
+    positions = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        output = predictor.forward_layer(0, hidden, positions, None, input_ids=ids)
+        options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+        generated = model.generate(ids, use_mtp=True, **options)
+        assert torch.equal(generated, model.generate(ids, **options))
+    return output, generated
 
 
-@pytest.mark.parametrize(
-    "name", ["model.layers.3.eh_proj.weight", "mtp.fc.weight", "model.mtp_block.0.norm.weight"]
-)
-def test_layers_for_extra_tokens_without_experts_are_exported(name: str, tmp_path: Path) -> None:
-    """With the field by which programs know of them."""
-    model = tiny.save("deepseek_v3", tmp_path / "model")
-    rewrite(tmp_path / "model", lambda tensors: tensors.update({name: torch.ones(2)}))
-    reconfigure(tmp_path / "model", num_nextn_predict_layers=1)
-    folder = export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out")
-    assert name in load_file(folder / "model.safetensors")
-    assert read_config(folder)["num_nextn_predict_layers"] == 1
+@pytest.mark.parametrize("way", ["uneven", "one width", "constants"])
+def test_layers_for_extra_tokens_stay_whole_where_layers_differ(
+    predicting: Any, way: str, tmp_path: Path
+) -> None:
+    plan = random_plan(predicting, way, seed=1)
+    if way == "one width":
+        layers = {
+            number: LayerPlan(
+                layer.n_experts,
+                tuple(range(layer.n_experts)),
+                numpy.tile(numpy.arange(layer.width or 0) < 8, (layer.n_experts, 1)),
+            )
+            for number, layer in plan.layers.items()
+        }
+        plan = Plan(layers)
+    folder = export(tmp_path / "model", plan, tmp_path / "out")
+    assert torch.equal(drafted(folder)[0], drafted(tmp_path / "model")[0])
     assert "multi-token prediction" not in (folder / "README.md").read_text()
+
+
+def test_layers_for_extra_tokens_lose_as_many_experts_as_all_others(
+    predicting: Any, tmp_path: Path
+) -> None:
+    """Those with the smallest rows of the router, in each of its groups."""
+    plan = tiny.plan(predicting, 0.5)
+    folder = export(tmp_path / "model", plan, tmp_path / "out")
+    assert read_config(folder)["num_nextn_predict_layers"] == 1
+    assert f"{PREDICTED}mlp.experts predict" in (folder / "README.md").read_text()
+    whole, pruned = (load_file(path / "model.safetensors") for path in (tmp_path / "model", folder))
+    router = f"{PREDICTED}mlp.gate.weight"
+    n_group = predicting.config.n_group
+    norms = whole[router].abs().sum(1).reshape(n_group, -1)
+    count = norms.shape[1] // 2
+    best = norms.topk(count).indices + torch.arange(n_group)[:, None] * norms.shape[1]
+    retained = best.flatten().sort().values
+    assert torch.equal(pruned[router], whole[router][retained])
+    bias = f"{PREDICTED}mlp.gate.e_score_correction_bias"
+    assert torch.equal(pruned[bias], whole[bias][retained])
+    for new, old in enumerate(retained.tolist()):
+        up = f"{PREDICTED}mlp.experts.{{}}.up_proj.weight"
+        assert torch.equal(pruned[up.format(new)], whole[up.format(old)])
+    drafted(folder)
 
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -219,7 +267,7 @@ def test_subfolders_that_transformers_reads_are_copied(
     ],
 )
 def test_front_matter_of_the_card_is_kept(card: str) -> None:
-    sizes = {"unpruned_bytes": 1, "written": 1, "padding_bytes": 0, "left_out": ()}
+    sizes = {"unpruned_bytes": 1, "written": 1, "padding_bytes": 0, "predicting": ()}
     text = model_card(
         Plan.of_experts({0: (0,)}, {0: 2}), "m", card, shape="natural", kind="stock", **sizes
     )

@@ -23,12 +23,7 @@ from tests.campaign.models import reconfigure
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    config = json.loads((folder / "config.json").read_text())
-    return (
-        {**config, "num_nextn_predict_layers": 0}
-        if "num_nextn_predict_layers" in config
-        else config
-    )
+    return json.loads((folder / "config.json").read_text())
 
 
 def check_close(result: Any, expected: Any, tolerance: float = 1e-5) -> None:

@@ -3,6 +3,7 @@ process asks the class of the model, unless all experts get one new width."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
@@ -18,16 +19,23 @@ from moe_lab.child_process import ChildProcess, ErrorReply
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX, Checkpoint, bits_of, open_checkpoint, read_json
 from moe_lab.models.config_json import LAYERS_FIELD, quantization_of
-from moe_lab.models.families import family_of, prediction_prefixes_with_experts
+from moe_lab.models.families import family_of
 from moe_lab.models.files import fingerprint
 from moe_lab.pruning import make_form
 from moe_lab.pruning.export.card import model_card
 from moe_lab.pruning.export.chunks import ExportedTensor
 from moe_lab.pruning.export.config import describe_export, renumbered_files
-from moe_lab.pruning.export.layout import expert_type, exported_tensors
+from moe_lab.pruning.export.layout import (
+    Block,
+    expert_type,
+    exported_tensors,
+    predicting_blocks,
+)
 from moe_lab.pruning.export.settings import check_quantised
 from moe_lab.pruning.export.write import (
     CARD,
+    KEEP_LIST,
+    PLAN_FILES,
     check_target,
     copy_others,
     new_folder,
@@ -88,7 +96,7 @@ def export(
             unpruned_bytes=sum(entry.size for entry in checkpoint.tensors.values()),
             written=size,
             padding_bytes=sum(tensor.padding_bytes for tensor in tensors),
-            left_out=sorted(prefix.removesuffix(".") for prefix in layout.left_out_prefixes),
+            predicting=[f"{block.prefix}experts" for block in layout.predicting],
         )
         (work / CARD).write_text(card, encoding="utf-8")
     return target
@@ -97,15 +105,17 @@ def export(
 def check_export(
     folder: Path,
     make_plan: Callable[[dict[int, dict[str, Any]]], Plan],
-    shape: str,
+    shape: str | None,
     trust_remote_code: bool,
 ) -> None:
     """Raise UserError if the checkpoint in `folder` cannot be exported in `shape` with the numbers
     of experts and channels of a plan. Reads no weights. `make_plan`: layer -> facts (see
-    `models.facts`) -> the plan."""
+    `models.facts`) -> the plan; it may raise UserError. `shape` None: no export is tried."""
     with _model_class(folder, trust_remote_code) as call, TemporaryDirectory() as work:
         described = call("describe")
         plan = make_plan({int(layer): facts for layer, facts in described["layers"].items()})
+        if shape is None:
+            return
         config, checkpoint = _open_source(folder, plan, shape, any_model=True)
         _describe(config, checkpoint, described, plan, shape, Path(work), call)
 
@@ -117,8 +127,8 @@ class _Layout(NamedTuple):
     """Path of a weight file of the export -> its tensors."""
     kind: str
     """A key of `card.LOADING`."""
-    left_out_prefixes: tuple[str, ...]
-    """Beginnings of the names of tensors that the export does not have."""
+    predicting: Sequence[Block]
+    """The MoE blocks of layers that predict further tokens, if the export prunes them."""
 
 
 def _describe(
@@ -135,27 +145,31 @@ def _describe(
     of `check.describe`. `call`: as from `_model_class`."""
     folder = checkpoint.folder
     form = make_form(plan, shape, max(1, bits_of(expert_type(checkpoint)) // 8))  # 4 bits: 1 byte
-    left_out_prefixes = prediction_prefixes_with_experts(checkpoint.tensors)
-    written_names = (name for name in checkpoint.tensors if not name.startswith(left_out_prefixes))
-    new_config, code = describe_export(config, described["fields"], form, written_names)
+    family = family_of(config.get("text_config", config).get("model_type"))
+    new_config, code = describe_export(config, described["fields"], form, checkpoint.tensors)
     experts = {index: layer.experts for index, layer in form.items()}
     documents = {**renumbered_files(folder, experts), "config.json": new_config}
-    family = family_of(config.get("text_config", config).get("model_type"))
-    shards = exported_tensors(checkpoint, family, described["routing"], plan, form)
+    facts = next(iter(described["layers"].values()))
+    predicting = predicting_blocks(checkpoint, family, form, facts)
+    shards = exported_tensors(checkpoint, family, described["routing"], plan, form, predicting)
     copy_others(folder, work)
-    (work / "plan.npz").unlink(missing_ok=True)  # the plan of `folder`, if that is an export
+    for name in PLAN_FILES:  # the plan of `folder`, if that is an export
+        (work / name).unlink(missing_ok=True)
     for name, document in documents.items():
         write_json(work / name, document)
     for name, text in code.items():
         (work / name).write_text(text, encoding="utf-8")
     plan.save(work / "plan.json")
+    if not plan.has_channels:  # other programs know no more than retained experts
+        keep_list = {"ratio": plan.removed_share, "kept_experts": plan.retained}
+        (work / KEEP_LIST).write_text(json.dumps(keep_list), encoding="utf-8")
     types_and_shapes = {
         tensor.name: (tensor.dtype, tensor.shape)
         for content in shards.values()
         for tensor in content
     }
     call("check", written=str(work), shape=shape, tensors=types_and_shapes)
-    return _Layout(shards, _kind(new_config, code), left_out_prefixes)
+    return _Layout(shards, _kind(new_config, code), predicting)
 
 
 def _open_source(

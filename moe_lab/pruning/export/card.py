@@ -35,11 +35,10 @@ FILLED = {
     "where any were dropped, have a routing bias with which they are never chosen.",
     "padded": "Experts are filled with zero channels up to the widest expert of their layer.",
 }
-LEFT_OUT = (
-    "Left out: {}. These layers of the original predict further tokens (multi-token prediction). "
-    "They have experts of "
-    "their own, and transformers does not load them, so that there are no statistics to prune "
-    "them by. The model generates without them, but cannot draft tokens for speculative decoding."
+PREDICTING = (
+    "{} predict further tokens (multi-token prediction). They have as many experts as all other "
+    "layers: those whose router rows have the largest sums of absolute weights, as no pass gathers "
+    "statistics of these layers."
 )
 
 
@@ -53,14 +52,14 @@ def model_card(
     unpruned_bytes: int,
     written: int,
     padding_bytes: int,
-    left_out: Sequence[str],
+    predicting: Sequence[str],
 ) -> str:
     """The model card in Markdown. Its front matter (licence and so on) is that of `original`, the
     card of the original model, without the fields in `OF_ORIGINAL`.
 
     `name`: name of the original model. `kind`: a key of `LOADING`. `written`: bytes of all weights
     of the export. `padding_bytes`: bytes of zeros in place of dropped experts and channels.
-    `left_out`: names of the original's layers that the export does not have."""
+    `predicting`: names of the pruned experts of layers that predict further tokens."""
     front, body = split_card(original)
     front = _inherited_fields(front)
     trust_argument = "" if kind == "stock" else ", trust_remote_code=True"
@@ -81,7 +80,7 @@ def model_card(
             f"{LOADING[kind]}\n\n```python\n"
             f"AutoModelForCausalLM.from_pretrained(folder{trust_argument})\n```\n\n{size}\n\n"
         ),
-        f"{LEFT_OUT.format(', '.join(f'`{layer}`' for layer in left_out))}\n\n" if left_out else "",
+        f"{PREDICTING.format(', '.join(predicting))}\n\n" if predicting else "",
         "What is retained is listed in `plan.json`. Where the plan comes from:\n\n",
         f"```json\n{json.dumps({**plan.provenance, 'plan': plan.digest}, indent=2)}\n```\n",
         f"\n{ORIGINAL}\n{body.lstrip()}" if body.strip() else "",

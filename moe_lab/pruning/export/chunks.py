@@ -131,7 +131,7 @@ class Projection:
             matrix = self.matrices[expert]
             values = matrix.read(folder)
             if converts:
-                values = _numbers(values, matrix.dtype)
+                values = numbers_of(values, matrix.dtype)
             return values.T if self.channels_are_columns else values
 
         if self._width:
@@ -149,7 +149,7 @@ class Projection:
             ).data
 
 
-def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[Any]:
+def numbers_of(bits: NDArray[Any], dtype: str) -> NDArray[Any]:
     """The numbers of type `dtype` that have these `bits`, as fp64 for F64, otherwise as fp32."""
     if dtype == "BF16":  # bf16 is the upper half of fp32
         return (bits.astype(numpy.uint32) << 16).view(numpy.float32)

@@ -15,11 +15,10 @@ from moe_lab.models.config_json import LAYERS_FIELD, QUANTISATION_FILES
 from moe_lab.models.families import (
     ALSO_COUNTS,
     COUNT_FIELDS,
-    EXTRA_PREDICTION,
-    EXTRA_PREDICTION_LAYERS,
     PORTS,
     PRUNED,
     WIDTH_FIELDS,
+    Family,
     has_causal_model,
     port_files,
 )
@@ -48,8 +47,8 @@ def describe_export(
 
     `config`: config.json of the original. `fields`: name -> value of each field for the number and
     the width of experts, also of those that `config` leaves to their defaults; of these, the export
-    states those that change. `names`: names of the export's tensors. UserError when `config` is of
-    a pruned model whose layers differ."""
+    states those that change. `names`: names of the original's tensors. UserError when `config` is
+    of a pruned model whose layers differ."""
     if LAYERS_FIELD in config:
         raise UserError(
             "the source is a pruned checkpoint whose layers differ already "
@@ -62,10 +61,6 @@ def describe_export(
     text_config = edited.get("text_config", edited)
     defaults = {name: value for name, value in fields.items() if name not in text_config}
     text_config.update(defaults)
-    if not any(map(EXTRA_PREDICTION.search, names)):
-        text_config.update(
-            {field: 0 for field in EXTRA_PREDICTION_LAYERS if text_config.get(field)}
-        )
     kind = str(config.get("model_type", ""))
     if ported_code := port_files(kind):
         module = f"modeling_{PORTS[kind].file}.{PORTS[kind].base}"
@@ -81,18 +76,30 @@ def describe_export(
     elif edited.get("output_router_logits"):
         # these logits are for the balancing loss, which needs equal numbers of experts
         edited["output_router_logits"] = False
-    # the family's own configuration may be enough; packed experts have `widths`
-    stock_config = None
-    widths = {layer.width for layer in form.values()}
-    if len(counts) == 1 and len(widths) == 1 and not any(layer.widths for layer in form.values()):
-        (width,) = widths
-        stock_config = edited if width is None else narrowed(edited, width)
+    stock_config = _stock_config(edited, form, names)
     new_config = stock_config or _uneven_config(edited, form)
     new_text_config = new_config.get("text_config", new_config)
     for name, value in defaults.items():
         if new_text_config[name] == value:
             del new_text_config[name]
     return new_config, ported_code if stock_config else _uneven_code(kind)
+
+
+def _stock_config(
+    config: dict[str, Any], form: Form, names: Iterable[str]
+) -> dict[str, Any] | None:
+    """`config` with the width of the experts in `form`; None if the family's own configuration
+    cannot describe `form`. `names`: names of the original's tensors."""
+    counts = {len(layer.experts) for layer in form.values()}
+    widths = {layer.width for layer in form.values()}
+    # any family will do: the names of tensors do not depend on it
+    if Family().prediction_experts(names):
+        widths.add(None)  # these experts keep their width
+    # packed experts have `widths`
+    if len(counts) > 1 or len(widths) > 1 or any(layer.widths for layer in form.values()):
+        return None
+    (width,) = widths
+    return config if width is None else narrowed(config, width)
 
 
 def _uneven_config(config: dict[str, Any], form: Form) -> dict[str, Any]:

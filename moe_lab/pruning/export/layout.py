@@ -3,19 +3,16 @@ torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
+from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, Entry
-from moe_lab.models.families import (
-    Axes,
-    ExpertTensor,
-    Family,
-    prediction_prefixes_with_experts,
-)
-from moe_lab.pruning import Form, LayerForm
+from moe_lab.models.families import DISK_SHARED, Axes, ExpertTensor, Family
+from moe_lab.pruning import FORMS, Form, LayerForm
 from moe_lab.pruning.export.chunks import (
     UNSIGNED,
     Chunk,
@@ -24,9 +21,11 @@ from moe_lab.pruning.export.chunks import (
     Matrix,
     Projection,
     Span,
+    numbers_of,
 )
 from moe_lab.pruning.layer_plan import StoredExpert
 from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.selection import plan_from_scores
 
 AFTER_SOFTMAX = "moe_statics."
 """Prefix of biases that are added after the softmax. Such biases cannot bar dropped experts, which
@@ -41,11 +40,17 @@ class Block:
     each expert has tensors of its own, or a tensor is a stack of all experts."""
 
     def __init__(
-        self, tensors: Mapping[str, tuple[Entry, ExpertTensor]], form: LayerForm, n_experts: int
+        self,
+        tensors: Mapping[str, tuple[Entry, ExpertTensor]],
+        form: LayerForm,
+        n_experts: int,
+        routing: Sequence[str],
     ) -> None:
         """`tensors`: name of each tensor of the block's experts -> (where it is on disk, what it
-        holds). `n_experts`: number of experts before pruning."""
+        holds). `n_experts`: number of experts before pruning. `routing`: names of the router's
+        tensors."""
         self.tensors = tensors
+        self.routing = routing
         self.form = form
         self.n_experts = n_experts
         self.prefix = next(expert_tensor.block for _, expert_tensor in tensors.values())
@@ -164,13 +169,12 @@ class Block:
             packs_channels_as_rows=packs_channels_as_rows,
         )
 
-    def check_complete(self, folder: Path, routing: Iterable[str]) -> None:
+    def check_complete(self, folder: Path) -> None:
         """Raise UserError unless the block has all experts, and its router can keep tokens from
-        dropped experts. `folder`: the original checkpoint, for messages. `routing`: names of the
-        router's tensors."""
+        dropped experts. `folder`: the original checkpoint, for messages."""
         expert_tensors = [expert_tensor for _, expert_tensor in self.tensors.values()]
         number = expert_tensors[0].layer
-        if self.form.dropped and not can_bar(routing):
+        if self.form.dropped and not can_bar(self.routing):
             raise UserError(
                 f"export=masked: the plan drops experts of layer {number}, but its router has no "
                 "bias per expert that could keep tokens from dropped experts without changing the "
@@ -186,32 +190,73 @@ class Block:
             )
 
 
+def predicting_blocks(
+    checkpoint: Checkpoint, family: Family, form: Form, facts: Mapping[str, Any]
+) -> list[Block]:
+    """The pruned MoE blocks of layers that predict further tokens. No pass of the model runs these
+    layers, so the experts with the largest sums of absolute router weights are retained. `facts`:
+    those of a layer before pruning. [] if these layers stay whole: if the export retains all
+    experts, or layers differ in their number.
+
+    UserError for a router whose weights are quantised."""
+    count, *other_counts = {len(layer.experts) for layer in form.values()}
+    if other_counts or count == facts["n_experts"]:
+        return []
+    predicting = family.prediction_experts(checkpoint.tensors)
+    settings = {**vars(AllocationConfig()), "ratio": 1 - count / facts["n_experts"]}
+    blocks = []
+    for prefix in sorted({tensor.block for tensor in predicting.values()}):
+        routing = {
+            name: entry
+            for name, entry in checkpoint.tensors.items()
+            if name.startswith(prefix) and not name.removeprefix(prefix).startswith(DISK_SHARED)
+        }
+        experts = {
+            name: (routing.pop(name), predicting[name]) for name in predicting if name in routing
+        }
+        weight = max(routing.values(), key=lambda entry: entry.size)
+        if weight.dtype not in UNSIGNED:
+            raise UserError(
+                f"export: {prefix} predicts further tokens, and its router is stored as "
+                f"{weight.dtype}: expected export=masked, or allocation=global"
+            )
+        rows, columns = weight.shape
+        matrix = Matrix(weight.shard, weight.start, rows, columns, weight.dtype)
+        norms = abs(numbers_of(matrix.read(checkpoint.folder), weight.dtype)).sum(1)
+        plan = plan_from_scores(settings, {0: norms}, {0: facts}, {}, provenance={})
+        layer = FORMS["natural"](plan.layers[0], 1)
+        blocks.append(Block(experts, layer, facts["n_experts"], list(routing)))
+    return blocks
+
+
 def exported_tensors(
-    checkpoint: Checkpoint, family: Family, routing: Mapping[str, int], plan: Plan, form: Form
+    checkpoint: Checkpoint,
+    family: Family,
+    routing: Mapping[str, int],
+    plan: Plan,
+    form: Form,
+    predicting: Iterable[Block],
 ) -> dict[str, list[ExportedTensor]]:
     """Name of a file of the export -> its tensors, in the order in which they are written: first
     packed tensors of experts, then all other tensors in the order of the original's bytes.
-    `routing`: as from `stored_routing`.
+    `routing`: as from `stored_routing`. `predicting`: as from `predicting_blocks`.
 
     UserError when the checkpoint does not fit the plan, or `form` cannot be written."""
-    left_out_prefixes = prediction_prefixes_with_experts(checkpoint.tensors)
-    blocks = _blocks(checkpoint, family, plan, form)
+    blocks = [*_blocks(checkpoint, family, routing, plan, form), *predicting]
     by_shard: dict[str, list[ExportedTensor]] = {shard: [] for shard in checkpoint.shards}
-    layer_of = {name: number for number, block in blocks.items() for name in block.tensors}
+    block_of = {name: block for block in blocks for name in block.tensors}
+    block_of_router = {name: block for block in blocks for name in block.routing}
     for name, entry in checkpoint.tensors.items():
-        if name.startswith(left_out_prefixes):
-            continue
-        if name in layer_of:
-            tensor = blocks[layer_of[name]].exported_tensor(name)
-        elif name in routing:
-            tensor = blocks[routing[name]].exported_routing(name, entry)
+        if name in block_of:
+            tensor = block_of[name].exported_tensor(name)
+        elif name in block_of_router:
+            tensor = block_of_router[name].exported_routing(name, entry)
         else:
             tensor = unchanged(name, entry)
         if tensor is not None:
             by_shard[entry.shard].append(tensor)
-    for number, block in blocks.items():
-        names = [name for name, layer in routing.items() if layer == number]
-        block.check_complete(checkpoint.folder, names)
+    for block in blocks:
+        block.check_complete(checkpoint.folder)
         if block.form.widths is not None:
             shard = [entry.shard for entry, _ in block.tensors.values()][-1]
             # at the start of the file: after tensors of some sizes, they would not be aligned
@@ -219,9 +264,11 @@ def exported_tensors(
     return by_shard
 
 
-def _blocks(checkpoint: Checkpoint, family: Family, plan: Plan, form: Form) -> dict[int, Block]:
-    """Number of a layer -> its MoE block. UserError unless the checkpoint has experts in the layers
-    of the plan."""
+def _blocks(
+    checkpoint: Checkpoint, family: Family, routing: Mapping[str, int], plan: Plan, form: Form
+) -> Iterator[Block]:
+    """The MoE block of each layer. UserError unless the checkpoint has experts in the layers of the
+    plan."""
     tensors: dict[int, dict[str, tuple[Entry, ExpertTensor]]] = {}
     for name, expert_tensor in family.expert_tensors(checkpoint.tensors).items():
         tensors.setdefault(expert_tensor.layer, {})[name] = checkpoint.tensors[name], expert_tensor
@@ -230,11 +277,11 @@ def _blocks(checkpoint: Checkpoint, family: Family, plan: Plan, form: Form) -> d
             f"plan is for another model: it has layers {sorted(plan.layers)}, and "
             f"{checkpoint.folder} has experts in layers {sorted(tensors)}"
         )
-    blocks = {}
     for number, layer in plan.layers.items():
-        block = blocks[number] = Block(tensors[number], form[number], layer.n_experts)
+        names = [name for name, routed_layer in routing.items() if routed_layer == number]
+        block = Block(tensors[number], form[number], layer.n_experts, names)
         block.read_matrices(family, layer.width)
-    return blocks
+        yield block
 
 
 def _matrices(

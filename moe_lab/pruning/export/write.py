@@ -19,6 +19,10 @@ from moe_lab.models.files import BESIDE, DESCRIBING, paths_in
 from moe_lab.pruning.export.chunks import Chunk, ExportedTensor, Span
 
 CARD = "README.md"
+KEEP_LIST = "reap_selection.json"
+"""File with the ids of the retained experts by layer, called as in models pruned by REAP."""
+PLAN_FILES = ("plan.json", "plan.npz", KEEP_LIST)
+"""Files of an export that have its plan."""
 ALIGNMENT = 64
 """Bytes. Matrix products of mapped files can differ in the last bit if weights start in the middle
 of a cache line."""
@@ -114,7 +118,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def copy_others(folder: Path, target: Path) -> None:
     """Copy the files of the checkpoint in `folder` other than weights, such as its tokenizer and,
     if it is an export, its plan, to the same relative paths in `target`."""
-    for name in paths_in(folder, (*DESCRIBING, *BESIDE, "plan.json", "plan.npz")):
+    for name in paths_in(folder, (*DESCRIBING, *BESIDE, *PLAN_FILES)):
         destination = target / name
         destination.parent.mkdir(exist_ok=True)
         shutil.copyfile(folder / name, destination)
