@@ -39,13 +39,11 @@ ROUTERS = ("gate", "router")
 """Attribute names of the router of a MoE block."""
 DISK_SHARED = ("shared_expert.", "shared_experts.", "shared_mlp.", "shared_expert_gate.")
 """Prefixes of the tensors of a MoE block that pruning does not change."""
-EXTRA_PREDICTION_BLOCKS = ("mtp.", "model.mtp.")
-"""Prefixes of the tensors of extra prediction layers, which have a numbering of their own."""
-PREDICTION_PROJECTION = ".eh_proj."
-"""Part of the name of a tensor that a numbered layer has if, and only if, it predicts several
-tokens."""
+PREDICTION_LAYER = re.compile(r"(?:model\.)?mtp\.|.*?\.(?=eh_proj\.)")
+"""Prefix of the tensors of an extra prediction layer: mtp. with a numbering of its own, or that of
+a numbered layer with the projection eh_proj."""
 NOT_LOADED = re.compile(
-    rf"(?:^|\.)mtp(?:_\w+)?\.|{re.escape(PREDICTION_PROJECTION)}|rotary_emb\.inv_freq$|\.(?:[qkv]|kv|kv_cache|prob|input|output|activation)_scale$"
+    r"(?:^|\.)mtp(?:_\w+)?\.|\.eh_proj\.|rotary_emb\.inv_freq$|\.(?:[qkv]|kv|kv_cache|prob|input|output|activation)_scale$"
 )
 """Parts of the names of tensors that a checkpoint may have and its model lacks: tensors of extra
 prediction layers, frequencies that the configuration determines, and scales for rounding
@@ -270,14 +268,8 @@ _EXPERT_TENSOR = re.compile(
 def prediction_prefixes(names: Iterable[str]) -> tuple[str, ...]:
     """Prefixes of the names of the tensors of extra prediction layers, sorted. `names`: names of
     all tensors of a checkpoint."""
-    prefixes = set()
-    for name in names:
-        # for model.layers.9.eh_proj.weight, `layer` is model.layers.9
-        layer, projection, _ = name.partition(PREDICTION_PROJECTION)
-        block = next((block for block in EXTRA_PREDICTION_BLOCKS if name.startswith(block)), None)
-        if block or projection:
-            prefixes.add(block or f"{layer}.")
-    return tuple(sorted(prefixes))
+    matches = map(PREDICTION_LAYER.match, names)
+    return tuple(sorted({match[0] for match in matches if match}))
 
 
 def has_causal_model(kind: str) -> bool:

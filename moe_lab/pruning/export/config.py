@@ -76,7 +76,7 @@ def describe_export(
     elif edited.get("output_router_logits"):
         # these logits are for the balancing loss, which needs equal numbers of experts
         edited["output_router_logits"] = False
-    stock_config = _stock_config(edited, form, names)
+    stock_config = _stock_config(edited, form, names) if len(counts) == 1 else None
     new_config = stock_config or _uneven_config(edited, form)
     new_text_config = new_config.get("text_config", new_config)
     for name, value in defaults.items():
@@ -88,15 +88,15 @@ def describe_export(
 def _stock_config(
     config: dict[str, Any], form: Form, names: Iterable[str]
 ) -> dict[str, Any] | None:
-    """`config` with the width of the experts in `form`; None if the family's own configuration
-    cannot describe `form`. `names`: names of the original's tensors."""
-    counts = {len(layer.experts) for layer in form.values()}
+    """`config` with the width of the experts in `form`, of which all layers have the same number;
+    None if the family's own configuration cannot describe `form`. `names`: names of the original's
+    tensors."""
     widths = {layer.width for layer in form.values()}
     # any family will do: the names of tensors do not depend on it
     if Family().prediction_experts(names):
         widths.add(None)  # these experts keep their width
     # packed experts have `widths`
-    if len(counts) > 1 or len(widths) > 1 or any(layer.widths for layer in form.values()):
+    if len(widths) > 1 or any(layer.widths for layer in form.values()):
         return None
     (width,) = widths
     return config if width is None else narrowed(config, width)
