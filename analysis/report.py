@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from analysis import names
-from analysis.load.evaluations import versions_in_words
+from analysis.load.evaluations import versions_of_libraries
 from analysis.load.settings import removed_noun
 from analysis.load.study import Study, load
 from analysis.names import capitalised, count
@@ -165,9 +165,13 @@ def _sections(publisher: Publisher, items_by_output: ItemsByOutput, rankings: st
     """All sections of the page, in their order. rankings: the rankings as text."""
     results = publisher.results
     study = results.study
+    output_of_name = outputs()
+    items_by_chapter: dict[str, list[Item]] = {}
+    for name, items in items_by_output.items():
+        items_by_chapter.setdefault(output_of_name[name].chapter, []).extend(items)
     sections = []
     for chapter in CHAPTERS:
-        section = _section(chapter, items_by_output)
+        section = replace(chapter, outputs=items_by_chapter.get(chapter.anchor, ()))
         if chapter.anchor == "ranking" and section.outputs:
             section = replace(
                 section, text=overview(results.rankings), details=[("In words", rankings)]
@@ -181,19 +185,13 @@ def _sections(publisher: Publisher, items_by_output: ItemsByOutput, rankings: st
     sections.append(
         Section(GAPS, short="Gaps", title="Missing results", text=text, outputs=gap_items[GAPS])
     )
-    provenance = _section(PROVENANCE, items_by_output)
-    return [*sections, replace(provenance, facts=_facts(study), details=_details(study))]
-
-
-def _section(chapter: Section, items_by_output: ItemsByOutput) -> Section:
-    """The chapter with the outputs whose field `chapter` equals its anchor."""
-    items = [
-        item
-        for name, items_of_output in items_by_output.items()
-        if find(name).chapter == chapter.anchor
-        for item in items_of_output
-    ]
-    return replace(chapter, outputs=items)
+    provenance = replace(
+        PROVENANCE,
+        outputs=items_by_chapter.get(PROVENANCE.anchor, ()),
+        facts=_facts(study),
+        details=_details(study),
+    )
+    return [*sections, provenance]
 
 
 CHAPTERS = (
@@ -253,7 +251,12 @@ def _facts(study: Study) -> list[tuple[str, str]]:
         ("Python", _distinct_values(study, "python")),
         (
             "Libraries",
-            versions_in_words(study.origins),
+            ", ".join(
+                f"{library} {'/'.join(versions)}"
+                for library, versions in versions_of_libraries(
+                    study.origins, study.cells, study.reader
+                ).items()
+            ),
         ),
         (
             "Time of all evaluations",

@@ -267,7 +267,11 @@ def remarks(
 ) -> list[str]:
     """Sentences about results that are hard to compare, and about programs written by models that
     ran without isolation."""
-    sentences = mixed_versions(origins, cells, reader)
+    sentences = [
+        f"Steps were made with different versions of {library}: {', '.join(versions)}."
+        for library, versions in versions_of_libraries(origins, cells, reader).items()
+        if len(versions) > 1
+    ]
     commits = [str(commit) for commit in origins["commit"].dropna().unique()]
     if len(commits) > 1:
         sentences.append(
@@ -309,37 +313,6 @@ def remarks(
     return sentences
 
 
-def mixed_versions(origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -> list[str]:
-    """A sentence for every library of which the steps of a study used several versions. Inputs of
-    steps count, too."""
-    names_of_steps = list(origins["folder"])
-    for kind in STEPS:
-        names_of_steps.extend(cells[f"{kind}_folder"].dropna())
-    versions_of_evaluation = dict(zip(origins["folder"], origins["versions"], strict=True))
-    steps_by_version: dict[tuple[str, str], list[str]] = {}
-    for step, folder in steps_with_inputs(names_of_steps, reader).items():
-        # an evaluation's result.json has versions that the provenance in step.json lacks
-        versions_of_step = versions_of_evaluation.get(step) or (
-            reader.provenance(folder).get("versions") or {}
-        )
-        for library, version in versions_of_step.items():
-            if version:
-                steps_by_version.setdefault((library, str(version)), []).append(step)
-    texts_of_library: dict[str, list[str]] = {}
-    for (library, version), steps in sorted(steps_by_version.items()):
-        texts_of_library.setdefault(library, []).append(f"{version} ({_first_and_count(steps)})")
-    return [
-        f"Steps were made with different versions of {library}: {', '.join(texts)}."
-        for library, texts in texts_of_library.items()
-        if len(texts) > 1
-    ]
-
-
-def _first_and_count(steps: list[str]) -> str:
-    """The alphabetically first of `steps`, and the number of the others: `plan/a and 2 more`."""
-    return min(steps) + (f" and {len(steps) - 1} more" if len(steps) > 1 else "")
-
-
 def mixed_metrics(results: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
     """A sentence for every benchmark that was measured by different metrics on cells of the same
     model."""
@@ -360,14 +333,20 @@ def mixed_metrics(results: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
     return sentences
 
 
-def versions_in_words(origins: pd.DataFrame) -> str:
-    """Text with all versions of the libraries with which the results were computed: `scipy 1.17,
-    torch 2.12/2.13`."""
+def versions_of_libraries(
+    origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader
+) -> dict[str, list[str]]:
+    """Library -> all versions of the library with which the results, and the steps behind them,
+    were computed; both sorted."""
+    steps = list(origins["folder"])
+    for kind in STEPS:
+        steps += list(cells[f"{kind}_folder"].dropna())
+    versions_of_step = list(origins["versions"])
+    for folder in steps_with_inputs(steps, reader).values():
+        versions_of_step.append(reader.provenance(folder).get("versions") or {})
     versions_of_library: dict[str, set[str]] = {}
-    for versions_of_evaluation in origins["versions"]:
-        for library, version in versions_of_evaluation.items():
-            versions_of_library.setdefault(library, set()).add(version)
-    return ", ".join(
-        f"{library} {'/'.join(sorted(versions))}"
-        for library, versions in sorted(versions_of_library.items())
-    )
+    for versions in versions_of_step:
+        for library, version in versions.items():
+            if version:
+                versions_of_library.setdefault(library, set()).add(str(version))
+    return {library: sorted(versions) for library, versions in sorted(versions_of_library.items())}

@@ -20,6 +20,7 @@ from moe_lab.packs import packs_in
 SCHEMA = 1
 """Newest schema of a study's record that this code can read."""
 
+STEP = "step.json"
 FILES = {"files": {str: {"sha256": str}}}
 """Field of a step.json that this module needs -> type of the field."""
 ID = 12
@@ -50,8 +51,8 @@ class Reader:
         """(reason, location) -> gap."""
         self._folders_by_id: dict[str, dict[str, Path]] = {}
         """Kind of steps -> id of a step -> folder."""
-        self._checksums_by_folder: dict[Path, dict[str, str]] = {}
-        """Folder of a step -> file -> sha256."""
+        self._steps: dict[Path, dict[str, Any]] = {}
+        """Folder of a step -> content of its step.json; {} when the file is missing."""
 
     def record_gap(self, reason: str, location: str) -> None:
         """Record a missing result once."""
@@ -123,8 +124,13 @@ class Reader:
         return self.step_document(folder).get("provenance") or {}
 
     def step_document(self, folder: Path) -> dict[str, Any]:
-        """The content of a step's step.json; {} when the file is missing."""
-        return (self.has(folder, "step.json") and self.json(folder, "step.json")) or {}
+        """The content of a step's step.json; {} when the file is missing, and with a gap when it
+        is damaged."""
+        try:
+            return self._step(folder)
+        except ValueError:
+            self._add_gap(f"{STEP} is damaged", folder)
+            return {}
 
     def table(
         self, folder: Path, file: str, columns: Sequence[str], optional: Sequence[str] = ()
@@ -133,9 +139,8 @@ class Reader:
         with a gap, when the file cannot be read or lacks one of `columns`."""
         try:
             with pq.ParquetFile(pa.BufferReader(self._read_verified(folder, file))) as parquet_file:
-                present_columns = [
-                    name for name in optional if name in parquet_file.schema_arrow.names
-                ]
+                names = parquet_file.schema_arrow.names
+                present_columns = [name for name in optional if name in names]
                 table = parquet_file.read(columns=[*columns, *present_columns], use_threads=False)
         except FileNotFoundError:
             self._add_gap(f"{file} is missing", folder)
@@ -160,8 +165,8 @@ class Reader:
         """The content of a file of a step. Raises ValueError when the content does not have the
         sha256 in step.json."""
         content = self._read_unverified(folder, file)
-        checksum = self._checksums(folder).get(file)
-        if checksum is not None and sha256(content).hexdigest() != checksum:
+        published = self._step(folder).get("files", {}).get(file)
+        if published is not None and sha256(content).hexdigest() != published["sha256"]:
             raise ValueError(f"{file} differs from the published file")
         return content
 
@@ -176,19 +181,15 @@ class Reader:
         except FileNotFoundError:
             return self.packs.read(folder.name[-ID:], file)
 
-    def _checksums(self, folder: Path) -> dict[str, str]:
-        """File of a step -> sha256 of the file according to step.json. Raises Damaged, a
-        ValueError, when step.json is damaged."""
-        if folder not in self._checksums_by_folder:
-            files: dict[str, dict[str, str]] = {}
+    def _step(self, folder: Path) -> dict[str, Any]:
+        """The content of a step's step.json; {} when the file is missing. Raises Damaged, a
+        ValueError, when it is damaged."""
+        if folder not in self._steps:
+            document: dict[str, Any] = {}
             with contextlib.suppress(FileNotFoundError):
-                files = parse_sealed(
-                    self._read_unverified(folder, "step.json"), FILES, "step.json"
-                )["files"]
-            self._checksums_by_folder[folder] = {
-                name: entry["sha256"] for name, entry in files.items()
-            }
-        return self._checksums_by_folder[folder]
+                document = parse_sealed(self._read_unverified(folder, STEP), FILES, STEP)
+            self._steps[folder] = document
+        return self._steps[folder]
 
     def _add_gap(self, reason: str, folder: Path) -> None:
         self.record_gap(reason, str(folder.relative_to(self.root)))

@@ -1,4 +1,4 @@
-"""Describe cells in words: labels, removed shares, gates and seeds, allocations and protocols."""
+"""Describe cells in words: labels, removed shares, gates and seeds, and allocations."""
 
 from __future__ import annotations
 
@@ -96,17 +96,6 @@ def removed_text(shares: pd.Series, requested: Sequence[float]) -> str:
     if len(requested) == 1 and (known_shares.sub(requested[0]).abs() < ROUNDING).all():
         return requested_text
     return f"{names.limits(100 * known_shares, '{:.3g}')} % ({requested_text} requested)"
-
-
-def protocols(cells: pd.DataFrame) -> str:
-    """The protocol of each model's evaluations: `qwen by heapr, deepseek by heapr_norm`. The text
-    is "" when all cells have the same protocol."""
-    if cells["protocol"].nunique() < 2:
-        return ""
-    cells_of_protocols = cells.dropna(subset=["protocol"]).drop_duplicates(["model", "protocol"])
-    return names.enumeration(
-        f"{row.model} by {row.protocol}" for row in cells_of_protocols.itertuples()
-    )
 
 
 METHOD = ["method", "calibration", "gate"]

@@ -49,7 +49,6 @@ class Study:
     - removed: share of experts or channels that the plan removes
     - removed_text: text with the removed shares of all cells with the same model and ratio
     - method: key of the method, see `names.method_key`
-    - protocol: name of the protocol by which benchmarks are run, None in older records
     - <step>_folder for each of STEPS: folder of the step, None where the cell lacks the step
     """
     results: pd.DataFrame
@@ -250,12 +249,11 @@ def _lowest_equal_ratio(cells: pd.DataFrame) -> pd.Series:
 
 
 def _add_folders(cells: pd.DataFrame, entries: Entries) -> pd.DataFrame:
-    """Add the columns "protocol" and "<kind>_folder" for each kind of step in STEPS."""
+    """Add the column "<kind>_folder" for each kind of step in STEPS."""
     cell_entries = [entries[cell] for cell in cells.index]
     columns: dict[str, Any] = {
         f"{kind}_folder": [entry.get(kind) for entry in cell_entries] for kind in STEPS
     }
-    columns["protocol"] = [entry.get("protocol") for entry in cell_entries]
     return cells.assign(**columns)
 
 

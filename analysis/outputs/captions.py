@@ -11,7 +11,6 @@ import pandas as pd
 from analysis import names
 from analysis.load.evaluations import mixed_metrics
 from analysis.load.passes import shown_passes
-from analysis.load.settings import protocols
 from analysis.load.study import Study
 from analysis.stats import uncertainty
 from analysis.stats.quantity import Quantity
@@ -37,7 +36,7 @@ MEBIBYTE = 2**20
 
 @lru_cache(maxsize=8)
 def score_setup(study: Study) -> str:
-    """Text for captions of scores: items per benchmark, metrics, protocols, level of intervals, and
+    """Text for captions of scores: items per benchmark, metrics, level of intervals, and
     `run_setup`."""
     sizes = study.results["n"]
     if not len(sizes):
@@ -45,10 +44,9 @@ def score_setup(study: Study) -> str:
     items = names.limits(sizes, "{:g}")
     metrics = sorted(set(metrics_in_words(study.results)))
     noun = "metric" if len(metrics) == 1 else "metrics"
-    protocol = f" ({protocols(study.cells)})" if protocols(study.cells) else ""
     level = f"{names.share(uncertainty.CONFIDENCE)} intervals"
     text = (
-        f"{items} items per benchmark; {noun} {names.enumeration(metrics)}{protocol}; {level}; "
+        f"{items} items per benchmark; {noun} {names.enumeration(metrics)}; {level}; "
         f"{run_setup(study)}"
     )
     return " ".join([text, *mixed_metrics(study.results, study.cells)])
@@ -95,12 +93,8 @@ def _sentence(parts: Iterable[str]) -> str:
 
 
 def _seeds_in_words(cells: pd.DataFrame) -> str:
-    """Text with the seeds of these cells: `seed 42`, or `seeds 1 and 2, 1 to 2 of each method`."""
-    seeds = cells["seed"]
-    if seeds.nunique() < 2:
-        return f"seed {_values_in_words(seeds)}" if len(cells) else ""
-    counts = cells.groupby("method")["seed"].nunique()
-    return f"seeds {_values_in_words(seeds)}, {names.limits(counts, '{:g}')} of each method"
+    """Text with the seeds of these cells: `seed=1 and 2`."""
+    return f"seed={_values_in_words(cells['seed'])}" if len(cells) else ""
 
 
 def _gates_in_words(cells: pd.DataFrame) -> str:

@@ -49,9 +49,10 @@ def degeneration_table(results: Results, name: str) -> Table | None:
         study = study_of_column(results.study, measure, column)
         measured[column] = {entry.model: entry for entry in Results(study).measured}
     rows = concatenate_numbers(
-        _block(scored, str(benchmark), measured)
+        _block(scored, listed_cells(scored), str(benchmark), measured)
         for scored in results.measured
-        for benchmark in scored.benchmark_scores
+        if scored.model in measured[LENGTH]
+        for benchmark in measured[LENGTH][scored.model].benchmark_scores
     )
     if rows is None:
         return None
@@ -69,11 +70,13 @@ def degeneration_table(results: Results, name: str) -> Table | None:
 
 
 def _block(
-    scored: Comparison, benchmark: str, measured: Mapping[str, Mapping[str, Comparison]]
-) -> Numbers | None:
+    scored: Comparison,
+    cells: pd.DataFrame,
+    benchmark: str,
+    measured: Mapping[str, Mapping[str, Comparison]],
+) -> Numbers:
     """The rows of a benchmark of a model, one for each cell with generated texts. `scored`: the
-    model's scores."""
-    cells = listed_cells(scored)
+    model's scores; `cells`: all of the model's cells."""
     text_columns = {"Pruned": "pruned", "Calibration": "calibration", "Criterion": "method"}
     frame = display_frame(cells, text_columns)
     frame.insert(0, "Benchmark", names.benchmark(benchmark))
@@ -94,7 +97,5 @@ def _block(
             ends = estimates.where(estimates["low"] < estimates["high"])
             low[f"Δ {column}"] = ends["low"]
             high[f"Δ {column}"] = ends["high"]
-    if LENGTH not in frame:
-        return None
     has_texts = frame[LENGTH].notna()
     return Numbers(frame[has_texts], low[has_texts], high[has_texts])

@@ -20,13 +20,12 @@ from analysis.stats.ranking import ALL_MODELS
 
 
 def overlap_table(results: Results, name: str) -> Table:
-    """Overlap of the experts with the lowest scores S(b, alpha, beta) across calibration sets, by
-    the three definitions of `overlap.agreement`. A row per model, ratio and (b, alpha, beta)."""
+    """Overlap of the experts with the lowest scores S(b, alpha, beta) across calibration sets. A
+    row per model, ratio and (b, alpha, beta)."""
     overlaps = results.overlaps
     variants = [
         overlap.variant_name(*variant) for variant in overlaps[overlap.VARIANT].to_numpy(int)
     ]
-    measures = ("Triple", "Pairwise", "Jaccard")
     columns: Columns = {
         "Model": "model",
         "Pruned": "ratio",
@@ -34,17 +33,17 @@ def overlap_table(results: Results, name: str) -> Table:
         "b": ("b", "{:.0f}"),
         "α": ("alpha", "{:.0f}"),
         "β": ("beta", "{:.0f}"),
-        **{name: (name.lower(), SCORE) for name in measures},
-        **{f"{name}, by chance": (f"chance_{name.lower()}", SCORE) for name in measures},
+        "Overlap": ("overlap", SCORE),
+        "By chance": ("chance", SCORE),
     }
     return Table(
         name=name,
         title="Overlap of the experts to prune across calibration sets",
-        caption="Triple: share of the lowest experts that is the same under all calibration sets; "
-        "pairwise: mean over pairs of sets; Jaccard: intersection over union. (1,0,0) scores all "
-        f"experts alike. Based on {pass_setup(results.study)}",
+        caption="Share of the lowest experts that is the same under all calibration sets, mean "
+        "over layers, and its expectation for random sets. (1,0,0) scores all experts alike. "
+        f"Based on {pass_setup(results.study)}",
         **frame_and_formats(overlaps.assign(variant=variants), columns),
-        best=dict.fromkeys(measures, "max"),
+        best={"Overlap": "max"},
         blocks=("Model", "Pruned"),
     )
 
@@ -124,17 +123,17 @@ def effect_table(overlaps: pd.DataFrame, name: str) -> Table:
     """Mean overlap of all scores S(b, alpha, beta) with one value of b, of alpha or of beta (left
     part of Fig. 4). overlaps: see `overlap.mean_over_models`."""
     effects = overlap.component_effects(overlaps)
-    effects = effects.sort_values("ratio", kind="stable").assign(value=effects["level"].astype(str))
+    effects["level"] = effects["level"].astype(str)
     columns: Columns = {
         "Pruned": "ratio",
         "Parameter": "component",
-        "Value": "value",
+        "Value": "level",
         "Overlap": ("overlap", SCORE),
     }
     return Table(
         name=name,
         title="Overlap by the parameters of the scores",
-        caption="Mean overlap (triple) over models and all usable variants with this b, α or β.",
+        caption="Mean overlap over models and all usable variants with this b, α or β.",
         **frame_and_formats(effects, columns),
         blocks=("Pruned", "Parameter"),
     )
@@ -144,8 +143,8 @@ def _squares(overlaps: pd.DataFrame) -> pd.DataFrame:
     """A square for each variant (b, alpha, beta), shaded by the variant's overlap: the columns of
     `marks.heat_map` but for "panel".
 
-    overlaps: a row per variant, with the columns b, alpha, beta and triple (the overlap)."""
-    by_variant = overlaps.set_index(list(overlap.VARIANT))["triple"]
+    overlaps: a row per variant, with the columns b, alpha, beta and overlap."""
+    by_variant = overlaps.set_index(list(overlap.VARIANT))["overlap"]
     rows = []
     for b, alpha, beta in product((0, 1), (0, 1, 2), (0, 1, 2)):
         share = by_variant.get((b, alpha, beta), np.nan)

@@ -3,7 +3,6 @@ methods."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -34,12 +33,12 @@ def ranking(results: Results, name: str) -> list[Item]:
 
 
 @output("ranking.loss", chapter="ranks", needs=LOSSES)
-def ranking_by_loss(results: Results, name: str) -> list[Item]:
+def ranking_by_loss(results: Results, name: str) -> Table | None:
     """All plans by their mean loss on right answers, where lower is better."""
-    return [
-        replace(item, caption=f"{CAPTION} {item.caption}")
-        for item in ranking(results.by_answer_loss, name)
-    ]
+    if not results.by_answer_loss.rankings:
+        return None
+    table = ranking_table(results.by_answer_loss, name)
+    return replace(table, caption=f"{CAPTION} {table.caption}")
 
 
 def ranking_table(results: Results, name: str) -> Table:
@@ -186,10 +185,7 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
             low, high = chance.limits(ranking.plans_tested)
             axes.axvspan(low, high, color=style.RULE, alpha=0.6, linewidth=0)
         axes.axvline(ranking.unpruned_score, **style.DASHED)  # not drawn if it is NaN
-    legend_entries: list[Artist] = []
-    if not math.isnan(first_ranking.unpruned_score):
-        unpruned = f"unpruned {first_ranking.unpruned_score:.3f}"
-        legend_entries.append(style.legend_entry(unpruned, **style.DASHED))
+    legend_entries: list[Artist] = [style.legend_entry("unpruned", **style.DASHED)]
     sentences = [
         f"{first_ranking.mean_name} of every plan with its 95 % interval, best first.",
         _caption(rankings),

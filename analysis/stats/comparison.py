@@ -126,6 +126,8 @@ class Comparison:
 
     def _seed_means(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Means (cells, columns) of `frame` (plans, columns) over the plans of each cell."""
+        if len(self.cells) == len(self.all_cells):  # each cell is one plan
+            return frame
         return frame.groupby(self._representatives, sort=False).mean().reindex(self.cells.index)
 
     @cached_property

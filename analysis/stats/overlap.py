@@ -4,7 +4,6 @@ damage: Figures 3 to 5 of Unified Expert Pruning."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,6 @@ VARIANT = ["b", "alpha", "beta"]
 DEGENERATE_VARIANT = (1, 0, 0)
 """The variant (b, alpha, beta) whose score N^-1 N is the same for every expert."""
 
-MEASURES = ("triple", "pairwise", "jaccard")
-"""Names of the definitions of overlap in `agreement`."""
-
 
 def bottom_sets(scores: np.ndarray, ratio: float) -> np.ndarray:
     """For `scores` (..., experts), booleans of the same shape: whether each expert is in the bottom
@@ -36,36 +32,23 @@ def bottom_sets(scores: np.ndarray, ratio: float) -> np.ndarray:
 
 
 def agreement(sets: np.ndarray) -> dict[str, float]:
-    """Overlap of bottom sets by each definition in MEASURES, averaged over layers.
+    """Agreement of bottom sets. Keys, whose values are NaN if the bottom sets are empty:
+
+    - overlap: share of a bottom set that is in the bottom sets of all calibration sets, averaged
+      over layers
+    - chance: expectation of this share if bottom sets were drawn at random
 
     sets: booleans (calibration sets, layers, experts): whether an expert is in the bottom set of
     its layer. All bottom sets have the same number of experts.
-
-    Keys of the result, whose values are NaN if the bottom sets are empty:
-
-    - triple: share of a bottom set that is in the bottom sets of all calibration sets
-    - pairwise: share of a bottom set that is in the bottom set of another calibration set, averaged
-      over pairs of calibration sets
-    - jaccard: size of the intersection of all bottom sets / size of their union
-    - chance_<measure>: expectation of the measure if bottom sets were drawn at random; for jaccard,
-      expected size of the intersection / expected size of the union
     """
     size = int(sets[0, 0].sum())
-    experts = sets.shape[-1]
     if size == 0:
-        return {key: np.nan for name in MEASURES for key in (name, f"chance_{name}")}
-    # sizes of intersections (layers,)
+        return {"overlap": np.nan, "chance": np.nan}
     common_sizes = sets.all(axis=0).sum(axis=-1)
-    pairs = [(first & second).sum(axis=-1) for first, second in combinations(sets, 2)]
-    probability = size / experts  # that an expert is in a random bottom set
-    n_calibrations = len(sets)
     return {
-        "triple": float(np.mean(common_sizes / size)),
-        "pairwise": float(np.mean(pairs) / size),
-        "jaccard": float(np.mean(common_sizes / sets.any(axis=0).sum(axis=-1))),
-        "chance_triple": probability ** (n_calibrations - 1),
-        "chance_pairwise": probability,
-        "chance_jaccard": probability**n_calibrations / (1 - (1 - probability) ** n_calibrations),
+        "overlap": float(np.mean(common_sizes / size)),
+        # a random bottom set has an expert with the probability size / experts
+        "chance": (size / sets.shape[-1]) ** (len(sets) - 1),
     }
 
 
@@ -73,7 +56,7 @@ def calibration_overlap(family: pd.DataFrame) -> pd.DataFrame:
     """Overlap between calibration sets, one row per model,
     variant and ratio; columns `model`, `ratio`, `b`, `alpha`, `beta`, and the keys of `agreement`.
 
-    For DEGENERATE_VARIANT, the columns `triple`, `pairwise` and `jaccard` are NaN.
+    For DEGENERATE_VARIANT, the column `overlap` is NaN.
 
     family: see `Study.family`.
     """
@@ -90,7 +73,7 @@ def calibration_overlap(family: pd.DataFrame) -> pd.DataFrame:
                 )
                 # all experts have equal scores, so their indices alone decide the bottom sets
                 if variant == DEGENERATE_VARIANT:
-                    overlap |= dict.fromkeys(MEASURES, np.nan)
+                    overlap["overlap"] = np.nan
                 parameters = dict(zip(VARIANT, variant, strict=True))
                 rows.append({**key, "ratio": ratio, **parameters, **overlap})
     return pd.DataFrame(rows)
@@ -128,17 +111,17 @@ def mean_over_models(overlaps: pd.DataFrame) -> pd.DataFrame:
 
 
 def component_effects(overlaps: pd.DataFrame) -> pd.DataFrame:
-    """Mean overlap, at one ratio, of all variants with the same value of one parameter; one row per
-    parameter, value and ratio.
+    """Mean overlap of all variants with the same value of one parameter; one row per ratio,
+    parameter and value.
 
-    Columns: component (a parameter in VARIANT), level (the parameter's value), ratio, and overlap
-    (mean of the overlaps `triple` that are not NaN).
+    Columns: ratio, component (a parameter in VARIANT), level (the parameter's value), and overlap
+    (mean of the overlaps that are not NaN).
     """
-    levels = overlaps.dropna(subset=["triple"]).melt(
-        id_vars=["ratio", "triple"], value_vars=VARIANT, var_name="component", value_name="level"
+    levels = overlaps.dropna(subset=["overlap"]).melt(
+        ["ratio", "overlap"], VARIANT, var_name="component", value_name="level"
     )
-    means = levels.groupby(["component", "ratio", "level"], sort=True)["triple"].mean()
-    return means.rename("overlap").reset_index()[["component", "level", "ratio", "overlap"]]
+    means = levels.groupby(["ratio", "component", "level"])["overlap"].mean()
+    return means.reset_index()
 
 
 def proxy_overlap(family: pd.DataFrame, damage: pd.DataFrame) -> pd.DataFrame:

@@ -196,22 +196,16 @@ def tables_and_figures(study: Study) -> tuple[dict[str, Table], dict[str, Figure
 
 
 def panel_contents(figure: Figure) -> list[dict[str, Any]]:
-    """The content of each panel of a figure: texts, and positions and colours of ticks, lines,
-    bars, points and images. The first entry is of the legends and the size in inches."""
-    legends = figure.drawing.legends
+    """The content of each panel of a figure: texts, and positions and colours of lines, bars,
+    points and images. The first entry is of the legends."""
+    legends = [legend.get_texts() for legend in figure.drawing.legends]
     return [
-        {
-            "legend": [text.get_text() for legend in legends for text in legend.get_texts()],
-            "keys": [_look(line) for legend in legends for line in legend.get_lines()],
-            "size": _rounded_numbers(figure.drawing.get_size_inches()),
-        },
+        {"legend": [text.get_text() for texts in legends for text in texts]},
         *(_panel(axes) for axes in figure.drawing.axes if axes.get_visible()),
     ]
 
 
 def _panel(axes: Axes) -> dict[str, Any]:
-    ticks = [*_ticks(axes.xaxis), *_ticks(axes.yaxis)]
-    labels = [*(label for label, _ in ticks), *(text.get_text() for text in axes.texts)]
     lines = [
         {"of": f"{line.get_label()} {_look(line)}", "at": _rounded_numbers(line.get_xydata())}
         for line in axes.get_lines()
@@ -222,17 +216,19 @@ def _panel(axes: Axes) -> dict[str, Any]:
     ]
     marks: list[Any] = [image.get_array() for image in axes.get_images()]
     for points in axes.collections:
-        marks += [points.get_offsets()] if isinstance(points, PathCollection) else []
-        marks += (
-            [path.vertices for path in points.get_paths()]
-            if not isinstance(points, PathCollection)
-            else []
-        )
+        if isinstance(points, PathCollection):
+            marks.append(points.get_offsets())
+        else:
+            marks += [path.vertices for path in points.get_paths()]
+    texts = [text.get_text() for text in axes.texts]
     return {
         "title": axes.get_title(loc="left"),
-        "limits": _rounded_numbers([axes.get_xlim(), axes.get_ylim()]),
-        "words": [axes.get_xlabel(), axes.get_ylabel(), *labels],
-        "ticks": _rounded_numbers([position for _, position in ticks]),
+        "words": [
+            axes.get_xlabel(),
+            axes.get_ylabel(),
+            *map(_ticks, (axes.xaxis, axes.yaxis)),
+            *texts,
+        ],
         "lines": lines,
         "bars": bars,
         "marks": [_rounded_numbers(mark) for mark in marks],
@@ -256,17 +252,13 @@ def captions(items: Iterable[Table | Figure], store: Path) -> list[str]:
     return sorted(lines)
 
 
-def _ticks(axis: Axis) -> list[tuple[str, float]]:
-    """(label, position) in the visible range; outside of it, versions of matplotlib differ."""
+def _ticks(axis: Axis) -> str:
+    """The labels in the visible range; outside of it, versions of matplotlib differ."""
     low, high = sorted(axis.get_view_interval())
     axis.get_ticklabels()  # which brings the ticks up to date
-    ticks = []
-    for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
-        for label in (tick.label1, tick.label2):
-            is_shown = label.get_visible() and label.get_text()
-            if is_shown and low <= tick.get_loc() <= high:
-                ticks.append((label.get_text(), float(tick.get_loc())))
-    return ticks
+    ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+    shown = [tick.label1 for tick in ticks if low <= tick.get_loc() <= high]
+    return ", ".join(label.get_text() for label in shown)
 
 
 def _outline(patch: Patch) -> list[float | None]:

@@ -46,7 +46,7 @@ def first_solved(count: int, items: int = 40) -> list[int]:
 def cells_of(axes: list[dict[str, Any]]) -> pd.DataFrame:
     """A frame of cells, a row for each of `axes`. Axes that are left out have default values."""
     defaults = {"model": "m", "calibration": "pocket_code", "recovery": "none"}
-    defaults |= {"gate": "model", "seed": 42, "protocol": None}
+    defaults |= {"gate": "model", "seed": 42}
     frame = pd.DataFrame([{**defaults, **row} for row in axes]).rename_axis("cell")
     is_pruned = frame["criterion"] != "none"
     is_unusual = (frame["allocation"] != "uniform") | (frame["granularity"] == "channel")

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from handmade import UNPRUNED, cell, comparison_of, study_of
 from synthetic import edited_document, record_path, write_json, write_store
 
 from analysis import names, report
@@ -190,23 +189,6 @@ def test_passes_are_shown_for_the_first_gate(two_gates: Study) -> None:
             assert "gate=model (of model and softmax)" in output.caption, output.name
     assert two_gates.gaps == []
     assert set(two_gates.family["calibration"]) == {"pocket_code", "pocket_math"}
-
-
-@pytest.mark.parametrize(
-    ("seeds", "text"),
-    [
-        ({"reap": (42,), "man": (42,)}, "seed 42;"),
-        ({"reap": (1, 2), "man": (1, 2)}, "seeds 1 and 2, 2 of each method;"),
-        (
-            {"reap": (42,), "man": (42,), "random": (1, 2, 3)},
-            "seeds 42, 1, 2 and 3, 1 to 3 of each method;",
-        ),
-    ],
-)
-def test_caption_names_the_seeds_of_methods(seeds: dict[str, tuple[int, ...]], text: str) -> None:
-    plans = [cell(name, seed=seed) for name, of_name in seeds.items() for seed in of_name]
-    study = study_of(comparison_of([UNPRUNED, *plans], {"gsm8k": [[1]] * (1 + len(plans))}))
-    assert captions.run_setup(study).startswith(text)
 
 
 @pytest.fixture

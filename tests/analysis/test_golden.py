@@ -15,7 +15,6 @@ import pytest
 from golden_store import GOLDEN
 from matplotlib.axis import Axis
 from matplotlib.text import Text
-from PIL import Image
 
 from analysis.load.study import Study
 from analysis.registry import outputs
@@ -145,18 +144,6 @@ def test_every_figure_fits_a_paper(items: GoldenItems) -> None:
     for name, figure in items.figures.items():
         width, height = (float(inches) for inches in figure.drawing.get_size_inches())
         assert style.PAGE / 2 < width <= style.PAGE and height > 1.5, name
-
-
-# files of others are looked at by the report's tests
-@pytest.mark.parametrize("name", ["winners", "coverage.fig2", "aimer.fig6"])
-def test_files_of_figures_have_their_size(name: str, items: GoldenItems, tmp_path: Path) -> None:
-    figure = items.figures[name]
-    width, height = (float(inches) for inches in figure.drawing.get_size_inches())
-    [png], [pdf] = (style.write(figure, tmp_path, form) for form in ("png", "pdf"))
-    expected = width * style.DPI, height * style.DPI
-    assert Image.open(png).size == pytest.approx(expected, abs=1), name
-    box = re.search(rb"/MediaBox \[ ?0 0 ([\d.]+)", pdf.read_bytes())
-    assert box is not None and float(box[1]) == pytest.approx(72 * width, abs=0.5), name
 
 
 class TextBoxes(NamedTuple):

@@ -10,7 +10,6 @@ import pytest
 from handmade import UNPRUNED, cell, comparison_of, first_solved, results_of, study_of
 from scipy.stats import bartlett, studentized_range, t, ttest_1samp
 
-from analysis.outputs.ranking import _figure
 from analysis.registry import find
 from analysis.stats import ranking
 from analysis.stats.chance import chance_from_scores
@@ -428,11 +427,3 @@ def test_ranking_lists_all_plans_best_first(several: Comparison) -> None:
     assert labels[-1] == "Random"
     assert len(labels) == 4
     assert "one seed" in text and "one seed" in table.caption, "MAN has one"
-
-
-def test_missing_score_of_the_unpruned_model_has_no_legend_entry(several: Comparison) -> None:
-    [first] = ranking.rankings([several])
-    for score, entries in ((0.5, ["unpruned 0.500"]), (np.nan, [])):
-        drawing = _figure([replace(first, unpruned_score=score)], "ranking", []).drawing
-        texts = [text.get_text() for legend in drawing.legends for text in legend.get_texts()]
-        assert [text for text in texts if "unpruned" in text] == entries

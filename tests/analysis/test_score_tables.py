@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from handmade import (
-    SCORES,
     UNPRUNED,
     cell,
     cells_of,
@@ -35,7 +34,6 @@ from analysis.outputs.published import published_key
 from analysis.outputs.score_rows import pareto_front
 from analysis.published.numbers import counterparts
 from analysis.registry import Results, find
-from analysis.render import style
 from analysis.render import table as rendering
 from analysis.render.style import Figure
 from analysis.render.table import Table
@@ -91,44 +89,14 @@ def rows(table: Table, pruned: str = "50 %") -> pd.DataFrame:
     return table.frame[table.frame["Pruned"] == pruned].set_index("Criterion")
 
 
-PROTOCOLS = {"m": ("acc", "heapr"), "n": ("acc_norm", "heapr_norm")}
-"""Model -> metric and protocol."""
-
-
-@pytest.fixture(scope="module")
-def two_protocols() -> Table:
-    """The channel choices of a model, in a study with another that has another metric."""
-    first_model = made(AXES, dict.fromkeys(names.HEAPR, SOLVED["arc_easy"]))
-    cells = [
-        first_model.all_cells.assign(model=model, protocol=protocol)
-        for model, (_, protocol) in PROTOCOLS.items()
-    ]
-    study = study_of(first_model, COSTS)
-    study.cells = pd.concat(cells, ignore_index=True)
-    study.results = pd.DataFrame(
-        [
-            {"cell": cell, "n": 20, "benchmark": name, **SCORES, "metric": PROTOCOLS[model][0]}
-            for cell, model in study.cells["model"].items()
-            for name in names.HEAPR
-        ]
-    )
-    return table_named("heapr.table2", results_of(study, [first_model]))
-
-
-def test_channel_choices_have_the_columns_of_the_paper(two_protocols: Table) -> None:
+def test_channel_choices_have_the_columns_of_the_paper() -> None:
     """Seven benchmarks, and their plain mean."""
-    frame = two_protocols.frame
+    comparison = made(AXES, dict.fromkeys(names.HEAPR, SOLVED["arc_easy"]))
+    table = table_named("heapr.table2", results_of(study_of(comparison, COSTS), [comparison]))
     columns = [names.benchmark(name) for name in names.HEAPR]
-    assert list(frame.columns)[3:11] == [*columns, "Mean"]
-    assert "Avg" not in frame
-    assert rows(two_protocols).loc["HEAPr-G", "Mean"] == pytest.approx(16 / 20)
-
-
-def test_caption_names_the_protocol_of_each_model(two_protocols: Table) -> None:
-    """And has no word about metrics that differ from model to model."""
-    caption = two_protocols.caption
-    assert "m by heapr and n by heapr_norm" in caption
-    assert "not comparable" not in caption
+    assert list(table.frame.columns)[3:11] == [*columns, "Mean"]
+    assert "Avg" not in table.frame
+    assert rows(table).loc["HEAPr-G", "Mean"] == pytest.approx(16 / 20)
 
 
 @pytest.fixture(scope="module")
@@ -277,15 +245,6 @@ def recovered() -> Comparison:
 
 def storage_sizes(*sizes: int) -> list[dict[str, float]]:
     return [{"storage_bytes": size * 2**20, "routed_kept": size / 8} for size in sizes]
-
-
-def test_lines_of_the_unpruned_model_are_dashed_and_of_a_criterion_have_its_colour() -> None:
-    methods = ["reap", names.method_key("reap", "evolutionary"), "none"]
-    rows = pd.DataFrame({"method": methods, "label": list(map(names.method, methods))})
-    unpruned, first, second = score_rows.criterion_entries(rows).values()
-    assert first.get_color() == second.get_color() == style.colour("reap")
-    assert first.get_marker() != second.get_marker()
-    assert unpruned.is_dashed() and not first.is_dashed()
 
 
 def test_storage_figure_has_a_line_for_each_method_with_each_recovery(
@@ -477,14 +436,6 @@ def test_layer_without_differences_has_no_profile() -> None:
         1,
         0.5,
     ]
-
-
-def test_panels_are_ordered_by_ratio_then_calibration_set() -> None:
-    ratios_and_sets = [(0.5, "pocket_text"), (0.25, "pocket_text"), (0.25, "pocket_code")]
-    axes = [cell("reap", ratio=ratio, calibration=name) for ratio, name in ratios_and_sets]
-    comparison = comparison_of([UNPRUNED, *axes], {"gsm8k": [first_solved(20)] * 4})
-    panels = [(panel.ratio, panel.calibration) for panel in comparison.panels]
-    assert panels == ratios_and_sets[::-1]
 
 
 def test_speeds_are_medians_with_quartiles() -> None:
