@@ -32,6 +32,11 @@ class PrunedConfig(Config):
 
     model_type = "pruned_" + KIND
 
+    def __post_init__(self, per_layer_config: Any = None, **fields: Any) -> None:
+        # it says for other programs what `pruned` says; transformers would refuse to read a field
+        # of the whole model that differs between layers
+        super().__post_init__(**fields)
+
 
 class PrunedForCausalLM(Model):
     """`Model`, the model class of the family, with MoE layers of the shapes in `config.pruned`."""

@@ -6,7 +6,7 @@ Model names appear only in this file, in the ports named below and in conf/model
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -191,9 +191,8 @@ class Family:
             raise UserError(f"a decoder layer has several MoE blocks: {', '.join(sorted(blocks))}")
         return tensors
 
-    def prediction_experts(self, names: Iterable[str]) -> dict[str, ExpertTensor]:
+    def prediction_experts(self, names: Collection[str]) -> dict[str, ExpertTensor]:
         """What `expert_tensors` returns, for the extra prediction layers alone."""
-        names = list(names)
         prefixes = prediction_prefixes(names)
         return self._expert_tensors(name for name in names if name.startswith(prefixes))
 

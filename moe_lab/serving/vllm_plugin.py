@@ -125,7 +125,9 @@ def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
     fields = {index: {**default_fields, **changed} for index, changed in changes.items()}
     maxima = {name: max(layer_fields[name] for layer_fields in fields.values()) for name in names}
     family_fields = {
-        name: value for name, value in config.items() if name not in (EXPORT_FIELD, "auto_map")
+        name: value
+        for name, value in config.items()
+        if name not in (EXPORT_FIELD, "auto_map", "per_layer_config")
     }
     # the original values of fields that the export has replaced, such as the model type
     stock_fields = export_settings["stock"]

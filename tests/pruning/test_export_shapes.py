@@ -13,9 +13,11 @@ from identities.plans import check_refused, random_plan
 from processes import run_without_moe_lab
 from safetensors.torch import load_file, save_file
 from tiny import load, logits, weights
+from transformers import AutoConfig
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
+from moe_lab.models.families import COUNT_FIELDS
 from moe_lab.pruning.export import export
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
@@ -189,6 +191,7 @@ def test_config_of_uneven_export_keeps_the_other_fields(tmp_path: Path) -> None:
             "stock": {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]},
             "layers": {str(layer): {"experts": len(ids)} for layer, ids in retained.items()},
         },
+        "per_layer_config": {"1": {"num_local_experts": 9}, "2": {"num_local_experts": 5}},
         "model_type": "pruned_qwen3_moe",
         "architectures": ["PrunedForCausalLM"],
         "auto_map": {
@@ -197,6 +200,24 @@ def test_config_of_uneven_export_keeps_the_other_fields(tmp_path: Path) -> None:
         },
         "output_router_logits": False,
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("olmoe", "one width"), *((name, "uneven") for name in ("mixtral", "deepseek_v3", "jamba"))],
+)
+def test_transformers_knows_the_sizes_of_each_layer(name: str, way: str, tmp_path: Path) -> None:
+    """By the fields of the family."""
+    model = tiny.save(name, tmp_path / "model")
+    plan = random_plan(model, way, width=(8, 24, 16))
+    config = config_of(export(tmp_path / "model", plan, tmp_path / "out"))
+    read = AutoConfig.for_model(**config | config["pruned"]["stock"])
+    for number, layer in plan.layers.items():
+        fields = read.per_layer_config[number]
+        assert {len(layer.retained)} == {
+            getattr(fields, field) for field in COUNT_FIELDS if hasattr(fields, field)
+        }
+        assert not layer.widths or {fields.intermediate_size} == {*layer.widths}
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ one new width."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ ANY_DIGIT = "[0-9]"
 
 
 def describe_export(
-    config: dict[str, Any], fields: Mapping[str, Any], form: Form, names: Iterable[str]
+    config: dict[str, Any], fields: Mapping[str, Any], form: Form, names: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """(config.json of the export, file name -> source code of the files that load the export).
     There are no such files if transformers alone can load the export.
@@ -61,7 +61,7 @@ def describe_export(
     text_config = edited.get("text_config", edited)
     defaults = {name: value for name, value in fields.items() if name not in text_config}
     text_config.update(defaults)
-    kind = str(config.get("model_type", ""))
+    kind = config.get("model_type", "")
     if ported_code := port_files(kind):
         module = f"modeling_{PORTS[kind].file}.{PORTS[kind].base}"
         edited["auto_map"] = {
@@ -86,7 +86,7 @@ def describe_export(
 
 
 def _stock_config(
-    config: dict[str, Any], form: Form, names: Iterable[str]
+    config: dict[str, Any], form: Form, names: Collection[str]
 ) -> dict[str, Any] | None:
     """`config` with the width of the experts in `form`, of which all layers have the same number;
     None if the family's own configuration cannot describe `form`. `names`: names of the original's
@@ -107,18 +107,30 @@ def _uneven_config(config: dict[str, Any], form: Form) -> dict[str, Any]:
 
     The export gets a new model type: the family's own class would fill missing weights with random
     numbers. In the field `LAYERS_FIELD`, "layers" has the shape of each layer, and "stock" the
-    original values of the fields that are replaced here."""
+    original values of the fields that are replaced here. "per_layer_config" has the fields that
+    differ in a layer, as transformers writes them, for other programs."""
     kind = config.get("model_type", "")
     replaced_fields = ("model_type", "architectures", *(["auto_map"] if kind in PORTS else []))
     original_fields: dict[str, Any] = {
         name: config[name] for name in replaced_fields if name in config
     }
+    count_fields = list(filter(config.__contains__, COUNT_FIELDS))
+    width_field = next(filter(config.__contains__, WIDTH_FIELDS), "")
     layers = {}
+    overrides = {}
     for number, layer in form.items():
         fields = {"width": layer.width, "widths": layer.widths, "owners": layer.owners}
-        fields["constants"] = True if layer.constants is not None else None
+        fields["constants"] = layer.constants is not None or None
         present_fields = {name: value for name, value in fields.items() if value is not None}
         layers[str(number)] = {"experts": len(layer.experts), **present_fields}
+        values = dict.fromkeys(count_fields, len(layer.experts))
+        if layer.width:
+            values[width_field] = layer.width
+        differing = {name: value for name, value in values.items() if config[name] != value}
+        if differing and not layer.widths:  # no field describes packed experts
+            overrides[str(number)] = differing
+    if overrides:
+        config["per_layer_config"] = overrides
     config["model_type"] = f"{PRUNED}{kind}"
     config["architectures"] = ["PrunedForCausalLM"]
     config["auto_map"] = {

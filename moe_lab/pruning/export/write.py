@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX, Checkpoint
 from moe_lab.models.files import BESIDE, DESCRIBING, paths_in
-from moe_lab.pruning.export.chunks import Chunk, ExportedTensor, Span
+from moe_lab.pruning.export.chunks import ExportedTensor, Span
 
 CARD = "README.md"
 KEEP_LIST = "reap_selection.json"
@@ -92,7 +92,7 @@ def write_weights(
             continue
         with new_file(folder / shard) as target:
             target.write(_header(tensors, checkpoint.metadata[shard]))
-            for chunk in _merge_spans(tensors):
+            for chunk in (chunk for tensor in tensors for chunk in tensor.chunks):
                 if isinstance(chunk, Span):
                     with (checkpoint.folder / chunk.shard).open("rb") as source:
                         _copy(source, target, chunk.start, chunk.size)
@@ -147,19 +147,6 @@ def _header(tensors: Sequence[ExportedTensor], metadata: Mapping[str, str]) -> b
         }
         position = end
     return header_bytes(fields)
-
-
-def _merge_spans(tensors: Sequence[ExportedTensor]) -> list[Chunk]:
-    """All chunks of a file in order, with adjacent byte ranges merged."""
-    chunks: list[Chunk] = []
-    for chunk in (chunk for tensor in tensors for chunk in tensor.chunks):
-        last = chunks[-1] if chunks else None
-        # both are in the same file, and `chunk` begins where `last` ends
-        if isinstance(last, Span) and chunk == Span(last.shard, last.start + last.size, chunk.size):
-            chunk = Span(last.shard, last.start, last.size + chunk.size)
-            chunks.pop()
-        chunks.append(chunk)
-    return chunks
 
 
 def _copy(source: BinaryIO, target: BinaryIO, start: int, size: int) -> None:

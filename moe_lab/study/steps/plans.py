@@ -119,8 +119,7 @@ def check_plan_file(cell: Cell) -> None:
     if plan is None:
         return
     folder = Path(resolve(cell.model.path)).expanduser()
-    if cell.allocation.replacement == "none":  # otherwise a further step aligns the plan
-        plan.check_aligned()
+    plan.check_aligned()
     if plan.provenance.get("model_sha256") and folder.is_dir():
         plan.check_origin([("model_sha256", partial(fingerprint, folder))], cell.model.path)
 
