@@ -14,6 +14,7 @@ import torch
 from fake_engines import collect_replies, evaluate_into, generate, log_likelihood, vllm_with_replies
 from harness_files import shipped_items
 from transformers import GenerationConfig
+from transformers.generation import utils as generation
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, run
@@ -147,6 +148,8 @@ def test_loop_writes_what_transformers_does_whatever_answers_are_read(
     rows = answer_rows(loop.prompts, loop.texts)
     monkeypatch.setattr(hf, "max_logit_tokens", lambda model: tokens)
     monkeypatch.setattr(hf, "PASS_TOKENS", pass_tokens)
+    warnings: list[str] = []
+    monkeypatch.setattr(generation.logger, "warning", warnings.append)
     sizes = sizes_of_passes(loop.model)
     texts = together(loop.model, loop.prompts, ends, rows)
     written = [ended(text.tokens, ends) for text in texts]
@@ -155,6 +158,7 @@ def test_loop_writes_what_transformers_does_whatever_answers_are_read(
     read = tokens > 80 and loop.name not in ("qwen3_next", "minimax")
     assert (sizes[0][0] < len(loop.prompts)) == (read and pass_tokens == 70)
     assert [text.likelihood is not None for text in texts] == [bool(row and read) for row in rows]
+    assert not warnings
     for text, row in zip(texts, rows, strict=True):
         if text.likelihood:
             (alone,) = log_likelihoods(loop.model, [row], 1)

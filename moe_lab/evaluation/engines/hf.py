@@ -126,6 +126,11 @@ class Batch:
         None if the answer cannot be read with the prompt."""
         return [_readable_answer(prompt) for prompt in self.prompts]
 
+    @property
+    def without_answers(self) -> Batch:
+        """The same prompts without right answers."""
+        return replace(self, prompts=[replace(prompt, answer=None) for prompt in self.prompts])
+
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
@@ -192,7 +197,8 @@ def generate_tokens(model: Any, batch: Batch) -> list[NewTokens]:
         pad_token_id=batch.padding,
         use_cache=True,
     )
-    ids, attention = (tensor.to(model.device) for tensor in _padded_inputs(batch))
+    # transformers warns of tokens that are hidden at the end, as of answers of unequal lengths
+    ids, attention = (tensor.to(model.device) for tensor in _padded_inputs(batch.without_answers))
     texts: list[NewTokens] = []
     with patch.object(model, "generation_config", settings):
         model.generate(
@@ -283,12 +289,13 @@ def _generate(
 def _read_parts(
     model: Any, ids: torch.Tensor, inputs: dict[str, Any], batch: Batch, texts: list[NewTokens]
 ) -> tuple[Any, torch.Tensor, dict[str, Any]]:
-    """Do as `_read`, in several passes if the batch has more than PASS_TOKENS tokens. Each pass
-    reads prompts of similar lengths, which need little padding, and takes little memory."""
-    token_inputs = _token_inputs(ids, inputs)
-    parts = math.ceil(ids.numel() / PASS_TOKENS)
-    if parts == 1 or not _has_plain_inputs(model, inputs, token_inputs):
-        return _read(model, ids, inputs, batch, texts)
+    """Do as `_read`, with right answers if they can be removed from the cache. If the batch then
+    has more than PASS_TOKENS tokens, it is read in several passes. Each pass reads prompts of
+    similar lengths, which need little padding, and takes little memory."""
+    if not _has_plain_inputs(model, inputs, _token_inputs(ids, inputs)):
+        return _read(model, ids, inputs, batch.without_answers, texts)
+    padded_ids, _ = _padded_inputs(batch)
+    parts = math.ceil(padded_ids.numel() / PASS_TOKENS)
     results = []
     rows = math.ceil(len(ids) / parts)
     for start in range(0, len(ids), rows):
@@ -353,11 +360,7 @@ def _read(
     # logits are needed from this position on: they predict the token at the next position
     first_position = min([longest, *starts]) - 1
     logit_count = len(ids) * (ids.shape[1] - first_position)
-    if (
-        not starts
-        or logit_count > max_logit_tokens(model)
-        or not _has_plain_inputs(model, inputs, token_inputs)
-    ):
+    if not starts or logit_count > max_logit_tokens(model):
         answers = [None] * len(ids)
         first_position = longest - 1
     width = ids.shape[1] if any(answers) else longest
