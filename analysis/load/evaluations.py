@@ -108,10 +108,11 @@ def _items(table: pa.Table) -> pa.Table:
 
 
 def _samples(tables: list[pa.Table]) -> pd.DataFrame:
-    """Concatenate the samples of all evaluations."""
+    """Concatenate the samples of all evaluations. Of repeated items, the first counts."""
     samples = pd.DataFrame(columns=["cell", *_SAMPLES])
     if tables:
         samples = pa.concat_tables(tables, promote_options="permissive").to_pandas()
+        samples = samples.drop_duplicates(["cell", "benchmark", "item"], ignore_index=True)
     for column in _OPTIONAL:
         samples[column] = pd.to_numeric(samples[column]) if column in samples else np.nan
     return samples
@@ -227,8 +228,7 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
     explained.
     """
     outcomes = Outcomes()
-    unique = samples.drop_duplicates(["cell", "benchmark", "item"])
-    for benchmark, rows in unique.groupby("benchmark", sort=False):
+    for benchmark, rows in samples.groupby("benchmark", sort=False):
         if benchmark not in scores.columns:
             continue
         name = str(benchmark)

@@ -32,7 +32,7 @@ CAPTION = (
     "the thought does not end. Loops: the text ends in a block of at most 50 words, or of 50 "
     "characters, that is repeated four times or more. Empty: nothing after the thought. Natural "
     "end: an end token or a stop text, outside a thought. Distinct-4: distinct sequences of four "
-    "words, as a share of all."
+    "words, as a share of all. What is the same for all texts is left out."
 )
 
 
@@ -46,8 +46,9 @@ def degeneration_table(results: Results, name: str) -> Table | None:
     # displayed column -> model -> its measures in place of scores
     measured = {}
     for measure, column in MEASURES.items():
-        study = study_of_column(results.study, measure, column)
-        measured[column] = {entry.model: entry for entry in Results(study).measured}
+        if column == LENGTH or results.study.samples[measure].nunique() > 1:
+            study = study_of_column(results.study, measure, column)
+            measured[column] = {entry.model: entry for entry in Results(study).measured}
     rows = concatenate_numbers(
         _block(scored, listed_cells(scored), str(benchmark), measured)
         for scored in results.measured

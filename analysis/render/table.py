@@ -200,15 +200,27 @@ def markdown(table: Table) -> str:
 
 def latex(table: Table) -> str:
     """The table as LaTeX for the package booktabs. The numbers marked by `best_marks` are bold."""
-    marked_frame = _marked_frame(table, r"\textbf{{{}}}", _tex)
-    text = marked_frame.to_latex(
-        index=False,
-        column_format="".join("r" if column in table.formats else "l" for column in table.frame),
-        caption=_tex(" ".join([f"{table.title}.", table.caption, *footnotes(table)])),
-        label=f"tab:{table.name}",
-        position="t",
+    texts = _marked_frame(table, r"\textbf{{{}}}", _tex)
+    head, *rows = (
+        " & ".join(cells) + r" \\" for cells in [list(texts), *texts.itertuples(index=False)]
     )
-    return f"% needs \\usepackage{{booktabs}}\n{text}"
+    align = "".join("r" if column in table.formats else "l" for column in table.frame)
+    caption = _tex(" ".join([f"{table.title}.", table.caption, *footnotes(table)]))
+    lines = [
+        r"% needs \usepackage{booktabs}",
+        r"\begin{table}[t]",
+        rf"\caption{{{caption}}}",
+        rf"\label{{tab:{table.name}}}",
+        rf"\begin{{tabular}}{{{align}}}",
+        r"\toprule",
+        head,
+        r"\midrule",
+        *rows,
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
+    ]
+    return "\n".join([*lines, ""])
 
 
 def _marked_frame(table: Table, bold: str, escape_value: Callable[[object], str]) -> pd.DataFrame:

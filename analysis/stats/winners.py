@@ -155,7 +155,7 @@ CAPTION = "Loss on right answers, in bits per byte of the answer: lower is bette
 def study_of_column(study: Study, column: str, unit: str) -> Study:
     """A copy of the study with the numbers in a column of `samples` in place of outcomes and
     scores. They count as losses in `unit`. Items without a number in this column are left out."""
-    samples = study.samples.dropna(subset=[column]).drop_duplicates(["cell", "benchmark", "item"])
+    samples = study.samples.dropna(subset=[column])
     # units NaN: all items have equal weights
     samples = samples.assign(outcome=samples[column], units=np.nan)
     summary = (

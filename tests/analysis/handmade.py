@@ -15,7 +15,7 @@ from analysis.load.study import Study
 from analysis.published.numbers import PublishedNumber, numbers, split
 from analysis.registry import Results
 from analysis.render.table import Table
-from analysis.stats import overlap, ranks
+from analysis.stats import ranks
 from analysis.stats.comparison import Comparison
 
 UNPRUNED = {
@@ -127,20 +127,6 @@ def results_of(study: Any, comparisons: list[Comparison] | None = None) -> Resul
     if comparisons is not None:
         results.comparisons = results.pruned = comparisons
     return results
-
-
-def family(
-    scores: dict[str, list[list[float]]], variant: tuple[int, int, int] = (0, 0, 1)
-) -> pd.DataFrame:
-    """A family frame from calibration set -> layers -> scores of experts, for one b, alpha and
-    beta."""
-    rows = [
-        {"model": "m", "calibration": name, "layer": layer, "expert": expert, "score": score}
-        for name, layers in scores.items()
-        for layer, values in enumerate(layers)
-        for expert, score in enumerate(values)
-    ]
-    return pd.DataFrame(rows).assign(**dict(zip(overlap.VARIANT, variant, strict=True)))
 
 
 def published_numbers(paper: str, *tables: str) -> list[PublishedNumber]:

@@ -173,12 +173,8 @@ def test_rows_of_tables_name_their_gate(name: str, two_gates: Study) -> None:
         assert not pruned.duplicated([column for column in columns if column in frame]).any(), name
 
 
-def test_labels_and_maps_of_winners_name_their_gate(two_gates: Study) -> None:
+def test_labels_name_their_gate(two_gates: Study) -> None:
     assert any("gate softmax" in label for label in labels(two_gates.cells).values())
-    items = find("winners").items(Results(two_gates))
-    [drawing] = (item.drawing for item in items if isinstance(item, Figure))
-    titles = {axes.get_title(loc="left") for axes in drawing.axes}
-    assert len(titles) == len(drawing.axes) == 2
 
 
 def test_passes_are_shown_for_the_first_gate(two_gates: Study) -> None:

@@ -266,6 +266,14 @@ def test_answers_to_an_item_are_one_outcome(store: Path) -> None:
     assert list(rows["outcome"]) == list(0.5 + first["outcome"] / 4)
 
 
+def test_repeated_items_count_once(store: Path) -> None:
+    samples = folder(store, 1, "rte") / "samples.parquet"
+    first = pd.read_parquet(samples)
+    pd.concat([first, first.assign(outcome=1 - first["outcome"])]).to_parquet(samples, index=False)
+    rows = load(store, "made_up").samples.query("cell == 1 and benchmark == 'rte'")
+    assert list(rows["outcome"]) == list(first["outcome"])
+
+
 @pytest.fixture
 def mixed(store: Path) -> Study:
     """Cells evaluated on different numbers of items, by different metrics and versions."""

@@ -13,8 +13,14 @@ import pandas as pd
 import pytest
 
 from analysis.__main__ import main
-from analysis.outputs.published import Facts, published_table
-from analysis.published.numbers import GATE_CRITERIA, PublishedNumber, numbers, split
+from analysis.outputs.published import Facts, published_key, published_table
+from analysis.published.numbers import (
+    GATE_CRITERIA,
+    PublishedNumber,
+    counterparts,
+    numbers,
+    split,
+)
 from analysis.report import published_chapter
 from analysis.stats.comparison import Comparison
 from moe_lab import criteria
@@ -260,39 +266,13 @@ def test_misprints_missing_results_and_remarks_are_told() -> None:
     assert len(noted) >= 10
 
 
-MONE = ("deepseek_moe_16b", 0.5, "mone", NOVICES, "none", "c4")
-"""The row of MoNE that replaces experts, which a reply to reviewers printed."""
-
-
-def mone_study(allocation: str) -> tuple[Any, Comparison]:
-    """A study in which MoNE has the printed score on BoolQ."""
-    printed = [
-        number.value
-        for number in handmade.published_numbers("coverage", "reply 5")
-        if number.key == MONE and number.benchmark == "boolq"
-    ]
-    right = round(printed[0] * 3270)
-    outcomes = {"boolq": [[1] * 3270, [1] * right + [0] * (3270 - right)]}
-    axes = [handmade.UNPRUNED, handmade.cell("mone", allocation, calibration="c4")]
-    comparison = handmade.comparison_of([{**cell, "model": MONE[0]} for cell in axes], outcomes)
-    study, _ = study_of(("mone",), allocation=NOVICES)
-    study.cells = comparison.all_cells
-    study.calibrations = {f"c4@{MONE[0]}": {"rows": 100, "length": 4096}}
-    fields = {"benchmark": "boolq", "metric": "acc", "folder": "f", "scale": "score", "unit": ""}
-    cells = pd.DataFrame({"cell": comparison.cells.index})
-    study.results = cells.assign(n=3270, expected=3270, **fields)
-    study.reader.json = lambda *_: {"protocol": {"harness": "lm_eval", "shots": 0}}
-    return study, comparison
-
-
-@pytest.mark.parametrize(("allocation", "criteria"), [(NOVICES, ["MoNE"]), ("uniform", [])])
-def test_mone_with_replacement_is_compared_with_the_complete_method(
-    allocation: str, criteria: list[str]
-) -> None:
-    table = verdicts(*mone_study(allocation), "coverage.table3")
-    table = table[(table["Criterion"] != "Unpruned") & (table["Benchmark"] == "BoolQ")]
-    assert table["Criterion"].tolist() == criteria
-    assert table["Verdict"].str.startswith("agrees (quoted").all()
+def test_mone_with_replacement_is_compared_with_the_complete_method() -> None:
+    """MoE-Slimming quotes MoNE, which replaces experts by constants."""
+    axes = handmade.cell("mone", NOVICES, calibration="c4", model="deepseek_moe_16b")
+    axes["recovery"] = "none"
+    rows = counterparts("coverage.table3")
+    assert "boolq" in {number.benchmark for number in rows[published_key(axes)]}
+    assert published_key({**axes, "allocation": "uniform"}) not in rows
 
 
 def test_comparison_is_made_by_name(

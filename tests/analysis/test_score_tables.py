@@ -549,7 +549,8 @@ def test_degeneration_is_compared_with_the_unpruned_model(tmp_path: Path, result
         ("reap", [1, 1, 0, 1, 1, np.nan], [30] * 5 + [np.nan]),
     ):
         [file] = store.glob(f"evaluate/*-{criterion}-*/samples.parquet")
-        write_frame(file, pd.read_parquet(file).assign(loop=loop, characters=characters))
+        texts = {"loop": loop, "characters": characters, "empty": 0}
+        write_frame(file, pd.read_parquet(file).assign(**texts))
     [table] = find("degeneration").items(Results(load(store, "made_up")))
     loops, differences = table.frame["Loops"].tolist(), table.frame["Δ Loops"].tolist()
     assert [*loops, differences[1]] == pytest.approx([1 / 6, 0.8, 0.6])
@@ -557,4 +558,5 @@ def test_degeneration_is_compared_with_the_unpruned_model(tmp_path: Path, result
     assert table.low["Δ Loops"][1] == pytest.approx(0.6 - 2.776 * np.sqrt(1.2 / 4 / 5), abs=1e-3)
     assert table.frame["Δ Characters"][1] == 20
     assert np.isnan(table.low["Δ Characters"][1]), "all pairs agree"
+    assert "Empty" not in table.frame, "no text is empty"
     assert not find("degeneration").items(results), "the study has no texts"
