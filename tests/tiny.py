@@ -21,6 +21,7 @@ from tokenizers.models import WordLevel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -376,6 +377,21 @@ def save(name: str, folder: Path, *, shard: str = "50GB", **changes: Any) -> Pre
     model.save_pretrained(folder, max_shard_size=shard)
     tokenizer().save_pretrained(folder)
     return model
+
+
+def save_composite(folder: Path, **changes: Any) -> Any:
+    """Write a model of texts and images, the fields of whose experts are below text_config, as a
+    checkpoint in `folder`; returns its text model."""
+    vision = dict.fromkeys(("hidden_size", "intermediate_size", "out_hidden_size"), 32)
+    config = AutoConfig.for_model(
+        "qwen3_5_moe",
+        text_config={**COMMON, **ARCHITECTURES["qwen3_next"], **changes},
+        vision_config={**vision, "depth": 1, "num_heads": 2},
+    )
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    randomize(model)
+    model.save_pretrained(folder)
+    return load(folder).requires_grad_(False)
 
 
 def load(folder: Path, **arguments: Any) -> Any:

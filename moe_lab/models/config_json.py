@@ -124,11 +124,9 @@ def quantization(settings: ModelConfig) -> str | None:
     """The method by which the weights of a model are quantised, such as fp8. None for plain
     weights, or without a config.json. UserError as for `quantization_of`."""
     folder = local_path(settings.path)
-    if not (folder / "config.json").is_file():
-        return quantization_method(hub_json(settings.path, settings.revision))
     if any(folder.glob("*.safetensors")):
         return quantization_of(open_checkpoint(folder))
-    return quantization_method(read_json(folder / "config.json"), folder)
+    return quantization_method(config_of(settings), folder)
 
 
 def quantization_of(checkpoint: Checkpoint) -> str | None:

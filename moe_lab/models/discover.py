@@ -17,9 +17,6 @@ from moe_lab.models.families import (
     DISK_SHARED,
     GATE_UP,
     ROUTERS,
-    UNGROUPED_METHODS,
-    UNREGISTERED_EXPERTS,
-    UNSUPPORTED,
     Family,
     family_of,
     split,
@@ -209,11 +206,19 @@ def routed_layers(model: nn.Module) -> list[MoELayer]:
     a model that is not supported."""
     kind = _model_type(model)
     names = [name for name, module in model.named_modules() if is_experts(module)]
-    reason = UNSUPPORTED.get(kind)
-    if not names and reason is None:
-        parts = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-        has_experts = parts & {"experts", "router"}
-        reason = UNREGISTERED_EXPERTS if has_experts else "has no routed experts"
+    reason = None
+    # hyper-connections
+    streams = getattr(_text_config(model), "hc_mult", 1)
+    if streams > 1:
+        reason = f"keeps hc_mult={streams} residual streams, and statistics are of one"
+    if not names:
+        parts = [name.rpartition(".")[2] for name, _ in model.named_modules()]
+        reason = "has no routed experts"
+        if any(part == "experts" or "router" in part for part in parts):
+            reason = (
+                "does not hand its experts to transformers' experts registry, so moe_lab cannot "
+                "observe or prune them"
+            )
     if reason is not None:
         raise UserError(f"model_type={kind} is not supported: it {reason}")
     layers = [_moe_layer(model, name, kind) for name in names]
@@ -243,6 +248,13 @@ def _model_type(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
 
 
+def _text_config(model: nn.Module) -> Any:
+    """The configuration of the text part of a model, which has a model_type of its own if the model
+    also reads images. None for a module without configuration."""
+    config: Any = getattr(model, "config", None)
+    return config and config.get_text_config()
+
+
 def _moe_layer(model: nn.Module, name: str, kind: str) -> MoELayer:
     """The MoE layer whose experts module has the path `name`. `kind`: model_type."""
     experts = model.get_submodule(name)
@@ -256,9 +268,7 @@ def _moe_layer(model: nn.Module, name: str, kind: str) -> MoELayer:
         raise refusal("is not in a numbered decoder layer")
     if name.split(".")[-2:-1] == numbers:
         raise refusal("is not in a MoE block, but beside a dense block of its decoder layer")
-    # the text part of a model that also reads images has a model_type of its own
-    get_text_config = getattr(getattr(model, "config", None), "get_text_config", None)
-    family = family_of(get_text_config().model_type if callable(get_text_config) else kind)
+    family = family_of(getattr(_text_config(model), "model_type", kind))
     widths, hidden = _widths_and_hidden(experts, family, refusal)
     n_experts = len(widths)
     routers = [
@@ -334,7 +344,8 @@ def _group_counts(router: nn.Module) -> tuple[int, int]:
     (1, 1) without groups."""
     n_group: Any = getattr(router, "num_group", None) or 1
     topk_group: Any = getattr(router, "topk_group", None) or 1
-    if n_group == 1 or getattr(router, "topk_method", None) in UNGROUPED_METHODS:
+    # DeepSeek-V2-Lite states groups, which its method ignores
+    if n_group == 1 or getattr(router, "topk_method", None) == "greedy":
         return 1, 1
     return int(n_group), int(topk_group)
 
@@ -370,8 +381,8 @@ def _routing_tensors(
     return tuple(routing)
 
 
-def part_of(name: str) -> str:
-    """The part of the model to which the module or tensor `name` belongs: experts, shared_experts,
+def part_of(model: nn.Module, name: str) -> str:
+    """The part of `model` to which its module or tensor `name` belongs: experts, shared_experts,
     attention or rest."""
     path = name.split(".")
     # outside the numbered decoder layers, such as embeddings
@@ -382,13 +393,19 @@ def part_of(name: str) -> str:
     # the names in DISK_SHARED end in a dot
     if any(f"{name_part}." in DISK_SHARED for name_part in path):
         return "shared_experts"
-    is_attention = any(mark in name_part for name_part in path for mark in ATTENTION)
-    return "attention" if is_attention else "rest"
+    owner: Any = model
+    for name_part in path:
+        owner = getattr(owner, name_part)
+        # hybrids call all modules that mix tokens alike, such as `mixer`
+        is_attention = type(owner).__name__.endswith("Attention")
+        if is_attention or any(mark in name_part for mark in ATTENTION):
+            return "attention"
+    return "rest"
 
 
 def linear_modules(model: nn.Module, part: str) -> Iterator[tuple[str, nn.Linear]]:
     """(path, module) of each nn.Linear in `part`, which is shared_experts or attention. Gates of
     shared experts, which have a single output, are left out."""
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and module.out_features > 1 and part_of(name) == part:
+        if type(module) is nn.Linear and module.out_features > 1 and part_of(model, name) == part:
             yield name, module

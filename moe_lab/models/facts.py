@@ -15,7 +15,7 @@ from moe_lab.models.discover import MoELayer, is_ragged, linear_modules, part_of
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import check_sizes, set_top_k, skeleton
 from moe_lab.models.routing import stored_routing
-from moe_lab.models.transformers_private import NameMapping, to_checkpoint
+from moe_lab.models.transformers_private import NameMapping
 
 
 def facts(settings: ModelConfig) -> dict[str, Any]:
@@ -31,12 +31,13 @@ def facts(settings: ModelConfig) -> dict[str, Any]:
 
     UserError for a model that is not supported, that differs from `model.expected`, or whose weight
     files do not fit its config.json."""
-    return {"model": settings.name, **model_facts(_build(local_folder(settings), settings))}
+    model, _ = _build(local_folder(settings), settings)
+    return {"model": settings.name, **model_facts(model)}
 
 
-def _build(folder: Path, settings: ModelConfig) -> Any:
-    """The model in `folder`, on the meta device, checked against `model.expected` and its weight
-    files. UserError also for tensors that an export could not prune, see `stored_routing`."""
+def _build(folder: Path, settings: ModelConfig) -> tuple[Any, dict[str, int]]:
+    """(the model in `folder`, on the meta device and checked against `model.expected` and its
+    weight files, its `stored_routing`). UserError as from `stored_routing`."""
     model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
     routed_layers(model)  # raises UserError for models that are not supported
     if any(folder.glob("*.safetensors")):
@@ -44,11 +45,11 @@ def _build(folder: Path, settings: ModelConfig) -> Any:
         names = NameMapping(model, checkpoint.tensors)
         check_sizes(checkpoint, names)
     else:  # as transformers would name its tensors
-        names = NameMapping(model, to_checkpoint(model, model.state_dict()))
-    stored_routing(names)
+        names = NameMapping(model, NameMapping(model, ()).to_checkpoint(model.state_dict()))
+    routing = stored_routing(names)
     check_expected(asdict(architecture(model)), settings)
     set_top_k(model, settings.top_k)
-    return model
+    return model, routing
 
 
 def model_facts(model: Any) -> dict[str, Any]:
@@ -109,20 +110,17 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
     moe         index of a layer -> text about its experts and router
     parameters  part of the model -> number of its parameters
     moe_layers  MoELayer objects, without weights
-    routing     names of all routing tensors
+    routing     as from `stored_routing`
     """
-    model = _build(folder, settings)
+    model, routing = _build(folder, settings)
     layers = routed_layers(model)
-    paths = {id(module): path for path, module in model.named_modules()}
     moe: dict[int, str] = {}
-    routing: list[str] = []
     for layer in layers:
         least = min(layer.widths)
         most = max(layer.widths)
         channels = f"{most:,}" if least == most else f"{least:,} to {most:,}"
         experts = f"{layer.n_experts} experts of {channels} channels, hidden size {layer.hidden:,}"
         moe[layer.index] = f"{experts}; {_describe_router(layer, model.config.get_text_config())}"
-        routing += [f"{paths[id(part.module)]}.{part.name}" for part in layer.routing]
     return {
         "model_type": model.config.model_type,
         "layers": model.config.get_text_config().num_hidden_layers,
@@ -152,6 +150,6 @@ def _parameters_by_part(model: Any, layers: list[MoELayer]) -> dict[str, int]:
     counts = dict.fromkeys(("routed experts", "shared experts", "routers", "attention", "rest"), 0)
     labels = {"experts": "routed experts", "shared_experts": "shared experts"}
     for name, weight in model.named_parameters():
-        part = "routers" if id(weight) in routers else part_of(name)
+        part = "routers" if id(weight) in routers else part_of(model, name)
         counts[labels.get(part, part)] += weight.numel()
     return {part: count for part, count in counts.items() if count}

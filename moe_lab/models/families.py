@@ -8,21 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_lab.errors import UserError
 
-UNREGISTERED_EXPERTS = (
-    "does not hand its experts to transformers' experts registry, so moe_lab cannot "
-    "observe or prune them"
-)
-UNSUPPORTED = {
-    "doge": "retrieves its experts by product keys instead of routing to them",
-    "hy_v4": "keeps several residual streams, and statistics are of one",
-}
-"""model_type -> why it is refused, for what the modules of a model do not show."""
 COUNT_FIELDS = ("n_routed_experts", "moe_num_experts", "num_local_experts", "num_experts")
 """Configuration fields that hold the number of routed experts."""
 TOP_K_FIELDS = ("num_experts_per_tok", "moe_k", "moe_topk")
@@ -33,8 +23,6 @@ present counts."""
 ALSO_COUNTS = {"qwen3_moe": ("num_experts", "num_local_experts")}
 """model_type -> all count fields that programs look up in its config.json: transformers 5 writes
 num_local_experts, but transformers 4 and servers read num_experts and would use its default."""
-UNGROUPED_METHODS = ("greedy",)
-"""Values of a router's topk_method that ignore its groups."""
 ROUTERS = ("gate", "router")
 """Attribute names of the router of a MoE block."""
 DISK_SHARED = ("shared_expert.", "shared_experts.", "shared_mlp.", "shared_expert_gate.")
@@ -269,14 +257,3 @@ def prediction_prefixes(names: Iterable[str]) -> tuple[str, ...]:
     all tensors of a checkpoint."""
     matches = map(PREDICTION_LAYER.match, names)
     return tuple(sorted({match[0] for match in matches if match}))
-
-
-def has_causal_model(kind: str) -> bool:
-    """Whether the installed transformers, or a port, has a causal language model for the model_type
-    `kind`. The source of transformers is read as text, because importing transformers takes seconds
-    and much memory."""
-    models = Path(str(getattr(find_spec("transformers"), "origin", ""))).with_name("models")
-    text = (models / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
-    # the table ends before the next line that begins neither with a space nor with a parenthesis
-    table = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES\b.*?(?=^[^\s)]|\Z)", text, re.M | re.S)
-    return kind in PORTS or (table is not None and f'"{kind}"' in table[0])

@@ -3,13 +3,13 @@ fingerprint. No torch."""
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property, lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -183,9 +183,6 @@ BESIDE = ("README.md", "LICEN[CS]E*", "NOTICE*")
 """Patterns of further files that belong to a model, but change nothing that it computes."""
 USUAL_SHARDS = ("model.safetensors", "model-*-of-*.safetensors")
 """Patterns of the weight files of a model on the hub whose INDEX is not known."""
-CODE_FIELDS = ("attn_implementation", "experts_implementation")
-"""Endings of the fields of config.json, at any depth, that name code."""
-BUILT_IN = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 GENERATION = "generation_config.json"
 ADAPTER = "adapter_config.json"
 """A file that names another model, which transformers then fetches and loads."""
@@ -200,12 +197,13 @@ OTHER_FORMS = {
     "*.bin": "without a configuration: expected all files of the checkpoint",
     "*.safetensors": "without a configuration: expected all files of the checkpoint",
 }
-"""Pattern of a path in a folder that has no config.json -> end of the message about the folder."""
+"""Pattern of a path in a folder or repository without config.json -> end of the message about
+it."""
 
 
 def check_model_path(settings: ModelConfig) -> None:
-    """Raise UserError for a model that cannot be loaded, as far as this can be known without torch
-    and network. For a hub id, only the form owner/name is checked."""
+    """Raise UserError for a model that cannot be loaded, as far as this can be known without torch.
+    For a hub id, only the names of the files are checked, if the hub can be reached."""
     folder = local_path(settings.path)
     if folder.is_dir():
         if settings.revision is not None:
@@ -213,7 +211,7 @@ def check_model_path(settings: ModelConfig) -> None:
                 f"model.revision={settings.revision} is of a model on the hub, and "
                 f"model.path={settings.path} is a folder: expected null"
             )
-        _check_folder(folder, settings)
+        _check_folder(folder)
     elif folder.is_file():
         raise UserError(
             f"model.path={settings.path} is a file: expected a folder with a checkpoint of "
@@ -224,10 +222,13 @@ def check_model_path(settings: ModelConfig) -> None:
             f"model.path={settings.path} is no folder: expected a folder, a hub id (owner/name) "
             "or pocket:NAME"
         )
+    elif names := stated_files(settings.path, settings.revision, "model"):
+        _check_names(settings.path, names)
 
 
-def _check_form(folder: Path) -> None:
-    """Raise UserError if `folder` holds something else than a checkpoint of transformers."""
+def described_model(folder: Path) -> dict[str, Any]:
+    """The content of config.json in `folder`, with a model_type. UserError for something else than
+    a checkpoint of transformers."""
     if (folder / ADAPTER).is_file():
         base = read_json(folder / ADAPTER).get("base_model_name_or_path")
         raise UserError(
@@ -235,45 +236,25 @@ def _check_form(folder: Path) -> None:
             "transformers would load in its place: expected a folder into which peft has merged "
             f"the adapter, or model.path={base} without it"
         )
-    if (folder / "config.json").is_file():
+    if not (folder / "config.json").is_file():
+        files = (file for pattern in ("*", "*/*") for file in folder.glob(pattern))
+        _check_names(folder, [file.relative_to(folder).as_posix() for file in files])
+    content = read_json(folder / "config.json")
+    if not isinstance(content.get("model_type"), str):
+        raise UserError(
+            f"{folder / 'config.json'} has no model_type: expected that of a language model"
+        )
+    return content
+
+
+def _check_names(owner: str | Path, names: Collection[str]) -> None:
+    """Raise UserError if the files `names` of `owner`, a folder or a repository on the hub, are
+    something else than a checkpoint of transformers."""
+    if "config.json" in names:
         return
     for pattern, message in OTHER_FORMS.items():
-        if file := next(folder.glob(pattern), None):
-            raise UserError(
-                f"{folder} has no config.json, but {file.relative_to(folder)}, {message}"
-            )
-
-
-def check_code(folder: Path, trust_remote_code: bool) -> None:
-    """Raise UserError if the model in `folder` would make transformers fetch code or another model
-    from the hub."""
-    _check_form(folder)
-    if trust_remote_code:
-        return
-    # for the first of these fields, if there is any
-    for field, value in _code_fields(read_json(folder / "config.json")):
-        raise UserError(
-            f"{folder / 'config.json'} has {field}={value}, code that transformers would fetch "
-            "from the hub and run: take it out, or set model.trust_remote_code=true if you trust "
-            "the author"
-        )
-
-
-def _code_fields(content: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    """(field, name of the code) for each field of a config.json that names code to be fetched from
-    the hub. `content`: all of config.json, or the value of `field`."""
-    if isinstance(content, dict):
-        for key, value in content.items():
-            # a field of CODE_FIELDS may hold a mapping: part of the model -> name of the code
-            yield from _code_fields(value, field if field.endswith(CODE_FIELDS) else key)
-    elif isinstance(content, list):
-        for value in content:
-            yield from _code_fields(value, field)
-    elif field.endswith(CODE_FIELDS) and isinstance(content, str):
-        installed = ("flash_attention_2",) if find_spec("flash_attn") else ()
-        # "paged|sdpa" is sdpa with a paged cache
-        if content.removeprefix("paged|") not in (*BUILT_IN, *installed):
-            yield field, content
+        if found := fnmatch.filter(names, pattern):
+            raise UserError(f"{owner} has no config.json, but {min(found)}, {message}")
 
 
 def local_folder(settings: ModelConfig) -> Path:
@@ -284,7 +265,7 @@ def local_folder(settings: ModelConfig) -> Path:
     path = local_path(settings.path)
     if not path.is_dir():
         path = _download(settings, _hub_shards(settings))
-        _check_folder(path, settings)
+        _check_folder(path)
     return path
 
 
@@ -400,17 +381,11 @@ class IdentifiedModel(ModelConfig):
         return {**identity_fields(self, "path"), "path": files}
 
 
-def _check_folder(folder: Path, settings: ModelConfig) -> None:
-    """Raise UserError unless the folder is a readable checkpoint of a supported family."""
-    _check_form(folder)
+def _check_folder(folder: Path) -> None:
+    """Raise UserError unless the folder is a readable checkpoint."""
+    described_model(folder)
     for name in paths_in(folder, DESCRIBING):
         check_no_pointer(folder / name)
-    kind = read_json(folder / "config.json").get("model_type")
-    if not isinstance(kind, str):
-        raise UserError(
-            f"{folder / 'config.json'} has no model_type: expected a transformers checkpoint"
-        )
-    check_code(folder, settings.trust_remote_code)
     # both calls raise UserError for a damaged file; transformers would ignore damage in GENERATION
     read_json_if_there(folder / GENERATION)
     open_checkpoint(folder)

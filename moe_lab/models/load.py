@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -28,17 +30,15 @@ from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError, overflow_hint
 from moe_lab.machine import processor
 from moe_lab.models import experts
-from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
+from moe_lab.models.checkpoint import Checkpoint, open_checkpoint
 from moe_lab.models.config_json import UNPACKED, experts_implementation, quantization_of
 from moe_lab.models.discover import is_ragged, routed_layers
 from moe_lab.models.families import (
     NOT_LOADED,
     TOP_K_FIELDS,
-    Family,
-    has_causal_model,
     prediction_prefixes,
 )
-from moe_lab.models.files import check_code, local_folder
+from moe_lab.models.files import described_model, local_folder
 from moe_lab.models.routing import StoredRouting
 from moe_lab.models.transformers_private import (
     NameMapping,
@@ -156,12 +156,9 @@ def check_finite(model: nn.Module, prefix: str = "") -> None:
 
 def _configuration(folder: Path, trust_remote_code: bool) -> Any:
     """The configuration of the model in `folder`, as an object of transformers."""
-    check_code(folder, trust_remote_code)
+    content = described_model(folder)
+    kind = content["model_type"]
     file = folder / "config.json"
-    content = read_json(file)
-    kind = content.get("model_type")
-    if not isinstance(kind, str):
-        raise UserError(f"{file} has no model_type: expected that of a causal language model")
     _check_fields(content, file)
     has_code = "auto_map" in content
     # for a type that exported_code registers, transformers ignores the code in the folder
@@ -181,6 +178,11 @@ def _configuration(folder: Path, trust_remote_code: bool) -> Any:
     except Exception as error:  # noqa: BLE001 - whatever a family raises for wrong fields
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError(f"{file} is damaged: {reason}") from None
+
+
+def has_causal_model(kind: str) -> bool:
+    """Whether transformers or a port has a causal language model for the model_type `kind`."""
+    return kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def _check_fields(content: dict[str, Any], file: Path) -> None:
@@ -299,20 +301,17 @@ def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
             f"{folder}: {len(missing)} weights that config.json asks for are missing, first "
             f"{missing[0]}"
         )
-    # layer -> number of weights of its experts, if each tensor belongs to one expert
-    counts: Counter[int] = Counter()
-    # `Family()` has no model_type: the layer and kind of a tensor are the same in all families
-    for name, part in Family().expert_tensors(stored).items():
-        if part.expert is not None:
-            counts[part.layer] += prod(stored[name].shape)
+    # name in the model -> number of weights in the tensors that are converted to it
+    counts: Counter[str] = Counter()
+    for name, renamed, _ in names.renamed:
+        counts[renamed] += prod(stored[name].shape)
     for layer in routed_layers(names.model):
-        expected = sum(weight.numel() for weight in layer.experts.parameters())
-        # 0: the experts are stored as stacks, whose sizes were compared above
-        if counts[layer.index] not in (0, expected):
-            raise UserError(
-                f"{folder}: experts of layer {layer.index} have {counts[layer.index]} weights, but "
-                f"config.json asks for {expected}"
-            )
+        for name, weight in layer.experts.named_parameters(prefix=layer.name):
+            if counts[name] != weight.numel():
+                raise UserError(
+                    f"{folder}: {name} has {counts[name]} weights, but config.json asks for "
+                    f"{weight.numel()}"
+                )
 
 
 def check_shapes(source: Path | str, mismatched: Iterable[tuple[str, Any, Any]]) -> None:

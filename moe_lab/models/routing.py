@@ -13,11 +13,10 @@ from torch import nn
 from moe_lab.errors import UserError
 from moe_lab.exported_code.ragged import replace_tensor
 from moe_lab.models.checkpoint import Checkpoint, bits_of
+from moe_lab.models.config_json import UNQUANTISED
 from moe_lab.models.discover import MoELayer, RoutingTensor, is_ragged, routed_layers
 from moe_lab.models.transformers_private import NameMapping
 
-UNQUANTISED = ("F64", "F32", "F16", "BF16")
-"""Types of numbers without a scale."""
 LINEAR = ("weight", "bias")
 """Names of the routing tensors of a linear map."""
 

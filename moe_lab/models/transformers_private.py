@@ -9,9 +9,9 @@ families.py reads a source file of transformers as text.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from copy import deepcopy
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -39,6 +39,8 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.utils.chat_template_utils import _compile_jinja_template, _get_template_variables
 
 EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+KERNEL_FIELDS = ("attn_implementation", "experts_implementation")
+"""Endings of the fields of config.json, at any depth, that name kernels."""
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """Outputs of the gate and up projections (n, 2 I), or of the up projection (n, I) -> input of
 down_proj (n, I)."""
@@ -46,8 +48,14 @@ down_proj (n, I)."""
 
 def configuration(content: Mapping[str, Any]) -> Any:
     """The configuration that `content`, that of a config.json, describes. In it, transformers
-    writes infinity as an object."""
-    decoded = PreTrainedConfig._decode_special_floats(deepcopy(content))
+    writes infinity as an object. Kernels that it names are left out, because transformers might
+    fetch them from the hub and run them."""
+
+    def without_kernels(section: dict[str, Any]) -> dict[str, Any]:
+        return {name: section[name] for name in section if not name.endswith(KERNEL_FIELDS)}
+
+    copied = json.loads(json.dumps(content), object_hook=without_kernels)
+    decoded = PreTrainedConfig._decode_special_floats(copied)
     return CONFIG_MAPPING[content["model_type"]].from_dict(decoded)
 
 
@@ -194,15 +202,16 @@ class NameMapping:
         """`model`: may be on the meta device. `names`: names of all tensors of the checkpoint."""
         self.model = model
         self.names = names
+        self.transforms: list[Any] = get_model_conversion_mapping(model)
+        """Renamings and converters of transformers; `renamed` marks those that it uses."""
 
     @cached_property
     def renamed(self) -> list[tuple[str, str, str | None]]:
         """(name in the checkpoint, name in the model, converter) for each tensor of the checkpoint.
         `converter`: the pattern of names whose tensors change their layout together; None for a
         tensor that keeps its layout."""
-        mapping = get_model_conversion_mapping(self.model)
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        renamings = [entry for entry in self.transforms if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in self.transforms if isinstance(entry, WeightConverter)]
         expected = self.model.state_dict()
         prefix = self.model.base_model_prefix
         # some renamings only start after a certain name, so the order is that of from_pretrained
@@ -234,10 +243,12 @@ class NameMapping:
         missing = report.missing_keys - self.model.all_tied_weights_keys.keys()
         return [unused[renamed] for renamed in report.unexpected_keys], sorted(missing)
 
-
-def to_checkpoint(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Name in the checkpoint -> tensor in the checkpoint's layout, as save_pretrained would write
-    the given tensors of `model`. `tensors`: name in the model -> tensor."""
-    model._weight_conversions = None  # the conversions of `load_tensors` cannot be reverted
-    converted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
-    return converted
+    def to_checkpoint(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Name in the checkpoint -> tensor in the checkpoint's layout; without names of a
+        checkpoint, as save_pretrained would write a new one. `tensors`: name in the model ->
+        tensor."""
+        used = [entry for entry in self.transforms if self.renamed and entry.was_used()]
+        model: Any = self.model
+        model._weight_conversions = used if self.names else None
+        converted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
+        return converted

@@ -88,7 +88,7 @@ def storage_bytes(model: nn.Module) -> dict[str, int]:
         # an empty tensor has no bytes, and may have the address of another tensor
         if tensor.numel() and address not in addresses:
             addresses.add(address)
-            sizes[part_of(name)] += tensor.numel() * tensor.element_size()
+            sizes[part_of(model, name)] += tensor.numel() * tensor.element_size()
     return {**sizes, "total": sum(sizes.values())}
 
 

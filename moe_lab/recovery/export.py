@@ -15,7 +15,6 @@ from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import bits_of, open_checkpoint
 from moe_lab.models.discover import linear_modules
 from moe_lab.models.streamed import OUTSIDE, StreamedModel
-from moe_lab.models.transformers_private import to_checkpoint
 from moe_lab.pruning import fits_family_module
 from moe_lab.pruning.cost import NF4_BLOCK
 from moe_lab.pruning.export.layout import expert_type
@@ -92,6 +91,7 @@ class _RecoveredTensors:
     ) -> None:
         # the code in the folder is moe_lab's own, since the folder is an export
         self.streamed = StreamedModel(folder, dtype=dtype, device="cpu", trust_remote_code=True)
+        self.names = self.streamed.routing.names
         self.dtype = dtype
         self.modules = modules
         self.tuned = tuned
@@ -101,7 +101,7 @@ class _RecoveredTensors:
         """Path of each linear map that is stored in 4 bits -> name of its weight in the
         checkpoint."""
         for path, module in self._maps_to_round():
-            names = list(to_checkpoint(self.streamed.model, {f"{path}.weight": module.weight}))
+            names = list(self.names.to_checkpoint({f"{path}.weight": module.weight}))
             # On the CPU, bitsandbytes 0.50 reads rows that end inside a block wrongly. Where it
             # uses AVX512 for bfloat16, it fails unless the number of rows is a multiple of 32.
             has_readable_rows = (
@@ -120,17 +120,26 @@ class _RecoveredTensors:
         """{"quantization_config": value} for config.json."""
         from transformers import BitsAndBytesConfig
 
-        skipped = [
+        skipped = {
             path
             for path, module in self.streamed.model.named_modules()
             if type(module) is nn.Linear and path not in self.nf4_names
-        ]
+        }
+        # a class that builds more than the text model, such as a vision tower, has the names of the
+        # files
+        skipped |= {
+            name.removesuffix(".weight")
+            for name, _, converter in self.names.renamed
+            if converter is None
+            and len(self.streamed.checkpoint.tensors[name].shape) == 2
+            and name not in self.nf4_names.values()
+        }
         quantization = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=self.dtype,
-            llm_int8_skip_modules=skipped,
+            llm_int8_skip_modules=sorted(skipped),
         )
         return {"quantization_config": quantization.to_dict()}
 
@@ -173,6 +182,6 @@ class _RecoveredTensors:
                     new_tensors.pop(f"{path}.weight", None)
                 else:
                     new_tensors[f"{path}.weight"] = nf4_rounded(module.weight)
-            renamed = to_checkpoint(model, new_tensors)  # by name in the checkpoint
+            renamed = self.names.to_checkpoint(new_tensors)
             # copies, since tensors may be views of weights that are freed with the layer
             return {name: {name: tensor.clone()} for name, tensor in renamed.items()} | nf4_by_name

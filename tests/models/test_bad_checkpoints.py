@@ -5,7 +5,9 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -26,9 +28,10 @@ from moe_lab.errors import UserError
 from moe_lab.models import files
 from moe_lab.models.config_json import quantization
 from moe_lab.models.facts import facts
-from moe_lab.models.files import check_model_path, configuration_folder
-from moe_lab.models.load import load_model, skeleton
+from moe_lab.models.files import check_model_path, configuration_folder, local_folder
+from moe_lab.models.load import load_model
 from moe_lab.models.streamed import open_streamed
+from moe_lab.models.transformers_private import attention_implementation, configuration
 from moe_lab.statistics.forward import ForwardHook
 from moe_lab.statistics.observe import collect_statistics
 from moe_lab.statistics.weights import expert_weight_sums
@@ -315,30 +318,22 @@ def test_four_bits_of_bitsandbytes_can_be_scored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "field"),
+    "changes",
     [
-        ({"_attn_implementation": "owner/kernels"}, "_attn_implementation=owner/kernels"),
-        (
-            {"attn_implementation": {"": "owner/kernels@v1:attention"}},
-            "attn_implementation=owner/kernels",
-        ),
-        (
-            {"sub_config": {"_attn_implementation": "paged|owner/kernels"}},
-            "_attn_implementation=paged|owner/kernels",
-        ),
-        ({"experts_implementation": "owner/experts"}, "experts_implementation=owner/experts"),
+        {"_attn_implementation": "owner/kernels"},
+        {"experts_implementation": "owner/experts"},
     ],
 )
-def test_code_of_the_hub_is_never_fetched_for_a_config_json(
-    changes: dict[str, Any], field: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_kernels_that_a_config_json_names_are_never_fetched(
+    changes: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    expected = tiny.logits(load_model(settings(folder))[0])
     monkeypatch.setattr(hub_kernels, "get_kernel", fetch := Mock())
     reconfigure(folder, **changes)
-    for attempt in (lambda: check_model_path(settings(folder)), lambda: skeleton(folder)):
-        refused(
-            attempt, rf"{re.escape(field)}.*trust_remote_code|trust_remote_code.*{re.escape(field)}"
-        )
-    check_model_path(settings(folder, trust_remote_code=True))
+    check_model_path(settings(folder))
+    assert torch.equal(tiny.logits(load_model(settings(folder))[0]), expected)
+    composite = configuration({"model_type": "qwen3_5_moe", "text_config": changes})
+    assert attention_implementation(SimpleNamespace(config=composite)) is None
     assert not fetch.called
 
 
@@ -380,6 +375,17 @@ def test_what_is_no_checkpoint_is_called_what_it_is(path: str, field: str, tmp_p
             refused(lambda: check_model_path(settings(tmp_path)), "has no config.json")
             (tmp_path / path / "c0ffee").mkdir()
     refused(lambda: check_model_path(settings(tmp_path)), field)
+
+
+def test_what_is_no_checkpoint_on_the_hub_is_called_what_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = {"README.md": (1, ""), "Q4/model.gguf": (1, "")}
+    monkeypatch.setattr(files, "stated_files", lambda *_: names)
+    for attempt in (check_model_path, local_folder, inspect.describe):
+        refused(partial(attempt, settings("owner/name")), "owner/name .*Q4/model.gguf.*llama.cpp")
+    names["config.json"] = (1, "")
+    check_model_path(settings("owner/name"))
 
 
 @pytest.mark.parametrize("name", ["model-00003-of-00007.safetensors", "tokenizer.json"])

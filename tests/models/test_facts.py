@@ -3,7 +3,9 @@ architecture."""
 
 import json
 import re
+import runpy
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,6 @@ import torch
 from identities.plans import random_plan
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import moe_lab
 from moe_lab import inspect
@@ -26,7 +27,7 @@ from moe_lab.models import config_json
 from moe_lab.models.config_json import Size, expert_shape, size_of, stated_numbers
 from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.models.facts import architecture, describe, facts
-from moe_lab.models.families import PORTS, TOP_K_FIELDS, family_of, has_causal_model
+from moe_lab.models.families import TOP_K_FIELDS, family_of
 from moe_lab.models.load import load_model, set_top_k
 from moe_lab.models.streamed import open_streamed
 from moe_lab.paths import resolve
@@ -199,14 +200,6 @@ def test_inspect_lists_what_is_known_of_a_model(capsys: pytest.CaptureFixture[st
     assert "padded" in output
 
 
-def test_inspect_prints_rows_below_the_title(capsys: pytest.CaptureFixture[str]) -> None:
-    inspect.main(["model=pocket_olmoe"])
-    title, border, row, *_ = capsys.readouterr().out.splitlines()
-    assert title.strip() == "pocket_olmoe: pocket:olmoe"
-    assert border.startswith("┌")
-    assert row.split() == ["│", "supported", "│", "yes", "│"]
-
-
 def test_inspect_reads_models_that_are_not_local(capsys: pytest.CaptureFixture[str]) -> None:
     code, output = inspected(capsys, "model=qwen3_30b_a3b_instruct")
     assert code == 0
@@ -293,6 +286,20 @@ def test_inspect_is_right_about_all_families_of_the_registry(kind: str, tmp_path
             assert not tiny.differing(prune(model, plan).state_dict(), loaded.state_dict())
 
 
+@pytest.mark.slow
+def test_page_of_published_models_is_up_to_date(
+    published_data: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    """For one model of each family."""
+    name = "configs/openai--gpt-oss-20b_config.json"
+    folder = published_data(name, "ai-dynamo/aiconfigurator").parent
+    docs = Path(__file__).parents[2] / "docs"
+    page = runpy.run_path(str(docs / "models_page.py"))
+    models = {page["kind_of"](model): model for model in page["models"](folder, tmp_path)}
+    lines = (docs / "models.md").read_text("utf-8").splitlines(keepends=True)
+    assert {*map(page["row"], models.values())} <= {*lines}, "python docs/models_page.py"
+
+
 def skeleton(kind: str, **settings: object) -> torch.nn.Module:
     """A model without weights."""
     with torch.device("meta"):
@@ -342,13 +349,6 @@ def test_family_of_experts_is_that_of_the_text_model() -> None:
 def test_experts_are_found_in_a_module_without_configuration() -> None:
     layers = tiny.build("olmoe").model.layers
     assert len(moe_layers(layers)) == len(layers)
-
-
-def test_causal_models_of_transformers_are_known() -> None:
-    kinds = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *PORTS]
-    assert len(kinds) > 100
-    assert all(map(has_causal_model, kinds))
-    assert not any(map(has_causal_model, ("homemade", "vit", "PreTrainedModel", "")))
 
 
 class LowerTopK(NamedTuple):

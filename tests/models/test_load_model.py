@@ -27,7 +27,7 @@ from tiny import logits, settings
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 import moe_lab
-from moe_lab.config import ModelConfig
+from moe_lab.config import CriterionConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.models import config_json, experts, files, load, streamed
 from moe_lab.models.checkpoint import INDEX
@@ -50,6 +50,7 @@ from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.serving import vllm_plugin
+from moe_lab.study.steps.scores import check_weights
 from tests.campaign.models import reconfigure
 
 
@@ -178,7 +179,7 @@ def test_projections_of_another_shape_are_not_stretched(
         for number in range(16)
     }
     tiny.rewrite(tmp_path, lambda tensors: tensors.update(others))
-    with pytest.raises(UserError, match="experts of layer 1"):
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.experts"):
         tiny.streamed(tmp_path)
 
 
@@ -258,9 +259,13 @@ def test_only_stacks_can_be_pruned_again(case: SimpleNamespace) -> None:
         return
     refused = (
         r"model_type=pruned_\w+ can be evaluated, but neither scored nor pruned: .*experts "
-        r"is not a stack"
+        r"is not a stack|packed experts, which can be evaluated, but neither scored nor pruned"
     )
-    for attempt in (lambda: prune(model, again), lambda: mask(model, again).__enter__()):
+    for attempt in (
+        lambda: prune(model, again),
+        lambda: mask(model, again).__enter__(),
+        lambda: check_weights(CriterionConfig(name="reap"), settings(case.folder)),
+    ):
         with pytest.raises(UserError, match=refused):
             attempt()
 

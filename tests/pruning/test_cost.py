@@ -33,7 +33,7 @@ from moe_lab.config import (
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import timing as evaluation_timing
 from moe_lab.evaluation.timing import measure
-from moe_lab.models.discover import is_experts, moe_layers, routed_layers
+from moe_lab.models.discover import is_experts, linear_modules, moe_layers, routed_layers
 from moe_lab.models.experts import run
 from moe_lab.models.load import device_name
 from moe_lab.models.streamed import StreamedModel
@@ -86,6 +86,15 @@ def counted_flops(model: Any, ids: torch.Tensor) -> int:
         model(input_ids=ids, use_cache=False)
     model.set_attn_implementation(implementation)
     return counter.get_total_flops()
+
+
+def test_attention_with_the_name_of_the_moe_block_is_attention() -> None:
+    """The four decoder layers of a hybrid call their only module `mixer`."""
+    model = AutoModelForCausalLM.from_config(tiny.registry_config("nemotron_h"))
+    *_, attention, dense = (layer.mixer for layer in model.model.layers)
+    assert {*dict(linear_modules(model, "attention")).values()} == {*attention.children()}
+    weights = sum(weight.numel() for weight in dense.parameters())
+    assert row_flops(model, 16)["dense"] == 2 * weights
 
 
 class FlopsCase(NamedTuple):

@@ -162,6 +162,7 @@ CASES = {
     "dora": ("qwen2_moe", "even", True, 16, []),
     "dora_nf4": ("qwen2_moe", "even", True, 4, PARTS),
     "nf4": ("deepseek_v3", "even", False, 4, ["experts", "shared_experts"]),
+    "dora_nf4_composite": ("composite", "even", True, 4, ["attention"]),
     "nf4_uneven": ("qwen3_moe", "uneven", False, 4, ["experts", "attention"]),
     "dora_nf4_ragged": ("olmoe", "ragged", True, 4, ["experts", "attention"]),
     "dora_transposed": ("gpt_oss", "even", True, 4, ["experts"]),
@@ -211,7 +212,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         sizes = {"hidden_size": 64} | (
             {"shared_expert_intermediate_size": 32} if name == "qwen2_moe" else {}
         )
-        model = tiny.save(name, source / "model", shard="200KB", **sizes)
+        if name == "composite":
+            model = tiny.save_composite(source / "model", **sizes)
+        else:
+            model = tiny.save(name, source / "model", shard="200KB", **sizes)
         plan = random_plan(model, plan_case)
         files = tune(model, plan, source / "tuned") if tuned else None
         export(source / "model", plan, source / "natural")
@@ -271,6 +275,15 @@ def test_wide_linear_maps_outside_experts_are_in_4_bits(folders: Path) -> None:
     assert "lm_head" in skipped
     assert {f"{name}.quant_state.bitsandbytes__nf4" for name in packed} <= stored.keys()
     assert stored["model.layers.0.mlp.experts.0.up_proj.weight"].dtype == torch.float32
+
+
+@pytest.mark.slow
+def test_maps_outside_the_text_model_are_not_in_4_bits(folders: Path) -> None:
+    folder = folders / "dora_nf4_composite"
+    skipped = quantization(folder)["llm_int8_skip_modules"]
+    for name, tensor in tiny.weights(folder).items():
+        if tensor.ndim == 2 and tensor.is_floating_point() and ".experts." not in name:
+            assert name.removesuffix(".weight") in skipped
 
 
 def quantization(folder: Path) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from moe_lab.models.families import (
     PRUNED,
     WIDTH_FIELDS,
     Family,
-    has_causal_model,
     port_files,
 )
 from moe_lab.pruning import Form
@@ -37,6 +36,8 @@ names one."""
 OTHER_NUMBER = re.compile(rf"\bexperts{DOT}[^.\\]*?\d")
 """Any other mention of experts by number, such as `re:.*experts.(0|1).*`."""
 ANY_DIGIT = "[0-9]"
+SHARED_FIELDS = ("dtype", "torch_dtype", "quantization_config")
+"""Fields of a model of texts and images that are also those of its text model."""
 
 
 def describe_export(
@@ -62,6 +63,7 @@ def describe_export(
     defaults = {name: value for name, value in fields.items() if name not in text_config}
     text_config.update(defaults)
     kind = config.get("model_type", "")
+    text_kind = text_config.get("model_type", "")
     if ported_code := port_files(kind):
         module = f"modeling_{PORTS[kind].file}.{PORTS[kind].base}"
         edited["auto_map"] = {
@@ -71,18 +73,18 @@ def describe_export(
     counts = {len(layer.experts) for layer in form.values()}
     if len(counts) == 1:
         count_fields = [field for field in COUNT_FIELDS if field in text_config]
-        count_fields += ALSO_COUNTS.get(text_config.get("model_type", ""), ())
+        count_fields += ALSO_COUNTS.get(text_kind, ())
         text_config.update(dict.fromkeys(count_fields, *counts))
-    elif edited.get("output_router_logits"):
+    elif text_config.get("output_router_logits"):
         # these logits are for the balancing loss, which needs equal numbers of experts
-        edited["output_router_logits"] = False
+        text_config["output_router_logits"] = False
     stock_config = _stock_config(edited, form, names) if len(counts) == 1 else None
     new_config = stock_config or _uneven_config(edited, form)
     new_text_config = new_config.get("text_config", new_config)
     for name, value in defaults.items():
         if new_text_config[name] == value:
             del new_text_config[name]
-    return new_config, ported_code if stock_config else _uneven_code(kind)
+    return new_config, ported_code if stock_config else _uneven_code(text_kind)
 
 
 def _stock_config(
@@ -103,12 +105,16 @@ def _stock_config(
 
 
 def _uneven_config(config: dict[str, Any], form: Form) -> dict[str, Any]:
-    """`config`, edited in place for an export that the family's own configuration cannot describe.
+    """`config`, edited for an export that the family's own configuration cannot describe. Of a
+    model of texts and images, it describes the text model, which transformers builds of it.
 
     The export gets a new model type: the family's own class would fill missing weights with random
     numbers. In the field `LAYERS_FIELD`, "layers" has the shape of each layer, and "stock" the
     original values of the fields that are replaced here. "per_layer_config" has the fields that
     differ in a layer, as transformers writes them, for other programs."""
+    if "text_config" in config:
+        shared = {name: config[name] for name in SHARED_FIELDS if name in config}
+        config = {**shared, **config["text_config"]}
     kind = config.get("model_type", "")
     replaced_fields = ("model_type", "architectures", *(["auto_map"] if kind in PORTS else []))
     original_fields: dict[str, Any] = {
@@ -167,6 +173,9 @@ def _uneven_code(kind: str) -> dict[str, str]:
 def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
     """A copy of `config` whose routed experts have `width` channels. None if no field of `config`
     sets the width of routed experts alone, or transformers has no class for it."""
+    # imported late: most exports need neither torch nor transformers, whose import takes seconds
+    from moe_lab.models.load import has_causal_model
+
     edited = deepcopy(config)
     text_config = edited.get("text_config", edited)
     field = next((field for field in WIDTH_FIELDS if isinstance(text_config.get(field), int)), None)
@@ -180,11 +189,9 @@ def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name -> shape of each parameter of the model that `config` describes, except the parameters
     of routed experts."""
-    # imported late: most exports need neither torch nor transformers, whose import takes seconds
     import torch
     from transformers import AutoModelForCausalLM
 
-    import moe_lab.exported_code  # noqa: F401  families that transformers lacks
     from moe_lab.models.discover import moe_layers
     from moe_lab.models.transformers_private import configuration
 

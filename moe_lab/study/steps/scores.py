@@ -11,9 +11,9 @@ from moe_lab import allocation, criteria, plugins, results
 from moe_lab.config import CriterionConfig, ModelConfig
 from moe_lab.criteria import IdentifiedCriterion
 from moe_lab.criteria.experts import s_family_scores
-from moe_lab.errors import check_known
+from moe_lab.errors import UserError, check_known
 from moe_lab.grid import Cell
-from moe_lab.models.config_json import check_plain_weights
+from moe_lab.models.config_json import check_plain_weights, config_of, has_packed_experts
 from moe_lab.study.resources import Resources
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps import tables
@@ -157,7 +157,12 @@ def score(step: Any, inputs: ByLayer, layers: ByLayer) -> dict[int, Any]:
 
 def check_weights(criterion: CriterionConfig, model: ModelConfig) -> None:
     """Raise UserError when the criterion needs plain weights and the model's weights are
-    quantised."""
+    quantised, and for a model with packed experts."""
+    if has_packed_experts(config_of(model)):
+        raise UserError(
+            f"model={model.name} has packed experts, which can be evaluated, but neither scored "
+            "nor pruned: expected the model that it was pruned from"
+        )
     if criteria.get(criterion.name).needs_plain_weights:
         check_plain_weights(model, f"criterion={criterion.name}")
 
