@@ -330,7 +330,6 @@ def test_kernels_that_a_config_json_names_are_never_fetched(
     expected = tiny.logits(load_model(settings(folder))[0])
     monkeypatch.setattr(hub_kernels, "get_kernel", fetch := Mock())
     reconfigure(folder, **changes)
-    check_model_path(settings(folder))
     assert torch.equal(tiny.logits(load_model(settings(folder))[0]), expected)
     composite = configuration({"model_type": "qwen3_5_moe", "text_config": changes})
     assert attention_implementation(SimpleNamespace(config=composite)) is None
@@ -382,7 +381,7 @@ def test_what_is_no_checkpoint_on_the_hub_is_called_what_it_is(
 ) -> None:
     names = {"README.md": (1, ""), "Q4/model.gguf": (1, "")}
     monkeypatch.setattr(files, "stated_files", lambda *_: names)
-    for attempt in (check_model_path, local_folder, inspect.describe):
+    for attempt in (local_folder, inspect.describe):
         refused(partial(attempt, settings("owner/name")), "owner/name .*Q4/model.gguf.*llama.cpp")
     names["config.json"] = (1, "")
     check_model_path(settings("owner/name"))
