@@ -140,8 +140,8 @@ INTERLEAVED = ("experts.w13_weight",)
 class Family:
     """A family of models; by default its experts are stacks (E, 2 I, H) and (E, H, I) in memory."""
 
-    kinds: tuple[str, ...] = ()
-    """Values of model_type of its configurations."""
+    kind: str = ""
+    """model_type of its configurations; that of a text part ends in _text."""
     stacks: Mapping[str, Axes] = field(
         default_factory=lambda: {"gate_up_proj": GATE_UP, "down_proj": _DOWN}
     )
@@ -218,29 +218,29 @@ def _transposed_stacks(*, interleaved: bool = False) -> dict[str, Axes]:
 
 
 FAMILIES = (
-    Family(("gpt_oss",), _transposed_stacks(interleaved=True), channel_obstacle="have biases"),
-    Family(("openai_privacy_filter",), _transposed_stacks(), channel_obstacle="have biases"),
+    Family("gpt_oss", _transposed_stacks(interleaved=True), channel_obstacle="have biases"),
+    Family("openai_privacy_filter", _transposed_stacks(), channel_obstacle="have biases"),
     Family(
-        ("aria", "aria_text"),
+        "aria",
         {name: axes for name, axes in _transposed_stacks().items() if not axes.is_bias},
         channel_obstacle="are stored transposed",
     ),
     Family(
-        ("nemotron_h",),
+        "nemotron_h",
         {"up_proj": _UP, "down_proj": _DOWN},
         channel_obstacle="have no gate projection",
     ),
-    Family(("inkling2", "inkling2_text"), channel_obstacle="are stored interleaved"),
-    Family(("muse_spark", "muse_spark_text"), channel_obstacle="are followed by a norm"),
-    Family(("phimoe",), fixed_top_k=True),
+    Family("inkling2", channel_obstacle="are stored interleaved"),
+    Family("muse_spark", channel_obstacle="are followed by a norm"),
+    Family("phimoe", fixed_top_k=True),
 )
 """Families that differ from the default `Family()`."""
 
 
 def family_of(kind: str | None) -> Family:
     """The family of a model_type."""
-    kind = (kind or "").removeprefix(PRUNED)
-    return next((family for family in FAMILIES if kind in family.kinds), Family())
+    kind = (kind or "").removeprefix(PRUNED).removesuffix("_text")
+    return next((family for family in FAMILIES if kind == family.kind), Family())
 
 
 _EXPERT_TENSOR = re.compile(

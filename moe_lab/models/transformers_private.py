@@ -39,8 +39,6 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.utils.chat_template_utils import _compile_jinja_template, _get_template_variables
 
 EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
-KERNEL_FIELDS = ("attn_implementation", "experts_implementation")
-"""Endings of the fields of config.json, at any depth, that name kernels."""
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """Outputs of the gate and up projections (n, 2 I), or of the up projection (n, I) -> input of
 down_proj (n, I)."""
@@ -48,11 +46,12 @@ down_proj (n, I)."""
 
 def configuration(content: Mapping[str, Any]) -> Any:
     """The configuration that `content`, that of a config.json, describes. In it, transformers
-    writes infinity as an object. Kernels that it names are left out, because transformers might
-    fetch them from the hub and run them."""
+    writes infinity as an object. Kernels that it names, at any depth, are left out, because
+    transformers might fetch them from the hub and run them."""
+    kernels = ("attn_implementation", "experts_implementation")  # endings of names
 
     def without_kernels(section: dict[str, Any]) -> dict[str, Any]:
-        return {name: section[name] for name in section if not name.endswith(KERNEL_FIELDS)}
+        return {name: section[name] for name in section if not name.endswith(kernels)}
 
     copied = json.loads(json.dumps(content), object_hook=without_kernels)
     decoded = PreTrainedConfig._decode_special_floats(copied)
@@ -250,5 +249,4 @@ class NameMapping:
         used = [entry for entry in self.transforms if self.renamed and entry.was_used()]
         model: Any = self.model
         model._weight_conversions = used if self.names else None
-        converted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
-        return converted
+        return dict(revert_weight_conversion(model, dict(tensors)))

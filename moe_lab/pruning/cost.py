@@ -140,9 +140,6 @@ PARTS = (
 of activations with activations in these modules; shared_experts: everything in a MoE block that is
 not routed; dense: blocks of layers without experts."""
 
-MIXERS = ("Attention", "Mixer")
-"""Endings of names of classes that mix tokens. Hybrids name such a module like a MoE block."""
-
 aten = torch.ops.aten
 PROJECTIONS = (aten.mm, aten.addmm, aten.convolution)
 FUSED_ATTENTION = (
@@ -329,8 +326,9 @@ def _by_part(
         # only children of decoder layers are read, as their counts include those of submodules
         if not number.isdigit() or not child or "." in child:
             continue
+        # hybrids name what mixes tokens like a MoE block
         module = base.get_submodule(path.partition(".")[2])
-        is_mixer = type(module).__name__.endswith(MIXERS)
+        is_mixer = type(module).__name__.endswith(("Attention", "Mixer"))
         if (child == block and not is_mixer) or f"{child}." in DISK_SHARED:
             part = "shared_experts" if number in moe_numbers else "dense"
             by_part[part] += sum(operations.values())

@@ -129,9 +129,8 @@ class _RecoveredTensors:
         # files
         skipped |= {
             name.removesuffix(".weight")
-            for name, _, converter in self.names.renamed
-            if converter is None
-            and len(self.streamed.checkpoint.tensors[name].shape) == 2
+            for name in self.names.copied.values()
+            if len(self.streamed.checkpoint.tensors[name].shape) == 2
             and name not in self.nf4_names.values()
         }
         quantization = BitsAndBytesConfig(

@@ -379,7 +379,7 @@ def arguments_of(family: Family) -> dict[str, bool]:
 
 def test_families_agree_with_the_source_of_transformers() -> None:
     """All families whose decorator of experts has arguments, and no other."""
-    of_families = {family.kinds[0]: arguments_of(family) for family in FAMILIES}
+    of_families = {family.kind: arguments_of(family) for family in FAMILIES}
     installed = {
         kind: arguments
         for kind, arguments in of_families.items()
@@ -389,9 +389,9 @@ def test_families_agree_with_the_source_of_transformers() -> None:
     assert installed == {kind: arguments for kind, arguments in in_source.items() if arguments}
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.kinds[0])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.kind)
 def test_each_kind_has_its_family(family: Family) -> None:
-    assert all(family_of(kind) is family for kind in family.kinds)
+    assert family_of(f"{family.kind}_text") is family_of(family.kind) is family
 
 
 def test_layers_that_predict_tokens_are_not_of_the_decoder(tmp_path: Path) -> None:
