@@ -101,8 +101,10 @@ LONG = 20
 
 def first_block(table: Table) -> str:
     """The columns of a long table in which the page first shows the value of the first row,
-    separated by |."""
-    return "|".join(table.blocks) if len(table.frame) > LONG else ""
+    separated by |; "" if the page shows all rows, because the first block is a single row."""
+    keys = table.frame[list(table.blocks)]
+    is_in_block = (keys == keys.iloc[0]).all(axis=1)
+    return "|".join(table.blocks) if len(keys) > LONG and is_in_block.sum() > 1 else ""
 
 
 def _data_url(text: str, media: str) -> str:

@@ -45,6 +45,9 @@ def test_the_page_says_what_was_run_and_where(small_report: Path) -> None:
         assert sentence in content
     heads = re.findall(r"<th scope=col class=(\w+) [^>]*><button type=button>(\w+)<", content)
     assert ("text", "Criterion") in heads and ("number", "GSM8K") in heads, heads
+    assert 'id="table-ranks" data-first="Model|Pruned|Calibration"' in content
+    # its first block is the unpruned model alone
+    assert 'id="table-unified.table5" data-first=""' in content
 
 
 KINDS: dict[str, dict[str, Any]] = {
