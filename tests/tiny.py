@@ -168,7 +168,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 SMALL_SIZES = {
-    r"(ngram_)?vocab_size(_base|_per_layer_input)?": 1024,
+    r"(ngram_|unpadded_)?vocab_size(_base|_per_layer_input)?": 1024,
     r"pad_token_id": 0,
     r"bos_token_id|(attn|expert)_layer_offset|topk_group|n_groups": 1,
     r"eos_token_id|num_experts_per_tok(en)?|moe_k|moe_topk|n_group|num_expert_group": 2,

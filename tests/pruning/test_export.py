@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
 
-import numpy
 import pytest
 import tiny
 import torch
@@ -39,7 +38,6 @@ from moe_lab.pruning.export.rewrite import Changes
 from moe_lab.pruning.export.rewrite import rewrite as rewrite_export
 from moe_lab.pruning.export.verify import TOLERANCE, verify
 from moe_lab.pruning.export.write import KEEP_LIST, PLAN_FILES
-from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.study.steps.plans import plan_in
@@ -176,24 +174,32 @@ def drafted(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return output, generated
 
 
-@pytest.mark.parametrize("way", ["uneven", "one width", "constants"])
+@pytest.mark.parametrize("way", ["uneven", "constants"])
 def test_layers_for_extra_tokens_stay_whole_where_layers_differ(
     predicting: Any, way: str, tmp_path: Path
 ) -> None:
     plan = random_plan(predicting, way, seed=1)
-    if way == "one width":
-        layers = {
-            number: LayerPlan(
-                layer.n_experts,
-                tuple(range(layer.n_experts)),
-                numpy.tile(numpy.arange(layer.width or 0) < 8, (layer.n_experts, 1)),
-            )
-            for number, layer in plan.layers.items()
-        }
-        plan = Plan(layers)
     folder = export(tmp_path / "model", plan, tmp_path / "out")
     assert torch.equal(drafted(folder)[0], drafted(tmp_path / "model")[0])
     assert "multi-token prediction" not in (folder / "README.md").read_text()
+
+
+def test_experts_for_extra_tokens_keep_their_width(tmp_path: Path) -> None:
+    """The configuration of the family has one width for all experts."""
+    model = tiny.save("qwen3_next", tmp_path / "model")
+
+    def add_layer(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if ".layers.2." in name]:
+            tensors[name.replace("model.layers.2.", "mtp.layers.0.")] = tensors[name].clone()
+
+    plan = random_plan(model, "one width", share=1.0)
+    for kind in ("qwen3_next", "pruned_qwen3_next"):
+        folder = export(tmp_path / "model", plan, tmp_path / kind)
+        assert read_config(folder)["model_type"] == kind
+        rewrite(tmp_path / "model", add_layer)
+    original = load_file(tmp_path / "model" / "model.safetensors")
+    exported = load_file(folder / "model.safetensors")
+    assert all(torch.equal(exported[name], original[name]) for name in original if "mtp" in name)
 
 
 def test_layers_for_extra_tokens_lose_as_many_experts_as_all_others(
