@@ -1,5 +1,6 @@
 """`python -m moe_lab.inspect model=NAME` prints whether a model is supported, and which criteria
-and exports apply to the model, without reading weights."""
+and exports apply to the model, without reading weights. With calibration=NAME it prints how the
+model reads this set."""
 
 from __future__ import annotations
 
@@ -8,20 +9,24 @@ import moe_lab.interrupt  # noqa: F401 - first, for Ctrl-C during the other impo
 # isort: split
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from moe_lab.config import ModelConfig
+from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.errors import UserError, run_and_exit, user_errors
 
 USAGE = """python -m moe_lab.inspect model=NAME [model.path=FOLDER] [...]
 
 Whether a model is supported or why not, its layers, experts, routers and parameters by part, its
 loading memory, and which criteria and exports apply. Takes the settings of `python -m moe_lab`;
-reads no weight. A dry run prints the memory that steps need."""
+reads no weight. A dry run prints the memory that steps need.
+
+With calibration=NAME [calibration.path=FILE] [...]: the first rows of the set as the model reads
+them, the forms of its records, and what was left out."""
 TableRow = tuple[str, str]
 """(name, text) of a row of the printed table."""
 
@@ -41,14 +46,32 @@ def main(arguments: list[str]) -> int:
         if len(models) > 1:
             raise UserError(f"model={','.join(sorted(models))}: expected one model")
         title, rows, is_supported = describe(*models.values())  # the only model
+        if any(argument.startswith("calibration") for argument in arguments):
+            cell = requests[0][0][0]
+            rows = [*text_rows(replace(cell.calibration, seed=cell.seed), cell.model)]
     except UserError as error:
         print(f"moe_lab: {error}", file=sys.stderr)
         return 2
     table = Table(show_header=False, title=title)
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False).print(table)
+    Console(highlight=False, markup=False).print(table)
     return 0 if is_supported else 1
+
+
+def text_rows(text: CalibrationConfig, model: ModelConfig) -> Iterator[TableRow]:
+    """Rows about a calibration set: the report on its first three rows of tokens, and their texts.
+    UserError if the set cannot be read, or if the model is not on this machine."""
+    from moe_lab.calibration import local_tokenizer
+    from moe_lab.calibration.batches import batches
+
+    tokenizer = local_tokenizer(model)
+    if tokenizer is None:
+        raise UserError(f"model.path={model.path}: expected a folder with a tokenizer.json")
+    first_rows = replace(text, tokens=min(text.tokens, 3 * text.length), batch_tokens=1)
+    calibration = batches(first_rows, tokenizer)
+    yield from ((name, str(value)) for name, value in calibration.report.items())
+    yield from (("row", tokenizer.decode(ids[valid])) for ids, valid in calibration.batches)
 
 
 def describe(model: ModelConfig) -> tuple[str, list[TableRow], bool]:

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from moe_lab import config, grid
 from moe_lab.calibration import shares_and_sets
-from moe_lab.calibration.sources import local_file
+from moe_lab.calibration.sources import local_files
 from moe_lab.config import (
     BenchmarkConfig,
     CellConfig,
@@ -221,7 +221,7 @@ def test_a_calibration_file_has_whole_rows_and_no_local_path(file: Path) -> None
     text = grid.add_sources(load_group(file), choices.Files())
     assert text.tokens % text.length == 0
     for _, part in shares_and_sets(text):
-        assert local_file(part.path) is None or part.path.startswith("pocket:")
+        assert not local_files(part.path) or part.path.startswith("pocket:")
 
 
 HALF = {"calibration": "a", "share": 0.5}

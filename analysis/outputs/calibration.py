@@ -37,7 +37,7 @@ def calibrated_cells(study: Study, comparison: Comparison) -> pd.DataFrame:
         if model == comparison.model:
             # a report has a number of tokens for each source of the set
             reads[calibration] = sum((report.get("valid_tokens") or {}).values())
-            source = report.get("sha256") or report.get("source") or calibration
+            source = report.get("sha256") or calibration
             sources[calibration] = str(source)
     cells = comparison.pruned_cells
     cells = cells[cells["calibration"] != "none"]

@@ -17,23 +17,20 @@ from moe_lab.calibration.documents import (
     BLANK_LINE,
     Chat,
     Document,
-    Text,
     document_text,
 )
 from moe_lab.calibration.sources import (
-    file_format,
-    first_record,
-    hub_file,
-    is_hub_file,
+    HUB_FILE,
+    DataFile,
+    first_document,
     joined_texts,
-    local_file,
+    local_files,
     read,
 )
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.config.base import identity_fields
 from moe_lab.config.pruning import DOCUMENT_SETTINGS
 from moe_lab.errors import UserError
-from moe_lab.models import config_json
 from moe_lab.models.files import UNRESOLVED, data_file_sha256, data_set_digest, sha256_of
 from moe_lab.paths import local_path
 
@@ -61,23 +58,13 @@ def shares_and_sets(settings: CalibrationConfig) -> list[tuple[float, Calibratio
     return entries or [(1.0, settings)]
 
 
-def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None:
-    """Raise UserError when the first document of a set needs a chat template, and the model has
-    none, or one that leaves out content of the document. Only sets in local JSON files, and models
-    in local folders, are checked."""
-    for _, set_settings in shares_and_sets(settings):
-        for document in first_record(set_settings):  # one document, or none
-            if isinstance(document, Chat) and document.plain is None:
-                config_json.check_chat_template(
-                    model,
-                    setting=f"calibration={settings.name}",
-                    tools=bool(document.arguments.get("tools")),
-                    # the end of the message
-                    alternative=", or a set of plain texts, or of instructions and outputs",
-                )
-                if (tokenizer := local_tokenizer(model)) is not None:
-                    # for its UserError if the template leaves out content
-                    document_text(document, tokenizer, set_settings.special_tokens)
+def check_first_document(settings: CalibrationConfig, model: ModelConfig) -> None:
+    """Raise UserError when a local set cannot be read, or when its first document is a conversation
+    that a model in a local folder does not read, or not as a whole."""
+    for document in first_document(settings):  # one document, or none
+        needs_template = isinstance(document, Chat) and document.plain is None
+        if needs_template and (tokenizer := local_tokenizer(model)) is not None:
+            document_text(document, tokenizer, settings.special_tokens)
 
 
 def local_tokenizer(model: ModelConfig) -> Any:
@@ -88,37 +75,6 @@ def local_tokenizer(model: ModelConfig) -> Any:
     from moe_lab.models.load import load_tokenizer
 
     return load_tokenizer(folder, model)
-
-
-def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:
-    """Raise UserError when a local file of plain texts has too few tokens to fill the rows that
-    calibration.tokens requires."""
-    file = None if settings.sources else local_file(settings.path)
-    tokenizer_file = local_path(model.path) / "tokenizer.json"
-    # Few tokens have more than 6 bytes, so a larger file is long enough.
-    if file is None or not tokenizer_file.is_file() or file.stat().st_size > 6 * settings.tokens:
-        return
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    tokenizer.no_truncation()
-    rows = 0.0  # with a fraction for the unfinished row
-    for document in read(settings):
-        if rows >= settings.rows or not isinstance(document, Text):
-            return
-        ids = tokenizer.encode(document.text, add_special_tokens=settings.special_tokens).ids
-        tokens = len(ids) + (settings.gap != "none")  # a gap after the document is one token
-        rows += 1 if settings.packing == "none" else tokens / settings.length
-    filled_rows = int(rows + 1e-9)  # the sum may be a little less than a whole number
-    if filled_rows < settings.rows:
-        expected = "a longer text"
-        if filled_rows:
-            expected = f"at most calibration.tokens={filled_rows * settings.length}"
-        raise UserError(
-            f"calibration.tokens={settings.tokens} is more than {settings.path} has, which fills "
-            f"{filled_rows} of {settings.rows} rows of calibration.length={settings.length}: "
-            f"expected {expected}"
-        )
 
 
 def part_bounds(settings: CalibrationConfig) -> list[tuple[int, int]]:
@@ -159,7 +115,7 @@ def held_out_text(settings: CalibrationConfig, characters: int) -> str:
     conversations."""
     parts = []
     for share, part in shares_and_sets(settings):
-        text = plain_text(order_documents(read(part), part), part)
+        text = plain_text(order_documents(read(part).documents, part), part)
         start = len(text) // 2
         parts.append(text[start : start + int(share * characters)])
     return BLANK_LINE.join(parts)
@@ -196,16 +152,15 @@ def _documents_identity(settings: CalibrationConfig) -> dict[str, Any]:
 
 
 def _content_identity(path: str) -> dict[str, Any]:
-    """Fields that identify the content at `path`. For a file: its "sha256" and "format". For a data
-    set on the hub: "data", a digest of all its data files. If the hub cannot be reached:
+    """Fields that identify the content at calibration.path. For files: "sha256" and "suffix". For a
+    data set on the hub: "data", a digest of all its data files. If the hub cannot be reached:
     {UNRESOLVED: path}."""
-    if (file := local_file(path)) is not None:
-        return {"sha256": sha256_of(file), "format": file_format(path, file)}
-    if is_hub_file(path):
-        name, file_name = hub_file(path)
+    if files := local_files(path):
+        return {"sha256": [sha256_of(file.path) for file in files], "suffix": files[0].suffix}
+    if hub_path := HUB_FILE.fullmatch(path):
         fields = {
-            "sha256": data_file_sha256(name, file_name),
-            "format": file_format(path, Path(file_name)),
+            "sha256": data_file_sha256(*hub_path.groups()),
+            "suffix": DataFile(Path(path), path).suffix,
         }
     else:
         fields = {"data": data_set_digest(path)}

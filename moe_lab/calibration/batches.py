@@ -7,36 +7,42 @@ import hashlib
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, takewhile
 from typing import Any
 
 import torch
 
-from moe_lab.calibration import local_tokenizer, order_documents, plain_text, shares_and_sets
+from moe_lab.calibration import (
+    local_tokenizer,
+    order_documents,
+    plain_text,
+    shares_and_sets,
+)
 from moe_lab.calibration.documents import (
     BLANK_LINE,
     Chat,
     Document,
+    Documents,
     Text,
     document_text,
     is_content,
     render,
     rendering,
     tokenize,
-    unread_texts,
 )
-from moe_lab.calibration.sources import local_file, read, read_answered
+from moe_lab.calibration.sources import is_own_text, local_files, read
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.models.files import sha256_of
 
 GAP = -1
 """Stands for the filler token in rows of positions, where other numbers are indices of tokens."""
 TOLERANCE = 0.01
 """Largest allowed difference between the share of a set in the tokens of a mixture and the share in
 the settings."""
+FIRST_PLACES = 5
+"""Most locations that the report lists of records that were left out for the same reason."""
 
 
 # Packing: a stream of documents becomes a stream of rows. A document is a non-empty list of token
@@ -93,9 +99,9 @@ def check_held_out(settings: CalibrationConfig, model: ModelConfig) -> None:
     if tokenizer is None:
         return
     for share, part in shares_and_sets(settings):
-        if local_file(part.path) is None:
+        if not local_files(part.path):
             continue
-        documents = order_documents(read(part), part)
+        documents = order_documents(read(part).documents, part)
         half = len(plain_text(documents, part)) // 2
         # few tokens have more than 6 bytes, so that a longer document fills all rows
         first_half = _beginning(documents, half, longest=6 * settings.tokens)
@@ -106,10 +112,10 @@ def check_held_out(settings: CalibrationConfig, model: ModelConfig) -> None:
         row_count = sum(1 for _ in rows)
         if row_count < needed_rows:
             most = int(row_count / share) * settings.length
-            expected = f"calibration.tokens={most} or less, or " if most else ""
             raise UserError(
                 f"calibration.tokens={settings.tokens} is more than half of {part.name}, whose "
-                f"second half is held out for a benchmark: expected {expected}suite.path=FILE"
+                f"second half is held out for a benchmark: expected calibration.tokens={most} or "
+                "less, or suite.path=FILE"
             )
 
 
@@ -142,7 +148,8 @@ class Source:
 
     settings: CalibrationConfig
     share: float
-    documents: list[Document]
+    read: Documents
+    """The documents, in the order of the source, and what was left out."""
     documents_used: int = 0
     """Number of documents that were tokenised."""
     tokens_used: int = 0
@@ -151,10 +158,22 @@ class Source:
     """Number of tokens that are in rows or wait for the next row."""
     tokens_retained: int = 0
     """Number of tokens in finished rows."""
-    renderings: set[str] = field(default_factory=set)
-    """See `rendering`."""
-    unread: set[str] = field(default_factory=set)
-    """See `unread_texts`."""
+
+    def report(self) -> dict[str, Any]:
+        """JSON-ready. "forms" has the forms of the records and their numbers. "left_out" has why
+        records and turns were left out, with their number and the locations of the first.
+        "documents_used" is the number of documents that were tokenised."""
+        return {
+            "name": self.settings.name,
+            "share": self.share,
+            "documents_read": len(self.read.documents),
+            "documents_used": self.documents_used,
+            "forms": dict(self.read.forms),
+            "left_out": {
+                reason: {"number": len(places), "first": places[:FIRST_PLACES]}
+                for reason, places in self.read.left_out.items()
+            },
+        }
 
 
 class PackedRows:
@@ -169,7 +188,6 @@ class PackedRows:
         self,
         settings: CalibrationConfig,
         tokenizer: Any,
-        read: Callable[[CalibrationConfig], list[Document]],
         encode: Callable[[Document, bool], tuple[list[int], list[bool]]],
     ) -> None:
         """Read the documents, and pack them into rows.
@@ -188,8 +206,7 @@ class PackedRows:
         self.tokenizer = tokenizer
         self._encode = encode
         self.sources = [
-            Source(part, share, order_documents(read(part), part))
-            for share, part in shares_and_sets(settings)
+            Source(part, share, read(part)) for share, part in shares_and_sets(settings)
         ]
         self.ids: list[int] = []
         self.marks: list[bool] = []
@@ -197,7 +214,9 @@ class PackedRows:
         self._exhausted_source: Source | None = None
         self.filler_id = _filler_id(settings, tokenizer)
         self.rows = self._pack()
-        if len(self.rows) < settings.rows:
+        # of a text of the user, calibration.tokens is the most that is read
+        needed_rows = 1 if is_own_text(settings) else settings.rows
+        if len(self.rows) < needed_rows:
             raise self._too_short_error()
         self._check_shares()
 
@@ -257,7 +276,7 @@ class PackedRows:
         document of a mixture is yielded in pieces of at most `length` positions. So a long document
         does not take its set far beyond the set's share."""
         yields_pieces = len(self.sources) > 1 and self.settings.packing == "chunk"
-        for document in source.documents:
+        for document in order_documents(source.read.documents, source.settings):
             ids, marks = self._encode(document, source.settings.special_tokens)
             if not ids:
                 continue
@@ -267,8 +286,6 @@ class PackedRows:
             self._sources_of_positions += [source] * len(ids)
             source.documents_used += 1
             source.tokens_used += len(ids)
-            source.renderings.add(rendering(document, self.tokenizer))
-            source.unread |= set(unread_texts(document, self.tokenizer))
             step = self.settings.length if yields_pieces else len(positions)
             yield from (positions[start : start + step] for start in range(0, len(positions), step))
 
@@ -278,9 +295,9 @@ class PackedRows:
         filled_rows = len(self.rows)
         source = self._exhausted_source
         assert source is not None  # rows are only missing after a set had no more documents
-        hint = "expected a longer text"
-        if filled_rows:
-            hint = f"calibration.tokens={filled_rows * settings.length} would fit"
+        expected = f"at most calibration.tokens={filled_rows * settings.length}"
+        if not filled_rows:
+            expected = f"a longer text, or at most calibration.length={source.tokens_used}"
         set_label = source.settings.path
         if settings.sources:
             set_label = (
@@ -290,7 +307,8 @@ class PackedRows:
         return UserError(
             f"calibration.path={set_label} is too short: its {source.tokens_used} tokens are read "
             f"when {filled_rows} of the {settings.rows} rows of calibration.length="
-            f"{settings.length} in calibration.tokens={settings.tokens} are filled; {hint}"
+            f"{settings.length} in calibration.tokens={settings.tokens} are filled: expected "
+            f"{expected}"
         )
 
     def _check_shares(self) -> None:
@@ -316,7 +334,7 @@ def batches(settings: CalibrationConfig, tokenizer: Any) -> Calibration:
         ids = tokenize(document, tokenizer, special_tokens)
         return ids, [False] * len(ids)
 
-    packed = PackedRows(settings, tokenizer, read, encode)
+    packed = PackedRows(settings, tokenizer, encode)
     return Calibration([(ids, valid) for ids, valid, _ in packed.batches()], _report(packed))
 
 
@@ -337,60 +355,33 @@ def _filler_id(settings: CalibrationConfig, tokenizer: Any) -> int | None:
 
 
 def _report(packed: PackedRows) -> dict[str, Any]:
-    """JSON-ready report on packed rows. "rendered" has the ways in which documents became text, and
-    "unread" the keys of texts that the model does not read. "documents_used" is the number of
-    documents that were tokenised. "tokens_cut" is the number of their tokens that are in no row."""
+    """JSON-ready report on packed rows. "sha256" identifies the documents, and "sources" has the
+    `Source.report` of each set. "rendered" has the ways in which documents became text.
+    "tokens_cut" is the number of tokens of tokenised documents that are in no row."""
     settings = packed.settings
     sources = packed.sources
-    digests = [_digest(source) for source in sources]
-    tokens_by_source = {source.settings.name: source.tokens_retained for source in sources}
-    total_tokens = sum(tokens_by_source.values())
-    composition = ", ".join(  # for a mixture: each set with its share of the tokens
-        f"{name} {count / total_tokens:.1%}" for name, count in tokens_by_source.items()
-    )
+    digest = hashlib.sha256()
+    documents = [document for source in sources for document in source.read.documents]
+    for document in documents:
+        digest.update(repr(document).encode())
     first_row = packed.rows[0]
     while first_row[-1] == GAP:  # padding, or a gap at the end
         first_row = first_row[:-1]
     # If filler_id is None, no position is GAP.
     filler_id = packed.filler_id or 0
     ids = [filler_id if position == GAP else packed.ids[position] for position in first_row]
-    source_entries = [
-        {
-            "name": source.settings.name,
-            "source": source.settings.path,
-            "sha256": sha256,
-            "share": source.share,
-        }
-        for source, sha256 in zip(sources, digests, strict=True)
-    ]
     return {
         "name": settings.name,
-        "source": settings.path or composition,  # a mixture has no path
-        "sha256": hashlib.sha256(repr(source_entries).encode()).hexdigest()
-        if settings.sources
-        else digests[0],
-        **({"sources": source_entries} if settings.sources else {}),
-        "documents_read": sum(len(source.documents) for source in sources),
-        "documents_used": sum(source.documents_used for source in sources),
-        "rendered": sorted(set().union(*(source.renderings for source in sources))),
-        "unread": sorted(set().union(*(source.unread for source in sources))),
+        "sha256": digest.hexdigest(),
+        "sources": [source.report() for source in sources],
+        "rendered": sorted({rendering(document, packed.tokenizer) for document in documents}),
         "rows": len(packed.rows),
         "length": settings.length,
         "packing": settings.packing,
-        "valid_tokens": tokens_by_source,
+        "valid_tokens": {source.settings.name: source.tokens_retained for source in sources},
         "tokens_cut": sum(source.tokens_used - source.tokens_retained for source in sources),
         "first_row": packed.tokenizer.decode(ids),
     }
-
-
-def _digest(source: Source) -> str:
-    """sha256 of the local file of a source, or of the documents of a source on the hub."""
-    if (file := local_file(source.settings.path)) is not None:
-        return sha256_of(file)
-    digest = hashlib.sha256()
-    for document in source.documents:
-        digest.update(repr(document).encode())
-    return digest.hexdigest()
 
 
 # Batches of tasks with solutions, in which the tokens of answers are marked.
@@ -422,11 +413,11 @@ def answer_batches(
             "cannot be marked: expected a fast tokenizer (a tokenizer.json)"
         )
     encode = partial(encode_with_answers, tokenizer=tokenizer, header=header)
-    marked_batches = list(PackedRows(settings, tokenizer, read_answered, encode).batches())
+    marked_batches = list(PackedRows(settings, tokenizer, encode).batches())
     if not any(bool(answers.any()) for _, _, answers in marked_batches):
         raise UserError(
-            f"calibration.length={settings.length} cuts every answer of {settings.name} away: "
-            "expected longer rows"
+            f"calibration.length={settings.length}: no row of {settings.name} has words of an "
+            "answer: expected tasks with answers, or longer rows"
         )
     return marked_batches
 

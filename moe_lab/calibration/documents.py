@@ -1,32 +1,54 @@
-"""Turn a record of a source into a document, and a document into token ids."""
+"""Turn the records of a source into documents, and documents into token ids.
+
+Data sets name the same things differently. `Record` recognises the form of a record, and gives
+conversations the keys and roles that chat templates read.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as data_field
-from datetime import datetime
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from typing import Any
 
-from moe_lab.config import ModelConfig
+from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.errors import UserError, nearest
 from moe_lab.json_files import fits
 from moe_lab.models.config_json import selected_template
 
-TASK_FIELDS = (("instruction", "output"), ("question", "answer"))
-"""Pairs of field names under which data sets publish a task and its solution."""
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 """Field of a record with arguments of the chat template, as documented by TRL."""
 BLANK_LINE = "\n\n"
 """Text between the halves of a pair for a model without a chat template, and between the rows of a
 joined set."""
-_MESSAGES = re.compile(r'\s*\[\s*\{\s*"role"\s*:')
-"""Beginning of messages as JSON text. Data sets that were stored as CSV have such texts."""
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message under which chat templates and data sets have the thoughts of the assistant."""
 _ONE_WORD = re.compile(r"[!-~]*")
 """A text in ASCII without white space, such as an id, a source or an empty list in JSON."""
+
+TASKS = ("instruction", "question", "problem", "query", "prompt")
+ANSWERS = ("output", "solution", "answer", "response", "completion", "answers")
+"""Fields with a task, and fields with its answer. The first that a record has is taken. `answers`
+are calls of functions, as in xlam-function-calling-60k."""
+ROLE_KEYS = ("role", "from")
+CONTENT_KEYS = ("content", "value", "text", "system_prompt")
+CALLERS = ("function_call", "tool_call")
+"""Roles of turns whose content is the call of a function, as JSON."""
+ROLES = {
+    "human": "user",
+    **dict.fromkeys(("gpt", "ai", "model", *CALLERS), "assistant"),
+    **dict.fromkeys(("function", "observation", "tool_response"), "tool"),
+}
+"""Role in a data set -> role in chat templates. Other roles stay as they are."""
+_OUTER = ("type", "id")
+"""Keys of a call of a function that stand beside the function, not in it."""
+_TURNS = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
+"""Beginning of a conversation as JSON text. Data sets that were stored as CSV have such texts."""
 
 Tools = Sequence[Mapping[str, Any]]
 """Functions that a model may call, in the form of chat templates: {"type": "function", "function":
@@ -40,8 +62,6 @@ class Text:
     text: str
     answer_start: int | None = data_field(default=None, repr=False)
     """Index in `text` at which the answer begins; None for a text without an answer."""
-    unread: tuple[str, ...] = data_field(default=(), compare=False, repr=False)
-    """Keys of the record's other fields whose values are texts of one word that `text` lacks."""
 
     @property
     def plain(self) -> Text:
@@ -62,59 +82,289 @@ class Chat:
     """The text that a model without a chat template reads; None if there is no such text."""
     location: str = data_field(default="calibration.path", compare=False, repr=False)
     """Place of the record, for error messages."""
+    ignored: tuple[str, ...] = data_field(default=(), compare=False, repr=False)
+    """The keys in calibration.ignored, for error messages."""
 
 
 Document = Text | Chat
 
 
-def instruction_document(
-    instruction: str,
-    output: str,
-    arguments: Mapping[str, Any] | None = None,
-    location: str = "calibration.path",
-) -> Chat:
-    """A document with an instruction and its answer, the `output`. arguments, location: see
-    `Chat`."""
-    prompt = instruction + BLANK_LINE
-    messages = ({"role": "user", "content": instruction}, {"role": "assistant", "content": output})
-    return Chat(messages, arguments or {}, Text(prompt + output, len(prompt)), location)
+# A record becomes a document.
 
 
-def document(
-    record: Any,
-    field: str | None,
-    location: str,
-    template: str | None = None,
-    ignored: Collection[str] = (),
-) -> Document:
-    """The document in one JSON record. location: place of the record, for error messages.
+class LeftOut(Exception):
+    """A record without content. The text says why, such as "text is null"."""
 
-    field: name of the field to read. None reads the first of these that the record has: `text`;
-    `messages`; `instruction` and `output`, with the optional `input`; `question` and `answer`;
-    `prompt` and `completion`; or `query` (a request), `answers` (the calls that answer it) and
-    `tools`. UserError if a record with an instruction, question or prompt has content in other
-    fields that nothing would read.
 
-    template: a text with names of fields in braces, which becomes the document, with the values of
-    the fields in place of their names. `field` is not used then. ignored: keys of the record and of
-    its messages that are not read. A key whose value is null counts as missing.
-    """
-    if not isinstance(record, Mapping):
-        raise UserError(
-            f"{location}: expected an object with fields such as text, found {record!r:.40}"
-        )
-    record = _without_keys(_without_null(record), ignored)
-    if template is not None:
-        return Text(
-            re.sub(
-                r"\{(\w+)\}",
-                lambda match: _string_field(record, match[1], location, "calibration.template"),
-                template,
+class Documents:
+    """The documents of a set, the forms of its records, and what was left out."""
+
+    def __init__(self, settings: CalibrationConfig) -> None:
+        self.settings = settings
+        self.documents: list[Document] = []
+        self.forms: Counter[str] = Counter()
+        """Form, such as "question and answer" -> number of records."""
+        self.left_out: dict[str, list[str]] = defaultdict(list)
+        """Why records and turns were left out -> the location of each."""
+
+    def add(self, value: Any, location: str) -> None:
+        """Add the document in a record. UserError for a record that is no object, and the errors of
+        `Record.document`."""
+        fields = {"text": value} if isinstance(value, str) else value or {}
+        if not isinstance(fields, Mapping):
+            raise UserError(
+                f"{location}: expected an object with fields such as text, found {value!r:.40}"
             )
+        ignored = self.settings.ignored
+        fields = {key: _without_null(inner) for key, inner in fields.items() if key not in ignored}
+        record = Record(fields, location, self.settings)
+        try:
+            self.documents.append(record.document())
+            self.forms[record.form] += 1
+        except LeftOut as reason:
+            self.left_out[str(reason)].append(location)
+        if record.turns_left_out:
+            self.left_out["a turn has no words"].append(location)
+
+
+@dataclass
+class Record:
+    """One record of a set."""
+
+    fields: Mapping[str, Any]
+    """Name of a field -> value. A field whose value is null counts as missing."""
+    location: str
+    """Place of the record, for error messages."""
+    settings: CalibrationConfig
+    form: str = ""
+    """The fields with the document, and those beside them with a text of one word, which is read
+    only by some chat templates."""
+    turns_left_out: bool = False
+    """Whether turns of the conversation have no words."""
+
+    def document(self) -> Document:
+        """The document in the fields that calibration.template or calibration.field names; by
+        default, in the first of these that the record has: a text, messages, a task and its answer,
+        or another conversation.
+
+        LeftOut for a record without words. UserError for a record of no such form, and if content
+        in other fields would not be read. A key with the value null counts as missing.
+        """
+        template = self.settings.template
+        if template is not None:
+            self.form = "calibration.template"
+            return Text(re.sub(r"\{(\w+)\}", lambda match: self._text(match[1]), template))
+        field = self.settings.field or self._known_fields()
+        keys = [field] if isinstance(field, str) else [*field]
+        self.form = " and ".join(keys)
+        if len(keys) > 1:
+            return self._pair(keys)
+        value = self._value(*keys)
+        # `messages` always counts as a conversation, so that the error for another value says that
+        # a list is expected
+        if isinstance(value, list) or _is_conversation(value) or keys == ["messages"]:
+            return self._conversation(*keys)
+        if self.settings.joined or self._text(*keys).strip():
+            return Text(value)
+        raise LeftOut(f"{self.form} without words")
+
+    def _known_fields(self) -> Sequence[str]:
+        """The fields that are read without calibration.field: the first of the known ones that all
+        have a value. LeftOut for a record that has none, but has fields without a value; UserError
+        for any other that has none."""
+        fields = self.fields
+        if self.settings.joined and "text" in fields:  # also an empty one
+            return ["text"]
+        conversations = [[key] for key, value in fields.items() if _is_conversation(value)]
+        task, answer = _first(TASKS, fields), _first(ANSWERS, fields)
+        pairs = [task, "input", answer], [task, answer], ["input", answer]
+        for keys in (["text"], ["messages"], *conversations, *pairs):
+            if not any(_is_blank(fields.get(key)) for key in keys):
+                return keys
+        texts = [key for key, value in fields.items() if isinstance(value, str)]
+        longest = max(texts, key=lambda key: len(fields[key]), default="NAME")
+        sentence = (
+            "none of the fields text, messages, or a task and its answer such as question and "
+            f"answer has a value (found: {', '.join(_without_null(fields)) or 'no field'}): "
+            f"expected calibration.field={longest}, or calibration.field=[TASK,ANSWER]"
         )
-    if field is not None:
-        return _from_field(record, field, location, ignored)
-    return _from_standard_fields(record, location, ignored)
+        if not fields or any(map(_is_blank, fields.values())):
+            raise LeftOut(sentence)
+        raise UserError(f"{self.location}: {sentence}")
+
+    def _conversation(self, key: str) -> Chat:
+        """The conversation in a field with a list of turns, or with its JSON text."""
+        turns = _decode(self.fields[key], f"{self.location}, field {key}", list)
+        used = [key]
+        system = self.fields.get("system")
+        # the system prompt of ShareGPT stands beside the conversation
+        if system and fits(turns[:1], [{"from": str}]) and turns[0]["from"] != "system":
+            turns = [{"from": "system", "value": system}, *turns]
+            used.append("system")
+        return self._chat(turns, used)
+
+    def _pair(self, keys: Sequence[str]) -> Document:
+        """A document with a task, which may be in several fields, and its answer, in the last of
+        the fields `keys`."""
+        *tasks, answer_key = keys
+        used = [*keys, "input"]
+        task = BLANK_LINE.join(map(self._text, tasks))
+        turn = {"role": "user", "content": task}
+        if answer_key == "answers":
+            calls = {"role": CALLERS[0], "content": self._value(answer_key)}
+            return self._chat([turn, calls], used)
+        answer = self._text(answer_key)
+        turns = [turn, {"role": "assistant", "content": answer}]
+        plain = Text(task + BLANK_LINE + answer, len(task + BLANK_LINE))
+        if self.settings.field is None:
+            others = without_keys(self.fields, [*used, TEMPLATE_ARGUMENTS])
+            content = unread(others, f"{task} {answer}")
+            check_read(content, f"{self.location} holds", self.settings.ignored)
+            if keys == ["prompt", "completion"]:
+                self._note(others)
+                return Text(task + answer, len(task))
+        return self._chat(turns, used, plain)
+
+    def _chat(self, turns: Sequence[Any], used: Sequence[str], plain: Text | None = None) -> Chat:
+        """The conversation of turns that have words or are results of calls. The others are
+        counted. All fields that are not `used` are arguments of the chat template; with
+        calibration.field, only the tools and TEMPLATE_ARGUMENTS. LeftOut if no turn has words."""
+        messages = [self._message(turn, f"{self.location}, field {used[0]}") for turn in turns]
+        if not any(map(_has_words, messages)):
+            raise LeftOut(f"{self.form} without words")
+        spoken = [turn for turn in messages if _has_words(turn) or turn["role"] == "tool"]
+        self.turns_left_out = len(spoken) < len(messages)
+        arguments = _without_null(without_keys(self.fields, [*used, "tools"]))
+        if self.settings.field is not None:
+            arguments = without_keys(arguments, arguments.keys() - {TEMPLATE_ARGUMENTS})
+        # some templates would write a heading for an empty list
+        if tools := _functions(self.fields.get("tools"), f"{self.location}: tools"):
+            arguments["tools"] = tools
+        # an object, or its JSON text, that `flat_arguments` unpacks later
+        if nested := arguments.get(TEMPLATE_ARGUMENTS):
+            where = f"{self.location}: {TEMPLATE_ARGUMENTS}"
+            arguments[TEMPLATE_ARGUMENTS] = _decode(nested, where, dict)
+        self._note(arguments)
+        return Chat(tuple(spoken), arguments, plain, self.location, self.settings.ignored)
+
+    def _note(self, fields: Mapping[str, Any]) -> None:
+        """Add the names of other `fields` of text, which only a chat template may read, to the
+        form."""
+        keys = [key for key, value in fields.items() if value and isinstance(value, str)]
+        self.form = ", beside ".join([self.form, *keys])
+
+    def _value(self, key: str) -> Any:
+        """The value of a field. LeftOut for null; UserError for a field that is not there."""
+        if key not in self.fields:
+            nearest_name = nearest(key, self.fields)
+            hint = f"did you mean {nearest_name}? " if nearest_name else ""
+            raise UserError(
+                f"{self.location}: the field {key} of calibration.field or calibration.template is "
+                f"not there: {hint}(found: {', '.join(self.fields) or 'no field'})"
+            )
+        if self.fields[key] is None:
+            raise LeftOut(f"{key} is null")
+        return self.fields[key]
+
+    def _text(self, key: str) -> str:
+        """The string in a field. Errors as in `_value`; UserError also for any other value."""
+        value = self._value(key)
+        if not isinstance(value, str):
+            raise UserError(f"{self.location}: field {key} holds {value!r:.40}, expected a string")
+        return value
+
+    def _message(self, turn: Any, where: str) -> dict[str, Any]:
+        """The message in `turn`, with the keys and roles of chat templates, and without
+        calibration.ignored. UserError for a turn without a role, and for content that is no
+        text."""
+        message = _without_null(turn) if isinstance(turn, Mapping) else {}
+        message = without_keys(message, self.settings.ignored)
+        role = message.pop(_first(ROLE_KEYS, message), None)
+        content = message.pop(_first(CONTENT_KEYS, message), "")
+        if role in CALLERS:
+            message["tool_calls"], content = content, ""
+        if isinstance(content, list):
+            part_form = {"type": str, "text": str}
+            texts = [
+                part["text"] if fits(part, part_form) and len(part) == 2 else part
+                for part in content
+            ]
+            content = "\n".join(texts) if fits(texts, [str]) else content
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise UserError(
+                f"{where}: expected messages with a role and a content that are strings, found "
+                f"{turn!r:.80}"
+            )
+        message |= {"role": ROLES.get(role, role), "content": content}
+        calls = _functions(message.pop("tool_calls", None), f"{where}: tool_calls")
+        calls += _functions(message.pop("function_call", None), f"{where}: function_call")
+        for call in calls:
+            function = call["function"]
+            name = f"{where}: arguments of {function['name']}"
+            function["arguments"] = _decode(function.get("arguments"), name, dict)
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+
+def _first(names: Sequence[str], fields: Mapping[str, Any]) -> str:
+    """The first of `names` that has a value in `fields`; "" if none has."""
+    return next((name for name in names if fields.get(name) is not None), "")
+
+
+def _is_blank(value: Any) -> bool:
+    """Whether a value is null, empty, or white space."""
+    return not str(value or "").strip()
+
+
+def _is_conversation(value: Any) -> bool:
+    """Whether a value is a list of turns with a role, or the JSON text of one."""
+    if isinstance(value, str):
+        return _TURNS.match(value) is not None
+    return isinstance(value, list) and any(
+        isinstance(turn, Mapping) and _first(ROLE_KEYS, turn) for turn in value
+    )
+
+
+def _has_words(message: Mapping[str, Any]) -> bool:
+    """Whether a message has more than a role and metadata."""
+    return bool(message["content"].strip()) or any(map(is_content, message.values()))
+
+
+def _functions(value: Any, where: str) -> list[dict[str, Any]]:
+    """The functions in `value`, or the calls of functions, in the form that chat templates read:
+    {"type": "function", "function": {"name": text, ...}}. `value` is a list, one function, or JSON
+    text. A function may have this form, or be only the object of "function", perhaps with the keys
+    "type" and "id"."""
+    functions = []
+    entries = _decode(value, where, list, dict)
+    for entry in [entries] if isinstance(entries, Mapping) and entries else entries:
+        function: Any = entry.get("function", entry) if isinstance(entry, Mapping) else None
+        if not fits(function, {"name": str}):
+            raise UserError(f"{where} holds {entry!r:.80}, expected functions with a name")
+        outer = entry
+        if "function" not in entry:
+            outer = {key: entry[key] for key in _OUTER if key in entry}
+            function = without_keys(entry, _OUTER)
+        functions.append({"type": "function", **outer, "function": dict(function)})
+    return functions
+
+
+def _decode(value: Any, where: str, *kinds: type) -> Any:
+    """`value`, decoded if it is JSON text. An empty value of the first of the `kinds` for null and
+    for any empty value. UserError for a damaged text, and for a result that is none of the
+    `kinds`."""
+    while isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where} is damaged JSON: {error}") from None
+    if _is_blank(value):
+        return kinds[0]()
+    if not isinstance(value, kinds):
+        expected = "a list" if list in kinds else "an object"
+        raise UserError(f"{where}: found {value!r:.40}, expected {expected}")
+    return value
 
 
 def _without_null(value: Any) -> Any:
@@ -125,225 +375,47 @@ def _without_null(value: Any) -> Any:
     return [_without_null(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _without_keys(record: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+# A document becomes text and token ids.
+
+
+def without_keys(record: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in keys}
-
-
-def _from_standard_fields(
-    record: Mapping[str, Any], location: str, ignored: Collection[str]
-) -> Document:
-    """The document that `document` returns for field=None."""
-    if "text" in record:
-        return _from_field(record, "text", location, ignored)
-    if "messages" in record:
-        messages = _messages(record["messages"], f"{location}, field messages", ignored)
-        return Chat(messages, _arguments(record, ["messages"], location), location=location)
-    for task_key, answer_key in TASK_FIELDS:
-        if task_key in record and answer_key in record:
-            task_keys = [task_key, "input"] if record.get("input") else [task_key]
-            instruction = BLANK_LINE.join(_string_field(record, key, location) for key in task_keys)
-            answer = _string_field(record, answer_key, location)
-            arguments = _arguments(record, [task_key, "input", answer_key], location)
-            # the field TEMPLATE_ARGUMENTS is checked by `render_whole`
-            other_fields = _without_keys(arguments, [TEMPLATE_ARGUMENTS])
-            _check_unread(other_fields, f"{instruction} {answer}", f"{location} holds")
-            return instruction_document(instruction, answer, arguments, location)
-    if "prompt" in record and "completion" in record:
-        prompt = _string_field(record, "prompt", location)
-        text = prompt + _string_field(record, "completion", location)
-        other_fields = _without_keys(record, ["prompt", "completion"])
-        _check_unread(other_fields, text, f"{location} holds")
-        return Text(text, len(prompt), _keys_of_other_texts(other_fields, text))
-    if all(name in record for name in ("query", "answers", "tools")):
-        request = {"role": "user", "content": _string_field(record, "query", location)}
-        calls = {"role": "assistant", "content": "", "tool_calls": record["answers"]}
-        messages = (request, _message(calls, f"{location}, field answers", ()))
-        return Chat(messages, _arguments(record, ["query", "answers"], location), location=location)
-    raise UserError(
-        f"{location}: none of the fields text, messages, instruction and output, question and "
-        f"answer, prompt and completion, or query, answers and tools has a value (found: "
-        f"{_field_names(record)}): name it with calibration.field"
-    )
 
 
 def is_content(value: Any) -> bool:
     """Whether a value of a record is content, which a model must read. All other values are
-    metadata, which may be left out: numbers, flags, empty values, and ASCII texts without white
-    space, such as ids."""
+    metadata, which may be left out: numbers, flags, dates, empty values, and ASCII texts without
+    white space, such as ids."""
     if isinstance(value, str):
-        return not _ONE_WORD.fullmatch(value)
-    return bool(value) and not isinstance(value, int | float)
+        return not _ONE_WORD.fullmatch(value.strip())
+    return bool(value) and not isinstance(value, int | float | Decimal | date | time | timedelta)
 
 
-def _check_unread(fields: Mapping[str, Any], text: str, error_start: str) -> None:
-    """Raise UserError if a value in `fields` is content that `text` lacks."""
-    for key, value in fields.items():
-        is_in_text = isinstance(value, str) and not _missing_words([value], text)
-        if is_content(value) and not is_in_text:
-            raise _unread_error(error_start, key, value)
-
-
-def _keys_of_other_texts(fields: Mapping[str, Any], text: str) -> tuple[str, ...]:
-    """Keys of the `fields` whose values are texts with words, of which `text` lacks at least
-    one."""
-    return tuple(
-        key
+def unread(fields: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """The `fields` with content that `text` lacks."""
+    return {
+        key: value
         for key, value in fields.items()
-        if isinstance(value, str) and re.search(r"\w", value) and _missing_words([value], text)
-    )
+        if is_content(value) and (not isinstance(value, str) or missing_words([value], text))
+    }
 
 
-def _unread_error(error_start: str, key: str, value: Any) -> UserError:
-    """The error for a field `key` whose content, `value`, would not be read."""
-    return UserError(
-        f"{error_start} {key}={value!r:.60}, which is not read: expected a model whose chat "
-        "template reads it, or, for a calibration set, calibration.template with the fields to "
-        f"read, or calibration.ignored=[{key}]"
-    )
-
-
-def _from_field(
-    record: Mapping[str, Any], field: str, location: str, ignored: Collection[str]
-) -> Document:
-    """The document in one field, which holds a string, a list of chat messages, or a list of chat
-    messages as JSON text."""
-    value = record.get(field)
-    is_messages_json = isinstance(value, str) and _MESSAGES.match(value)
-    # The field `messages` always counts as messages, so that the error for another value says that
-    # a list is expected.
-    if is_messages_json or isinstance(value, list) or (field == "messages" and field in record):
-        messages = _messages(value, f"{location}, field {field}", ignored)
-        fields = {key: record[key] for key in ("tools", TEMPLATE_ARGUMENTS) if key in record}
-        return Chat(messages, _arguments(fields, [], location), location=location)
-    return Text(_string_field(record, field, location, "calibration.field"))
-
-
-def _messages(value: Any, location: str, ignored: Collection[str]) -> tuple[Mapping[str, Any], ...]:
-    """The chat messages in `value`, a list or the JSON text of a list."""
-    return tuple(_message(entry, location, ignored) for entry in _decode(value, location, list))
-
-
-def _arguments(record: Mapping[str, Any], used: Collection[str], location: str) -> dict[str, Any]:
-    """Arguments of a chat template, name -> value: a record without its `used` fields."""
-    arguments = _without_keys(record, [*used, "tools"])
-    # some templates would write a heading for an empty list
-    if tools := _tools(record.get("tools"), location):
-        arguments["tools"] = tools
-    # an object, or its JSON text, that `_flat_arguments` unpacks later
-    if nested := arguments.get(TEMPLATE_ARGUMENTS):
-        arguments[TEMPLATE_ARGUMENTS] = _decode(nested, f"{location}: {TEMPLATE_ARGUMENTS}", dict)
-    return arguments
-
-
-def _string_field(record: Mapping[str, Any], field: str, location: str, setting: str = "") -> str:
-    """The string in a field of a record. UserError when the field is missing or holds no string.
-    setting: the setting that names the field, for the error message; "" if the field is certainly
-    in the record."""
-    if field not in record:
-        nearest_name = nearest(field, record)
-        hint = f"did you mean {nearest_name}? " if nearest_name else ""
+def check_read(content: Mapping[str, Any], error_start: str, ignored: Sequence[str]) -> None:
+    """Raise UserError if there is `content`, key -> value, that would not be read. ignored: the
+    keys in calibration.ignored."""
+    for key, value in content.items():
+        keys = ",".join([*ignored, *content])
         raise UserError(
-            f"{location}: the field {field} of {setting} is not there: {hint}(found: "
-            f"{_field_names(record)})"
+            f"{error_start} {key}={value!r:.60}, which is not read: expected a model whose chat "
+            f"template reads it, or, for a calibration set, calibration.ignored=[{keys}]"
         )
-    value = record[field]
-    if not isinstance(value, str):
-        raise UserError(f"{location}: field {field} holds {value!r:.40}, expected a string")
-    return value
-
-
-def _message(entry: Any, location: str, ignored: Collection[str]) -> Mapping[str, Any]:
-    """The chat message `entry` without `ignored` keys. UserError for a message without a role, and
-    for a message with neither content nor tool calls."""
-    error = UserError(
-        f"{location}: expected messages with a role and a content that are strings, found "
-        f"{entry!r:.80}"
-    )
-    if not isinstance(entry, Mapping):
-        raise error
-    message = _without_keys(entry, ignored)
-    if calls := _decode(message.pop("tool_calls", None) or [], f"{location}: tool_calls", list):
-        # A message with calls may have no content.
-        message = {
-            "content": "",
-            **message,
-            "tool_calls": [_tool_call(call, location) for call in calls],
-        }
-    if not fits(message, {"role": str, "content": str}):
-        raise error
-    return message
-
-
-def _tool_call(call: Any, location: str) -> dict[str, Any]:
-    """A call of a function in the form that chat templates read: {"type": "function", "function":
-    {"name": text, "arguments": object}}. `call` may have this form. Or it is only the object of
-    "function", perhaps with the keys "type" and "id". Its arguments may be JSON text."""
-    function: Any = call.get("function", call) if isinstance(call, Mapping) else None
-    if not fits(function, {"name": str}):
-        raise UserError(
-            f"{location}: expected tool_calls with a name and arguments, found {call!r:.80}"
-        )
-    arguments = _decode(
-        function.get("arguments", {}), f"{location}: arguments of {function['name']}", dict
-    )
-    if "function" in call:
-        return {"type": "function", **call, "function": {**function, "arguments": arguments}}
-    # "type" and "id" belong beside "function", not into it
-    call_fields = {key: call[key] for key in ("type", "id") if key in call}
-    function = {**_without_keys(call, call_fields), "arguments": arguments}
-    return {"type": "function", **call_fields, "function": function}
-
-
-def _tools(value: Any, location: str) -> Tools:
-    """The functions in `value`, a list or the JSON text of a list. A function in `value` may be
-    only the object of "function"."""
-    tools = []
-    for tool in _decode(value or [], f"{location}: tools", list):
-        entry = (
-            tool
-            if isinstance(tool, Mapping) and "function" in tool
-            else {"type": "function", "function": tool}
-        )
-        if not fits(entry, {"function": {"name": str}}):
-            raise UserError(f"{location}: tools holds {tool!r:.80}, expected functions with a name")
-        tools.append(entry)
-    return tools
-
-
-def _decode(value: Any, location: str, kind: type) -> Any:
-    """`value`, decoded if it is JSON text. UserError for a result that is no `kind`, and for
-    damaged JSON."""
-    try:
-        decoded = json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError as error:
-        raise UserError(f"{location} is damaged JSON: {error.msg}") from error
-    if not isinstance(decoded, kind):
-        raise UserError(
-            f"{location}: found {decoded!r:.40}, expected "
-            f"{'a list' if kind is list else 'an object'}"
-        )
-    return decoded
-
-
-def _field_names(record: Mapping[str, Any]) -> str:
-    return ", ".join(sorted(map(str, record))) or "no field"
-
-
-def is_empty(document: Document) -> bool:
-    """Whether a document has no content."""
-    if plain := document.plain:
-        return not plain.text.strip()
-    return isinstance(document, Chat) and not document.messages
 
 
 def has_answer(document: Document) -> bool:
     """Whether a document has an answer: an output, a completion, or a turn of the assistant."""
     if isinstance(document, Text):
-        return document.answer_start is not None and bool(
-            document.text[document.answer_start :].strip()
-        )
-    answers = [message for message in document.messages if message["role"] == "assistant"]
-    return any(answer["content"].strip() or answer.get("tool_calls") for answer in answers)
+        return document.answer_start is not None
+    return any(message["role"] == "assistant" for message in document.messages)
 
 
 def rendering(document: Document, tokenizer: Any) -> str:
@@ -352,25 +424,10 @@ def rendering(document: Document, tokenizer: Any) -> str:
         return "as it stands"
     if not tokenizer.chat_template:
         return "pair parted by a blank line"  # instruction and output
-    template = "chat template with tools" if document.arguments.get("tools") else "chat template"
     # templates get today's date from strftime_now
     if "strftime_now" in _template(document.arguments, tokenizer):
-        return f"{template}, dated {_date(tokenizer)}"
-    return template
-
-
-def unread_texts(document: Document, tokenizer: Any) -> tuple[str, ...]:
-    """Keys of the record whose values are texts that the model does not read. tokenizer: None means
-    that there is no chat template."""
-    if isinstance(document, Text):
-        return document.unread
-    arguments = document.arguments
-    if tokenizer is not None and tokenizer.chat_template:
-        from moe_lab.models.transformers_private import template_variables
-
-        arguments = _without_keys(arguments, template_variables(_template(arguments, tokenizer)))
-    text = " ".join(message["content"] for message in document.messages)
-    return _keys_of_other_texts(arguments, text)
+        return f"chat template, dated {_date(tokenizer)}"
+    return "chat template"
 
 
 def tokenize(document: Document, tokenizer: Any, special_tokens: bool) -> list[int]:
@@ -389,15 +446,21 @@ def document_text(document: Document, tokenizer: Any, special_tokens: bool) -> t
     content of the document, or when the document needs a chat template and there is none.
     """
     if isinstance(document, Chat) and tokenizer.chat_template:
-        error_start = f"{document.location} holds conversations with"
-        return render_whole(document.messages, document.arguments, tokenizer, error_start), False
-    text = document.plain
-    if text is None:
-        raise UserError(
-            "calibration.path holds chat messages but the model's tokenizer has no chat template: "
-            "use a source of plain text, or of instruction and output pairs"
+        text = render_whole(
+            document.messages,
+            document.arguments,
+            tokenizer,
+            f"{document.location} holds conversations with",
+            document.ignored,
         )
-    return text.text, special_tokens
+        return text, False
+    if document.plain is None:
+        assert isinstance(document, Chat)  # a text is plain
+        raise UserError(
+            f"{document.location} holds messages, and the model has no chat template: expected an "
+            "instruction-tuned model, or a set of plain texts, or of tasks and answers"
+        )
+    return document.plain.text, special_tokens
 
 
 def render(
@@ -421,7 +484,8 @@ def render(
     try:
         with with_date(datetime.fromisoformat(_date(tokenizer)), template):
             text: str = tokenizer.apply_chat_template(
-                list(messages), **{**values, **options, "tokenize": False}
+                [{**_thoughts(message, template), **message} for message in messages],
+                **{**values, **options, "tokenize": False},
             )
     except (TemplateError, TypeError) as error:
         # A template that appends the arguments of a call to a text raises TypeError, because the
@@ -431,6 +495,13 @@ def render(
             f"the model's chat template refuses messages with roles {roles}: {error}"
         ) from error
     return text
+
+
+def _thoughts(message: Mapping[str, Any], template: str) -> dict[str, Any]:
+    """The thoughts of a message, under each of THOUGHTS that the template reads."""
+    thoughts = [message[key] for key in THOUGHTS if key in message]
+    read = [key for key in THOUGHTS if re.search(rf"[.'\"]{key}\b", template)]
+    return dict.fromkeys(read, thoughts[0]) if thoughts else {}
 
 
 def _date(tokenizer: Any) -> str:
@@ -444,7 +515,7 @@ def _flat_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The `arguments`, name -> value, with the items of the object TEMPLATE_ARGUMENTS in its
     place."""
     return {
-        **_without_keys(arguments, [TEMPLATE_ARGUMENTS]),
+        **without_keys(arguments, [TEMPLATE_ARGUMENTS]),
         **arguments.get(TEMPLATE_ARGUMENTS, {}),
     }
 
@@ -465,10 +536,11 @@ def render_whole(
     arguments: Mapping[str, Any],
     tokenizer: Any,
     error_start: str,
+    ignored: Sequence[str] = (),
     **options: Any,
 ) -> str:
     """The text into which the tokenizer's chat template renders a conversation. arguments, options:
-    see `render`.
+    see `render`. ignored: the keys in calibration.ignored.
 
     Templates ignore fields that they do not know. UserError, which begins with `error_start`, for
     each of these:
@@ -481,46 +553,33 @@ def render_whole(
 
     text = render(messages, arguments, tokenizer, **options)
     flat_arguments = _flat_arguments(arguments)
-    _check_words(messages, text, error_start)
+    others = _unread_of_messages(messages, text, error_start)
     for key in arguments.get(TEMPLATE_ARGUMENTS, {}):
         if key not in template_variables(_template(arguments, tokenizer)):
-            raise _unread_error(error_start, TEMPLATE_ARGUMENTS, {key: flat_arguments[key]})
+            others[TEMPLATE_ARGUMENTS] = {key: flat_arguments[key]}
     texts = {key: value for key, value in flat_arguments.items() if isinstance(value, str)}
-    _check_unread(texts, text, error_start)
-    for key, value, remaining_messages, remaining_arguments in _omissions(messages, flat_arguments):
-        # The words of tools are not checked, because templates rewrite tools.
-        if key != "tools" and _missing_words(list(filter(is_content, _texts(value))), text):
-            raise _unread_error(error_start, key, value)
+    others |= unread(texts, text)
+    # objects with the values that the template may read
+    holders = [flat_arguments, *messages]
+    items = [(holder, *item) for holder in holders for item in holder.items()]
+    for holder, key, value in items:
+        if isinstance(value, str) or not is_content(value):
+            continue
+        without_value = [
+            without_keys(other, [key]) if other is holder else other for other in holders
+        ]
         try:
-            text_without_value = render(
-                remaining_messages, remaining_arguments, tokenizer, **options
-            )
+            is_read = render(without_value[1:], without_value[0], tokenizer, **options) != text
         except UserError:
             # A template that refuses the conversation without the value does read the value.
-            continue
-        if text_without_value == text:
-            raise _unread_error(error_start, key, value)
+            is_read = True
+        # The words of tools are not checked, because templates rewrite tools.
+        if not is_read or (
+            key != "tools" and missing_words(list(filter(is_content, _texts(value))), text)
+        ):
+            others[key] = value
+    check_read(others, error_start, ignored)
     return text
-
-
-def _omissions(
-    messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
-) -> Iterator[tuple[str, Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]]:
-    """For each non-empty list or object among the values of `arguments` and of the messages, yield
-    (its key, the list or object, the messages without it, the arguments without it)."""
-    for key, value in arguments.items():
-        if is_content(value) and not isinstance(value, str):
-            yield key, value, messages, _without_keys(arguments, [key])
-    for number, message in enumerate(messages):
-        for key, value in message.items():
-            if is_content(value) and not isinstance(value, str):
-                remaining_message = _without_keys(message, [key])
-                yield (
-                    key,
-                    value,
-                    [*messages[:number], remaining_message, *messages[number + 1 :]],
-                    arguments,
-                )
 
 
 def _texts(value: Any) -> list[str]:
@@ -532,30 +591,35 @@ def _texts(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-def _check_words(messages: Sequence[Mapping[str, Any]], text: str, error_start: str) -> None:
-    """Raise UserError if `text`, into which a chat template rendered the messages, lacks a word of
-    a message."""
+def _unread_of_messages(
+    messages: Sequence[Mapping[str, Any]], text: str, error_start: str
+) -> dict[str, Any]:
+    """The key of a message, and its text, of which `text`, into which a chat template rendered the
+    messages, lacks a word; {} if there is none. UserError if this text is a content."""
     contents = [
         (message["role"], key, value)
         for message in messages
         for key, value in message.items()
-        if key == "content" or (isinstance(value, str) and (key == "name" or is_content(value)))
+        if key == "content"
+        or (isinstance(value, str) and (key in ("name", *THOUGHTS) or is_content(value)))
     ]
-    missing_words = _missing_words([content for _, _, content in contents], text)
+    missing = missing_words([content for _, _, content in contents], text)
     # Contents that are in `text` as they stand come last, because most likely the missing word is
     # from another content.
     contents.sort(key=lambda entry: entry[2].strip() in text)
     for role, key, content in contents:
-        for word in _words(content):
-            if word in missing_words:
-                raise UserError(
-                    f"{error_start} role={role} {key}={content!r:.60}, of which the model's "
-                    f"chat template leaves out {word!r}: expected a set without it, or a model "
-                    "whose template reads it"
-                )
+        for word in _words(content) & missing:
+            if key != "content":
+                return {key: content}
+            raise UserError(
+                f"{error_start} role={role} content={content!r:.60}, of which the model's chat "
+                f"template leaves out {word!r}: expected a set without it, or a model whose "
+                "template reads it"
+            )
+    return {}
 
 
-def _missing_words(contents: Sequence[str], text: str) -> Counter[str]:
+def missing_words(contents: Sequence[str], text: str) -> Counter[str]:
     """The words of `contents` that `text` lacks. Word -> number of occurrences in `contents`, minus
     the number in `text`."""
     end = 0  # end of the last content that was found in `text`

@@ -1,113 +1,127 @@
-"""Read documents from a text file, from a file with JSON lines or a JSON list, or from a data set
-on the hub. Files may be gzipped.
+"""Where the documents of a calibration set come from: a file, a folder of files, or a data set or a
+file on the hub.
 
-Nothing is unpickled. This module needs neither torch nor transformers.
+A format of files is one function in `READERS`. Nothing is unpickled, and neither torch nor
+transformers is imported.
 """
 
 from __future__ import annotations
 
-import gzip
+import csv
+import io
 import json
 import re
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from moe_lab.calibration.documents import BLANK_LINE, Document, Text, document, has_answer, is_empty
+from moe_lab.calibration.documents import BLANK_LINE, Document, Documents, Text, has_answer
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError, nearest
-from moe_lab.paths import local_path
+from moe_lab.paths import PREFIX, local_path
 
-TEXT_SUFFIXES = (".txt", ".md")
-JSON_SUFFIXES = (".jsonl", ".json")
-PICKLE_SUFFIXES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy", ".npz")
-UNREADABLE_SUFFIXES = (
-    *PICKLE_SUFFIXES,
-    ".arrow",
-    ".parquet",
-    ".csv",
-    ".tsv",
-    ".zip",
-    ".zst",
-    ".gz",
-)
-ANSWER_FIELDS = (
-    "instruction and output, question and answer, prompt and completion, or messages of an "
-    "assistant"
-)
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
-FILE_PREFIX = "hf://datasets/"
-"""Prefix of paths that name a single file on the hub: hf://datasets/OWNER/NAME/FILE."""
+HUB_FILE = re.compile(r"hf://datasets/([^/]+/[^/]+)/(.+)")
+"""Path of a single file on the hub. Groups: OWNER/NAME, file."""
+_SETTING = "calibration.path"
 
 
-def read(settings: CalibrationConfig) -> list[Document]:
-    """All documents of the source that are not empty. With calibration.joined, they are joined into
-    a single document. UserError when all documents are empty."""
-    file = local_file(settings.path)
-    if file is None and not is_hub_file(settings.path):  # the source is a data set on the hub
-        documents = _documents(hub_rows(settings), settings)
-    else:  # a local file, or one file on the hub
-        documents = _read_file(file or download_file(settings.path), settings)
+# A set.
+
+
+def read(settings: CalibrationConfig) -> Documents:
+    """The documents of a set. With calibration.joined, they are joined into a single document.
+    UserError if no record has words."""
+    documents = Documents(settings)
+    for location, record in _rows(settings):
+        documents.add(record, location)
+    files = local_files(settings.path)
+    for file in _visible_files(local_path(settings.path)):
+        if file not in files:
+            documents.left_out["a file of another format"].append(str(file.path))
     if settings.joined:
-        documents = [_join(documents, settings)]
-    non_empty_documents = [document for document in documents if not is_empty(document)]
-    if not non_empty_documents:
+        text = joined_texts(documents.documents, f"calibration.joined=true: {settings.path}")
+        documents.documents = [Text(text)] if text.strip() else []
+    if not documents.documents:
+        reasons = [f"{reason}, {places[0]}" for reason, places in documents.left_out.items()]
         raise UserError(
-            f"calibration.path={settings.path} holds no document: expected text to calibrate on"
-        )
-    return non_empty_documents
-
-
-def _join(documents: list[Document], settings: CalibrationConfig) -> Document:
-    """One plain text: all documents, also empty documents, with blank lines between them."""
-    texts = [document.text for document in documents if isinstance(document, Text)]
-    if len(texts) < len(documents):
-        raise UserError(
-            f"calibration.joined=true: {settings.path} holds more than plain texts: expected a "
-            "field of text"
-        )
-    return Text(BLANK_LINE.join(texts))
-
-
-def read_answered(settings: CalibrationConfig) -> list[Document]:
-    """The documents that `read` returns. UserError if no document has an answer."""
-    documents = read(settings)
-    if not any(has_answer(document) for document in documents):
-        raise UserError(
-            f"calibration.path={settings.path} holds no answers: expected the fields "
-            f"{ANSWER_FIELDS}"
+            f"calibration.path={settings.path} holds no document ({'; '.join(reasons)}): expected "
+            "text to calibrate on"
         )
     return documents
 
 
 def check_answers(settings: CalibrationConfig) -> None:
-    """Raise UserError when the source is a local file and none of its documents has an answer."""
-    if local_file(settings.path) is not None:
-        read_answered(settings)
-
-
-def local_file(path: str) -> Path | None:
-    """The local file that `path` names. None if `path` names a data set or a file on the hub.
-    UserError if there is no such file, or if it is a folder, is empty, or has an unsupported
-    format."""
-    if is_hub_file(path):
-        file_format(path, Path(path))  # raises UserError for an unsupported format
-        return None
-    file = local_path(path)
-    if file.is_dir():
+    """Raise UserError when the source is local and none of its documents has an answer."""
+    if local_files(settings.path) and not any(map(has_answer, read(settings).documents)):
         raise UserError(
-            f"calibration.path={path} is a folder: expected a file such as {file.name}/train.jsonl"
+            f"calibration.path={settings.path} holds no answers: expected tasks with answers, such "
+            "as the fields question and answer, or messages of an assistant"
         )
-    if not file.exists():
+
+
+def first_document(settings: CalibrationConfig) -> list[Document]:
+    """A list with the first document of a local source; [] for a source on the hub."""
+    documents = Documents(settings)
+    if local_files(settings.path):
+        for location, record in _rows(settings):
+            documents.add(record, location)
+            if documents.documents:
+                break
+    return documents.documents
+
+
+def _rows(settings: CalibrationConfig) -> Rows:
+    """Yield (location, record) for each record of a set. With calibration.joined, each line of a
+    text is a record."""
+    is_on_hub = HUB_FILE.fullmatch(settings.path)
+    files = download(settings) if is_on_hub else local_files(settings.path)
+    rows = chain.from_iterable(file.rows() for file in files) if files else hub_rows(settings)
+    for location, record in rows:
+        is_text = settings.joined and isinstance(record, str)
+        for part in wikitext_lines(record) if is_text else [record]:
+            yield location, part
+
+
+def is_own_text(settings: CalibrationConfig) -> bool:
+    """Whether the source is a file or a folder of the user, of which calibration.tokens may be more
+    than there is. Sets that are published or shipped have at least calibration.tokens."""
+    return not settings.path.startswith(PREFIX) and bool(local_files(settings.path))
+
+
+def local_files(path: str) -> list[DataFile]:
+    """The local files that calibration.path=`path` names, in the order in which they are read; []
+    for a source on the hub, and for a mixture, whose path is empty.
+
+    Of a folder, these are the files with tables or JSON lines or, without any, all files but those
+    whose names begin with a dot. UserError if there is no such file.
+    """
+    if not path or HUB_FILE.fullmatch(path):
+        return []
+    file = DataFile(local_path(path), _SETTING)
+    if file.path.is_dir():
+        files = _visible_files(file.path)
+        if not files:
+            raise file.error("has no files: expected one such as train.jsonl")
+        return [other for other in files if other.suffix in READERS] or files
+    if not file.path.exists():
         if _may_be_hub_id(path):
-            return None
-        raise _missing_error(path, file)
-    file_format(path, file)
-    if file.stat().st_size == 0:
-        raise UserError(f"calibration.path={path} is empty: expected text to calibrate on")
-    return file
+            return []
+        raise _missing_error(path, file.path)
+    return [file]
+
+
+def _visible_files(folder: Path) -> list[DataFile]:
+    """The files below a folder, by path, without those whose path has a name that begins with a
+    dot."""
+    return [
+        DataFile(path, _SETTING)
+        for path in sorted(folder.rglob("[!.]*"))
+        if path.is_file() and "/." not in str(path.relative_to(folder.parent))
+    ]
 
 
 def _may_be_hub_id(path: str) -> bool:
@@ -115,61 +129,19 @@ def _may_be_hub_id(path: str) -> bool:
     seems to be a mistyped path of a local file."""
     parent = Path(path).parent
     folder_exists = parent != Path(".") and parent.is_dir()
-    looks_like_file = Path(path).suffix in TEXT_SUFFIXES + JSON_SUFFIXES + UNREADABLE_SUFFIXES
+    looks_like_file = path.lower().endswith((".txt", ".md", *READERS, *CODECS))
     return HUB_ID.fullmatch(path) is not None and not looks_like_file and not folder_exists
 
 
 def _missing_error(path: str, file: Path) -> UserError:
     """The error for a `file` that does not exist. `path`: the file as the user typed it."""
-    if not file.parent.is_dir():
-        return UserError(
-            f"calibration.path={path} does not exist: there is no folder {file.parent}"
-        )
-    nearest_name = nearest(file.name, (neighbour.name for neighbour in file.parent.iterdir()))
+    nearest_name = nearest(file.name, (neighbour.name for neighbour in file.parent.glob("*")))
     hint = (
         f"did you mean {file.parent / nearest_name}?"
         if nearest_name
         else "expected a text or JSON lines file, or a hub id"
     )
     return UserError(f"calibration.path={path} does not exist: {hint}")
-
-
-def file_format(path: str, file: Path, setting: str = "calibration.path") -> str:
-    """Format of `file` by its suffix, ignoring .gz: "document" (the whole file is one document) or
-    "json" (each record is one document). UserError for any other suffix. `setting`, `path`: name
-    and value of the setting that names the file."""
-    suffix = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
-    if suffix in TEXT_SUFFIXES:
-        return "document"
-    if suffix in JSON_SUFFIXES:
-        return "json"
-    reason = (
-        "pickles run code when read, so they never are"
-        if suffix in PICKLE_SUFFIXES
-        else "this format is not read"
-    )
-    formats = ", ".join(TEXT_SUFFIXES + JSON_SUFFIXES)
-    ending = "".join(file.suffixes[-2:]) if file.suffix == ".gz" else file.suffix
-    raise UserError(
-        f"{setting}={path} ends in {ending or 'no suffix'}: {reason}; expected {formats}, or one "
-        "of them with .gz"
-    )
-
-
-def _read_file(file: Path, settings: CalibrationConfig) -> list[Document]:
-    """The documents of a file. With calibration.joined, each line of a text file is a document."""
-    if file_format(str(file), file) == "json":
-        return _documents(read_records(file, "calibration.path"), settings)
-    text = read_text_file(file, "calibration.path").replace("\r\n", "\n")
-    return [Text(part) for part in (wikitext_lines(text) if settings.joined else [text])]
-
-
-def _documents(records: Iterable[tuple[str, Any]], settings: CalibrationConfig) -> list[Document]:
-    """`records`: pairs (location, record)."""
-    return [
-        document(record, settings.field, location, settings.template, settings.ignored)
-        for location, record in records
-    ]
 
 
 def wikitext_lines(text: str) -> list[str]:
@@ -179,27 +151,15 @@ def wikitext_lines(text: str) -> list[str]:
     return [f"{row}\n" if row.strip() else "" for row in rows]
 
 
-def first_record(settings: CalibrationConfig) -> list[Document]:
-    """A list with one document, from the first record of a local JSON file. [] for other
-    sources."""
-    file = local_file(settings.path)
-    if file is None:
-        return []
-    if file_format(settings.path, file) == "json":
-        return _documents(islice(read_records(file, "calibration.path"), 1), settings)
-    read_text_file(file, "calibration.path")  # raises UserError for a file that is no text
-    return []
-
-
 def read_as_one_text(file: Path, setting: str) -> str:
-    """The content of a text file, with Unix line ends. For a JSON file, the texts of all records,
-    joined by blank lines. `setting`: name of the setting that names the file. UserError for a
-    conversation that only a chat template can turn into text."""
-    if file_format(str(file), file, setting) == "document":
-        return read_text_file(file, setting).replace("\r\n", "\n")
-    records = read_records(file, setting)
-    documents = [document(record, None, location) for location, record in records]
-    return joined_texts(documents, f"{setting}={file}")
+    """The content of a text file, with Unix line ends. For a file with records, the texts of all
+    records, joined by blank lines. `setting`: name of the setting that names the file. UserError
+    for a conversation that only a chat template can turn into text."""
+    # `joined`: empty records are not left out
+    documents = Documents(CalibrationConfig("text", str(file), joined=True))
+    for location, record in DataFile(file, setting).rows():
+        documents.add(record, location)
+    return joined_texts(documents.documents, f"{setting}={file}")
 
 
 def joined_texts(documents: Sequence[Document], source: str) -> str:
@@ -213,95 +173,21 @@ def joined_texts(documents: Sequence[Document], source: str) -> str:
     return BLANK_LINE.join(texts)
 
 
-def read_text_file(file: Path, setting: str) -> str:
-    """The content of a UTF-8 text file, which may be gzipped. `setting`: name of the setting that
-    names the file. UserError for a file that cannot be read or is not UTF-8."""
-    try:
-        raw = file.read_bytes()
-        if file.suffix == ".gz":
-            raw = gzip.decompress(raw)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{setting}={file} is a damaged gz file: {error}") from error
-    except OSError as error:
-        raise UserError(f"{setting}={file} cannot be read: {error.strerror}") from error
-    try:
-        text = raw.decode("utf-8-sig")
-        # a zero byte is a sign of UTF-16 or of a binary format
-        position = raw.find(0)
-    except UnicodeDecodeError as error:
-        position = error.start
-    if position >= 0:
-        line = raw.count(b"\n", 0, position) + 1
-        raise UserError(
-            f"{setting}={file} is not UTF-8 text: line {line} has the byte {raw[position]:#04x} "
-            f"(byte {position})"
-        )
-    return text
-
-
-def read_records(file: Path, setting: str) -> Iterator[tuple[str, Any]]:
-    """Yield (location, record) for each record of a file with a JSON list or JSON lines. The
-    location is "FILE record NUMBER" in a list and "FILE line NUMBER" otherwise. `setting`: name of
-    the setting that names the file. UserError for damaged JSON."""
-    text = read_text_file(file, setting)
-    start_line = 1
-    try:
-        if text.lstrip().startswith("["):
-            yield from (
-                (f"{file} record {number_in_list}", record)
-                for number_in_list, record in enumerate(json.loads(text), start=1)
-            )
-            return
-        # str.splitlines would also cut at separators that JSON strings may hold unescaped
-        for start_line, line in enumerate(text.split("\n"), start=1):
-            if line.strip():
-                yield f"{file} line {start_line}", json.loads(line)
-    except (ValueError, RecursionError) as error:
-        # damaged JSON, too long a number, or too deeply nested brackets
-        # json.loads counts lineno from 1 at `start_line`
-        line_of_error = start_line + getattr(error, "lineno", 1) - 1
-        raise UserError(
-            f"{file} line {line_of_error} is damaged JSON: {getattr(error, 'msg', error)}"
-        ) from None
-
-
-def is_hub_file(path: str) -> bool:
-    """Whether `path` names one file of a data set on the hub."""
-    return path.startswith(FILE_PREFIX)
-
-
-def hub_file(path: str) -> tuple[str, str]:
-    """(OWNER/NAME, FILE) of the path hf://datasets/OWNER/NAME/FILE. UserError when a part is
-    missing."""
-    parts = path.removeprefix(FILE_PREFIX).split("/", 2)
-    if len(parts) < 3:
-        raise UserError(
-            f"calibration.path={path} is incomplete: expected {FILE_PREFIX}OWNER/NAME/FILE"
-        )
-    return f"{parts[0]}/{parts[1]}", parts[2]
-
-
-def download_file(path: str) -> Path:
-    """Download the file hf://datasets/OWNER/NAME/FILE, unless there is a local copy. Returns the
-    local copy. UserError when the download fails."""
+def download(settings: CalibrationConfig) -> list[DataFile]:
+    """Download the file or data set at `settings.path` if it is on the hub. Returns the local copy
+    of a file. UserError when the download fails."""
     from huggingface_hub import hf_hub_download
 
-    name, file = hub_file(path)
+    path = settings.path
+    if not (hub_path := HUB_FILE.fullmatch(path)):
+        if not local_files(path):
+            next(hub_rows(settings), None)  # the generator downloads before it yields the first row
+        return []
+    name, file = hub_path.groups()
     try:
-        return Path(hf_hub_download(name, file, repo_type="dataset"))
+        return [DataFile(Path(hf_hub_download(name, file, repo_type="dataset")), _SETTING)]
     except (OSError, ValueError) as error:
         raise _unreachable_error(path, error) from error
-
-
-def download(settings: CalibrationConfig) -> None:
-    """Download the file or data set at `settings.path` if it is on the hub. UserError when the
-    download fails."""
-    if local_file(settings.path) is not None:
-        return
-    if is_hub_file(settings.path):
-        download_file(settings.path)
-    else:
-        next(hub_rows(settings), None)  # the generator downloads before it yields the first row
 
 
 def hub_rows(settings: CalibrationConfig) -> Iterator[tuple[str, Any]]:
@@ -325,3 +211,145 @@ def _unreachable_error(path: str, error: Exception) -> UserError:
         f"calibration.path={path} is no file here and could not be had from the hub ({reason}): "
         "expected a file, or a data set's id while the hub can be reached"
     )
+
+
+# A file.
+
+
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+"""Suffix of compressed files -> name of their compression in pyarrow."""
+_ESCAPE = re.compile(
+    r"\\(?:u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(u[dD][89a-fA-F]\w\w)|.)", re.DOTALL
+)
+"""An escape in JSON. Group 1: half of a surrogate pair; a whole pair is one character, such as an
+emoji."""
+
+Rows = Iterator[tuple[str, Any]]
+"""Pairs (location, record). A location has the form "FILE line NUMBER". The record of a text file
+is its text."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file, which need not exist before it is read."""
+
+    path: Path
+    setting: str
+    """Name of the setting that names the file, for error messages."""
+
+    @property
+    def suffix(self) -> str:
+        """The suffix in lower case, without that of a compression."""
+        name = Path(self.path.name.lower())
+        return Path(name.stem).suffix if name.suffix in CODECS else name.suffix
+
+    def rows(self) -> Rows:
+        """Yield the rows; a file with an unknown suffix, such as source code, is a text. UserError
+        for a file that cannot be read, with the line of the mistake where there is one."""
+        return READERS.get(self.suffix, _read_document)(self)
+
+    def content(self) -> bytes:
+        """The decompressed content. UserError for a file that cannot be read."""
+        codec = CODECS.get(self.path.suffix.lower())
+        try:
+            if codec is None:
+                return self.path.read_bytes()
+            import pyarrow
+
+            with pyarrow.input_stream(str(self.path), compression=codec) as stream:
+                content: bytes = stream.read()
+            return content
+        except OSError as error:
+            raise self.error(f"cannot be read: {error.strerror or error}") from error
+
+    def text(self) -> str:
+        """The content of a UTF-8 text. UserError for any other file."""
+        raw = self.content()
+        try:
+            text = raw.decode("utf-8-sig")
+            # a zero byte is a sign of UTF-16 or of a binary format
+            position = raw.find(0)
+        except UnicodeDecodeError as error:
+            position = error.start
+        if position >= 0:
+            line = raw.count(b"\n", 0, position) + 1
+            raise self.error(
+                f"is not UTF-8 text: line {line} has the byte {raw[position]:#04x} (byte "
+                f"{position})"
+            )
+        return text
+
+    def error(self, problem: str) -> UserError:
+        return UserError(f"{self.setting}={self.path} {problem}")
+
+
+def _read_document(file: DataFile) -> Rows:
+    """The whole file, with Unix line ends."""
+    yield str(file.path), file.text().replace("\r\n", "\n")
+
+
+def _read_json(file: DataFile) -> Rows:
+    """A record on each line, or a list of records."""
+    text = file.text()
+    for escape in _ESCAPE.finditer(text):
+        if escape[1]:
+            number = text.count("\n", 0, escape.start()) + 1
+            raise UserError(
+                f"{file.path} line {number} has half an emoji, \\{escape[1]}: expected both halves"
+            )
+    start_line = 1
+    try:
+        if text.lstrip().startswith("["):
+            for number, record in enumerate(json.loads(text), start=1):
+                yield f"{file.path} record {number}", record
+            return
+        # str.splitlines would also cut at separators that JSON strings may hold unescaped
+        for start_line, line in enumerate(text.split("\n"), start=1):
+            if line.strip():
+                yield f"{file.path} line {start_line}", json.loads(line)
+    except (ValueError, RecursionError) as error:
+        # damaged JSON, too long a number, or too deeply nested brackets
+        # json.loads counts lineno from 1 at `start_line`
+        line_of_error = start_line + getattr(error, "lineno", 1) - 1
+        raise UserError(
+            f"{file.path} line {line_of_error} is damaged JSON: {getattr(error, 'msg', error)}"
+        ) from None
+
+
+def _read_csv(file: DataFile) -> Rows:
+    """A table whose first line has the names of the fields. They are separated by the most frequent
+    of comma, semicolon and tab."""
+    csv.field_size_limit(sys.maxsize)
+    text = file.text()
+    header = text.partition("\n")[0]
+    table = csv.DictReader(
+        io.StringIO(text, newline=""), delimiter=max(",;\t", key=header.count), strict=True
+    )
+    try:
+        for record in table:
+            # DictReader puts superfluous values under None, None in place of missing values, and
+            # the last of the values of fields with one name
+            if len(record) != len(table.fieldnames or ()) or None in record.values():
+                raise csv.Error(f"expected a value for each of the fields {header.strip()}")
+            yield f"{file.path} line {table.line_num}", record
+    except csv.Error as error:
+        raise UserError(f"{file.path} line {table.line_num} is damaged CSV: {error}") from None
+
+
+def _read_parquet(file: DataFile) -> Rows:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        records = parquet.read_table(pyarrow.BufferReader(file.content())).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise file.error(f"cannot be read: {str(error).splitlines()[0]}") from error
+    yield from ((f"{file.path} row {number}", record) for number, record in enumerate(records, 1))
+
+
+READERS: dict[str, Callable[[DataFile], Rows]] = {
+    **dict.fromkeys((".json", ".jsonl", ".ndjson"), _read_json),
+    **dict.fromkeys((".csv", ".tsv"), _read_csv),
+    ".parquet": _read_parquet,
+}
+"""Suffix -> function that yields the rows of a file."""

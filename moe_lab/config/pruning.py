@@ -196,7 +196,7 @@ class CalibrationConfig(Group):
     name: Name
     """Name of the calibration set in tables and file names."""
     path: str = ""
-    """A text file, JSON lines with a text field or chat messages, a hub id, or
+    """A file or folder of texts, JSON, CSV or Parquet, a hub id, or
     `pocket:calibration/NAME.jsonl`."""
     sources: list[SourceConfig] = field(default_factory=list)
     """A mixture of sets, instead of a path: {calibration: NAME, share: 0.5} for each."""
@@ -204,11 +204,11 @@ class CalibrationConfig(Group):
     """Configuration name of a hub data set."""
     split: str = "train"
     """Split of a hub data set."""
-    field: str | None = None
-    """The only field of a JSON line that is read; null reads text, messages, instruction and
-    output, or question and answer."""
+    field: str | tuple[str, ...] | None = None
+    """The only field of a record that is read, or the fields of a task and its answer, such as
+    [problem,solution]; null: those that docs/calibration.md lists."""
     template: str | None = None
-    """Text made of a JSON line's fields, such as "Question: {question}", instead of one field."""
+    """Text made of a record's fields, such as "Question: {question}", instead of one field."""
     ignored: tuple[str, ...] = ()
     """Keys of records and of their messages that are metadata, such as [license], and are not
     read."""
@@ -221,7 +221,8 @@ class CalibrationConfig(Group):
     length: From2 = 2048
     """Tokens in a row."""
     tokens: Positive = 524288
-    """Tokens to read, padding and gaps included; tokens / length is the number of rows."""
+    """Tokens to read, padding and gaps included; tokens / length is the number of rows. Of files of
+    your own, the most that is read."""
     batch_tokens: Positive | None = None
     """Most tokens in one forward pass, which reads at least one row; null: 8192 on the CPU, 16384
     on GPUs. It changes speed and memory, and sums only by rounding."""

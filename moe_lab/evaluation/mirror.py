@@ -7,7 +7,6 @@ makes mirrors for benchmarks or whole suites. Evaluation reads mirrors alone, ne
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import re
@@ -22,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from moe_lab.calibration.sources import read_records, read_text_file
+from moe_lab.calibration.sources import DataFile
 from moe_lab.config import BenchmarkConfig
 from moe_lab.config.base import Mistakes, validated
 from moe_lab.errors import UserError, check_known, run_and_exit, unknown_name_error
@@ -90,18 +89,7 @@ def subsets(benchmark: BenchmarkConfig) -> dict[str, dict[str, list[Path]]]:
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """The rows of a .parquet, .jsonl, .jsonl.gz, .json or .csv file. Raises UserError for a file
     that cannot be read."""
-    if file.suffix == ".parquet":
-        import pyarrow.parquet as parquet
-
-        try:
-            table: list[dict[str, Any]] = parquet.read_table(file).to_pylist()
-        except (ValueError, OSError) as error:
-            raise UserError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
-        return table
-    if file.suffix == ".csv":
-        # line ends are kept because a quoted field may have several lines
-        return list(csv.DictReader(read_text_file(file, setting="data").splitlines(keepends=True)))
-    rows_of_file = [row for _, row in read_records(file, setting="data")]
+    rows_of_file = [row for _, row in DataFile(file, setting="data").rows()]
     if not all(isinstance(row, dict) for row in rows_of_file):
         raise UserError(f"{file} cannot be read: expected objects with named fields")
     return rows_of_file

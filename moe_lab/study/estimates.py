@@ -18,7 +18,7 @@ from typing import NamedTuple
 from rich.filesize import decimal
 from rich.table import Column, Table
 
-from moe_lab.calibration import IdentifiedText, with_batch_tokens
+from moe_lab.calibration import IdentifiedText, sources, with_batch_tokens
 from moe_lab.config import CalibrationConfig, Config, ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.json_files import Number, canonical, fits
@@ -91,7 +91,9 @@ def resolved_text(
             engine = "streamed"
             # GPUs by launcher: as many as the weights need, all of this machine, or one for inline
             gpus = {"slurm": gpus_needed, "local": len(visible_gpus()), "inline": 1}
-            parts = max(1, min(gpus[config.launcher.name], text.batches))
+            # a text of the user may have fewer batches
+            if not sources.is_own_text(text):
+                parts = max(1, min(gpus[config.launcher.name], text.batches))
     parts = text.parts or parts
     if parts > text.batches:
         raise UserError(

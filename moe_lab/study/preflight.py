@@ -250,18 +250,12 @@ def _text_problems(cells: Iterable[Cell]) -> Iterator[str]:
             readings[role, id(text), id(cell.model)] = (role, text, cell.model)
     for role, text, model in readings.values():
         # a mixture has several sets, which are checked one by one
-        check = sources.check_answers if role in WITH_ANSWERS else sources.first_record
-        problems = [
-            sentence
-            for _, single_set in calibrations.shares_and_sets(text)
-            for sentence in user_errors(check, single_set)
-        ]
-        yield from problems
-        # the text for FLOPs is read only if experts differ in width
-        if role != "flops" and not problems:
-            yield from user_errors(calibrations.check_chat_template, text, model)
-            if role not in WITH_ANSWERS:
-                yield from user_errors(calibrations.check_length, text, model)
+        for _, single_set in calibrations.shares_and_sets(text):
+            if role in WITH_ANSWERS:
+                yield from user_errors(sources.check_answers, single_set)
+            # the text for FLOPs is read only if experts differ in width
+            if role != "flops":
+                yield from user_errors(calibrations.check_first_document, single_set, model)
         if role == "calibration" and text.engine == "streamed":
             yield from user_errors(
                 config_json.check_plain_weights, model, "calibration.engine=streamed"

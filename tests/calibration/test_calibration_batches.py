@@ -2,7 +2,6 @@
 answers; and mixtures of sets: shares of tokens, order, and the sentence for what cannot be
 mixed."""
 
-import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from moe_lab.calibration.batches import (
     one_per_row,
     reap,
 )
+from moe_lab.calibration.sources import check_answers
 from moe_lab.config import CalibrationConfig, Config, SourceConfig
 from moe_lab.errors import UserError
 from moe_lab.paths import resolve
@@ -72,9 +72,10 @@ def test_rows_have_equal_length_and_a_mask_of_valid_tokens(
 def test_report_counts_documents_and_tokens(word_settings: Settings, tokenizer: Any) -> None:
     settings = word_settings(length=8, tokens=16)
     report = batches(settings, tokenizer).report
-    assert report["sha256"] == hashlib.sha256(Path(settings.path).read_bytes()).hexdigest()
-    assert report["documents_read"] == 30
-    assert report["documents_used"] == 6
+    (source,) = report["sources"]
+    assert source["documents_read"] == 30
+    assert source["documents_used"] == 6
+    assert source["forms"] == {"text": 30}
     assert report["rows"] == 2
     assert report["valid_tokens"] == {"words": 16}
     assert report["tokens_cut"] == 2
@@ -131,15 +132,17 @@ def test_pair_without_a_chat_template_is_parted_by_a_blank_line(
     assert result.report["rendered"] == ["pair parted by a blank line"]
 
 
-def test_short_source_error_names_a_fitting_size(word_settings: Settings, tokenizer: Any) -> None:
+def test_text_of_the_user_may_be_shorter_than_tokens(
+    word_settings: Settings, tokenizer: Any
+) -> None:
+    """But not than one row. A shipped set may not."""
     chosen = word_settings(packing="chunk", length=8, tokens=800)
-    fitting = r"its 90 tokens .* 11 of the 100 rows .* calibration.tokens=88 would fit"
-    with pytest.raises(UserError, match=fitting):
-        batches(chosen, tokenizer)
-    assert batches(replace(chosen, tokens=88), tokenizer).report["rows"] == 11
-    longer = r"its 90 tokens .* 0 of the 1 rows .* expected a longer text"
-    with pytest.raises(UserError, match=longer):
+    assert batches(chosen, tokenizer).report["rows"] == 11
+    with pytest.raises(UserError, match=r"calibration.length=90$"):
         batches(replace(chosen, length=512, tokens=512), tokenizer)
+    shipped = replace(chosen, path="pocket:calibration/stories.jsonl", tokens=10_000_000)
+    with pytest.raises(UserError, match=r"at most calibration.tokens=\d+$"):
+        batches(shipped, tokenizer)
 
 
 def test_missing_special_tokens_and_templates_are_refused(
@@ -295,11 +298,13 @@ def test_lost_and_rewritten_answers_are_refused(
     source: Settings, tokenizer: Any, tokenizer_with: Any
 ) -> None:
     """Rewritten ones, unless whole turns are taken."""
-    unanswered = ({"text": "w1 w2 w3 w4"}, {"instruction": "w1 w2 w3", "output": " "})
-    with pytest.raises(UserError, match=r"set\.jsonl holds no answers: .* instruction and output"):
-        answer_batches(source(*unanswered, length=4, tokens=4), tokenizer)
+    unanswered = source({"text": "w1 w2 w3 w4"}, {"instruction": "w1 w2 w3", "output": " "})
+    with pytest.raises(UserError, match=r"set\.jsonl holds no answers"):
+        check_answers(unanswered)
+    with pytest.raises(UserError, match=r"no row of words has"):
+        answer_batches(replace(unanswered, length=4, tokens=4), tokenizer)
     record = {"instruction": "w0 w1 w2 w3", "output": "w4"}
-    with pytest.raises(UserError, match=r"calibration\.length=4 cuts every answer"):
+    with pytest.raises(UserError, match=r"calibration\.length=4"):
         answer_batches(source(record, packing="none", length=4, tokens=4), tokenizer)
     slow = tokenizer_with(
         "{% for m in messages %}{{ m.role }} {{ m.content | replace(' ', ' w9 ') }} {% endfor %}"
@@ -413,7 +418,7 @@ def test_each_set_is_read_by_its_own_settings(source: Settings, tokenizer: Any) 
 
 def test_set_that_is_too_short_is_named(two: Two, tokenizer: Any) -> None:
     chosen = mixture((0.5, two[0]), (0.5, two[1]), packing="chunk", tokens=8000)
-    message = r"low, .* share of 0.5 .* its 1200 tokens .* would fit"
+    message = r"low, .* share of 0.5 .* its 1200 tokens .* at most"
     with pytest.raises(UserError, match=message) as error:
         batches(chosen, tokenizer)
     fitting = int(re.findall(r"calibration\.tokens=(\d+)", str(error.value))[1])

@@ -12,13 +12,17 @@ from typing import Any
 from unittest.mock import Mock
 
 import choices
+import pyarrow
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
 from pydantic import ValidationError
 
 from moe_lab.calibration import held_out_text
 from moe_lab.calibration.batches import Calibration, answer_batches, batches
-from moe_lab.calibration.documents import Chat, Text, instruction_document, render, tokenize
-from moe_lab.calibration.sources import first_record, local_file, read, read_as_one_text
+from moe_lab.calibration.documents import Chat, Documents, Text, render, tokenize
+from moe_lab.calibration.sources import first_document, local_files, read, read_as_one_text
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation.harness import benchmark_errors
@@ -67,6 +71,12 @@ def read_batches(tokenizer_with: Callable[..., Any], source: Settings) -> Read:
     return read
 
 
+def pair(task: str, answer: str, arguments: dict[str, Any] | None = None) -> Chat:
+    """A document with a task and its answer."""
+    turns = {"role": "user", "content": task}, {"role": "assistant", "content": answer}
+    return Chat(turns, arguments or {}, Text(f"{task}\n\n{answer}", len(task) + 2))
+
+
 def lines(*records: object) -> str:
     return "\n".join(json.dumps(record, ensure_ascii=False) for record in records) + "\n"
 
@@ -98,7 +108,7 @@ def test_texts_and_records_are_documents(
     """Empty records are left out."""
     of_records = [Text(ONE["text"]), Text("two")]
     of_text = [Text("one\nmore\n\ntwo\n \t\n\n\nthree\n")]
-    documents = read(settings(written(tmp_path / name, content)))
+    documents = read(settings(written(tmp_path / name, content))).documents
     assert documents == (of_records if "json" in name else of_text)
 
 
@@ -121,10 +131,11 @@ def test_texts_and_records_are_documents(
         (
             {"instruction": "add", "input": "1 2", "output": "3"},
             {},
-            instruction_document("add\n\n1 2", "3"),
+            pair("add\n\n1 2", "3"),
         ),
-        ({**PAIR, "input": "", **METADATA}, {}, instruction_document("w1", "w2", METADATA)),
-        ({"question": "why", "answer": "so"}, {}, instruction_document("why", "so")),
+        ({**PAIR, "input": "", **METADATA}, {}, pair("w1", "w2", METADATA)),
+        ({"question": "why", "answer": "so"}, {}, pair("why", "so")),
+        ({"a": "w1", "b": "w2", "c": "w3 w4"}, {"field": ("a", "b")}, pair("w1", "w2")),
         ({"text": "no", "story": "yes"}, {"field": "story"}, Text("yes")),
         ({"text": "no", "story": MESSAGES}, {"field": "story"}, CHAT),
         ({"story": json.dumps(MESSAGES)}, {"field": "story"}, CHAT),
@@ -144,7 +155,7 @@ def test_texts_and_records_are_documents(
 def test_fields_are_known_or_named(
     record: Any, changes: dict[str, str], expected: object, source: Settings
 ) -> None:
-    assert read(source(record, record, **changes)) == [expected] * 2
+    assert read(source(record, record, **changes)).documents == [expected] * 2
 
 
 @pytest.mark.parametrize(
@@ -170,7 +181,7 @@ def test_fields_are_known_or_named(
         ({"prompt": "w1", "completion": "w2", "tools": [{"name": "w3"}]}, "tools", "w3"),
         *(
             ({"messages": wrong}, "messages", "")
-            for wrong in ("w1 w2", '{"role": "user"}', '["w1"]', None)
+            for wrong in ("w1 w2", '{"role": "user"}', '["w1"]')
         ),
     ],
 )
@@ -256,21 +267,27 @@ def test_template_gets_the_fields_of_a_record(
         (
             {**PAIR, "language": "French", "id": "w3", "hint": 5, "is_new": True},
             None,
-            ["id", "language"],
+            ["language", "id"],
         ),
-        ({**PAIR, "prompt": "w1", "history": "[]"}, None, []),
-        ({**PAIR, "system": "w3", "language": "French"}, "{{ system }} " + BARE, ["language"]),
+        ({**PAIR, "prompt": "", "hint": 5}, None, []),
+        (
+            {**PAIR, "system": "w3", "language": "French"},
+            "{{ system }} " + BARE,
+            ["system", "language"],
+        ),
         ({"messages": MESSAGES, "system": "w3"}, BARE, ["system"]),
         ({"prompt": "w1", "completion": "w2", "language": "French"}, None, ["language"]),
         ({"text": "w1", "language": "French"}, None, []),
     ],
 )
-def test_texts_of_one_word_that_are_not_read_are_reported(
+def test_texts_of_one_word_beside_a_document_are_reported(
     record: dict[str, Any], template: str | None, unread: list[str], read_batches: Read
 ) -> None:
     for ignored, expected in ([], unread), (unread, []):
         result = read_batches([record], template, ignored=ignored, length=4, tokens=4)
-        assert result.report["unread"] == expected
+        ((form, number),) = result.report["sources"][0]["forms"].items()
+        assert form.split(", beside ")[1:] == expected
+        assert number == 9
 
 
 def test_list_that_is_read_in_some_messages_is_refused(read_batches: Read) -> None:
@@ -311,20 +328,6 @@ def test_every_text_inside_documents_and_calls_is_read_or_refused(
         read_batches([record], template)
 
 
-@pytest.mark.parametrize("tools", [[], "[]", None])
-def test_empty_list_of_tools_is_none(tools: object, read_batches: Read) -> None:
-    template = "{% if tools is not none %}w9 {% endif %}" + BARE
-    report = read_batches([{"messages": MESSAGES, "tools": tools}], template).report
-    assert report["first_row"].startswith("user w1 assistant w2")
-    assert report["rendered"] == ["chat template"]
-
-
-def test_the_name_of_a_message_is_read_or_refused(read_batches: Read) -> None:
-    record = {"messages": [{**MESSAGES[0], "name": "w3"}, MESSAGES[1]]}
-    with pytest.raises(UserError, match=r"role=user name='w3'"):
-        read_batches([record], BARE)
-
-
 def calling_record(name: str, arguments: dict[str, Any], **others: Any) -> dict[str, Any]:
     """A record of a conversation in which a function is called."""
     properties = {key: {"type": "w9"} for key in arguments}
@@ -354,8 +357,8 @@ def test_rows_of_the_hub_are_read_as_those_of_a_file(
     ]
     tokenizer = tokenizer_with("{{ mode }}{{ tools | tojson }}{{ messages | tojson }}")
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
-    of_hub = read(settings("owner/set"))
-    of_file = read(source(*rows))
+    of_hub = read(settings("owner/set")).documents
+    of_file = read(source(*rows)).documents
     assert of_hub == of_file
     assert of_hub[-1] == Text("w1 w2")
     texts = [tokenize(document, tokenizer, special_tokens=False) for document in of_hub]
@@ -366,13 +369,11 @@ def test_rows_of_the_hub_are_read_as_those_of_a_file(
 
 
 def test_settings_that_do_not_fit_the_records_are_refused(source: Settings) -> None:
-    with pytest.raises(UserError, match=r"contents of calibration.field .* did you mean content\?"):
+    with pytest.raises(UserError, match=r"contents of .* did you mean content\?"):
         read(source({"content": "one", "id": 1}, field="contents"))
-    with pytest.raises(
-        UserError, match=r"line 1: .* answers of calibration.template .* did you mean answer\?"
-    ):
+    with pytest.raises(UserError, match=r"line 1: .* answers of .* did you mean answer\?"):
         read(source({"answer": "w2"}, template="{answers}"))
-    with pytest.raises(UserError, match=r"calibration.joined=true: .* more than plain texts"):
+    with pytest.raises(UserError, match=r"calibration.joined=true: .* holds conversations"):
         read(source({"messages": MESSAGES}, joined=True))
     with pytest.raises(ValidationError, match="both set"):
         source(template="{answer}", field="answer")
@@ -382,19 +383,17 @@ def test_missing_file_error_names_a_near_one(tmp_path: Path) -> None:
     written(tmp_path / "general.jsonl", "x")
     for path, says in (
         (str(tmp_path / "genersl.jsonl"), r"does not exist: did you mean .*general\.jsonl\?"),
-        (str(tmp_path / "nowhere" / "general.jsonl"), "there is no folder"),
-        (str(tmp_path), "is a folder"),
-        ("mydata.pkl", r"mydata\.pkl does not exist"),
-        ("hf://datasets/allenai/c4/en/train.parquet", r"ends in \.parquet"),
+        (str(tmp_path / "nowhere" / "general.jsonl"), r"nowhere/general\.jsonl does not exist"),
+        ("mydata.csv", r"mydata\.csv does not exist"),
     ):
         with pytest.raises(UserError, match=says):
-            local_file(path)
+            local_files(path)
     for hub in (
         "allenai/tulu-3-sft-personas-math",
         "wikitext",
         "hf://datasets/allenai/c4/en/c4-train.json.gz",
     ):
-        assert local_file(hub) is None
+        assert not local_files(hub)
 
 
 @pytest.fixture
@@ -421,7 +420,7 @@ def test_splits_and_files_are_read_from_the_hub(
     file = written(tmp_path / "part.json.gz", lines(TWO))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", returning(str(file)))
     for text in hub_texts:
-        assert read(text) == [Text("two")]
+        assert read(text).documents == [Text("two")]
     assert requests == [
         ("owner/set", "raw", "test"),
         ("allenai/c4", "en/part.json.gz", "dataset"),
@@ -475,14 +474,14 @@ def test_calibration_reads_wikitext_as_perplexity_does(tmp_path: Path) -> None:
     assert measured == "\n\n".join(rows)
     assert len(rows) > 5 and "" in rows
     for path in (as_text, records):
-        assert read(replace(chosen, path=str(path))) == [Text(measured)]
+        assert read(replace(chosen, path=str(path))).documents == [Text(measured)]
 
 
 @pytest.mark.parametrize("end", ["", "\n"])
 def test_the_last_line_of_a_joined_text_is_read(end: str, tmp_path: Path) -> None:
     path = written(tmp_path / "a.txt", f"First .\n\nLast .{end}")
     settings = CalibrationConfig(name="own", path=str(path), joined=True)
-    assert read(settings) == [Text("First .\n\n\n\n\nLast .\n")]
+    assert read(settings).documents == [Text("First .\n\n\n\n\nLast .\n")]
 
 
 @pytest.mark.parametrize(
@@ -503,7 +502,7 @@ def test_binary_files_are_refused(
         UserError,
         match=rf"calibration.path={re.escape(path)} .*UTF-8.* line {re.escape(str(line))}\b",
     ):
-        first_record(settings(path))
+        first_document(settings(path))
     (message,) = benchmark_errors(
         [BenchmarkConfig("p", "perplexity", path, reports={"p": "perplexity"})]
     )
@@ -523,11 +522,6 @@ def test_perplexity_text_is_read_like_a_calibration_text(tmp_path: Path) -> None
     )
     with pytest.raises(UserError, match="conversations"):
         read_as_one_text(written(tmp_path / "b.jsonl", lines({"messages": MESSAGES})), "suite.path")
-    pickled = BenchmarkConfig(
-        "p", "perplexity", str(written(tmp_path / "a.pkl", "x")), reports={"p": "loss"}
-    )
-    assert "suite.path" in benchmark_errors([pickled])[0]
-    assert "pickles" in benchmark_errors([pickled])[0]
 
 
 # ---- conversations, and functions that are called in them
@@ -581,14 +575,14 @@ def with_call(call: object) -> list[dict[str, object]]:
 def test_tools_and_calls_are_read_in_the_form_of_chat_templates(
     record: dict[str, Any], source: Settings
 ) -> None:
-    assert read(source(record)) == [CALLING_CHAT]
+    assert read(source(record)).documents == [CALLING_CHAT]
 
 
 def test_calls_and_results_keep_their_further_keys(source: Settings) -> None:
     returned = {"role": "tool", "content": "w14", "name": "w10", "tool_call_id": "7", "extra": 1}
     call = {"id": "7", "index": 0, "function": {**CALL["function"], "thought": "w15"}}
     identified = [*CALLING[:1], {**CALLING[1], "tool_calls": [call]}, returned]
-    (chat,) = read(source({"messages": identified, "tools": [WRAPPED]}))
+    (chat,) = read(source({"messages": identified, "tools": [WRAPPED]})).documents
     assert isinstance(chat, Chat)
     assert chat.messages[1]["tool_calls"] == [{"type": "function", **call}]
     assert chat.messages[2] == returned
@@ -602,7 +596,7 @@ def test_templates_get_tools_and_arguments_as_objects(
     assert tokenizer.decode(tokenize(CALLING_CHAT, tokenizer, special_tokens=True)) == expected
     chosen = source(*4 * [{"messages": CALLING, "tools": [TOOL]}])
     report = batches(chosen, tokenizer).report
-    assert report["rendered"] == ["chat template with tools"]
+    assert report["rendered"] == ["chat template"]
     assert expected.startswith(report["first_row"])
     only_calls = TURNS.replace("{calls}", WRITES_CALLS)
     only_tools = NAMED_TOOLS + TURNS.replace("{calls}", "")
@@ -625,7 +619,7 @@ def test_calls_are_answers_as_whole_turns(
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.txt", "", "a.txt is empty"),
+        ("a.txt", "", r"a\.txt holds no document"),
         ("a.txt", " \n\n \n", "holds no document"),
         ("a.jsonl", '{"text": "one"}\n{"text": "tw\n', "a.jsonl line 2"),
         ("a.json", '[{"text": "one"},\n', "a.json line 2"),
@@ -638,14 +632,15 @@ def test_calls_are_answers_as_whole_turns(
         (
             "a.jsonl",
             lines({"instruction": None, "output": "x"}),
-            r"line 1: none of .*instruction.*found: output\b",
+            r"holds no document .*found: output\b.*line 1",
         ),
-        ("a.jsonl", lines({"messages": [{"role": "user"}]}), "line 1, field messages: .* role"),
+        ("a.jsonl", lines({"messages": [{"role": "user"}]}), "holds no document .*messages"),
+        ("a.jsonl", lines({"messages": [{"content": "w1"}]}), "line 1, field messages: .* role"),
         ("a.jsonl", lines({"messages": CALLING, "tools": "[{"}), "line 1: tools is damaged JSON"),
         (
             "a.jsonl",
             lines({"messages": CALLING, "tools": {"w10": TOOL}}),
-            "line 1: tools: found .*, expected a list",
+            "line 1: tools holds .*w10",
         ),
         (
             "a.jsonl",
@@ -655,7 +650,7 @@ def test_calls_are_answers_as_whole_turns(
         (
             "a.jsonl",
             lines({"messages": with_call({"arguments": {}}), "tools": [TOOL]}),
-            "with a name and arguments",
+            "tool_calls holds .* with a name",
         ),
         (
             "a.jsonl",
@@ -670,14 +665,19 @@ def test_calls_are_answers_as_whole_turns(
         (
             "a.jsonl",
             lines({"query": "w1", "answers": "w2", "tools": "[]"}),
-            "answers: tool_calls is damaged JSON",
+            "line 1, .* tool_calls is damaged JSON",
         ),
-        ("a.pkl", "x", r"\.pkl: pickles run code"),
-        ("a.arrow", "x", r"\.arrow: .* expected \.txt"),
-        ("a.tar.gz", "x", r"\.tar\.gz: this format"),
+        ("a.pkl", b"\x80\x04K\x01.", r"a\.pkl is not UTF-8 text"),
+        ("a.jsonl", '{"text": "one"}\n{"text": "cut \\ud83d"}\n', r"line 2 .*\\ud83d"),
+        ("a.csv", "text,id\none,1\ntwo,2,3\n", "line 3 .*text,id"),
+        ("a.csv", "text,id\none\n", "line 2 .*text,id"),
+        ("a.csv", "text,text\none,two\n", "line 2 .*text,text"),
+        ("a.csv", 'text\n"one\n', r"a\.csv line 1 .*end of data"),
+        ("a.parquet", "x", r"a\.parquet cannot be read"),
+        ("a.txt.zst", "x", r"a\.txt\.zst cannot be read"),
         ("a.txt", b"fine \xff\xfe", r"UTF-8 text: line 1 .*0xff.*byte 5\b"),
-        ("c.txt.gz", b"not compressed", "damaged gz file"),
-        ("d.txt.gz", gzip.compress(b"one", mtime=0)[:10] + b"\xff" * 20, "damaged gz file"),
+        ("c.txt.gz", b"not compressed", r"c\.txt\.gz cannot be read"),
+        ("d.txt.gz", gzip.compress(b"one", mtime=0)[:10] + b"\xff" * 20, "cannot be read"),
     ],
 )
 def test_unreadable_sources_are_refused(
@@ -783,3 +783,152 @@ def test_template_writes_the_date_of_the_model(
     assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == f"{datetime.now():%Y-%m-%d}"
     with pytest.raises(ValidationError, match="such as 2026-01-01"):
         replace(model, date="today")
+
+
+# ---- the same conversations and rows as other tools write them
+
+CALL_TEXT = json.dumps(CALL["function"])
+ASKED = {"from": "human", "value": "w1"}
+REPLY = {"from": "gpt", "value": "w2"}
+SYSTEM_TURN = {"role": "system", "content": "w3 w4"}
+TRAJECTORY = [{"role": "user", "text": "w1", "mask": False}, {"role": "ai", "text": "w2"}]
+PARTS = [{"type": "text", "text": "w1"}, "w5"]
+EMPTY_CALL = {"type": "function", "function": {"name": "w10", "arguments": {}}}
+
+
+@pytest.mark.parametrize(
+    ("record", "messages"),
+    [
+        ({"conversations": [ASKED, REPLY]}, MESSAGES),
+        ({"talk": json.dumps([ASKED, REPLY])}, MESSAGES),
+        ({"conversations": [ASKED, REPLY], "system": "w3 w4"}, [SYSTEM_TURN, *MESSAGES]),
+        ({"trajectory": TRAJECTORY}, [{**MESSAGES[0], "mask": False}, MESSAGES[1]]),
+        ({"messages": [{"role": "user", "content": PARTS}]}, [{**QUESTION, "content": "w1\nw5"}]),
+        *(
+            ({"messages": [QUESTION, turn]}, CALLING)
+            for turn in (
+                {"role": "assistant", "content": None, "function_call": CALL["function"]},
+                {"role": "assistant", "tool_calls": CALL_TEXT},
+                {"role": "function_call", "content": CALL_TEXT},
+            )
+        ),
+        *(
+            (
+                {"messages": with_call({"name": "w10", "arguments": arguments})},
+                [QUESTION, {**CALLING[1], "tool_calls": [EMPTY_CALL]}],
+            )
+            for arguments in ("", None, "null", '"{}"')
+        ),
+        (
+            {"messages": [ASKED, {"from": "observation", "value": ""}]},
+            [QUESTION, {"role": "tool", "content": ""}],
+        ),
+        *(
+            ({task: "w1", answer: "w2", "answer": "w2", "id": 3}, MESSAGES)
+            for task, answer in (
+                ("problem", "solution"),
+                ("query", "response"),
+                ("input", "output"),
+            )
+        ),
+        ({"text": "", "messages": [*MESSAGES, {"role": "user", "content": " "}]}, MESSAGES),
+    ],
+)
+def test_conversations_of_other_tools_are_those_of_chat_templates(
+    record: dict[str, Any], messages: list[Any], source: Settings
+) -> None:
+    (document,) = read(source(record)).documents
+    assert isinstance(document, Chat)
+    assert list(document.messages) == messages
+    assert "system" not in document.arguments
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
+@pytest.mark.parametrize("read_key", ["reasoning_content", "thinking"])
+def test_thoughts_are_read_under_the_name_that_the_template_knows(
+    key: str, read_key: str, read_batches: Read
+) -> None:
+    records = [{"messages": [QUESTION, {**ANSWER, key: "w7"}]}]
+    reads = BARE.replace("{{ m.content }}", "{{ m.content }} {{ m." + read_key + " }}")
+    report = read_batches(records, reads, length=5, tokens=5).report
+    assert report["first_row"].endswith("w2 w7")
+    with pytest.raises(UserError, match=rf"{key}='w7'.*ignored=\[{key}\]"):
+        read_batches(records, BARE)
+
+
+def test_advice_of_a_refusal_is_valid(read_batches: Read) -> None:
+    """All fields that are not read are named at once, with those that are ignored already."""
+    record = {"messages": MESSAGES, "a": "w3 w4", "b": ["w5"], "c": "w6 w7"}
+    with pytest.raises(UserError) as error:
+        read_batches([record], BARE, ignored=("c",))
+    ignored = re.findall(r"ignored=\[(.*)\]", str(error.value))[0].split(",")
+    assert ignored == ["c", "a", "b"]
+    assert read_batches([record], BARE, ignored=ignored)
+    with pytest.raises(UserError, match=r"calibration\.field=body, "):
+        read_batches([{"title": "w1", "body": "w1 w2"}], BARE)
+
+
+def test_records_and_turns_without_words_are_counted(read_batches: Read) -> None:
+    empty = {"role": "assistant", "content": " "}
+    records = [{"text": "w1 w2"}, None, {"text": None}, {"messages": [QUESTION, empty]}]
+    report = read_batches([*records, {**PAIR, "output": ""}], BARE, length=2, tokens=2).report
+    left_out = report["sources"][0]["left_out"]
+    assert sorted(entry["number"] for entry in left_out.values()) == [9, 9, 18]
+    assert left_out["a turn has no words"]["first"][0].endswith("set.jsonl line 4")
+    with pytest.raises(UserError, match=r"holds no document .*messages without words.*line 1"):
+        read_batches([{"messages": [empty]}], BARE)
+
+
+TABLE = [{"text": "w1,\nw2", "id": "1"}, {"text": 'w3 "w4"', "id": "2"}]
+CSV = 'text|id\n"w1,\nw2"|1\n"w3 ""w4"""|2\n'
+
+
+@pytest.mark.parametrize(
+    "name", ["a.CSV", "a.csv.gz", "a.tsv", "a.ndjson", "a.JSONL.zst", "a.parquet"]
+)
+def test_tables_are_records(tmp_path: Path, settings: Settings, name: str) -> None:
+    file = tmp_path / name
+    if "parquet" in name:
+        parquet.write_table(pyarrow.Table.from_pylist(TABLE), file)
+    elif "sv" in name.lower():
+        written(file, CSV.replace("|", "\t" if "tsv" in name else ";"))
+    elif "zst" in name:
+        written(file, pyarrow.compress(lines(*TABLE).encode(), "zstd", asbytes=True))
+    else:
+        written(file, lines(*TABLE))
+    assert read(settings(file)).documents == [Text(row["text"]) for row in TABLE]
+
+
+def test_folders_are_read_by_file(tmp_path: Path, settings: Settings) -> None:
+    """Those with records alone, where there are any."""
+    (tmp_path / "b").mkdir()
+    for path in ("b/two.py", "a.c", ".config"):
+        written(tmp_path / path, path)
+    assert read(settings(tmp_path)).documents == [Text("a.c"), Text("b/two.py")]
+    written(tmp_path / "b/data.jsonl", lines(TWO))
+    result = read(settings(tmp_path))
+    assert result.documents == [Text("two")]
+    assert sum(map(len, result.left_out.values())) == 2
+
+
+VALUES = st.one_of(st.none(), st.text("w12 ", max_size=4), st.integers(0, 3))
+TURN_KEYS = ("role", "from", "content", "value", "tool_calls")
+SOME_TURNS = st.lists(st.dictionaries(st.sampled_from(TURN_KEYS), VALUES), max_size=3)
+KEYS = ("text", "messages", "problem", "answer", "tools", "conversations", "note")
+
+
+@given(record=st.dictionaries(st.sampled_from(KEYS), VALUES | SOME_TURNS))
+def test_any_record_is_read_or_counted_or_refused(record: dict[str, Any]) -> None:
+    """Of a record that is read, every word is in the document or its arguments; but beside a text,
+    nothing else is read."""
+    documents = Documents(CalibrationConfig("set", "set.jsonl"))
+    try:
+        documents.add(record, "set.jsonl line 1")
+    except UserError as error:
+        assert "set.jsonl line 1" in str(error)
+        return
+    assert len(documents.documents) + any("turn" not in why for why in documents.left_out) == 1
+    text = f"{documents.documents} {record.get('text') and record}"
+    if documents.documents:
+        words = re.findall("w[12]+", str(list(record.values())))
+        assert all(word in text for word in words)

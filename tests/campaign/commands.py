@@ -117,7 +117,7 @@ model.top_k | 33
 criterion.parameters | {c:1} {b:word}
 criterion.parameters.b criterion=s_family | word nan null
 criterion.parameters.alpha criterion=s_family | word
-calibration.path | '' /no/such/file.txt /no/such/file.jsonl pocket:calibration/genral.jsonl moe_lab
+calibration.path | '' /no/such/file.txt /no/such/file.jsonl pocket:calibration/genral.jsonl
 calibration.sources | [{calibration:nobody,share:0.5}] [{calibration:pocket_code}]
 calibration.tokens | 10
 allocation.by allocation=global | reep '' heapr

@@ -200,6 +200,13 @@ def test_inspect_lists_what_is_known_of_a_model(capsys: pytest.CaptureFixture[st
     assert "padded" in output
 
 
+def test_inspect_shows_how_a_set_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    text = ("calibration=pocket_function_calls", "calibration.length=16")
+    code, output = inspected(capsys, "model=pocket_function_calls", *text)
+    assert code == 0
+    assert "messages" in output and "left_out" in output and "chat template" in output
+
+
 def test_inspect_reads_models_that_are_not_local(capsys: pytest.CaptureFixture[str]) -> None:
     code, output = inspected(capsys, "model=qwen3_30b_a3b_instruct")
     assert code == 0

@@ -19,8 +19,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from benchmarks.instrument import ABLATION, SKILLS, items_of, pruned_loss, random_scores, rankings
-from moe_lab.calibration.documents import document, tokenize
-from moe_lab.config import BenchmarkConfig, ModelConfig
+from moe_lab.calibration.documents import Record, tokenize
+from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.adapters.function_call_rules import answer_mistake
@@ -225,7 +225,7 @@ def test_no_token_of_a_conversation_is_in_prompt_and_answer(
     """Conversations are tokenized as calibration reads them."""
     for example in items["function_calls"]:
         conversation = {key: example.details[key] for key in ("messages", "tools")}
-        chat = document(conversation, None, "item")
+        chat = Record(conversation, "item", CalibrationConfig("items", "items")).document()
         tokens = tokenize(chat, chat_tokenizer, special_tokens=True)
         prompt, answer = (chat_tokenizer.encode(text) for text in (example.prompt, example.answer))
         assert tokens == prompt + answer + [chat_tokenizer.eos_token_id]

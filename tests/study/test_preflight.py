@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,25 +168,6 @@ def settings_of(text: dict[str, Any]) -> list[str]:
     return ["calibration=text", *(f"calibration.{name}={value}" for name, value in text.items())]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("packing", "fits"),
-    [
-        ("chunk", 1600 // 16),
-        ("chunk gap=eos", 1800 // 16),
-        ("none", 200),
-        ("reap", 1600 // 16),
-    ],
-)
-def test_more_tokens_than_a_text_has_are_refused(packing: str, fits: int, tmp_path: Path) -> None:
-    """With packing=reap, only more tokens than any packing could give are refused."""
-    settings = settings_of(questions(tmp_path, packing))
-    assert not problems(*settings, f"calibration.tokens={16 * fits}")
-    (sentence,) = problems(*settings, f"calibration.tokens={16 * (fits + 1)}")
-    assert sentence.startswith(f"calibration.tokens={16 * (fits + 1)}")
-    assert f"calibration.tokens={16 * fits}" in sentence
-
-
 @pytest.mark.parametrize(
     ("packing", "fits"), [("chunk", 800 // 16), ("chunk gap=eos", 900 // 16), ("none", 100)]
 )
@@ -283,18 +265,19 @@ CHATS = "calibration.path=pocket:calibration/function_calls.jsonl"
 PARTS = ", ".join(
     f"{{calibration: pocket_{name}, share: 0.5}}" for name in ("math", "function_calls")
 )
-NO_TEMPLATE = "calibration=pocket_general needs a chat template"
+NO_TEMPLATE = "function_calls.jsonl line 1 holds messages"
 
 
 @pytest.mark.slow
 def test_chats_that_the_chat_template_ignores_are_refused(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    copytree(resolve("pocket:function_calls"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     errors = problems(CHATS, f"model.path={tmp_path}")
-    assert any(
-        "calibration=pocket_general gives the chat template tools" in error for error in errors
-    ), errors
+    assert any("function_calls.jsonl line 1" in error and "tools=" in error for error in errors)
 
 
 LAYER_PRIOR = [
@@ -523,7 +506,7 @@ IMPOSSIBLE = [
     (["calibration.path=''", f"calibration.sources=[{PARTS}]"], NO_TEMPLATE),
     (
         [*SEARCH[:1], "allocation.search=pocket_function_calls"],
-        NO_TEMPLATE.replace("general", "function_calls"),
+        NO_TEMPLATE,
     ),
     ([CHATS, "model.path=pocket:function_calls"], None),
     ([CHATS, "criterion.name=random"], None),

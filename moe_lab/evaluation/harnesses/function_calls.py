@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_lab.calibration.sources import read_records
+from moe_lab.calibration.sources import DataFile
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, check_known
 from moe_lab.evaluation import Policy
@@ -132,7 +132,7 @@ HARNESS = FunctionCalls()
 def _rows(file: Path, kind: str) -> dict[str, Any]:
     """Id -> JSON object, for each line of a file of JSON lines. `kind`: "question" or "answer"."""
     rows: dict[str, Any] = {}
-    for source, row in read_records(file, setting="task"):
+    for source, row in DataFile(file, setting="task").rows():
         if not fits(row, _SHAPES[kind]):
             raise UserError(
                 f"{source} is no {kind}: expected the fields {', '.join(_SHAPES[kind])} as in BFCL"

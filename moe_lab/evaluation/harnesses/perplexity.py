@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from moe_lab.calibration import IdentifiedText, held_out_text, plain_text, shares_and_sets
 from moe_lab.calibration.documents import BLANK_LINE
-from moe_lab.calibration.sources import first_record, read_as_one_text
+from moe_lab.calibration.sources import first_document, read_as_one_text
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harness import Graded, Harness, loss_result
@@ -110,7 +110,7 @@ class Perplexity(Harness):
         text would be one of conversations."""
         if benchmark.held_out:
             for _, part in shares_and_sets(benchmark.held_out):
-                plain_text(first_record(part), part)
+                plain_text(first_document(part), part)
         else:
             self._text(benchmark)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_lab.config import BackendConfig, CalibrationConfig, ModelConfig
+from moe_lab.errors import UserError
 from moe_lab.json_files import write_json
 from moe_lab.machine import release_memory
 from moe_lab.packs import packs_in
@@ -222,7 +223,14 @@ def read_text(text: CalibrationConfig, tokenizer: Any, files: Files, rows: Rows 
         return tokenised.batches
     start, end = rows
     # the end is rounded up, as the last batch of the text may have fewer rows
-    return tokenised.batches[start // text.batch_rows : -(-end // text.batch_rows)]
+    batches_of_rows = tokenised.batches[start // text.batch_rows : -(-end // text.batch_rows)]
+    if not batches_of_rows:
+        count = len(tokenised.batches)
+        raise UserError(
+            f"calibration.parts={text.parts} is more than {text.path} has batches: expected at "
+            f"most calibration.parts={count}"
+        )
+    return batches_of_rows
 
 
 Rows = tuple[int, int] | None
