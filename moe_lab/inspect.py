@@ -77,22 +77,19 @@ def text_rows(text: CalibrationConfig, model: ModelConfig) -> Iterator[TableRow]
 def describe(model: ModelConfig) -> tuple[str, list[TableRow], bool]:
     """(title, rows, whether moe_lab supports the model) of the description of a model. Without a
     config.json, the rows come from `model.expected`."""
+    from moe_lab.models.config_json import expected_numbers
     from moe_lab.models.files import configuration_folder
 
     title = f"{model.name}: {model.path}"
     folder = configuration_folder(model)
-    if folder is None and model.expected is None:
-        return (
-            title,
-            [("configuration", f"{_ABSENCE}; give a folder, or a hub id that can be reached")],
-            False,
-        )
     if folder is None:
+        expected = expected_numbers(model)
         sentence = (
-            f"{_ABSENCE}: these rows are what is expected of it; routers and exports are listed "
-            "once config.json is there"
+            "neither on this machine nor to be had from the hub; give a folder, or a hub id that "
+            "can be reached"
         )
-        return title, [("configuration", sentence), *_expected_rows(model)], True
+        numbers = [(f"expected {name}", f"{number:,}") for name, number in expected.items()]
+        return title, [("configuration", sentence), *numbers], bool(expected)
     try:
         from moe_lab.models import facts  # loads torch
 
@@ -101,28 +98,6 @@ def describe(model: ModelConfig) -> tuple[str, list[TableRow], bool]:
         return title, [("supported", f"no: {error}")], False
     rows = [("supported", "yes"), *_architecture_rows(metadata), *_use_rows(model, metadata)]
     return title, rows, True
-
-
-_ABSENCE = "neither on this machine nor to be had from the hub"
-"""Description of a config.json that is not available."""
-
-
-def _expected_rows(model: ModelConfig) -> Iterator[TableRow]:
-    """Rows about a model, from `expected` in its settings."""
-    expected = model.expected
-    assert expected is not None
-    layers = (
-        f"{expected.moe_layers} of {expected.experts} experts, top-{expected.top_k}, "
-        f"{expected.width:,} channels each"
-    )
-    yield "layers", layers
-    yield from _parameter_rows(expected.parameters)
-
-
-def _parameter_rows(count: int) -> Iterator[TableRow]:
-    """A row with `count`, the number of parameters, and a row with their memory."""
-    yield "parameters, all", f"{count:,}"
-    yield "loading memory", f"{2 * count / 2**30:.2f} GiB in bfloat16"
 
 
 def _architecture_rows(facts: Mapping[str, Any]) -> Iterator[TableRow]:
@@ -146,19 +121,27 @@ def _architecture_rows(facts: Mapping[str, Any]) -> Iterator[TableRow]:
         yield f"layers {', '.join(spans)}", description
     for part, count in parameters.items():
         yield f"parameters, {part}", f"{count:,} ({count / total:.1%})"
-    yield from _parameter_rows(total)
+    yield "parameters, all", f"{total:,}"
+    yield "loading memory", f"{2 * total / 2**30:.2f} GiB in bfloat16"
 
 
 def _use_rows(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[TableRow]:
     """Rows with the criteria and the export shapes that apply to a model. `facts`: result of
     `models.facts.describe`."""
     from moe_lab import criteria
-    from moe_lab.models.config_json import quantization
+    from moe_lab.models.config_json import DEQUANTISED, quantization
     from moe_lab.pruning import SHAPES
     from moe_lab.pruning.export.layout import can_bar
     from moe_lab.pruning.export.settings import check_quantised
 
     method = quantization(model)
+    if method:
+        reading = (
+            "dequantised when they are read"
+            if method in DEQUANTISED
+            else "loaded if transformers can, and not by calibration.engine=streamed"
+        )
+        yield "weights", f"stored as {method}, {reading}"
     # why criteria that need plain weights do not apply; None if they do
     storage = f"its weights are stored as {method}" if method else None
     # such as "have biases"; None if their channels can be removed

@@ -117,6 +117,76 @@ def decode_w4a16(parts: Parts) -> torch.Tensor:
     return (codes - 8) * parts["weight_scale"].float().repeat_interleave(GROUP_SIZE, 1)
 
 
+def encode_fp4(weight: torch.Tensor) -> torch.Tensor:
+    """Random pairs of four-bit floats."""
+    return random_integers((weight.shape[0], weight.shape[1] // 2), 0, 256).to(torch.uint8)
+
+
+def decode_fp4(pairs: torch.Tensor) -> torch.Tensor:
+    """(..., n) bytes -> (..., 2 n) numbers, the low half of a byte first."""
+    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2).long()
+    return FP4_VALUES[codes % 8] * (1 - 2 * (codes // 8))
+
+
+def decode_fp4_groups(pairs: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return decode_fp4(pairs) * scales.repeat_interleave(2 * pairs.shape[1] // scales.shape[1], 1)
+
+
+def encode_nvfp4(weight: torch.Tensor) -> Parts:
+    """Of ModelOpt: a scale in FP8 for 16 numbers, times one for all."""
+    return {
+        "weight": encode_fp4(weight),
+        "weight_scale": torch.rand(weight.shape[0], weight.shape[1] // 16).to(torch.float8_e4m3fn),
+        "weight_scale_2": torch.rand(()) / 10,
+        "input_scale": torch.rand(()),
+    }
+
+
+def decode_nvfp4(parts: Parts) -> torch.Tensor:
+    scales = parts["weight_scale"].float() * parts["weight_scale_2"]
+    return decode_fp4_groups(parts["weight"], scales)
+
+
+def encode_compressed_nvfp4(weight: torch.Tensor) -> Parts:
+    """Scales are divided by one for all."""
+    parts = encode_nvfp4(weight)
+    return {
+        "weight_packed": parts["weight"],
+        "weight_scale": parts["weight_scale"],
+        "weight_global_scale": 10 + torch.rand(1),
+        "input_global_scale": torch.rand(1),
+    }
+
+
+def decode_compressed_nvfp4(parts: Parts) -> torch.Tensor:
+    scales = parts["weight_scale"].float() / parts["weight_global_scale"]
+    return decode_fp4_groups(parts["weight_packed"], scales)
+
+
+def encode_compressed_mxfp4(weight: torch.Tensor) -> Parts:
+    """Scales are exponents."""
+    exponents = random_integers((weight.shape[0], weight.shape[1] // 32), 120, 125)
+    return {"weight_packed": encode_fp4(weight), "weight_scale": exponents.to(torch.uint8)}
+
+
+def decode_compressed_mxfp4(parts: Parts) -> torch.Tensor:
+    scales = torch.exp2(parts["weight_scale"].float() - 127)
+    return decode_fp4_groups(parts["weight_packed"], scales)
+
+
+def encode_mxfp8(weight: torch.Tensor) -> Parts:
+    exponents = random_integers((weight.shape[0], weight.shape[1] // 32), 125, 129)
+    return {
+        "weight": weight.to(torch.float8_e4m3fn),
+        "weight_scale_inv": exponents.to(torch.uint8),
+    }
+
+
+def decode_mxfp8(parts: Parts) -> torch.Tensor:
+    scales = torch.exp2(parts["weight_scale_inv"].float() - 127)
+    return parts["weight"].float() * scales.repeat_interleave(32, 1)
+
+
 def encode_gptq(weight: torch.Tensor) -> Parts:
     rows, columns = weight.shape
     groups = torch.arange(columns)[torch.randperm(columns)] // GROUP_SIZE
@@ -176,6 +246,7 @@ INT4_WEIGHTS = {
     "group_size": GROUP_SIZE,
 }
 ASYMMETRIC_WEIGHTS = {**INT4_WEIGHTS, "symmetric": False, "actorder": "group"}
+FP4_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 FORMATS = {
     "fp8": Format(
         {**FP8, "weight_block_size": [8, 8], "activation_scheme": "dynamic"},
@@ -195,6 +266,20 @@ FORMATS = {
     ),
     "w4a16_asymmetric": Format(
         compressed_tensors_config("pack-quantized", ASYMMETRIC_WEIGHTS), encode_w4a16_asymmetric
+    ),
+    "nvfp4": Format(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"}, encode_nvfp4, decode_nvfp4
+    ),
+    "mxfp8": Format({"quant_method": "mxfp8"}, encode_mxfp8, decode_mxfp8),
+    "compressed_nvfp4": Format(
+        compressed_tensors_config("nvfp4-pack-quantized", FP4_WEIGHTS),
+        encode_compressed_nvfp4,
+        decode_compressed_nvfp4,
+    ),
+    "compressed_mxfp4": Format(
+        compressed_tensors_config("mxfp4-pack-quantized", {**FP4_WEIGHTS, "group_size": 32}),
+        encode_compressed_mxfp4,
+        decode_compressed_mxfp4,
     ),
     "gptq": Format({"quant_method": "gptq", "bits": 4}, encode_gptq),
     "nf4": Format({"quant_method": "bitsandbytes", "load_in_4bit": True}, encode_nf4),
@@ -247,11 +332,9 @@ def decode_mxfp4(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if not name.endswith(("_blocks", "_scales"))
     }
     for name in (name for name in tensors if name.endswith("_blocks")):
-        blocks = tensors[name]
         stem = name.removesuffix("_blocks")
-        codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
         scales = 2.0 ** (tensors[f"{stem}_scales"].double() - 127)
-        numbers = FP4_VALUES[codes % 8] * (1 - 2 * (codes // 8)) * scales[..., None]
+        numbers = decode_fp4(tensors[name]) * scales[..., None]
         plain[stem] = numbers.flatten(-2).transpose(1, 2).to(torch.bfloat16).contiguous()
     return plain
 
@@ -261,6 +344,9 @@ def save(name: str, kind: str, folder: Path, **changes: Any) -> tuple[Path, Path
     Returns (folder of the plain checkpoint, folder of the quantised one)."""
     if kind == "mxfp4":
         changes = {"hidden_size": 64, "intermediate_size": 32, "dtype": torch.bfloat16, **changes}
+    elif kind.endswith(("fp4", "mxfp8")):  # rows are groups of 16 or 32 numbers
+        widths = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+        changes = {**dict.fromkeys(("hidden_size", *widths), 32), **changes}
     plain = folder / "plain"
     stored = folder / kind
     tiny.save(name, plain, **changes)

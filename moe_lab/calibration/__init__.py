@@ -31,8 +31,13 @@ from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.config.base import identity_fields
 from moe_lab.config.pruning import DOCUMENT_SETTINGS
 from moe_lab.errors import UserError
-from moe_lab.models.files import UNRESOLVED, data_file_sha256, data_set_digest, sha256_of
-from moe_lab.paths import local_path
+from moe_lab.models.files import (
+    UNRESOLVED,
+    data_file_sha256,
+    data_set_digest,
+    sha256_of,
+    tokenizer_path,
+)
 
 CPU_BATCH = 8192
 GPU_BATCH = 16384
@@ -68,8 +73,8 @@ def check_first_document(settings: CalibrationConfig, model: ModelConfig) -> Non
 
 
 def local_tokenizer(model: ModelConfig) -> Any:
-    """The tokenizer of a model in a local folder, or None."""
-    folder = local_path(model.path)
+    """The tokenizer of a model if it is in a local folder, or None."""
+    folder = tokenizer_path(model)
     if not (folder / "tokenizer.json").is_file():
         return None
     from moe_lab.models.load import load_tokenizer

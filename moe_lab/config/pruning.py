@@ -90,7 +90,7 @@ class ModelConfig(Group):
             "search",
         }
     )
-    references = frozenset({"path"})
+    references = frozenset({"path", "tokenizer"})
 
     name: Name
     """Name of the model in tables, file names and the report."""
@@ -99,6 +99,9 @@ class ModelConfig(Group):
     moe_lab."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
+    tokenizer: Text | None = None
+    """Folder, hub id or `pocket:NAME` of another tokenizer, with its chat templates, by which the
+    model reads and writes texts; null is that of `path`. Exports get its files."""
     dtype: Precision = "auto"
     """Precision of the loaded weights: auto (as stored on CUDA, float32 on the CPU), float32,
     bfloat16 or float16. Routers and correction biases that are stored in a higher precision keep

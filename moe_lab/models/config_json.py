@@ -22,15 +22,13 @@ from moe_lab.models.checkpoint import (
     stated_dtype,
 )
 from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, WIDTH_FIELDS, Family
-from moe_lab.models.files import cached_folder, hub_json, stated_files
+from moe_lab.models.files import cached_folder, hub_json, stated_files, tokenizer_path
 from moe_lab.paths import local_path
 
 LAYERS_FIELD = "pruned"
 """Field of config.json that holds the shapes of layers, in an export whose layers differ."""
-UNPACKED = ("fp8", "mxfp4", "compressed-tensors")
-"""Quantised formats that are dequantised on loading. On a GPU, transformers would run experts in
-FP8 and MXFP4 by kernels that cannot be observed. It always dequantises experts of
-compressed-tensors, so all other weights are dequantised too."""
+DEQUANTISED = ("fp8", "mxfp8", "mxfp4", "nvfp4", "modelopt", "compressed-tensors")
+"""Quantised formats whose weights moe_lab dequantises, by `models.stored_weights`."""
 UNQUANTISED = ("F64", "F32", "F16", "BF16", "BOOL", "I64")
 """Types in safetensors that hold no quantised weights."""
 QUANTISATION_FIELDS = ("quantization_config", "compression_config", "quantization")
@@ -80,7 +78,7 @@ def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
     """{"n_experts": experts per MoE layer, "top_k": experts per token, "width": channels per
     expert}. "width" is left out if it is not known; the result is None if another number is not
     known."""
-    numbers = stated_numbers(config_of(settings)) or _expected_numbers(settings)
+    numbers = stated_numbers(config_of(settings)) or expected_numbers(settings)
     if settings.top_k:
         numbers["top_k"] = settings.top_k
     # name in model.expected -> key of the result
@@ -89,7 +87,7 @@ def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
     return shape if {"n_experts", "top_k"} <= shape.keys() else None
 
 
-def _expected_numbers(settings: ModelConfig) -> dict[str, int]:
+def expected_numbers(settings: ModelConfig) -> dict[str, int]:
     """The fields of model.expected."""
     return dict(vars(settings.expected)) if settings.expected else {}
 
@@ -126,14 +124,14 @@ def quantization(settings: ModelConfig) -> str | None:
     folder = local_path(settings.path)
     if any(folder.glob("*.safetensors")):
         return quantization_of(open_checkpoint(folder))
-    return quantization_method(config_of(settings), folder)
+    return quantization_section(config_of(settings), folder).get("method")
 
 
 def quantization_of(checkpoint: Checkpoint) -> str | None:
     """The method by which the weights of a checkpoint are quantised; None for plain weights.
     UserError if a method is stated and no tensor is quantised."""
     folder = checkpoint.folder
-    method = quantization_method(read_json(folder / "config.json"), folder)
+    method = quantization_section(read_json(folder / "config.json"), folder).get("method")
     types = {entry.dtype for entry in checkpoint.tensors.values()}
     if method and types <= {*UNQUANTISED}:
         raise UserError(
@@ -143,9 +141,12 @@ def quantization_of(checkpoint: Checkpoint) -> str | None:
     return method
 
 
-def quantization_method(config: Mapping[str, Any], folder: Path | None = None) -> str | None:
-    """The method by which the weights of a model are quantised, such as fp8, according to `config`,
-    its config.json, and to QUANTISATION_FILES in `folder`. None for plain weights."""
+def quantization_section(
+    config: Mapping[str, Any], folder: Path | None = None
+) -> Mapping[str, Any]:
+    """The description of quantised weights in `config`, the config.json of a model, or else in
+    QUANTISATION_FILES in `folder`, with the method, such as fp8, as "method". {} for plain
+    weights."""
     documents = [config, config.get("text_config", {})]
     if folder is not None:
         files = [read_json_if_there(folder / name) for name in QUANTISATION_FILES]
@@ -156,14 +157,14 @@ def quantization_method(config: Mapping[str, Any], folder: Path | None = None) -
             default = "quantised weights"
             method = section.get("quant_method", section.get("quant_algo", default))
             if method:  # None if only caches are quantised
-                return str(method).lower()
-    return None
+                return {**section, "method": str(method).lower()}
+    return {}
 
 
 def chat_templates(settings: ModelConfig) -> dict[str, str]:
-    """Name -> text of each chat template in the folder of a model, as transformers reads them. The
-    name is "default" if there is only one."""
-    folder = local_path(settings.path)
+    """Name -> text of each chat template in the folder of a model's tokenizer, as transformers
+    reads them. The name is "default" if there is only one."""
+    folder = tokenizer_path(settings)
     named_files = (folder / "additional_chat_templates").glob("*.jinja")
     templates = {file.stem: file.read_text(encoding="utf-8") for file in named_files}
     default_file = folder / "chat_template.jinja"
@@ -196,7 +197,7 @@ def check_chat_template(
 
     `setting`: the setting or benchmark that needs the template, for the message. `alternative`: the
     end of the message, such as ", or a set of plain texts"."""
-    if not local_path(settings.path).is_dir():
+    if not tokenizer_path(settings).is_dir():
         return
     templates = chat_templates(settings)
     if not any(templates.values()):
@@ -229,6 +230,12 @@ def check_plain_weights(model: ModelConfig, setting: str) -> None:
         )
 
 
+def check_dequantised(model: ModelConfig, setting: str) -> None:
+    """Like `check_plain_weights`, but weights in one of the formats DEQUANTISED are fine."""
+    if quantization(model) not in DEQUANTISED:
+        check_plain_weights(model, setting)
+
+
 def check_trained_top_k(model: ModelConfig, setting: str) -> None:
     """Raise UserError when model.top_k is set. `setting`: the setting that gives a checkpoint, such
     as export=natural, for the message."""
@@ -244,7 +251,7 @@ def check_expected(numbers: Mapping[str, int], settings: ModelConfig) -> None:
     model.expected -> actual number."""
     # the number of parameters comes last: it says least about the cause
     for name, expected in sorted(
-        _expected_numbers(settings).items(), key=lambda item: item[0] == "parameters"
+        expected_numbers(settings).items(), key=lambda item: item[0] == "parameters"
     ):
         if (actual := numbers.get(name, expected)) != expected:
             raise UserError(
@@ -327,7 +334,7 @@ class Size:
 def size_of(settings: ModelConfig) -> Size | None:
     """The size of a model, from `model.expected` or else from the model's files. None if a number
     is missing."""
-    numbers = _expected_numbers(settings) or _numbers_from_files(settings.path, settings.revision)
+    numbers = expected_numbers(settings) or _numbers_from_files(settings.path, settings.revision)
     try:
         return Size(
             parameters=numbers["parameters"],
@@ -362,7 +369,7 @@ def _numbers_from_files(path: str, revision: str | None) -> dict[str, int]:
         shards = shards_in(files, hub_json(path, revision, INDEX))
         size = sum(files[name][0] for name in shards if name in files)
         # about one byte for each quantised weight
-        weight_bytes = 1 if quantization_method(config) else numbers["bytes"]
+        weight_bytes = 1 if quantization_section(config) else numbers["bytes"]
         if size:
             numbers |= {"parameters": size // weight_bytes, "moe_layers": numbers["layers"]}
     return numbers

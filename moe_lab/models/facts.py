@@ -13,8 +13,8 @@ from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.config_json import check_expected
 from moe_lab.models.discover import MoELayer, is_ragged, linear_modules, part_of, routed_layers
 from moe_lab.models.files import local_folder
-from moe_lab.models.load import check_sizes, set_top_k, skeleton
-from moe_lab.models.routing import stored_routing
+from moe_lab.models.load import checked_names, set_top_k, skeleton
+from moe_lab.models.stored_weights import StoredWeights, stored_routing
 from moe_lab.models.transformers_private import NameMapping
 
 
@@ -41,9 +41,9 @@ def _build(folder: Path, settings: ModelConfig) -> tuple[Any, dict[str, int]]:
     model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
     routed_layers(model)  # raises UserError for models that are not supported
     if any(folder.glob("*.safetensors")):
-        checkpoint = open_checkpoint(folder)
-        names = NameMapping(model, checkpoint.tensors)
-        check_sizes(checkpoint, names)
+        weights = StoredWeights(open_checkpoint(folder))
+        checked_names(weights, model)
+        names = NameMapping(model, weights.stored.tensors)
     else:  # as transformers would name its tensors
         names = NameMapping(model, NameMapping(model, ()).to_checkpoint(model.state_dict()))
     routing = stored_routing(names)

@@ -31,11 +31,12 @@ PREDICTION_LAYER = re.compile(r"(?:model\.)?mtp\.|.*?\.(?=eh_proj\.)")
 """Prefix of the tensors of an extra prediction layer: mtp. with a numbering of its own, or that of
 a numbered layer with the projection eh_proj."""
 NOT_LOADED = re.compile(
-    r"(?:^|\.)mtp(?:_\w+)?\.|\.eh_proj\.|rotary_emb\.inv_freq$|\.(?:[qkv]|kv|kv_cache|prob|input|output|activation)_scale$"
+    r"(?:^|\.)mtp(?:_\w+)?\.|\.eh_proj\.|rotary_emb\.inv_freq$"
+    r"|\.(?:[qkv]|kv|kv_cache|prob|input|output|activation)(?:_global)?_scale$|\.weight_shape$"
 )
 """Parts of the names of tensors that a checkpoint may have and its model lacks: tensors of extra
-prediction layers, frequencies that the configuration determines, and scales for rounding
-activations and caches."""
+prediction layers, frequencies that the configuration determines, scales for rounding activations
+and caches, and shapes of packed weights."""
 PRUNED = "pruned_"
 """Prefix of the model_type of exports whose layers differ in shape, before that of the family."""
 

@@ -157,11 +157,7 @@ def data_file_sha256(name: str, file: str) -> str | None:
 
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-DESCRIBING = (
-    "config.json",
-    "generation_config.json",
-    "*quant*_config.json",
-    "*processor_config.json",
+TOKENIZER = (
     "tokenizer*.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -173,8 +169,17 @@ DESCRIBING = (
     "*.tiktoken",
     "chat_template.json",
     "*.jinja",
-    "*.py",
     "additional_chat_templates/*.jinja",
+    "tokenization*.py",
+)
+"""Patterns of the files of a tokenizer and its chat templates."""
+DESCRIBING = (
+    *TOKENIZER,
+    "config.json",
+    "generation_config.json",
+    "*quant*_config.json",
+    "*processor_config.json",
+    "*.py",
     "custom_generate/*.py",
     "encoding/*.py",
 )
@@ -224,6 +229,18 @@ def check_model_path(settings: ModelConfig) -> None:
         )
     elif names := stated_files(settings.path, settings.revision, "model"):
         _check_names(settings.path, names)
+    path = tokenizer_path(settings)
+    name = settings.tokenizer
+    if name and not (paths_in(path, TOKENIZER) if path.is_dir() else HUB_ID.fullmatch(name)):
+        raise UserError(
+            f"model.tokenizer={name} is no tokenizer: expected a folder with tokenizer.json, a hub "
+            "id (owner/name), pocket:NAME, or null for that of model.path"
+        )
+
+
+def tokenizer_path(settings: ModelConfig) -> Path:
+    """The folder with the tokenizer of a model. No such folder is there for a hub id."""
+    return local_path(settings.tokenizer or settings.path)
 
 
 def described_model(folder: Path) -> dict[str, Any]:
@@ -264,9 +281,21 @@ def local_folder(settings: ModelConfig) -> Path:
     check_model_path(settings)
     path = local_path(settings.path)
     if not path.is_dir():
-        path = _download(settings, _hub_shards(settings))
+        path = _download_model(settings, _hub_shards(settings))
         _check_folder(path)
     return path
+
+
+def tokenizer_folder(settings: ModelConfig, folder: Path) -> Path:
+    """The folder with the tokenizer of a model: `folder`, which has the model, unless
+    model.tokenizer names another. A tokenizer on the hub is downloaded. Errors as from
+    `local_folder`."""
+    if settings.tokenizer is None:
+        return folder
+    path = tokenizer_path(settings)
+    if path.is_dir():
+        return path
+    return _download("model.tokenizer", settings.tokenizer, None, TOKENIZER)
 
 
 def configuration_folder(settings: ModelConfig) -> Path | None:
@@ -277,7 +306,7 @@ def configuration_folder(settings: ModelConfig) -> Path | None:
         return path
     check_model_path(settings)
     with suppress(UserError):  # or its subclass Unavailable
-        return _download(settings, weights=())
+        return _download_model(settings, weights=())
     return None
 
 
@@ -375,10 +404,16 @@ class IdentifiedModel(ModelConfig):
     def identity(self) -> dict[str, Any]:
         """For the fields that change what the model computes, name -> `identity` of the value. The
         value of "path" is {"sha256": fingerprint}, or {UNRESOLVED: path, "revision": revision} if
-        the fingerprint is not known."""
+        the fingerprint is not known. "tokenizer" is a hash of the files of model.tokenizer, and
+        left out if that is not set."""
         sha256 = model_fingerprint(self)
         files = {"sha256": sha256} if sha256 else {UNRESOLVED: self.path, "revision": self.revision}
-        return {**identity_fields(self, "path"), "path": files}
+        fields = {**identity_fields(self, "path", "tokenizer"), "path": files}
+        if self.tokenizer is not None:
+            folder = tokenizer_folder(self, local_path(self.path))
+            names = paths_in(folder, TOKENIZER)
+            fields["tokenizer"] = _digest({name: (0, sha256_of(folder / name)) for name in names})
+        return fields
 
 
 def _check_folder(folder: Path) -> None:
@@ -397,26 +432,33 @@ def _hub_shards(settings: ModelConfig) -> tuple[str, ...]:
     return shards_in(files, hub_json(settings.path, settings.revision, INDEX)) or USUAL_SHARDS
 
 
-def _download(settings: ModelConfig, weights: Iterable[str]) -> Path:
+def _download_model(settings: ModelConfig, weights: Iterable[str]) -> Path:
     """The folder of a hub model in the cache. `weights`: patterns of paths of weight files."""
+    patterns = (*DESCRIBING, INDEX, *BESIDE, ADAPTER, *weights)
+    return _download("model.path", settings.path, settings.revision, patterns)
+
+
+def _download(setting: str, path: str, revision: str | None, patterns: Iterable[str]) -> Path:
+    """The folder in the cache of the hub model `path`, with the files that fit `patterns`.
+    `setting`: the setting that names the model."""
     from huggingface_hub.errors import HFValidationError
 
     try:
         return _snapshot(
-            settings.path,
-            settings.revision,
+            path,
+            revision,
             local_files_only=not is_hub_reachable(),
-            allow_patterns=[*DESCRIBING, INDEX, *BESIDE, ADAPTER, *weights],
+            allow_patterns=[*patterns],
             ignore_patterns=[".*", "*/.*"],
         )
     except (OSError, HFValidationError) as error:
         # all errors of the hub and of the network are OSErrors
-        revision = f" at revision {settings.revision}" if settings.revision else ""
+        at_revision = f" at revision {revision}" if revision else ""
         message = str(error).strip()
         reason = message.splitlines()[0] if message else type(error).__name__
         error_type = UserError if is_hub_reachable() else Unavailable
         raise error_type(
-            f"model.path={settings.path} is no folder, and the hub gave no such model{revision} "
+            f"{setting}={path} is no folder, and the hub gave no such model{at_revision} "
             f"({type(error).__name__}: "
             f"{reason}): check the name, the revision and the network, or give a folder"
         ) from None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,21 +28,20 @@ from moe_lab.config import ModelConfig
 from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError, overflow_hint
 from moe_lab.machine import processor
-from moe_lab.models.checkpoint import Checkpoint, open_checkpoint
-from moe_lab.models.config_json import UNPACKED, experts_implementation, quantization_of
+from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
+from moe_lab.models.config_json import experts_implementation
 from moe_lab.models.discover import routed_layers
 from moe_lab.models.families import (
     NOT_LOADED,
     TOP_K_FIELDS,
     prediction_prefixes,
 )
-from moe_lab.models.files import described_model, local_folder
-from moe_lab.models.routing import StoredRouting
+from moe_lab.models.files import described_model, local_folder, tokenizer_folder
+from moe_lab.models.stored_weights import StoredRouting, StoredWeights
 from moe_lab.models.transformers_private import (
     NameMapping,
     configuration,
-    dequantisation_config,
-    dequantised_by_stated_blocks,
+    loaded_from,
     set_experts_implementation,
 )
 
@@ -56,20 +54,19 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     weights that are missing, of the wrong shape, NaN or infinite, and for a GPU that this machine
     does not have.
     """
-    dtype = precision(settings)
     device = resolve_device(settings)
     folder = local_folder(settings)
+    dtype = precision(settings, folder)
     set_arithmetic(settings.threads)
     with quiet_transformers():
         meta_model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
         set_top_k(meta_model, settings.top_k)  # only to check top_k before weights are read
         routed_layers(meta_model)  # raises UserError for models that are not supported
-        checkpoint = open_checkpoint(folder)
-        names = NameMapping(meta_model, checkpoint.tensors)
-        check_sizes(checkpoint, names)
-        model = _load_weights(folder, settings, dtype, device)
+        weights = StoredWeights(open_checkpoint(folder))
+        names = checked_names(weights, meta_model)
         tokenizer = load_tokenizer(folder, settings)
-    routing = StoredRouting(model, checkpoint, names)
+        model = _load_weights(weights, settings, dtype, device)
+    routing = StoredRouting(model, weights.plain, names)
     for layer in routed_layers(model):
         routing.restore(layer)
     model.eval().requires_grad_(False)
@@ -201,24 +198,28 @@ def _check_fields(content: dict[str, Any], file: Path) -> None:
 
 
 def _load_weights(
-    folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str
+    weights: StoredWeights, settings: ModelConfig, dtype: torch.dtype, device: str
 ) -> Any:
-    """The model in `folder`. `device`: a device, or a device map for several GPUs."""
-    method = quantization_of(open_checkpoint(folder))
-    source = f"{folder}, stored as {method}" if method else str(folder)
+    """The model with the weights of a checkpoint. `device`: a device, or a device map for several
+    GPUs."""
+    folder = weights.stored.folder
+    source = f"{folder}, stored as {weights.method}" if weights.method else str(folder)
     config = _configuration(folder, settings.trust_remote_code)
     set_experts_implementation(config, experts_implementation(device))
-    arguments: dict[str, Any] = {"config": config}
-    if method in UNPACKED:  # stored in a format that is dequantised on loading
-        arguments["quantization_config"] = dequantisation_config(method)
     try:
-        # transformers alone ignores the block size that config.json states
-        with warnings.catch_warnings(), dequantised_by_stated_blocks():
-            # transformers warns that config.json has a quantization_config as well
-            warnings.filterwarnings("ignore", "You passed `quantization_config`")
+        with ExitStack() as files:
+            if weights.method and not weights.is_opaque:
+                for part in (config, config.get_text_config()):
+                    vars(part).pop("quantization_config", None)
+                slices = weights.stored.slices(weights.stored.tensors, files)
+                target = "cpu" if device in DEVICE_MAPS else device
+                tensors = weights.tensors(
+                    weights.plain.tensors, lambda name: slices[name][...].to(target), dtype
+                )
+                files.enter_context(loaded_from(tensors))
             result: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
-                **arguments,
+                config=config,
                 dtype=dtype,
                 device_map=device,
                 trust_remote_code=settings.trust_remote_code,
@@ -227,8 +228,8 @@ def _load_weights(
                 output_loading_info=True,
             )
     except (AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # only quantised checkpoints are expected to fail: for example, a package may be missing
-        if method is None or isinstance(error, torch.OutOfMemoryError):
+        # only what moe_lab does not dequantise is expected to fail: a package may be missing
+        if not weights.is_opaque or isinstance(error, torch.OutOfMemoryError):
             raise
         reason = " ".join(str(error).split())[:200]
         raise UserError(
@@ -248,12 +249,6 @@ def _load_weights(
             f"model.device={device}: {source} does not fit on the GPUs that are here: expected "
             "more of them"
         )
-    if method in UNPACKED and isinstance(dtype, torch.dtype):
-        for layer in routed_layers(model):
-            # with compressed-tensors, dequantised experts have the dtype of their scales
-            layer.experts.to(dtype)
-        if dtype == torch.float32:  # other weights have that of the files, if it is another
-            model.to(dtype)
     return model
 
 
@@ -273,16 +268,18 @@ def check_unused(source: Path | str, unused: Iterable[str]) -> None:
         )
 
 
-def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
-    """Raise UserError if a checkpoint lacks tensors that config.json asks for, or experts of a
-    layer, and if a tensor has the wrong number of elements. UserError also as from `check_unused`.
-    Shapes are not compared, because some experts are stored transposed."""
-    folder = checkpoint.folder
-    stored = checkpoint.tensors
-    if quantization_of(checkpoint) is not None:
-        return
+def checked_names(weights: StoredWeights, model: Any) -> NameMapping:
+    """The mapping from `weights.plain` to `model`. UserError if the checkpoint lacks tensors that
+    config.json asks for, or experts of a layer, and if a tensor has the wrong number of elements.
+    UserError also as from `check_unused`. Shapes are not compared, because some experts are stored
+    transposed."""
+    folder = weights.plain.folder
+    stored = weights.plain.tensors
+    names = NameMapping(model, stored)
+    if weights.is_opaque:
+        return names
     mismatched = []
-    for name, tensor in names.model.state_dict().items():
+    for name, tensor in model.state_dict().items():
         # None for a tensor that transformers converts from other tensors, or that is not stored
         stored_name = name if name in stored else names.copied.get(name)
         if stored_name is not None and prod(stored[stored_name].shape) != tensor.numel():
@@ -306,6 +303,7 @@ def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
                     f"{folder}: {name} has {counts[name]} weights, but config.json asks for "
                     f"{weight.numel()}"
                 )
+    return names
 
 
 def check_shapes(source: Path | str, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
@@ -319,9 +317,10 @@ def check_shapes(source: Path | str, mismatched: Iterable[tuple[str, Any, Any]])
 
 
 def load_tokenizer(folder: Path, settings: ModelConfig) -> Any:
-    """The tokenizer in `folder`, with a pad token and the attributes of `set_template_settings`.
-    UserError when the folder has no tokenizer, or one with neither a pad token nor an end-of-text
-    token."""
+    """The tokenizer of the model in `folder`, see `tokenizer_folder`, with a pad token and the
+    attributes of `set_template_settings`. UserError when its folder has no tokenizer, or one with
+    neither a pad token nor an end-of-text token."""
+    folder = tokenizer_folder(settings, folder)
     config = None
     # a tokenizer can be read without the class of its model
     with suppress(UserError, OSError):
@@ -434,12 +433,16 @@ def resolve_device(settings: ModelConfig) -> str:
     return device
 
 
-def precision(settings: ModelConfig) -> torch.dtype | str:
-    """The dtype in which weights are loaded. The string "auto" stands for the dtype of the
-    checkpoint."""
+def precision(settings: ModelConfig, folder: Path) -> torch.dtype:
+    """The dtype in which the weights of the checkpoint in `folder` are loaded."""
     if settings.dtype == "auto":
-        return torch.float32 if resolve_device(settings) == "cpu" else "auto"
+        return torch.float32 if resolve_device(settings) == "cpu" else stored_dtype(folder)
     return DTYPES[settings.dtype]
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype of the weights, as stated in config.json of `folder`."""
+    return DTYPES.get(stated_dtype(read_json(folder / "config.json")), torch.float32)
 
 
 def device_name(device: str) -> str:

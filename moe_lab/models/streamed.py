@@ -18,17 +18,16 @@ from torch import nn
 from moe_lab.config import ModelConfig
 from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
-from moe_lab.models.config_json import experts_implementation, quantization_of
+from moe_lab.models.checkpoint import open_checkpoint
+from moe_lab.models.config_json import check_dequantised, experts_implementation
 from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
 from moe_lab.models.experts import output_of, replace_output, run, to_device
 from moe_lab.models.families import prediction_prefixes
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import (
-    DTYPES,
     check_finite,
     check_shapes,
-    check_sizes,
+    checked_names,
     load_tokenizer,
     precision,
     quiet_transformers,
@@ -37,12 +36,10 @@ from moe_lab.models.load import (
     set_top_k,
     skeleton,
 )
-from moe_lab.models.routing import StoredRouting
-from moe_lab.models.transformers_private import NameMapping, compute_buffers, load_tensors
+from moe_lab.models.stored_weights import StoredRouting, StoredWeights
+from moe_lab.models.transformers_private import compute_buffers, load_tensors
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
-BLOCK = 1 << 20
-"""Bytes of one read."""
 Weights = tuple[dict[str, torch.Tensor], torch.Event | None]
 """(name -> tensor, as they are in the checkpoint; event after the last copy to a GPU)."""
 OUTSIDE = -1
@@ -52,33 +49,22 @@ head."""
 
 def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
     """(model that is read layer by layer, tokenizer) for `settings`. A device map as model.device
-    means the first GPU. UserError as from `load_model`, and for quantised models."""
+    means the first GPU. UserError as from `load_model` and `check_dequantised`."""
     folder = local_folder(settings)
-    if (method := quantization_of(open_checkpoint(folder))) is not None:
-        raise UserError(
-            f"calibration.engine=streamed reads plain weights, but {folder} is stored as {method}"
-        )
+    check_dequantised(settings, "calibration.engine=streamed")
+    tokenizer = load_tokenizer(folder, settings)
     if settings.device in DEVICE_MAPS:
         settings = replace(settings, device="auto")
-    dtype = precision(settings)
-    device = resolve_device(settings)
     set_arithmetic(settings.threads)
-    if isinstance(dtype, str):  # "auto": the precision of the checkpoint
-        dtype = stored_dtype(folder)
     streamed = StreamedModel(
         folder,
-        dtype=dtype,
-        device=device,
+        dtype=precision(settings, folder),
+        device=resolve_device(settings),
         trust_remote_code=settings.trust_remote_code,
         top_k=settings.top_k,
     )
     moe_layers(streamed.model)  # raises for models that cannot be scored
-    return streamed, load_tokenizer(folder, settings)
-
-
-def stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype of the weights, as stated in config.json of `folder`."""
-    return DTYPES.get(stated_dtype(read_json(folder / "config.json")), torch.float32)
+    return streamed, tokenizer
 
 
 class StreamedModel:
@@ -96,8 +82,9 @@ class StreamedModel:
     ) -> None:
         """Open the checkpoint in `folder`, check it, and load all weights outside decoder layers.
         `top_k`: number of experts per token; None: the number in config.json. UserError as from
-        `check_sizes` and `layer`."""
-        self.checkpoint = open_checkpoint(folder)
+        `checked_names` and `layer`."""
+        self.weights = StoredWeights(open_checkpoint(folder))
+        self.checkpoint = self.weights.stored
         self.device = device
         self.dtype = dtype
         self.model = (
@@ -106,15 +93,14 @@ class StreamedModel:
             .requires_grad_(False)
         )
         set_top_k(self.model, top_k)
-        names = NameMapping(self.model, self.checkpoint.tensors)
-        check_sizes(self.checkpoint, names)
-        self.routing = StoredRouting(self.model, self.checkpoint, names)
+        names = checked_names(self.weights, self.model)
+        self.routing = StoredRouting(self.model, self.weights.plain, names)
         self.moe_layers = {layer.index: layer for layer in routed_layers(self.model)}
         self.layers_path = next(iter(self.moe_layers.values())).stack
         """Module path of the list of decoder layers, such as model.layers."""
         self.layers: Any = self.model.get_submodule(self.layers_path)
         self.layer_of = dict(self._tensor_layers())
-        """Name of a tensor in the checkpoint -> number of its decoder layer, or OUTSIDE."""
+        """Name of a weight in the checkpoint -> number of its decoder layer, or OUTSIDE."""
         self._reader = ThreadPoolExecutor(1)
         self._pending: dict[int, Future[Weights]] = {}
         """Layer number or OUTSIDE -> future of `_read`."""
@@ -126,16 +112,17 @@ class StreamedModel:
         self._fill(OUTSIDE, self.model)
 
     def _tensor_layers(self) -> Iterator[tuple[str, int]]:
-        """(name, number of the decoder layer or OUTSIDE) for each tensor in the checkpoint that the
+        """(name, number of the decoder layer or OUTSIDE) for each weight in the checkpoint that the
         model has."""
-        prefixes = prediction_prefixes(self.checkpoint.tensors)
-        for name in self.checkpoint.tensors:
+        names = self.weights.plain.tensors
+        prefixes = prediction_prefixes(names)
+        for name in names:
             match = _NUMBER.search(name)  # the first number in the name is that of the layer
             number = int(match[1]) if match else OUTSIDE
             if not name.startswith(prefixes) and number < len(self.layers):
                 yield name, number
 
-    def _tensor_names(self, number: int) -> list[str]:
+    def _weight_names(self, number: int) -> list[str]:
         return [name for name, layer in self.layer_of.items() if layer == number]
 
     @contextmanager
@@ -201,8 +188,12 @@ class StreamedModel:
             for tensor in tensors.values():
                 # the memory of a freed tensor is used again only after computing
                 tensor.record_stream(computing)
+        # `tensors` is emptied, so that tensors are freed when they are converted
+        plain_tensors = self.weights.tensors(self._weight_names(number), tensors.pop, self.dtype)
         with quiet_transformers():
-            mismatched = load_tensors(self.model, tensors, dtype=self.dtype, device=self.device)
+            mismatched = load_tensors(
+                self.model, plain_tensors, dtype=self.dtype, device=self.device
+            )
         check_shapes(self.checkpoint.folder, mismatched)
         is_outside = number == OUTSIDE
         if is_outside:
@@ -234,10 +225,12 @@ class StreamedModel:
         }
 
     def _read(self, number: int) -> Weights:
-        """The weights of `number`, a layer or OUTSIDE, on the device."""
+        """The stored tensors of `number`, a layer or OUTSIDE, on the device."""
         copy_stream = self._copy_stream
         with ExitStack() as stack:
-            slices = self.checkpoint.slices(self._tensor_names(number), stack)
+            layouts = [self.weights.layouts[name] for name in self._weight_names(number)]
+            names = [stored for layout in layouts for stored in layout.parts.values()]
+            slices = self.checkpoint.slices(names, stack)
             stack.enter_context(copy_stream or nullcontext())
             tensors = {
                 name: self._read_tensor(name, stored[...]).to(self.device, non_blocking=True)
@@ -246,19 +239,13 @@ class StreamedModel:
             return tensors, copy_stream.record_event() if copy_stream else None
 
     def _read_tensor(self, name: str, mapped: torch.Tensor) -> torch.Tensor:
-        """The tensor `name` of the checkpoint, in memory from which the device can copy. `mapped`:
-        the tensor in a mapped file, whose bytes may still be on the disk."""
+        """The tensor `name` of the checkpoint, in aligned memory, from which a GPU can copy.
+        `mapped`: the tensor in a mapped file, whose bytes may still be on the disk."""
         entry = self.checkpoint.tensors[name]
         with (self.checkpoint.folder / entry.shard).open("rb") as file:
             file.seek(entry.start)
-            if self._copy_stream is None:
-                # Reads the bytes into the system's cache, from which the CPU uses them. Without
-                # this, they would be read in small pieces when they are used.
-                for _ in range(0, entry.size, BLOCK):
-                    file.read(BLOCK)
-                return mapped
             try:
-                tensor = torch.empty_like(mapped, pin_memory=True)
+                tensor = torch.empty_like(mapped, pin_memory=self._copy_stream is not None)
             except RuntimeError:  # no memory can be pinned; the copy waits then
                 tensor = torch.empty_like(mapped)
             file.readinto(tensor.flatten().view(torch.uint8).numpy().data)

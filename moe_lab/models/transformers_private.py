@@ -12,10 +12,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from math import ceil
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -34,11 +32,8 @@ from transformers.core_model_loading import (
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.moe import _grouped_mm
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.quantizers.auto import AutoQuantizationConfig
-from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.utils.chat_template_utils import _compile_jinja_template, _get_template_variables
 
-EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """Outputs of the gate and up projections (n, 2 I), or of the up projection (n, I) -> input of
 down_proj (n, I)."""
@@ -56,12 +51,6 @@ def configuration(content: Mapping[str, Any]) -> Any:
     copied = json.loads(json.dumps(content), object_hook=without_kernels)
     decoded = PreTrainedConfig._decode_special_floats(copied)
     return CONFIG_MAPPING[content["model_type"]].from_dict(decoded)
-
-
-def dequantisation_config(method: str) -> Any:
-    """The quantization_config with which from_pretrained dequantises weights. `method`:
-    quantisation of the checkpoint, such as fp8."""
-    return AutoQuantizationConfig.from_dict({"quant_method": method, "dequantize": True})
 
 
 def activation(experts: Any) -> Activation:
@@ -129,11 +118,11 @@ def compute_buffers(model: PreTrainedModel, root: nn.Module, device: str) -> Non
 
 
 def load_tensors(
-    model: PreTrainedModel, tensors: dict[str, torch.Tensor], *, dtype: torch.dtype, device: str
+    model: PreTrainedModel, tensors: Mapping[str, Any], *, dtype: torch.dtype, device: str
 ) -> Iterable[tuple[str, Any, Any]]:
-    """Put `tensors` (name in the checkpoint -> tensor) into `model`, as from_pretrained does.
-    `tensors` is emptied, so that tensors are freed when they are converted. Returns (name, stored
-    shape, shape in the model) of each tensor whose shape does not fit."""
+    """Put `tensors` into `model`, as from_pretrained does: name in the checkpoint -> tensor, or an
+    object that gives a tensor when it is indexed. Returns (name, stored shape, shape in the model)
+    of each tensor whose shape does not fit."""
     mapping: Any = get_model_conversion_mapping(model)
     settings = LoadStateDictConfig(
         device_map={"": device},
@@ -142,56 +131,27 @@ def load_tensors(
         weight_mapping=mapping,
         ignore_mismatched_sizes=True,
     )
-    stored = {name: _Slice(tensors, name) for name in tensors}
     # [] for the expected names: for these, transformers would reserve memory on the device
-    report, _ = model._load_pretrained_model(model, stored, None, settings, [])
+    report, _ = model._load_pretrained_model(model, dict(tensors), None, settings, [])
     mismatched: Iterable[tuple[str, Any, Any]] = report.mismatched_keys
     return mismatched
 
 
-@dataclass
-class _Slice:
-    """The tensor `name` of `tensors`, which is indexed once, like a safetensors slice."""
+def loaded_from(tensors: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """A context in which from_pretrained takes `tensors` in place of those in the files of a
+    checkpoint. They are as for `load_tensors`."""
+    load = PreTrainedModel._load_pretrained_model
 
-    tensors: dict[str, torch.Tensor]
-    name: str
+    def load_tensors(model: Any, _: Any, files: Any, settings: Any) -> Any:
+        return load(model, dict(tensors), files, settings)
 
-    def __getitem__(self, _: Any) -> torch.Tensor:
-        return self.tensors.pop(self.name)
-
-
-def dequantised_by_stated_blocks() -> AbstractContextManager[Any]:
-    """A context in which transformers dequantises FP8 checkpoints in blocks of the
-    `weight_block_size` that their config.json states."""
-    operations = {"dequantize": _DequantizeStatedBlocks}
-    return patch.object(FineGrainedFP8HfQuantizer, "get_load_operations", lambda self: operations)
+    return patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(load_tensors))
 
 
-class _DequantizeStatedBlocks(Fp8Dequantize):
-    """Dequantises FP8 weights in blocks of the size that config.json states, `weight_block_size`.
-    The base class instead makes all blocks equal."""
-
-    def _dequantize_one(
-        self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        """Dequantise the weights `quantized` (..., rows, columns), with one entry of `scales` per
-        block. Blocks at the edges may be smaller, so the weights are padded to whole blocks
-        first."""
-        # (rows, columns) of a block, or None if config.json states no size
-        size = self.hf_quantizer.quantization_config.weight_block_size
-        # four-bit experts of an FP8 checkpoint have blocks of another size, and always whole blocks
-        if size is None or scales.numel() == 1 or quantized.dtype not in EIGHT_BIT_FLOATS:
-            return super()._dequantize_one(quantized, scales, output_dtype)
-        rows, columns = quantized.shape[-2:]
-        grid = scales.shape[-2:]
-        if tuple(grid) != (ceil(rows / size[0]), ceil(columns / size[1])):
-            raise ValueError(
-                f"{tuple(grid)} scales for ({rows}, {columns}) weights in blocks of {size}"
-            )
-        padded = quantized.new_zeros(*quantized.shape[:-2], grid[0] * size[0], grid[1] * size[1])
-        padded[..., :rows, :columns] = quantized
-        dequantised = super()._dequantize_one(padded, scales, output_dtype)
-        return dequantised[..., :rows, :columns].contiguous()
+def unpack_fp4(pairs: torch.Tensor) -> torch.Tensor:
+    """The FP4 numbers (..., 2 n), as fp32, in the bytes `pairs` (..., n)."""
+    numbers: torch.Tensor = Fp8Dequantize(None)._unpack_fp4(pairs)
+    return numbers
 
 
 class NameMapping:

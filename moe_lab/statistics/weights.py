@@ -15,6 +15,7 @@ from torch.linalg import vector_norm
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
+from moe_lab.models.config_json import UNQUANTISED
 from moe_lab.models.discover import check_in_memory, moe_layers
 from moe_lab.models.families import ExpertTensor, family_of, split
 from moe_lab.models.rows import at_least_fp32
@@ -23,13 +24,6 @@ from moe_lab.statistics import Layers, Statistics
 BLOCK = 1 << 23
 """Number of weights, of all experts of a layer together, that are compared at once: 64 MiB in
 fp64."""
-UNQUANTISED = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-"""Unquantised dtypes, by their names in safetensors."""
 Source: TypeAlias = Path | str | nn.Module
 """A folder with a checkpoint in safetensors, or a model in memory with its present weights."""
 

@@ -258,7 +258,7 @@ def _text_problems(cells: Iterable[Cell]) -> Iterator[str]:
                 yield from user_errors(calibrations.check_first_document, single_set, model)
         if role == "calibration" and text.engine == "streamed":
             yield from user_errors(
-                config_json.check_plain_weights, model, "calibration.engine=streamed"
+                config_json.check_dequantised, model, "calibration.engine=streamed"
             )
 
 

@@ -233,6 +233,20 @@ def test_served_checkpoint_has_the_files_of_the_model(
     assert (view / "model.safetensors").resolve() == (CHECKPOINT / "model.safetensors").resolve()
 
 
+def test_served_checkpoint_has_the_tokenizer_that_is_used(
+    subject: LoadedModel, preferring: Path, tmp_path: Path
+) -> None:
+    (preferring / "chat_template.jinja").write_text("of the checkpoint")
+    other = deepcopy(subject.tokenizer)
+    other.add_tokens(["w900"])
+    other.save_pretrained(tmp_path / "other")
+    other.name_or_path = str(tmp_path / "other")
+    servers.make_view(preferring, tmp_path / "view", other)
+    assert "w900" in (tmp_path / "view" / "tokenizer.json").read_text()
+    assert not (tmp_path / "view" / "chat_template.jinja").exists()
+    assert (preferring / "chat_template.jinja").exists()
+
+
 def test_served_checkpoint_has_no_generation_preferences(
     subject: LoadedModel, preferring: Path, tmp_path: Path
 ) -> None:

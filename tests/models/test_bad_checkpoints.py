@@ -34,6 +34,7 @@ from moe_lab.models.streamed import open_streamed
 from moe_lab.models.transformers_private import attention_implementation, configuration
 from moe_lab.statistics.forward import ForwardHook
 from moe_lab.statistics.observe import collect_statistics
+from moe_lab.statistics.streaming import stream
 from moe_lab.statistics.weights import expert_weight_sums
 from tests.campaign.models import reconfigure
 
@@ -102,12 +103,11 @@ def test_weights_that_no_model_uses_are_not_missed(kind: str, tmp_path: Path) ->
     )
     model, _ = load_model(settings(folders[kind]))
     assert torch.equal(tiny.logits(model), tiny.logits(expected))
-    if kind == "plain":
-        streamed, _ = open_streamed(settings(folders[kind]))
-        with streamed.layer(1) as layer:
-            assert torch.equal(
-                layer.mlp.experts.down_proj, expected.model.layers[1].mlp.experts.down_proj
-            )
+    streamed, _ = open_streamed(settings(folders[kind]))
+    with streamed.layer(1) as layer:
+        assert torch.equal(
+            layer.mlp.experts.down_proj, expected.model.layers[1].mlp.experts.down_proj
+        )
 
 
 def test_the_files_that_transformers_reads_are_downloaded(
@@ -189,13 +189,17 @@ def test_quantised_checkpoints_are_recognised(
     assert "aimer" not in output
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("name", "kind", "changes"),
     [
         ("olmoe", "fp8", {}),
         ("gpt_oss", "mxfp4", {}),
-        ("qwen2_moe", "compressed_fp8", {}),
-        ("qwen2_moe", "w4a16", {}),
+        *(
+            ("qwen2_moe", kind, {})
+            for kind, stored in quantised.FORMATS.items()
+            if stored.decode is not None
+        ),
         # the last block of a matrix may be smaller: two scales for 12 rows are of blocks of 8 and 4
         # rows, not two of 6
         ("olmoe", "fp8", {"intermediate_size": 12}),
@@ -205,40 +209,76 @@ def test_quantised_checkpoints_are_recognised(
     ],
 )
 def test_scores_are_of_the_dequantised_experts(
-    name: str, kind: str, changes: dict[str, int], tmp_path: Path
+    name: str, kind: str, changes: dict[str, Any], dtype: str, tmp_path: Path
 ) -> None:
-    if kind in ("compressed_fp8", "w4a16"):
-        pytest.importorskip("compressed_tensors")
+    """To the bit, of the whole model and layer by layer."""
+    changes = {"dtype": getattr(torch, dtype), **changes}
     plain, stored = quantised.save(name, kind, tmp_path, **changes)
-    if kind == "w4a16":  # the package rounds four-bit numbers to the precision of their scales
-        tensors = load_file(plain / "model.safetensors")
-        rounded = {
-            name: tensor.bfloat16().float() if "_proj.w" in name else tensor
-            for name, tensor in tensors.items()
-        }
-        save_file(rounded, plain / "model.safetensors", {"format": "pt"})
     expected, actual = (
-        naive.hook_sums(load_model(settings(folder))[0], ForwardHook) for folder in (plain, stored)
+        collect_statistics(
+            load_model(settings(folder, dtype=dtype))[0],
+            ForwardHook,
+            tiny.batches(),
+            out=tmp_path / f"{folder.name}_sums",
+        )
+        for folder in (plain, stored)
     )
-    naive.assert_sums_close(actual, expected)
+    naive.assert_sums_close(actual.layers, expected.layers)
+    model, _ = open_streamed(settings(stored, dtype=dtype))
+    streamed = stream(model, ForwardHook, tiny.batches(), out=tmp_path / "streamed")
+    naive.assert_sums_close(streamed.layers, expected.layers)
 
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
         *(("fp8", {"weight_block_size": block}) for block in ([8, 4], [16, 16], [8], "8")),
-        *((kind, {}) for kind in ("fp8_matrix", "w4a16_asymmetric", "nf4")),
+        ("w4a16", {"config_groups": {}}),
+        ("w4a16_asymmetric", {}),
     ],
 )
-def test_unknown_quantised_experts_are_refused(
-    kind: str, changes: dict[str, object], tmp_path: Path
+def test_unknown_layouts_are_refused_before_weights_are_read(
+    kind: str, changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if kind != "fp8":
-        pytest.importorskip("bitsandbytes" if kind == "nf4" else "compressed_tensors")
     _, stored = quantised.save("qwen2_moe", kind, tmp_path)
-    config = quantised.FORMATS[kind].config
-    reconfigure(stored, quantization_config={**config, **changes})
-    refused(lambda: load_model(settings(stored)), f"stored as {re.escape(config['quant_method'])}")
+    reconfigure(stored, quantization_config={**quantised.FORMATS[kind].config, **changes})
+    for read in (load_model, open_streamed, facts):
+        refused(lambda read=read: read(settings(stored)), r"_proj\.weight")  # type: ignore[misc]
+    assert inspect.main(["model=local", f"model.path={stored}"]) == 1
+    assert "_proj" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "tensor"),
+    [
+        ("nvfp4", "weight_scale_2", None),
+        ("nvfp4", "weight_scale", torch.ones(32, 2)),
+        ("compressed_mxfp4", "weight_scale", torch.full((32, 2), 127, dtype=torch.uint8)),
+        ("fp8_matrix", "weight_scale", None),
+        ("fp8_matrix", "weight_scale", torch.ones(3)),
+    ],
+)
+def test_unknown_scales_are_named(
+    kind: str, part: str, tensor: torch.Tensor | None, tmp_path: Path
+) -> None:
+    _, stored = quantised.save("qwen2_moe", kind, tmp_path)
+    name = f"model.layers.1.self_attn.q_proj.{part}"
+    tiny.rewrite(
+        stored,
+        lambda tensors: tensors.pop(name) if tensor is None else tensors.update({name: tensor}),
+    )
+    refused(lambda: open_streamed(settings(stored)), r"layers\.1\.self_attn\.q_proj\.weight is")
+
+
+def test_formats_of_transformers_are_left_to_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    _, stored = quantised.save("qwen2_moe", "nf4", tmp_path)
+    refused(lambda: load_model(settings(stored)), "stored as bitsandbytes")
+    refused(lambda: open_streamed(settings(stored)), "calibration.engine.*stored as bitsandbytes")
+    assert inspect.main(["model=local", f"model.path={stored}"]) == 0
+    assert "stored as bitsandbytes, loaded if" in " ".join(capsys.readouterr().out.split())
 
 
 def test_quantised_caches_are_no_quantised_weights(folder: Path) -> None:
@@ -278,17 +318,13 @@ def test_kernels_for_eight_bits_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU transformers would run the experts by functions that moe_lab cannot observe."""
-    answers: list[bool] = []
-
-    def validate(self: Any, *words: Any, **named: Any) -> None:
-        answers.append(self.quantization_config.dequantize)
-
     monkeypatch.setattr(
-        quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer, "validate_environment", validate
+        quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer,
+        "validate_environment",
+        lambda *_, **__: pytest.fail("transformers knows of the quantisation"),
     )
     _, stored = quantised.save("olmoe", "fp8", tmp_path)
     load_model(settings(stored))
-    assert answers == [True]
     _, stored = quantised.save("gpt_oss", "mxfp4", tmp_path / "mxfp4")
     refused(lambda: expert_weight_sums(stored), "down_proj_blocks is stored as U8")
 

@@ -27,6 +27,7 @@ from tiny import logits, settings
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 import moe_lab
+from moe_lab.calibration import local_tokenizer
 from moe_lab.config import CriterionConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.models import config_json, files, load, streamed
@@ -35,6 +36,7 @@ from moe_lab.models.config_json import size_of
 from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.models.facts import facts
 from moe_lab.models.files import (
+    IdentifiedModel,
     check_model_path,
     fingerprint,
     local_folder,
@@ -196,7 +198,11 @@ def test_tensors_are_read_once_and_freed_when_they_are_converted(tmp_path: Path)
                 pass
     names = [call.args[1] for call in read.call_args_list]
     assert sorted(names) == sorted(model.checkpoint.tensors)
-    assert [call.args[1] for call in loaded.call_args_list] == [{}] * 4
+    assert len(loaded.call_args_list) == 4
+    for call in loaded.call_args_list:
+        for name, tensor in call.args[1].items():
+            with pytest.raises(KeyError, match=name):
+                tensor[...]
 
 
 def test_only_the_layer_that_is_read_next_stays_in_memory(tmp_path: Path) -> None:
@@ -386,6 +392,55 @@ def test_fingerprint_depends_on_content_alone(folder: Path, original: Path) -> N
         (folder / file).write_text("")
         assert fingerprint(folder) != original_fingerprint, file
         (folder / file).unlink()
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A folder with a tokenizer that has a token and a chat template more than that of models."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["w900"])
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+def test_model_has_the_tokenizer_of_another_folder(folder: Path, other: Path) -> None:
+    chosen = settings(folder, tokenizer=str(other))
+    loaded = [load_model(chosen), streamed.open_streamed(chosen), (None, local_tokenizer(chosen))]
+    assert all("w900" in tokenizer.get_vocab() for _, tokenizer in loaded)
+    assert config_json.chat_templates(chosen) == {"default": "{{ messages }}"}
+
+
+def test_tokenizer_of_another_folder_identifies_the_model(folder: Path, other: Path) -> None:
+    identities = []
+    for file in ("notes.txt", "chat_template.jinja", "tokenizer_config.json"):
+        identities.append(IdentifiedModel.of(settings(folder, tokenizer=str(other))).identity)
+        (other / file).write_text("{}")
+    assert identities[0] == identities[1] != identities[2]
+    assert identities[0].keys() - IdentifiedModel.of(settings(folder)).identity == {"tokenizer"}
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "empty", "nowhere", "o/p/q"])
+def test_what_is_no_tokenizer_is_refused_before_weights_are_read(
+    name: str, folder: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(other.parent)
+    Path("empty").mkdir()
+    (other / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(load, "_load_weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(streamed, "StreamedModel", lambda *_, **__: pytest.fail("weights"))
+    for read in (load_model, streamed.open_streamed):
+        with pytest.raises(UserError, match=name):
+            read(settings(folder, tokenizer=name))
+
+
+def test_tokenizer_of_the_hub_is_downloaded_without_weights(
+    folder: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    download = Mock(return_value=str(other))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert "w900" in load_model(settings(folder, tokenizer="o/name"))[1].get_vocab()
+    assert download.call_args.kwargs["allow_patterns"] == [*files.TOKENIZER]
 
 
 def test_files_of_all_tokenizers_are_part_of_the_model(folder: Path) -> None:

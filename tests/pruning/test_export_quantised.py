@@ -220,19 +220,30 @@ def study(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_study_prunes_and_exports_an_fp8_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["resident", "streamed"])
+def test_study_prunes_and_exports_an_fp8_checkpoint(engine: str, tmp_path: Path) -> None:
     _, stored = quantised.save("qwen2_moe", "fp8", tmp_path)
-    process = study(stored, "criterion=reap", "export=natural")
+    tokenizer = tmp_path / "tokenizer"
+    tiny.tokenizer(pad_token="w5").save_pretrained(tokenizer)
+    process = study(
+        stored,
+        "criterion=reap",
+        "export=natural",
+        f"calibration.engine={engine}",
+        f"model.tokenizer={tokenizer}",
+    )
     assert process.returncode == 0, process.stderr
     (folder,) = tmp_path.glob("store/export/*/checkpoint")
     plan = Plan.load(folder / "plan.json")
     assert all(len(experts) == 12 for experts in plan.retained.values())
     check_tensors(folder, stored, plan)
+    for file in tokenizer.iterdir():
+        assert (folder / file.name).read_bytes() == file.read_bytes()
 
 
 def test_quantised_weights_refuse_before_anything_runs(tmp_path: Path) -> None:
     _, stored = quantised.save("deepseek_v3", "fp8", tmp_path)
-    fields = ("verify=true", "export=masked", "criterion=heapr", "calibration.engine=streamed")
+    fields = ("verify=true", "export=masked", "criterion=heapr")
     process = study(stored, *fields)
     lines = [line for line in process.stderr.splitlines() if "stored as fp8" in line]
     assert process.returncode == 2

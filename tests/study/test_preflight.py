@@ -460,6 +460,7 @@ def test_quantised_weights_are_refused(
         ["criterion=aimer"],
         ["criterion=heapr", "allocation=global"],
         ["recovery=nf4"],
+        ["calibration.engine=streamed"],
         *exports,
     ):
         errors = problems(f"model.path={path}", "model.name=mine", *settings)

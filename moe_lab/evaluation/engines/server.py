@@ -38,7 +38,9 @@ from moe_lab.evaluation.engines import (
 from moe_lab.evaluation.items import ThoughtMarks
 from moe_lab.models.checkpoint import read_json, read_json_if_there
 from moe_lab.models.config_json import eos_tokens
+from moe_lab.models.files import paths_in
 from moe_lab.paths import user_cache
+from moe_lab.pruning.export.write import replace_tokenizer
 from moe_lab.start import command
 
 GRACE = 20.0
@@ -264,12 +266,12 @@ def served_model(
 
 
 def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
-    """Make a folder `view` with links to the checkpoint's files. Two files are written instead of
-    linked: generation_config.json leaves sampling to each request, and tokenizer_config.json leaves
-    spaces in decoded texts as they are."""
+    """Make a folder `view` with links to the files of `tokenizer` and to the checkpoint's other
+    files. Two files are written instead of linked: generation_config.json leaves sampling to each
+    request, and tokenizer_config.json leaves spaces in decoded texts as they are."""
     end_ids = end_token_ids(checkpoint, tokenizer)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_ids[0]
-    tokenizer_config = read_json_if_there(checkpoint / "tokenizer_config.json")
+    folder = Path(tokenizer.name_or_path)
     written_files = {
         "generation_config.json": {
             # with a temperature of 0 in the request, generation is greedy
@@ -278,14 +280,18 @@ def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
             "eos_token_id": end_ids,
             "pad_token_id": pad_id,
         },
-        "tokenizer_config.json": {**tokenizer_config, "clean_up_tokenization_spaces": False},
+        "tokenizer_config.json": {
+            **read_json_if_there(folder / "tokenizer_config.json"),
+            "clean_up_tokenization_spaces": False,
+        },
     }
-    view.mkdir()
-    for file_name, content in written_files.items():
-        (view / file_name).write_text(json.dumps(content))
-    for file in checkpoint.iterdir():
-        if file.name not in written_files:
-            (view / file.name).symlink_to(file.resolve())
+    for name in paths_in(checkpoint, ("**/*",)):
+        (view / name).parent.mkdir(parents=True, exist_ok=True)
+        (view / name).symlink_to((checkpoint / name).resolve())
+    replace_tokenizer(view, folder)
+    for name, content in written_files.items():
+        (view / name).unlink(missing_ok=True)  # it may be a link to a file of the checkpoint
+        (view / name).write_text(json.dumps(content))
 
 
 def start_process(argv: Sequence[str]) -> ChildProcess:

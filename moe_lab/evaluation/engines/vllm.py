@@ -53,7 +53,7 @@ class VllmModel(Engine):
 
     def __init__(self, checkpoint: Path, backend: BackendConfig, model: ModelConfig) -> None:
         """Start vLLM with `checkpoint`. Raises Unavailable when the engine does not start."""
-        from moe_lab.models.load import load_tokenizer, quiet_transformers
+        from moe_lab.models.load import load_tokenizer, precision, quiet_transformers
 
         print(f"vLLM starts with {checkpoint}", file=sys.stderr, flush=True)
         with quiet_transformers():
@@ -77,8 +77,10 @@ class VllmModel(Engine):
         try:
             with self._reply_limit() as limit:
                 arguments = {
-                    "dtype": _dtype(checkpoint, model),
+                    # by default, vLLM would load fp32 weights in half precision
+                    "dtype": str(precision(model, checkpoint)).removeprefix("torch."),
                     "trust_remote_code": model.trust_remote_code,
+                    "tokenizer": self.tokenizer.name_or_path,
                     **_parallel_arguments(checkpoint, model, backend.arguments),
                     **backend.arguments,
                 }
@@ -217,6 +219,7 @@ class OpenEngine:
             model.device,
             model.threads,
             model.trust_remote_code,
+            model.tokenizer,
         ]
         key = json.dumps(settings, sort_keys=True)
         if key in self._failures:
@@ -242,16 +245,6 @@ class OpenEngine:
         if self.engine:
             self.engine.close()
         self.engine = None
-
-
-def _dtype(checkpoint: Path, model: ModelConfig) -> str:
-    """Name of the dtype, such as bfloat16, in which backend=hf would load the model. By default,
-    vLLM would load fp32 weights in half precision."""
-    from moe_lab.models.load import precision
-    from moe_lab.models.streamed import stored_dtype
-
-    setting = precision(model)
-    return str(stored_dtype(checkpoint) if setting == "auto" else setting).removeprefix("torch.")
 
 
 def _parallel_arguments(

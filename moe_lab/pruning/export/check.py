@@ -9,12 +9,12 @@ from typing import Any
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint, read_json
-from moe_lab.models.config_json import LAYERS_FIELD
+from moe_lab.models.config_json import LAYERS_FIELD, quantization_of
 from moe_lab.models.discover import routed_layers
 from moe_lab.models.facts import model_facts
 from moe_lab.models.families import COUNT_FIELDS, WIDTH_FIELDS
-from moe_lab.models.load import check_sizes, skeleton
-from moe_lab.models.routing import stored_routing
+from moe_lab.models.load import checked_names, skeleton
+from moe_lab.models.stored_weights import StoredWeights, stored_routing
 from moe_lab.models.transformers_private import NameMapping
 from moe_lab.pruning.plan import Plan
 
@@ -34,9 +34,8 @@ def describe(source: str, trust_remote_code: bool) -> dict[str, Any]:
     text_config = model.config.get_text_config().to_dict()
     fields = {name: text_config.get(name) for name in (*COUNT_FIELDS, *WIDTH_FIELDS)}
     checkpoint = open_checkpoint(Path(source))
-    names = NameMapping(model, checkpoint.tensors)
-    routing = stored_routing(names)
-    check_sizes(checkpoint, names)
+    routing = stored_routing(NameMapping(model, checkpoint.tensors))
+    _check_sizes(checkpoint, model)
     return {
         "layers": model_facts(model)["layers"],
         "fields": {name: value for name, value in fields.items() if isinstance(value, int)},
@@ -68,7 +67,7 @@ def check(
         # with this field, the code in `written` is that of moe_lab, and may be run
         code_is_ours = LAYERS_FIELD in read_json(Path(written, "config.json"))
         model = skeleton(Path(written), trust_remote_code=trust_remote_code or code_is_ours)
-        check_sizes(Checkpoint(Path(written), (), {}, entries), NameMapping(model, entries))
+        _check_sizes(Checkpoint(Path(written), (), {}, entries), model)
         actual = {
             layer.index: tuple(getattr(layer, field) for field in ROUTING_FIELDS)
             for layer in routed_layers(model)
@@ -86,3 +85,9 @@ def check(
                 f"{actual.get(layer.index)}, expected {expected}: state these fields in "
                 f"{source}/config.json"
             )
+
+
+def _check_sizes(checkpoint: Checkpoint, model: Any) -> None:
+    """UserError as from `checked_names`; quantised weights are not dequantised for an export."""
+    if quantization_of(checkpoint) is None:
+        checked_names(StoredWeights(checkpoint), model)

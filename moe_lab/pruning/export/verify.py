@@ -7,14 +7,13 @@ from math import ceil
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.nn.functional import rms_norm
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import replace_experts
-from moe_lab.models.streamed import StreamedModel, stored_dtype
-from moe_lab.pruning.export.write import ALIGNMENT
+from moe_lab.models.load import stored_dtype
+from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.mask import mask_layers, planned_experts
 from moe_lab.pruning.plan import Plan
@@ -64,7 +63,7 @@ def verify(
             exported_moe = pruned.moe_layers.get(number)
             with ExitStack() as stack:
                 for model in (masked, pruned):
-                    _align(stack.enter_context(model.layer(number, next_number=number + 1)))
+                    stack.enter_context(model.layer(number, next_number=number + 1))
                 with mask_layers([] if masked_moe is None else [masked_moe], plan):
                     output = masked.run_layer(number, ids, valid, state)
                 pairs = [("outputs", output, pruned.run_layer(number, ids, valid, state))]
@@ -83,8 +82,6 @@ def verify(
             largest = max(largest, *(_difference(location, pair, bound) for pair in pairs))
             state = output
         assert state is not None
-        _align(masked.model)
-        _align(pruned.model)
         logits = ("logits", masked.logits(ids, valid, state), pruned.logits(ids, valid, state))
     bound = 0.0 if device == "cpu" else TOLERANCE[dtype]
     return max(largest, _difference(str(exported), logits, bound))
@@ -112,14 +109,6 @@ def _all_experts(
         expected = layer.experts(hidden, retained[indices], gates)
     actual = exported.experts(hidden, positions[indices], gates)
     return "outputs of all retained experts, called in turn,", expected, actual
-
-
-def _align(module: nn.Module) -> None:
-    """Copy each weight of `module` to aligned memory if its address is no multiple of ALIGNMENT, as
-    can happen in a memory-mapped file."""
-    for weight in module.parameters():
-        if not weight.is_meta and weight.data_ptr() % ALIGNMENT:
-            weight.data = weight.data.clone()
 
 
 def _difference(location: str, compared: Pair, bound: float) -> float:

@@ -8,14 +8,14 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX, Checkpoint
-from moe_lab.models.files import BESIDE, DESCRIBING, paths_in
+from moe_lab.models.files import BESIDE, DESCRIBING, TOKENIZER, paths_in
 from moe_lab.pruning.export.chunks import ExportedTensor, Span
 
 CARD = "README.md"
@@ -118,7 +118,18 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def copy_others(folder: Path, target: Path) -> None:
     """Copy the files of the checkpoint in `folder` other than weights, such as its tokenizer and,
     if it is an export, its plan, to the same relative paths in `target`."""
-    for name in paths_in(folder, (*DESCRIBING, *BESIDE, *PLAN_FILES)):
+    _copy_files(folder, target, (*DESCRIBING, *BESIDE, *PLAN_FILES))
+
+
+def replace_tokenizer(target: Path, folder: Path) -> None:
+    """Put the tokenizer in `folder`, with its chat templates, in place of that in `target`."""
+    for name in paths_in(target, TOKENIZER):
+        (target / name).unlink()
+    _copy_files(folder, target, TOKENIZER)
+
+
+def _copy_files(folder: Path, target: Path, patterns: Iterable[str]) -> None:
+    for name in paths_in(folder, patterns):
         destination = target / name
         destination.parent.mkdir(exist_ok=True)
         shutil.copyfile(folder / name, destination)

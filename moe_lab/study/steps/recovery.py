@@ -291,10 +291,12 @@ class Export(Step):
         """Write up to three checkpoints, each from the one before: the pruned model, the recovered
         model, and the model converted to GGUF. The last checkpoint is the result. Earlier
         checkpoints are in `files.partial`, from which an interrupted step resumes."""
-        from moe_lab.models.files import local_folder
+        from moe_lab.models.files import local_folder, tokenizer_folder
         from moe_lab.pruning.export import export as write_pruned
+        from moe_lab.pruning.export.write import replace_tokenizer
 
-        source = local_folder(self.pruned.model)
+        model = self.pruned.model
+        source = local_folder(model)
         plan = files.plan(self.plan)
         out = files.out / "checkpoint"
         is_recovered = self.pruned.is_recovered
@@ -315,8 +317,9 @@ class Export(Step):
                 plan,
                 pruned_folder,
                 shape=str(self.shape.shape),
-                trust_remote_code=self.pruned.model.trust_remote_code,
+                trust_remote_code=model.trust_remote_code,
             )
+        replace_tokenizer(pruned_folder, tokenizer_folder(model, source))
         if self.verify and not is_recovered:
             self._compare(source, pruned_folder, files)
         recovered_folder = pruned_folder
@@ -368,8 +371,7 @@ class Export(Step):
     def _evaluation_dtype(self, folder: Path) -> Any:
         """The torch dtype in which the recovered model is evaluated: `self.dtype`, or the dtype of
         the checkpoint in `folder` if `self.dtype` is "stored"."""
-        from moe_lab.models.load import DTYPES
-        from moe_lab.models.streamed import stored_dtype
+        from moe_lab.models.load import DTYPES, stored_dtype
 
         return DTYPES.get(str(self.dtype)) or stored_dtype(folder)
 
