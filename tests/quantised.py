@@ -174,19 +174,6 @@ def decode_compressed_mxfp4(parts: Parts) -> torch.Tensor:
     return decode_fp4_groups(parts["weight_packed"], scales)
 
 
-def encode_mxfp8(weight: torch.Tensor) -> Parts:
-    exponents = random_integers((weight.shape[0], weight.shape[1] // 32), 125, 129)
-    return {
-        "weight": weight.to(torch.float8_e4m3fn),
-        "weight_scale_inv": exponents.to(torch.uint8),
-    }
-
-
-def decode_mxfp8(parts: Parts) -> torch.Tensor:
-    scales = torch.exp2(parts["weight_scale_inv"].float() - 127)
-    return parts["weight"].float() * scales.repeat_interleave(32, 1)
-
-
 def encode_gptq(weight: torch.Tensor) -> Parts:
     rows, columns = weight.shape
     groups = torch.arange(columns)[torch.randperm(columns)] // GROUP_SIZE
@@ -270,7 +257,6 @@ FORMATS = {
     "nvfp4": Format(
         {"quant_method": "modelopt", "quant_algo": "NVFP4"}, encode_nvfp4, decode_nvfp4
     ),
-    "mxfp8": Format({"quant_method": "mxfp8"}, encode_mxfp8, decode_mxfp8),
     "compressed_nvfp4": Format(
         compressed_tensors_config("nvfp4-pack-quantized", FP4_WEIGHTS),
         encode_compressed_nvfp4,
@@ -344,7 +330,7 @@ def save(name: str, kind: str, folder: Path, **changes: Any) -> tuple[Path, Path
     Returns (folder of the plain checkpoint, folder of the quantised one)."""
     if kind == "mxfp4":
         changes = {"hidden_size": 64, "intermediate_size": 32, "dtype": torch.bfloat16, **changes}
-    elif kind.endswith(("fp4", "mxfp8")):  # rows are groups of 16 or 32 numbers
+    elif kind.endswith("fp4"):  # rows are groups of 16 or 32 numbers
         widths = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
         changes = {**dict.fromkeys(("hidden_size", *widths), 32), **changes}
     plain = folder / "plain"

@@ -270,17 +270,6 @@ def test_unknown_scales_are_named(
     refused(lambda: open_streamed(settings(stored)), r"layers\.1\.self_attn\.q_proj\.weight is")
 
 
-def test_formats_of_transformers_are_left_to_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("bitsandbytes")
-    _, stored = quantised.save("qwen2_moe", "nf4", tmp_path)
-    refused(lambda: load_model(settings(stored)), "stored as bitsandbytes")
-    refused(lambda: open_streamed(settings(stored)), "calibration.engine.*stored as bitsandbytes")
-    assert inspect.main(["model=local", f"model.path={stored}"]) == 0
-    assert "stored as bitsandbytes, loaded if" in " ".join(capsys.readouterr().out.split())
-
-
 def test_quantised_caches_are_no_quantised_weights(folder: Path) -> None:
     algorithms = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": algorithms}))
