@@ -43,6 +43,8 @@ from benchmarks.measure import (
 )
 from benchmarks.models import CONFIGURATIONS, published_model
 from benchmarks.statistics import batch
+from moe_lab.models.discover import moe_layers
+from moe_lab.models.experts import use_cpu_experts
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.statistics.forward import ForwardHook
 from moe_lab.statistics.observe import collect_statistics
@@ -155,6 +157,8 @@ def _resident(arguments: argparse.Namespace) -> dict[str, float]:
         device_map=arguments.device,
         experts_implementation="eager" if cpu else "grouped_mm",
     ).eval()
+    if cpu:
+        use_cpu_experts(model, moe_layers(model))
     loading = time.monotonic() - start
     batches = [batch(arguments.rows, arguments.length)] * arguments.batches
     _, figures = _timed(arguments.device, lambda: collect_statistics(model, ForwardHook, batches))

@@ -28,9 +28,10 @@ from moe_lab.config import ModelConfig
 from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError, overflow_hint
 from moe_lab.machine import processor
+from moe_lab.models import experts
 from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
 from moe_lab.models.config_json import experts_implementation
-from moe_lab.models.discover import routed_layers
+from moe_lab.models.discover import is_ragged, routed_layers
 from moe_lab.models.families import (
     NOT_LOADED,
     TOP_K_FIELDS,
@@ -72,6 +73,11 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     model.eval().requires_grad_(False)
     check_finite(model)
     set_top_k(model, settings.top_k)
+    if device == "cpu":
+        # ragged experts are computed by a forward of their own
+        experts.use_cpu_experts(
+            model, [layer for layer in routed_layers(model) if not is_ragged(layer.experts)]
+        )
     if model.generation_config is not None and model.generation_config.pad_token_id is None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer

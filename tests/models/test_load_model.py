@@ -30,7 +30,7 @@ import moe_lab
 from moe_lab.calibration import local_tokenizer
 from moe_lab.config import CriterionConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.models import config_json, files, load, streamed
+from moe_lab.models import config_json, experts, files, load, streamed
 from moe_lab.models.checkpoint import INDEX
 from moe_lab.models.config_json import size_of
 from moe_lab.models.discover import moe_layers, routed_layers
@@ -70,7 +70,7 @@ def test_loaded_model_is_ready_to_be_scored(
     assert capfd.readouterr() == ("", "")
     assert model.dtype == torch.float32
     assert not model.training
-    assert set(model.get_experts_implementation().values()) == {"eager"}
+    assert set(model.get_experts_implementation().values()) == {experts.CPU_EXPERTS}
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert tokenizer.pad_token == "</s>"
     assert model.generation_config.pad_token_id is not None

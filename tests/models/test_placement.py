@@ -221,6 +221,47 @@ def test_mask_pruned_model_and_export_agree(name: str, dtype: torch.dtype, tmp_p
     assert torch.equal(masked, logits(reloaded))
 
 
+def with_cpu_experts(name: str, **changes: Any) -> tuple[Any, str]:
+    """A model that may use `cpu_experts`, and the implementation that it uses."""
+    model = tiny.build(name, **changes)
+    layers = moe_layers(model)
+    experts.use_cpu_experts(model, layers)
+    return model, str(layers[0].experts.config._experts_implementation)
+
+
+@pytest.mark.parametrize("width", [{}, {"moe_intermediate_size": 32, "intermediate_size": 32}])
+# which has biases
+@pytest.mark.parametrize("name", [name for name in tiny.ARCHITECTURES if name != "gpt_oss"])
+def test_experts_on_the_cpu_have_the_bits_of_the_eager_forward(
+    name: str, width: dict[str, int]
+) -> None:
+    """Of many, few and one token; of 32 channels, few tokens are computed together."""
+    width = {key: value for key, value in width.items() if key in tiny.ARCHITECTURES[name]}
+    model, implementation = with_cpu_experts(name, **width)
+    assert implementation == experts.CPU_EXPERTS
+    inputs = tiny.tokens(6, 60), tiny.tokens(), tiny.tokens(1, 1)
+    assert inputs[0].numel() > experts.SMALL_BATCH > inputs[1].numel()
+    results = [tiny.logits(model, ids) for ids in inputs]
+    model.set_experts_implementation("eager")
+    for ids, result in zip(inputs, results, strict=True):
+        assert torch.equal(result, tiny.logits(model, ids))
+
+
+def test_other_experts_stay_eager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those with biases, of other precisions, and of a family that computes otherwise."""
+    assert with_cpu_experts("gpt_oss")[1] == "eager"
+    assert with_cpu_experts("olmoe", dtype=torch.bfloat16)[1] == "eager"
+    model, implementation = with_cpu_experts("olmoe")
+    model.save_pretrained(tmp_path)
+    assert implementation not in (tmp_path / "config.json").read_text()
+    model.set_experts_implementation("eager")
+    layer, *_ = moe_layers(model)
+    eager = layer.experts.forward
+    monkeypatch.setattr(layer.experts, "forward", lambda hidden, *route: eager(hidden * 2, *route))
+    experts.use_cpu_experts(model, [layer])
+    assert layer.experts.config._experts_implementation == "eager"
+
+
 @pytest.fixture
 def torch_of_a_gpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Other processes import a torch that finds two GPUs, whatever drivers are listed; the file

@@ -193,38 +193,24 @@ def test_changed_weights_take_the_memory_of_a_second_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "weights", "gib", "units", "job", "steps_per_job"),
+    ("kind", "gib", "units"),
     [
-        ("statistics", "model", 132.15, 524288, None, "one"),
-        ("gradients", "model", 292.46, 524288, None, "one"),
-        ("weight_gradients", "model", 476.21, 524288, None, "one"),
-        ("search", "model", 132.15, 1404 * 524288, None, "one"),
-        ("sequential", "layers", 16.71, 524288, None, "one"),
-        ("activation_alignment", "model", 226.21, 524288, None, "one"),
-        ("finetune", "model", 410.09, 2 * 524288, None, "one"),
-        ("timing", "model", 249.77, 524288, None, "one"),
-        ("cost", "model", 132.15, 524288, "evaluate", "models"),
-        ("evaluate", "model", 122.21, 1000 * 128, "evaluate", "models"),
-        ("generate", "model", 170.27, 1000 * (128 + 2048), "evaluate", "models"),
-        ("grade", "none", 4.0, 1000, None, "cells"),
-        ("export", "files", 1.17, 1, None, "one"),
-        ("weights", "files", 1.17, 1, None, "one"),
-        ("scores", "none", 0.59, 1, None, "short"),
-        ("plan", "none", 0.59, 1, None, "short"),
+        ("statistics", 132.15, 524288),
+        ("weight_gradients", 476.21, 524288),
+        ("search", 132.15, 1404 * 524288),
+        ("sequential", 16.71, 524288),
+        ("finetune", 410.09, 2 * 524288),
+        ("evaluate", 122.21, 1000 * 128),
+        ("generate", 170.27, 1000 * (128 + 2048)),
+        ("export", 1.17, 1),
+        ("scores", 0.59, 1),
     ],
 )
-def test_resources_of_steps_about_qwen2_57b(
-    kind: str, weights: str, gib: float, units: float, job: str | None, steps_per_job: str
-) -> None:
+def test_resources_of_steps_about_qwen2_57b(kind: str, gib: float, units: float) -> None:
     needed = step(kind, model("qwen2_57b_a14b", device="cuda")).resources()
     assert needed.memory == pytest.approx(gib * 2**30, abs=0.005 * 2**30)
-    assert (needed.weights, needed.units, needed.job, needed.steps_per_job) == (
-        weights,
-        units,
-        job,
-        steps_per_job,
-    )
-    assert needed.on_gpu == (weights in ("model", "layers"))
+    assert needed.units == units
+    assert needed.on_gpu == (gib > 10)
 
 
 def test_an_unknown_model_has_no_estimate() -> None:

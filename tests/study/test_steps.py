@@ -270,7 +270,7 @@ def test_the_table_of_experts_has_the_sums_of_the_pass(
 def test_provenance_names_the_experts_implementation_of_the_model_that_a_step_used(
     folders: dict[str, Path],
 ) -> None:
-    for kind, expected in (("gradients", "eager"), ("scores", None)):
+    for kind, expected in (("gradients", "moe_lab_cpu"), ("scores", None)):
         document = json.loads((folders[kind] / "step.json").read_text())
         assert document["provenance"]["experts"] == expected
 
