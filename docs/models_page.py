@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 from moe_lab.config import ModelConfig
 from moe_lab.inspect import describe
 from moe_lab.models.checkpoint import read_json
-from moe_lab.models.config_json import QUANTISATION_FIELDS, quantization_method
+from moe_lab.models.config_json import QUANTISATION_FIELDS, quantization_section
 from moe_lab.models.load import skeleton
 from moe_lab.models.transformers_private import NameMapping
 from moe_lab.pruning.export import check_export
@@ -78,7 +79,7 @@ def models(folder: Path, target: Path) -> Iterator[Path]:
 def row(model: Path) -> str:
     """The row of the model in the folder `model`."""
     config = read_json(model / "config.json")
-    weights = quantization_method(config, model) or "plain"
+    weights = quantization_section(config, model).get("method", "plain")
     _, rows, _ = describe(ModelConfig(name="local", path=str(model)))
     answer = dict(rows)["supported"].replace(f"{model}/", "")
     kind = kind_of(model)
@@ -91,8 +92,9 @@ def _check_exports(model: Path) -> None:
     of experts. Changes the files in the folder `model`, see `_add_weights`."""
     _add_weights(model)
     for is_uneven in (False, True):
-        form = PlanForm("expert", is_uneven, multiple_of=1, plan=None)
-        check_export(model, partial(form.trial_plan, 0.25), "natural", trust_remote_code=False)
+        form = PlanForm("expert", is_uneven, multiple_of=1, path=None, scores=None)
+        make_plan = partial(form.trial_plan, SimpleNamespace(ratio=0.25))
+        check_export(model, make_plan, "natural", trust_remote_code=False)
     (model / "model.safetensors").unlink()
 
 

@@ -165,7 +165,7 @@ def check_gguf_files(folder: Path) -> None:
     """The folder has a file of what `WRITES` converts, and no weights besides."""
     assert (folder / "model.gguf").read_bytes() == (folder / "config.json").read_bytes()
     names = {"README.md", "config.json", "generation_config.json", "plan.json", "tokenizer.json"}
-    names |= {"model.gguf", "tokenizer_config.json"}
+    names |= {"model.gguf", "reap_selection.json", "tokenizer_config.json"}
     assert {file.name for file in folder.iterdir()} == names
 
 

@@ -115,6 +115,7 @@ OTHER_VALUES: dict[str, Any] = {
     "benchmark.limit": 3,
     "benchmark.sampling": config.Sampling(temperature=0.5),
     "model.path": "pocket:qwen3_moe",
+    "model.tokenizer": "pocket:qwen3_moe",
     "model.device": "cuda",
     "model.expected": SHAPE,
     "calibration.path": "pocket:calibration/code.jsonl",
