@@ -194,9 +194,10 @@ def validated(kind: type[T] | Any, content: Any, group: str, origin: str = "") -
     return settings
 
 
-def error_sentences(error: ValidationError, kind: Any, group: str) -> Iterator[str]:
+def error_sentences(error: ValidationError, kind: Any, group: str) -> list[str]:
     """A sentence for each mistake in `error`. `kind`, `group`: type and dotted name of the settings
     that were checked."""
+    sentences: list[str] = []
     for mistake in error.errors(include_url=False):
         # pydantic's location also has names of types and parts in brackets, which are no keys
         path = [
@@ -208,9 +209,16 @@ def error_sentences(error: ValidationError, kind: Any, group: str) -> Iterator[s
         # a wrong key of a mapping dict[Literal[...], ...]: the values of the Literal are the keys
         if mistake["loc"][-1:] == ("[key]",):
             key_type = get_args(setting_type(kind, path[:-1]))[0]
-            yield _unknown_setting(key, literal_values(key_type))
+            sentence = _unknown_setting(key, literal_values(key_type))
         else:
-            yield _sentence(dict(mistake), kind, key, path)
+            sentence = _sentence(dict(mistake), kind, key, path)
+        # pydantic has a mistake for each member of a type such as str | list[str]
+        start = f"{key}={mistake['input']}: expected "
+        if sentences and sentence.startswith(start) and sentences[-1].startswith(start):
+            sentences[-1] += f"; or {sentence.removeprefix(start)}"
+        else:
+            sentences.append(sentence)
+    return sentences
 
 
 _UNION_TYPES = ("int", "float", "str", "bool", "none", "nullable")
@@ -222,7 +230,7 @@ _EXPECTED = {
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "bool_parsing": "true or false",
-    "string_type": "a text; put a number that is meant as text in quotes",
+    "string_type": "a text, in quotes if it is a number",
     "list_type": "a list, such as [a,b]",
     "tuple_type": "a list, such as [a,b]",
     "dict_type": "settings and their values, such as {{name: value}}",
