@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from analysis.names import FIGURE_FORMATS
+from moe_lab.analysis.names import FIGURE_FORMATS
 from moe_lab.errors import DISK_FULL, UserError, run_and_exit, unknown_name_error
 from moe_lab.paths import is_of_group, shorten, store_folder
 
 if TYPE_CHECKING:
-    from analysis.report import Publisher
+    from moe_lab.analysis.report import Publisher
 
 USAGE = "python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER] [format=svg]"
 EXIT_CODES = (
@@ -90,7 +90,7 @@ def _add_dashes(argument: str) -> str:
 
 def _names_in_help() -> str:
     """The part of the help with the names and titles of all tables and figures."""
-    from analysis.registry import outputs
+    from moe_lab.analysis.registry import outputs
 
     lines = [
         (
@@ -134,10 +134,10 @@ def _run(request: argparse.Namespace) -> int:
     """Write the requested tables and figures. Returns the exit code: 0 if the study has results, no
     gaps, and data for everything that is requested by name; otherwise 1."""
     gc.set_threshold(GARBAGE)
-    from analysis.load.studies import studies
-    from analysis.load.study import load
-    from analysis.registry import Results, find
-    from analysis.report import Publisher
+    from moe_lab.analysis.load.studies import studies
+    from moe_lab.analysis.load.study import load
+    from moe_lab.analysis.registry import Results, find
+    from moe_lab.analysis.report import Publisher
 
     for name in set(request.names) - {"all", "report"}:
         find(name)
@@ -163,8 +163,8 @@ def _run(request: argparse.Namespace) -> int:
 def _write(requested: Sequence[str], publisher: Publisher) -> bool:
     """Write the report, or the requested tables and figures. Returns whether the study has data for
     every output that is requested by name."""
-    from analysis.registry import find, outputs
-    from analysis.report import GAPS, write_report
+    from moe_lab.analysis.registry import find, outputs
+    from moe_lab.analysis.report import GAPS, write_report
 
     study = publisher.results.study
     if "report" in requested:

@@ -1,7 +1,7 @@
 """Registry of tables and figures by name, and the results that several tables and figures share.
 
-`@output(NAME, ...)` above a function in `analysis.outputs` registers the function that makes NAME.
-Names follow the papers (unified.fig2).
+`@output(NAME, ...)` above a function in moe_lab.analysis.outputs registers the function that makes
+NAME. Names follow the papers (unified.fig2).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
-from analysis import names
-from analysis.load.study import Study
-from analysis.render import style
-from analysis.render.style import Figure
-from analysis.render.table import Table
-from analysis.stats import overlap
-from analysis.stats.comparison import Comparison, compare
-from analysis.stats.ranking import Ranking, rankings
-from analysis.stats.winners import study_of_column, winner_map
+from moe_lab.analysis import names
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.render import style
+from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render.table import Table
+from moe_lab.analysis.stats import overlap
+from moe_lab.analysis.stats.comparison import Comparison, compare
+from moe_lab.analysis.stats.ranking import Ranking, rankings
+from moe_lab.analysis.stats.winners import study_of_column, winner_map
 from moe_lab.errors import UserError, nearest
 
 
@@ -171,9 +171,9 @@ def outputs() -> Mapping[str, Output]:
 @cache
 def _import_modules() -> None:
     """Import all modules of analysis.outputs, which register their outputs."""
-    package = importlib.import_module("analysis.outputs")
+    package = importlib.import_module("moe_lab.analysis.outputs")
     for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"analysis.outputs.{module.name}")
+        importlib.import_module(f"moe_lab.analysis.outputs.{module.name}")
 
 
 def _sort_key(item: tuple[str, Output]) -> tuple[bool, str]:

@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
-from analysis import names
-from analysis.load.evaluations import versions_of_libraries
-from analysis.load.settings import removed_noun
-from analysis.load.study import Study, load
-from analysis.names import capitalised, count
-from analysis.published.numbers import TABLES, published_name, summary
-from analysis.registry import Item, Results, find, outputs
-from analysis.render.page import Page, Section, html, write_files
-from analysis.render.table import Table
-from analysis.stats.ranking import overview, ranking_text
 from moe_lab import progress
+from moe_lab.analysis import names
+from moe_lab.analysis.load.evaluations import versions_of_libraries
+from moe_lab.analysis.load.settings import removed_noun
+from moe_lab.analysis.load.study import Study, load
+from moe_lab.analysis.names import capitalised, count
+from moe_lab.analysis.published.numbers import TABLES, published_name, summary
+from moe_lab.analysis.registry import Item, Results, find, outputs
+from moe_lab.analysis.render.page import Page, Section, html, write_files
+from moe_lab.analysis.render.table import Table
+from moe_lab.analysis.stats.ranking import overview, ranking_text
 from moe_lab.errors import DISK_FULL
 
 T = TypeVar("T")

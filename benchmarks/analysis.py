@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 from subprocess import DEVNULL
 
-from analysis import report
-from analysis.load.study import load
 from benchmarks.measure import timed
+from moe_lab.analysis import report
+from moe_lab.analysis.load.study import load
 from moe_lab.start import command
 
 REBUILD, LOAD = 60, 5
@@ -31,7 +31,7 @@ def report_seconds(store: Path, study: str, out: Path) -> tuple[float, float]:
     start of the process."""
     arguments = [f"store={store}", f"study={study}", f"out={out}"]
     code, wall, cpu = timed(
-        lambda: subprocess.call(command("analysis", "report", *arguments), stdout=DEVNULL)
+        lambda: subprocess.call(command("moe_lab.analysis", "report", *arguments), stdout=DEVNULL)
     )
     if code == 2 or not (out / report.PAGE).exists():
         raise RuntimeError(f"no report of study={study} in {store}")

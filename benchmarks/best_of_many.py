@@ -23,12 +23,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis.load.study import load
-from analysis.registry import Results
-from analysis.stats.comparison import Comparison
-from analysis.stats.quantity import Quantity
-from analysis.stats.uncertainty import LEVEL
 from benchmarks.measure import misses, parser
+from moe_lab.analysis.load.study import load
+from moe_lab.analysis.registry import Results
+from moe_lab.analysis.stats.comparison import Comparison
+from moe_lab.analysis.stats.quantity import Quantity
+from moe_lab.analysis.stats.uncertainty import LEVEL
 
 BAR_EQUAL = 0.07
 BAR_UNEQUAL = 0.10

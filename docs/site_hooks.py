@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
-PACKAGES = ("moe_lab", "analysis")
+PACKAGES = ("moe_lab", "moe_lab/analysis")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from analysis.load.study import load
-from analysis.registry import Results
+from moe_lab.analysis.load.study import load
+from moe_lab.analysis.registry import Results
 
 STORE = Path(sys.argv[1] if len(sys.argv) > 1 else "store")
 SETTINGS = ["study=example", "criterion=reap,man", "ratio=0.25,0.5", "suite=pocket_quick"]

@@ -21,10 +21,8 @@ DATA = Path(__file__).parent / "pocket" / "data"
 
 
 def conf() -> Path:
-    """The folder of configuration groups: in a wheel, a folder of the package; in a checkout, a
-    folder of the repository."""
-    in_package = Path(__file__).parent / "conf"
-    return in_package if in_package.is_dir() else Path(__file__).parents[1] / "conf"
+    """The folder of configuration groups. In a clone, a link to conf/ of the repository."""
+    return Path(__file__).parent / "conf"
 
 
 def resolve(path: str) -> str:

@@ -22,7 +22,6 @@ SITE = {"site-packages", "dist-packages"}
 IGNORED = {
     *sys.stdlib_module_names,
     "moe_lab",
-    "analysis",
     "numpy",
     "pandas",
     "pydantic",

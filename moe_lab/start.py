@@ -3,9 +3,9 @@
     python start.py [OPTIONS] -m MODULE ARGUMENTS
 
 does what `python OPTIONS -m MODULE ARGUMENTS` does, except that the current folder is not searched,
-that `moe_lab` and `analysis` are imported from the folder around this package, and that plugins are
-imported from its subfolder PLUGINS if they have a copy there. All other packages are found as
-usual, so that another interpreter uses its own. Standard library only.
+that `moe_lab` is imported from the folder around this package, and that plugins are imported from
+its subfolder PLUGINS if they have a copy there. All other packages are found as usual, so that
+another interpreter uses its own. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ PLUGINS = "moe_lab_plugins"
 
 
 def command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
-    """The command line that runs `module` of moe_lab or analysis by means of this file."""
+    """The command line that runs `module` of moe_lab by means of this file."""
     return [python, FILE, "-m", module, *arguments]
 
 
 def _run() -> None:
     """Run the module that follows -m on the command line of this process."""
     sys.path.insert(0, _ROOT)
-    for package in ("moe_lab", "analysis"):
-        __import__(package)  # an imported package finds its modules without sys.path
+    __import__("moe_lab")  # an imported package finds its modules without sys.path
     # all other packages are found in PLUGINS, or where this interpreter finds packages as usual
     sys.path[0] = os.path.join(_ROOT, PLUGINS)
     # remove options of Python, such as -u, which the module does not expect

@@ -34,7 +34,7 @@ MODULES = (
     "moe_lab.child_process",
     "moe_lab.models.load",
     "moe_lab.serving.vllm_engine",
-    "analysis",
+    "moe_lab.analysis",
     "submitit.core._submit",
 )
 """Modules that a study starts, and whose processes are forked too. Programs that a model wrote run

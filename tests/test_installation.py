@@ -157,7 +157,6 @@ def hostile(tmp_path: Path) -> Path:
     are."""
     for name in (
         "moe_lab",
-        "analysis",
         "moe_lab/study",
         "moe_lab/evaluation",
         "moe_lab/evaluation/sandbox",
@@ -174,7 +173,10 @@ def hostile(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("arguments", "output"),
-    [(["-u", "-m", RUNNER, "none", "/none"], ""), (["-m", "analysis", "help"], "unified.table1")],
+    [
+        (["-u", "-m", RUNNER, "none", "/none"], ""),
+        (["-m", "moe_lab.analysis", "help"], "unified.table1"),
+    ],
 )
 @pytest.mark.parametrize(
     "variables",
@@ -190,8 +192,7 @@ def test_programs_start_from_this_installation(
 ) -> None:
     """Modules of the current folder and packages on PYTHONPATH with the same names are not
     imported."""
-    for name in ("moe_lab", "analysis"):
-        shutil.copytree(hostile / name, hostile / "packages" / name)
+    shutil.copytree(hostile / "moe_lab", hostile / "packages/moe_lab")
     result = subprocess.run(
         [sys.executable, FILE, *arguments],
         cwd=hostile,

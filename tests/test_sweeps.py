@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from analysis.published import numbers
-from analysis.published.numbers import PublishedNumber
 from moe_lab import compose as composition
 from moe_lab import config, grid
+from moe_lab.analysis.published import numbers
+from moe_lab.analysis.published.numbers import PublishedNumber
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.harnesses.evalscope import EvalScope
 from moe_lab.study import run

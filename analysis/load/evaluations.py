@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from analysis import names
-from analysis.load.reader import Reader, groups, records, steps_with_inputs
+from moe_lab.analysis import names
+from moe_lab.analysis.load.reader import Reader, groups, records, steps_with_inputs
 from moe_lab.results import SCALES, STEPS, TextMeasures
 from moe_lab.results import SCHEMA as RESULT_SCHEMA
 

@@ -9,8 +9,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.load.reader import Reader, groups, records, stacked, step_kind, steps_with_inputs
 from moe_lab import results
+from moe_lab.analysis.load.reader import (
+    Reader,
+    groups,
+    records,
+    stacked,
+    step_kind,
+    steps_with_inputs,
+)
 
 Reports = Mapping[str, Mapping[str, Any]]
 """"calibration@model" -> the report of the calibration pass."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pandas as pd
 
-from analysis.load.reader import Reader, stacked
+from moe_lab.analysis.load.reader import Reader, stacked
 from moe_lab.results import PROFILES, TIMINGS
 
 T = TypeVar("T")

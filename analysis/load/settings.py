@@ -7,8 +7,8 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import names
-from analysis.load.reader import records
+from moe_lab.analysis import names
+from moe_lab.analysis.load.reader import records
 
 
 def removed_noun(cells: pd.DataFrame) -> str:

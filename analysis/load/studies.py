@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis.load.reader import ID, SCHEMA
+from moe_lab.analysis.load.reader import ID, SCHEMA
 from moe_lab.errors import UserError, unknown_name_error
 from moe_lab.json_files import Damaged
 from moe_lab.results import FIGURE_STEPS, RECORD, read_record

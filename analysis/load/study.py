@@ -10,11 +10,11 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import names
-from analysis.load import passes, plans, studies
-from analysis.load.evaluations import Entries, evaluations, remarks
-from analysis.load.reader import Gap, Reader, groups, records
-from analysis.load.settings import AXES, has_replacement, labels, removed_text
+from moe_lab.analysis import names
+from moe_lab.analysis.load import passes, plans, studies
+from moe_lab.analysis.load.evaluations import Entries, evaluations, remarks
+from moe_lab.analysis.load.reader import Gap, Reader, groups, records
+from moe_lab.analysis.load.settings import AXES, has_replacement, labels, removed_text
 from moe_lab.results import STEPS
 
 

@@ -9,26 +9,26 @@ from typing import get_args
 import numpy as np
 import pandas as pd
 
-from analysis import names
-from analysis.load import plans
-from analysis.load.passes import ABLATION, MEASURES, shown_passes
-from analysis.load.reader import groups, step_kind, steps_with_inputs, time_and_memory
-from analysis.load.study import Study
-from analysis.outputs.captions import (
+from moe_lab.analysis import names
+from moe_lab.analysis.load import plans
+from moe_lab.analysis.load.passes import ABLATION, MEASURES, shown_passes
+from moe_lab.analysis.load.reader import groups, step_kind, steps_with_inputs, time_and_memory
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.outputs.captions import (
     ABLATIONS,
     SECONDS_NOTE,
     SUMS,
     machines_sentence,
     pass_setup,
 )
-from analysis.outputs.score_rows import COVERAGE_PLANS, Block, coverage_cells, score_table
-from analysis.registry import Results, output, per_model
-from analysis.render import marks
-from analysis.render.style import Figure
-from analysis.render.table import SCORE, Table
-from analysis.stats.cell_scores import MEAN
-from analysis.stats.comparison import Comparison
-from analysis.stats.ranks import correlations, rank_correlation_by_layer
+from moe_lab.analysis.outputs.score_rows import COVERAGE_PLANS, Block, coverage_cells, score_table
+from moe_lab.analysis.registry import Results, output, per_model
+from moe_lab.analysis.render import marks
+from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render.table import SCORE, Table
+from moe_lab.analysis.stats.cell_scores import MEAN
+from moe_lab.analysis.stats.comparison import Comparison
+from moe_lab.analysis.stats.ranks import correlations, rank_correlation_by_layer
 
 TRUTHS = {"second": "layer loss", "ablation": "model loss"}
 """Exact measure of an expert's effect -> the loss whose change it measures."""

@@ -8,17 +8,17 @@ from collections.abc import Iterable, Iterator
 import pandas as pd
 from matplotlib.axis import Axis
 
-from analysis import names
-from analysis.load import settings
-from analysis.load.reader import groups, stacked
-from analysis.load.study import Study
-from analysis.outputs.captions import HEAPR, SLIMMING
-from analysis.outputs.score_rows import Block, criterion_entries, score_table, sort_cells
-from analysis.registry import Results, output, per_model
-from analysis.render import marks, style
-from analysis.render.style import Figure
-from analysis.stats.cell_scores import MEAN, differences, mean_target, mean_text
-from analysis.stats.comparison import Comparison
+from moe_lab.analysis import names
+from moe_lab.analysis.load import settings
+from moe_lab.analysis.load.reader import groups, stacked
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.outputs.captions import HEAPR, SLIMMING
+from moe_lab.analysis.outputs.score_rows import Block, criterion_entries, score_table, sort_cells
+from moe_lab.analysis.registry import Results, output, per_model
+from moe_lab.analysis.render import marks, style
+from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.stats.cell_scores import MEAN, differences, mean_target, mean_text
+from moe_lab.analysis.stats.comparison import Comparison
 
 EQUAL_COLUMNS = ["ratio", "method", "gate"]
 """Cells with equal values in these columns are compared across calibration sets."""

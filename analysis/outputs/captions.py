@@ -8,12 +8,12 @@ from functools import lru_cache
 
 import pandas as pd
 
-from analysis import names
-from analysis.load.evaluations import mixed_metrics
-from analysis.load.passes import shown_passes
-from analysis.load.study import Study
-from analysis.stats import uncertainty
-from analysis.stats.quantity import Quantity
+from moe_lab.analysis import names
+from moe_lab.analysis.load.evaluations import mixed_metrics
+from moe_lab.analysis.load.passes import shown_passes
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.stats import uncertainty
+from moe_lab.analysis.stats.quantity import Quantity
 
 HEAPR = "some of HEAPr's seven benchmarks"
 SLIMMING = "some of MoE-Slimming's benchmarks"

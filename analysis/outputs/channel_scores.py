@@ -14,22 +14,22 @@ from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from analysis import names
-from analysis.load import passes, settings
-from analysis.load.reader import groups, records
-from analysis.load.study import Study
-from analysis.outputs.captions import pass_setup
-from analysis.outputs.score_rows import (
+from moe_lab.analysis import names
+from moe_lab.analysis.load import passes, settings
+from moe_lab.analysis.load.reader import groups, records
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.outputs.captions import pass_setup
+from moe_lab.analysis.outputs.score_rows import (
     COVERAGE_PLANS,
     cells_without_recovery,
     coverage_cells,
     ratio_lines,
     shallow_middle_deep_layers,
 )
-from analysis.registry import Results, output, per_model
-from analysis.render import marks, style
-from analysis.render.style import Figure
-from analysis.stats.comparison import Comparison
+from moe_lab.analysis.registry import Results, output, per_model
+from moe_lab.analysis.render import marks, style
+from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.stats.comparison import Comparison
 
 MOST_PANELS = 6
 """Largest number of panels in a figure."""

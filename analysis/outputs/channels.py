@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from analysis import names
-from analysis.load import settings
-from analysis.load.reader import groups
-from analysis.outputs.captions import HEAPR, SLIMMING
-from analysis.outputs.score_rows import (
+from moe_lab.analysis import names
+from moe_lab.analysis.load import settings
+from moe_lab.analysis.load.reader import groups
+from moe_lab.analysis.outputs.captions import HEAPR, SLIMMING
+from moe_lab.analysis.outputs.score_rows import (
     DEFAULT_SMOOTHING,
     SMOOTHING,
     Block,
@@ -21,9 +21,9 @@ from analysis.outputs.score_rows import (
     ratio_block,
     score_table,
 )
-from analysis.registry import Results
-from analysis.stats.cell_scores import COMMON_SENSE_MEAN, MEAN
-from analysis.stats.comparison import Comparison
+from moe_lab.analysis.registry import Results
+from moe_lab.analysis.stats.cell_scores import COMMON_SENSE_MEAN, MEAN
+from moe_lab.analysis.stats.comparison import Comparison
 
 EQUAL_COLUMNS = ["ratio", "calibration", "gate"]
 """Cells with equal values in these columns are compared across allocations or channel scores."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.outputs.captions import pass_setup
-from analysis.registry import Results, output
-from analysis.render.table import Columns, Table, frame_and_formats
+from moe_lab.analysis.outputs.captions import pass_setup
+from moe_lab.analysis.registry import Results, output
+from moe_lab.analysis.render.table import Columns, Table, frame_and_formats
 
 RARE_SHARE = 0.1
 """An expert with less than this share of an even load is called rare."""

@@ -11,14 +11,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from analysis import names
-from analysis.load.plans import BYTES
-from analysis.load.reader import TIMELESS, records, step_kind, steps_with_inputs, time_and_memory
-from analysis.load.study import Study
-from analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SECONDS_NOTE, machines_sentence, run_setup
-from analysis.outputs.score_rows import sort_cells
-from analysis.registry import Results, output
-from analysis.render.table import Columns, Table, frame_and_formats
+from moe_lab.analysis import names
+from moe_lab.analysis.load.plans import BYTES
+from moe_lab.analysis.load.reader import (
+    TIMELESS,
+    records,
+    step_kind,
+    steps_with_inputs,
+    time_and_memory,
+)
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.outputs.captions import (
+    GPU_PEAK,
+    MEBIBYTE,
+    SECONDS_NOTE,
+    machines_sentence,
+    run_setup,
+)
+from moe_lab.analysis.outputs.score_rows import sort_cells
+from moe_lab.analysis.registry import Results, output
+from moe_lab.analysis.render.table import Columns, Table, frame_and_formats
 
 if TYPE_CHECKING:
     from moe_lab.criteria import Array

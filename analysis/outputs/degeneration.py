@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-from analysis import names
-from analysis.outputs.captions import run_setup
-from analysis.outputs.score_rows import concatenate_numbers, listed_cells, numbers_table
-from analysis.registry import Results, output
-from analysis.render.table import SCORE, Table, display_frame
-from analysis.stats.cell_scores import Numbers, differences
-from analysis.stats.comparison import Comparison
-from analysis.stats.winners import study_of_column
+from moe_lab.analysis import names
+from moe_lab.analysis.outputs.captions import run_setup
+from moe_lab.analysis.outputs.score_rows import concatenate_numbers, listed_cells, numbers_table
+from moe_lab.analysis.registry import Results, output
+from moe_lab.analysis.render.table import SCORE, Table, display_frame
+from moe_lab.analysis.stats.cell_scores import Numbers, differences
+from moe_lab.analysis.stats.comparison import Comparison
+from moe_lab.analysis.stats.winners import study_of_column
 
 LENGTH = "Characters"
 MEASURES = {

@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis import names
-from analysis.load import passes, plans, settings
-from analysis.load.reader import records, stacked
-from analysis.load.study import Study
-from analysis.outputs.captions import pass_setup
-from analysis.outputs.score_rows import (
+from moe_lab.analysis import names
+from moe_lab.analysis.load import passes, plans, settings
+from moe_lab.analysis.load.reader import records, stacked
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.outputs.captions import pass_setup
+from moe_lab.analysis.outputs.score_rows import (
     COVERAGE_PLANS,
     DEFAULT_SMOOTHING,
     SMOOTHING,
     coverage_cells,
 )
-from analysis.registry import Results, output, per_model
-from analysis.render import marks
-from analysis.render.style import Figure
-from analysis.stats.comparison import Comparison
+from moe_lab.analysis.registry import Results, output, per_model
+from moe_lab.analysis.render import marks
+from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.stats.comparison import Comparison
 from moe_lab.results import BUDGETS
 
 MOST_PLANS = 4

@@ -8,15 +8,15 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from analysis import names
-from analysis.load.reader import groups
-from analysis.outputs.captions import pass_setup
-from analysis.registry import Item, Results, output
-from analysis.render import marks, style
-from analysis.render.style import Figure
-from analysis.render.table import SCORE, Columns, Table, frame_and_formats
-from analysis.stats import overlap
-from analysis.stats.ranking import ALL_MODELS
+from moe_lab.analysis import names
+from moe_lab.analysis.load.reader import groups
+from moe_lab.analysis.outputs.captions import pass_setup
+from moe_lab.analysis.registry import Item, Results, output
+from moe_lab.analysis.render import marks, style
+from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render.table import SCORE, Columns, Table, frame_and_formats
+from moe_lab.analysis.stats import overlap
+from moe_lab.analysis.stats.ranking import ALL_MODELS
 
 
 def overlap_table(results: Results, name: str) -> Table:

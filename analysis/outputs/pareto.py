@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from analysis import names
-from analysis.load import settings
-from analysis.load.plans import BYTES
-from analysis.load.reader import records
-from analysis.load.study import Study
-from analysis.outputs.captions import MEBIBYTE, SLIMMING, score_setup
-from analysis.outputs.score_rows import (
+from moe_lab.analysis import names
+from moe_lab.analysis.load import settings
+from moe_lab.analysis.load.plans import BYTES
+from moe_lab.analysis.load.reader import records
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.outputs.captions import MEBIBYTE, SLIMMING, score_setup
+from moe_lab.analysis.outputs.score_rows import (
     STORAGE,
     STORAGE_COSTS,
     Block,
@@ -24,10 +24,10 @@ from analysis.outputs.score_rows import (
     ratio_block,
     score_table,
 )
-from analysis.registry import Item, Results, output
-from analysis.render.table import SCORE, Columns, Table, frame_and_formats
-from analysis.stats.cell_scores import MEAN, mean_definitions, notes_on_average
-from analysis.stats.comparison import Comparison, mean_quantities
+from moe_lab.analysis.registry import Item, Results, output
+from moe_lab.analysis.render.table import SCORE, Columns, Table, frame_and_formats
+from moe_lab.analysis.stats.cell_scores import MEAN, mean_definitions, notes_on_average
+from moe_lab.analysis.stats.comparison import Comparison, mean_quantities
 
 COST_SHARES = {
     "parameters_kept": "Parameters",

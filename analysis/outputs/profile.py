@@ -6,15 +6,15 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from analysis import names
-from analysis.load.reader import groups
-from analysis.outputs.captions import pass_setup, run_setup
-from analysis.outputs.score_rows import criterion_entries, listed_cells
-from analysis.registry import Item, Results, output, per_model
-from analysis.render import marks
-from analysis.render.style import Figure
-from analysis.render.table import Columns, Table, frame_and_formats
-from analysis.stats.comparison import Comparison, Panel
+from moe_lab.analysis import names
+from moe_lab.analysis.load.reader import groups
+from moe_lab.analysis.outputs.captions import pass_setup, run_setup
+from moe_lab.analysis.outputs.score_rows import criterion_entries, listed_cells
+from moe_lab.analysis.registry import Item, Results, output, per_model
+from moe_lab.analysis.render import marks
+from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render.table import Columns, Table, frame_and_formats
+from moe_lab.analysis.stats.comparison import Comparison, Panel
 
 PROFILE = "a run with profile=true"
 """Data that `aimer.fig6` needs."""

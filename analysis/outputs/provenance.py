@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pandas as pd
 
-from analysis.load.settings import removed_share_texts
-from analysis.registry import Results, output
-from analysis.render.table import Table, display_frame
+from moe_lab.analysis.load.settings import removed_share_texts
+from moe_lab.analysis.registry import Results, output
+from moe_lab.analysis.render.table import Table, display_frame
 
 
 @output("artefacts", chapter="provenance")

@@ -12,11 +12,11 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import names
-from analysis.load.reader import records
-from analysis.load.study import Study
-from analysis.outputs.captions import score_setup
-from analysis.published.numbers import (
+from moe_lab.analysis import names
+from moe_lab.analysis.load.reader import records
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.outputs.captions import score_setup
+from moe_lab.analysis.published.numbers import (
     EVALUATION_SETTINGS,
     INCOMPARABLE,
     MEMORY_AFTER,
@@ -33,9 +33,9 @@ from analysis.published.numbers import (
     tally,
     verdict,
 )
-from analysis.registry import Results, output
-from analysis.render.table import SCORE, Table
-from analysis.stats.comparison import Comparison
+from moe_lab.analysis.registry import Results, output
+from moe_lab.analysis.render.table import SCORE, Table
+from moe_lab.analysis.stats.comparison import Comparison
 
 Number = tuple[float, float, float]
 """A value, and the lower and upper end of its interval."""

@@ -10,15 +10,15 @@ import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.patches import Patch
 
-from analysis.load.reader import records
-from analysis.outputs.captions import LOSSES, score_setup
-from analysis.registry import Item, Results, output
-from analysis.render import marks, style
-from analysis.render.style import Figure
-from analysis.render.table import PERCENT, SCORE, Table, display_frame
-from analysis.stats.cell_scores import mean_definitions, notes_on_average
-from analysis.stats.ranking import ABOVE_CHANCE, BEST, TIED, Ranking, overview, plan_name
-from analysis.stats.winners import CAPTION
+from moe_lab.analysis.load.reader import records
+from moe_lab.analysis.outputs.captions import LOSSES, score_setup
+from moe_lab.analysis.registry import Item, Results, output
+from moe_lab.analysis.render import marks, style
+from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render.table import PERCENT, SCORE, Table, display_frame
+from moe_lab.analysis.stats.cell_scores import mean_definitions, notes_on_average
+from moe_lab.analysis.stats.ranking import ABOVE_CHANCE, BEST, TIED, Ranking, overview, plan_name
+from moe_lab.analysis.stats.winners import CAPTION
 
 MOST_PLANS, MOST_PANELS = 40, 6
 """Most plans in a panel of a figure, and most panels in a figure; the table lists all plans."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from analysis import names
-from analysis.outputs.captions import PANEL_COLUMNS, score_setup
-from analysis.outputs.score_rows import concatenate_numbers, numbers_table
-from analysis.registry import Results, output
-from analysis.render.table import RANK, Table
-from analysis.stats.cell_scores import mean_definitions, notes_on_average, rank_block
-from analysis.stats.comparison import Comparison, mean_quantities
+from moe_lab.analysis import names
+from moe_lab.analysis.outputs.captions import PANEL_COLUMNS, score_setup
+from moe_lab.analysis.outputs.score_rows import concatenate_numbers, numbers_table
+from moe_lab.analysis.registry import Results, output
+from moe_lab.analysis.render.table import RANK, Table
+from moe_lab.analysis.stats.cell_scores import mean_definitions, notes_on_average, rank_block
+from moe_lab.analysis.stats.comparison import Comparison, mean_quantities
 
 
 @output("ranks", chapter="ranks")

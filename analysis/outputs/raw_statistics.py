@@ -9,14 +9,14 @@ import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.patches import Patch
 
-from analysis import names
-from analysis.load.passes import STATISTICS
-from analysis.outputs.captions import ABLATIONS, SUMS, pass_setup
-from analysis.registry import Results, output, per_model
-from analysis.render import marks, style
-from analysis.render.style import Figure
-from analysis.stats.comparison import Comparison
-from analysis.stats.ranks import correlations
+from moe_lab.analysis import names
+from moe_lab.analysis.load.passes import STATISTICS
+from moe_lab.analysis.outputs.captions import ABLATIONS, SUMS, pass_setup
+from moe_lab.analysis.registry import Results, output, per_model
+from moe_lab.analysis.render import marks, style
+from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.stats.comparison import Comparison
+from moe_lab.analysis.stats.ranks import correlations
 
 ROUTING_MEASURES = {"gate": "mean router weight", "tokens": "tokens"}
 """Routing measure of an expert -> its name in Fig. 2."""

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
-from analysis import names
-from analysis.load import settings
-from analysis.load.reader import groups
-from analysis.load.study import Study
-from analysis.outputs.captions import SLIMMING
-from analysis.outputs.score_rows import (
+from moe_lab.analysis import names
+from moe_lab.analysis.load import settings
+from moe_lab.analysis.load.reader import groups
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.outputs.captions import SLIMMING
+from moe_lab.analysis.outputs.score_rows import (
     STORAGE,
     STORAGE_COSTS,
     Block,
@@ -23,10 +23,10 @@ from analysis.outputs.score_rows import (
     score_table,
     sort_cells,
 )
-from analysis.registry import Results, output
-from analysis.render.table import Table
-from analysis.stats.cell_scores import MEAN
-from analysis.stats.comparison import Comparison
+from moe_lab.analysis.registry import Results, output
+from moe_lab.analysis.render.table import Table
+from moe_lab.analysis.stats.cell_scores import MEAN
+from moe_lab.analysis.stats.comparison import Comparison
 
 NO_RECOVERY = "16 bits"
 """Label of models that were neither quantised nor fine-tuned."""

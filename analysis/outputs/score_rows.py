@@ -13,17 +13,17 @@ import numpy as np
 import pandas as pd
 from matplotlib.lines import Line2D
 
-from analysis import names
-from analysis.load import settings
-from analysis.load.settings import gate_and_seed, removed_share_texts
-from analysis.load.study import Study
-from analysis.outputs.captions import MEBIBYTE, score_setup
-from analysis.registry import Item, Results, output
-from analysis.render import marks, style
-from analysis.render.style import Figure
-from analysis.render.table import SCORE, UNPRUNED, Table
-from analysis.stats import uncertainty
-from analysis.stats.cell_scores import (
+from moe_lab.analysis import names
+from moe_lab.analysis.load import settings
+from moe_lab.analysis.load.settings import gate_and_seed, removed_share_texts
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.outputs.captions import MEBIBYTE, score_setup
+from moe_lab.analysis.registry import Item, Results, output
+from moe_lab.analysis.render import marks, style
+from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render.table import SCORE, UNPRUNED, Table
+from moe_lab.analysis.stats import uncertainty
+from moe_lab.analysis.stats.cell_scores import (
     MEAN,
     Numbers,
     column_targets,
@@ -31,7 +31,7 @@ from analysis.stats.cell_scores import (
     differences,
     scores,
 )
-from analysis.stats.comparison import Comparison, mean_quantities
+from moe_lab.analysis.stats.comparison import Comparison, mean_quantities
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,18 @@ from dataclasses import replace
 
 import pandas as pd
 
-from analysis import names
-from analysis.load.study import Study
-from analysis.outputs.captions import PANEL_COLUMNS, metrics_in_words, score_setup
-from analysis.outputs.score_rows import (
+from moe_lab.analysis import names
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.outputs.captions import PANEL_COLUMNS, metrics_in_words, score_setup
+from moe_lab.analysis.outputs.score_rows import (
     concatenate_numbers,
     listed_cells,
     numbers_table,
 )
-from analysis.registry import Results, output
-from analysis.render.table import RANK, Table, display_frame
-from analysis.stats.cell_scores import Numbers, panels_by_domain, scores, task_block
-from analysis.stats.comparison import Target
+from moe_lab.analysis.registry import Results, output
+from moe_lab.analysis.render.table import RANK, Table, display_frame
+from moe_lab.analysis.stats.cell_scores import Numbers, panels_by_domain, scores, task_block
+from moe_lab.analysis.stats.comparison import Target
 
 BOTH_TASKS = "a calibration set about code and one about mathematics"
 

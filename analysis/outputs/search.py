@@ -8,24 +8,24 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import names
-from analysis.load.reader import groups
-from analysis.load.settings import ALL_BUT_ALLOCATION, is_searched
-from analysis.load.study import Study
-from analysis.outputs.captions import SEARCHES, score_setup
-from analysis.outputs.score_rows import (
+from moe_lab.analysis import names
+from moe_lab.analysis.load.reader import groups
+from moe_lab.analysis.load.settings import ALL_BUT_ALLOCATION, is_searched
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.outputs.captions import SEARCHES, score_setup
+from moe_lab.analysis.outputs.score_rows import (
     concatenate_numbers,
     criterion_entries,
     listed_cells,
     numbers_table,
     sort_cells,
 )
-from analysis.registry import Results, output, per_model
-from analysis.render import marks, style
-from analysis.render.style import Figure
-from analysis.render.table import Table, display_frame
-from analysis.stats import uncertainty
-from analysis.stats.cell_scores import (
+from moe_lab.analysis.registry import Results, output, per_model
+from moe_lab.analysis.render import marks, style
+from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render.table import Table, display_frame
+from moe_lab.analysis.stats import uncertainty
+from moe_lab.analysis.stats.cell_scores import (
     CODE_BENCHMARKS,
     GROUPS,
     WRITING_AND_MATH,
@@ -35,8 +35,8 @@ from analysis.stats.cell_scores import (
     mean_definitions,
     scores,
 )
-from analysis.stats.comparison import Comparison
-from analysis.stats.uncertainty import LEVEL
+from moe_lab.analysis.stats.comparison import Comparison
+from moe_lab.analysis.stats.uncertainty import LEVEL
 
 TEXT_COLUMNS = ["Model", "Pruned", "Calibration", "Criterion", "Allocation"]
 GAIN = "Δ {}"

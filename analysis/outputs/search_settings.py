@@ -6,16 +6,22 @@ from collections.abc import Callable, Sequence
 
 import pandas as pd
 
-from analysis.load.plans import BYTES
-from analysis.load.reader import groups, time_and_memory
-from analysis.load.settings import ALL_BUT_ALLOCATION, is_searched
-from analysis.load.study import Study
-from analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SEARCHES, run_setup, score_setup
-from analysis.outputs.score_rows import concatenate_numbers, numbers_table
-from analysis.registry import Results, output
-from analysis.render.table import Table, display_frame, frame_and_formats
-from analysis.stats.cell_scores import GROUPS, Numbers, column_targets, mean_definitions, scores
-from analysis.stats.comparison import Comparison
+from moe_lab.analysis.load.plans import BYTES
+from moe_lab.analysis.load.reader import groups, time_and_memory
+from moe_lab.analysis.load.settings import ALL_BUT_ALLOCATION, is_searched
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SEARCHES, run_setup, score_setup
+from moe_lab.analysis.outputs.score_rows import concatenate_numbers, numbers_table
+from moe_lab.analysis.registry import Results, output
+from moe_lab.analysis.render.table import Table, display_frame, frame_and_formats
+from moe_lab.analysis.stats.cell_scores import (
+    GROUPS,
+    Numbers,
+    column_targets,
+    mean_definitions,
+    scores,
+)
+from moe_lab.analysis.stats.comparison import Comparison
 
 COMPARED_AVERAGES = ("Code", "WildBench", "MC Avg")
 """The averages of EvoESAP's Tables 4 and 6."""

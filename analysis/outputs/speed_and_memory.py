@@ -9,16 +9,16 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from analysis import names
-from analysis.load import plans, settings
-from analysis.load.reader import groups
-from analysis.load.study import Study
-from analysis.outputs.captions import MEBIBYTE, TIMINGS, run_setup
-from analysis.registry import Results, output, per_model
-from analysis.render import marks
-from analysis.render.style import Figure
-from analysis.render.table import Columns, Table, format_number, frame_and_formats
-from analysis.stats.comparison import Comparison
+from moe_lab.analysis import names
+from moe_lab.analysis.load import plans, settings
+from moe_lab.analysis.load.reader import groups
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.outputs.captions import MEBIBYTE, TIMINGS, run_setup
+from moe_lab.analysis.registry import Results, output, per_model
+from moe_lab.analysis.render import marks
+from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render.table import Columns, Table, format_number, frame_and_formats
+from moe_lab.analysis.stats.comparison import Comparison
 
 PREFILL = "Prefill (tokens/s)"
 DECODE = "Decode (tokens/s)"

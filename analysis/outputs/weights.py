@@ -9,11 +9,11 @@ from typing import Any
 import pandas as pd
 from matplotlib.patches import Patch
 
-from analysis import names
-from analysis.load import settings
-from analysis.load.reader import groups, records, stacked
-from analysis.load.study import Study
-from analysis.outputs.score_rows import (
+from moe_lab.analysis import names
+from moe_lab.analysis.load import settings
+from moe_lab.analysis.load.reader import groups, records, stacked
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.outputs.score_rows import (
     Block,
     BlockMaker,
     cells_by_ratio,
@@ -22,11 +22,11 @@ from analysis.outputs.score_rows import (
     ratio_block,
     score_table,
 )
-from analysis.registry import Results, output
-from analysis.render import marks, style
-from analysis.render.style import Figure
-from analysis.stats.cell_scores import CODE_BENCHMARKS, GROUPS, WRITING_AND_MATH
-from analysis.stats.comparison import Comparison
+from moe_lab.analysis.registry import Results, output
+from moe_lab.analysis.render import marks, style
+from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.stats.cell_scores import CODE_BENCHMARKS, GROUPS, WRITING_AND_MATH
+from moe_lab.analysis.stats.comparison import Comparison
 
 WEIGHTS = "cells with criterion=aimer"
 """Data that the tables of this module need."""

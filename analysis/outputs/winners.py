@@ -9,17 +9,17 @@ import pandas as pd
 from matplotlib.colors import to_rgba
 from matplotlib.patches import Patch
 
-from analysis import names
-from analysis.load.reader import records
-from analysis.load.study import Study
-from analysis.outputs.captions import score_setup
-from analysis.outputs.score_rows import sort_cells
-from analysis.registry import Item, Results, output
-from analysis.render import marks, style
-from analysis.render.style import Figure
-from analysis.render.table import SCORE, Columns, Table, frame_and_formats
-from analysis.stats.uncertainty import LEVEL
-from analysis.stats.winners import SETTINGS, label
+from moe_lab.analysis import names
+from moe_lab.analysis.load.reader import records
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.outputs.captions import score_setup
+from moe_lab.analysis.outputs.score_rows import sort_cells
+from moe_lab.analysis.registry import Item, Results, output
+from moe_lab.analysis.render import marks, style
+from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render.table import SCORE, Columns, Table, frame_and_formats
+from moe_lab.analysis.stats.uncertainty import LEVEL
+from moe_lab.analysis.stats.winners import SETTINGS, label
 
 
 def _map_and_table(results: Results, wins: pd.DataFrame, name: str, title: str) -> list[Item]:

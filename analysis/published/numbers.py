@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from analysis import names
+from moe_lab.analysis import names
 
 FOLDER = Path(__file__).parent
 WILDCARD = "*"

@@ -19,8 +19,8 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from pandas.api.types import is_numeric_dtype
 
-from analysis.render import style
-from analysis.render.style import INK, MUTED, PAGE, SURFACE, Figure
+from moe_lab.analysis.render import style
+from moe_lab.analysis.render.style import INK, MUTED, PAGE, SURFACE, Figure
 
 WIDE = 3
 """Largest number of panels side by side that leaves room for a title of several words."""

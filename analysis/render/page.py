@@ -10,10 +10,10 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from analysis.render import style
-from analysis.render import table as tables
-from analysis.render.style import Figure
-from analysis.render.table import Table
+from moe_lab.analysis.render import style
+from moe_lab.analysis.render import table as tables
+from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render.table import Table
 
 _TEMPLATES = Path(__file__).parent / "templates"
 

@@ -27,7 +27,7 @@ from matplotlib.ticker import (
     ScalarFormatter,
 )
 
-from analysis import names
+from moe_lab.analysis import names
 
 SMALL_LETTER, SMALL_LINE = 0.047, 0.08
 """Average width of a letter and height of a line in inches, at 5.6 points."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis import names
+from moe_lab.analysis import names
 
 SCORE = "{:.3f}"
 RANK = "{:.2f}"

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from analysis import names
-from analysis.load.study import Study
-from analysis.stats import ranks
-from analysis.stats.comparison import (
+from moe_lab.analysis import names
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.stats import ranks
+from moe_lab.analysis.stats.comparison import (
     Comparison,
     Panel,
     Target,
     mean_quantities,
     overall_columns,
 )
-from analysis.stats.quantity import AVG
+from moe_lab.analysis.stats.quantity import AVG
 
 CODE_BENCHMARKS = ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "Eval+", "LiveCode", "Code")
 WRITING_AND_MATH = ("WildBench", "GSM8K", "MATH-500", "Math")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.special import chdtrc, stdtrit
 
-from analysis.stats.uncertainty import LEVEL
+from moe_lab.analysis.stats.uncertainty import LEVEL
 
 MOST_PLANS = 1000
 """Largest number of random plans that `Chance.plans_needed` considers."""

@@ -13,12 +13,12 @@ from functools import cache, cached_property
 import numpy as np
 import pandas as pd
 
-from analysis import names
-from analysis.load import evaluations, settings
-from analysis.load.reader import Reader, records
-from analysis.stats import ranks, uncertainty
-from analysis.stats.quantity import Quantity, common_quantity
-from analysis.stats.uncertainty import Estimate, Stratum
+from moe_lab.analysis import names
+from moe_lab.analysis.load import evaluations, settings
+from moe_lab.analysis.load.reader import Reader, records
+from moe_lab.analysis.stats import ranks, uncertainty
+from moe_lab.analysis.stats.quantity import Quantity, common_quantity
+from moe_lab.analysis.stats.uncertainty import Estimate, Stratum
 from moe_lab.results import RANDOM
 
 Target = tuple[str, ...]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.load.reader import groups
+from moe_lab.analysis.load.reader import groups
 
 RATIOS = (0.25, 0.5)
 """Ratios of the published figures."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis import names
+from moe_lab.analysis import names
 from moe_lab.results import Scale
 
 AVG = "Avg"

@@ -2,8 +2,8 @@
 random plans, and verdicts on methods that have several seeds.
 
 A plan is above chance if, among as many random plans as there are plans, the best one is hardly
-ever that good (`analysis.stats.chance`). A method with one seed gets no verdict, because its plan
-says nothing about plans of other seeds.
+ever that good (`moe_lab.analysis.stats.chance`). A method with one seed gets no verdict, because
+its plan says nothing about plans of other seeds.
 """
 
 from __future__ import annotations
@@ -14,15 +14,21 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pandas as pd
 
-from analysis import names
-from analysis.load import settings
-from analysis.load.reader import records
-from analysis.stats import uncertainty
-from analysis.stats.chance import Chance, chance_by_model
-from analysis.stats.comparison import Comparison, Kind, Target, overall_columns, random_scores
-from analysis.stats.quantity import Quantity
-from analysis.stats.ranks import PRINTED_DECIMALS
-from analysis.stats.uncertainty import LEVEL, Estimate
+from moe_lab.analysis import names
+from moe_lab.analysis.load import settings
+from moe_lab.analysis.load.reader import records
+from moe_lab.analysis.stats import uncertainty
+from moe_lab.analysis.stats.chance import Chance, chance_by_model
+from moe_lab.analysis.stats.comparison import (
+    Comparison,
+    Kind,
+    Target,
+    overall_columns,
+    random_scores,
+)
+from moe_lab.analysis.stats.quantity import Quantity
+from moe_lab.analysis.stats.ranks import PRINTED_DECIMALS
+from moe_lab.analysis.stats.uncertainty import LEVEL, Estimate
 from moe_lab.results import RANDOM
 
 ALL_MODELS = "all models"

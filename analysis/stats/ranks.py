@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from analysis.names import COLUMNS
+from moe_lab.analysis.names import COLUMNS
 
 
 def correlations(experts: pd.DataFrame, measure: str, truth: str) -> dict[str, float]:

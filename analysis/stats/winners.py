@@ -15,13 +15,13 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from analysis import names
-from analysis.load.reader import groups
-from analysis.load.study import Study
-from analysis.stats import uncertainty
-from analysis.stats.comparison import Comparison, Panel
-from analysis.stats.ranks import PRINTED_DECIMALS
-from analysis.stats.uncertainty import LEVEL
+from moe_lab.analysis import names
+from moe_lab.analysis.load.reader import groups
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.stats import uncertainty
+from moe_lab.analysis.stats.comparison import Comparison, Panel
+from moe_lab.analysis.stats.ranks import PRINTED_DECIMALS
+from moe_lab.analysis.stats.uncertainty import LEVEL
 from moe_lab.results import RANDOM
 
 SETTINGS = ["model", "ratio", "gate"]

@@ -220,7 +220,9 @@ def _make_report(study: Study, page: Path) -> bool:
     store = study.store
     name = study.config.study
     folder = page.parent
-    argv = command("analysis", "report", f"store={store.root}", f"study={name}", f"out={folder}")
+    argv = command(
+        "moe_lab.analysis", "report", f"store={store.root}", f"study={name}", f"out={folder}"
+    )
     progress_file = folder / progress.NAME
     with show_regularly(
         # [1]: a text such as "3 of 40 figures"

@@ -4,9 +4,9 @@ import golden_store
 import pytest
 from synthetic import CALIBRATIONS, write_store
 
-from analysis import report
-from analysis.load.study import Study, load
-from analysis.registry import Results
+from moe_lab.analysis import report
+from moe_lab.analysis.load.study import Study, load
+from moe_lab.analysis.registry import Results
 
 
 @pytest.fixture(scope="session")

@@ -36,11 +36,11 @@ from synthetic import (
 from synthetic_plans import EXPERTS, LAYERS, rng
 from synthetic_sums import MIB
 
-from analysis.load.study import Study, load
-from analysis.registry import Results, outputs
-from analysis.render import table as rendering
-from analysis.render.style import Figure
-from analysis.render.table import Table
+from moe_lab.analysis.load.study import Study, load
+from moe_lab.analysis.registry import Results, outputs
+from moe_lab.analysis.render import table as rendering
+from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render.table import Table
 from moe_lab.results import TIMINGS
 
 GOLDEN = Path(__file__).parent / "golden"

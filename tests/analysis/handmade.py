@@ -9,14 +9,14 @@ import numpy as np
 import pandas as pd
 from synthetic_plans import granularity
 
-from analysis import names
-from analysis.load.settings import has_replacement
-from analysis.load.study import Study
-from analysis.published.numbers import PublishedNumber, numbers, split
-from analysis.registry import Results
-from analysis.render.table import Table
-from analysis.stats import ranks
-from analysis.stats.comparison import Comparison
+from moe_lab.analysis import names
+from moe_lab.analysis.load.settings import has_replacement
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.published.numbers import PublishedNumber, numbers, split
+from moe_lab.analysis.registry import Results
+from moe_lab.analysis.render.table import Table
+from moe_lab.analysis.stats import ranks
+from moe_lab.analysis.stats.comparison import Comparison
 
 UNPRUNED = {
     "criterion": "none",

@@ -20,7 +20,7 @@ import synthetic_plans
 from synthetic_plans import EXPERTS, LAYERS
 from synthetic_plans import rng as _rng
 
-from analysis.names import MULTIPLE_CHOICE
+from moe_lab.analysis.names import MULTIPLE_CHOICE
 from moe_lab.json_files import sealed
 
 DATA_FREE_CRITERIA = ("aimer", "magnitude", "random", "channel_weight", "channel_random")

@@ -9,7 +9,7 @@ import pandas as pd
 from synthetic import record_path, write_frame, write_json
 from synthetic_plans import EXPERTS, LAYERS, WIDTH, channel_masks, rng
 
-from analysis.load import passes
+from moe_lab.analysis.load import passes
 from moe_lab.study.steps import tables
 
 UNUSED_EXPERT = 7

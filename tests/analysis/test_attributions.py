@@ -11,8 +11,8 @@ from synthetic import write_store
 from synthetic_plans import EXPERTS, LAYERS, WIDTH
 from synthetic_sums import UNUSED_EXPERT, ablations, add_statistics, scores, sums
 
-from analysis.load.study import Study, load
-from analysis.outputs import (
+from moe_lab.analysis.load.study import Study, load
+from moe_lab.analysis.outputs import (
     attributions,
     channel_scores,
     criteria,
@@ -20,8 +20,8 @@ from analysis.outputs import (
     profile,
     score_rows,
 )
-from analysis.registry import Results, outputs
-from analysis.stats import ranks
+from moe_lab.analysis.registry import Results, outputs
+from moe_lab.analysis.stats import ranks
 from moe_lab.study.steps import tables
 
 TOKENS = 65000

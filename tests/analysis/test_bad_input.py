@@ -13,11 +13,11 @@ from golden_store import add_timings
 from handmade import table_of
 from synthetic import edited_document, record_path, write_store
 
-from analysis import __main__, registry
-from analysis.load.study import Study, load
-from analysis.outputs.ranks import rank_table
-from analysis.registry import Results, find, outputs
-from analysis.render.table import Table
+from moe_lab.analysis import __main__, registry
+from moe_lab.analysis.load.study import Study, load
+from moe_lab.analysis.outputs.ranks import rank_table
+from moe_lab.analysis.registry import Results, find, outputs
+from moe_lab.analysis.render.table import Table
 
 Change = Callable[[dict[str, Any], Path], None]
 TABLES = (

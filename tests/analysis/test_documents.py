@@ -11,16 +11,16 @@ import pandas as pd
 import pytest
 from synthetic import edited_document, record_path, write_json, write_store
 
-from analysis import names, report
-from analysis.__main__ import main
-from analysis.load.settings import labels
-from analysis.load.studies import combined_record, requested_studies
-from analysis.load.study import Study, load
-from analysis.outputs import captions
-from analysis.registry import Results, find
-from analysis.render.style import Figure
-from analysis.render.table import Table
-from analysis.stats.overlap import proxy_overlap
+from moe_lab.analysis import names, report
+from moe_lab.analysis.__main__ import main
+from moe_lab.analysis.load.settings import labels
+from moe_lab.analysis.load.studies import combined_record, requested_studies
+from moe_lab.analysis.load.study import Study, load
+from moe_lab.analysis.outputs import captions
+from moe_lab.analysis.registry import Results, find
+from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render.table import Table
+from moe_lab.analysis.stats.overlap import proxy_overlap
 from moe_lab.errors import UserError
 
 

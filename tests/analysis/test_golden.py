@@ -16,12 +16,12 @@ from golden_store import GOLDEN
 from matplotlib.axis import Axis
 from matplotlib.text import Text
 
-from analysis.load.study import Study
-from analysis.registry import outputs
-from analysis.render import style
-from analysis.render import table as rendering
-from analysis.render.style import Figure
-from analysis.render.table import Table
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.registry import outputs
+from moe_lab.analysis.render import style
+from moe_lab.analysis.render import table as rendering
+from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render.table import Table
 
 pytestmark = pytest.mark.slow
 

@@ -16,14 +16,14 @@ import synthetic_plans
 from handmade import results_of, table_of
 from synthetic import edited_document, record_path, write_json, write_store
 
-from analysis.load import plans, studies
-from analysis.load import settings as cell_settings
-from analysis.load.study import Study, load
-from analysis.outputs.coverage import coverage_table
-from analysis.outputs.scores import benchmark_table
-from analysis.outputs.weights import weight_scores
-from analysis.registry import Results, find
-from analysis.render.table import Table
+from moe_lab.analysis.load import plans, studies
+from moe_lab.analysis.load import settings as cell_settings
+from moe_lab.analysis.load.study import Study, load
+from moe_lab.analysis.outputs.coverage import coverage_table
+from moe_lab.analysis.outputs.scores import benchmark_table
+from moe_lab.analysis.outputs.weights import weight_scores
+from moe_lab.analysis.registry import Results, find
+from moe_lab.analysis.render.table import Table
 from moe_lab.errors import UserError
 from moe_lab.json_files import sealed
 from moe_lab.pruning.layer_plan import LayerPlan

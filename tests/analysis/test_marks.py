@@ -4,7 +4,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.render import marks
+from moe_lab.analysis.render import marks
 
 
 def row_labels(labels: list[Any]) -> list[str]:

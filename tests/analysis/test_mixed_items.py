@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest, ttest_1samp
 
-from analysis.load.reader import Reader
-from analysis.load.study import Study
-from analysis.outputs import winners
-from analysis.outputs.pareto import average_and_costs
-from analysis.outputs.ranks import rank_table
-from analysis.registry import Results, find
-from analysis.render.table import Table
-from analysis.stats.cell_scores import differences
-from analysis.stats.comparison import Comparison
-from analysis.stats.winners import winner_map
+from moe_lab.analysis.load.reader import Reader
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.outputs import winners
+from moe_lab.analysis.outputs.pareto import average_and_costs
+from moe_lab.analysis.outputs.ranks import rank_table
+from moe_lab.analysis.registry import Results, find
+from moe_lab.analysis.render.table import Table
+from moe_lab.analysis.stats.cell_scores import differences
+from moe_lab.analysis.stats.comparison import Comparison
+from moe_lab.analysis.stats.winners import winner_map
 
 Answers = dict[int, float]
 """Item -> outcome."""

@@ -16,11 +16,11 @@ import pytest
 from handmade import cell, cells_of, published_numbers, results_of, share, study_of, table_of
 from omegaconf import OmegaConf
 
-from analysis import names
-from analysis.load import plans
-from analysis.outputs import ranks
-from analysis.outputs import scores as score_tables
-from analysis.published.numbers import (
+from moe_lab.analysis import names
+from moe_lab.analysis.load import plans
+from moe_lab.analysis.outputs import ranks
+from moe_lab.analysis.outputs import scores as score_tables
+from moe_lab.analysis.published.numbers import (
     AVERAGE,
     FOLDER,
     MEMORY_AFTER,
@@ -38,10 +38,10 @@ from analysis.published.numbers import (
     protocol,
     split,
 )
-from analysis.registry import outputs
-from analysis.stats.cell_scores import MEAN, column_targets, scores
-from analysis.stats.comparison import Comparison
-from analysis.stats.ranks import displayed_columns
+from moe_lab.analysis.registry import outputs
+from moe_lab.analysis.stats.cell_scores import MEAN, column_targets, scores
+from moe_lab.analysis.stats.comparison import Comparison
+from moe_lab.analysis.stats.ranks import displayed_columns
 from moe_lab.paths import conf
 
 ROOT = Path(__file__).parents[2]

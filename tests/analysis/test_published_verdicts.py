@@ -12,18 +12,18 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.__main__ import main
-from analysis.outputs.published import Facts, published_key, published_table
-from analysis.published.numbers import (
+from moe_lab import criteria
+from moe_lab.analysis.__main__ import main
+from moe_lab.analysis.outputs.published import Facts, published_key, published_table
+from moe_lab.analysis.published.numbers import (
     GATE_CRITERIA,
     PublishedNumber,
     counterparts,
     numbers,
     split,
 )
-from analysis.report import published_chapter
-from analysis.stats.comparison import Comparison
-from moe_lab import criteria
+from moe_lab.analysis.report import published_chapter
+from moe_lab.analysis.stats.comparison import Comparison
 
 MODEL = "olmoe_1b_7b"
 RUN = ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "livecodebench", "openbookqa")

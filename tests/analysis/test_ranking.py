@@ -10,14 +10,14 @@ import pytest
 from handmade import UNPRUNED, cell, comparison_of, first_solved, results_of, study_of
 from scipy.stats import bartlett, studentized_range, t, ttest_1samp
 
-from analysis.registry import find
-from analysis.stats import ranking
-from analysis.stats.chance import chance_from_scores
-from analysis.stats.comparison import Comparison, random_scores
-from analysis.stats.quantity import Quantity
-from analysis.stats.uncertainty import Estimate, Stratum, crossed_estimate, leads_of_best
-from analysis.stats.winners import winner_map
 from benchmarks import best_of_many
+from moe_lab.analysis.registry import find
+from moe_lab.analysis.stats import ranking
+from moe_lab.analysis.stats.chance import chance_from_scores
+from moe_lab.analysis.stats.comparison import Comparison, random_scores
+from moe_lab.analysis.stats.quantity import Quantity
+from moe_lab.analysis.stats.uncertainty import Estimate, Stratum, crossed_estimate, leads_of_best
+from moe_lab.analysis.stats.winners import winner_map
 
 STUDIES = 2000
 ITEMS = 150

@@ -6,8 +6,8 @@ import pytest
 from scipy.stats import binomtest, studentized_range
 from statsmodels.stats.multitest import multipletests
 
-from analysis import names
-from analysis.stats import ranks, uncertainty
+from moe_lab.analysis import names
+from moe_lab.analysis.stats import ranks, uncertainty
 
 SIX = ("humaneval", "gsm8k", "math500", "livecodebench", "wildbench", "mmlu")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from analysis.registry import aliases, find, outputs
-from analysis.report import CHAPTERS
+from moe_lab.analysis.registry import aliases, find, outputs
+from moe_lab.analysis.report import CHAPTERS
 
 LAST = {
     "unified": (6, 5),

@@ -17,11 +17,11 @@ import pytest
 from processes import time_limit
 from synthetic import CALIBRATIONS, CRITERIA, edited_document, record_path, write_store
 
-from analysis import names, report
-from analysis.__main__ import main
-from analysis.load.study import Study, load
-from analysis.registry import REGISTERED, Item, Results, find
-from analysis.render.table import Table
+from moe_lab.analysis import names, report
+from moe_lab.analysis.__main__ import main
+from moe_lab.analysis.load.study import Study, load
+from moe_lab.analysis.registry import REGISTERED, Item, Results, find
+from moe_lab.analysis.render.table import Table
 
 pytestmark = pytest.mark.slow
 
@@ -278,13 +278,13 @@ def test_mended_outputs_leave_no_log(failed: Failed) -> None:
 
 def test_the_analysis_never_imports_torch(small: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from analysis.__main__ import main; "
+        "import sys; from moe_lab.analysis.__main__ import main; "
         f"assert main(['unified.fig2', 'ranks', 'tokens_per_expert', 'store={small}', "
         f"'out={tmp_path}']) == 0; "
         "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules), 'heavy imports'; "
-        "light = 'errors interrupt json_files packs paths progress results secrets'.split(); "
-        "own = {name for name in sys.modules if name.startswith('moe_lab.')}; own -= "
-        "{f'moe_lab.{n}' for n in light}; "
+        "light = 'analysis errors interrupt json_files packs paths progress results secrets'.split(); "
+        "own = {name.split('.')[1] for name in sys.modules if name.startswith('moe_lab.')}; "
+        "own -= set(light); "
         "assert not own, own"
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -20,9 +20,9 @@ from handmade import (
 )
 from synthetic import write_frame, write_store
 
-from analysis import names
-from analysis.load.study import load
-from analysis.outputs import (
+from moe_lab.analysis import names
+from moe_lab.analysis.load.study import load
+from moe_lab.analysis.outputs import (
     calibration,
     recovery,
     score_rows,
@@ -30,16 +30,16 @@ from analysis.outputs import (
     speed_and_memory,
     weights,
 )
-from analysis.outputs.published import published_key
-from analysis.outputs.score_rows import pareto_front
-from analysis.published.numbers import counterparts
-from analysis.registry import Results, find
-from analysis.render import table as rendering
-from analysis.render.style import Figure
-from analysis.render.table import Table
-from analysis.stats import uncertainty
-from analysis.stats.cell_scores import CODE_BENCHMARKS, MEAN, column_targets
-from analysis.stats.comparison import Comparison
+from moe_lab.analysis.outputs.published import published_key
+from moe_lab.analysis.outputs.score_rows import pareto_front
+from moe_lab.analysis.published.numbers import counterparts
+from moe_lab.analysis.registry import Results, find
+from moe_lab.analysis.render import table as rendering
+from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render.table import Table
+from moe_lab.analysis.stats import uncertainty
+from moe_lab.analysis.stats.cell_scores import CODE_BENCHMARKS, MEAN, column_targets
+from moe_lab.analysis.stats.comparison import Comparison
 
 AXES = [
     UNPRUNED,

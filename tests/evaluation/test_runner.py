@@ -253,8 +253,7 @@ def test_packages_are_readable_but_not_the_answers_in_ours(tmp_path: Path, isola
     """Where moe_lab is a package of an environment that was moved, with a link in its place."""
     venv.create(tmp_path / "moved", symlinks=True)
     (packages,) = (tmp_path / "moved").glob("lib/python*/site-packages")
-    for folder in (PACKAGE, PACKAGE.parent / "analysis"):
-        shutil.copytree(folder, packages / folder.name)
+    shutil.copytree(PACKAGE, packages / PACKAGE.name)
     (packages / "own_package.py").write_text("VALUE = 7\n")
     (tmp_path / "linked").symlink_to(tmp_path / "moved")
     paths = [packages / "own_package.py", packages / "moe_lab/pocket/data/benchmarks/mbpp.jsonl"]

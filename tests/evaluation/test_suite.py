@@ -503,7 +503,7 @@ def extended_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     and the store of a study of it."""
     folder = tmp_path_factory.mktemp("repository")
     for name in ("moe_lab", "analysis", "conf", "hydra_plugins"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name, symlinks=True)
     page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
     section = page.partition("### Adding a benchmark\n")[2].partition("\n## ")[0]
     blocks = dict(BLOCK.findall(section))
@@ -532,7 +532,7 @@ def test_added_benchmark_is_asked_and_graded(criterion: str, extended_repository
 def test_added_benchmark_is_in_the_report(extended_repository: Path, tmp_path: Path) -> None:
     run_command(
         extended_repository,
-        "analysis",
+        "moe_lab.analysis",
         "unified.table1",
         "winners",
         "store=store",

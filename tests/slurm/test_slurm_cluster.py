@@ -346,7 +346,7 @@ def test_jobs_run_the_code_as_it_was_submitted(
     tmp_path.chmod(0o755)  # jobs may enter
     checkout = tmp_path / "checkout"
     for name in ("moe_lab", "analysis", "conf", "hydra_plugins"):
-        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, checkout / name, symlinks=True)
     finished = scenario("inline")
     store = tmp_path / "store"
     shutil.copytree(finished, store)

@@ -20,8 +20,8 @@ from processes import python_command, wait_until
 from studies import SMALL_STUDY, STUDY, StudyRequest, Worker, start, study_command, study_request
 from test_store import state
 
-from analysis.load.reader import Reader
-from analysis.load.studies import combined_record
+from moe_lab.analysis.load.reader import Reader
+from moe_lab.analysis.load.studies import combined_record
 from moe_lab.config import LauncherConfig, TrackerConfig
 from moe_lab.errors import UserError
 from moe_lab.study import record, run
@@ -387,7 +387,9 @@ def test_commands_on_a_read_only_store(done_store: Path, arguments: list[str], c
 @pytest.mark.root  # which may mount
 def test_the_analysis_reads_a_read_only_store(done_store: Path, tmp_path: Path) -> None:
     """Nobody reads its output, so that it ends with a broken pipe."""
-    command = python_command("-m", "analysis", "gaps", f"store={done_store}", f"out={tmp_path}")
+    command = python_command(
+        "-m", "moe_lab.analysis", "gaps", f"store={done_store}", f"out={tmp_path}"
+    )
     script = f"{command} | true"
     result = mounted(f"--bind {done_store}", done_store, "bash", "-o", "pipefail", "-c", script)
     assert result.returncode == 141 and "Traceback" not in result.stderr, result.stderr

@@ -255,8 +255,8 @@ def copy_with_signs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package with the step kind of docs/architecture.md, and a plugin whose
     criterion needs it."""
     folder = tmp_path_factory.mktemp("copy")
-    for name in ("moe_lab", "conf", "hydra_plugins"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("moe_lab", "analysis", "conf", "hydra_plugins"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True)
     page = (ROOT / "docs/architecture.md").read_text("utf-8")
     [example] = re.findall(r"```python\n(.*?class Signs\(Step\):.*?)```", page, re.DOTALL)
     (folder / "moe_lab/study/steps/signs.py").write_text(example)

@@ -10,8 +10,8 @@ from pathlib import Path
 import preloaded
 import pytest
 
-from analysis.__main__ import main
-from analysis.render import style
+from moe_lab.analysis.__main__ import main
+from moe_lab.analysis.render import style
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["calibration.tokens=2048", "suite.limit=2", "launcher=inline", "report=false"]

@@ -17,8 +17,8 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 from studies import run_on_boolq
 
-from analysis.__main__ import main
 from moe_lab import align
+from moe_lab.analysis.__main__ import main
 from moe_lab.config import ModelConfig
 from moe_lab.models.load import load_model
 from moe_lab.pruning.plan import Plan

@@ -11,7 +11,7 @@ import pytest
 from studies import STUDY, StudyRequest, Worker, start, study_command
 from test_store import rot, state
 
-from analysis.__main__ import parse
+from moe_lab.analysis.__main__ import parse
 from moe_lab.errors import UserError, user_errors
 from moe_lab.json_files import write_sealed
 from moe_lab.packs import packs_in

@@ -24,8 +24,8 @@ from studies import (
     study_request,
 )
 
-from analysis.load.reader import Reader
 from moe_lab import packs
+from moe_lab.analysis.load.reader import Reader
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged
 from moe_lab.packs import packs_in

@@ -236,8 +236,7 @@ def bubblewrap_command() -> list[str]:
         # a device in a folder that is bound without --dev-bind cannot be opened
         command += ["--dev-bind" if path.startswith("/dev/") else "--ro-bind", path, path]
     command += ["--tmpfs", str(PACKAGE)]
-    # `start.py` imports analysis, too
-    for folder in (PACKAGE.parent / "analysis", *Path(__file__).resolve().parents[:3]):
+    for folder in Path(__file__).resolve().parents[:3]:
         for file in folder.glob("*.py"):
             command += ["--ro-bind", str(file), str(file)]
     return [*command, "--remount-ro", str(PACKAGE), "--remount-ro", "/"]

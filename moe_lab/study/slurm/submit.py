@@ -350,8 +350,8 @@ def pending_jobs(
     return pending
 
 
-FOLDERS = ("moe_lab", "analysis", "conf")
-"""Folders of the repository that jobs need."""
+FOLDERS = ("moe_lab", "moe_lab/analysis", "moe_lab/conf")
+"""Folders that jobs need. In a clone, the last two are links, which rglob does not follow."""
 
 
 def copy_code(jobs_folder: Path, modules: Iterable[str] = ()) -> Path:
