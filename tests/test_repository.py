@@ -126,16 +126,14 @@ def test_the_architecture_lists_all_packages(architecture: str) -> None:
 
 def test_depth_of_imports_in_the_analysis_is_the_documented_one(architecture: str) -> None:
     graph = grimp.build_graph("moe_lab", exclude_type_checking_imports=True)
-    for module in graph.modules:
-        if not module.startswith("moe_lab.analysis."):
-            graph.remove_module(module)
+    modules = {module for module in graph.modules if module.startswith("moe_lab.analysis")}
 
     @cache
     def depth(module: str) -> int:
-        imports = graph.find_modules_directly_imported_by(module)
+        imports = graph.find_modules_directly_imported_by(module) & modules
         return 1 + max((depth(imported_module) for imported_module in imports), default=0)
 
-    deepest = max(graph.modules, key=depth)
+    deepest = max(modules, key=depth)
     limit = re.search(r"at most (\d+)\s+modules deep", architecture)
     assert limit and depth(deepest) <= int(limit[1]), deepest
 

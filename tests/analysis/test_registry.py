@@ -77,17 +77,16 @@ def test_outputs_are_in_a_chapter_or_files_only() -> None:
 def test_documented_table_is_added_by_one_file(small: Path, tmp_path: Path) -> None:
     """In a copy of the package; the command and its help then have it."""
     root = Path(__file__).parents[2]
-    shutil.copytree(
-        root / "analysis", tmp_path / "analysis", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    ignored = shutil.ignore_patterns("__pycache__", "pocket")
+    shutil.copytree(root / "moe_lab", tmp_path / "moe_lab", ignore=ignored)
     [example] = re.findall(
         r"```python\n(.*?@output.*?)```", (root / "docs/analysis.md").read_text("utf-8"), re.DOTALL
     )
-    (tmp_path / "analysis/outputs/experts_kept.py").write_text(example)
+    (tmp_path / "moe_lab/analysis/outputs/experts_kept.py").write_text(example)
     store = f"store={small}"
     out = f"out={tmp_path / 'out'}"
     for name in ("help", "experts_kept"):
-        command = [sys.executable, "-m", "analysis", name, store, out]
+        command = [sys.executable, "-m", "moe_lab.analysis", name, store, out]
         process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert process.returncode == 0, process.stderr
         assert name != "help" or "experts_kept" in process.stdout
