@@ -113,8 +113,9 @@ METHODS = {
 _SEPARATOR = "\x1f"
 """Separator of the parts of a method's key."""
 
-BASELINES = ("frequency", "seer", "ean", "reap", "mone")
-"""The five criteria of the published winner map (Unified Expert Pruning Fig. 2)."""
+BASELINES = ("frequency", "seer", "ean", "reap", "mone", "mone_freq")
+"""The five criteria of the published winner map (Unified Expert Pruning Fig. 2), with two forms of
+MoNE."""
 
 RANKED = ("frequency", "seer", "ean", "reap", "mone", "man", "msan")
 """The seven criteria of Unified Expert Pruning Table 1."""

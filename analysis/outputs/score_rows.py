@@ -65,8 +65,8 @@ FEWEST_RATIOS = 3
 """Fewest ratios of a method for which a line over ratios is drawn."""
 COVERAGE = "coverage"
 """The allocation with coverage budgets (MoE-Slimming)."""
-FIGURE_RATIO = 0.5
-"""The ratio in the papers' figures."""
+FIGURE_RATIO = 0.25
+"""The ratio of MoE-Slimming's figures of layers and experts."""
 COVERAGE_PLANS = "cells of channels with allocation=coverage"
 """Data that outputs on coverage budgets need."""
 

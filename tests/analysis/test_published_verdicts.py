@@ -56,13 +56,16 @@ def outcomes(number: PublishedNumber, *, off: int = 0) -> list[float]:
     return [1.0] * right + [0.0] * (items - right)
 
 
+CALIBRATED = {"calibration": "c4", "gate": "renormalized"}
+
+
 def study_of(
     criteria: tuple[str, ...] = ("man", "reap"), *, off: int = 0, **changes: Any
 ) -> tuple[Any, Comparison]:
     """A study that measured what Unified's Table 5 prints, with some axes of its cells changed."""
     axes = [handmade.UNPRUNED | {"model": MODEL}]
     axes += [
-        handmade.cell(name, ratio=0.25, **{"model": MODEL, "calibration": "c4", **changes})
+        handmade.cell(name, ratio=0.25, **CALIBRATED | {"model": MODEL, **changes})
         for name in criteria
     ]
     rows = {
