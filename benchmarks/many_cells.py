@@ -32,7 +32,7 @@ from moe_lab.config import Config
 from moe_lab.grid import Request
 from moe_lab.json_files import sealed, write_sealed
 from moe_lab.packs import PackedStep
-from moe_lab.results import ID_DIGITS, RECORD
+from moe_lab.result_files import ID_DIGITS, RECORD
 from moe_lab.study import garbage
 from moe_lab.study import run as running
 from moe_lab.study.__main__ import find

@@ -14,7 +14,7 @@ import pytest
 
 from moe_lab import allocation, criteria, plugins
 from moe_lab.errors import UserError
-from moe_lab.results import read_record
+from moe_lab.result_files import read_record
 from moe_lab.start import FILE
 from moe_lab.study.steps.scores import step_class
 

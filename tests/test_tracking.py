@@ -15,7 +15,7 @@ from studies import Worker, start, study_request
 
 from moe_lab.config import Config, TrackerConfig
 from moe_lab.errors import UserError
-from moe_lab.results import ID_DIGITS, STEPS
+from moe_lab.result_files import ID_DIGITS, STEPS
 from moe_lab.study import tracker
 from moe_lab.study.preflight import preflight
 from moe_lab.study.store import Store

@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load.reader import Reader, groups, records, steps_with_inputs
-from moe_lab.results import SCALES, STEPS, TextMeasures
-from moe_lab.results import SCHEMA as RESULT_SCHEMA
+from moe_lab.result_files import SCALES, STEPS, TextMeasures
+from moe_lab.result_files import SCHEMA as RESULT_SCHEMA
 
 _SAMPLES = ("benchmark", "item", "outcome")
 """Columns that every samples.parquet has."""

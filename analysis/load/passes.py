@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moe_lab import results
+from moe_lab import result_files
 from moe_lab.analysis.load.reader import (
     Reader,
     groups,
@@ -76,13 +76,13 @@ def coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[st
     reports: dict[str, dict[str, Any]] = {}
     for row in records(shown_passes(cells)):
         folder = reader.folder(row["statistics_folder"])
-        frame = reader.frame(folder, "coverage.parquet", results.COVERAGE)
+        frame = reader.frame(folder, "coverage.parquet", result_files.COVERAGE)
         if frame is not None:
             frames.append(frame.assign(model=row["model"], calibration=row["calibration"]))
         report = reader.json(folder, "calibration.json")
         if report is not None:
             reports[f"{row['calibration']}@{row['model']}"] = report
-    return stacked(frames, [*results.COVERAGE, "model", "calibration"]), reports
+    return stacked(frames, [*result_files.COVERAGE, "model", "calibration"]), reports
 
 
 def contaminations(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> Reports:
@@ -98,7 +98,7 @@ def contaminations(document: Mapping[str, Any], cells: pd.DataFrame, reader: Rea
     for (calibration, model), step_name in steps.items():
         calibration_at_model = f"{calibration}@{model}"
         folder = reader.step(step_name, f"items of benchmarks in {calibration_at_model}")
-        counts_of_benchmark = reader.json(folder, results.CONTAMINATION)
+        counts_of_benchmark = reader.json(folder, result_files.CONTAMINATION)
         if counts_of_benchmark is not None:
             counts[calibration_at_model] = counts_of_benchmark
     return counts
@@ -120,16 +120,16 @@ def tables_by_calibration(
 
 
 TABLES = {
-    "experts.parquet": results.EXPERTS,
-    "layers.parquet": results.LOSSES,
-    "ablation.parquet": results.ABLATIONS,
-    "entropy.parquet": results.ENTROPIES,
-    "gradients.parquet": results.GRADIENTS,
-    "weights.parquet": results.WEIGHTS,
-    "expert_concentration.parquet": results.CONCENTRATION,
-    "budgets.parquet": results.BUDGETS,
-    "family.parquet": results.FAMILY,
-    "scores.parquet": results.SCORES,
+    "experts.parquet": result_files.EXPERTS,
+    "layers.parquet": result_files.LOSSES,
+    "ablation.parquet": result_files.ABLATIONS,
+    "entropy.parquet": result_files.ENTROPIES,
+    "gradients.parquet": result_files.GRADIENTS,
+    "weights.parquet": result_files.WEIGHTS,
+    "expert_concentration.parquet": result_files.CONCENTRATION,
+    "budgets.parquet": result_files.BUDGETS,
+    "family.parquet": result_files.FAMILY,
+    "scores.parquet": result_files.SCORES,
 }
 """Name of a file that holds a table -> the table's columns."""
 
@@ -268,7 +268,7 @@ def router_entropies(cells: pd.DataFrame, calibrations: Reports, reader: Reader)
     - tokens: number of calibration tokens in the bin
     """
     passes = _passes("entropy.parquet", cells, calibrations, reader)
-    columns = ["model", "calibration", *results.ENTROPIES]
+    columns = ["model", "calibration", *result_files.ENTROPIES]
     return stacked((counts for _, counts, _ in passes), columns)
 
 

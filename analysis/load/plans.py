@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from moe_lab.analysis.load.reader import Reader, stacked
-from moe_lab.results import PROFILES, TIMINGS
+from moe_lab.result_files import PROFILES, TIMINGS
 
 T = TypeVar("T")
 BYTES = 2

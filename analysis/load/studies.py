@@ -11,7 +11,7 @@ from typing import Any
 from moe_lab.analysis.load.reader import ID, SCHEMA
 from moe_lab.errors import UserError, unknown_name_error
 from moe_lab.json_files import Damaged
-from moe_lab.results import FIGURE_STEPS, RECORD, read_record
+from moe_lab.result_files import FIGURE_STEPS, RECORD, read_record
 
 EVERY = "all"
 """A request for this name means all studies of the store, unless a study has the name."""

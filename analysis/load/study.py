@@ -15,7 +15,7 @@ from moe_lab.analysis.load import passes, plans, studies
 from moe_lab.analysis.load.evaluations import Entries, evaluations, remarks
 from moe_lab.analysis.load.reader import Gap, Reader, groups, records
 from moe_lab.analysis.load.settings import AXES, has_replacement, labels, removed_text
-from moe_lab.results import STEPS
+from moe_lab.result_files import STEPS
 
 
 def _property_from_cells(
@@ -53,12 +53,12 @@ class Study:
     """
     results: pd.DataFrame
     """cell, task, benchmark, metric, score, scale, unit, stderr, n, expected, folder: see
-    `moe_lab.results.Result`."""
+    `moe_lab.result_files.Result`."""
     samples: pd.DataFrame
     """cell, benchmark, item, outcome (0..1), answer_loss (bits per byte of the right answer; NaN if
     not measured), units (weight of the item in the score; NaN if all weights are equal), and those
-    of `moe_lab.results.TextMeasures` (NaN if no text was generated). Values of an item are means
-    over its answers."""
+    of `moe_lab.result_files.TextMeasures` (NaN if no text was generated). Values of an item are
+    means over its answers."""
     family: pd.DataFrame
     """model, calibration, layer, expert, b, alpha, beta, score: every S(b, alpha, beta), see
     `moe_lab.criteria.experts`."""

@@ -25,7 +25,7 @@ MEASURES = {
     "distinct_4": "Distinct-4",
     "characters": LENGTH,
 }
-"""Column of `moe_lab.results.TextMeasures` -> displayed column of its mean over texts."""
+"""Column of `moe_lab.result_files.TextMeasures` -> displayed column of its mean over texts."""
 CAPTION = (
     "Means over texts, with their thoughts; Δ: the difference from the unpruned model, paired by "
     "item, with its 95 % interval unless all items agree. Cut: at the limit of tokens. In thought: "

@@ -24,7 +24,7 @@ from moe_lab.analysis.registry import Results, output, per_model
 from moe_lab.analysis.render import marks
 from moe_lab.analysis.render.style import Figure
 from moe_lab.analysis.stats.comparison import Comparison
-from moe_lab.results import BUDGETS
+from moe_lab.result_files import BUDGETS
 
 MOST_PLANS = 4
 """Largest number of plans whose layers are drawn."""

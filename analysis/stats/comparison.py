@@ -19,7 +19,7 @@ from moe_lab.analysis.load.reader import Reader, records
 from moe_lab.analysis.stats import ranks, uncertainty
 from moe_lab.analysis.stats.quantity import Quantity, common_quantity
 from moe_lab.analysis.stats.uncertainty import Estimate, Stratum
-from moe_lab.results import RANDOM
+from moe_lab.result_files import RANDOM
 
 Target = tuple[str, ...]
 """The displayed columns and benchmarks over which a score is averaged."""

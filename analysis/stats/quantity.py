@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from moe_lab.analysis import names
-from moe_lab.results import Scale
+from moe_lab.result_files import Scale
 
 AVG = "Avg"
 """Name of a mean of scores."""

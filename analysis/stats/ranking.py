@@ -29,7 +29,7 @@ from moe_lab.analysis.stats.comparison import (
 from moe_lab.analysis.stats.quantity import Quantity
 from moe_lab.analysis.stats.ranks import PRINTED_DECIMALS
 from moe_lab.analysis.stats.uncertainty import LEVEL, Estimate
-from moe_lab.results import RANDOM
+from moe_lab.result_files import RANDOM
 
 ALL_MODELS = "all models"
 BEST, TIED, SEPARATED, UNTESTED = "best", "not separated", "separated", "not tested"

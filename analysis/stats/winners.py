@@ -22,7 +22,7 @@ from moe_lab.analysis.stats import uncertainty
 from moe_lab.analysis.stats.comparison import Comparison, Panel
 from moe_lab.analysis.stats.ranks import PRINTED_DECIMALS
 from moe_lab.analysis.stats.uncertainty import LEVEL
-from moe_lab.results import RANDOM
+from moe_lab.result_files import RANDOM
 
 SETTINGS = ["model", "ratio", "gate"]
 """Axes that identify a map. The rows of a map are displayed columns, its columns are calibration

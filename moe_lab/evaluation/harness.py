@@ -28,7 +28,7 @@ from moe_lab.evaluation import Policy
 from moe_lab.evaluation.items import Answer, Item
 from moe_lab.machine import package_version
 from moe_lab.paths import local_path
-from moe_lab.results import Result, Sample, Scale
+from moe_lab.result_files import Result, Sample, Scale
 
 _OF_ANSWERS = re.compile(r"(?:(\w+)_)?(pass|maj|avg)@([1-9]\d*)(,.*)?")
 """Name of a metric for several answers to an item. A filter of lm-eval may follow."""

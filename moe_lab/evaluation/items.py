@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from moe_lab.results import Sample, TextMeasures
+from moe_lab.result_files import Sample, TextMeasures
 
 _Row = TypeVar("_Row")
 Messages = Sequence[Mapping[str, str]]

@@ -14,7 +14,7 @@ from moe_lab.evaluation.harness import check_count, harness_of
 from moe_lab.evaluation.items import Answer, Item, replace_surrogates
 from moe_lab.json_files import write_text
 from moe_lab.machine import package_version
-from moe_lab.results import SCHEMA, Result, ResultFile, Sample, TextMeasures
+from moe_lab.result_files import SCHEMA, Result, ResultFile, Sample, TextMeasures
 
 ITEMS = "items.jsonl.gz"
 

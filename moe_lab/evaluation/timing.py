@@ -30,7 +30,7 @@ _RESET_PEAK = "5"
 @torch.inference_mode()
 def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tuple[Any, ...]]:
     """Time `REPEATS` requests, after a warm-up, for each batch size and each prompt length. Returns
-    a row for each timed request; `results.TIMINGS` has the names of its columns.
+    a row for each timed request; `result_files.TIMINGS` has the names of its columns.
 
     Prompts are cut from `tokens` (N,). Generation is greedy, with a cache of keys and values. Each
     prompt gets a first new token and `settings.new_tokens` further tokens, even after an end token.

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from moe_lab.errors import UserError, run_and_exit, unknown_name_error
-from moe_lab.results import ID_DIGITS
+from moe_lab.result_files import ID_DIGITS
 
 if TYPE_CHECKING:
     from moe_lab.study.status import StepState, StudyState

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged
-from moe_lab.results import ID_DIGITS, finished_steps, read_record
+from moe_lab.result_files import ID_DIGITS, finished_steps, read_record
 from moe_lab.study.claims import Busy
 from moe_lab.study.integrity import read_step
 from moe_lab.study.packing import PACKS, remove_from_packs

@@ -22,7 +22,7 @@ from moe_lab.config import (
 from moe_lab.criteria import IdentifiedCriterion
 from moe_lab.grid import Cell, Request
 from moe_lab.models.files import UNRESOLVED
-from moe_lab.results import FIGURE_STEPS, STEPS
+from moe_lab.result_files import FIGURE_STEPS, STEPS
 from moe_lab.study.estimates import resolved_device, resolved_text
 from moe_lab.study.step import Step
 from moe_lab.study.steps.costs import Cost, Profile, Timing, timing_of

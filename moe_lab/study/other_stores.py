@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged
-from moe_lab.results import ID_DIGITS
+from moe_lab.result_files import ID_DIGITS
 from moe_lab.study.claims import Busy
 from moe_lab.study.integrity import STEP, file_entry
 from moe_lab.study.packing import MANY, Packing, copy_packed

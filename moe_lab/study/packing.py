@@ -19,7 +19,7 @@ from typing import Any
 
 from moe_lab.json_files import Damaged
 from moe_lab.packs import PackedStep
-from moe_lab.results import ID_DIGITS
+from moe_lab.result_files import ID_DIGITS
 from moe_lab.study.claims import Busy, Claim
 from moe_lab.study.integrity import STEP, read_step
 from moe_lab.study.step import KINDS

@@ -22,7 +22,14 @@ from moe_lab.config import AllocationConfig, Config
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
 from moe_lab.json_files import Damaged, Number, parse_sealed, read_json, write_text
-from moe_lab.results import ID_DIGITS, RECORD, SCHEMA, current_records, join_records, read_record
+from moe_lab.result_files import (
+    ID_DIGITS,
+    RECORD,
+    SCHEMA,
+    current_records,
+    join_records,
+    read_record,
+)
 from moe_lab.start import command
 from moe_lab.study.graph import CellSteps, Graph, garbage_collection_off
 from moe_lab.study.provenance import DISK_FULL_MESSAGE
@@ -331,7 +338,7 @@ def _cell_errors(steps: CellSteps, failed: Mapping[str, Mapping[str, Any]]) -> d
 
 
 def study_record(store: Store, study: str) -> dict[str, Any]:
-    """The record of a study, see `results.read_record`; {} if the study has no record. Raises
+    """The record of a study, see `result_files.read_record`; {} if the study has no record. Raises
     UserError for a damaged record."""
     try:
         return read_record(store.root, study) or {}

@@ -25,8 +25,8 @@ from typing import Any
 
 from moe_lab.json_files import Number
 from moe_lab.paths import cache_folder
-from moe_lab.results import ID_DIGITS
-from moe_lab.results import RECORD as RECORD_FILE
+from moe_lab.result_files import ID_DIGITS
+from moe_lab.result_files import RECORD as RECORD_FILE
 from moe_lab.study.claims import Claim
 from moe_lab.study.graph import garbage_collection_off
 from moe_lab.study.provenance import code_state

@@ -18,8 +18,8 @@ from rich.table import Table
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged
-from moe_lab.results import ID_DIGITS, current_records
-from moe_lab.results import RECORD as RECORD_FILE
+from moe_lab.result_files import ID_DIGITS, current_records
+from moe_lab.result_files import RECORD as RECORD_FILE
 from moe_lab.study.packing import remove_from_packs
 from moe_lab.study.runs import (
     ENDED,

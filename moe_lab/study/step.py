@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, dataclass_transform
 from moe_lab.config.base import identity
 from moe_lab.json_files import digest
 from moe_lab.paths import shorten
-from moe_lab.results import ID_DIGITS
+from moe_lab.result_files import ID_DIGITS
 from moe_lab.study.resources import Resources
 
 LONGEST_LABEL = 200

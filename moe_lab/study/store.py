@@ -20,7 +20,7 @@ from moe_lab.errors import DISK_FULL, Unavailable, UserError
 from moe_lab.json_files import Damaged, parse_sealed, read_sealed, write_sealed
 from moe_lab.packs import Packs, packs_in
 from moe_lab.paths import is_of_group, store_folder
-from moe_lab.results import ID_DIGITS
+from moe_lab.result_files import ID_DIGITS
 from moe_lab.study.claims import LIMIT, Claim, Claims, InQueue
 from moe_lab.study.integrity import STEP, damaged_files, read_step, seal
 from moe_lab.study.provenance import DISK_FULL_MESSAGE

@@ -12,7 +12,7 @@ from unittest.mock import patch
 from moe_lab.config import TrackerConfig
 from moe_lab.errors import UserError, unknown_name_error
 from moe_lab.json_files import digest
-from moe_lab.results import ID_DIGITS
+from moe_lab.result_files import ID_DIGITS
 from moe_lab.study.store import Store
 
 

@@ -41,7 +41,7 @@ from moe_lab.analysis.registry import Results, outputs
 from moe_lab.analysis.render import table as rendering
 from moe_lab.analysis.render.style import Figure
 from moe_lab.analysis.render.table import Table
-from moe_lab.results import TIMINGS
+from moe_lab.result_files import TIMINGS
 
 GOLDEN = Path(__file__).parent / "golden"
 STORE = GOLDEN / "store.tar.xz"

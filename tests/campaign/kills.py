@@ -21,7 +21,7 @@ from cluster import Cluster, instant_environment, missing_requirement, running_c
 from processes import LOCAL_LOCKS, NO_LOCKS, lock_environment, wait_until
 from studies import command, executed_steps, results
 
-from moe_lab.results import read_record
+from moe_lab.result_files import read_record
 from moe_lab.study.store import Store
 
 from .programs import adopt_orphans

@@ -24,7 +24,7 @@ from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.vllm import VllmModel
 from moe_lab.evaluation.harness import Graded, benchmark_errors, harness_of
 from moe_lab.evaluation.items import Answer, Item, Reply, Text, answer_after_thought
-from moe_lab.results import Result
+from moe_lab.result_files import Result
 
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 

@@ -45,7 +45,7 @@ from moe_lab.evaluation.harnesses.perplexity import HARNESS as PERPLEXITY
 from moe_lab.evaluation.sandbox import client, isolation
 from moe_lab.paths import resolve
 from moe_lab.pruning.mask import mask
-from moe_lab.results import Sample
+from moe_lab.result_files import Sample
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,7 +81,7 @@ def test_preflight_and_grading_import_no_torch() -> None:
         "from moe_lab.config import BenchmarkConfig as B\n"
         "from moe_lab.config.evaluation import HARNESSES\nfrom moe_lab.evaluation.harness import "
         "harness_of\n"
-        "from moe_lab.evaluation.harnesses import evalplus\nimport moe_lab.results\n"
+        "from moe_lab.evaluation.harnesses import evalplus\nimport moe_lab.result_files\n"
         "b = B(name='b', harness='evalplus', task='pocket:benchmarks/mbpp.jsonl', reports={'m': "
         "'base'})\n"
         "assert len(benchmark_errors([b])) == 1\n"

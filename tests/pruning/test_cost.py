@@ -53,7 +53,7 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.profile import profile
 from moe_lab.pruning.prune import prune
 from moe_lab.recovery.apply import quantize, storage_bytes
-from moe_lab.results import PROFILES, TIMINGS
+from moe_lab.result_files import PROFILES, TIMINGS
 from moe_lab.study import estimates
 from moe_lab.study.graph import build
 from moe_lab.study.provenance import provenance

@@ -37,7 +37,7 @@ from moe_lab.paths import resolve
 from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
-from moe_lab.results import read_record
+from moe_lab.result_files import read_record
 
 pytestmark = NEEDS_VLLM
 

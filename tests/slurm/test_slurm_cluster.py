@@ -19,7 +19,7 @@ from cluster import JOB_SECONDS, STEP_COUNTS, TWO_RATIOS, Cluster, InstantStudie
 from studies import command, executed_steps, jobs, moe_lab, results, study_output
 
 from moe_lab.paths import cache_folder
-from moe_lab.results import read_record
+from moe_lab.result_files import read_record
 from moe_lab.study.runs import runs
 from moe_lab.study.store import Store
 from tests.test_secrets import PLANTED, SERVER, leaks, served

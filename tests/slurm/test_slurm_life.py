@@ -16,7 +16,7 @@ from cluster import (
 )
 from studies import study_output
 
-from moe_lab.results import read_record
+from moe_lab.result_files import read_record
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from studies import executed_steps, moe_lab, results, run_on_boolq
 
-from moe_lab.results import read_record
+from moe_lab.result_files import read_record
 from moe_lab.statistics import read
 
 GRID = ["criterion=man,reap", "ratio=0.25,0.5", "calibration=pocket_code,pocket_math"]

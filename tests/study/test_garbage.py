@@ -17,7 +17,7 @@ from test_store import state
 from moe_lab.config import LauncherConfig
 from moe_lab.errors import UserError
 from moe_lab.json_files import read_sealed, write_sealed
-from moe_lab.results import FIGURE_STEPS
+from moe_lab.result_files import FIGURE_STEPS
 from moe_lab.study import garbage
 from moe_lab.study import run as running
 from moe_lab.study.garbage import LEFTOVERS, find_garbage, gc

@@ -25,7 +25,7 @@ from moe_lab.grid import benchmarks
 from moe_lab.json_files import write_sealed
 from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.plan import Plan
-from moe_lab.results import STEPS
+from moe_lab.result_files import STEPS
 from moe_lab.study import record
 from moe_lab.study.graph import Graph, build, unresolved_names
 from moe_lab.study.runs import Run

@@ -23,7 +23,7 @@ from moe_lab.config import ModelConfig
 from moe_lab.models.load import load_model
 from moe_lab.pruning.plan import Plan
 from moe_lab.recovery.apply import recovered
-from moe_lab.results import read_record
+from moe_lab.result_files import read_record
 
 SHORT_SEARCH = ["allocation=pocket_evolutionary"]
 SHORT_SEARCH += [

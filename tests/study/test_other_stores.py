@@ -16,7 +16,7 @@ from moe_lab.errors import UserError, user_errors
 from moe_lab.json_files import write_sealed
 from moe_lab.packs import packs_in
 from moe_lab.paths import store_folder
-from moe_lab.results import finished_steps, read_record
+from moe_lab.result_files import finished_steps, read_record
 from moe_lab.study import other_stores, packing
 from moe_lab.study.graph import build
 from moe_lab.study.preflight import preflight

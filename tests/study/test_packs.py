@@ -29,7 +29,7 @@ from moe_lab.analysis.load.reader import Reader
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged
 from moe_lab.packs import packs_in
-from moe_lab.results import ID_DIGITS
+from moe_lab.result_files import ID_DIGITS
 from moe_lab.study import packing, record
 from moe_lab.study.garbage import gc
 from moe_lab.study.packing import Packing

@@ -30,7 +30,7 @@ from moe_lab import machine, progress
 from moe_lab.config import Config, LauncherConfig
 from moe_lab.errors import UserError
 from moe_lab.machine import WORKERS
-from moe_lab.results import FIGURE_STEPS
+from moe_lab.result_files import FIGURE_STEPS
 from moe_lab.study import record
 from moe_lab.study import run as running
 from moe_lab.study.graph import Graph

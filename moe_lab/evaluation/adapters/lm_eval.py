@@ -30,7 +30,7 @@ from moe_lab.evaluation.harness import (
     with_item_outcomes,
 )
 from moe_lab.evaluation.items import Answer, Document, Item, Pair, Text
-from moe_lab.results import Result, Sample, Scale
+from moe_lab.result_files import Result, Sample, Scale
 
 Aggregation = Callable[[Any], Any]
 GROUPS = 200

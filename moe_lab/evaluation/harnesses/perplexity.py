@@ -14,7 +14,7 @@ from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harness import Graded, Harness, loss_result
 from moe_lab.evaluation.items import Answer, Document, Item
 from moe_lab.json_files import digest
-from moe_lab.results import Sample, Scale
+from moe_lab.result_files import Sample, Scale
 
 UNITS = {
     "perplexity": "nats per token",

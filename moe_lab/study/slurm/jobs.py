@@ -17,7 +17,7 @@ from submitit.helpers import DelayedSubmission
 
 from moe_lab.config import LauncherConfig
 from moe_lab.errors import UserError
-from moe_lab.results import ID_DIGITS
+from moe_lab.result_files import ID_DIGITS
 from moe_lab.study.claims import in_queue, own_job, restart_count
 from moe_lab.study.record import Study
 from moe_lab.study.runs import Run, runs

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, Self
 
-from moe_lab import results
+from moe_lab import result_files
 from moe_lab.calibration import IdentifiedText
 from moe_lab.config import CalibrationConfig, LauncherConfig, ModelConfig, TimingConfig
 from moe_lab.errors import Unavailable, UserError, user_errors
@@ -139,7 +139,7 @@ class Profile(Step):
 
         network, tokenizer = files.models.load(self.loaded.model)
         rows = profile(network, files.plan(self.plan), read_text(self.text, tokenizer, files))
-        files.table("profile.parquet", results.PROFILES, rows)
+        files.table("profile.parquet", result_files.PROFILES, rows)
 
 
 class Timing(Step):
@@ -211,7 +211,7 @@ class Timing(Step):
         tokens = torch.cat([ids[valid] for ids, valid in read_text(self.text, tokenizer, files)])
         # read before the measurement, because the measurement raises it
         load_average = os.getloadavg()[0]
-        files.table("timing.parquet", results.TIMINGS, measure(model, tokens, self.timed))
+        files.table("timing.parquet", result_files.TIMINGS, measure(model, tokens, self.timed))
         conditions = {
             "device": device,
             "load": load_average,

@@ -36,7 +36,7 @@ from moe_lab.evaluation.items import (
     write_rows,
 )
 from moe_lab.json_files import ResultCache, write_json
-from moe_lab.results import CONTAMINATION
+from moe_lab.result_files import CONTAMINATION
 from moe_lab.study.resources import (
     PROGRAMS,
     Check,

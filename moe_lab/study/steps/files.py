@@ -13,7 +13,7 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import write_json
 from moe_lab.machine import release_memory
 from moe_lab.packs import packs_in
-from moe_lab.results import ID_DIGITS
+from moe_lab.result_files import ID_DIGITS
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 

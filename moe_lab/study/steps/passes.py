@@ -12,7 +12,7 @@ from shutil import copyfile
 from typing import Any, ClassVar, Self
 
 from moe_lab import calibration as calibrations
-from moe_lab import results
+from moe_lab import result_files
 from moe_lab.calibration import IdentifiedText
 from moe_lab.config import ModelConfig
 from moe_lab.grid import Cell
@@ -147,16 +147,16 @@ class Pass(Step):
         "statistics": Measurement(
             "moe_lab.statistics.forward:ForwardHook",
             tables=(
-                ("coverage.parquet", results.COVERAGE, tables.coverage),
-                ("experts.parquet", results.EXPERTS, tables.experts),
-                ("layers.parquet", results.LOSSES, tables.losses),
-                ("entropy.parquet", results.ENTROPIES, tables.entropies),
+                ("coverage.parquet", result_files.COVERAGE, tables.coverage),
+                ("experts.parquet", result_files.EXPERTS, tables.experts),
+                ("layers.parquet", result_files.LOSSES, tables.losses),
+                ("entropy.parquet", result_files.ENTROPIES, tables.entropies),
             ),
         ),
         # sums for each channel, of activations and of gradients of the loss
         "gradients": Measurement(
             "moe_lab.statistics.gradients:GradientHook",
-            tables=(("gradients.parquet", results.GRADIENTS, tables.gradients),),
+            tables=(("gradients.parquet", result_files.GRADIENTS, tables.gradients),),
             has_backward=True,
         ),
         # gradients of the experts' weights, reduced to a number per channel
@@ -251,7 +251,7 @@ class LossRise(Pass):
     kinds: ClassVar[Mapping[str, Measurement]] = {
         # the output of one expert is set to 0
         "ablation": Measurement(
-            LOSS_RISES, tables=(("ablation.parquet", results.ABLATIONS, tables.ablations),)
+            LOSS_RISES, tables=(("ablation.parquet", result_files.ABLATIONS, tables.ablations),)
         ),
         # the routed output of one layer is scaled
         "scaling": Measurement(LOSS_RISES),
@@ -276,7 +276,7 @@ class WeightSums(Step):
     kinds: ClassVar[Mapping[str, Measurement]] = {
         "weights": Measurement(
             "moe_lab.statistics.weights:expert_weight_sums",
-            tables=(("weights.parquet", results.WEIGHTS, tables.weights),),
+            tables=(("weights.parquet", result_files.WEIGHTS, tables.weights),),
         ),
         "channel_weights": Measurement("moe_lab.statistics.weights:channel_weight_sums"),
         "weight_distances": Measurement("moe_lab.statistics.weights:compare_experts"),

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy
 
-from moe_lab import allocation, criteria, results
+from moe_lab import allocation, criteria, result_files
 from moe_lab.allocation import IdentifiedAllocation, list_file, shapes
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.allocation.problem import limits
@@ -385,7 +385,7 @@ class FromScores(CellPlan):
                 for number, layer in plan.layers.items()
                 if layer.channels is not None
             }
-            files.table("budgets.parquet", results.BUDGETS, tables.budgets(scores, masks))
+            files.table("budgets.parquet", result_files.BUDGETS, tables.budgets(scores, masks))
 
 
 class Search(CellPlan):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
-from moe_lab import allocation, criteria, plugins, results
+from moe_lab import allocation, criteria, plugins, result_files
 from moe_lab.config import CriterionConfig, ModelConfig
 from moe_lab.criteria import IdentifiedCriterion
 from moe_lab.criteria.experts import s_family_scores
@@ -106,7 +106,9 @@ class Scores(Step):
                 {str(layer): array for layer, array in values.items()}, files.out / CHANNEL_SCORES
             )
             files.table(
-                "expert_concentration.parquet", results.CONCENTRATION, tables.concentration(values)
+                "expert_concentration.parquet",
+                result_files.CONCENTRATION,
+                tables.concentration(values),
             )
             return
         rows = [
@@ -114,7 +116,7 @@ class Scores(Step):
             for layer, array in values.items()
             for expert, value in enumerate(array)
         ]
-        files.table("scores.parquet", results.SCORES, rows)
+        files.table("scores.parquet", result_files.SCORES, rows)
 
 
 def gate_and_seed(cell: Cell) -> tuple[str | None, int | None]:
@@ -187,4 +189,4 @@ class Family(Step):
 
     def work(self, files: Files) -> None:
         table = s_family_scores(files.evidence({"statistics": self.statistics}), gate=self.gate)
-        files.table("family.parquet", results.FAMILY, table)
+        files.table("family.parquet", result_files.FAMILY, table)

@@ -1,5 +1,5 @@
 """Rows of small tables for figures, computed from large arrays. Readers of a store need only the
-tables. moe_lab/results.py describes the columns of each table.
+tables. moe_lab/result_files.py describes the columns of each table.
 
 Columns of passes are sums over tokens, as in moe_lab/statistics, so that tables of several parts of
 a text can be added.
