@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import pytest
@@ -138,35 +138,25 @@ SAID = [
 ]
 
 
-class Answered(NamedTuple):
-    """Answers to three problems of HumanEval+, as written to a file and read from it."""
-
-    benchmark: BenchmarkConfig
-    model: ScriptedEngine
-    answers: list[Answer]
-
-
-@pytest.fixture
-def answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answered:
+def test_answers_are_stored_and_graded_without_their_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To three problems of HumanEval+, as written to a file and read from it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     benchmark = small_mirror(tmp_path)
     model = ScriptedEngine(SAID)
-    (answers,) = collect_answers(model, [(benchmark, run.list_items(benchmark))])
-    file = tmp_path / "answers"
-    write_rows(answers, file)
-    return Answered(benchmark, model, read_rows(Answer, file.read_bytes()))
-
-
-def test_answers_are_stored_as_they_were_written(answered: Answered) -> None:
-    settings = answered.model.generation
+    (collected,) = collect_answers(model, [(benchmark, run.list_items(benchmark))])
+    settings = model.generation
     assert (settings.stop, settings.max_tokens, settings.chat) == ((), 2048, True)
-    replies = [answer.reply for answer in answered.answers]
-    assert [reply.thought + (reply.text or "") for reply in replies] == SAID
-
-
-def test_stored_answers_are_graded_without_their_model(answered: Answered, tmp_path: Path) -> None:
-    benchmark, _, answers = answered
+    file = tmp_path / "answers"
+    write_rows(collected, file)
+    answers = read_rows(Answer, file.read_bytes())
+    assert [answer.reply.thought + (answer.reply.text or "") for answer in answers] == SAID
     out = tmp_path / "out"
+    with pytest.raises(UserError, match="allow_code_execution=true"):
+        run.grade(answers, benchmark, out, policy=Policy())
+    with pytest.raises(RuntimeError, match="2 of 3 items"):
+        run.grade(answers[:2], benchmark, out, policy=ALLOWED)
     results = run.grade(answers, benchmark, out, policy=ALLOWED)
     assert [result["score"] for result in results] == [pytest.approx(2 / 3), pytest.approx(1 / 3)]
     rows = samples(out)
@@ -178,16 +168,6 @@ def test_stored_answers_are_graded_without_their_model(answered: Answered, tmp_p
     assert record["protocol"]["seconds"] == 4.0
     assert record["protocol"]["prompt"] == answers[0].prompt
     assert "evalplus" in record["versions"]
-
-
-def test_programs_are_not_graded_without_permission(answered: Answered, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="allow_code_execution=true"):
-        run.grade(answered.answers, answered.benchmark, tmp_path / "out", policy=Policy())
-
-
-def test_missing_answers_are_not_graded(answered: Answered, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="2 of 3 items"):
-        run.grade(answered.answers[:2], answered.benchmark, tmp_path / "out", policy=ALLOWED)
 
 
 RIGHT = "def f(x):\n    return x + 1"

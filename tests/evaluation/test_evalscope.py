@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as arrow
 import pyarrow.parquet as parquet
@@ -185,20 +185,11 @@ CASES: dict[str, tuple[bool, str, float]] = {
 }
 
 
-class JudgedPrograms(NamedTuple):
-    """The answers of `CASES` to problems of LiveCodeBench, judged by EvalScope."""
-
-    model: ScriptedEngine
-    result: Any
-    samples: dict[str, dict[str, Any]]
-    protocol: dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def judged_programs(tmp_path_factory: pytest.TempPathFactory) -> JudgedPrograms:
-    """Two problems are of days outside the benchmark's."""
-    folder = tmp_path_factory.mktemp("live_code_bench")
-    benchmark = configured("live_code_bench", folder, expected=len(CASES))
+@pytest.mark.slow
+@needs_evalscope
+def test_evalscope_judges_programs_that_run_in_the_sandbox(tmp_path: Path) -> None:
+    """It asks in its own words. Two problems are of days outside the benchmark's."""
+    benchmark = configured("live_code_bench", tmp_path, expected=len(CASES))
     days = [
         "2025-01-01T00:00:00",
         *["2025-02-02T10:30:00"] * (len(CASES) - 2),
@@ -211,33 +202,23 @@ def judged_programs(tmp_path_factory: pytest.TempPathFactory) -> JudgedPrograms:
     earlier, later = problem(97, "2024-12-31T23:59:59"), problem(98, "2025-05-01T00:00:00")
     write_data(benchmark, {"test": [earlier, *inside, later]})
     model = ScriptedEngine([text for _, text, _ in CASES.values()])
-    [result] = evaluate_into(model, benchmark, folder / "out", policy=ALLOWED)
-    rows = dict(zip(CASES, samples(folder / "out"), strict=True))
-    return JudgedPrograms(model, result, rows, protocol(folder / "out"))
-
-
-@pytest.mark.slow
-@needs_evalscope
-def test_evalscope_judges_programs_that_run_in_the_sandbox(
-    judged_programs: JudgedPrograms,
-) -> None:
-    _, result, rows, record = judged_programs
+    [result] = evaluate_into(model, benchmark, tmp_path / "out", policy=ALLOWED)
+    rows = dict(zip(CASES, samples(tmp_path / "out"), strict=True))
     outcomes = {name: outcome for name, (_, _, outcome) in CASES.items()}
     assert {name: sample["outcome"] for name, sample in rows.items()} == outcomes
     assert (result["n"], result["score"]) == (len(CASES), pytest.approx(5 / len(CASES)))
+    record = protocol(tmp_path / "out")
     assert record["sandbox"] == program_isolation()
     assert record["evalscope"]["evalscope"]
-
-
-@pytest.mark.slow
-@needs_evalscope
-def test_samples_have_the_verdicts_of_evalscope(judged_programs: JudgedPrograms) -> None:
-    verdicts = {name: sample["extracted"] for name, sample in judged_programs.samples.items()}
+    verdicts = {name: sample["extracted"] for name, sample in rows.items()}
     assert verdicts["reads lines"] == "pass"
     assert verdicts["never ends"] == "Time Limit Exceeded"
     assert verdicts["returns another order"] == "Wrong Answer"
     assert verdicts["floods after the first tests"] == "Runtime Error"
     assert "mismatched output length" in verdicts["has no block"]
+    conversation = next(iter(model.tokenizer.conversations.values()))
+    assert [message["role"] for message in conversation] == ["system", "user"]
+    assert "Problem 0" in conversation[1]["content"]
 
 
 @pytest.mark.slow
@@ -281,30 +262,14 @@ def test_garbage_costs_only_its_own_answer(
     assert len(outcomes) == len(replies) and set(outcomes[1:-1]) <= {0.0, 1.0}
 
 
-@pytest.mark.slow
-@needs_evalscope
-def test_evalscope_asks_in_its_own_words(judged_programs: JudgedPrograms) -> None:
-    conversations = list(judged_programs.model.tokenizer.conversations.values())
-    assert [message["role"] for message in conversations[0]] == ["system", "user"]
-    assert "Problem 0" in conversations[0][1]["content"]
-
-
 QUESTIONS = ["What is 1 and 1?", "What is 2 and 2?", "What is 1 and 1?", "What is 3 and 3?"]
 
 
-class Gsm8kRun(NamedTuple):
-    """Four questions, of which the third is the first with another answer, asked and graded."""
-
-    benchmark: BenchmarkConfig
-    model: ScriptedEngine
-    result: Any
-    samples: list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def gsm8k_run(tmp_path_factory: pytest.TempPathFactory) -> Gsm8kRun:
-    folder = tmp_path_factory.mktemp("gsm8k")
-    benchmark = configured("gsm8k", folder, expected=4)
+@pytest.mark.slow
+@needs_evalscope
+def test_every_item_is_graded_with_its_own_answer(tmp_path: Path) -> None:
+    """Of four questions the third is the first with another answer: equal ones are asked once."""
+    benchmark = configured("gsm8k", tmp_path, expected=4)
     rows = [
         {"question": question, "answer": f"Thus.\n#### {answer}"}
         for question, answer in zip(QUESTIONS, ["2", "4", "3", "1,006"], strict=True)
@@ -315,37 +280,18 @@ def gsm8k_run(tmp_path_factory: pytest.TempPathFactory) -> Gsm8kRun:
     model = ScriptedEngine(
         ["<think>\\boxed{9}?</think>\n\u2028So \\boxed{2}. \ud83c", "\\boxed{5}", "\\boxed{1006}"]
     )
-    [result] = evaluate_into(model, benchmark, folder / "out", policy=Policy())
-    return Gsm8kRun(benchmark, model, result, samples(folder / "out"))
-
-
-@pytest.mark.slow
-@needs_evalscope
-def test_every_item_is_graded_with_its_own_answer(gsm8k_run: Gsm8kRun) -> None:
-    rows = gsm8k_run.samples
-    assert [sample["outcome"] for sample in rows] == [1.0, 0.0, 0.0, 1.0]
-    assert [sample["extracted"] for sample in rows] == ["2", "5", "2", "1006"]
-    settings = gsm8k_run.model.generation
-    assert gsm8k_run.result["score"] == 0.5
-    assert (settings.max_tokens, settings.chat) == (64, True)
-
-
-@pytest.mark.slow
-@needs_evalscope
-def test_equal_questions_are_asked_once(gsm8k_run: Gsm8kRun) -> None:
-    rendered = gsm8k_run.model.tokenizer.conversations.values()
-    content = [messages[-1]["content"] for messages in rendered]
-    assert all(
-        text.startswith(question)
-        for text, question in zip(content, dict.fromkeys(QUESTIONS), strict=True)
-    )
-    assert all(text.endswith("put your final answer within \\boxed{}.") for text in content)
-
-
-@pytest.mark.slow
-@needs_evalscope
-def test_evalscope_deletes_no_file_of_a_mirror(gsm8k_run: Gsm8kRun) -> None:
-    assert (mirror.folder(gsm8k_run.benchmark) / "dataset_infos.json").exists()
+    [result] = evaluate_into(model, benchmark, tmp_path / "out", policy=Policy())
+    assert (mirror.folder(benchmark) / "dataset_infos.json").exists()
+    graded = samples(tmp_path / "out")
+    assert [sample["outcome"] for sample in graded] == [1.0, 0.0, 0.0, 1.0]
+    assert [sample["extracted"] for sample in graded] == ["2", "5", "2", "1006"]
+    assert result["score"] == 0.5
+    assert (model.generation.max_tokens, model.generation.chat) == (64, True)
+    conversations = model.tokenizer.conversations.values()
+    for messages, question in zip(conversations, dict.fromkeys(QUESTIONS), strict=True):
+        content = messages[-1]["content"]
+        assert content.startswith(question)
+        assert content.endswith("put your final answer within \\boxed{}.")
 
 
 def test_limit_takes_items_from_all_subsets_alike(
@@ -467,28 +413,21 @@ def code_benchmark(tmp_path: Path) -> BenchmarkConfig:
 
 
 @pytest.mark.slow
-def test_interpreter_without_evalscope_is_reported(code_benchmark: BenchmarkConfig) -> None:
+def test_interpreter_without_evalscope_is_reported(
+    code_benchmark: BenchmarkConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so is one that is missing, or not set."""
     messages = problems([code_benchmark], Policy(allow_code_execution=True))
     assert any(
         f"interpreters.evalscope={sys.executable} " in message and "make evalscope" in message
         for message in messages
     )
     assert any("allow_pickled_data=false" in message for message in messages)
-
-
-@pytest.mark.slow
-def test_missing_interpreter_is_reported(code_benchmark: BenchmarkConfig, tmp_path: Path) -> None:
     missing = replace(code_benchmark, python=str(tmp_path / "nowhere"))
     assert any(
         "and there is no such file: run make evalscope" in message
         for message in problems([missing], ALLOWED)
     )
-
-
-@pytest.mark.slow
-def test_unset_interpreter_is_reported(
-    code_benchmark: BenchmarkConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(machine, "_ROOT", tmp_path)
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
     *_, message = HARNESS.missing_requirements(replace(code_benchmark, python=None), ALLOWED)

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import Mock
 
 import datasets
@@ -105,19 +105,11 @@ def test_chats_have_no_loss_of_answers(subject: LoadedModel) -> None:
     assert {sample["answer_loss"] for sample in graded.samples} == {None}
 
 
-class Graded(NamedTuple):
-    """A task with the model's own texts as right answers (the third made wrong), and its grades."""
-
-    task: BenchmarkConfig
-    items: list[dict[str, Any]]
-    prompts: list[str]
-    texts: list[str]
-    grades: Any
-
-
-@pytest.fixture
-def generated(subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Graded:
-    """Without a pass for the loss on the right answer."""
+def test_generated_answers_are_graded(
+    subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's own texts are the right answers, but for the third. There is no pass for the loss
+    on them."""
     prompts = [item["prompt"] for item in shipped_items("gsm8k", 3)]
     texts = generate(subject, prompts, 40)
     labels = [text.strip() + "0" * (number == 2) for number, text in enumerate(texts)]
@@ -133,30 +125,19 @@ def generated(subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }
     task = custom_task(tmp_path, items, definition, max_new_tokens=40, expected=3)
     monkeypatch.setattr(LoadedModel, "score", None)
-    return Graded(task, items, prompts, texts, evaluate(subject, task))
-
-
-def test_generated_answers_are_graded(generated: Graded) -> None:
-    graded = generated.grades
+    graded = evaluate(subject, task)
     outcomes = [(sample["item"], sample["outcome"]) for sample in graded.samples]
     assert outcomes == [("a0", 1), ("a1", 1), ("a2", 0)]
-    assert [sample["output"] for sample in graded.samples] == generated.texts
+    assert [sample["output"] for sample in graded.samples] == texts
     assert None not in [sample["answer_loss"] for sample in graded.samples]
-    assert graded.protocol["prompt"] == generated.prompts[0]
-
-
-def test_max_new_tokens_of_zero_leaves_the_length_to_the_task(
-    generated: Graded, subject: LoadedModel
-) -> None:
-    graded = evaluate(subject, replace(generated.task, max_new_tokens=0))
-    assert graded.samples[0]["output"] != generated.texts[0]
-
-
-def test_task_is_read_again_when_its_file_changes(generated: Graded, subject: LoadedModel) -> None:
-    """Task objects are kept, but belong to the content of a file."""
-    lines = [{**item, "label": "nothing"} for item in generated.items]
-    write_lines(Path(generated.task.task).with_suffix(".jsonl"), lines)
-    assert evaluate(subject, generated.task).results[0]["score"] == 0
+    assert graded.protocol["prompt"] == prompts[0]
+    # max_new_tokens=0 leaves the length to the task
+    cut = evaluate(subject, replace(task, max_new_tokens=0))
+    assert cut.samples[0]["output"] != texts[0]
+    # task objects are kept, but belong to the content of a file
+    lines = [{**item, "label": "nothing"} for item in items]
+    write_lines(Path(task.task).with_suffix(".jsonl"), lines)
+    assert evaluate(subject, task).results[0]["score"] == 0
 
 
 class Unasked(LoadedModel):
@@ -171,15 +152,8 @@ class Unasked(LoadedModel):
 CONTINUATIONS = [{"q": "A bird sleeps in a", "a": "nest"}, {"q": "A cat is a", "a": "animal"}]
 
 
-class Likelihoods(NamedTuple):
-    """Grades of continuations by perplexity and accuracy, and their log-likelihoods."""
-
-    grades: Any
-    values: list[float]
-
-
-@pytest.fixture
-def likelihoods(subject: LoadedModel, tmp_path: Path) -> Likelihoods:
+def test_answers_are_graded_by_their_likelihoods(subject: LoadedModel, tmp_path: Path) -> None:
+    """Perplexity is that of the mean likelihood; outcomes are losses."""
     definition = {
         "output_type": "loglikelihood",
         "doc_to_text": "{{q}}",
@@ -190,24 +164,15 @@ def likelihoods(subject: LoadedModel, tmp_path: Path) -> Likelihoods:
     reports = {"p": "perplexity", "p,none": "perplexity,none", "a": "acc"}
     grades = evaluate(subject, custom_task(tmp_path, CONTINUATIONS, definition, reports=reports))
     values = [log_likelihood(subject, item["q"], f" {item['a']}") for item in CONTINUATIONS]
-    return Likelihoods(grades, values)
-
-
-def test_perplexity_of_answers_is_that_of_their_mean_likelihood(likelihoods: Likelihoods) -> None:
-    grades, values = likelihoods
-    perplexity, filtered, _ = grades.results
+    perplexity, filtered, accuracy = grades.results
     assert (filtered["score"], filtered["stderr"]) == (perplexity["score"], perplexity["stderr"])
     assert perplexity["score"] == pytest.approx(math.exp(-np.mean(values)), rel=1e-3)
     # times sqrt 2: the standard error of the mean of two, uncorrected
     half = abs(values[0] - values[1]) / 2
     assert perplexity["stderr"] == pytest.approx(perplexity["score"] * half / np.sqrt(2), rel=1e-2)
-
-
-def test_outcomes_of_answers_are_losses(likelihoods: Likelihoods) -> None:
-    grades, values = likelihoods
     losses = [sample["outcome"] for sample in grades.samples if sample["benchmark"] == "p"]
     assert losses == pytest.approx([-value for value in values], abs=1e-3)
-    assert grades.results[2]["score"] in (0.0, 0.5, 1.0)
+    assert accuracy["score"] in (0.0, 0.5, 1.0)
     scales = [(result["scale"], result["unit"]) for result in grades.results]
     assert scales == [("perplexity", "nats per answer")] * 2 + [("score", "")]
 
@@ -563,39 +528,6 @@ def reader() -> LoadedModel:
     )
 
 
-class ChoicesRun(NamedTuple):
-    """Grades of up to eight questions, and their rows."""
-
-    benchmark: BenchmarkConfig
-    rows: Rows
-    grades: Any
-
-
-@pytest.fixture(scope="module", params=[*REAL, *sorted(MINIATURES)])
-def choices_run(
-    request: pytest.FixtureRequest,
-    reader: LoadedModel,
-    tmp_path_factory: pytest.TempPathFactory,
-    published_data: Callable[[str, str], Path],
-) -> ChoicesRun:
-    """Miniatures, and a slice of what is published; `python -m benchmarks.evaluation` does it for
-    every item."""
-    name, folder = request.param, tmp_path_factory.mktemp(request.param)
-    if name in MINIATURES:
-        benchmark = write_mirror(folder, name, MINIATURES[name])
-    else:
-        (benchmark,) = benchmarks([name], str(folder / "data"))
-        file = published_data(file_name(benchmark), f"{benchmark.split} of {benchmark.data}")
-        mirror_files(benchmark, file.parent, folder)
-    metrics = ["acc"] if name in ("boolq", "mmlu", "rte", "winogrande") else ["acc", "acc_norm"]
-    reports = {metric: metric for metric in metrics}
-    benchmark = replace(benchmark, limit=8, reports=reports, batch_size=5)
-    assert problems([benchmark], Policy()) == []
-    grades = evaluate(reader, benchmark)
-    rows = mmlu_rows(benchmark, grades) if name == "mmlu" else mirror.rows(benchmark)[:8]
-    return ChoicesRun(benchmark, rows, grades)
-
-
 def mmlu_rows(benchmark: BenchmarkConfig, grades: Any) -> Rows:
     """The first row of each subject that was asked."""
     subsets = mirror.subsets(benchmark)
@@ -605,14 +537,31 @@ def mmlu_rows(benchmark: BenchmarkConfig, grades: Any) -> Rows:
     return [mirror.read_rows(subsets[subject]["test"][0])[0] for subject in subjects]
 
 
-def test_choices_equal_those_of_an_independent_script(
-    reader: LoadedModel, choices_run: ChoicesRun
+@pytest.mark.parametrize("name", [*REAL, *sorted(MINIATURES)])
+def test_choices_equal_those_of_an_independent_script_and_of_lm_eval(
+    name: str,
+    reader: LoadedModel,
+    tmp_path: Path,
+    published_data: Callable[[str, str], Path],
 ) -> None:
-    benchmark, rows, grades = choices_run
+    """Up to eight questions of miniatures, and of what is published; `python -m
+    benchmarks.evaluation` does it for every item."""
+    if name in MINIATURES:
+        benchmark = write_mirror(tmp_path, name, MINIATURES[name])
+    else:
+        (benchmark,) = benchmarks([name], str(tmp_path / "data"))
+        file = published_data(file_name(benchmark), f"{benchmark.split} of {benchmark.data}")
+        mirror_files(benchmark, file.parent, tmp_path)
+    metrics = ["acc"] if name in ("boolq", "mmlu", "rte", "winogrande") else ["acc", "acc_norm"]
+    reports = {metric: metric for metric in metrics}
+    benchmark = replace(benchmark, limit=8, reports=reports, batch_size=5)
+    assert problems([benchmark], Policy()) == []
+    grades = evaluate(reader, benchmark)
+    rows = mmlu_rows(benchmark, grades) if name == "mmlu" else mirror.rows(benchmark)[:8]
     for result in grades.results:
         samples = [sample for sample in grades.samples if sample["benchmark"] == result["metric"]]
         for sample, row in zip(samples, rows, strict=True):
-            choice = choices.CHOICES[benchmark.name](row)
+            choice = choices.CHOICES[name](row)
             scores = choices.likelihoods(reader.model, reader.tokenizer, choice)
             assert sample["outcome"] == choices.outcome(scores, choice, result["metric"])
             assert np.allclose(json.loads(str(sample["output"])), scores, atol=1e-3)
@@ -621,10 +570,7 @@ def test_choices_equal_those_of_an_independent_script(
         mean = np.mean([sample["outcome"] for sample in samples])
         assert result["n"] == len(rows)
         assert result["score"] == pytest.approx(mean)
-
-
-def test_choices_equal_those_of_lm_eval(reader: LoadedModel, choices_run: ChoicesRun) -> None:
-    assert_equals_lm_eval(reader, choices_run.benchmark)
+    assert_equals_lm_eval(reader, benchmark)
 
 
 def test_every_question_of_a_group_counts_the_same(reader: LoadedModel, tmp_path: Path) -> None:
@@ -724,60 +670,42 @@ def test_perplexity_of_several_tasks_is_refused(reader: LoadedModel, tmp_path: P
         )
 
 
-class WikiText(NamedTuple):
-    """Benchmarks of the first articles of WikiText-2, by windows of tokens and by pages."""
-
-    windows: BenchmarkConfig
-    pages: BenchmarkConfig
-
-
-@pytest.fixture(scope="module")
 def wikitext(
-    published_data: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> WikiText:
-    """`python -m benchmarks.evaluation` takes all articles."""
-    folder = tmp_path_factory.mktemp("wikitext")
-    windows, pages = benchmarks(["wikitext2", "wikitext2_word"], str(folder / "data"))
-    file = published_data(file_name(windows), f"{windows.split} of {windows.data}")
+    name: str, folder: Path, published_data: Callable[[str, str], Path]
+) -> BenchmarkConfig:
+    """A benchmark of the first articles of WikiText-2, with its mirror; `python -m
+    benchmarks.evaluation` takes all articles."""
+    (benchmark,) = benchmarks([name], str(folder / "data"))
+    file = published_data(file_name(benchmark), f"{benchmark.split} of {benchmark.data}")
     lines = file.read_text().split("\n")[:200]
     (folder / file.name).write_text("\n".join(lines) + "\n")
-    for benchmark in (windows, pages):
-        mirror_files(replace(benchmark, expected=None), folder, folder / "source")
-    windows = replace(windows, limit=3, parameters={"length": 256}, batch_size=2)
-    return WikiText(windows, replace(pages, expected=2, max_length=512))
+    mirror_files(replace(benchmark, expected=None), folder, folder / "source")
+    return benchmark
 
 
 def test_perplexity_of_windows_equals_an_independent_computation(
-    reader: LoadedModel, wikitext: WikiText
+    reader: LoadedModel, tmp_path: Path, published_data: Callable[[str, str], Path]
 ) -> None:
-    text = "\n\n".join(row["text"] for row in mirror.rows(wikitext.windows))
-    (result,) = evaluate(reader, wikitext.windows).results
+    benchmark = wikitext("wikitext2", tmp_path, published_data)
+    windows = replace(benchmark, limit=3, parameters={"length": 256}, batch_size=2)
+    text = "\n\n".join(row["text"] for row in mirror.rows(windows))
+    (result,) = evaluate(reader, windows).results
     expected = choices.perplexity(reader.model, reader.tokenizer, text, 256, 3)
     assert result["score"] == pytest.approx(expected, rel=1e-4)
     assert result["n"] == 3
 
 
-class PagesRun(NamedTuple):
-    """Grades of pages of WikiText-2, and their perplexity per word by an independent script."""
-
-    texts: list[tuple[str, str]]
-    grades: Any
-    perplexity: float
-
-
-@pytest.fixture(scope="module")
-def pages_run(reader: LoadedModel, wikitext: WikiText) -> PagesRun:
+def test_perplexities_of_pages_equal_an_independent_computation(
+    reader: LoadedModel, tmp_path: Path, published_data: Callable[[str, str], Path]
+) -> None:
+    """Outcomes are in the unit of the result."""
+    pages = replace(wikitext("wikitext2_word", tmp_path, published_data), max_length=512)
     metrics = ("word_perplexity", "byte_perplexity", "bits_per_byte")
-    rows = mirror.rows(wikitext.pages)
+    rows = mirror.rows(replace(pages, expected=2))
     reports = {metric: metric for metric in metrics}
-    grades = evaluate(reader, replace(wikitext.pages, reports=reports, expected=len(rows)))
+    grades = evaluate(reader, replace(pages, reports=reports, expected=len(rows)))
     texts = [(wikitext_detokenizer(row), row["page"]) for row in rows]
     perplexity = choices.word_perplexity(reader.model, reader.tokenizer, texts, 512)
-    return PagesRun(texts, grades, perplexity)
-
-
-def test_perplexities_of_pages_equal_an_independent_computation(pages_run: PagesRun) -> None:
-    texts, grades, perplexity = pages_run
     word, byte, bits = grades.results
     word_count = sum(len(re.split(r"\s+", page)) for _, page in texts)
     size = sum(len(page.encode()) for _, page in texts)
@@ -786,19 +714,15 @@ def test_perplexities_of_pages_equal_an_independent_computation(pages_run: Pages
     assert bits["score"] == pytest.approx(np.log2(byte["score"]), rel=1e-6)
     assert word["stderr"] is not None
     assert word["n"] == len(texts) > 1
-
-
-def test_outcomes_of_pages_are_in_the_unit_of_the_result(pages_run: PagesRun) -> None:
-    results, samples = pages_run.grades.results, pages_run.grades.samples
     units = ["nats per word", "nats per byte", "bits per byte"]
-    assert [result["unit"] for result in results] == units
-    assert results[2]["scale"] == "loss"
-    of_bits = [sample for sample in samples if sample["benchmark"] == "bits_per_byte"]
+    assert [result["unit"] for result in grades.results] == units
+    assert bits["scale"] == "loss"
+    of_bits = [sample for sample in grades.samples if sample["benchmark"] == "bits_per_byte"]
     weights = [sample["units"] for sample in of_bits]
     mean = np.average([sample["outcome"] for sample in of_bits], weights=weights)
-    assert mean == pytest.approx(results[2]["score"])
-    outcomes = [s["outcome"] for s in samples if s["benchmark"] == "word_perplexity"]
-    assert min(outcomes) <= np.log(pages_run.perplexity) <= max(outcomes)
+    assert mean == pytest.approx(bits["score"])
+    outcomes = [s["outcome"] for s in grades.samples if s["benchmark"] == "word_perplexity"]
+    assert min(outcomes) <= np.log(perplexity) <= max(outcomes)
 
 
 def test_examples_are_shown_and_drawn_the_same_every_time(

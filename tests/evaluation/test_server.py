@@ -212,57 +212,43 @@ def altered(folder: Path, contents: Mapping[str, str]) -> Path:
     return folder
 
 
-@pytest.fixture
-def preferring(tmp_path: Path) -> Path:
-    """A checkpoint that prefers to sample with a penalty, and to clean texts."""
+def test_served_checkpoint_has_no_generation_preferences(
+    subject: LoadedModel, tmp_path: Path
+) -> None:
+    """Where a checkpoint prefers to sample with a penalty, and to clean texts. It has the files of
+    the model otherwise."""
     generation = {"repetition_penalty": 1.3, "temperature": 0.6, "eos_token_id": [5, 3]}
     tokenizer = read(CHECKPOINT / "tokenizer_config.json")
     contents = {
         "generation_config.json": json.dumps(generation),
         "tokenizer_config.json": json.dumps({**tokenizer, "clean_up_tokenization_spaces": True}),
     }
-    return altered(tmp_path / "own", contents)
-
-
-def test_served_checkpoint_has_the_files_of_the_model(
-    subject: LoadedModel, preferring: Path, tmp_path: Path
-) -> None:
+    preferring = altered(tmp_path / "own", contents)
     view = tmp_path / "view"
     servers.make_view(preferring, view, subject.tokenizer)
     assert {file.name for file in view.iterdir()} == {file.name for file in preferring.iterdir()}
     assert (view / "model.safetensors").resolve() == (CHECKPOINT / "model.safetensors").resolve()
+    neutral = {"do_sample": True, "top_k": 0, "eos_token_id": [0, 3, 5], "pad_token_id": 1}
+    assert read(view / "generation_config.json") == neutral
+    assert read(view / "tokenizer_config.json")["clean_up_tokenization_spaces"] is False
+    (preferring / "generation_config.json").unlink()
+    servers.make_view(preferring, tmp_path / "plain", subject.tokenizer)
+    ends = read(tmp_path / "plain/generation_config.json")["eos_token_id"]
+    assert ends == subject.end_token_ids
 
 
 def test_served_checkpoint_has_the_tokenizer_that_is_used(
-    subject: LoadedModel, preferring: Path, tmp_path: Path
+    subject: LoadedModel, tmp_path: Path
 ) -> None:
-    (preferring / "chat_template.jinja").write_text("of the checkpoint")
+    checkpoint = altered(tmp_path / "own", {"chat_template.jinja": "of the checkpoint"})
     other = deepcopy(subject.tokenizer)
     other.add_tokens(["w900"])
     other.save_pretrained(tmp_path / "other")
     other.name_or_path = str(tmp_path / "other")
-    servers.make_view(preferring, tmp_path / "view", other)
+    servers.make_view(checkpoint, tmp_path / "view", other)
     assert "w900" in (tmp_path / "view" / "tokenizer.json").read_text()
     assert not (tmp_path / "view" / "chat_template.jinja").exists()
-    assert (preferring / "chat_template.jinja").exists()
-
-
-def test_served_checkpoint_has_no_generation_preferences(
-    subject: LoadedModel, preferring: Path, tmp_path: Path
-) -> None:
-    view = tmp_path / "view"
-    servers.make_view(preferring, view, subject.tokenizer)
-    neutral = {"do_sample": True, "top_k": 0, "eos_token_id": [0, 3, 5], "pad_token_id": 1}
-    assert read(view / "generation_config.json") == neutral
-    assert read(view / "tokenizer_config.json")["clean_up_tokenization_spaces"] is False
-
-
-def test_served_checkpoint_without_generation_config_ends_like_the_model(
-    subject: LoadedModel, preferring: Path, tmp_path: Path
-) -> None:
-    (preferring / "generation_config.json").unlink()
-    servers.make_view(preferring, tmp_path / "view", subject.tokenizer)
-    assert read(tmp_path / "view/generation_config.json")["eos_token_id"] == subject.end_token_ids
+    assert (checkpoint / "chat_template.jinja").exists()
 
 
 def read(file: Path) -> Any:

@@ -253,48 +253,31 @@ OTHER_BODY = "    return 'something else'\n"
 STOP = ("\ndef ", "\nclass ", "\nimport ", "\nfrom ", "\nassert ", *EOS)
 
 
-@pytest.fixture(scope="module")
-def completed(subject: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Three evaluated problems: two whose right answer is what the model generates, and another."""
-    folder = tmp_path_factory.mktemp("programs")
+def test_programs_are_completed_and_run(subject: LoadedModel, tmp_path: Path) -> None:
+    """Three problems: two whose right answer is what the model generates, and another."""
     problems = shipped_items("humaneval", 3)
     prompts = [problem["prompt"].strip() + "\n" for problem in problems]
     texts = generate(subject, prompts, 64, stop=STOP)
-    for problem, body in zip(problems, [*texts[:2], OTHER_BODY], strict=True):
+    right = [*texts[:2], OTHER_BODY]
+    for problem, body in zip(problems, right, strict=True):
         problem["canonical_solution"] = body
-    data = write_lines(folder / "problems.jsonl", problems)
+    data = write_lines(tmp_path / "problems.jsonl", problems)
     limits = {"seconds": 0.5, "memory_mib": 512, "processes": 1}
     benchmark = replace(CODE, task=str(data), expected=3, max_new_tokens=64, parameters=limits)
     policy = Policy(True, sandbox=program_isolation())
-    (result,) = evaluate_into(subject, benchmark, folder, policy=policy)
-    return SimpleNamespace(result=result, folder=folder, prompts=prompts, texts=texts)
-
-
-def test_programs_are_completed_and_run(completed: Any) -> None:
-    rows = samples(completed.folder)
-    assert [row["output"] for row in rows] == completed.texts
+    (result,) = evaluate_into(subject, benchmark, tmp_path, policy=policy)
+    rows = samples(tmp_path)
+    assert [row["output"] for row in rows] == texts
     verdicts = [row["extracted"].partition("\n")[0] for row in rows]
     assert verdicts == ["pass", "pass", "fail: another value was expected"]
-    assert rows[0]["extracted"].endswith(completed.prompts[0] + completed.texts[0])
-    assert (completed.result["score"], completed.result["n"]) == (pytest.approx(2 / 3), 3)
-    assert completed.result["stderr"] == pytest.approx(math.sqrt(2 / 9 / 2))
-
-
-def test_programs_have_the_loss_of_the_canonical_solution(
-    completed: Any, subject: LoadedModel
-) -> None:
-    right = [*completed.texts[:2], OTHER_BODY]
-    losses = [
-        reply.loss for reply in collect_replies(subject, completed.prompts, 1, references=right)
-    ]
-    rows = samples(completed.folder)
+    assert rows[0]["extracted"].endswith(prompts[0] + texts[0])
+    assert (result["score"], result["n"]) == (pytest.approx(2 / 3), 3)
+    assert result["stderr"] == pytest.approx(math.sqrt(2 / 9 / 2))
+    losses = [reply.loss for reply in collect_replies(subject, prompts, 1, references=right)]
     assert [row["answer_loss"] for row in rows] == pytest.approx(losses, abs=1e-5)
-
-
-def test_the_protocol_of_programs_has_the_sandbox_and_a_prompt(completed: Any) -> None:
-    content = protocol(completed.folder)
+    content = protocol(tmp_path)
     assert content["sandbox"] == program_isolation()
-    assert content["prompt"] == completed.prompts[0]
+    assert content["prompt"] == prompts[0]
     assert set(EOS) <= set(content["stop"])
     assert tuple(EOS) == STOP[5:], "EvalPlus's own list was changed"
 
@@ -304,10 +287,10 @@ STORY_PROMPT = (
 )
 
 
-@pytest.fixture(scope="module")
-def graded_stories(subject: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The result of two evaluated stories, the first with itself as its reference; and the text."""
-    folder = tmp_path_factory.mktemp("stories")
+def test_stories_are_scored_by_the_share_of_their_rules(
+    subject: LoadedModel, tmp_path: Path
+) -> None:
+    """The first of two stories has itself as its reference, and so its loss."""
     (story,) = generate(subject, [STORY_PROMPT], 48)
     names = (story.split()[0].strip(".,"), "Xylophone")
     rules = [{"rule": "mentions", "text": name} for name in names]
@@ -315,25 +298,17 @@ def graded_stories(subject: LoadedModel, tmp_path_factory: pytest.TempPathFactor
         {"id": "a", "prompt": STORY_PROMPT, "checklist": rules, "reference": story},
         {"id": "b", "prompt": STORY_PROMPT, "checklist": rules[:1]},
     ]
-    data = write_lines(folder / "stories.jsonl", items)
+    data = write_lines(tmp_path / "stories.jsonl", items)
     benchmark = BenchmarkConfig(
         "s", "stories", str(data), reports={"s": "score"}, max_new_tokens=48, expected=2
     )
-    (result,) = evaluate_into(subject, benchmark, folder, policy=Policy())
-    return SimpleNamespace(result=result, folder=folder, story=story)
-
-
-def test_stories_are_scored_by_the_share_of_their_rules(graded_stories: Any) -> None:
-    first, second = samples(graded_stories.folder)
-    assert (first["item"], first["output"]) == ("a", graded_stories.story)
+    (result,) = evaluate_into(subject, benchmark, tmp_path, policy=Policy())
+    first, second = samples(tmp_path)
+    assert (first["item"], first["output"]) == ("a", story)
     assert (first["outcome"], first["extracted"]) == (0.5, "[true, false]")
     assert second["outcome"] == 1
-    assert (graded_stories.result["score"], graded_stories.result["n"]) == (0.75, 2)
-
-
-def test_stories_with_a_reference_have_its_loss(graded_stories: Any, subject: LoadedModel) -> None:
-    first, second = samples(graded_stories.folder)
-    (reply,) = collect_replies(subject, [STORY_PROMPT], 1, references=[graded_stories.story])
+    assert (result["score"], result["n"]) == (0.75, 2)
+    (reply,) = collect_replies(subject, [STORY_PROMPT], 1, references=[story])
     assert first["answer_loss"] == pytest.approx(reply.loss, abs=1e-5)
     assert second["answer_loss"] is None
 
@@ -392,22 +367,17 @@ def measured(subject: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> 
     )
 
 
-@pytest.fixture(scope="module")
-def window_losses(measured: Any, subject: LoadedModel) -> list[torch.Tensor]:
-    """The loss in nats of each predicted token, window by window, in fp64."""
+def test_perplexity_and_distance_equal_an_independent_computation(
+    measured: Any, subject: LoadedModel
+) -> None:
+    """Samples of windows average to the result by their tokens."""
     windows = torch.tensor(subject.tokenizer(TEXT).input_ids).split(WINDOW)
-    losses = [
+    window_losses = [
         -log_q.gather(1, window[1:, None])[:, 0]
         for window, (_, log_q) in zip(windows, measured.windows, strict=True)
     ]
-    assert 1 < len(losses[-1]) < WINDOW - 1
-    assert len(losses) > 3
-    return losses
-
-
-def test_perplexity_and_distance_equal_an_independent_computation(
-    measured: Any, window_losses: list[torch.Tensor]
-) -> None:
+    assert 1 < len(window_losses[-1]) < WINDOW - 1
+    assert len(window_losses) > 3
     losses = torch.cat(window_losses)
     tokens = len(losses) + len(window_losses)
     mean = float(losses.mean())
@@ -427,6 +397,15 @@ def test_perplexity_and_distance_equal_an_independent_computation(
         assert (result["scale"], result["unit"]) == (scale, unit)
         assert result["n"] == len(window_losses)
     assert 0 == measured.unpruned["kl"]["score"] == measured.unpruned["disagreement"]["score"] < kl
+    loss, perplexity = measured.results["loss"], measured.results["perplexity"]
+    assert loss["stderr"] > 0
+    assert perplexity["stderr"] == pytest.approx(loss["stderr"] * perplexity["score"])
+    rows = [row for row in samples(measured.folder) if row["benchmark"] == "loss"]
+    outcomes = [float(window.mean()) for window in window_losses]
+    assert [row["outcome"] for row in rows] == pytest.approx(outcomes, rel=1e-4)
+    assert [row["units"] for row in rows] == [len(window) for window in window_losses]
+    total = sum(row["outcome"] * row["units"] for row in rows)
+    assert total / sum(row["units"] for row in rows) == pytest.approx(loss["score"], rel=1e-4)
 
 
 def test_divergence_rises_with_the_stored_tokens_up_to_the_exact_one() -> None:
@@ -439,24 +418,6 @@ def test_divergence_rises_with_the_stored_tokens_up_to_the_exact_one() -> None:
     torch.testing.assert_close(kl[-1], (log_p.double().exp() * (log_p - log_q)).sum(1))
     all_equal = torch.zeros_like(log_q)
     assert not fidelity.distances(stored[0], all_equal)[:, 1].any(), "each is the likeliest"
-
-
-def test_error_of_a_perplexity_follows_from_that_of_the_loss(measured: Any) -> None:
-    loss, perplexity = measured.results["loss"], measured.results["perplexity"]
-    assert loss["stderr"] > 0
-    assert perplexity["stderr"] == pytest.approx(loss["stderr"] * perplexity["score"])
-
-
-def test_samples_of_windows_average_to_the_result_by_their_tokens(
-    measured: Any, window_losses: list[torch.Tensor]
-) -> None:
-    rows = [row for row in samples(measured.folder) if row["benchmark"] == "loss"]
-    expected = [float(window.mean()) for window in window_losses]
-    assert [row["outcome"] for row in rows] == pytest.approx(expected, rel=1e-4)
-    assert [row["units"] for row in rows] == [len(window) for window in window_losses]
-    total = sum(row["outcome"] * row["units"] for row in rows)
-    mean = total / sum(row["units"] for row in rows)
-    assert mean == pytest.approx(measured.results["loss"]["score"], rel=1e-4)
 
 
 def test_result_file_has_data_and_versions(measured: Any) -> None:

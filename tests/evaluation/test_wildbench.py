@@ -169,14 +169,6 @@ their thoughts, and the judge gives 20 no score."""
 SCORES = [1 if number in (5, 7, 9) else number % 10 + 1 for number in range(146)]
 
 
-@pytest.fixture
-def graded(judged: BenchmarkConfig, tmp_path: Path) -> Any:
-    """The result of 146 answers, most of which are the score that the judge is to give."""
-    texts = [OUTPUTS.get(number, f"{number % 10 + 1} and half a \ud83d") for number in range(146)]
-    (result,) = run.grade(made_up_answers(judged, texts), judged, tmp_path, policy=ALLOWED)
-    return result
-
-
 @pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(text=GARBAGE, reply=GARBAGE)
@@ -205,24 +197,20 @@ def test_garbage_costs_only_its_own_item(published: BenchmarkConfig, text: str, 
 
 
 @pytest.mark.slow
-def test_the_result_is_the_mean_share_of_the_scale(graded: Any) -> None:
+def test_the_result_is_the_mean_share_of_the_scale(
+    judged: BenchmarkConfig, judge: Endpoint, tmp_path: Path
+) -> None:
+    """Of 146 answers, most of which are the score that the judge is to give. Neither empty ones nor
+    thoughts are sent to the judge."""
+    texts = [OUTPUTS.get(number, f"{number % 10 + 1} and half a \ud83d") for number in range(146)]
+    (result,) = run.grade(made_up_answers(judged, texts), judged, tmp_path, policy=ALLOWED)
     shares = [(score - 1) / 9 for number, score in enumerate(SCORES) if number != 20]
-    assert graded["n"] == 145
-    assert graded["expected"] == 146
-    assert graded["score"] == pytest.approx(sum(shares) / 145)
-
-
-@pytest.mark.slow
-def test_empty_answers_and_thoughts_are_not_sent_to_the_judge(graded: Any, judge: Endpoint) -> None:
+    assert (result["n"], result["expected"]) == (145, 146)
+    assert result["score"] == pytest.approx(sum(shares) / 145)
     sent = [str(body["messages"]) for body in judge.requests]
     assert len(sent) == 142 + 3, "three requests for the answer without a score"
     assert not any("<reply>\n9" in text or "think" in text for text in sent)
 
-
-@pytest.mark.slow
-def test_protocol_names_unscored_items_and_hides_the_judge_address(
-    graded: Any, judge: Endpoint, tmp_path: Path
-) -> None:
     content = protocol(tmp_path)
     assert content["unasked"] == 3
     assert list(content["unscored"]) == [f"session{CREATIVE[20]}#0"]
@@ -232,9 +220,6 @@ def test_protocol_names_unscored_items_and_hides_the_judge_address(
     assert judge.url not in json.dumps(content)
     assert "OPENAI_API_KEY" not in json.dumps(content)
 
-
-@pytest.mark.slow
-def test_samples_have_the_share_the_reply_and_the_thought(graded: Any, tmp_path: Path) -> None:
     rows = samples(tmp_path)
     assert [row["item"] for row in rows] == [
         f"session{number}#0" for number in CREATIVE if number != CREATIVE[20]
@@ -247,13 +232,8 @@ def test_samples_have_the_share_the_reply_and_the_thought(graded: Any, tmp_path:
     assert rows[7]["outcome"] == 0
     assert rows[7]["output"] is None
 
-
-@pytest.mark.slow
-def test_grading_again_requests_missing_scores_only(
-    graded: Any, judged: BenchmarkConfig, judge: Endpoint, tmp_path: Path
-) -> None:
+    # grading again requests missing scores only
     judge.requests.clear()
-    texts = [OUTPUTS.get(number, f"{number % 10 + 1} and half a \ud83d") for number in range(146)]
     run.grade(made_up_answers(judged, texts), judged, tmp_path, policy=ALLOWED)
     assert len(judge.requests) == 3
 
