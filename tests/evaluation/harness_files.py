@@ -15,17 +15,16 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation.mirror import benchmarks, make
 from moe_lab.paths import resolve
 
-GARBAGE = st.text() | st.sampled_from(
-    [
-        *("", "\ud800", "\0", "9" * 400, "[" * 9000, "(" * 9000, "1e999", "\\boxed{" * 99),
-        *("\\boxed{}", "\\frac{1" * 99, "ANSWER: " * 99, "ANSWER: ABCD", "</reply>" * 99),
-        *("```python\n" * 99, "<tool_call>" * 99, '{"name": "f", "arguments": ' * 999),
-        '<tool_call>{"name": "give", "arguments": {"giver": 1e999, "present": NaN}}</tool_call>',
-        f"```python\ndef f(x): return {'-' * 9000}x\n```",
-        "```python\nwhile True: print(1)\n```",
-        "```python\nclass Solution: 1 / 0\n```",
-    ]
-)
+GARBAGE_TEXTS = [
+    *("", "\ud800", "\0", "9" * 400, "[" * 9000, "(" * 9000, "1e999", "\\boxed{" * 99),
+    *("\\boxed{}", "\\frac{1" * 99, "ANSWER: " * 99, "ANSWER: ABCD", "</reply>" * 99),
+    *("```python\n" * 99, "<tool_call>" * 99, '{"name": "f", "arguments": ' * 999),
+    '<tool_call>{"name": "give", "arguments": {"giver": 1e999, "present": NaN}}</tool_call>',
+    f"```python\ndef f(x): return {'-' * 9000}x\n```",
+    "```python\nwhile True: print(1)\n```",
+    "```python\nclass Solution: 1 / 0\n```",
+]
+GARBAGE = st.text() | st.sampled_from(GARBAGE_TEXTS)
 """Texts that a model may write, none of which is right."""
 
 

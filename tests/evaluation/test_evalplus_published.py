@@ -38,13 +38,12 @@ from moe_lab.evaluation import Policy, mirror, run
 from moe_lab.evaluation.adapters.evalplus import GRADER, GradeRequest, Verdict
 from moe_lab.evaluation.adapters.evalplus_rules import (
     longest_program,
-    read_problems,
     read_program,
     sanitize,
 )
 from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.harnesses import evalplus
-from moe_lab.evaluation.items import Answer, Reply, read_rows, write_rows
+from moe_lab.evaluation.items import Answer, read_rows, write_rows
 from moe_lab.evaluation.mirror import benchmarks, make
 
 pytestmark = pytest.mark.slow
@@ -242,45 +241,6 @@ def test_programs_run_as_they_stand(tmp_path: Path) -> None:
     assert "pass" not in [verdict.base for verdict in wrong]
 
 
-def test_answers_that_evalplus_judges_otherwise_are_marked(tmp_path: Path) -> None:
-    method = "class A:\n    def f(self, x):\n        return x + 1"
-    texts = [RIGHT, CACHED, method]
-    verdicts = form_verdicts(tmp_path, texts)
-    assert [verdict.plus for verdict in verdicts] == ["pass", "pass", "fail"]
-    assert [verdict.unlike_harness for verdict in verdicts] == [False, True, False]
-    by_harness = form_verdicts(tmp_path, texts, as_harness=True)
-    assert [verdict.plus for verdict in by_harness] == ["pass", "fail", "fail"]
-
-
-@pytest.mark.parametrize("name", list(CHOSEN))
-def test_no_verdict_is_worse_than_that_of_evalplus(
-    published_data: Callable[[str, str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    evalplus_problems = EvalPlusProblems(name)
-    benchmark = published(name, tmp_path, published_data, CHOSEN[name][:3])
-    benchmark = replace(benchmark, reports={name: "plus"})
-    as_harness = replace(benchmark, parameters={"as_harness": True})
-    rows = read_problems(name, str(evalplus.HARNESS.data_file(benchmark)))
-    for form in FORMS.values():
-        if CACHED not in form:
-            continue
-        texts = {task: form.replace(CACHED, canonical(row)) for task, row in rows.items()}
-        answers = [Answer(task, "", (Reply(text),)) for task, text in texts.items()]
-        passing = {
-            task for task, text in texts.items() if evalplus_problems.accepts_text(rows[task], text)
-        }
-        graded = evalplus.HARNESS.grade(answers, as_harness, ALLOWED)
-        assert {sample["item"] for sample in graded.samples if sample["outcome"]} == passing
-        graded = evalplus.HARNESS.grade(answers, benchmark, ALLOWED)
-        others = {*texts} - passing
-        assert sum(sample["outcome"] for sample in graded.samples) == 3 - UNSTABLE.get(name, 0)
-        assert {*graded.protocol["unlike_harness"]} ^ others <= {"HumanEval/32"}
-
-
 METHOD = "class Solution:\n    def f(self, x):\n        return x + 1\n"
 ASYNC = "import asyncio\nasync def g(x):\n    return x + 1\n"
 OTHER_FORMS = {
@@ -301,23 +261,19 @@ OTHER_FORMS = {
 """Texts whose function is no function at the top of a program."""
 
 
-def test_other_forms_have_no_worse_verdict_than_that_of_evalplus(tmp_path: Path) -> None:
+def test_no_verdict_is_worse_than_that_of_evalplus(tmp_path: Path) -> None:
+    """With as_harness=true it is EvalPlus's. Answers that EvalPlus judges otherwise are marked."""
+    texts = [*FORMS.values(), *OTHER_FORMS.values()]
     evalplus_problems = EvalPlusProblems("humaneval")
     row = problem(0, "f", "return x + 1", [[1]], [[2], [3]])
-
-    def passing(**settings: Any) -> set[str]:
-        verdicts = form_verdicts(tmp_path, OTHER_FORMS.values(), **settings)
-        return {
-            form
-            for form, verdict in zip(OTHER_FORMS, verdicts, strict=True)
-            if verdict.plus == "pass"
-        }
-
-    passing_evalplus = {
-        form for form, text in OTHER_FORMS.items() if evalplus_problems.accepts_text(row, text)
-    }
-    assert passing(as_harness=True) == passing_evalplus
-    assert {"bound method", "asynchronous helper"} <= passing_evalplus <= passing()
+    by_evalplus = [evalplus_problems.accepts_text(row, text) for text in texts]
+    as_harness = form_verdicts(tmp_path, texts, as_harness=True)
+    assert [verdict.plus == "pass" for verdict in as_harness] == by_evalplus
+    verdicts = form_verdicts(tmp_path, texts)
+    is_right = [verdict.plus == "pass" for verdict in verdicts]
+    assert sum(is_right) > sum(by_evalplus) > len(texts) / 4
+    others = [ours != theirs for ours, theirs in zip(is_right, by_evalplus, strict=True)]
+    assert [verdict.unlike_harness for verdict in verdicts] == others
 
 
 @pytest.mark.parametrize("name", list(CHOSEN))

@@ -1,7 +1,6 @@
 """Learning what the unpruned model predicts, and fitting merged experts: losses, gradients,
 resumption, closed form."""
 
-import copy
 import functools
 import json
 from collections.abc import Callable, Iterator
@@ -101,92 +100,46 @@ def test_distillation_loss_is_the_divergence_from_the_teacher(
     assert float(loss) == pytest.approx(expected, rel=1e-5)
 
 
-class RouterStep(NamedTuple):
-    """A step of a student's routers against their gradients: the model that it was made from and
-    its weights before, the student's trainable tensors, addresses of tensors in memory, and the
-    student's logits and changed weights after the step."""
-
-    model: Any
-    original: dict[str, torch.Tensor]
-    pruned: Any
-    routers: dict[str, Any]
-    trainable: list[Any]
-    model_addresses: set[int]
-    expert_addresses: set[int]
-    logits: torch.Tensor
-    changed: dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module", params=[*tiny.ARCHITECTURES, "olmoe ragged"])
-def router_step(request: pytest.FixtureRequest) -> RouterStep:
-    model = tiny.build(request.param.split()[0], dtype=torch.float64)
-    plan = random_plan(model, "ragged") if "ragged" in request.param else tiny.plan(model, 0.5)
+@pytest.mark.parametrize("name", [*tiny.ARCHITECTURES, "olmoe ragged"])
+def test_a_step_of_a_student_changes_its_routers_only(name: str) -> None:
+    """A step against their gradients. The student shares experts with its teacher, and is the
+    pruned model with the changed routers."""
+    family, _, ragged = name.partition(" ")
+    model = tiny.build(family, dtype=torch.float64)
+    plan = random_plan(model, "ragged") if ragged else tiny.plan(model, 0.5)
     original = tiny.cloned_state(model)
+    ids, valid, learnt = batch()
     with trained_routers(model, plan) as student:
         routers = student.parameters["routers"]
         trainable = [tensor for tensor in student.model.parameters() if tensor.requires_grad]
-        model_addresses = {tensor.data_ptr() for tensor in model.parameters()}
+        assert {id(parameter) for parameter in routers.values()} == set(map(id, trainable))
         expert_addresses = {
             tensor.data_ptr()
-            for name, module in student.model.named_modules()
-            if name.endswith(".experts")
+            for path, module in student.model.named_modules()
+            if path.endswith(".experts")
             for tensor in module.parameters()
         }
-        ids, valid, learnt = batch()
+        assert expert_addresses <= {tensor.data_ptr() for tensor in model.parameters()}
         loss = distillation_loss(student.model, ids, valid, learnt, teacher=model, temperature=1.0)
         loss.backward()
         with torch.no_grad():
-            for parameter in routers.values():
+            for key, parameter in routers.items():
+                assert parameter.grad is not None and float(parameter.grad.abs().max()) > 0, key
                 parameter -= 0.05 * parameter.grad.sign()
             logits = student.model(ids).logits
-        return RouterStep(
-            model,
-            original,
-            pruned(model, plan),
-            routers,
-            trainable,
-            model_addresses,
-            expert_addresses,
-            logits,
-            student.finish(),
-        )
-
-
-def test_gradients_reach_routers_only(router_step: RouterStep) -> None:
-    routers = router_step.routers
-    assert {id(parameter) for parameter in routers.values()} == set(map(id, router_step.trainable))
-    for key, parameter in routers.items():
-        assert parameter.grad is not None and float(parameter.grad.abs().max()) > 0, key
-    model = router_step.model
+        changed = student.finish()
     assert not any(parameter.grad is not None for parameter in model.parameters())
     assert not any(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_student_shares_experts_with_its_teacher(router_step: RouterStep) -> None:
-    assert router_step.expert_addresses <= router_step.model_addresses
-    assert not tiny.differing(router_step.model.state_dict(), router_step.original)
-
-
-def test_changed_weights_are_those_of_routers(router_step: RouterStep) -> None:
-    changed = router_step.changed
-    weights = router_step.pruned.state_dict()
-    routers = {key: value for key, value in weights.items() if key in changed}
-    assert len(routers) == len(changed) == len(router_step.routers)
-    assert all(
-        value.shape == changed[key].shape and not torch.equal(value, changed[key])
-        for key, value in routers.items()
-    )
-
-
-def test_student_is_the_pruned_model_with_its_routers(
-    router_step: RouterStep, request: pytest.FixtureRequest
-) -> None:
-    student = copy.deepcopy(router_step.pruned)
-    student.load_state_dict(router_step.changed, strict=False)
-    ids, *_ = batch()
+    assert not tiny.differing(model.state_dict(), original)
+    expected = pruned(model, plan)
+    weights = expected.state_dict()
+    assert len(changed) == len(routers)
+    for key, value in changed.items():
+        assert value.shape == weights[key].shape and not torch.equal(value, weights[key])
+    expected.load_state_dict(changed, strict=False)
     with torch.no_grad():
-        difference = float((student(ids).logits - router_step.logits).abs().max())
-    assert difference < 1e-9 if "ragged" in request.node.name else difference == 0
+        difference = float((expected(ids).logits - logits).abs().max())
+    assert difference < 1e-9 if ragged else difference == 0
 
 
 def test_routers_in_bfloat16_are_trained_in_fp32(tmp_path: Path) -> None:
@@ -364,95 +317,58 @@ def fitted_rows(folder: Path, plan: Plan, layer: int, expert: int) -> torch.Tens
     return packed[start : start + int(widths[expert])].T
 
 
-class Fitted(NamedTuple):
-    """A model whose merged experts were fitted, and the problem and the written weight (H, I) of
-    each, by (layer, owner)."""
-
-    plan: Plan
-    tokens: int
-    report: dict[str, Any]
-    folder: Path
-    problems: dict[tuple[int, int], Regression]
-    written: dict[tuple[int, int], Any]
-
-    @property
-    def rows(self) -> dict[tuple[int, int], dict[str, Any]]:
-        return {(row["layer"], row["expert"]): row for row in self.report["experts"]}
-
-    def is_averaged(self, key: tuple[int, int]) -> bool:
-        """Whether a merged expert saw fewer tokens than it has channels."""
-        count, size = self.problems[key].inputs.shape
-        return bool(count < size)
-
-
-@pytest.fixture(
-    params=[
+@pytest.mark.parametrize(
+    ("tokens", "way", "align"),
+    [
         (192, "merged", False),
         (48, "merged", False),
         (192, "merged", True),
         (192, "merged rows", True),
-    ]
+    ],
 )
-def fitted(
-    request: pytest.FixtureRequest,
+def test_fit_is_least_squares_on_the_tokens_routed_to_any_member(
+    tokens: int,
+    way: str,
+    align: bool,
     model: Any,
     folder: Path,
     tokenizer: Any,
     run: Run,
     tmp_path: Path,
-) -> Fitted:
-    """With 48 tokens some groups see fewer than the 24 channels of an expert, and keep the
-    average."""
-    tokens, way, align = request.param
+) -> None:
+    """Errors before and after, members and their tokens are reported. With 48 tokens some groups
+    see fewer than the 24 channels of an expert, and keep the average."""
     original = tiny.cloned_state(model)
     plan = plan_of(model, way) if align else plan_without_alignment(plan_of(model, way))
     report = run(model, tmp_path, plan, tokens)
     assert not tiny.differing(model.state_dict(), original)
+    assert json.loads((tmp_path / "finetune.json").read_text()) == report
     rows = batches(text(folder, tokens=tokens), tokenizer).batches
     assert not all(bool(valid.all()) for _, valid in rows)
     problems = regressions(model, plan, rows)
-    written = {key: fitted_rows(tmp_path, plan, *key).numpy() for key in problems}
-    return Fitted(plan, tokens, report, tmp_path, problems, written)
-
-
-def test_fit_is_least_squares_on_the_tokens_routed_to_any_member(fitted: Fitted) -> None:
-    for key, problem in fitted.problems.items():
-        if fitted.is_averaged(key):
-            numpy.testing.assert_allclose(fitted.written[key], problem.average, atol=1e-15)
-        else:
-            solution = problem.solution()
-            numpy.testing.assert_allclose(fitted.written[key], solution, rtol=0, atol=1e-9)
-
-
-def test_fit_reports_errors_before_and_after(fitted: Fitted) -> None:
-    for key, problem in fitted.problems.items():
-        row = fitted.rows[key]
+    reported = {(row["layer"], row["expert"]): row for row in report["experts"]}
+    assert reported.keys() == problems.keys()
+    n_averaged = 0
+    for key, problem in problems.items():
+        weight = fitted_rows(tmp_path, plan, *key).numpy()
+        row = reported[key]
+        assert row["tokens"] == len(problem.inputs)
+        assert row["members"] == sorted(plan.layers[key[0]].merged[key[1]])
         averaged = problem.error(problem.average)
         assert row["error_averaged"] == pytest.approx(averaged, rel=1e-9)
-        if fitted.is_averaged(key):
+        count, size = problem.inputs.shape
+        if count < size:
+            n_averaged += 1
+            numpy.testing.assert_allclose(weight, problem.average, atol=1e-15)
             assert row["error_fitted"] is None
         else:
-            error = problem.error(fitted.written[key])
+            numpy.testing.assert_allclose(weight, problem.solution(), rtol=0, atol=1e-9)
+            error = problem.error(weight)
             assert row["error_fitted"] == pytest.approx(error, rel=1e-6, abs=1e-12)
             assert error < averaged
-
-
-def test_fit_reports_members_and_their_tokens(fitted: Fitted) -> None:
-    assert fitted.rows.keys() == fitted.problems.keys()
-    for (layer, owner), problem in fitted.problems.items():
-        row = fitted.rows[layer, owner]
-        members = sorted(fitted.plan.layers[layer].merged[owner])
-        assert row["tokens"] == len(problem.inputs)
-        assert row["members"] == members
-
-
-def test_fit_counts_experts_that_keep_the_average(fitted: Fitted) -> None:
-    report, count = fitted.report, len(fitted.problems)
-    averaged = sum(map(fitted.is_averaged, fitted.problems))
-    assert (report["fitted"], report["averaged"]) == (count - averaged, averaged)
-    assert (averaged > 0) == (fitted.tokens == 48)
-    assert averaged < count
-    assert json.loads((fitted.folder / "finetune.json").read_text()) == report
+    assert (report["fitted"], report["averaged"]) == (len(problems) - n_averaged, n_averaged)
+    assert (n_averaged > 0) == (tokens == 48)
+    assert n_averaged < len(problems)
 
 
 def test_killed_fit_resumes_with_the_same_result(

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import naive
 import numpy
@@ -73,100 +73,37 @@ def shake(layers: Any) -> None:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
 
 
-class Adapted(NamedTuple):
-    """Logits of a model as it is, with new adapters, with changed ones, and after merging them; the
-    states of the original and the pruned model before, and the tensors that merging changed."""
-
-    original: Any
-    original_state: dict[str, torch.Tensor]
-    model: Any
-    pruned_state: dict[str, torch.Tensor]
-    layers: Any
-    changed: dict[str, torch.Tensor]
-    logits: dict[str, torch.Tensor]
-
-
-@pytest.fixture(
-    scope="module",
-    params=[*tiny.ARCHITECTURES, "olmoe ragged", "olmoe constants", "olmoe merged"],
+@pytest.mark.parametrize(
+    "name", [*tiny.ARCHITECTURES, "olmoe ragged", "olmoe constants", "olmoe merged"]
 )
-def adapted(request: pytest.FixtureRequest) -> Adapted:
-    family, _, kind = request.param.partition(" ")
+def test_merged_adapters_give_the_same_logits(name: str) -> None:
+    """New adapters change nothing. Merging restores the modules, returns the changed tensors, and
+    leaves the original model."""
+    family, _, kind = name.partition(" ")
     original = tiny.build(family, dtype=torch.float64)
     original_state = tiny.cloned_state(original)
     model = pruned(original, random_plan(original, kind) if kind else None)
     pruned_state = tiny.cloned_state(model)
-    logits = {"plain": tiny.logits(model)}
+    modules = set(map(type, model.modules()))
+    plain = tiny.logits(model)
     layers = attach(model, recovery(), seed=0)
-    logits["new"] = tiny.logits(model)
+    assert torch.allclose(tiny.logits(model), plain, atol=1e-10)
     shake(layers)
     for module in (layers["experts"] | layers["shared_experts"]).values():
         module.eval()
-    logits["adapted"] = tiny.logits(model)
+    adapted = tiny.logits(model)
+    assert float((adapted - plain).abs().max()) > 0.02
     with torch.no_grad():
         changed = merge(model, layers)
-    logits["merged"] = tiny.logits(model)
-    return Adapted(original, original_state, model, pruned_state, layers, changed, logits)
-
-
-def test_new_adapters_change_nothing(adapted: Adapted) -> None:
-    assert torch.allclose(adapted.logits["new"], adapted.logits["plain"], atol=1e-10)
-
-
-def test_merged_adapters_give_the_same_logits(adapted: Adapted) -> None:
-    logits = adapted.logits
-    assert float((logits["adapted"] - logits["plain"]).abs().max()) > 0.02
-    assert torch.allclose(logits["merged"], logits["adapted"], atol=1e-10)
-
-
-def test_merging_restores_the_modules_of_the_model(adapted: Adapted) -> None:
-    assert adapted.model.state_dict().keys() == adapted.pruned_state.keys()
-    plain = pruned(adapted.model, None)
-    assert set(map(type, adapted.model.modules())) == set(map(type, plain.modules()))
-
-
-def test_merging_returns_the_changed_tensors(adapted: Adapted) -> None:
-    state = adapted.model.state_dict()
-    changed = adapted.changed
-    assert tiny.differing(state, adapted.pruned_state) == changed.keys()
+    assert torch.allclose(tiny.logits(model), adapted, atol=1e-10)
+    state = model.state_dict()
+    assert state.keys() == pruned_state.keys()
+    assert set(map(type, model.modules())) == modules
+    assert tiny.differing(state, pruned_state) == changed.keys()
     assert not tiny.differing(changed, state)
-    shared = len(list(linear_modules(adapted.model, "shared_experts")))
-    assert len(changed) == 3 * len(adapted.layers["experts"]) + shared
-
-
-def test_merging_leaves_the_original_model(adapted: Adapted) -> None:
-    assert not tiny.differing(adapted.original.state_dict(), adapted.original_state)
-
-
-class Twins(NamedTuple):
-    """A linear map with a bias, PEFT's DoRA of it and ours, and pairs of their equal weights."""
-
-    plain: nn.Linear
-    theirs: Any
-    ours: Dora
-    pairs: list[tuple[Any, Any]]
-
-
-@pytest.fixture(params=[False, True], ids=["eval", "train"])
-def twins(request: pytest.FixtureRequest) -> Twins:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    plain = nn.Linear(24, 16).double()
-    holder = nn.ModuleDict({"map": copy.deepcopy(plain)})
-    adapter = peft.LoraConfig(
-        r=4, lora_alpha=8, lora_dropout=0.4, target_modules=["map"], use_dora=True
-    )
-    theirs: Any = peft.inject_adapter_in_model(adapter, holder)["map"].double()
-    theirs.train(request.param)
-    ours = Dora(plain.weight, rank=4, scaling=2.0, dropout=0.4).train(request.param)
-    parts = (theirs.lora_A, theirs.lora_B, theirs.lora_magnitude_vector)
-    peft_weights = [part["default"].weight for part in parts]
-    pairs = list(zip((ours.a, ours.b, ours.magnitude), peft_weights, strict=True))
-    with torch.no_grad():
-        for weight, peft_weight in pairs:
-            peft_weight.copy_(torch.randn(peft_weight.shape, dtype=torch.float64))
-            weight.copy_(peft_weight)
-    return Twins(plain, theirs, ours, pairs)
+    shared = len(list(linear_modules(model, "shared_experts")))
+    assert len(changed) == 3 * len(layers["experts"]) + shared
+    assert not tiny.differing(original.state_dict(), original_state)
 
 
 def forward_and_backward(compute: Any, rows: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -178,8 +115,26 @@ def forward_and_backward(compute: Any, rows: torch.Tensor) -> tuple[torch.Tensor
     return y.detach(), x.grad
 
 
-def test_outputs_and_gradients_are_those_of_peft(twins: Twins) -> None:
-    plain, theirs, ours, pairs = twins
+@pytest.mark.parametrize("is_training", [False, True])
+def test_outputs_gradients_and_merged_weights_are_those_of_peft(is_training: bool) -> None:
+    """Of a linear map with a bias, and adapters of equal weights."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    plain = nn.Linear(24, 16).double()
+    holder = nn.ModuleDict({"map": copy.deepcopy(plain)})
+    adapter = peft.LoraConfig(
+        r=4, lora_alpha=8, lora_dropout=0.4, target_modules=["map"], use_dora=True
+    )
+    theirs: Any = peft.inject_adapter_in_model(adapter, holder)["map"].double()
+    theirs.train(is_training)
+    ours = Dora(plain.weight, rank=4, scaling=2.0, dropout=0.4).train(is_training)
+    parts = (theirs.lora_A, theirs.lora_B, theirs.lora_magnitude_vector)
+    peft_weights = [part["default"].weight for part in parts]
+    pairs = list(zip((ours.a, ours.b, ours.magnitude), peft_weights, strict=True))
+    with torch.no_grad():
+        for weight, peft_weight in pairs:
+            peft_weight.copy_(torch.randn(peft_weight.shape, dtype=torch.float64))
+            weight.copy_(peft_weight)
     rows = torch.randn(5, 7, 24, dtype=torch.float64)
     results = forward_and_backward(lambda x: ours(x, plain.weight, plain.bias), rows)
     expected = forward_and_backward(theirs, rows)
@@ -187,14 +142,10 @@ def test_outputs_and_gradients_are_those_of_peft(twins: Twins) -> None:
     for mine, other in [*zip(results, expected, strict=True), *gradients]:
         assert mine is not None
         assert float((mine - other).abs().max()) < 1e-10 * float(other.abs().max())
-
-
-def test_merged_weight_is_that_of_peft(twins: Twins) -> None:
-    twins.theirs.merge()
-    expected = twins.theirs.get_base_layer().weight
+    theirs.merge()
     with torch.no_grad():
-        weight = twins.ours.weight(twins.plain.weight)
-        assert float((weight - expected).abs().max()) < 1e-10
+        merged = ours.weight(plain.weight)
+        assert float((merged - theirs.get_base_layer().weight).abs().max()) < 1e-10
 
 
 def test_dora_keeps_a_row_of_zeros() -> None:
@@ -205,49 +156,21 @@ def test_dora_keeps_a_row_of_zeros() -> None:
     assert torch.equal(adapter(torch.ones(1, 3), weight), torch.tensor([[3.0, 0.0]]))
 
 
-class Training(NamedTuple):
-    """A short training of a pruned model: the trained parameters, the ids of those that require a
-    gradient before merging, and names of the tensors that merging changes."""
-
-    losses: list[float]
-    parameters: dict[str, dict[str, Any]]
-    trainable: set[int]
-    changed: set[str]
-
-
-@pytest.fixture(scope="module")
-def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """DeepSeek-V3: a dense layer, then routed and shared experts."""
+def test_training_lowers_the_loss_and_changes_moe_blocks_only(tmp_path: Path) -> None:
+    """Of DeepSeek-V3: a dense layer, then routed and shared experts. Only adapters are trained."""
     original = tiny.build("deepseek_v3")
     model = pruned(original, tiny.plan(original, 0.25))
-    losses, layers = trained(model, recovery(epochs=8), tmp_path_factory.mktemp("training"))
-    parameters = trainable(layers)
-    with_gradient = {id(tensor) for tensor in model.parameters() if tensor.requires_grad}
-    return Training(losses, parameters, with_gradient, set(merge(model, layers)))
-
-
-def test_training_lowers_the_loss(training: Training) -> None:
-    losses = training.losses
+    losses, layers = trained(model, recovery(epochs=8), tmp_path)
     assert len(losses) == 24
     assert sum(losses[-3:]) < 0.6 * sum(losses[:3])
-
-
-def test_adapters_are_the_only_trainable_parameters(training: Training) -> None:
-    parameters = [parameter for part in training.parameters.values() for parameter in part.values()]
-    assert {id(parameter) for parameter in parameters} == training.trainable
-
-
-def test_shared_experts_have_the_rank_of_experts(training: Training) -> None:
-    parameters = training.parameters["shared_experts"]
-    shared = [tensor for name, tensor in parameters.items() if name.endswith(".a")]
-    assert len(shared) == 2 * len(SHARED)
-    assert {len(tensor) for tensor in shared} == {4}
-
-
-def test_training_changes_moe_blocks_only(training: Training) -> None:
-    parts = ("gate.weight", "experts.gate_up_proj", "experts.down_proj", *SHARED)
-    expected = {f"model.layers.{layer}.mlp.{part}" for layer in (1, 2) for part in parts}
-    assert training.changed == expected
+    parameters = trainable(layers)
+    adapters = {id(tensor) for part in parameters.values() for tensor in part.values()}
+    assert adapters == {id(tensor) for tensor in model.parameters() if tensor.requires_grad}
+    shared = [tensor for name, tensor in parameters["shared_experts"].items() if name[-2:] == ".a"]
+    assert [len(tensor) for tensor in shared] == [4] * 2 * len(SHARED), "the rank of experts"
+    changed = ("gate.weight", "experts.gate_up_proj", "experts.down_proj", *SHARED)
+    expected = {f"model.layers.{layer}.mlp.{part}" for layer in (1, 2) for part in changed}
+    assert set(merge(model, layers)) == expected
 
 
 def test_routers_have_a_rank_and_a_rate_of_their_own(tmp_path: Path) -> None:
@@ -305,30 +228,23 @@ def test_every_epoch_reads_every_row_once_in_its_own_order() -> None:
 # ---- the whole step
 
 
-class Finetuned(NamedTuple):
-    model: Any
-    original_state: dict[str, torch.Tensor]
-    plan: Plan
-    folder: Path
-
-
-@pytest.fixture
-def finetuned(folder: Path, tokenizer: Any, tmp_path: Path) -> Finetuned:
-    """A model of two layers whose pruned form was tuned, with the files of that."""
+def test_finetuning_tunes_a_pruned_model_that_is_then_quantised(
+    folder: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    """It reports steps, tokens and parameters, writes tensors of MoE blocks, and leaves the model
+    as it was."""
     model = tiny.build("olmoe", num_hidden_layers=2)
     original_state = tiny.cloned_state(model)
     plan = tiny.plan(model, 0.5)
     settings = RecoveryConfig(
         instructions="set", rank=2, router_rank=1, learning_rate=1e-2, rows_per_step=4
     )
-    paths = {"out": tmp_path / "out", "partial": tmp_path / "partial"}
+    out = tmp_path / "out"
     answers = text(folder, "answers")
-    finetune.finetune(model, tokenizer, plan, settings, answers, seed=1, **paths)
-    return Finetuned(model, original_state, plan, tmp_path / "out")
-
-
-def test_finetuning_reports_steps_tokens_and_parameters(finetuned: Finetuned) -> None:
-    report = json.loads((finetuned.folder / "finetune.json").read_text())
+    partial = tmp_path / "partial"
+    finetune.finetune(model, tokenizer, plan, settings, answers, seed=1, out=out, partial=partial)
+    assert not tiny.differing(model.state_dict(), original_state)
+    report = json.loads((out / "finetune.json").read_text())
     assert report["steps"] == len(report["loss"]) == 4
     assert report["rows"] == 8
     assert report["answer_tokens"] == 8 * 4
@@ -341,23 +257,13 @@ def test_finetuning_reports_steps_tokens_and_parameters(finetuned: Finetuned) ->
         "routers": of_routers,
         "shared_experts": 0,
     }
-
-
-def test_finetuning_writes_tensors_of_moe_blocks_and_leaves_the_model(
-    finetuned: Finetuned,
-) -> None:
-    assert not tiny.differing(finetuned.model.state_dict(), finetuned.original_state)
-    names = load_file(finetuned.folder / "tuned.safetensors").keys()
+    names = load_file(out / "tuned.safetensors").keys()
     assert len(names) == 6
     assert all(".mlp." in name for name in names)
-
-
-def test_model_is_pruned_then_tuned_then_quantised(finetuned: Finetuned) -> None:
-    model, _, plan, folder = finetuned
-    tuned = recovered(model, plan, bits=16, modules=(), tuned=folder)
+    tuned = recovered(model, plan, bits=16, modules=(), tuned=out)
     tuned_logits = tiny.logits(tuned)
     assert not torch.equal(tiny.logits(pruned(model, plan)), tuned_logits)
-    nf4_logits = tiny.logits(recovered(model, plan, bits=4, modules=["experts"], tuned=folder))
+    nf4_logits = tiny.logits(recovered(model, plan, bits=4, modules=["experts"], tuned=out))
     quantize(tuned, ["experts"])
     assert torch.equal(nf4_logits, tiny.logits(tuned))
     assert not torch.equal(nf4_logits, tuned_logits)

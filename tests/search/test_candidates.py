@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow.parquet as parquet
 import pytest
@@ -379,44 +379,25 @@ class World:
         return folder
 
 
-class Optimum(NamedTuple):
-    """A search of 20 generations, and the fitness of every schedule of its space."""
-
-    folder: Path
-    plans: Plans
-    fitness: dict[Any, float]
-
-    @property
-    def report(self) -> dict[str, Any]:
-        report: dict[str, Any] = json.loads((self.folder / "search.json").read_text())
-        return report
-
-
-@pytest.fixture(scope="module", params=["olmoe", "deepseek_v3:grouped"])
-def optimum(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Optimum:
-    world = World(request.param, tmp_path_factory.mktemp("optimum"))
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3:grouped"])
+def test_search_finds_the_optimum_of_enumeration(name: str, tmp_path: Path) -> None:
+    """Of 20 generations, against the fitness of every schedule of the space. The history has every
+    schedule that was made."""
+    world = World(name, tmp_path)
     folder = world.run("found", generations=20)
     space = space_to_search(world.settings(), world.facts, SearchSettings())
     schedules = [space.schedule_at(number) for number in range(space.size)]
     plans = Plans(world.model, world.scores)
     tasks = answer_batches(world.text, world.tokenizer)
     values = Candidates(world.model, plans, tasks, SearchSettings(seed=5)).evaluate(schedules)
-    return Optimum(folder, plans, dict(zip(schedules, values, strict=True)))
-
-
-def test_search_finds_the_optimum_of_enumeration(optimum: Optimum) -> None:
-    best = optimum.report["best"]
-    fitness = optimum.fitness
-    assert best["fitness"] == pytest.approx(max(fitness.values()), abs=1e-9)
+    fitness = dict(zip(schedules, values, strict=True))
+    report = json.loads((folder / "search.json").read_text())
+    best = report["best"]
+    assert best["fitness"] == pytest.approx(max(values), abs=1e-9)
     assert tuple(best["schedule"]) == max(fitness, key=lambda schedule: fitness[schedule])
-    plan = optimum.plans.plan(tuple(best["schedule"]))
-    assert Plan.load(optimum.folder / "plan.json") == plan
-    assert best["fitness"] >= optimum.report["uniform"]["fitness"]
-
-
-def test_history_has_every_schedule_that_was_made(optimum: Optimum) -> None:
-    report = optimum.report
-    rows = parquet.read_table(optimum.folder / "history.parquet").to_pylist()
+    assert Plan.load(folder / "plan.json") == plans.plan(tuple(best["schedule"]))
+    assert best["fitness"] >= report["uniform"]["fitness"]
+    rows = parquet.read_table(folder / "history.parquet").to_pylist()
     assert len(rows) == report["counts"]["made"]
     assert all(sum(row["schedule"]) == report["budget"] for row in rows)
     evaluated = sum(row["evaluated"] for row in rows)
