@@ -37,6 +37,10 @@ NOT_LOADED = re.compile(
 """Parts of the names of tensors that a checkpoint may have and its model lacks: tensors of extra
 prediction layers, frequencies that the configuration determines, scales for rounding activations
 and caches, and shapes of packed weights."""
+NOVICES = "approximate_experts"
+"""Field of config.json in which vLLM reads, for each decoder layer, which experts are constants."""
+NOVICE_TENSOR = ".approx_value"
+"""End of the name of a tensor (H,) that vLLM reads in place of an expert, as its constant."""
 PRUNED = "pruned_"
 """Prefix of the model_type of exports whose layers differ in shape, before that of the family."""
 

@@ -34,6 +34,7 @@ from moe_lab.models.config_json import experts_implementation
 from moe_lab.models.discover import is_ragged, routed_layers
 from moe_lab.models.families import (
     NOT_LOADED,
+    NOVICE_TENSOR,
     TOP_K_FIELDS,
     prediction_prefixes,
 )
@@ -263,6 +264,11 @@ def check_unused(source: Path | str, unused: Iterable[str]) -> None:
     multi-token prediction layers or have names that NOT_LOADED matches. `unused`: names of all
     tensors in the checkpoint that the model lacks."""
     names = list(unused)
+    if any(name.endswith(NOVICE_TENSOR) for name in names):
+        raise UserError(
+            f"{source} has constants in place of experts, which only vLLM reads: expected "
+            "export=natural"
+        )
     prefixes = prediction_prefixes(names)
     if disallowed := sorted(
         name for name in names if not name.startswith(prefixes) and not NOT_LOADED.search(name)

@@ -4,7 +4,7 @@ A form is one of three shapes:
 
 natural  only what the plan retains
 masked   the shape of the original; dropped experts and channels are zeros, and the router never
-         chooses a dropped expert
+         chooses a dropped expert. Experts that are replaced by constants are stored as constants
 padded   every expert as wide as the widest of its layer, filled with channels of zeros
 """
 
@@ -46,7 +46,9 @@ class LayerForm:
     """(E',) for packed experts: the position of each expert's owner, with whose weights it is
     computed; None: each expert is its own owner."""
     constants: Constants | None = None
-    """(N, H) for packed experts: constant outputs of the N null experts; None: 0."""
+    """(N, H) for packed or masked experts: constant outputs of the N null experts; None: 0."""
+    novices: tuple[int, ...] = ()
+    """Ids of the null experts, if only their `constants` are stored."""
 
     @property
     def has_computed_experts(self) -> bool:
@@ -61,21 +63,22 @@ Form: TypeAlias = dict[int, LayerForm]
 
 def make_form(plan: Plan, shape: str, element_size: int) -> Form:
     """Number of a layer -> form of the layer, for a model that is pruned by `plan`. `element_size`:
-    bytes of one weight. UserError for an unknown shape. UserError also if `shape` is not natural
-    and `plan` has constants or shares experts."""
+    bytes of one weight. UserError for an unknown shape, and for one that cannot hold what replaces
+    dropped experts."""
     check_known("export", shape, SHAPES)
-    if shape != "natural" and (plan.has_constants or plan.shares_experts):
-        raise replacement_error(shape)
+    check_replacement(shape, plan.has_constants, plan.shares_experts)
     make_layer = FORMS[shape]
     return {number: make_layer(plan.layers[number], element_size) for number in sorted(plan.layers)}
 
 
-def replacement_error(shape: str) -> UserError:
-    """The error for a shape that cannot hold the replacements of dropped experts."""
-    return UserError(
-        f"export={shape} cannot hold what replaces dropped experts (constants, merged experts): "
-        "expected export=natural"
-    )
+def check_replacement(shape: str | None, constants: bool, merged: bool) -> None:
+    """Raise UserError if an export of this `shape` (None: no export) cannot hold what replaces
+    dropped experts. `merged`: whether the router keeps the rows of merged experts."""
+    if (merged and shape in ("masked", "padded")) or (constants and shape == "padded"):
+        raise UserError(
+            f"export={shape} cannot hold what replaces dropped experts (constants, merged "
+            "experts): expected export=natural"
+        )
 
 
 def fits_family_module(widths: Sequence[int], element_size: int) -> bool:
@@ -107,11 +110,17 @@ def _natural_form(layer: LayerPlan, element_size: int) -> LayerForm:
 
 
 def _masked_form(layer: LayerPlan, element_size: int) -> LayerForm:
-    """The layer in the shape "masked": all experts with all channels, and with zeros for dropped
-    experts and dropped channels."""
+    """The layer in the shape "masked": all experts with all channels, with zeros for dropped
+    experts and dropped channels, or with constants alone."""
     experts = range(layer.n_experts)
     stored = tuple(layer.masked_expert(expert) for expert in experts)
-    return LayerForm(tuple(experts), stored, dropped=frozenset(layer.dropped))
+    return LayerForm(
+        tuple(experts),
+        stored,
+        dropped=frozenset(layer.dropped),
+        constants=layer.constants,
+        novices=() if layer.constants is None else tuple(layer.null_experts),
+    )
 
 
 def _padded_form(layer: LayerPlan, element_size: int) -> LayerForm:

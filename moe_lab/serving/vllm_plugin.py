@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -36,6 +37,11 @@ PREFIX = "Pruned"
 EXPORT_FIELD = "pruned"
 """Field of config.json with the shapes of an uneven export, written by
 moe_lab/pruning/export/config.py."""
+NOVICES = "approximate_experts"
+"""Field of config.json of an export with constants in place of experts."""
+NOVICES_MODULE = "vllm.model_executor.layers.fused_moe.expert_substitution"
+"""The module by which vLLM reads them. vLLM 0.32 and older have none, and serve these exports
+wrongly, without an error."""
 FORMAT = 2
 """The format of the field `EXPORT_FIELD` that this module reads."""
 LAYERS = "moe_lab_layers"
@@ -95,6 +101,11 @@ def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
     a field has the largest value of any layer. The new field `LAYERS` has the values of each layer.
     ValueError for an export that this module cannot read.
     """
+    if NOVICES in config.get("text_config", config) and find_spec(NOVICES_MODULE) is None:
+        raise ValueError(
+            f"{folder} has constants in place of experts ({NOVICES} in config.json), which this "
+            "version of vLLM does not read: expected vLLM 0.33 or newer"
+        )
     if EXPORT_FIELD not in config:
         return dict(config)
     export_settings = config[EXPORT_FIELD]

@@ -34,7 +34,7 @@ from moe_lab.grid import Cell, Request, is_shipped
 from moe_lab.models import config_json, files
 from moe_lab.models.checkpoint import read_json_if_there
 from moe_lab.paths import conf, local_path, store_folder
-from moe_lab.pruning import replacement_error
+from moe_lab.pruning import check_replacement
 from moe_lab.pruning.plan import ROUNDED
 from moe_lab.study.estimates import check_device, check_memory, disk_problems
 from moe_lab.study.resources import Check
@@ -364,12 +364,13 @@ def _replacement_problems(cell: Cell, config: Config) -> Iterator[str]:
         grouping = GROUPINGS.get(settings.replacement)
         # A replacement without a grouping puts constants in place of dropped experts. With
         # rows="all", the router keeps the rows of all merged experts.
-        routes_to_dropped = grouping is None or grouping.rows == "all"
+        constants = grouping is None
+        merged = grouping is not None and grouping.rows == "all"
     elif (plan := plan_in(settings.path)) is not None and (
         plan.has_constants or plan.merged_layers
     ):
         setting = f"the plan allocation.path={settings.path}"
-        routes_to_dropped = plan.has_constants or plan.shares_experts
+        constants, merged = plan.has_constants, plan.shares_experts
     else:
         return
     if shape is not None and (method := config_json.quantization(cell.model)):
@@ -378,8 +379,13 @@ def _replacement_problems(cell: Cell, config: Config) -> Iterator[str]:
             f"{cell.model.name} are stored as {method}: expected a checkpoint in bfloat16 or "
             "float32"
         )
-    if routes_to_dropped and shape not in (None, "natural"):
-        yield str(replacement_error(shape))
+    yield from user_errors(check_replacement, shape, constants, merged)
+    if constants and shape == "masked" and config.verify:
+        yield (
+            f"verify=true loads the export in transformers, and vLLM alone reads the constants of "
+            f"export=masked with {setting}: expected export=natural, or verify=false"
+        )
+    routes_to_dropped = constants or merged
     if routes_to_dropped and config.export.format != "safetensors":
         yield (
             f"export.format={config.export.format} has no place for {setting}: expected "

@@ -3,6 +3,7 @@ moe_lab."""
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ from safetensors.torch import load_file, save_file
 from tiny import load, logits, weights
 from transformers import AutoConfig
 
+from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.families import COUNT_FIELDS
+from moe_lab.models.load import load_model
 from moe_lab.pruning.export import export
+from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
+from moe_lab.pruning.selection import replace_by_constants
 from tests.campaign.models import reconfigure
 
 
@@ -96,6 +101,40 @@ def test_masked_experts_are_never_chosen(name: str, way: str, tmp_path: Path) ->
     layer = moe_layers(masked)[0]
     gone = sorted(set(range(16)) - set(plan.layers[layer.index].retained))
     assert all(not weight[gone].any() and weight.any() for weight in layer.experts.parameters())
+
+
+@pytest.mark.parametrize("name", ["olmoe", "mixtral", "deepseek_v3"])
+def test_constants_stand_where_vllm_looks_for_them(name: str, tmp_path: Path) -> None:
+    """Names as in vLLM 0.33: the plan can be read back from config.json and the weights."""
+    model = tiny.save(name, tmp_path / "model")
+    plan = random_plan(model, "constants")
+    folder = export(tmp_path / "model", plan, tmp_path / "out", shape="masked")
+    original = load_file(tmp_path / "model" / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
+    novices = config_of(folder)["approximate_experts"]
+    assert config_of(folder) == {**config_of(tmp_path / "model"), "approximate_experts": novices}
+    layers = {}
+    for layer in moe_layers(model):
+        mark = rf"model\.layers\.{layer.index}\.(.*)experts\.0\."
+        (block,) = {match[1] for key in original if (match := re.match(mark, key))}
+        outputs = torch.zeros(layer.n_experts, layer.hidden)
+        for expert in novices[str(layer.index)]:
+            prefix = f"model.layers.{layer.index}.{block}experts.{expert}."
+            original = {key: value for key, value in original.items() if not key.startswith(prefix)}
+            outputs[expert] = tensors.pop(f"{prefix}approx_value")
+        retained = {*range(layer.n_experts)} - {*novices[str(layer.index)]}
+        whole = LayerPlan(layer.n_experts, tuple(sorted(retained)))
+        layers[layer.index] = replace_by_constants(whole, outputs.numpy(), layer.width)
+    assert Plan(layers) == plan
+    assert tensors.keys() == original.keys()
+    assert all(torch.equal(tensors[key], value) for key, value in original.items())
+    with pytest.raises(UserError, match="only vLLM reads: expected export=natural"):
+        load_model(ModelConfig("m", str(folder)))
+
+
+def test_constants_beside_stacked_experts_are_refused(tmp_path: Path) -> None:
+    plan = random_plan(tiny.save("granitemoe", tmp_path / "model"), "constants")
+    check_refused(tmp_path / "model", "in one tensor, .* export=natural", plan, "masked")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

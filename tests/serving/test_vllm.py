@@ -194,6 +194,12 @@ def served(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     folders["ragged"] = export(
         folder.parent / "model", random_plan(olmoe, "ragged", share=1.0), wrong / "ragged"
     )
+    folders["constants"] = export(
+        folder.parent / "model",
+        random_plan(olmoe, "constants"),
+        wrong / "constants",
+        shape="masked",
+    )
     folders["newer"] = shutil.copytree(folder, wrong / "newer")
     config = json.loads((folder / "config.json").read_text())
     config["pruned"]["format"] = 3
@@ -223,6 +229,7 @@ def test_uneven_exports_are_served_as_the_masked_model(
         ("surplus", ["layer 0", "[15]"]),
         ("ragged", ["padded"]),
         ("newer", ["pruned.format=3"]),
+        ("constants", ["vLLM 0.33"]),
         ("empty", ["config.json"]),
         ("gpt_oss", ["GptOssForCausalLM", "export=masked"]),
         ("deepseek_v2, widths", ["n_shared_experts", "export=masked"]),

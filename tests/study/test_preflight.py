@@ -258,6 +258,7 @@ def test_names_in_paths_are_checked(name: str) -> None:
 
 
 SEARCH = ["allocation.name=evolutionary", "allocation.search=pocket_math_search"]
+NOVICES = ["criterion=mone", "allocation=novices", "ratio=0.5"]
 CHATS = "calibration.path=pocket:calibration/function_calls.jsonl"
 PARTS = ", ".join(
     f"{{calibration: pocket_{name}, share: 0.5}}" for name in ("math", "function_calls")
@@ -565,6 +566,8 @@ IMPOSSIBLE = [
     ),
     (["export=natural", "export.format=gguf", "backend=server"], "backend=server"),
     (["export=masked"], "has no bias per expert that could keep tokens from dropped experts"),
+    ([*NOVICES, "export=masked"], None),
+    ([*NOVICES, "export=masked", "verify=true"], "vLLM alone reads the constants"),
     (["allocation=pocket_evolutionary", "ratio=0.95"], "is the largest feasible ratio"),
     (["allocation=global", "allocation.by=heapr"], "by=heapr scores channels"),
     (["allocation=pocket_evolutionary", "allocation.multiple_of=8"], "max_transfer=4"),

@@ -19,7 +19,7 @@ from moe_lab.child_process import ChildProcess, ErrorReply
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX, Checkpoint, bits_of, open_checkpoint, read_json
 from moe_lab.models.config_json import LAYERS_FIELD, quantization_of
-from moe_lab.models.families import family_of
+from moe_lab.models.families import NOVICES, family_of
 from moe_lab.models.files import fingerprint
 from moe_lab.pruning import make_form
 from moe_lab.pruning.export.card import model_card
@@ -190,6 +190,8 @@ def _kind(new_config: Mapping[str, Any], code: Mapping[str, str]) -> str:
     """The key of `card.LOADING` for an export with this config.json and these files of `code`."""
     if LAYERS_FIELD in new_config:
         return "uneven"
+    if NOVICES in new_config.get("text_config", new_config):
+        return "constants"
     return "ported" if code else "stock"
 
 

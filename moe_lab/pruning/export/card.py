@@ -18,6 +18,7 @@ ORIGINAL = "# Card of the original model\n"
 OF_ORIGINAL = ("model-index", "base_model", "base_model_relation", "new_version")
 """Fields of the original's front matter that are not true of the pruned model, such as its
 results."""
+TRANSFORMERS = "```python\nAutoModelForCausalLM.from_pretrained(folder{})\n```"
 LOADING = {
     "stock": "It has the layout of the original and loads like it:",
     "ported": (
@@ -28,6 +29,11 @@ LOADING = {
     "uneven": (
         "Its layers differ in shape, as `pruned` in config.json says; experts of unequal width "
         "are packed. It has a model type of its own, which the code beside the weights defines:"
+    ),
+    "constants": (
+        "It is made for vLLM, from version 0.33, which reads the constants of replaced experts "
+        "(`approximate_experts` in config.json). Older versions of vLLM give wrong results without "
+        "an error, and transformers refuses the folder:"
     ),
 }
 FILLED = {
@@ -62,7 +68,9 @@ def model_card(
     `predicting`: names of the pruned experts of layers that predict further tokens."""
     front, body = split_card(original)
     front = _inherited_fields(front)
-    trust_argument = "" if kind == "stock" else ", trust_remote_code=True"
+    command = TRANSFORMERS.format("" if kind == "stock" else ", trust_remote_code=True")
+    if kind == "constants":
+        command = "```\nvllm serve folder\n```"
     size = f"Its weights take {written:,} bytes, {written / unpruned_bytes:.1%} of the original's."
     if shape in FILLED:
         size += (
@@ -76,10 +84,7 @@ def model_card(
             f"{_summary(plan)}; pruning left all other weights as they are in the original, byte "
             "for byte.\n\n"
         ),
-        (
-            f"{LOADING[kind]}\n\n```python\n"
-            f"AutoModelForCausalLM.from_pretrained(folder{trust_argument})\n```\n\n{size}\n\n"
-        ),
+        f"{LOADING[kind]}\n\n{command}\n\n{size}\n\n",
         f"{PREDICTING.format(', '.join(predicting))}\n\n" if predicting else "",
         "What is retained is listed in `plan.json`. Where the plan comes from:\n\n",
         f"```json\n{json.dumps({**plan.provenance, 'plan': plan.digest}, indent=2)}\n```\n",

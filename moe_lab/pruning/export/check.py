@@ -12,7 +12,7 @@ from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint, read_j
 from moe_lab.models.config_json import LAYERS_FIELD, quantization_of
 from moe_lab.models.discover import routed_layers
 from moe_lab.models.facts import model_facts
-from moe_lab.models.families import COUNT_FIELDS, WIDTH_FIELDS
+from moe_lab.models.families import COUNT_FIELDS, NOVICE_TENSOR, WIDTH_FIELDS
 from moe_lab.models.load import checked_names, skeleton
 from moe_lab.models.stored_weights import StoredWeights, stored_routing
 from moe_lab.models.transformers_private import NameMapping
@@ -63,6 +63,12 @@ def check(
     entries = {
         name: Entry("", dtype, tuple(lengths), 0, 0) for name, (dtype, lengths) in tensors.items()
     }
+    originals = open_checkpoint(Path(source)).tensors
+    # for experts that are constants, which vLLM alone reads, the original's tensors are checked
+    for name in [name for name in entries if name.endswith(NOVICE_TENSOR)]:
+        del entries[name]
+        prefix = f"{name.removesuffix(NOVICE_TENSOR)}."
+        entries |= {name: entry for name, entry in originals.items() if name.startswith(prefix)}
     try:
         # with this field, the code in `written` is that of moe_lab, and may be run
         code_is_ours = LAYERS_FIELD in read_json(Path(written, "config.json"))

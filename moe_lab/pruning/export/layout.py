@@ -11,7 +11,7 @@ from typing import Any
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, Entry
-from moe_lab.models.families import DISK_SHARED, Axes, ExpertTensor, Family
+from moe_lab.models.families import DISK_SHARED, NOVICE_TENSOR, Axes, ExpertTensor, Family
 from moe_lab.pruning import FORMS, Form, LayerForm
 from moe_lab.pruning.export.chunks import (
     UNSIGNED,
@@ -23,7 +23,7 @@ from moe_lab.pruning.export.chunks import (
     Span,
     numbers_of,
 )
-from moe_lab.pruning.layer_plan import StoredExpert
+from moe_lab.pruning.layer_plan import Constants, StoredExpert
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.selection import plan_from_scores
 
@@ -91,6 +91,8 @@ class Block:
             expert_tensor.expert is not None and expert_tensor.expert not in experts
         ):
             return None
+        if expert_tensor.expert in self.form.novices:
+            return None
         shape = entry.shape
         if expert_tensor.expert is None:  # a stack
             shape = _rows(name, entry, 0, experts, self.n_experts).shape
@@ -130,13 +132,21 @@ class Block:
                         for role in expert_tensor.axes.roles
                     )
 
+    def novices(self) -> Iterator[ExportedTensor]:
+        """The constant (H,) of each expert that is stored as a constant alone, as vLLM names it."""
+        for position, expert in enumerate(self.form.novices):
+            name = f"{self.prefix}experts.{expert}{NOVICE_TENSOR}"
+            yield _constants(name, self.form.constants[position])
+
     def packed(self) -> Iterator[ExportedTensor]:
-        """The packed tensors of the layer. They hold one expert after the other, with channels as
-        rows; expert e has I_e channels. The shape of `gate_up_packed` is (sum of 2 I_e, H), that of
-        `down_packed` is (sum of I_e, H). If the layer's N null experts put out constants, there is
-        also a tensor `constants` (N, H)."""
+        """The packed tensors of the layer, if its experts are packed. They hold one expert after
+        the other, with channels as rows; expert e has I_e channels. The shape of `gate_up_packed`
+        is (sum of 2 I_e, H), that of `down_packed` is (sum of I_e, H). If the layer's N null
+        experts put out constants, there is also a tensor `constants` (N, H)."""
+        if self.form.widths is None:
+            return
         experts = self.form.stored
-        total = sum(self.form.widths or ())
+        total = sum(self.form.widths)
         dtype = _common_type({matrix.dtype for matrix in self.matrices.values()})
         gate_up = tuple(
             self._projection(expert, role, dtype) for expert in experts for role in ("gate", "up")
@@ -150,9 +160,8 @@ class Block:
             f"{self.prefix}experts.gate_up_packed", dtype, (2 * total, hidden), gate_up
         )
         yield ExportedTensor(f"{self.prefix}experts.down_packed", dtype, (total, hidden), down)
-        if (values := self.form.constants) is not None:
-            content = Constant(values.astype("<f4").tobytes(), values.nbytes)
-            yield ExportedTensor(f"{self.prefix}experts.constants", "F32", values.shape, (content,))
+        if self.form.constants is not None:
+            yield _constants(f"{self.prefix}experts.constants", self.form.constants)
 
     def _projection(
         self, stored: StoredExpert, role: str, dtype: str, *, packs_channels_as_rows: bool = False
@@ -183,6 +192,11 @@ class Block:
             )
         # ids of the experts with tensors of their own: must be all, or none if there are stacks
         experts = {expert_tensor.expert for expert_tensor in expert_tensors} - {None}
+        if self.form.novices and not experts:
+            raise UserError(
+                f"export=masked: {self.prefix}experts are stored in one tensor, and vLLM reads "
+                "constants only beside experts with tensors of their own: expected export=natural"
+            )
         if experts and experts != set(range(self.n_experts)):
             raise UserError(
                 f"plan is for another model: its layer {number} has {self.n_experts} experts, "
@@ -257,10 +271,9 @@ def exported_tensors(
             by_shard[entry.shard].append(tensor)
     for block in blocks:
         block.check_complete(checkpoint.folder)
-        if block.form.widths is not None:
-            shard = [entry.shard for entry, _ in block.tensors.values()][-1]
-            # at the start of the file: after tensors of some sizes, they would not be aligned
-            by_shard[shard][:0] = block.packed()
+        shard = [entry.shard for entry, _ in block.tensors.values()][-1]
+        # at the start of the file: after tensors of some sizes, they would not be aligned
+        by_shard[shard][:0] = [*block.packed(), *block.novices()]
     return by_shard
 
 
@@ -333,6 +346,12 @@ def can_bar(names: Iterable[str]) -> bool:
     """Whether the router has a bias per expert that can be set so low that the router never chooses
     a dropped expert. `names`: names of all tensors of a router."""
     return any(name.endswith("bias") and AFTER_SOFTMAX not in name for name in names)
+
+
+def _constants(name: str, values: Constants) -> ExportedTensor:
+    """A tensor of constant outputs, in fp32."""
+    content = Constant(values.astype("<f4").tobytes(), values.nbytes)
+    return ExportedTensor(name, "F32", values.shape, (content,))
 
 
 def unchanged(name: str, entry: Entry) -> ExportedTensor:

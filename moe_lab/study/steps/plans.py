@@ -150,6 +150,8 @@ class PlanForm(NamedTuple):
     """The file allocation.path."""
     scores: str | None
     """The parameters of a criterion that reads a file with scores."""
+    replacement: str
+    """"mean_output" if dropped experts are replaced by constants, otherwise "none"."""
 
     def trial_plan(self, cell: Cell, layers: Mapping[int, Mapping[str, Any]]) -> Any:
         """A `Plan` of this form, from the files of `cell` or else from random scores. `layers`:
@@ -171,8 +173,12 @@ class PlanForm(NamedTuple):
         rule = AllocationConfig(
             name=name if self.path is None else "list", multiple_of=self.multiple_of, path=self.path
         )
-        settings = {**vars(rule), "ratio": cell.ratio}
-        return plan_from_scores(settings, scores, layers, {}, provenance={})
+        settings = {**vars(rule), "ratio": cell.ratio, "replacement": self.replacement}
+        sums = {
+            layer: {"tokens": [0], "output_sum": numpy.zeros((facts["n_experts"], facts["hidden"]))}
+            for layer, facts in layers.items()
+        }
+        return plan_from_scores(settings, scores, layers, {"statistics": sums}, provenance={})
 
 
 def plan_form(cell: Cell) -> PlanForm:
@@ -185,7 +191,11 @@ def plan_form(cell: Cell) -> PlanForm:
     scores = None
     if cell.criterion.name in criteria.FROM_FILE:
         scores = str(cell.criterion.parameters)
-    return PlanForm(granularity, is_uneven, settings.multiple_of, settings.path, scores)
+    # experts that are merged are tried as dropped ones
+    replacement = "none" if settings.replacement in GROUPINGS else settings.replacement
+    return PlanForm(
+        granularity, is_uneven, settings.multiple_of, settings.path, scores, replacement
+    )
 
 
 def drops_whole_experts(cell: Cell) -> bool:
