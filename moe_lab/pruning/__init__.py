@@ -10,8 +10,8 @@ padded   every expert as wide as the widest of its layer, filled with channels o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import ceil
 from typing import TypeAlias, get_args
 
@@ -46,9 +46,9 @@ class LayerForm:
     """(E',) for packed experts: the position of each expert's owner, with whose weights it is
     computed; None: each expert is its own owner."""
     constants: Constants | None = None
-    """(N, H) for packed or masked experts: constant outputs of the N null experts; None: 0."""
-    novices: tuple[int, ...] = ()
-    """Ids of the null experts, if only their `constants` are stored."""
+    """(N, H) for packed experts: constant outputs of the N null experts; None: 0."""
+    novices: Mapping[int, Constants] = field(default_factory=dict)
+    """Id of each null expert of which only the constant output (H,) is stored -> this output."""
 
     @property
     def has_computed_experts(self) -> bool:
@@ -114,12 +114,14 @@ def _masked_form(layer: LayerPlan, element_size: int) -> LayerForm:
     experts and dropped channels, or with constants alone."""
     experts = range(layer.n_experts)
     stored = tuple(layer.masked_expert(expert) for expert in experts)
+    novices = {}
+    if layer.constants is not None:
+        novices = dict(zip(layer.null_experts, layer.constants, strict=True))
     return LayerForm(
         tuple(experts),
         stored,
         dropped=frozenset(layer.dropped),
-        constants=layer.constants,
-        novices=() if layer.constants is None else tuple(layer.null_experts),
+        novices=novices,
     )
 
 

@@ -85,7 +85,7 @@ def describe_export(
     for name, value in defaults.items():
         if new_text_config[name] == value:
             del new_text_config[name]
-    novices = {str(number): layer.novices for number, layer in form.items() if layer.novices}
+    novices = {str(number): [*layer.novices] for number, layer in form.items() if layer.novices}
     if novices:
         new_text_config[NOVICES] = novices
     return new_config, ported_code if stock_config else _uneven_code(text_kind)

@@ -134,9 +134,8 @@ class Block:
 
     def novices(self) -> Iterator[ExportedTensor]:
         """The constant (H,) of each expert that is stored as a constant alone, as vLLM names it."""
-        for position, expert in enumerate(self.form.novices):
-            name = f"{self.prefix}experts.{expert}{NOVICE_TENSOR}"
-            yield _constants(name, self.form.constants[position])
+        for expert, output in self.form.novices.items():
+            yield _constants(f"{self.prefix}experts.{expert}{NOVICE_TENSOR}", output)
 
     def packed(self) -> Iterator[ExportedTensor]:
         """The packed tensors of the layer, if its experts are packed. They hold one expert after
