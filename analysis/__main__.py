@@ -1,5 +1,4 @@
-"""`python -m analysis [NAME ...|all|report] [store=store] [study=NAME] [out=FOLDER]
-[format=svg]`."""
+"""`moe-lab report [NAME ...|all|report] [store=store] [study=NAME] [out=FOLDER] [format=svg]`."""
 
 from __future__ import annotations
 
@@ -13,16 +12,16 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from moe_lab.analysis.names import FIGURE_FORMATS
-from moe_lab.errors import DISK_FULL, UserError, run_and_exit, unknown_name_error
+from moe_lab.arguments import Parser
+from moe_lab.errors import DISK_FULL, UserError, check_known, run_and_exit
 from moe_lab.paths import is_of_group, shorten, store_folder
 
 if TYPE_CHECKING:
     from moe_lab.analysis.report import Publisher
 
-USAGE = "python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER] [format=svg]"
 EXIT_CODES = (
     "Ends with 0, with 1 when something is missing from the results (what is there is written), "
     "with 2 for a mistake."
@@ -30,29 +29,19 @@ EXIT_CODES = (
 GARBAGE = 100_000
 """Number of new objects after which Python collects garbage. Python's default of 700 takes a tenth
 of a report's time."""
-OPTIONS = ("store", "study", "out", "format")
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises UserError where argparse would exit."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. The result has an attribute `names`, and one for each of OPTIONS.
+    """Parse the command line. The result has an attribute `names`, and one for each option.
 
     Raises UserError for an unknown option or format.
     """
     wants_help = {"-h", "--help", "help"} & set(arguments)
-    parser = _Parser(
-        prog="python -m analysis",
-        usage=USAGE,
+    parser = Parser(
+        prog="moe-lab report",
         description=_names_in_help() if wants_help else None,
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("names", nargs="*", help="what to write, by default report", metavar="NAME")
     parser.add_argument("--store", default="store", help="the folder a run wrote to")
@@ -66,26 +55,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         default=FIGURE_FORMATS[0],
         help="file format of figures: svg (the default), pdf or png",
     )
-    request = parser.parse_args(
-        ["--help"] if wants_help else [_add_dashes(argument) for argument in arguments]
-    )
-    if request.format not in FIGURE_FORMATS:
-        raise unknown_name_error("format", request.format, FIGURE_FORMATS)
+    request = parser.read(["--help"] if wants_help else arguments)
+    check_known("format", request.format, FIGURE_FORMATS)
     request.names = request.names or ["report"]
     request.store = store_folder(request.store)
     return request
-
-
-def _add_dashes(argument: str) -> str:
-    """The argument in the form that argparse expects, such as `--store=x` for `store=x`."""
-    key, equals, value = argument.removeprefix("--").partition("=")
-    if not equals:
-        return argument
-    if key not in OPTIONS:
-        raise unknown_name_error("option", key, OPTIONS)
-    if not value:
-        raise UserError(f"{key}= has no value: write {key}=VALUE")
-    return f"--{key}={value}"
 
 
 def _names_in_help() -> str:

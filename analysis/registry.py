@@ -196,5 +196,5 @@ def find(name: str) -> Output:
         # `all` and `report` are no outputs, but the command line accepts them as names
         suggestion = nearest(name, [*output_of_name, *name_of_alias, "all", "report"])
         hint = f": did you mean {suggestion}?" if suggestion else ""
-        raise UserError(f"name={name} is unknown{hint} (`python -m analysis help` lists all names)")
+        raise UserError(f"name={name} is unknown{hint} (`moe-lab report help` lists all names)")
     return output

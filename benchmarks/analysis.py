@@ -27,7 +27,7 @@ CRITERIA = ("frequency", "reap", "man", "ean")
 
 
 def report_seconds(store: Path, study: str, out: Path) -> tuple[float, float]:
-    """Wall-clock and CPU seconds of `python -m analysis report` on a finished study, including the
+    """Wall-clock and CPU seconds of `moe-lab report report` on a finished study, including the
     start of the process."""
     arguments = [f"store={store}", f"study={study}", f"out={out}"]
     code, wall, cpu = timed(

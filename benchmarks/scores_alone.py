@@ -8,7 +8,6 @@ python -m benchmarks.scores_alone calibration.tokens=65536    # overrides go to 
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -71,11 +70,8 @@ def main() -> None:
         if arguments.hidden:
             model = write_model(Path(folder, "model"), arguments.hidden, arguments.layers)
         study = [f"criterion={CRITERIA}", "suite.benchmarks=[]", "launcher=inline", "report=false"]
-        sys.argv[1:] = [f"store={folder}/store", *study, *model, *overrides]
-        try:
-            moe_lab.main()
-        except SystemExit as end:
-            assert not end.code, end.code
+        code = moe_lab.main([f"store={folder}/store", *study, *model, *overrides])
+        assert not code, code
     for name, seconds in sorted(seconds_of_kind.items(), key=lambda item: -item[1]):
         print(f"{name:12} {seconds:8.2f} s")
     print(f"cost / statistics: {seconds_of_kind['cost'] / seconds_of_kind['statistics']:.3f}")

@@ -26,7 +26,7 @@ from moe_lab.study.steps.plans import PlanForm
 
 HEAD = """# Published models
 
-This page lists what `python -m moe_lab.inspect` says of the `config.json` of {count} published
+This page lists what `moe-lab inspect` says of the `config.json` of {count} published
 models, among them dense ones. The files were collected by ai-dynamo/aiconfigurator (Apache-2.0);
 no weights were read. Other models may be supported too: `inspect` says so of any model.
 

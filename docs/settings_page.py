@@ -10,7 +10,7 @@ HEAD = """# Settings
 
 A setting is typed as `GROUP.SETTING=VALUE`, for example:
 
-    python -m moe_lab calibration.tokens=4096 ratio=0.5
+    moe-lab run calibration.tokens=4096 ratio=0.5
 
 `GROUP=NAME` chooses the file `conf/GROUP/NAME.yaml` ([usage.md](usage.md#settings)), in which the
 names of settings are written without their group. An empty default means that the setting must be

@@ -1,6 +1,6 @@
 """Run a small sweep and read its results into pandas.
 
-The sweep is the command line `python -m moe_lab criterion=reap,man ...`; a finished one is not run
+The sweep is the command line `moe-lab run criterion=reap,man ...`; a finished one is not run
 again.
 """
 

@@ -1,5 +1,5 @@
-"""`python -m moe_lab` composes the settings of a command line, and runs the study that they
-describe."""
+"""The command `moe-lab VERB ...`, and its verb `run`, which composes the settings of a command line
+and runs the study that they describe. `python -m moe_lab` is the same command."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from moe_lab.errors import UserError, mask, run_and_exit
+from moe_lab.errors import UserError, mask, run_and_exit, unknown_name_error
 from moe_lab.paths import conf
 
 if TYPE_CHECKING:
@@ -24,15 +27,14 @@ if TYPE_CHECKING:
 START = """moe_lab scores, prunes and evaluates Mixture-of-Experts language models. Three commands
 to start with:
 
-  python -m moe_lab +experiment=task_agnostic
+  moe-lab run +experiment=task_agnostic
       every expert criterion on a small trained model, in minutes
-  python -m moe_lab +experiment=task_agnostic dry_run=true
+  moe-lab dry-run +experiment=task_agnostic
       what that would run
-  python -m moe_lab model=local model.path=DIR criterion=man calibration=text \\
-                    calibration.path=FILE suite=perplexity suite.path=FILE
+  moe-lab run model=FOLDER_OR_HUB_ID calibration=FILE criterion=reap,man,aimer
       your model, your text
 
-`python -m moe_lab --help` lists every choice."""
+`moe-lab --help` lists the other verbs, and `moe-lab run --help` every choice."""
 """Text that is printed without arguments."""
 HYDRA_WORD = re.compile(r"-(?!-config-|cd|cn)|[+~]*hydra(?!\.searchpath=)")
 """Beginning of a word that Hydra itself handles: a flag, such as -m, or a setting of Hydra.
@@ -74,15 +76,46 @@ def _errors_as_sentences() -> Iterator[None]:
         sys.exit(130)
 
 
-def main() -> None:
-    """Run the study that the command line describes, and exit with the exit code of the study."""
-    words = sys.argv[1:]
-    if not words:
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb that the first argument names; settings without a verb are those of `run`.
+    Returns the exit code."""
+    if not arguments:
         print(START)
-        return
+        return 0
+    verb, *words = arguments
+    if verb in VERBS:
+        return VERBS[verb].main(words)
+    if verb in ("-h", "--help", "help", "--version", "version"):
+        return _print_about(is_version=verb.endswith("version"))
+    # a word without these signs is no setting and no option of Hydra
+    if verb[0] not in "-+~" and "=" not in verb:
+        give_up(str(unknown_name_error("verb", verb, VERBS)))
+    return _run(arguments)
+
+
+def _print_about(is_version: bool) -> int:
+    """Print the version, or the verbs. Returns the exit code."""
+    from moe_lab import __version__
+
+    if is_version:
+        print(f"moe_lab {__version__}")
+        return 0
+    usage = "moe-lab VERB [NAME ...] [SETTING=VALUE ...]"
+    parser = argparse.ArgumentParser(prog="moe-lab", usage=usage)
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB")
+    for name, verb in VERBS.items():
+        verbs.add_parser(name, help=verb.help)
+    print(f"""{parser.format_help()}
+`moe-lab VERB --help` lists the settings of a verb. Examples, and sweeps of published tables:
+{Path(__file__).parent}/examples, {Path(__file__).parent}/sweeps""")
+    return 0
+
+
+def _run(words: Sequence[str]) -> int:
+    """Run the study that the arguments `words` describe. Returns the exit code of the study."""
     is_for_hydra = any(map(HYDRA_WORD.match, words))
     with _errors_as_sentences():
-        sys.exit(_run_hydra(words) if is_for_hydra else _run_study(words))
+        return _run_hydra(words) if is_for_hydra else _run_study(words)
 
 
 def _run_study(words: Sequence[str]) -> int:
@@ -90,7 +123,7 @@ def _run_study(words: Sequence[str]) -> int:
     from moe_lab.compose import CONFIG, compose, hydra_context
 
     parser = argparse.ArgumentParser(prog="moe_lab", allow_abbrev=False, add_help=False)
-    parser.add_argument("--config-dir", "-cd", type=Path)
+    parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--config-name", "-cn", default=CONFIG)
     flags, settings = parser.parse_known_args(list(words))
     with hydra_context(flags.config_dir):
@@ -150,5 +183,55 @@ def _run_hydra(words: Sequence[str]) -> int:
     return code
 
 
+@dataclass(frozen=True)
+class Verb:
+    """A verb of the command."""
+
+    help: str
+    main: Callable[[list[str]], int]
+    """The function that gets the arguments after the verb, and returns the exit code."""
+
+
+def _main_of(module: str, *first: str) -> Callable[[list[str]], int]:
+    """The function `main` of a module, with the arguments `first` before the others. The module is
+    imported when the function is called, because verbs need different libraries."""
+
+    def call(words: list[str]) -> int:
+        code: int = import_module(module).main([*first, *words])
+        return code
+
+    return call
+
+
+def _study_verb(verb: str, help: str) -> Verb:
+    """A verb about a study in a store."""
+    return Verb(help, _main_of("moe_lab.study.__main__", verb))
+
+
+VERBS: Mapping[str, Verb] = {
+    "run": Verb("compute a study; the verb may be left out", _run),
+    "dry-run": Verb("what a run would compute", lambda words: _run([*words, "dry_run=true"])),
+    "status": _study_verb("status", "the progress of a study"),
+    "why": _study_verb("why", "why steps are missing, with the end of their logs"),
+    "cancel": _study_verb("cancel", "cancel the Slurm jobs of a study"),
+    "verify": _study_verb("verify", "hash the files of all results"),
+    "unpack": _study_verb("unpack", "copy the files of steps out of packs"),
+    "gc": _study_verb("gc", "list or free what no study needs"),
+    "report": Verb(
+        "write the page, tables and figures of a study", _main_of("moe_lab.analysis.__main__")
+    ),
+    "mirror": Verb("copy the data of benchmarks", _main_of("moe_lab.evaluation.mirror")),
+    "inspect": Verb(
+        "whether a model is supported, and how it reads a text", _main_of("moe_lab.inspect")
+    ),
+}
+"""Name -> verb, in the order of `moe-lab --help`."""
+
+
+def command() -> NoReturn:
+    """The program `moe-lab`."""
+    run_and_exit(partial(main, sys.argv[1:]))
+
+
 if __name__ == "__main__":
-    run_and_exit(main)
+    command()

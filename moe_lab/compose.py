@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,12 @@ CONFIG = "config"
 
 
 @contextmanager
-def hydra_context(folder: Path | None = None) -> Iterator[None]:
-    """A context in which Hydra composes files of conf/. `folder`: the value of --config-dir; its
-    files take precedence over conf/."""
+def hydra_context(folder: Path | str | None = None) -> Iterator[None]:
+    """A context in which Hydra composes files of conf/. `folder`: the value of --config-dir, a
+    folder or pkg://PACKAGE; its files take precedence over conf/."""
     search_path = create_config_search_path(str(conf()))
     if folder is not None:
-        if not folder.is_dir():
-            raise UserError(f"--config-dir={folder}: there is no such folder")
-        search_path.prepend("command-line", f"file://{folder.absolute()}")
+        search_path.prepend("command-line", _location(str(folder)))
     GlobalHydra.instance().clear()
     with _config_store():
         Hydra.create_main_hydra2("moe_lab", search_path)
@@ -53,6 +52,17 @@ def hydra_context(folder: Path | None = None) -> Iterator[None]:
             yield
         finally:
             GlobalHydra.instance().clear()
+
+
+def _location(folder: str) -> str:
+    """The value of --config-dir, a folder or pkg://PACKAGE, as a location for Hydra. UserError when
+    it does not exist."""
+    is_package = folder.startswith("pkg://")
+    with suppress(ModuleNotFoundError):
+        path = files(folder.removeprefix("pkg://")) if is_package else Path(folder)
+        if path.is_dir():
+            return folder if is_package else f"file://{Path(folder).absolute()}"
+    raise UserError(f"--config-dir={folder}: there is no such folder or package")
 
 
 @contextmanager

@@ -56,11 +56,11 @@ def check_known(field: str, value: str, known: Collection[str]) -> None:
         raise unknown_name_error(field, value, known)
 
 
-def check_installed(package: str, extra: str, reason: str) -> None:
-    """Raise UserError unless `package` is installed. `extra`: the extra of moe-lab that contains
-    the package. `reason`: the setting that needs the package."""
+def check_installed(package: str, reason: str) -> None:
+    """Raise UserError unless `package` is installed. `reason`: the setting that needs the
+    package."""
     if find_spec(package.replace("-", "_")) is None:
-        error = UserError(f"{reason} needs the package {package}: pip install 'moe-lab[{extra}]'")
+        error = UserError(f"{reason} needs the package {package}: pip install {package}")
         # study/provenance.py recognises errors of installed software by their cause
         raise error from ModuleNotFoundError(package)
 

@@ -1,4 +1,4 @@
-"""`python -m moe_lab.inspect model=NAME` prints whether a model is supported, and which criteria
+"""`moe-lab inspect model=NAME` prints whether a model is supported, and which criteria
 and exports apply to the model, without reading weights. With calibration=NAME it prints how the
 model reads this set."""
 
@@ -19,10 +19,10 @@ from rich.table import Table
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.errors import UserError, run_and_exit, user_errors
 
-USAGE = """python -m moe_lab.inspect model=NAME [model.path=FOLDER] [...]
+USAGE = """moe-lab inspect model=NAME [model.path=FOLDER] [...]
 
 Whether a model is supported or why not, its layers, experts, routers and parameters by part, its
-loading memory, and which criteria and exports apply. Takes the settings of `python -m moe_lab`;
+loading memory, and which criteria and exports apply. Takes the settings of `moe-lab run`;
 reads no weight. A dry run prints the memory that steps need.
 
 With calibration=NAME [calibration.path=FILE] [...]: the first rows of the set as the model reads

@@ -148,7 +148,8 @@ def interpreter(module: str, path: str | None, setting: str) -> str:
         python = Path(path).expanduser()
         if not python.is_file():
             raise UserError(
-                f"interpreters.{module}={path}, and there is no such file: run make {module}"
+                f"interpreters.{module}={path}, and there is no such file: expected the Python "
+                f"interpreter of an environment with {module}"
             )
         return str(python.absolute())
     # torch cannot compile for vLLM below a path with a space, so the folder may be a link to a path
@@ -159,8 +160,8 @@ def interpreter(module: str, path: str | None, setting: str) -> str:
     if find_spec(module) is not None:
         return sys.executable
     raise UserError(
-        f"{setting} needs {module}, which is not installed: run make {module}, or name an "
-        f"interpreter that has it, interpreters.{module}=PYTHON"
+        f"{setting} needs {module}, which is not installed: install it into an environment of its "
+        f"own, and name its interpreter, interpreters.{module}=PYTHON"
     )
 
 
@@ -178,7 +179,7 @@ def check_has(module: str, python: str) -> None:
     program = f"from importlib.util import find_spec; print(find_spec({module!r}) or '')"
     if not _output(python, program):
         raise UserError(
-            f"interpreters.{module}={python} has no {module}: run make {module}, or name another"
+            f"interpreters.{module}={python} has no {module}: install it there, or name another"
         )
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import preloaded
-import pytest
 
 from moe_lab import compose as composition
 from moe_lab.config import Config
@@ -155,10 +154,8 @@ def start(store: Path | str, study: StudyRequest, **changes: Any) -> int:
 
 
 def study_command(store: object, *arguments: str) -> int:
-    """Run `python -m moe_lab.study` in this process on a store. Returns the exit code."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["study", *arguments, f"store={store}"])
-        return study_main.main()
+    """Run a verb of `moe-lab` in this process on a store. Returns the exit code."""
+    return study_main.main([*arguments, f"store={store}"])
 
 
 SCRIPT_START = f"""

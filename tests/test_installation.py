@@ -6,13 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import preloaded
 import pytest
 
-from moe_lab import allocation, criteria, plugins
+from moe_lab import __version__, allocation, criteria, plugins
+from moe_lab.__main__ import VERBS
 from moe_lab.errors import UserError
 from moe_lab.result_files import read_record
 from moe_lab.start import FILE
@@ -243,6 +245,37 @@ def test_a_study_of_the_wheel_is_reported_by_the_wheel(hostile: Path, environmen
     assert result.returncode == 0, result.stderr
     assert (hostile / "store/reports/s/report.html").exists()
     assert "a module of the current folder" not in result.stderr
+
+
+def test_the_wheel_has_one_command(environment: Path, tmp_path: Path) -> None:
+    """With every verb in its help; sweeps and examples ship too."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, function = scripts["moe-lab"].split(":")
+    script = f"from {module} import {function}; {function}()"
+
+    def run(*arguments: str) -> str:
+        return subprocess.run(
+            [environment / "bin" / "python", "-c", script, *arguments],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=True,
+        ).stdout
+
+    help_text = run("--help")
+    assert all(f"    {verb} " in help_text for verb in VERBS)
+    assert run("--version") == run("version") == f"moe_lab {__version__}\n"
+    assert "[--apply" in run("gc", "--help")
+    packages = packages_of(environment)
+    assert f"{packages}/moe_lab/sweeps" in help_text
+    for folder in ("sweeps", "examples"):
+        shipped = {path.name for path in (packages / "moe_lab" / folder).iterdir()}
+        assert shipped >= {path.name for path in (ROOT / folder).glob("*.*")}
+    sweep = ["--config-dir", "pkg://moe_lab.sweeps", "--config-name", "unified_table1"]
+    small = ["model=pocket_olmoe", "calibration=pocket_general", "flops_text=pocket_excerpt"]
+    table = run("dry-run", *sweep, *small, "suite.benchmarks=[]")
+    assert "statistics" in table and "plan" in table
 
 
 def test_the_wheel_has_no_tools(environment: Path) -> None:

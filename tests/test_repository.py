@@ -69,7 +69,7 @@ UNKNOWN = {
     "interval(": "a sweeper makes the values: tests/study/test_end_to_end.py",
 }
 """Part of a command that cannot be composed here -> reason."""
-COMMAND = re.compile(r"(?:^|&& )(?: {4})?python -m moe_lab ((?:.*\\\n)*.*)$", re.MULTILINE)
+COMMAND = re.compile(r"(?:^|&& )(?: {4})?moe-lab run ((?:.*\\\n)*.*)$", re.MULTILINE)
 
 
 def problems_of(arguments: list[str]) -> list[str]:
@@ -85,7 +85,7 @@ def problems_of(arguments: list[str]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_documented_studies_can_start(page: Path) -> None:
-    """The settings of every `python -m moe_lab` in a page, and their combination, are valid."""
+    """The settings of every `moe-lab run` in a page, and their combination, are valid."""
     refused = {}
     for command in COMMAND.findall(page.read_text("utf-8")):
         text = command.replace("\\\n", " ")

@@ -35,7 +35,7 @@ def studies(store: Path) -> list[str]:
     )
     if not record_paths:
         raise UserError(
-            f"store={store} holds no study yet: run one first, such as python -m moe_lab "
+            f"store={store} holds no study yet: run one first, such as moe-lab run "
             "+experiment=task_agnostic"
         )
     return list(dict.fromkeys(path.parent.parent.name for path in record_paths))

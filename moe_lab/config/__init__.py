@@ -293,7 +293,7 @@ class Config(Group):
     """Read data sets that contain pickles, which can run code when read: the hidden tests of
     LiveCodeBench."""
     data_root: Text = "~/.cache/moe_lab/data"
-    """Folder of the mirrors of benchmark data, made by `python -m moe_lab.evaluation.mirror`."""
+    """Folder of the mirrors of benchmark data, made by `moe-lab mirror`."""
     interpreters: dict[Literal["vllm", "evalscope"], str | None] = field(default_factory=dict)
     """evalscope or vllm -> the Python interpreter that runs it, since its packages conflict with
     those of moe_lab; `make evalscope` and `make vllm` make one."""

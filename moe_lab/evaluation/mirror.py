@@ -1,6 +1,6 @@
 """Mirrors: local copies of benchmark data, laid out as on the hub, with a manifest of their files.
 
-    python -m moe_lab.evaluation.mirror NAME ... data_root=FOLDER [from=FOLDER|FILE]
+    moe-lab mirror NAME ... data_root=FOLDER [from=FOLDER|FILE]
 
 makes mirrors for benchmarks or whole suites. Evaluation reads mirrors alone, never the hub.
 """
@@ -143,7 +143,7 @@ def _entries(benchmark: BenchmarkConfig, split: str | None) -> dict[Path, Entry]
 
 def _command(benchmark: BenchmarkConfig) -> str:
     """The command that makes the benchmark's mirror."""
-    return f"python -m moe_lab.evaluation.mirror {benchmark.name} data_root={benchmark.root}"
+    return f"moe-lab mirror {benchmark.name} data_root={benchmark.root}"
 
 
 def _check_row_count(benchmark: BenchmarkConfig, entries: Iterable[Entry]) -> int:

@@ -26,7 +26,7 @@ def check(settings: RecoveryConfig) -> None:
             f"recovery.{active_setting} is set: expected another name"
         )
     if settings.bits == 4:
-        check_installed("bitsandbytes", "quantisation", "recovery.bits=4")
+        check_installed("bitsandbytes", "recovery.bits=4")
 
 
 def check_model(settings: RecoveryConfig, model: ModelConfig) -> None:

@@ -239,7 +239,7 @@ def _to_nf4(matrix: torch.Tensor) -> tuple[torch.Tensor, Any]:
 @cache
 def bitsandbytes_functional() -> Any:
     """The module bitsandbytes.functional. UserError if bitsandbytes is not installed."""
-    check_installed("bitsandbytes", "quantisation", "recovery.bits=4")
+    check_installed("bitsandbytes", "recovery.bits=4")
     log = logging.getLogger("bitsandbytes")
     level = log.level
     log.setLevel(logging.ERROR)  # without a GPU, the import logs a warning

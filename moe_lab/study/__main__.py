@@ -1,92 +1,66 @@
-"""`python -m moe_lab.study status|cancel|why|verify|unpack NAME`: commands about a study that was
-started; `gc`: free space."""
+"""`moe-lab status|cancel|why|verify|unpack NAME`: commands about a study that was started; `gc`:
+free space."""
 
 from __future__ import annotations
 
 import moe_lab.interrupt  # noqa: F401 - first, for Ctrl-C during the other imports
 
 # isort: split
-import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
-from moe_lab.errors import UserError, run_and_exit, unknown_name_error
+from moe_lab.errors import UserError, check_known, run_and_exit, unknown_name_error
 from moe_lab.result_files import ID_DIGITS
 
 if TYPE_CHECKING:
     from moe_lab.study.status import StepState, StudyState
     from moe_lab.study.store import Store
 
+NAME_HELP = (
+    "a study, by default the name of its experiment; or steps: a part of kind/label, or an id"
+)
 
-def main() -> int:
-    """Run the command that the program's arguments name, and return the exit code: 1 if the command
-    `verify` finds damage, 2 if a UserError was printed, otherwise 0."""
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command that the first of `arguments` names, and return the exit code: 1 if the
+    command `verify` finds damage, 2 if a UserError was printed, otherwise 0."""
     # imported here and not above, so that Ctrl-C during these imports prints no trace
+    from moe_lab.arguments import Parser
     from moe_lab.study.claims import in_queue
     from moe_lab.study.garbage import gc
     from moe_lab.study.schedule import print_notices
     from moe_lab.study.status import COMMANDS
     from moe_lab.study.store import Store
 
-    parser = argparse.ArgumentParser(prog="python -m moe_lab.study", description=__doc__)
-    parser.add_argument("command", choices=[*COMMANDS, "gc"])
-    parser.add_argument(
-        "arguments",
-        nargs="*",
-        metavar="NAME|KEY=VALUE",
-        help="NAME (not for gc): a study, by default the name of its experiment; or a step: "
-        "kind/label, or its id; store=FOLDER, as for python -m moe_lab; for gc: apply=true",
-    )
-    parsed = parser.parse_args()
-    is_gc = parsed.command == "gc"
+    command = next(iter(arguments), "")
     try:
-        names, settings = names_and_settings(
-            parsed.arguments, ["store", "apply"] if is_gc else ["store"]
-        )
-        name_count = 0 if is_gc else 1
-        if len(names) != name_count:
-            raise UserError(
-                f"{parsed.command} {' '.join(names)}: expected {name_count} names of a study or a "
-                "step, and the store as store=FOLDER"
-            )
-        store = Store(settings.get("store", "store"), in_queue=in_queue)
+        check_known("command", command, [*COMMANDS, "gc"])
+        function = gc if command == "gc" else COMMANDS[command]
+        parser = Parser(prog=f"moe-lab {command}", description=function.__doc__)
+        parser.add_argument("--store", default="store", help="the folder a run wrote to")
+        if function is gc:
+            parser.add_argument("--apply", default="false", help="true: remove what is listed")
+        else:
+            parser.add_argument("name", help=NAME_HELP)
+        request = parser.read(arguments[1:])
+        store = Store(request.store, in_queue=in_queue)
         if not store.exists():
             raise UserError(f"store={store.root} is no store: name the folder of one")
         with store.errors_as_sentences():
-            if is_gc:
-                code = gc(store, apply=settings.get("apply") == "true")
+            if function is gc:
+                check_known("apply", request.apply, ["true", "false"])
+                code = gc(store, apply=request.apply == "true")
             else:
                 # only `verify` returns an exit code
-                code = COMMANDS[parsed.command](*find(store, names[0])) or 0
+                code = COMMANDS[command](*find(store, request.name)) or 0
         print_notices(store)
         return code
     except UserError as error:
         print(f"moe_lab: {error}", file=sys.stderr)
         return 2
-
-
-def names_and_settings(
-    arguments: Sequence[str], keys: Sequence[str]
-) -> tuple[list[str], dict[str, str]]:
-    """(names, key of a setting -> its value) from the arguments NAME and KEY=VALUE of a command.
-    `keys`: the keys that the command knows. Raises UserError for any other key, and for a value of
-    `apply` other than true and false."""
-    names = []
-    settings = {}
-    for argument in arguments:
-        key, is_setting, value = argument.partition("=")
-        # the name of a step may contain =, but has a / before it, so it is not KEY=VALUE
-        if not (is_setting and key.isidentifier()):
-            names.append(argument)
-        elif key not in keys:
-            raise unknown_name_error("setting", key, keys)
-        elif key == "apply" and value not in ("true", "false"):
-            raise unknown_name_error(key, value, ["true", "false"])
-        else:
-            settings[key] = value
-    return names, settings
 
 
 def find(store: Store, name: str) -> tuple[StudyState, list[StepState]]:
@@ -117,4 +91,4 @@ def find(store: Store, name: str) -> tuple[StudyState, list[StepState]]:
 
 
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_and_exit(partial(main, sys.argv[1:]))

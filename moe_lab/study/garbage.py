@@ -1,5 +1,5 @@
 """Remove the steps of a store that no study refers to, and files of killed runs:
-`python -m moe_lab.study gc`."""
+`moe-lab gc`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def gc(store: Store, *, apply: bool = False) -> int:
         garbage, queue_error = find_garbage(store)
         _print_table(store, garbage, queue_error)
         if garbage:
-            command = f"python -m moe_lab.study gc apply=true store={store.root}"
+            command = f"moe-lab gc apply=true store={store.root}"
             print(f"nothing was freed; this frees it: {command}")
         return 0
     Store(store.root).create()  # only a check: raises UserError if nothing can be written there

@@ -40,7 +40,7 @@ def objective_value(result: RunResult, requests: Iterable[Request]) -> float:
         name = study.store.stored_name(step)
         if name is None:
             raise UserError(
-                f"objective={objective}: {benchmark} has no result: `python -m moe_lab.study why "
+                f"objective={objective}: {benchmark} has no result: `moe-lab why "
                 f"{study.config.study} store={study.config.store}` explains it"
             )
         with study.store.errors_as_sentences():

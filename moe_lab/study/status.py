@@ -1,5 +1,5 @@
 """The state of a study, from its store and from Slurm's queue; and the commands of
-`python -m moe_lab.study`."""
+`moe-lab`."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
     _print_jobs(study)
     if study.queue_error:
         print(study.queue_error)
-    why_command = f"python -m moe_lab.study why {study.study} store={study.store.root}"
+    why_command = f"moe-lab why {study.study} store={study.store.root}"
     if total["failed"]:
         print(f"why the failed ones failed: {why_command}")
     if total["missing"] and not study.queue_error:
@@ -314,7 +314,7 @@ COMMANDS: Mapping[str, Callable[[StudyState, list[StepState]], int | None]] = {
     "verify": verify,
     "unpack": unpack,
 }
-"""The commands of `python -m moe_lab.study` by name."""
+"""The commands of `moe-lab` by name."""
 
 
 def _reason(study: StudyState, step: StepState) -> str:

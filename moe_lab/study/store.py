@@ -157,10 +157,7 @@ class Store:
         try:
             yield
         except Damaged as error:
-            advice = (
-                f"`python -m moe_lab.study verify NAME store={self.root}`, then start the "
-                "study again"
-            )
+            advice = f"`moe-lab verify NAME store={self.root}`, then start the study again"
             raise UserError(f"store={self.root}: {error}: {advice}") from None
         except OSError as error:
             self.check_exists()

@@ -186,7 +186,7 @@ backend=server suite=pocket16 allow_code_execution=true | pocket_wildbench
 """Lines `arguments of moe_lab | part of the message`."""
 
 OTHER_COMMANDS = """
-moe_lab.study | usage
+moe_lab.study | command
 moe_lab.study statos | statos
 moe_lab.study status | name
 moe_lab.study status nobody | nobody
@@ -200,7 +200,7 @@ moe_lab.inspect model=pocket_olmo | did you mean pocket_olmoe?
 moe_lab.inspect model=local model.path=/no/such/folder | /no/such/folder
 moe_lab.inspect model=pocket_olmoe calibration=c5 | c5
 moe_lab.inspect model=pocket_olmoe ratoi=1 | ratio
-analysis rnaks store=STORE | did you mean ranks? (`python -m analysis help`
+analysis rnaks store=STORE | did you mean ranks? (`moe-lab report help`
 analysis unified.tabl5 store=STORE | unified.table5
 analysis ranks stor=STORE | did you mean store?
 analysis ranks study=sweeep store=STORE | did you mean sweep?

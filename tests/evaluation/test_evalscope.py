@@ -420,7 +420,7 @@ def test_interpreter_without_evalscope_is_reported(
     assert any("allow_pickled_data=false" in message for message in messages)
     missing = replace(code_benchmark, python=str(tmp_path / "nowhere"))
     assert any(
-        "and there is no such file: run make evalscope" in message
+        "and there is no such file: expected the Python interpreter" in message
         for message in problems([missing], ALLOWED)
     )
     monkeypatch.setattr(machine, "_ROOT", tmp_path)

@@ -822,7 +822,7 @@ def test_nothing_but_the_mirror_is_read_and_nothing_is_left(
         ({"chat": True}, "chat=true with max_new_tokens=0: expected chat=false"),
         (
             {"data": "aps/superglue"},
-            "has no mirror of it: python -m moe_lab.evaluation.mirror boolq data_root=",
+            "has no mirror of it: moe-lab mirror boolq data_root=",
         ),
     ],
 )

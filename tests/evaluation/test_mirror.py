@@ -250,7 +250,7 @@ def test_too_few_rows_and_unknown_parts_are_refused(rte: BenchmarkConfig, tmp_pa
         make(replace(rte, expected=277), source)
     with pytest.raises(
         UserError,
-        match=r"has no mirror of it: python -m moe_lab\.evaluation\.mirror rte data_root=",
+        match=r"has no mirror of it: moe-lab mirror rte data_root=",
     ):
         mirror.check(rte)
     make(rte, source)

@@ -150,7 +150,7 @@ def test_quantisation_is_repeatable_and_leaves_its_input() -> None:
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"bitsandbytes: pip install 'moe-lab\[quantisation\]'"):
+    with pytest.raises(UserError, match=r"bitsandbytes: pip install bitsandbytes"):
         check(RecoveryConfig(name="nf4", bits=4))
 
 

@@ -4,10 +4,8 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections import Counter
 from functools import reduce
-from importlib import import_module
 from pathlib import Path
 
 import numpy
@@ -16,6 +14,7 @@ import pytest
 import yaml
 from studies import executed_steps, moe_lab, results, run_on_boolq
 
+from moe_lab import __main__ as command_line
 from moe_lab.result_files import read_record
 from moe_lab.statistics import read
 
@@ -33,16 +32,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 ROOT = Path(__file__).parents[2]
-COMMAND = (
-    r"^(?: {4})?python -m "
-    r"(analysis|moe_lab\.(?:study|inspect|evaluation\.mirror))\b(.*?)(?: +#.*| && .*)?$"
-)
+COMMAND = r"^(?: {4})?moe-lab ((?!run|dry-run).*?)(?: +#.*| && .*)?$"
 COMMANDS = {
     page.name: commands
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
     if (commands := re.findall(COMMAND, page.read_text("utf-8"), re.MULTILINE))
 }
-"""Page -> program and arguments of each of its commands that read results, models or data."""
+"""Page -> verb and arguments of each of its commands that read results, models or data."""
 EXAMPLES = {
     "/shared/me/store": "store",
     "data_root=/data": "data_root=data",
@@ -70,12 +66,9 @@ def test_documented_commands_about_finished_studies_run(
 ) -> None:
     shutil.copytree(finished, tmp_path / "store")
     monkeypatch.chdir(tmp_path)
-    for program, text in COMMANDS[page]:
+    for text in COMMANDS[page]:
         arguments = reduce(lambda text, pair: text.replace(*pair), EXAMPLES.items(), text).split()
-        is_package = program in ("analysis", "moe_lab.study")
-        module = import_module(f"{program}.__main__" if is_package else program)
-        monkeypatch.setattr(sys, "argv", [program, *arguments])
-        code = module.main() if program == "moe_lab.study" else module.main(arguments)
+        code = command_line.main(arguments)
         errors = capsys.readouterr().err
         message = next(message for setting, message in MISSING.items() if setting in text)
         assert code == 0 or message in errors, (text, code, errors)

@@ -97,8 +97,7 @@ def test_studies_of_a_sweeper_share_the_models_in_memory(
     ]
     arguments = ["-m", *sweeper, *SMALL_STUDY, "criterion=man", "ratio=0.25,0.5", "objective=Avg"]
     arguments += [f"hydra/launcher={launcher}", f"hydra.sweep.dir={tmp_path}"]
-    monkeypatch.setattr("sys.argv", ["moe_lab", *arguments])
-    with pytest.raises(SystemExit, match="0"):
-        command.main()
+    monkeypatch.setattr("sys.argv", ["moe-lab"])  # Hydra reads and changes it
+    assert command.main(arguments) == 0
     assert len(shared) == 2
     assert shared[0] is shared[1]

@@ -60,7 +60,7 @@ def converter(export: ExportConfig) -> Path:
         "export.format=gguf" if export.converter is None else f"export.converter={export.converter}"
     )
     raise UserError(
-        f"{setting}: llama.cpp's converter is not there: run make llama, or set "
+        f"{setting}: llama.cpp's converter is not there: copy llama.cpp's repository, and set "
         f"export.converter=PATH/{FETCHED.name}"
     )
 

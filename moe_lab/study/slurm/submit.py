@@ -297,8 +297,7 @@ def _announce(submission: Submission) -> None:
         )
     if jobs:
         inform(
-            f"{study}: submitted; see python -m moe_lab.study status {study} "
-            f"store={submission.study.store.root}"
+            f"{study}: submitted; see moe-lab status {study} store={submission.study.store.root}"
         )
 
 
