@@ -3,6 +3,7 @@ transformers are used in one module."""
 
 import ast
 import re
+import runpy
 import shlex
 import tomllib
 from collections.abc import Iterator
@@ -257,3 +258,13 @@ def test_transformers_versions_are_bounded_and_allow_the_tested_one() -> None:
     assert pinned is not None
     assert pinned[1] in allowed[0]
     assert version("transformers") in allowed[0]
+
+
+@pytest.mark.slow
+def test_the_page_of_reproduction_is_up_to_date() -> None:
+    """And README says no more than the page."""
+    page = runpy.run_path(str(ROOT / "docs" / "reproduction_page.py"))
+    text = page["page"]()
+    assert (ROOT / "docs" / "reproduction.md").read_text("utf-8") == text
+    sentence = "None of the papers' numbers has been computed on published weights so far."
+    assert (sentence in (ROOT / "README.md").read_text("utf-8")) == (": 0 of " in text)

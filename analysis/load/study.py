@@ -183,7 +183,7 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, E
     cells = pd.DataFrame(
         [entry["cell"] for entry in entries.values()], columns=list(AXES)
     ).rename_axis("cell")
-    cells["allocation"] = [_allocation(entry["cell"]) for entry in entries.values()]
+    cells["allocation"] = [allocation_text(entry["cell"]) for entry in entries.values()]
     has_all_axes = cells.notna().all(axis=1)
     for criterion in cells.loc[~has_all_axes, "criterion"]:
         reader.record_gap("the record lacks an axis of it: left out", str(criterion))
@@ -257,7 +257,7 @@ def _add_folders(cells: pd.DataFrame, entries: Entries) -> pd.DataFrame:
     return cells.assign(**columns)
 
 
-def _allocation(cell: Mapping[str, Any]) -> str | None:
+def allocation_text(cell: Mapping[str, Any]) -> str | None:
     """Text of a cell's allocation: `uniform, replacement=mean_output`. None if the cell has no
     allocation.
 

@@ -24,8 +24,8 @@ def profile(
     model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]
 ) -> list[tuple[Any, ...]]:
     """The rows of `result_files.PROFILES`, one for each decoder layer of `model`. The model is
-    masked by `plan`. If `plan` is None, the column `output_loss` is NaN. UserError when the plan does not
-    fit, or when hidden states are not finite."""
+    masked by `plan`. If `plan` is None, the column `output_loss` is NaN. UserError when the plan
+    does not fit, or when hidden states are not finite."""
     # each layer has the same `stack`, the path of the list of decoder layers
     decoder_layers = list(model.get_submodule(routed_layers(model)[0].stack).children())
     observers = [_Sums(index) for index in range(len(decoder_layers))]

@@ -302,7 +302,7 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
         model = model_names[cell.model.name, cell.protocol.name]
         cells.append(
             {
-                "cell": {"model": model, **_cell_columns(cell)},
+                "cell": {"model": model, **cell_columns(cell)},
                 "protocol": cell.protocol.name,
                 **{field: name_of(step) for field, step in steps.by_field().items()},
                 "evaluate": {name: name_of(step) for name, step in steps.evaluate.items()},
@@ -359,7 +359,7 @@ def _model_names(graph: Graph) -> dict[tuple[str, str], str]:
     return names
 
 
-def _cell_columns(cell: Cell) -> dict[str, Any]:
+def cell_columns(cell: Cell) -> dict[str, Any]:
     """The settings of a cell, except the model, as the record shows them: name -> value."""
     # None for the unpruned model
     criterion = criteria.CRITERIA.get(cell.criterion.name)

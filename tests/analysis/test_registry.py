@@ -1,7 +1,7 @@
 """Every published table and figure has its name, tables of scores their rows and columns; adding
 one is one file."""
 
-import itertools
+import csv
 import re
 import shutil
 import subprocess
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_lab.analysis import published
 from moe_lab.analysis.registry import aliases, find, outputs
 from moe_lab.analysis.report import CHAPTERS
 
@@ -20,32 +21,21 @@ LAST = {
     "aimer": (7, 6),
     "coverage": (19, 16),
 }
-"""The papers in the order of the table in the documentation, and their numbers of tables and
-figures."""
+"""The papers, and their numbers of tables and figures."""
 PUBLISHED = re.compile(rf"({'|'.join(LAST)})\.(table|fig)(\d+)")
 
 
 def documented() -> dict[str, str | None]:
-    """Published table or figure -> what makes it, or None, from the table in the documentation."""
-    lines = (
-        (Path(__file__).parents[2] / "docs" / "analysis.md")
-        .read_text(encoding="utf-8")
-        .splitlines()
-    )
-    start = next(at for at, line in enumerate(lines) if line.startswith("| published | output |"))
+    """Published table or figure -> the output that makes it, or None, from the page of
+    reproduction."""
     found: dict[str, str | None] = {}
-    papers = iter(LAST)
-    paper = ""
-    for line in itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :]):
-        published, output, reason = (cell.strip() for cell in line.strip("|").split("|"))
-        if published.startswith("**"):
-            paper = next(papers)
-            continue
-        kind, number = published.split()
-        name = f"{paper}.{'fig' if kind == 'Figure' else 'table'}{number}"
-        outputs = re.findall(r"`([^`]+)`", output)
-        assert name not in found and (outputs[:1] == [name] if outputs else reason), line
-        found[name] = outputs[-1] if outputs else None
+    with (Path(published.__file__).parent / "items.csv").open(encoding="utf-8") as lines:
+        for row in csv.DictReader(lines):
+            kind, _, number = row["item"].partition(" ")
+            if number:
+                name = f"{row['paper']}.{'fig' if kind == 'Figure' else 'table'}{number}"
+                assert name not in found and (row["output"] or row["note"]), row
+                found[name] = row["output"] or None
     return found
 
 
