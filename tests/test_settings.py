@@ -221,7 +221,7 @@ def test_a_calibration_file_has_whole_rows_and_no_local_path(file: Path) -> None
     text = grid.add_sources(load_group(file), choices.Files())
     assert text.tokens % text.length == 0
     for _, part in shares_and_sets(text):
-        assert not local_files(part.path) or part.path.startswith("pocket:")
+        assert not local_files(part) or part.path.startswith("pocket:")
 
 
 HALF = {"calibration": "a", "share": 0.5}

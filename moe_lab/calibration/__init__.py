@@ -153,14 +153,15 @@ class IdentifiedText(CalibrationConfig):
 def _documents_identity(settings: CalibrationConfig) -> dict[str, Any]:
     """Fields that identify the documents of one set, their order, and how each becomes text."""
     fields = {name: getattr(settings, name) for name in DOCUMENT_SETTINGS}
-    return {**fields, "path": _content_identity(settings.path), "seed": order_seed(settings)}
+    return {**fields, "path": _content_identity(settings), "seed": order_seed(settings)}
 
 
-def _content_identity(path: str) -> dict[str, Any]:
+def _content_identity(settings: CalibrationConfig) -> dict[str, Any]:
     """Fields that identify the content at calibration.path. For files: "sha256" and "suffix". For a
     data set on the hub: "data", a digest of all its data files. If the hub cannot be reached:
     {UNRESOLVED: path}."""
-    if files := local_files(path):
+    path = settings.path
+    if files := local_files(settings):
         return {"sha256": [sha256_of(file.path) for file in files], "suffix": files[0].suffix}
     if hub_path := HUB_FILE.fullmatch(path):
         fields = {

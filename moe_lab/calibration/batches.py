@@ -99,7 +99,7 @@ def check_held_out(settings: CalibrationConfig, model: ModelConfig) -> None:
     if tokenizer is None:
         return
     for share, part in shares_and_sets(settings):
-        if not local_files(part.path):
+        if not local_files(part):
             continue
         documents = order_documents(read(part).documents, part)
         half = len(plain_text(documents, part)) // 2

@@ -6,6 +6,7 @@ conversations the keys and roles that chat templates read.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections import Counter, defaultdict
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from dataclasses import field as data_field
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
+from itertools import pairwise
 from typing import Any
 
 from moe_lab.config import CalibrationConfig, ModelConfig
@@ -47,8 +49,16 @@ ROLES = {
 """Role in a data set -> role in chat templates. Other roles stay as they are."""
 _OUTER = ("type", "id")
 """Keys of a call of a function that stand beside the function, not in it."""
+_CACHE = "cache_control"
+"""Key of a message, or of a part of its content, that only a server reads."""
+_COPIES = {
+    "message_type": ("thought", "action", "tool_call_ids"),
+    "traj_id": ("patch",),
+}
+"""Key of a turn or record of SWE-agent -> keys beside it that only repeat what turns say and do."""
 _TURNS = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
-"""Beginning of a conversation as JSON text. Data sets that were stored as CSV have such texts."""
+"""Beginning of a conversation as JSON text, or as a Python literal. Data sets that were stored as
+CSV have such texts."""
 
 Tools = Sequence[Mapping[str, Any]]
 """Functions that a model may call, in the form of chat templates: {"type": "function", "function":
@@ -116,7 +126,11 @@ class Documents:
                 f"{location}: expected an object with fields such as text, found {value!r:.40}"
             )
         ignored = self.settings.ignored
-        fields = {key: _without_null(inner) for key, inner in fields.items() if key not in ignored}
+        fields = {
+            key: _without_null(inner)
+            for key, inner in _without_copies(fields).items()
+            if key not in ignored
+        }
         record = Record(fields, location, self.settings)
         try:
             self.documents.append(record.document())
@@ -157,6 +171,8 @@ class Record:
         field = self.settings.field or self._known_fields()
         keys = [field] if isinstance(field, str) else [*field]
         self.form = " and ".join(keys)
+        if len(keys) > 1 and all(_is_conversation(self.fields.get(key)) for key in keys):
+            return self._conversation(*keys)
         if len(keys) > 1:
             return self._pair(keys)
         value = self._value(*keys)
@@ -176,6 +192,8 @@ class Record:
         if self.settings.joined and "text" in fields:  # also an empty one
             return ["text"]
         conversations = [[key] for key, value in fields.items() if _is_conversation(value)]
+        if ["prompt"] in conversations and ["completion"] in conversations:  # as in TRL
+            conversations = [["prompt", "completion"]]
         task, answer = _first(TASKS, fields), _first(ANSWERS, fields)
         pairs = [task, "input", answer], [task, answer], ["input", answer]
         for keys in (["text"], ["messages"], *conversations, *pairs):
@@ -192,10 +210,12 @@ class Record:
             raise LeftOut(sentence)
         raise UserError(f"{self.location}: {sentence}")
 
-    def _conversation(self, key: str) -> Chat:
-        """The conversation in a field with a list of turns, or with its JSON text."""
-        turns = _decode(self.fields[key], f"{self.location}, field {key}", list)
-        used = [key]
+    def _conversation(self, *keys: str) -> Chat:
+        """The conversation in fields with lists of turns, or with their texts."""
+        turns = []
+        for key in keys:
+            turns += _decode(self.fields[key], f"{self.location}, field {key}", list)
+        used = [*keys]
         system = self.fields.get("system")
         # the system prompt of ShareGPT stands beside the conversation
         if system and fits(turns[:1], [{"from": str}]) and turns[0]["from"] != "system":
@@ -228,11 +248,19 @@ class Record:
     def _chat(self, turns: Sequence[Any], used: Sequence[str], plain: Text | None = None) -> Chat:
         """The conversation of turns that have words or are results of calls. The others are
         counted. All fields that are not `used` are arguments of the chat template; with
-        calibration.field, only the tools and TEMPLATE_ARGUMENTS. LeftOut if no turn has words."""
+        calibration.field, only the tools and TEMPLATE_ARGUMENTS. LeftOut if no turn has words, and
+        if a turn without words stands between two turns of one role."""
         messages = [self._message(turn, f"{self.location}, field {used[0]}") for turn in turns]
         if not any(map(_has_words, messages)):
             raise LeftOut(f"{self.form} without words")
-        spoken = [turn for turn in messages if _has_words(turn) or turn["role"] == "tool"]
+        spoken = {
+            position: turn
+            for position, turn in enumerate(messages)
+            if _has_words(turn) or turn["role"] == "tool"
+        }
+        for before, after in pairwise(spoken):
+            if after > before + 1 and messages[before]["role"] == messages[after]["role"]:
+                raise LeftOut("no words between messages of one role")
         self.turns_left_out = len(spoken) < len(messages)
         arguments = _without_null(without_keys(self.fields, [*used, "tools"]))
         if self.settings.field is not None:
@@ -245,7 +273,7 @@ class Record:
             where = f"{self.location}: {TEMPLATE_ARGUMENTS}"
             arguments[TEMPLATE_ARGUMENTS] = _decode(nested, where, dict)
         self._note(arguments)
-        return Chat(tuple(spoken), arguments, plain, self.location, self.settings.ignored)
+        return Chat(tuple(spoken.values()), arguments, plain, self.location, self.settings.ignored)
 
     def _note(self, fields: Mapping[str, Any]) -> None:
         """Add the names of other `fields` of text, which only a chat template may read, to the
@@ -278,17 +306,14 @@ class Record:
         calibration.ignored. UserError for a turn without a role, and for content that is no
         text."""
         message = _without_null(turn) if isinstance(turn, Mapping) else {}
-        message = without_keys(message, self.settings.ignored)
+        unread_keys = (*self.settings.ignored, _CACHE)
+        message = without_keys(_without_copies(message), unread_keys)
         role = message.pop(_first(ROLE_KEYS, message), None)
         content = message.pop(_first(CONTENT_KEYS, message), "")
         if role in CALLERS:
             message["tool_calls"], content = content, ""
         if isinstance(content, list):
-            part_form = {"type": str, "text": str}
-            texts = [
-                part["text"] if fits(part, part_form) and len(part) == 2 else part
-                for part in content
-            ]
+            texts = [_text_of_part(part, unread_keys) for part in content]
             content = "\n".join(texts) if fits(texts, [str]) else content
         if not isinstance(role, str) or not isinstance(content, str):
             raise UserError(
@@ -312,13 +337,29 @@ def _first(names: Sequence[str], fields: Mapping[str, Any]) -> str:
     return next((name for name in names if fields.get(name) is not None), "")
 
 
+def _text_of_part(part: Any, unread_keys: Sequence[str]) -> Any:
+    """The text of a part of a content, if the part has nothing else than a text, metadata, and
+    `unread_keys`; otherwise `part`."""
+    if not fits(part, {"type": str, "text": str}) or not part["type"].endswith("text"):
+        return part
+    others = without_keys(part, ("type", "text", *unread_keys))
+    return part if any(map(is_content, others.values())) else part["text"]
+
+
+def _without_copies(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A turn or a record without the keys in `_COPIES`."""
+    return without_keys(
+        record, [key for mark in _COPIES if mark in record for key in _COPIES[mark]]
+    )
+
+
 def _is_blank(value: Any) -> bool:
     """Whether a value is null, empty, or white space."""
     return not str(value or "").strip()
 
 
 def _is_conversation(value: Any) -> bool:
-    """Whether a value is a list of turns with a role, or the JSON text of one."""
+    """Whether a value is a list of turns with a role, or the text of one."""
     if isinstance(value, str):
         return _TURNS.match(value) is not None
     return isinstance(value, list) and any(
@@ -351,14 +392,17 @@ def _functions(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _decode(value: Any, where: str, *kinds: type) -> Any:
-    """`value`, decoded if it is JSON text. An empty value of the first of the `kinds` for null and
-    for any empty value. UserError for a damaged text, and for a result that is none of the
-    `kinds`."""
+    """`value`, decoded if it is JSON text or a Python literal. An empty value of the first of the
+    `kinds` for null and for any empty value. UserError for a damaged text, and for a result that is
+    none of the `kinds`."""
     while isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{where} is damaged JSON: {error}") from None
+            try:
+                value = ast.literal_eval(value)
+            except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+                raise UserError(f"{where} is damaged JSON: {error}") from None
     if _is_blank(value):
         return kinds[0]()
     if not isinstance(value, kinds):

@@ -38,10 +38,10 @@ def read(settings: CalibrationConfig) -> Documents:
     documents = Documents(settings)
     for location, record in _rows(settings):
         documents.add(record, location)
-    files = local_files(settings.path)
+    files = local_files(settings)
     for file in _visible_files(local_path(settings.path)):
         if file not in files:
-            documents.left_out["a file of another format"].append(str(file.path))
+            documents.left_out["a file of another kind"].append(str(file.path))
     if settings.joined:
         text = joined_texts(documents.documents, f"calibration.joined=true: {settings.path}")
         documents.documents = [Text(text)] if text.strip() else []
@@ -56,7 +56,7 @@ def read(settings: CalibrationConfig) -> Documents:
 
 def check_answers(settings: CalibrationConfig) -> None:
     """Raise UserError when the source is local and none of its documents has an answer."""
-    if local_files(settings.path) and not any(map(has_answer, read(settings).documents)):
+    if local_files(settings) and not any(map(has_answer, read(settings).documents)):
         raise UserError(
             f"calibration.path={settings.path} holds no answers: expected tasks with answers, such "
             "as the fields question and answer, or messages of an assistant"
@@ -65,12 +65,16 @@ def check_answers(settings: CalibrationConfig) -> None:
 
 def first_document(settings: CalibrationConfig) -> list[Document]:
     """A list with the first document of a local source; [] for a source on the hub."""
+    return _first(_rows(settings), settings) if local_files(settings) else []
+
+
+def _first(rows: Rows, settings: CalibrationConfig) -> list[Document]:
+    """A list with the first document of the `rows`; [] if there is none."""
     documents = Documents(settings)
-    if local_files(settings.path):
-        for location, record in _rows(settings):
-            documents.add(record, location)
-            if documents.documents:
-                break
+    for location, record in rows:
+        documents.add(record, location)
+        if documents.documents:
+            break
     return documents.documents
 
 
@@ -78,7 +82,7 @@ def _rows(settings: CalibrationConfig) -> Rows:
     """Yield (location, record) for each record of a set. With calibration.joined, each line of a
     text is a record."""
     is_on_hub = HUB_FILE.fullmatch(settings.path)
-    files = download(settings) if is_on_hub else local_files(settings.path)
+    files = download(settings) if is_on_hub else local_files(settings)
     rows = chain.from_iterable(file.rows() for file in files) if files else hub_rows(settings)
     for location, record in rows:
         is_text = settings.joined and isinstance(record, str)
@@ -89,29 +93,44 @@ def _rows(settings: CalibrationConfig) -> Rows:
 def is_own_text(settings: CalibrationConfig) -> bool:
     """Whether the source is a file or a folder of the user, of which calibration.tokens may be more
     than there is. Sets that are published or shipped have at least calibration.tokens."""
-    return not settings.path.startswith(PREFIX) and bool(local_files(settings.path))
+    return not settings.path.startswith(PREFIX) and bool(local_files(settings))
 
 
-def local_files(path: str) -> list[DataFile]:
-    """The local files that calibration.path=`path` names, in the order in which they are read; []
-    for a source on the hub, and for a mixture, whose path is empty.
+def local_files(settings: CalibrationConfig) -> list[DataFile]:
+    """The local files that calibration.path names, in the order in which they are read; [] for a
+    source on the hub, and for a mixture, whose path is empty.
 
-    Of a folder, these are the files with tables or JSON lines or, without any, all files but those
-    whose names begin with a dot. UserError if there is no such file.
+    Of a folder, these are the files of records or, without any, the texts, but not those whose
+    names begin with a dot. UserError if there is no such file.
     """
+    path = settings.path
     if not path or HUB_FILE.fullmatch(path):
         return []
     file = DataFile(local_path(path), _SETTING)
     if file.path.is_dir():
         files = _visible_files(file.path)
-        if not files:
-            raise file.error("has no files: expected one such as train.jsonl")
-        return [other for other in files if other.suffix in READERS] or files
+        records = [other for other in files if _has_records(other, settings)]
+        chosen = records or [other for other in files if other.is_text]
+        if not chosen:
+            raise file.error("has no texts and no records: expected a file such as train.jsonl")
+        return chosen
     if not file.path.exists():
         if _may_be_hub_id(path):
             return []
         raise _missing_error(path, file.path)
     return [file]
+
+
+def _has_records(file: DataFile, settings: CalibrationConfig) -> bool:
+    """Whether a file of a folder is one of records. JSON and tables may be other data, such as
+    package.json: they are files of records if the first of their records is a document."""
+    fields = settings.field or settings.template
+    if file.suffix not in READERS or file.suffix in RECORDS or fields:
+        return file.suffix in READERS
+    try:
+        return bool(_first(file.rows(), settings))
+    except UserError:
+        return False
 
 
 def _visible_files(folder: Path) -> list[DataFile]:
@@ -180,7 +199,7 @@ def download(settings: CalibrationConfig) -> list[DataFile]:
 
     path = settings.path
     if not (hub_path := HUB_FILE.fullmatch(path)):
-        if not local_files(path):
+        if not local_files(settings):
             next(hub_rows(settings), None)  # the generator downloads before it yields the first row
         return []
     name, file = hub_path.groups()
@@ -242,6 +261,11 @@ class DataFile:
         """The suffix in lower case, without that of a compression."""
         name = Path(self.path.name.lower())
         return Path(name.stem).suffix if name.suffix in CODECS else name.suffix
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the file is read as a text: it has no zero byte, as images have."""
+        return self.suffix not in READERS and b"\0" not in self.content()
 
     def rows(self) -> Rows:
         """Yield the rows; a file with an unknown suffix, such as source code, is a text. UserError
@@ -353,3 +377,5 @@ READERS: dict[str, Callable[[DataFile], Rows]] = {
     ".parquet": _read_parquet,
 }
 """Suffix -> function that yields the rows of a file."""
+RECORDS = (".jsonl", ".ndjson", ".parquet")
+"""Suffixes of files that always have records."""

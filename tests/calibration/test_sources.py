@@ -381,13 +381,13 @@ def test_missing_file_error_names_a_near_one(tmp_path: Path) -> None:
         ("mydata.csv", r"mydata\.csv does not exist"),
     ):
         with pytest.raises(UserError, match=says):
-            local_files(path)
+            local_files(CalibrationConfig("c", path))
     for hub in (
         "allenai/tulu-3-sft-personas-math",
         "wikitext",
         "hf://datasets/allenai/c4/en/c4-train.json.gz",
     ):
-        assert not local_files(hub)
+        assert not local_files(CalibrationConfig("c", hub))
 
 
 @pytest.fixture
@@ -786,7 +786,10 @@ ASKED = {"from": "human", "value": "w1"}
 REPLY = {"from": "gpt", "value": "w2"}
 SYSTEM_TURN = {"role": "system", "content": "w3 w4"}
 TRAJECTORY = [{"role": "user", "text": "w1", "mask": False}, {"role": "ai", "text": "w2"}]
-PARTS = [{"type": "text", "text": "w1"}, "w5"]
+CACHED = {"cache_control": {"type": "ephemeral"}}
+PARTS = [{"type": "text", "text": "w1", "annotations": [], **CACHED}, "w5"]
+ACTED = {"role": "assistant", "content": "w2", "message_type": "action"}
+"""A turn of SWE-agent."""
 EMPTY_CALL = {"type": "function", "function": {"name": "w10", "arguments": {}}}
 
 
@@ -797,7 +800,23 @@ EMPTY_CALL = {"type": "function", "function": {"name": "w10", "arguments": {}}}
         ({"talk": json.dumps([ASKED, REPLY])}, MESSAGES),
         ({"conversations": [ASKED, REPLY], "system": "w3 w4"}, [SYSTEM_TURN, *MESSAGES]),
         ({"trajectory": TRAJECTORY}, [{**MESSAGES[0], "mask": False}, MESSAGES[1]]),
-        ({"messages": [{"role": "user", "content": PARTS}]}, [{**QUESTION, "content": "w1\nw5"}]),
+        *(
+            (
+                {"messages": [{"role": "user", "content": parts, **CACHED}]},
+                [{**QUESTION, "content": text}],
+            )
+            for parts, text in ((PARTS, "w1\nw5"), (PARTS[:1], "w1"))
+        ),
+        ({"messages": str(MESSAGES)}, MESSAGES),
+        ({"completion": MESSAGES[1:], "prompt": MESSAGES[:1]}, MESSAGES),
+        (
+            {
+                "messages": json.dumps([QUESTION, {**ACTED, "thought": "w2", "action": "w3 w4"}]),
+                "patch": "w5 w6",
+                "traj_id": "w7",
+            },
+            [QUESTION, ACTED],
+        ),
         *(
             ({"messages": [QUESTION, turn]}, CALLING)
             for turn in (
@@ -833,7 +852,7 @@ def test_conversations_of_other_tools_are_those_of_chat_templates(
     (document,) = read(source(record)).documents
     assert isinstance(document, Chat)
     assert list(document.messages) == messages
-    assert "system" not in document.arguments
+    assert not {"system", "patch"} & document.arguments.keys()
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
@@ -864,9 +883,10 @@ def test_advice_of_a_refusal_is_valid(read_batches: Read) -> None:
 def test_records_and_turns_without_words_are_counted(read_batches: Read) -> None:
     empty = {"role": "assistant", "content": " "}
     records = [{"text": "w1 w2"}, None, {"text": None}, {"messages": [QUESTION, empty]}]
+    records.append({"messages": [QUESTION, empty, QUESTION]})
     report = read_batches([*records, {**PAIR, "output": ""}], BARE, length=2, tokens=2).report
     left_out = report["sources"][0]["left_out"]
-    assert sorted(entry["number"] for entry in left_out.values()) == [9, 9, 18]
+    assert sorted(entry["number"] for entry in left_out.values()) == [9, 9, 9, 18]
     assert left_out["a turn has no words"]["first"][0].endswith("set.jsonl line 4")
     with pytest.raises(UserError, match=r"holds no document .*messages without words.*line 1"):
         read_batches([{"messages": [empty]}], BARE)
@@ -893,21 +913,39 @@ def test_tables_are_records(tmp_path: Path, settings: Settings, name: str) -> No
 
 
 def test_folders_are_read_by_file(tmp_path: Path, settings: Settings) -> None:
-    """Those with records alone, where there are any."""
+    """Those with records alone, where there are any; otherwise the texts."""
     (tmp_path / "b").mkdir()
     for path in ("b/two.py", "a.c", ".config"):
         written(tmp_path / path, path)
-    assert read(settings(tmp_path)).documents == [Text("a.c"), Text("b/two.py")]
-    written(tmp_path / "b/data.jsonl", lines(TWO))
+    written(tmp_path / "logo.png", b"\x89PNG\0")
+    written(tmp_path / "package.json", json.dumps({"name": "w1"}, indent=2))
+    written(tmp_path / "prices.csv", "day,price\n1,2\n")
     result = read(settings(tmp_path))
-    assert result.documents == [Text("two")]
-    assert sum(map(len, result.left_out.values())) == 2
+    assert result.documents == [Text("a.c"), Text("b/two.py")]
+    assert sum(map(len, result.left_out.values())) == 3
+    for name in ("data.json", "data.jsonl"):
+        written(tmp_path / "b" / name, lines(TWO))
+        result = read(settings(tmp_path))
+        assert {*result.documents} == {Text("two")}
+        assert sum(map(len, result.left_out.values())) == 5
+    with pytest.raises(UserError, match="none of the fields"):
+        written(tmp_path / "b" / name, lines({"name": "w1"}))
+        read(settings(tmp_path))
 
 
+SOME_PARTS = st.lists(
+    st.fixed_dictionaries(
+        {"type": st.just("text"), "text": st.text("w12 ", max_size=4)},
+        optional={"note": st.sampled_from((None, 3, "w11 w22"))},
+    ),
+    max_size=2,
+)
 VALUES = st.one_of(st.none(), st.text("w12 ", max_size=4), st.integers(0, 3))
 TURN_KEYS = ("role", "from", "content", "value", "tool_calls")
-SOME_TURNS = st.lists(st.dictionaries(st.sampled_from(TURN_KEYS), VALUES), max_size=3)
-KEYS = ("text", "messages", "problem", "answer", "tools", "conversations", "note")
+PARTED = st.fixed_dictionaries({"role": st.just("user"), "content": SOME_PARTS})
+LISTS = st.lists(PARTED | st.dictionaries(st.sampled_from(TURN_KEYS), VALUES), max_size=3)
+SOME_TURNS = LISTS | LISTS.map(str) | LISTS.map(json.dumps)
+KEYS = ("text", "messages", "problem", "answer", "tools", "prompt", "completion", "note")
 
 
 @given(record=st.dictionaries(st.sampled_from(KEYS), VALUES | SOME_TURNS))
