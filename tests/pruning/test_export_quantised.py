@@ -151,6 +151,18 @@ def test_names_of_experts_in_lists_follow_the_experts(tmp_path: Path) -> None:
     assert modelopt == {"quantization": {"exclude_modules": list(AFTER["dynamic"])}}
 
 
+def test_compressed_tensors_states_how_many_experts_layers_have(tmp_path: Path) -> None:
+    """In the field of its ExpertSparsityConfig (0.20.1): null for a dense layer."""
+    _, stored = quantised.save("deepseek_v3", "compressed_fp8", tmp_path)
+    plan = random_plan(tiny.build("deepseek_v3"), "uneven")
+    config = json.loads((export(stored, plan, tmp_path / "out") / "config.json").read_text())
+    counts = [len(experts) for experts in plan.retained.values()]
+    assert config["quantization_config"]["moe_sparsity_config"] == {
+        "method": "prune",
+        "num_experts": [None, *counts],
+    }
+
+
 def test_experts_that_are_not_quantised_keep_their_own_tensors(tmp_path: Path) -> None:
     _, stored = quantised.save("qwen2_moe", "w4a16", tmp_path)
     apart = ("model.layers.0.mlp.experts.15.up_proj", "model.layers.0.mlp.experts.3.gate_proj")

@@ -25,14 +25,16 @@ def describe(source: str, trust_remote_code: bool) -> dict[str, Any]:
     """What the class of the model in folder `source` adds to its files.
 
     layers   layer -> facts, as from `model_facts`
-    fields   name -> value of each field for the number and the width of experts
+    fields   name -> value of each field for the numbers of experts and layers, and the width of
+             experts
     routing  as from `stored_routing`
 
     UserError for a model that is not supported or whose weight files do not fit its config.json,
     and for tensors of experts or routers that moe_lab does not know."""
     model = skeleton(Path(source), trust_remote_code=trust_remote_code)
     text_config = model.config.get_text_config().to_dict()
-    fields = {name: text_config.get(name) for name in (*COUNT_FIELDS, *WIDTH_FIELDS)}
+    names = (*COUNT_FIELDS, *WIDTH_FIELDS, "num_hidden_layers")
+    fields = {name: text_config.get(name) for name in names}
     checkpoint = open_checkpoint(Path(source))
     routing = stored_routing(NameMapping(model, checkpoint.tensors))
     _check_sizes(checkpoint, model)

@@ -47,8 +47,8 @@ def describe_export(
     """(config.json of the export, file name -> source code of the files that load the export).
     There are no such files if transformers alone can load the export.
 
-    `config`: config.json of the original. `fields`: name -> value of each field for the number and
-    the width of experts, also of those that `config` leaves to their defaults; of these, the export
+    `config`: config.json of the original. `fields`: name -> value of each field for the numbers of
+    experts and layers and the width of experts, also of those that `config` leaves to their defaults; of these, the export
     states those that change. `names`: names of the original's tensors. UserError when `config` is
     of a pruned model whose layers differ."""
     if LAYERS_FIELD in config:
@@ -114,8 +114,9 @@ def _uneven_config(config: dict[str, Any], form: Form) -> dict[str, Any]:
 
     The export gets a new model type: the family's own class would fill missing weights with random
     numbers. In the field `LAYERS_FIELD`, "layers" has the shape of each layer, and "stock" the
-    original values of the fields that are replaced here. "per_layer_config" has the fields that
-    differ in a layer, as transformers writes them, for other programs."""
+    original values of the fields that are replaced here. For other programs, "per_layer_config" has
+    the fields that differ in a layer, as transformers writes them, and the configuration of
+    compressed-tensors has "moe_sparsity_config", with the number of experts of each layer."""
     if "text_config" in config:
         shared = {name: config[name] for name in SHARED_FIELDS if name in config}
         config = {**shared, **config["text_config"]}
@@ -141,6 +142,11 @@ def _uneven_config(config: dict[str, Any], form: Form) -> dict[str, Any]:
             overrides[str(number)] = differing
     if overrides:
         config["per_layer_config"] = overrides
+    quantization = config.get("quantization_config") or {}
+    if quantization.get("quant_method") == "compressed-tensors":
+        numbers = map(str, range(config["num_hidden_layers"]))
+        counts = [layers[number]["experts"] if number in layers else None for number in numbers]
+        quantization["moe_sparsity_config"] = {"method": "prune", "num_experts": counts}
     config["model_type"] = f"{PRUNED}{kind}"
     config["architectures"] = ["PrunedForCausalLM"]
     config["auto_map"] = {
