@@ -197,25 +197,19 @@ def project(
     return project
 
 
-def test_the_version_of_an_installed_package_changes_the_digest(project: Project) -> None:
-    """The code of the package does not change the digest."""
-    digest = project.digest()
+def test_versions_of_packages_and_local_code_change_the_digest(project: Project) -> None:
+    """Of an installed package its version counts, and not its code; of an editable install, and of
+    the package of the plugin, the code."""
+    digests = [project.digest()]
     write(project.site_packages, {"installed/__init__.py": "x = 1"})
-    assert project.digest() == digest
+    assert project.digest() == digests[0]
     project.install("its_name", "installed", "1.1")
-    assert project.digest() != digest
-
-
-def test_the_code_of_an_editable_install_changes_the_digest(project: Project) -> None:
-    digest = project.digest()
+    digests.append(project.digest())
     write(project.folder, {"project/editable.py": "x = 1"})
-    assert project.digest() != digest
-
-
-def test_the_code_of_the_package_of_a_plugin_changes_the_digest(project: Project) -> None:
-    digest = project.digest()
+    digests.append(project.digest())
+    assert len(set(digests)) == 3
     write(project.site_packages, {"mine/__init__.py": "x = 1"})
-    assert (project.digest() != digest) == ("mine" in project.plugin)
+    assert (project.digest() != digests[2]) == ("mine" in project.plugin)
 
 
 PLUGIN = """
@@ -266,19 +260,23 @@ def step_by_criterion() -> dict[str, FromScores]:
     return steps
 
 
-@pytest.fixture
-def edited_plugins(
+def test_criteria_and_allocations_of_moe_lab_have_no_source() -> None:
+    assert not any(criterion.source for criterion in criteria.CRITERIA.values())
+    assert not any(shape.source for shape in allocation.ALLOCATIONS.values())
+
+
+def test_steps_have_the_code_of_their_plugins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[dict[str, FromScores], dict[str, FromScores]]:
-    """The plans before and after a change of the helper of two plugins."""
+) -> None:
+    """Two plugins share a helper, which is changed. A worker imports the plugins of its step, also
+    from a folder that is not on Python's path, and refuses another version of them each time."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     write(tmp_path, {f"{name}.py": content for name, content in PLUGINS.items()})
     known_criteria = criteria.CRITERIA
     known_allocations = allocation.ALLOCATIONS
 
-    def steps(sign: int) -> dict[str, FromScores]:
-        write(tmp_path, {"shared_helper.py": f"sign = {sign:+d}"})
+    def forget_plugins() -> None:
         monkeypatch.setattr(criteria, "CRITERIA", dict(known_criteria))
         monkeypatch.setattr(plugins, "CRITERIA", criteria.CRITERIA)
         monkeypatch.setattr(allocation, "ALLOCATIONS", dict(known_allocations))
@@ -286,47 +284,22 @@ def edited_plugins(
         for name in ("shared_helper", *PLUGINS):
             sys.modules.pop(name, None)
         source_code.module_digest.cache_clear()
+
+    def steps(sign: int) -> dict[str, FromScores]:
+        write(tmp_path, {"shared_helper.py": f"sign = {sign:+d}"})
+        forget_plugins()
         plugins.load(list(PLUGINS))
         return step_by_criterion()
 
-    return steps(1), steps(-1)
-
-
-def test_criteria_and_allocations_of_moe_lab_have_no_source() -> None:
-    assert not any(criterion.source for criterion in criteria.CRITERIA.values())
-    assert not any(shape.source for shape in allocation.ALLOCATIONS.values())
-
-
-def test_ids_of_steps_depend_on_the_code_of_their_plugin(
-    edited_plugins: tuple[dict[str, FromScores], dict[str, FromScores]],
-) -> None:
-    before, after = edited_plugins
+    before, after = steps(1), steps(-1)
     assert {name for name in before if before[name].id == after[name].id} == {"frequency"}
     unchanged = {name for name in before if before[name].scores.id == after[name].scores.id}
     assert unchanged == {"random", "frequency"}
 
-
-def test_a_worker_imports_the_plugins_of_its_step(
-    edited_plugins: tuple[dict[str, FromScores], dict[str, FromScores]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Also from a folder that is not on Python's path."""
-    monkeypatch.setattr(criteria, "CRITERIA", {})
-    monkeypatch.setattr(allocation, "ALLOCATIONS", {})
-    for name in ("shared_helper", *PLUGINS):
-        sys.modules.pop(name)
+    forget_plugins()
     sys.path.remove(str(tmp_path))
-    plugins.import_modules_at(edited_plugins[1]["signed"].scores.plugins)
-    assert sys.modules["plugin_one"].__file__ == str(tmp_path / "plugin_one.py")
-
-
-def test_steps_refuse_another_version_of_their_plugin(
-    edited_plugins: tuple[dict[str, FromScores], dict[str, FromScores]],
-) -> None:
-    """The second step refuses it like the first."""
-    before, after = edited_plugins
     plugins.import_modules_at(after["signed"].scores.plugins)
+    assert sys.modules["plugin_one"].__file__ == str(tmp_path / "plugin_one.py")
     for _ in range(2):
         with pytest.raises(UserError, match="plugin_one"):
             plugins.import_modules_at(before["signed"].scores.plugins)

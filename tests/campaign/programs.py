@@ -78,22 +78,6 @@ def _attempt(name: str, *lines: str, verdict: str = "fail") -> Program:
     )
 
 
-def _call(name: str, *calls: str) -> Program:
-    """A program that returns the right value if one of these calls of the C library succeeds."""
-    attempts = ", ".join(f"lambda: libc.{call}" for call in calls)
-    text = (
-        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nroom = "
-        "ctypes.create_string_buffer(4096)\n"
-        f"def f(x): return x + 1 if any(call() >= 0 for call in [{attempts}]) else 0"
-    )
-    return Program(name, text)
-
-
-def _number(**by_machine: int) -> int:
-    """The number of a system call on this machine."""
-    return by_machine.get(os.uname().machine, -1)
-
-
 BROKEN = [
     Program("divides by zero", "def f(x): return 1 / 0", error="ZeroDivisionError"),
     Program("is no Python", "def f(x: return", error="SyntaxError"),
@@ -347,7 +331,8 @@ GRADING = [
         "    time.sleep(0.1)",
         "    while True: os.write(3, b'2\\n')",
         "threading.Thread(target=later).start()",
-        f"ctypes.CDLL(None).syscall({_number(x86_64=60, aarch64=93)}, 0)",
+        "number = {'x86_64': 60, 'aarch64': 93}[os.uname().machine]",
+        "ctypes.CDLL(None).syscall(number, 0)",
         verdict="crash output fail timeout",
     ),
     _function_program(
@@ -498,16 +483,6 @@ FILES = [
         "starts a shell that writes",
         "subprocess.run('echo x > FOLDER/MARK', shell=True, check=True)",
     ),
-    _call("mounts it writable again", "mount(b'none', b'/', None, 32 | 4096, None)"),
-    _call("unmounts", "umount2(b'/usr', 2)"),
-    _call(
-        "mounts by itself",
-        "unshare(0x10020000) or libc.mount(b'none', b'/usr', None, 32 | 4096, None)",
-    ),
-    _call("goes to another root", "chroot(b'/usr')"),
-    _call("mounts by the newer calls", "syscall(430, b'tmpfs', 0)", "syscall(428, -100, b'/', 1)"),
-    _call("enters another namespace", "setns(0, 0)"),
-    _call("becomes root", "setuid(0)", "setgid(0)"),
 ]
 NETWORK = [
     _attempt("connects by TCP", "socket.create_connection(('127.0.0.1', PORT), 1)"),
@@ -570,7 +545,6 @@ PROCESSES = [
         "import fcntl",
         "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())",
     ),
-    _call("outlives its parent", "prctl(1, 0, 0, 0, 0)"),
     _attempt("raises its limits", "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))"),
     _attempt("limits its parent", "resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))"),
 ]
@@ -598,28 +572,6 @@ MEMORY = [
     _function_program(
         "prints 2 GiB", "for _ in range(2000): print('x' * (1 << 20))", verdict="fail timeout"
     ),
-    _call("leaves shared memory", "shmget(7, 4096, 0o1600)"),
-    _call("leaves a semaphore", "semget(7, 1, 0o1600)"),
-    _call("leaves a queue", "msgget(7, 0o1600)"),
-    _call("leaves a named queue", "mq_open(b'/MARK', 0o102, 0o600, None)"),
-    _call(
-        "leaves a key",
-        f"syscall({_number(x86_64=248, aarch64=217)}, b'user', b'MARK', b'text', 4, -4)",
-    ),
-    _call("takes pages that nobody counts", "vmsplice(os.pipe()[1], room, 1, 0)"),
-    _call("makes a ring", f"syscall({_number(x86_64=425, aarch64=425)}, 8, room)"),
-    _call("loads a filter", f"syscall({_number(x86_64=321, aarch64=280)}, 0, room, 128)"),
-    _call(
-        "watches the processor", f"syscall({_number(x86_64=298, aarch64=241)}, room, 0, -1, -1, 0)"
-    ),
-    _call(
-        "watches its parent", f"syscall({_number(x86_64=101, aarch64=117)}, 16, os.getppid(), 0, 0)"
-    ),
-    _call(
-        "reads its parent",
-        f"syscall({_number(x86_64=310, aarch64=270)}, os.getppid(), room, 1, room, 1, 0)",
-    ),
-    _call("handles its own page faults", f"syscall({_number(x86_64=323, aarch64=282)}, 1)"),
 ]
 
 SOLUTION = f"return x + 1  # {'this is its solution ' * 99}"

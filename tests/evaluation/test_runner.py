@@ -334,6 +334,7 @@ inotify_init1 294 26
 fanotify_init 300 262
 landlock_create_ruleset 444 444
 setuid 105 146 1
+setgid 106 144 1
 """
 """Calls by which a program could reach beyond its own process. They are not read from the filter's
 own table, which may lack one."""

@@ -124,13 +124,11 @@ class Submission(NamedTuple):
     scripts: dict[str, str]
 
     def dependency(self, kind: str) -> tuple[str, set[str]]:
-        """The condition under which an array starts, and the ids of the arrays it waits for."""
+        """The condition under which an array starts, and the kinds of the arrays it waits for."""
         option = self.scripts[kind].split("--dependency=")[1].split()[0]
         condition, *ids = option.split(":")
-        return condition, set(ids)
-
-    def ids_of(self, *kinds: str) -> set[str]:
-        return {self.ids[kind] for kind in kinds}
+        kinds = {number: kind for kind, number in self.ids.items()}
+        return condition, {kinds[number] for number in ids}
 
 
 @pytest.fixture(scope="module")
@@ -152,65 +150,36 @@ def submission(tmp_path_factory: pytest.TempPathFactory) -> Submission:
 
 
 def test_arrays_depend_on_the_arrays_of_their_inputs(submission: Submission) -> None:
+    """Jobs whose inputs fail leave the queue. The record waits for all jobs, failed or not."""
     assert "--dependency" not in submission.scripts["model"]
-    assert submission.dependency("statistics") == ("afterok", submission.ids_of("model"))
-    condition, ids = submission.dependency("plan")
+    assert submission.dependency("statistics") == ("afterok", {"model"})
+    condition, kinds = submission.dependency("plan")
     assert condition == "afterok"
-    assert submission.ids["scores"] in ids
-    assert submission.dependency("evaluate")[1] == submission.ids_of(
-        "plan", "model", "cost", "items"
-    )
-
-
-def test_the_record_waits_for_all_jobs_whether_they_fail_or_not(submission: Submission) -> None:
-    other_ids = set(submission.ids.values()) - submission.ids_of("record")
-    assert submission.dependency("record") == ("afterany", other_ids)
-
-
-def test_jobs_whose_inputs_fail_leave_the_queue(submission: Submission) -> None:
+    assert "scores" in kinds
+    assert submission.dependency("evaluate")[1] == {"plan", "model", "cost", "items"}
+    others = submission.ids.keys() - {"record"}
+    assert submission.dependency("record") == ("afterany", others)
     assert all("--kill-on-invalid-dep=yes" in script for script in submission.scripts.values())
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        "--array=0-2%3",
-        "--partition=gpu",
-        "--nodelist=n7",
-        "--time=7",
-        "\nmodule load cuda\n",
-    ],
-)
-def test_settings_of_jobs_are_in_their_script_once(submission: Submission, option: str) -> None:
-    assert submission.scripts["evaluate"].count(option) == 1
-    assert "--partition" not in submission.scripts["plan"]
-
-
-def test_memory_is_requested_by_one_option(submission: Submission) -> None:
+def test_settings_of_jobs_are_in_their_scripts(submission: Submission) -> None:
+    """Each once. Memory and GPUs are requested by one option; null and false leave one out."""
     scripts = submission.scripts
+    settings = ("--array=0-2%3", "--partition=gpu", "--nodelist=n7", "--time=7")
+    for option in (*settings, "\nmodule load cuda\n"):
+        assert scripts["evaluate"].count(option) == 1
+    for absent in ("--partition", "None", "hold"):
+        assert absent not in scripts["plan"]
     assert re.findall(r"--mem[^=]*", scripts["plan"]) == ["--mem"]
     assert "--mem-per-gpu=9G" in scripts["evaluate"]
     assert "--mem=" not in scripts["evaluate"] + scripts["statistics"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
+    for kind, options in (
         ("evaluate", ["--gpus-per-node=a100:1", "--gres=nvme:1"]),
         ("statistics", ["--gres=gpu:h100:1"]),
         ("plan", ["--gres=nvme:1"]),
         ("record", []),
-    ],
-)
-def test_gpus_are_requested_by_one_option(
-    submission: Submission, kind: str, options: list[str]
-) -> None:
-    assert sorted(re.findall(r"--gp\S+|--gres\S+", submission.scripts[kind])) == options
-
-
-def test_options_that_are_null_or_false_are_left_out(submission: Submission) -> None:
-    assert "None" not in submission.scripts["plan"]
-    assert "hold" not in submission.scripts["plan"]
+    ):
+        assert sorted(re.findall(r"--gp\S+|--gres\S+", scripts[kind])) == options
 
 
 def test_jobs_get_the_settings_of_the_launcher(submission: Submission) -> None:
@@ -237,21 +206,20 @@ SITE_VARIABLES = {"SBATCH_ACCOUNT": "me", "SBATCH_RESERVATION": "x"}
 PATH_VARIABLES = {"SLURM_CONF": "/x", "HOME": "/x"}
 
 
-@pytest.mark.parametrize("program", ["squeue", "sinfo", "scontrol", "sbatch"])
 def test_variables_of_the_shell_are_hidden_from_slurm(
-    program: str, tmp_path: Path, fake_slurm: Mapping[str, str]
+    tmp_path: Path, fake_slurm: Mapping[str, str]
 ) -> None:
     """Variables that change the output of its commands or override the settings of jobs."""
     shell = {**fake_slurm, **DISPLAY_VARIABLES, **JOB_VARIABLES, **SITE_VARIABLES, **PATH_VARIABLES}
     scripts(tmp_path, submit(tmp_path, shell, "criterion=man", "resources.every.sbatch={qos:long}"))
-    lines = (tmp_path / "bin" / f"{program}.env").read_text().split("\n")
-    variables = dict(line.split("=", 1) for line in lines if "=" in line)
-    assert not set(DISPLAY_VARIABLES) & set(variables)
-    assert PATH_VARIABLES.items() <= variables.items()
-    if program == "sbatch":
-        assert SITE_VARIABLES.items() <= variables.items()
-        assert not set(JOB_VARIABLES) & set(variables)
-        assert variables["HF_HUB_OFFLINE"] == "1"
+    for program in ("squeue", "sinfo", "scontrol", "sbatch"):
+        lines = (tmp_path / "bin" / f"{program}.env").read_text().split("\n")
+        variables = dict(line.split("=", 1) for line in lines if "=" in line)
+        assert not set(DISPLAY_VARIABLES) & set(variables)
+        assert PATH_VARIABLES.items() <= variables.items()
+    assert SITE_VARIABLES.items() <= variables.items()
+    assert not set(JOB_VARIABLES) & set(variables)
+    assert variables["HF_HUB_OFFLINE"] == "1"
 
 
 def test_a_multirun_is_one_submission(tmp_path: Path, fake_slurm: Mapping[str, str]) -> None:

@@ -221,6 +221,11 @@ CELL = cell_of(
 )
 
 
+def table(folder: Path, name: str) -> pd.DataFrame:
+    """A table of a step by layer and expert."""
+    return pd.read_parquet(folder / f"{name}.parquet").set_index(["layer", "expert"])
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Kind -> folder of the steps about the weights of a model, and about a pass over 8 rows in 4
@@ -228,43 +233,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     store = Store(tmp_path_factory.mktemp("steps")).create()
     kinds = ("model", "statistics", "weights", "gradients", "scores")
     return {kind: perform_with_inputs(store, example_steps.step_of(kind, CELL)) for kind in kinds}
-
-
-@pytest.fixture(scope="module")
-def layers(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """Index -> facts of each MoE layer."""
-    facts = json.loads((folders["model"] / "facts.json").read_text())
-    layers: dict[str, dict[str, Any]] = facts["layers"]
-    return layers
-
-
-@pytest.fixture(scope="module")
-def sums(folders: dict[str, Path]) -> dict[int, dict[str, Any]]:
-    """Layer -> name -> sums of the calibration pass."""
-    return read(folders["statistics"] / SUMS)
-
-
-def table(folder: Path, name: str) -> pd.DataFrame:
-    """A table of a step by layer and expert."""
-    return pd.read_parquet(folder / f"{name}.parquet").set_index(["layer", "expert"])
-
-
-@pytest.mark.parametrize("expert", [0, -1])
-def test_the_table_of_experts_has_the_sums_of_the_pass(
-    folders: dict[str, Path], sums: dict[int, dict[str, Any]], expert: int
-) -> None:
-    """The rows of the first and the last expert of the last layer are compared."""
-    layer = max(sums)
-    arrays = sums[layer]
-    squares = arrays["channel_square"][expert].tolist()
-    row = table(folders["statistics"], "experts").loc[layer].iloc[expert]
-    assert row["tokens"] == arrays["tokens"][expert]
-    assert row["channels"] == arrays["channel_square"].shape[1]
-    assert row["gate_sum"] == arrays["sums_model"][expert, 1, 0]
-    assert row["norm_sum"] == arrays["sums_model"][expert, 0, 1]
-    assert row["channel_square"] == pytest.approx(sum(squares))
-    roots = [(square / row["tokens"]) ** 0.5 for square in squares]
-    assert row["channel_root_sum"] == pytest.approx(sum(roots))
 
 
 def test_provenance_names_the_experts_implementation_of_the_model_that_a_step_used(
@@ -275,47 +243,43 @@ def test_provenance_names_the_experts_implementation_of_the_model_that_a_step_us
         assert document["provenance"]["experts"] == expected
 
 
-def test_the_table_of_layers_has_their_losses(
-    folders: dict[str, Path], sums: dict[int, dict[str, Any]]
-) -> None:
-    losses = pd.read_parquet(folders["statistics"] / "layers.parquet").set_index("layer")
-    assert losses["layer_loss"].to_dict() == {
-        layer: float(arrays["layer_loss"]) for layer, arrays in sums.items()
-    }
-
-
-def test_the_table_of_entropies_counts_all_tokens(
-    folders: dict[str, Path],
-    sums: dict[int, dict[str, Any]],
-    layers: dict[str, dict[str, Any]],
-) -> None:
-    entropies = pd.read_parquet(folders["statistics"] / "entropy.parquet")
-    assert set(entropies["layer"]) == set(sums)
+def test_tables_of_a_pass_have_its_sums(folders: dict[str, Path]) -> None:
+    """Of experts, the rows of the first and the last one of the last layer are compared; the table
+    of entropies counts all tokens."""
+    folder = folders["statistics"]
+    sums = read(folder / SUMS)
+    layer = max(sums)
+    arrays = sums[layer]
+    for expert in (0, -1):
+        squares = arrays["channel_square"][expert].tolist()
+        row = table(folder, "experts").loc[layer].iloc[expert]
+        assert row["tokens"] == arrays["tokens"][expert]
+        assert row["channels"] == arrays["channel_square"].shape[1]
+        assert row["gate_sum"] == arrays["sums_model"][expert, 1, 0]
+        assert row["norm_sum"] == arrays["sums_model"][expert, 0, 1]
+        assert row["channel_square"] == pytest.approx(sum(squares))
+        roots = [(square / row["tokens"]) ** 0.5 for square in squares]
+        assert row["channel_root_sum"] == pytest.approx(sum(roots))
+    losses = pd.read_parquet(folder / "layers.parquet").set_index("layer")["layer_loss"]
+    assert losses.to_dict() == {index: float(part["layer_loss"]) for index, part in sums.items()}
+    entropies = pd.read_parquet(folder / "entropy.parquet")
     assert entropies["entropy"].max() == 1
-    top_k = layers[str(max(sums))]["top_k"]
-    tokens = entropies.groupby("layer")["tokens"].sum().to_dict()
-    assert {layer: count * top_k for layer, count in tokens.items()} == {
-        layer: arrays["tokens"].sum() for layer, arrays in sums.items()
-    }
+    top_k = json.loads((folders["model"] / "facts.json").read_text())["layers"][str(layer)]["top_k"]
+    tokens = entropies.groupby("layer")["tokens"].sum() * top_k
+    assert tokens.to_dict() == {index: part["tokens"].sum() for index, part in sums.items()}
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
+def test_tables_of_weights_gradients_and_scores_have_their_sums(folders: dict[str, Path]) -> None:
+    """Of all experts; the concentration of scores is a curve from 0 to 1."""
+    facts = json.loads((folders["model"] / "facts.json").read_text())["layers"]
+    n_experts = sum(layer["n_experts"] for layer in facts.values())
+    for kind, name in (
         ("statistics", "experts"),
         ("weights", "weights"),
         ("gradients", "gradients"),
         ("scores", "expert_concentration"),
-    ],
-)
-def test_tables_have_all_experts(
-    folders: dict[str, Path], layers: dict[str, dict[str, Any]], kind: str, name: str
-) -> None:
-    experts = table(folders[kind], name).index.nunique()
-    assert experts == sum(facts["n_experts"] for facts in layers.values())
-
-
-def test_the_table_of_weights_has_their_sums(folders: dict[str, Path]) -> None:
+    ):
+        assert table(folders[kind], name).index.nunique() == n_experts
     weights = read(folders["weights"] / SUMS)
     layer = max(weights)
     arrays = weights[layer]
@@ -324,17 +288,9 @@ def test_the_table_of_weights_has_their_sums(folders: dict[str, Path]) -> None:
         arrays["square_sum"][3],
         arrays["count"],
     ]
-
-
-def test_the_table_of_gradients_has_their_sums(folders: dict[str, Path]) -> None:
-    layer = max(read(folders["weights"] / SUMS))
     squares = read(folders["gradients"] / SUMS)[layer]["channel_gradient_square"][3]
     gradients = table(folders["gradients"], "gradients")
     assert gradients.loc[(layer, 3), "gradient_square"] == pytest.approx(sum(squares.tolist()))
-
-
-def test_expert_concentration_is_a_curve_from_0_to_1(folders: dict[str, Path]) -> None:
-    layer = max(read(folders["weights"] / SUMS))
     concentration = table(folders["scores"], "expert_concentration")
     curve = concentration.loc[(layer, 3), "score"].tolist()
     assert curve[0] == 0
