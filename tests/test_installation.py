@@ -231,7 +231,9 @@ def packages_of(environment: Path) -> Path:
 
 
 def test_a_study_of_the_wheel_is_reported_by_the_wheel(hostile: Path, environment: Path) -> None:
-    """Workers and report are started in the hostile folder."""
+    """Workers and report are started in the hostile folder. The programs that train the shipped
+    models need a checkout."""
+    assert not (packages_of(environment) / "tools").exists()
     start_file = packages_of(environment) / "moe_lab" / "start.py"
     settings = ["criterion=random", "suite.benchmarks=[]", "study=s", "store=store"]
     arguments = ["-m", "moe_lab", "-m", *settings, "launcher.processes=1"]
@@ -276,8 +278,3 @@ def test_the_wheel_has_one_command(environment: Path, tmp_path: Path) -> None:
     small = ["model=pocket_olmoe", "calibration=pocket_general", "flops_text=pocket_excerpt"]
     table = run("dry-run", *sweep, *small, "suite.benchmarks=[]")
     assert "statistics" in table and "plan" in table
-
-
-def test_the_wheel_has_no_tools(environment: Path) -> None:
-    """The programs that train the shipped models need a checkout."""
-    assert not (packages_of(environment) / "tools").exists()

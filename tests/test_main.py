@@ -55,7 +55,7 @@ def test_a_command_without_arguments_shows_examples(tmp_path: Path) -> None:
 
 # a process takes seconds: tests/campaign makes the others in one
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", [*MISTAKES][::5])
+@pytest.mark.parametrize("mistake", [*MISTAKES][::8])
 def test_a_mistake_is_reported_quickly(mistake: str, tmp_path: Path) -> None:
     arguments, sentence = MISTAKES[mistake]
     with time_limit(LIMIT, children_seconds):

@@ -109,22 +109,17 @@ def forget_environment() -> None:
         wandb.teardown()
 
 
-@pytest.fixture
-def log_folder(
+def test_a_run_has_axes_results_losses_and_plan_of_its_cell(
     isolated: Path, store: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Path:
-    """The folder in which the study is logged twice offline; nothing is printed."""
+) -> None:
+    """The study is logged twice offline, and nothing is printed. The unpruned model and the tuned
+    one have one run each. Neither keys nor command lines are logged."""
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_MODE", "offline")
     for _ in range(2):
         assert str(isolated / "logs/wandb") in tracker.log(SETTINGS, store, STUDY)
     assert "".join(capfd.readouterr()) == ""
-    return isolated
-
-
-def test_a_run_has_axes_results_losses_and_plan_of_its_cell(log_folder: Path) -> None:
-    """The unpruned model and the tuned one have one run each."""
-    first, second = map(records, log_folder.glob("logs/wandb/offline-run-*"))
+    first, second = map(records, isolated.glob("logs/wandb/offline-run-*"))
     unpruned, tuned = (second, first) if first["history"] else (first, second)
     for run, axes, score in ((unpruned, UNPRUNED, 0.75), (tuned, PRUNED, 0.5)):
         (settings,) = run["run"]
@@ -137,12 +132,9 @@ def test_a_run_has_axes_results_losses_and_plan_of_its_cell(log_folder: Path) ->
     assert [item["item"]["recovery/loss"] for item in tuned["history"]] == LOSSES
     assert len(tuned["artifact"]) == 1
     assert not unpruned["artifact"]
-
-
-def test_neither_keys_nor_command_lines_are_logged(log_folder: Path) -> None:
-    files = [file for file in log_folder.rglob("*") if file.is_file()]
+    files = [file for file in isolated.rglob("*") if file.is_file()]
     assert not [file for file in files if KEY.encode() in file.read_bytes()]
-    logs = list(log_folder.rglob("*.wandb"))
+    logs = list(isolated.rglob("*.wandb"))
     assert not any(sys.executable.encode() in file.read_bytes() for file in logs)
 
 

@@ -135,30 +135,32 @@ MULTIPLES = st.sampled_from([1, 1, 2, 3])
 @given(CASES, MULTIPLES, RATIOS)
 @how(max_examples=60)
 def test_allocations_drop_equally_many_experts(case: Case, multiple_of: int, ratio: float) -> None:
+    """Within the limits of routers, and at smaller ratios no more. A refusal names the nearest
+    feasible ratio."""
     totals: dict[float, set[int]] = {}
     for name in OF_EXPERTS:
-        decision = feasible(expert_decider(name, case, multiple_of), ratio)
-        if decision is not None:
-            totals.setdefault(decision.ratio, set()).add(sum(decision.layers.values()))
-    assert all(len(total) == 1 for total in totals.values())
+        decide = expert_decider(name, case, multiple_of)
+        decision = feasible(decide, ratio)
+        if decision is None:
+            continue
+        total = sum(decision.layers.values())
+        totals.setdefault(decision.ratio, set()).add(total)
+        chosen = settings(name, decision.ratio, multiple_of=multiple_of)
+        check_fits(chosen, case.layers, "expert")
+        check_dropped(case, decision.layers, multiple_of)
+        if abs(decision.ratio - ratio) > 0.0011:
+            nearer = decision.ratio + math.copysign(0.001, ratio - decision.ratio)
+            with pytest.raises(UserError):
+                decide(nearer)
+        smaller = feasible(decide, decision.ratio / 2)
+        if smaller is not None and smaller.ratio <= decision.ratio:
+            assert sum(smaller.layers.values()) <= total
+    assert all(len(equal_totals) == 1 for equal_totals in totals.values())
     if multiple_of > 1 or case.layers[0]["n_group"] > 1:
         return
-    for feasible_ratio, total in totals.items():
+    for feasible_ratio, equal_totals in totals.items():
         counts = [int(facts["n_experts"] * feasible_ratio) for facts in case.layers.values()]
-        assert total == {sum(counts)}
-
-
-@given(CASES, MULTIPLES, RATIOS)
-@how(max_examples=60)
-def test_allocations_drop_experts_within_limits_of_routers(
-    case: Case, multiple_of: int, ratio: float
-) -> None:
-    for name in OF_EXPERTS:
-        decision = feasible(expert_decider(name, case, multiple_of), ratio)
-        if decision is not None:
-            chosen = settings(name, decision.ratio, multiple_of=multiple_of)
-            check_fits(chosen, case.layers, "expert")
-            check_dropped(case, decision.layers, multiple_of)
+        assert equal_totals == {sum(counts)}
 
 
 def check_dropped(case: Case, remove: dict[int, int], multiple_of: int) -> None:
@@ -175,35 +177,6 @@ def check_dropped(case: Case, remove: dict[int, int], multiple_of: int) -> None:
         if facts["n_group"] == 1:
             dropped = set(range(facts["n_experts"])) - retained
             assert dropped == set(lowest[: remove[index]])
-
-
-@given(CASES, MULTIPLES, RATIOS)
-@how(max_examples=60)
-def test_refusal_names_the_nearest_feasible_ratio(
-    case: Case, multiple_of: int, ratio: float
-) -> None:
-    for name in OF_EXPERTS:
-        decide = expert_decider(name, case, multiple_of)
-        decision = feasible(decide, ratio)
-        if decision is not None and abs(decision.ratio - ratio) > 0.0011:
-            nearer = decision.ratio + math.copysign(0.001, ratio - decision.ratio)
-            with pytest.raises(UserError):
-                decide(nearer)
-
-
-@given(CASES, MULTIPLES, RATIOS)
-@how(max_examples=60)
-def test_smaller_ratios_drop_no_more_experts(case: Case, multiple_of: int, ratio: float) -> None:
-    for name in OF_EXPERTS:
-        decide = expert_decider(name, case, multiple_of)
-        decision = feasible(decide, ratio)
-        if decision is not None:
-            smaller = feasible(decide, decision.ratio / 2)
-            assert (
-                smaller is None
-                or sum(smaller.layers.values()) <= sum(decision.layers.values())
-                or smaller.ratio > decision.ratio
-            )
 
 
 def decided_channels(

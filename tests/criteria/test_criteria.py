@@ -228,30 +228,19 @@ def test_gates_that_the_statistics_lack_are_refused(gate: str) -> None:
         criteria.score("reap", inputs, experts=experts(inputs), gate=gate)
 
 
-@pytest.mark.parametrize(
-    ("name", "experts", "message"),
-    [
-        ("frequency", {0: 3, 7: 3}, "layer 7 has no tokens"),
-        ("frequency", {0: 4}, "the statistics are of another model"),
-    ],
-)
-def test_statistics_of_another_model_are_refused(
-    name: str, experts: dict[int, int], message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        criteria.score(name, edge(), experts=experts)
-
-
-@pytest.mark.parametrize(
-    ("widths", "message"),
-    [
+def test_statistics_of_another_model_are_refused() -> None:
+    for counts, message in (
+        ({0: 3, 7: 3}, "layer 7 has no tokens"),
+        ({0: 4}, "the statistics are of another model"),
+    ):
+        with pytest.raises(UserError, match=message):
+            criteria.score("frequency", edge(), experts=counts)
+    for widths, message in (
         (None, "scores channels, expected the width of every layer"),
         ({4: 8}, r"gives \(2, 3\) scores in layer 4, .* its 2 experts' 8"),
-    ],
-)
-def test_widths_of_another_model_are_refused(widths: dict[int, int] | None, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        criteria.score("heapr", {4: channel_layer()}, experts={4: 2}, widths=widths)
+    ):
+        with pytest.raises(UserError, match=message):
+            criteria.score("heapr", {4: channel_layer()}, experts={4: 2}, widths=widths)
 
 
 def test_statistics_that_are_not_finite_are_named() -> None:

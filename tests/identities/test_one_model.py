@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import naive
 import pytest
@@ -47,7 +47,6 @@ def is_possible(name: str, kind: str) -> bool:
 
 VARIANTS = [case for case in CASES if is_possible(*case[:2])]
 REFUSED = [(name, way) for name, kind, way in CASES if not is_possible(name, kind)]
-each_variant = pytest.mark.parametrize(("name", "kind", "way"), VARIANTS, scope="module")
 Outputs = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -64,59 +63,35 @@ def are_equal(first: Outputs, second: Outputs) -> bool:
     return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
-class Variants(NamedTuple):
-    """A model; the same model pruned under a plan, and exported; and what each of them puts out."""
-
-    model: Any
-    plan: Plan
-    original: Outputs
-    masked: Outputs
-    pruned_model: Any
-    pruned: Outputs
-    checkpoint: Path
-
-
-@pytest.fixture(scope="module")
-def variants(name: str, kind: str, way: str, tmp_path_factory: pytest.TempPathFactory) -> Variants:
-    folder = tmp_path_factory.mktemp("variants")
-    model = tiny.save(name, folder / "model", shard="60KB")
+@pytest.mark.parametrize(("name", "kind", "way"), VARIANTS)
+def test_a_masked_a_pruned_and_an_exported_model_are_the_same(
+    name: str, kind: str, way: str, tmp_path: Path
+) -> None:
+    """Equal to the bit, except where channels are masked: they are multiplied in another order.
+    Masking and pruning leave the model as it was, and the size of the pruned one is known without
+    weights."""
+    model = tiny.save(name, tmp_path / "model", shard="60KB")
     plan = random_plan(model, way)
     original = outputs(model)
     with mask(model, plan):
         masked = outputs(model)
     pruned_model = prune(model, plan)
-    checkpoint = export(folder / "model", plan, folder / "out")
-    return Variants(model, plan, original, masked, pruned_model, outputs(pruned_model), checkpoint)
-
-
-@each_variant
-def test_a_masked_model_is_the_pruned_model(variants: Variants, kind: str, way: str) -> None:
-    """Equal to the bit, except where channels are masked: they are multiplied in another order."""
-    assert not torch.equal(variants.masked[0], variants.original[0]) or way == "uneven"
+    pruned = outputs(pruned_model)
+    assert not torch.equal(masked[0], original[0]) or way == "uneven"
     if kind == "experts":
-        assert torch.equal(variants.pruned[0], variants.masked[0])
-    assert (variants.pruned[0] - variants.masked[0]).abs().max() <= 1e-5
-    assert torch.equal(variants.pruned[1], variants.masked[1])
+        assert torch.equal(pruned[0], masked[0])
+    assert (pruned[0] - masked[0]).abs().max() <= 1e-5
+    assert torch.equal(pruned[1], masked[1])
 
+    checkpoint = export(tmp_path / "model", plan, tmp_path / "out")
+    assert_same_model(tiny.load(checkpoint, trust_remote_code=True), pruned_model, pruned)
+    assert Plan.load(checkpoint / "plan.json") == plan
+    assert are_equal(outputs(model), original)
 
-@each_variant
-def test_masking_and_pruning_leave_the_model_as_it_was(variants: Variants) -> None:
-    assert are_equal(outputs(variants.model), variants.original)
-
-
-@each_variant
-def test_an_export_is_the_pruned_model(variants: Variants) -> None:
-    loaded = tiny.load(variants.checkpoint, trust_remote_code=True)
-    assert_same_model(loaded, variants.pruned_model, variants.pruned)
-    assert Plan.load(variants.checkpoint / "plan.json") == variants.plan
-
-
-@each_variant
-def test_the_size_of_a_pruned_model_is_known_without_weights(variants: Variants) -> None:
     with torch.device("meta"):
-        empty = type(variants.model)(variants.model.config)
-    parameters = sum(map(torch.numel, variants.pruned_model.parameters()))
-    assert parameters_and_bytes(empty, prune(empty, variants.plan))["parameters"] == parameters
+        empty = type(model)(model.config)
+    parameters = sum(map(torch.numel, pruned_model.parameters()))
+    assert parameters_and_bytes(empty, prune(empty, plan))["parameters"] == parameters
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)

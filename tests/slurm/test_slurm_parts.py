@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import count
 from math import inf
@@ -87,30 +87,21 @@ def gpus(steps: Sequence[Step]) -> dict[str, Any]:
     return {"gpus": 4 if model and model.name == "large" and steps[0].kind == "evaluate" else 0}
 
 
-TWO_MODELS = study(5, ("m", "large"))
-
-
 def test_each_step_is_in_one_job_after_its_inputs() -> None:
+    """Evaluations that need other GPUs are another array. A job evaluates at most two plans of one
+    model (`cells_per_job`); the cost of a plan follows its evaluations."""
+    steps = study(5, ("m", "large"))
+    arrays = divide_into_arrays(steps, gpus, SETTINGS)
+    assert [array.resources["gpus"] for array in arrays if array.kind == "evaluate"] == [0, 4]
     finished: list[str] = []
-    for array in divide_into_arrays(TWO_MODELS, gpus, SETTINGS):
+    for array in arrays:
         earlier = set(finished)
         for pack in array.jobs:
             inside: set[str] = set()
-            for step in sorted(pack, key=TWO_MODELS.index):
+            for step in sorted(pack, key=steps.index):
                 assert {needed.id for needed in step.inputs.values()} <= earlier | inside
                 inside.add(step.id)
             finished += inside
-    assert sorted(finished) == sorted(step.id for step in TWO_MODELS)
-
-
-def test_evaluations_that_need_other_gpus_are_another_array() -> None:
-    arrays = divide_into_arrays(TWO_MODELS, gpus, SETTINGS)
-    assert [array.resources["gpus"] for array in arrays if array.kind == "evaluate"] == [0, 4]
-
-
-def test_a_job_evaluates_at_most_two_plans_of_one_model() -> None:
-    """`cells_per_job` is 2; the cost of a plan follows its evaluations."""
-    for array in divide_into_arrays(TWO_MODELS, gpus, SETTINGS):
         if array.kind == "evaluate":
             plans = [{step.inputs["plan"].id for step in pack} for pack in array.jobs]
             assert sorted(map(len, plans)) == [1, 2, 2]
@@ -118,6 +109,7 @@ def test_a_job_evaluates_at_most_two_plans_of_one_model() -> None:
                 assert len({repr(step.resources().model) for step in pack}) == 1
                 kinds = ["evaluate", "evaluate", "cost"] * (len(pack) // 3)
                 assert [step.kind for step in pack] == kinds
+    assert sorted(finished) == sorted(step.id for step in steps)
 
 
 @pytest.mark.parametrize(("backend", "generates"), [("hf", "evaluate"), ("server", "generate")])
@@ -176,24 +168,18 @@ def test_squeue_is_read_whatever_jobs_are_named(monkeypatch: pytest.MonkeyPatch)
     assert rows == [("7_1", "s.k", False), ("8", "two", True), ("11", "requeued", False)]
 
 
-@pytest.fixture
-def squeue_of_user_7(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """A queue in which only user 7 has jobs."""
-    command_output = Mock(side_effect=lambda *command: SQUEUE if command[-1] == "--user=7" else "")
-    monkeypatch.setattr("moe_lab.study.slurm.scheduler.command_output", command_output)
-    return command_output
-
-
-def test_the_queue_of_each_submitting_user_is_read(squeue_of_user_7: Mock) -> None:
+def test_the_queue_of_each_submitting_user_is_read_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only user 7 has jobs."""
+    squeue = Mock(side_effect=lambda *command: SQUEUE if command[-1] == "--user=7" else "")
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.command_output", squeue)
     jobs = {job.id: job for job in (replace(submitted("7_1", "a"), user=7), submitted("8", "b"))}
     assert queued_jobs(jobs)[0].keys() == {"7_1"}
-    assert in_queue("8", 7)
     assert not in_queue("8", os.getuid())
-
-
-def test_the_queue_of_a_user_is_read_once_a_minute(squeue_of_user_7: Mock) -> None:
+    squeue.reset_mock()
     assert all(in_queue("8", 7) for _ in range(99))
-    assert squeue_of_user_7.call_count <= 4
+    assert squeue.call_count <= 4
 
 
 def test_longest_array_is_the_lower_limit_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,29 +196,20 @@ def test_time_limits_are_minutes_by_partition(monkeypatch: pytest.MonkeyPatch) -
     assert time_limits() == {"": inf, "debug": inf, "gpu": 2160, "short": 30}
 
 
-@pytest.fixture
-def store_with_a_job(tmp_path: Path) -> Store:
+def test_jobs_of_a_store_are_unknown_in_its_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And at a renamed mount point: all disks have the same inode at their root, so that it
+    identifies no store."""
     store = Store(tmp_path / "store").create()
     with create_run(store, "s", []) as run:
         run.add_jobs([submitted("1", "a")])
-    return store
-
-
-def test_jobs_of_a_store_are_unknown_in_its_copy(store_with_a_job: Store, tmp_path: Path) -> None:
-    store = store_with_a_job
     (tmp_path / "link").symlink_to(store.root)
     shutil.copytree(store.root, tmp_path / "copy")
     counts = [len(runs(Store(tmp_path / name), "s")[0].jobs) for name in ("store", "link", "copy")]
     assert counts == [1, 1, 0]
     store.root.rename(tmp_path / "mount")
     assert len(runs(Store(tmp_path / "mount"), "s")[0].jobs) == 1
-
-
-def test_jobs_of_a_renamed_mount_point_are_unknown(
-    store_with_a_job: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All disks have the same inode at their root, so that it identifies no store."""
-    store_with_a_job.root.rename(tmp_path / "mount")
     monkeypatch.setattr("os.path.ismount", lambda _: True)
     assert not runs(Store(tmp_path / "mount"), "s")[0].jobs
 
@@ -267,48 +244,35 @@ def test_a_preempted_job_saves_and_a_cancelled_job_ends(
         assert worker.end.call_count == calls
 
 
-def test_steps_of_pending_and_running_jobs_need_no_new_job() -> None:
+def test_steps_and_records_of_queued_jobs_need_no_new_job() -> None:
+    """Of pending and running jobs; a queued job of another name is another job."""
     jobs = [submitted("1", "a"), submitted("2_0", "bc", "1"), submitted("3", "d", "2")]
     active = pending_jobs(jobs, dict([queued("1", "RUNNING"), queued("2_0")]), "dab")
     assert active.job_of == {"a": "1", "b": "2_0"}
     assert active.failed_jobs == []
-
-
-def test_a_queued_job_of_another_name_is_another_job() -> None:
-    queue = dict([queued("1", name="other")])
-    assert pending_jobs([submitted("1", "a")], queue, "a").job_of == {}
-
-
-def test_a_queued_record_needs_no_new_job() -> None:
-    jobs = [submitted("9", "", "1", RECORD)]
-    assert pending_jobs(jobs, dict([queued("9", name="s.record")]), "").record_jobs == ["9"]
-    assert pending_jobs(jobs, {}, "").record_jobs == []
-
-
-LOST_JOBS = [
-    submitted("1_0", "a"),
-    submitted("1_1", "b"),
-    submitted("2", "c", "1"),
-    submitted("3_0", "d", "2"),
-]
-"""1_0 is lost; 2 waits for it, and 3_0 for 2."""
-LOST_QUEUE = dict([queued("1_1", "RUNNING"), queued("2"), queued("3_0")])
+    assert pending_jobs(jobs[:1], dict([queued("1", name="other")]), "a").job_of == {}
+    record = [submitted("9", "", "1", RECORD)]
+    queue = dict([queued("9", name="s.record")])
+    assert pending_jobs(record, queue, "").record_jobs == ["9"]
+    assert pending_jobs(record, {}, "").record_jobs == []
 
 
 def test_jobs_that_wait_for_a_lost_job_have_failed() -> None:
-    active = pending_jobs(LOST_JOBS, LOST_QUEUE, "abcd")
+    """1_0 is lost; 2 waits for it, and 3_0 for 2. Jobs of a colleague have not failed, and a job
+    is not lost whose step is not missing."""
+    jobs = [
+        submitted("1_0", "a"),
+        submitted("1_1", "b"),
+        submitted("2", "c", "1"),
+        submitted("3_0", "d", "2"),
+    ]
+    queue = dict([queued("1_1", "RUNNING"), queued("2"), queued("3_0")])
+    active = pending_jobs(jobs, queue, "abcd")
     assert active.job_of == {"b": "1_1"}
     assert active.failed_jobs == ["2", "3_0"]
-
-
-def test_jobs_of_a_colleague_are_not_failed_jobs() -> None:
-    jobs = [replace(job, user=-1) for job in LOST_JOBS]
-    assert pending_jobs(jobs, LOST_QUEUE, "abcd").failed_jobs == []
-
-
-def test_a_job_whose_step_is_finished_is_not_lost() -> None:
-    """Step a is not missing, so that its job ended well."""
-    assert pending_jobs(LOST_JOBS, LOST_QUEUE, "bcd").failed_jobs == []
+    of_a_colleague = [replace(job, user=-1) for job in jobs]
+    assert pending_jobs(of_a_colleague, queue, "abcd").failed_jobs == []
+    assert pending_jobs(jobs, queue, "bcd").failed_jobs == []
 
 
 def pass_in_parts(parts: int) -> list[Step]:
@@ -476,9 +440,11 @@ def test_code_is_copied_once_for_each_state_of_it(
     assert len(list((tmp_path / "jobs" / "code").iterdir())) == 2, "nothing is left behind"
 
 
-@pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Runs git in the repository of another project, in whose folder moe_lab is installed."""
+def test_a_tracked_installation_has_a_commit_and_edits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Git is also asked in a checkout that belongs to a colleague. An installation in the
+    repository of another project, which does not track it, has no commit."""
     (package := tmp_path / "moe_lab").mkdir()
     (package / "__init__.py").touch()
     monkeypatch.setattr(moe_lab, "__file__", str(package / "__init__.py"))
@@ -487,31 +453,20 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         command = ["git", "-c", "user.name=n", "-c", "user.email=e", *arguments]
         subprocess.run(command, cwd=tmp_path, check=True)
 
+    def commit_and_edits() -> tuple[str | None, str | None]:
+        state = code_state.__wrapped__()
+        return state.get("commit"), state.get("edits")
+
     git("init", "-q")
     git("commit", "-q", "--allow-empty", "-m", "another project")
-    return git
-
-
-def commit_and_edits() -> tuple[str | None, str | None]:
-    state = code_state.__wrapped__()
-    return state.get("commit"), state.get("edits")
-
-
-def test_an_untracked_installation_has_no_commit(repository: Callable[..., None]) -> None:
     assert commit_and_edits() == (None, None)
-
-
-def test_new_files_of_a_tracked_installation_are_edits(
-    repository: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Git is also asked in a checkout that belongs to a colleague."""
-    repository("add", ".")
-    repository("commit", "-q", "-m", "moe_lab")
+    git("add", ".")
+    git("commit", "-q", "-m", "moe_lab")
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
     commits, edits = {}, {}
     for text in ("", "1", "2"):
         if text:
-            (tmp_path / "moe_lab" / "new.py").write_text(text)
+            (package / "new.py").write_text(text)
         commits[text], edits[text] = commit_and_edits()
     assert commits[""] is not None
     assert set(commits.values()) == {commits[""]}
@@ -690,27 +645,22 @@ def test_vllm_jobs_ask_for_the_configured_tensor_parallel_size() -> None:
         "f() { false; }; f",
         "set -u; echo $none",
         "(exit 4)",
+        ": fine",
     ],
 )
 def test_a_line_of_setup_that_ends_a_job_is_named(tmp_path: Path, command: str) -> None:
-    """The line sources a file with a command that ends the job."""
-    result = run_setup(tmp_path, command)
+    """The line sources a file with a command that ends the job, but for one that changes
+    nothing."""
+    (tmp_path / "rc").write_text(f"{command}\n")
+    setup = setup_lines(["echo before", f"source {tmp_path}/rc"])
+    script = "\n".join([*setup, "echo Python", "exit 5"])
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    if command == ": fine":
+        assert (result.stdout, result.stderr, result.returncode) == ("before\nPython\n", "", 5)
+        return
     assert result.stdout == "before\n"
     assert result.returncode != 0
     assert f"source {tmp_path}/rc" in result.stderr
-
-
-def test_lines_of_setup_that_succeed_change_nothing_else(tmp_path: Path) -> None:
-    result = run_setup(tmp_path, ": fine")
-    assert (result.stdout, result.stderr, result.returncode) == ("before\nPython\n", "", 5)
-
-
-def run_setup(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
-    """Run the script of a job whose setup sources a file with a command."""
-    (folder / "rc").write_text(f"{command}\n")
-    setup = setup_lines(["echo before", f"source {folder}/rc"])
-    script = "\n".join([*setup, "echo Python", "exit 5"])
-    return subprocess.run(["bash", "-c", script], capture_output=True, text=True)
 
 
 def test_every_resource_has_an_estimate_or_default() -> None:

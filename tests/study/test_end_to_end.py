@@ -85,7 +85,8 @@ def scores_of(store: Path, study: str) -> list[tuple[float, float]]:
     return scores
 
 
-def test_shared_steps_ran_once(finished: Path) -> None:
+def test_shared_steps_ran_once_and_each_cell_has_a_score(finished: Path) -> None:
+    """Small steps share the log of their worker."""
     kinds = Counter(name.split("/")[0] for name in executed_steps(finished))
     assert kinds == {
         "model": 1,
@@ -99,15 +100,9 @@ def test_shared_steps_ran_once(finished: Path) -> None:
     }
     assert set(executed_steps(finished).values()) == {1}
     assert not list(finished.glob("partial/*"))
-
-
-def test_small_steps_share_the_log_of_their_worker(finished: Path) -> None:
     logs = [log.read_text() for log in finished.glob("logs/*-worker.log")]
     assert sum(log.count(" asks, for example: ") for log in logs) == 9
     assert not [*finished.glob("logs/evaluate/*")]
-
-
-def test_each_cell_has_a_score(finished: Path) -> None:
     scores = scores_of(finished, "study")
     assert len(scores) == 9
     assert all(0 <= score <= 1 for _, score in scores)
@@ -243,44 +238,25 @@ def fewest_negative(layer):
 """
 
 
-@pytest.fixture(scope="module")
-def copy_with_signs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package with the step kind of docs/architecture.md, and a plugin whose
-    criterion needs it."""
-    folder = tmp_path_factory.mktemp("copy")
+def test_a_study_runs_the_documented_step_kind(tmp_path: Path) -> None:
+    """In a copy of the package with the step kind of docs/architecture.md, and a plugin whose
+    criterion needs it. A dry run shows it."""
     for name in ("moe_lab", "analysis", "conf", "hydra_plugins"):
-        shutil.copytree(ROOT / name, folder / name, symlinks=True)
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True)
     page = (ROOT / "docs/architecture.md").read_text("utf-8")
     [example] = re.findall(r"```python\n(.*?class Signs\(Step\):.*?)```", page, re.DOTALL)
-    (folder / "moe_lab/study/steps/signs.py").write_text(example)
-    (folder / "mine.py").write_text(CRITERION)
-    return folder
-
-
-def run_with_signs(folder: Path, *settings: str) -> str:
-    """The stderr of a study with the criterion."""
-    result = moe_lab(
-        folder / "store",
-        "criterion=fewest_negative",
-        "plugins=[mine]",
-        "suite.benchmarks=[]",
-        "launcher=inline",
-        *settings,
-        environment={**os.environ, "PYTHONPATH": str(folder)},
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stderr
-
-
-def test_a_dry_run_shows_the_documented_step_kind(copy_with_signs: Path) -> None:
-    errors = run_with_signs(copy_with_signs, "dry_run=true")
-    rows = [re.findall(r"[\w.]+", line) for line in errors.splitlines()]
-    assert ["signs", "1", "0", "1"] in [row[:4] for row in rows]
-
-
-def test_a_study_runs_the_documented_step_kind(copy_with_signs: Path) -> None:
-    run_with_signs(copy_with_signs)
-    store = copy_with_signs / "store"
+    (tmp_path / "moe_lab/study/steps/signs.py").write_text(example)
+    (tmp_path / "mine.py").write_text(CRITERION)
+    store = tmp_path / "store"
+    settings = ("criterion=fewest_negative", "plugins=[mine]", "suite.benchmarks=[]")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for further_settings in (["dry_run=true"], []):
+        arguments = (*settings, "launcher=inline", *further_settings)
+        result = moe_lab(store, *arguments, environment=environment)
+        assert result.returncode == 0, result.stderr
+        if further_settings:
+            rows = [re.findall(r"[\w.]+", line) for line in result.stderr.splitlines()]
+            assert ["signs", "1", "0", "1"] in [row[:4] for row in rows]
     [file] = store.glob("signs/*/statistics.safetensors")
     [facts] = store.glob("model/*/facts.json")
     negative = {layer: arrays["negative"] for layer, arrays in read(file).items()}

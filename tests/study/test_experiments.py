@@ -16,18 +16,20 @@ from moe_lab.analysis.render import style
 ROOT = Path(__file__).parents[2]
 SMALL = ["calibration.tokens=2048", "suite.limit=2", "launcher=inline", "report=false"]
 CHOICES = "suite.benchmarks=[pocket_arc_challenge,pocket_winogrande]"
+TWO_MODELS = "model=pocket_olmoe,pocket_qwen3_moe"
 MIXED = "suite.benchmarks=[pocket_arc_challenge,pocket_gsm8k,pocket_livecodebench]"
 LESS = {
     "coverage": [CHOICES, "seed=42"],
-    "heapr": [CHOICES, "seed=42"],
-    "aimer": [MIXED, "ratio=0.5", "criterion=aimer,random,reap"],
+    "heapr": [CHOICES, "seed=42", "ratio=0.2,0.4"],
+    "aimer": [MIXED, "ratio=0.5", "criterion=aimer,random,reap", "seed=42,43"],
     "evoesap": [CHOICES, "ratio=0.25", "criterion=reap"],
     "quantized": [CHOICES, "ratio=0.0,0.5"],
     "methods": [CHOICES, "ratio=0.5", "seed=42"],
     "beyond": [CHOICES, "model=pocket_olmoe"],
-    "task_specific": [MIXED, "ratio=0.5", "criterion=reap,man"],
+    "task_specific": [MIXED, TWO_MODELS, "ratio=0.5", "criterion=reap,man"],
     "task_agnostic": [
         CHOICES,
+        TWO_MODELS,
         "criterion=frequency,reap,man",
         "calibration=pocket_general,pocket_code",
     ],

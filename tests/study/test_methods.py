@@ -72,44 +72,33 @@ def plan_of(store: Path, cell: dict[str, Any]) -> Plan:
 EXPORTED = ["export=natural", "verify=true"]
 
 
-@pytest.fixture(scope="module")
-def channel_cells(store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The cells of an experiment with four methods that drop half of the channels."""
-    folder = tmp_path_factory.mktemp("configuration")
-    (folder / "experiment").mkdir()
-    experiment = f"# @package _global_\n{yaml.safe_dump(CHANNELS)}"
-    (folder / "experiment" / "listed.yaml").write_text(experiment)
-    return cells(store, f"--config-dir={folder}", "+experiment=listed", "ratio=0.5", *EXPORTED)
-
-
-def test_a_file_of_channel_methods_gives_a_cell_for_each(
-    store: Path, channel_cells: list[dict[str, Any]]
+def test_half_of_the_channels_are_retained_counted_and_exported(
+    store: Path, tmp_path: Path
 ) -> None:
-    """They share calibration passes."""
+    """A file of four methods gives a cell for each; they share calibration passes. Half is exact,
+    or in multiples of 8."""
+    (tmp_path / "experiment").mkdir()
+    experiment = f"# @package _global_\n{yaml.safe_dump(CHANNELS)}"
+    (tmp_path / "experiment" / "listed.yaml").write_text(experiment)
+    settings = [f"--config-dir={tmp_path}", "+experiment=listed", "ratio=0.5", *EXPORTED]
+    channel_cells = cells(store, *settings)
     assert len(channel_cells) == 4
     assert {cell["cell"]["granularity"] for cell in channel_cells} == {"channel"}
     inputs = [content(store, cell["scores"], "step.json")["inputs"] for cell in channel_cells]
     for kind in ("statistics", "gradients"):
         assert len({folders[kind] for folders in inputs if kind in folders}) == 1
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_half_of_the_channels_are_retained_counted_and_exported(
-    store: Path, channel_cells: list[dict[str, Any]], number: int
-) -> None:
-    """Exactly, or in multiples of 8."""
-    cell = channel_cells[number]
-    layers = plan_of(store, cell).layers.values()
-    retained = sum(sum(layer.widths) for layer in layers)
-    cost = content(store, cell["cost"], "cost.json")
-    assert cost["routed_kept"] == pytest.approx(retained / (4 * 32 * 64))
-    if cell["cell"]["allocation"] == "coverage, aligned":
-        assert {width % 8 for layer in layers for width in layer.widths} == {0}
-    else:
-        assert retained == 4 * 32 * 64 // 2
-    assert 0.8 < cost["flops_ratio"] < 1
-    assert cost["storage_bytes"] == 2 * cost["parameters"]
-    assert content(store, cell["export"], "verified.json")["difference"] < 1e-4
+    for cell in channel_cells:
+        layers = plan_of(store, cell).layers.values()
+        retained = sum(sum(layer.widths) for layer in layers)
+        cost = content(store, cell["cost"], "cost.json")
+        assert cost["routed_kept"] == pytest.approx(retained / (4 * 32 * 64))
+        if cell["cell"]["allocation"] == "coverage, aligned":
+            assert {width % 8 for layer in layers for width in layer.widths} == {0}
+        else:
+            assert retained == 4 * 32 * 64 // 2
+        assert 0.8 < cost["flops_ratio"] < 1
+        assert cost["storage_bytes"] == 2 * cost["parameters"]
+        assert content(store, cell["export"], "verified.json")["difference"] < 1e-4
 
 
 def test_dropped_experts_are_replaced_by_their_mean_outputs(store: Path) -> None:
@@ -164,31 +153,20 @@ def test_channels_of_merged_experts_are_matched(store: Path) -> None:
         assert (plan == align(network, unmatched)) == matched_by_weights
 
 
-@pytest.fixture(scope="module")
-def searched(store: Path) -> dict[str, Any]:
-    """The cell of a plan that was found by a search."""
-    (cell,) = cells(store, "criterion=man", "ratio=0.25", *SHORT_SEARCH)
-    assert cell["cell"]["allocation"] == "evolutionary"
-    return cell
-
-
-def test_a_searched_plan_has_its_history_and_names_its_model(
-    store: Path, searched: dict[str, Any]
-) -> None:
-    assert sum(len(experts) for experts in plan_of(store, searched).retained.values()) == 4 * 24
+def test_a_searched_plan_has_its_history_and_can_be_listed(store: Path) -> None:
+    """It names its model."""
+    (searched,) = cells(store, "criterion=man", "ratio=0.25", *SHORT_SEARCH)
+    assert searched["cell"]["allocation"] == "evolutionary"
+    plan = plan_of(store, searched)
+    assert sum(len(experts) for experts in plan.retained.values()) == 4 * 24
     assert (store / searched["plan"] / "history.parquet").exists()
     assert content(store, searched["plan"], "search.json")
-
     facts = content(store, searched["plan"], "step.json")["inputs"]["facts"]
-    model_sha256 = plan_of(store, searched).provenance["model_sha256"]
-    assert model_sha256 == content(store, facts, "facts.json")["sha256"]
-
-
-def test_a_searched_plan_can_be_listed(store: Path, searched: dict[str, Any]) -> None:
+    assert plan.provenance["model_sha256"] == content(store, facts, "facts.json")["sha256"]
     file = store / searched["plan"] / "plan.json"
     settings = ["criterion=random", "ratio=0.25", "allocation=list", f"allocation.path={file}"]
     (listed,) = cells(store, *settings)
-    assert plan_of(store, listed) == plan_of(store, searched)
+    assert plan_of(store, listed) == plan
 
 
 @pytest.mark.parametrize("criterion", ["file", "file_channels"])
@@ -281,9 +259,10 @@ def test_a_recovered_model_is_exported_as_evaluated(
     assert message in exported_as_evaluated(store, cell, tmp_path)
 
 
-@pytest.fixture(scope="module")
-def served_cells(store: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The cells of a fine-tuned model in this process and behind a server."""
+def test_a_quantised_fine_tuned_model_is_served_and_exported_as_evaluated(
+    store: Path, tmp_path: Path
+) -> None:
+    """In this process and behind a server."""
     settings = [
         "criterion=man",
         "ratio=0.5",
@@ -299,26 +278,14 @@ def served_cells(store: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     )
     (in_process,) = cells(store, *settings)
     (served,) = cells(store, *settings, "backend=server", f'backend.command="{server}"')
-    return in_process, served
-
-
-def test_a_recovered_model_is_served_as_it_is_evaluated(
-    store: Path, served_cells: tuple[dict[str, Any], dict[str, Any]]
-) -> None:
-    in_process, served = served_cells
     texts, served_texts = (
-        generated(store, cell["evaluate"]["pocket_humaneval"]) for cell in served_cells
+        generated(store, cell["evaluate"]["pocket_humaneval"]) for cell in (in_process, served)
     )
     assert texts == served_texts
     assert any(texts)
     assert in_process["evaluate"] != served["evaluate"]
     assert in_process["export"] == served["export"]
-
-
-def test_a_quantised_fine_tuned_model_is_exported_as_evaluated(
-    store: Path, tmp_path: Path, served_cells: tuple[dict[str, Any], dict[str, Any]]
-) -> None:
-    card = exported_as_evaluated(store, served_cells[0], tmp_path, 4, "experts", "shared_experts")
+    card = exported_as_evaluated(store, in_process, tmp_path, 4, "experts", "shared_experts")
     assert "recovery=pocket_dora_nf4" in card
     assert "pocket_math_search" in card
     assert "rounded to NF4" in card

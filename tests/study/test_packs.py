@@ -8,7 +8,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -72,68 +72,48 @@ def pack_of(store: Store) -> Path:
     return path
 
 
-class Stores(NamedTuple):
-    """The stores of the same study, with small steps in packs and in folders; and name -> folder of
-    each step of the second."""
-
-    packs: Store
-    folders: Store
-    steps: dict[str, Path]
-
-
-@pytest.fixture
-def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stores:
-    assert start(tmp_path / "packed", CELLS) == 0
+def test_packs_replace_the_folders_of_steps_and_are_read_like_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second start of a packed study does nothing, `unpack` restores folders, and the end of a
+    run packs few steps."""
+    root = tmp_path / "packed"
+    assert start(root, CELLS) == 0
     monkeypatch.setattr(packing, "MANY", 1000)
     assert start(tmp_path / "folders", CELLS) == 0
     folders = Store(tmp_path / "folders")
+    packs_store = Store(root)
     steps = {path.parent.name: path.parent for path in folders.root.glob("*/*/step.json")}
-    return Stores(Store(tmp_path / "packed"), folders, steps)
-
-
-def test_packs_replace_the_folders_of_steps_and_are_read_like_them(stores: Stores) -> None:
-    root = stores.packs.root
-    assert len(stores.steps) > 30
+    assert len(steps) > 30
     assert not [*root.glob("plan/*"), *root.glob("evaluate/*")]
-    assert sum(1 for _ in root.rglob("*")) < len(stores.steps)
+    assert sum(1 for _ in root.rglob("*")) < len(steps)
     cells, cells_of_folders = (
-        record.study_record(store, STUDY)["cells"] for store in (stores.packs, stores.folders)
+        record.study_record(store, STUDY)["cells"] for store in (packs_store, folders)
     )
     assert cells == cells_of_folders != []
     reader = Reader(root)
-    for name, folder in stores.steps.items():
+    for name, folder in steps.items():
         step = f"{folder.parent.name}/{name}"
         path = reader.find_folder(step)
         assert path is not None
         assert reader.json(path, "result.json") == {"score": 0.5, "of": ["a", 1]}
         content = (folder / "result.json").read_bytes()
-        assert stores.packs.content(step, "result.json") == content
+        assert packs_store.content(step, "result.json") == content
     assert not reader.gaps
 
-
-def test_a_second_start_of_a_packed_study_does_nothing(stores: Stores) -> None:
-    root = stores.packs.root
     Worker.executed_folders.clear()
     assert start(root, CELLS) == 0
     assert Worker.executed_folders == []
     assert len([*root.glob("runs/*/*")]) == 1, "a run that changes nothing leaves nothing"
     assert study_command(root, "status", STUDY) == study_command(root, "verify", STUDY) == 0
 
-
-def test_unpack_restores_the_folders_of_steps(
-    stores: Stores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.chdir(tmp_path)
-    assert study_command(stores.packs.root, "unpack", "plan/") == 0
-    plans = {name: folder for name, folder in stores.steps.items() if folder.parent.name == "plan"}
+    assert study_command(root, "unpack", "plan/") == 0
+    plans = {name: folder for name, folder in steps.items() if folder.parent.name == "plan"}
     unpacked = {path.name: path for path in (tmp_path / "unpacked" / "plan").iterdir()}
     assert unpacked.keys() == plans.keys()
     assert all({*os.listdir(unpacked[name])} == {*os.listdir(plans[name])} for name in plans)
 
-
-def test_the_end_of_a_run_packs_few_steps(stores: Stores) -> None:
-    """Tests set MANY to 1,000 by now, so only the end of a run packs these steps."""
-    root = stores.packs.root
     assert start(root, study_request("criterion=random", "seed=4", "ratio=.25")) == 0
     assert not [*root.glob("plan/*"), *root.glob("evaluate/*")]
 

@@ -385,26 +385,21 @@ def running_study(
     end()
 
 
-@pytest.mark.usefixtures("running_study")
-def test_status_and_process_of_a_running_study(tmp_path: Path, study: Study) -> None:
+def test_status_of_a_running_and_of_a_finished_study(
+    running_study: Callable[[], None], tmp_path: Path, study: Study
+) -> None:
+    """`why` names the process that computes a step."""
     table = cells(study("status", tmp_path / "store"))
     assert table["step"] == ["done", "running", "pending"]
     assert table["plan"] == ["", "1", ""]
-    _, under_way, pending, *_ = table["all"]
+    done, under_way, pending, *_ = table["all"]
     assert under_way == "1"
     assert int(pending) >= 2
     assert set(cells(study("status", tmp_path / "store", "plan/"))) == {"step", "plan", "all"}
-
     output = study("why", tmp_path / "store")
     process = f"process {os.getpid()} on {socket.gethostname()}"
     assert f"running: being computed by {process}" in output
     assert "pending: another run will compute it" in output
-
-
-def test_status_of_a_finished_study(
-    running_study: Callable[[], None], tmp_path: Path, study: Study
-) -> None:
-    done, _, pending, *_ = cells(study("status", tmp_path / "store"))["all"]
     running_study()
     table = cells(study("status", tmp_path / "store"))
     assert table["step"] == ["done"]
@@ -456,14 +451,8 @@ def test_why_shows_errors_of_steps_whose_jobs_are_gone(
     assert "and 1 more: missing: job 7 is gone" in output
     assert "record: missing" in output
     assert [call.args for call in job_fields.call_args_list] == [("7",), ("8",)]
-
-
-@pytest.mark.usefixtures("job_fields")
-def test_a_record_is_not_missing_while_a_run_will_write_it(
-    unfinished: tuple[Store, list[Step]], tmp_path: Path, study: Study
-) -> None:
     store, steps = unfinished
-    with create_run(store, STUDY, steps):
+    with create_run(store, STUDY, steps):  # which will write the record
         assert "record" not in study("why", tmp_path)
 
 

@@ -195,28 +195,6 @@ def test_a_step_is_read_from_its_other_folder_if_one_is_damaged(
     assert [store.is_finished(Example(name=name)) for name in labels] == [False, True, True]
 
 
-DAMAGES: dict[str, tuple[str, Any]] = {
-    "flipped": ("result.txt", lambda file: file.write_text("resulT")),
-    "deleted": ("result.txt", Path.unlink),
-    "another word": (
-        "step.json",
-        lambda file: file.write_text(file.read_text().replace('"plan"', '"plum"')),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_step_is_reported_and_set_aside(store: Store, name: str) -> None:
-    publish(store, Example())
-    file, damage = DAMAGES[name]
-    damage(store.path(Example()) / file)
-    assert not store.is_finished(Example())
-    assert f"{file} is " in store.notices[0]
-    assert len(list((store.root / "damaged").iterdir())) == 1
-    publish(store, Example())
-    assert store.is_finished(Example())
-
-
 def rot(file: Path) -> None:
     """Change a file as a failing disk does: its size and its time stay."""
     status = file.stat()
@@ -547,41 +525,25 @@ def test_steps_of_a_colleague_are_taken_over(
     assert as_user(COLLEAGUE, 0o022, Store(mine).is_finished, steps[0]) == (large > 1)
 
 
-@pytest.fixture
-def private_folder(of_the_group: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of OWNER for files that jobs execute."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(of_the_group))
-    folder: Path = as_user(OWNER, 0, private_cache, "jobs")
-    return folder
-
-
 @pytest.mark.root
-def test_only_the_owner_can_write_files_that_jobs_execute(private_folder: Path) -> None:
-    """The umask does not matter, and permissions that the folders have are reduced."""
+def test_only_the_owner_can_write_files_that_jobs_execute(
+    of_the_group: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The umask does not matter, and permissions that the folders have are reduced. The folder of
+    another user is refused, and so is a foreign link in its place."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(of_the_group))
+    private_folder: Path = as_user(OWNER, 0, private_cache, "jobs")
     folders = (private_folder.parent, private_folder)
     assert [path.stat().st_mode & 0o777 for path in folders] == [0o700, 0o700]
     for path in folders:
         path.chmod(0o777)
-    as_user(OWNER, 0, private_cache, "jobs")
-    assert [path.stat().st_mode & 0o777 for path in folders] == [0o755, 0o700]
-
-
-@pytest.mark.root
-def test_the_private_folder_of_another_user_is_refused(private_folder: Path) -> None:
-    for path in (private_folder.parent, private_folder):
-        path.chmod(0o777)
     with pytest.raises(UserError, match=str(private_folder.parent)):
         as_user(COLLEAGUE, 0, private_cache, "jobs")
-
-
-@pytest.mark.root
-def test_a_private_folder_behind_a_foreign_link_is_refused(
-    private_folder: Path, of_the_group: Path
-) -> None:
-    folder = private_folder.parent
-    folder.chmod(0o777)
-    private_folder.chmod(0o777)
-    folder.rename(of_the_group / "aside").chmod(0o777)
-    as_user(COLLEAGUE, 0, folder.symlink_to, of_the_group / "aside")
-    with pytest.raises(UserError, match=str(folder)):
+    as_user(OWNER, 0, private_cache, "jobs")
+    assert [path.stat().st_mode & 0o777 for path in folders] == [0o755, 0o700]
+    for path in folders:
+        path.chmod(0o777)
+    aside = folders[0].rename(of_the_group / "aside")
+    as_user(COLLEAGUE, 0, folders[0].symlink_to, aside)
+    with pytest.raises(UserError, match=str(folders[0])):
         as_user(OWNER, 0, private_cache, "jobs")
