@@ -52,22 +52,20 @@ def child(tmp_path: Path) -> Iterator[ChildProcess]:
         yield process
 
 
-def test_a_result_is_the_value_of_the_method(child: ChildProcess) -> None:
+def test_replies_are_the_values_of_methods(child: ChildProcess) -> None:
+    """Items of a generator are replies in order. Errors do not end the process; output and
+    tracebacks are in the log."""
     value = {"text": "\u2028\ud83c" + "x" * 200_000, "list": [1, None, 2.5]}
     assert child.call("echo", value=value) == value
-
-
-def test_items_of_a_generator_are_replies_in_order(child: ChildProcess) -> None:
     replies = list(child.replies("count", most=3))
     assert replies == [{"item": 0}, {"item": 1}, {"item": 2}, {"done": None}]
-
-
-def test_errors_of_a_method_do_not_end_the_process(child: ChildProcess) -> None:
     for method in ("fail", "nothing_like_it"):
         with pytest.raises(ErrorReply) as refused:
             child.call(method)
         assert refused.value.kind == "KeyError" or method in str(refused.value)
         assert "\n" not in str(refused.value)
+    assert "said on standard output" in child.log()
+    assert "Traceback" in child.log()
 
 
 def test_replies_that_are_not_read_end_the_process(child: ChildProcess, tmp_path: Path) -> None:
@@ -76,14 +74,6 @@ def test_replies_that_are_not_read_end_the_process(child: ChildProcess, tmp_path
     replies.close()  # type: ignore[attr-defined]
     assert child.process.returncode is not None
     assert (tmp_path / "ended").exists()
-
-
-def test_output_and_tracebacks_are_in_the_log(child: ChildProcess) -> None:
-    child.call("echo", value=1)
-    with pytest.raises(ErrorReply):
-        child.call("fail")
-    assert "said on standard output" in child.log()
-    assert "Traceback" in child.log()
 
 
 @pytest.mark.parametrize(

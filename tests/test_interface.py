@@ -142,42 +142,28 @@ def test_the_example_of_a_sweep_runs(
 CRITERIA = ["reap", "heapr", "aimer"]
 
 
-@pytest.fixture(scope="module")
-def own_model() -> Any:
-    """A model that transformers loaded: trainable, in train mode, with experts by grouped_mm."""
-    return AutoModelForCausalLM.from_pretrained(
+def test_scores_of_a_model_that_transformers_loaded(
+    statistics: moe_lab.ModelStatistics,
+) -> None:
+    """Trainable, in train mode, with experts by grouped_mm, as which it is left; on a list of
+    documents."""
+    model = AutoModelForCausalLM.from_pretrained(
         resolve("pocket:olmoe"), dtype=torch.float32, experts_implementation="grouped_mm"
     ).train()
-
-
-@pytest.fixture(scope="module")
-def own_statistics(own_model: Any) -> moe_lab.ModelStatistics:
-    """The statistics of `own_model` on a list of documents."""
     tokenizer = AutoTokenizer.from_pretrained(resolve("pocket:olmoe"))
     lines = Path(resolve(GENERAL)).read_text("utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines]
     settings = {**POCKET, "tokens": 4096}
-    return moe_lab.calibrate(own_model, tokenizer, texts, criteria=CRITERIA, **settings)
-
-
-@pytest.mark.usefixtures("own_statistics")
-def test_a_model_that_transformers_loaded_is_left_as_it_was(own_model: Any) -> None:
-    assert own_model.training
-    assert all(weight.requires_grad for weight in own_model.parameters())
-    assert own_model.config._experts_implementation == "grouped_mm"
-
-
-@pytest.mark.parametrize("criterion", CRITERIA)
-def test_scores_of_a_model_that_transformers_loaded(
-    criterion: str,
-    own_statistics: moe_lab.ModelStatistics,
-    statistics: moe_lab.ModelStatistics,
-) -> None:
-    own_scores, scores = (
-        torch.tensor(moe_lab.score(criterion, sums)["score"].values)
-        for sums in (own_statistics, statistics)
-    )
-    assert torch.allclose(own_scores, scores, rtol=1e-4, atol=1e-7)
+    own_statistics = moe_lab.calibrate(model, tokenizer, texts, criteria=CRITERIA, **settings)
+    assert model.training
+    assert all(weight.requires_grad for weight in model.parameters())
+    assert model.config._experts_implementation == "grouped_mm"
+    for criterion in CRITERIA:
+        own_scores, scores = (
+            torch.tensor(moe_lab.score(criterion, sums)["score"].values)
+            for sums in (own_statistics, statistics)
+        )
+        assert torch.allclose(own_scores, scores, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("replacement", [name for name in REPLACEMENTS if name != "none"])

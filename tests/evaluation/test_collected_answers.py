@@ -591,16 +591,13 @@ def with_template(subject: LoadedModel, single: str) -> LoadedModel:
     return model
 
 
-PREPENDED = pytest.mark.parametrize("prefix", ["", "<|endoftext|> "])
-APPENDED = pytest.mark.parametrize("suffix", [" <|endoftext|>", " <|im_end|> <|endoftext|>"])
-
-
-@PREPENDED
-@APPENDED
+@pytest.mark.parametrize("prefix", ["", "<|endoftext|> "])
+@pytest.mark.parametrize("suffix", [" <|endoftext|>", " <|im_end|> <|endoftext|>"])
 def test_tokens_that_a_tokenizer_appends_are_dropped(
     subject: LoadedModel, prefix: str, suffix: str
 ) -> None:
-    """Texts, losses on answers and likelihoods are those of a tokenizer that appends nothing."""
+    """Texts, losses on answers and likelihoods are those of a tokenizer that appends nothing.
+    Servers refuse such a tokenizer."""
     question = "A bird sleeps in a"
     requests = [
         Text(question, 8, reference=" nest"),
@@ -613,16 +610,8 @@ def test_tokens_that_a_tokenizer_appends_are_dropped(
     appending = with_template(subject, f"{prefix}$A{suffix}")
     with pytest.warns(UserWarning, match=re.escape(suffix.split()[0])):
         assert collect_answers(appending, [(BENCHMARK, items)]) == expected
-
-
-@PREPENDED
-@APPENDED
-def test_servers_refuse_tokenizers_that_append_tokens(
-    subject: LoadedModel, prefix: str, suffix: str
-) -> None:
-    tokenizer = with_template(subject, f"{prefix}$A{suffix}").tokenizer
     with pytest.raises(UserError, match=r"backend=server.*<\|endoftext\|>"):
-        ServedModel("http://127.0.0.1:9/v1", "m", tokenizer, 512, {})
+        ServedModel("http://127.0.0.1:9/v1", "m", appending.tokenizer, 512, {})
 
 
 def test_conversation_may_end_within_the_answer(subject: LoadedModel) -> None:

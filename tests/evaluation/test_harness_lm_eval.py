@@ -437,10 +437,10 @@ def test_metrics_of_a_whole_set_have_the_standard_error_of_the_jackknife(
 
 
 @pytest.mark.parametrize("answers", [1, 2])
-@pytest.mark.parametrize("n", [90, 401])
-def test_groups_of_items_are_left_out_of_large_sets(n: int, answers: int) -> None:
+def test_groups_of_items_are_left_out_of_large_sets(answers: int) -> None:
     """With nearly the standard error of leaving out each item, which several equal answers do not
     change."""
+    n = 401
     values = np.random.default_rng(0).integers(2, size=(n, 2))
     aggregation = Mock(side_effect=lambda pairs: sklearn.metrics.f1_score(*np.transpose(pairs)))
     items = [(str(index), tuple(pair)) for index, pair in enumerate(values)]
@@ -452,7 +452,7 @@ def test_groups_of_items_are_left_out_of_large_sets(n: int, answers: int) -> Non
     without = [sklearn.metrics.f1_score(*np.delete(values, i, 0).T) for i in range(n)]
     exact = np.sqrt(n - 1) * np.std(without)
     stderr = np.std([*outcomes.values()], ddof=1) / np.sqrt(n)
-    assert stderr == pytest.approx(exact, rel=1e-9 if n <= 200 else 0.05)
+    assert stderr == pytest.approx(exact, rel=0.05)
 
 
 @pytest.mark.parametrize("until", ["", [""], ["", "\n\n\n"]])

@@ -8,11 +8,10 @@ import shutil
 import socket
 import subprocess
 import venv
-from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from harness_files import problem, write_lines
@@ -570,60 +569,35 @@ def test_missing_entry_point_is_an_error_and_no_verdict() -> None:
         LimitedCalls("no_such_module", {})("f", [], 1.0, 1 << 20)
 
 
-class CountingGrader(NamedTuple):
-    """A grader of two problems whose solutions differ, the file of these, and the programs that it
-    has run."""
-
-    grader: Grader
-    data: Path
-    runs: list[int]
-
-    def plus(self, text: str, **changes: Any) -> tuple[list[str], int]:
-        """The verdicts on a program for both problems, and how many programs were run."""
-        self.runs.clear()
-        programs = {row["task_id"]: text for row in ADDITIONS}
-        request = GradeRequest(
-            "humaneval", str(self.data), programs, program_isolation(), **changes
-        )
-        result = self.grader.grade(request)
-        return [verdict.plus for verdict in result.values()], len(self.runs)
-
-
 ADDITIONS = [ADD, {**ADD, "task_id": "HumanEval/905", "canonical_solution": "    return x + 2\n"}]
-SOLUTION_RUNS = 4
-RIGHT_PROGRAM = "def add(x): return x + 1"
 
 
-@pytest.fixture
-def counting_grader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CountingGrader]:
+@pytest.mark.slow
+def test_equal_programs_are_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For two problems whose solutions differ. Other programs, settings and problems are run
+    again."""
     data = write_lines(tmp_path / "data.jsonl", ADDITIONS)
     runs: list[int] = []
     run_program = Runners.run
     monkeypatch.setattr(
         Runners, "run", lambda *arguments: runs.append(1) or run_program(*arguments)
     )
-    grader = Grader()
-    yield CountingGrader(grader, data, runs)
-    grader.close()
 
+    def count_runs(text: str, **changes: Any) -> int:
+        runs.clear()
+        programs = {row["task_id"]: text for row in ADDITIONS}
+        request = GradeRequest("humaneval", str(data), programs, program_isolation(), **changes)
+        verdicts = [verdict.plus for verdict in grader.grade(request).values()]
+        assert verdicts == ["pass", "fail"]
+        return len(runs)
 
-@pytest.mark.slow
-def test_equal_programs_are_run_once(counting_grader: CountingGrader) -> None:
-    verdicts = ["pass", "fail"]
-    assert counting_grader.plus(RIGHT_PROGRAM) == (verdicts, SOLUTION_RUNS + 3)
-    assert counting_grader.plus(RIGHT_PROGRAM) == (verdicts, 0)
-
-
-@pytest.mark.slow
-def test_other_programs_settings_and_problems_are_run_again(
-    counting_grader: CountingGrader,
-) -> None:
-    counting_grader.plus(RIGHT_PROGRAM)
-    other_program = counting_grader.plus("def add(x): return 1 + x")
-    assert other_program == counting_grader.plus(RIGHT_PROGRAM, seconds=3.0)
-    assert counting_grader.runs == [1] * 3
-    write_lines(counting_grader.data, ADDITIONS[::-1])
-    assert counting_grader.plus(RIGHT_PROGRAM) == (["pass", "fail"], SOLUTION_RUNS + 3)
+    program = "def add(x): return x + 1"
+    with closing(Grader()) as grader:
+        assert count_runs(program) == 4 + 3, "and solutions"
+        assert count_runs(program) == 0
+        assert count_runs("def add(x): return 1 + x") == count_runs(program, seconds=3.0) == 3
+        write_lines(data, ADDITIONS[::-1])
+        assert count_runs(program) == 4 + 3
 
 
 def test_broken_canonical_solution_is_an_error(tmp_path: Path) -> None:

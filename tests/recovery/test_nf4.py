@@ -277,15 +277,6 @@ def test_wide_linear_maps_outside_experts_are_in_4_bits(folders: Path) -> None:
     assert stored["model.layers.0.mlp.experts.0.up_proj.weight"].dtype == torch.float32
 
 
-@pytest.mark.slow
-def test_maps_outside_the_text_model_are_not_in_4_bits(folders: Path) -> None:
-    folder = folders / "dora_nf4_composite"
-    skipped = quantization(folder)["llm_int8_skip_modules"]
-    for name, tensor in tiny.weights(folder).items():
-        if tensor.ndim == 2 and tensor.is_floating_point() and ".experts." not in name:
-            assert name.removesuffix(".weight") in skipped
-
-
 def quantization(folder: Path) -> dict[str, Any]:
     """The field quantization_config of config.json, if it has one."""
     config = json.loads((folder / "config.json").read_text())
@@ -293,22 +284,24 @@ def quantization(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["dora_transposed", "nf4"])
-def test_config_without_maps_in_4_bits_has_no_quantization(folders: Path, case: str) -> None:
-    """Routed experts, and shared ones that are too narrow."""
-    assert not quantization(folders / case)
+def test_other_maps_are_not_in_4_bits(folders: Path) -> None:
+    """Those outside the text model; routed experts, and shared ones that are too narrow."""
+    folder = folders / "dora_nf4_composite"
+    skipped = quantization(folder)["llm_int8_skip_modules"]
+    for name, tensor in tiny.weights(folder).items():
+        if tensor.ndim == 2 and tensor.is_floating_point() and ".experts." not in name:
+            assert name.removesuffix(".weight") in skipped
+    for case in ("dora_transposed", "nf4"):
+        assert not quantization(folders / case)
 
 
 @pytest.mark.slow
-def test_card_says_how_many_maps_are_in_4_bits(folders: Path) -> None:
+def test_export_with_maps_in_4_bits_has_a_card_and_aligned_tensors(folders: Path) -> None:
+    """Tensors begin where mapped files are aligned."""
     card = (folders / "dora_nf4" / "README.md").read_text()
     assert "Nothing was trained" not in card
     assert "It was tuned." in card
     assert "18 linear maps are stored in 4 bits" in card
-
-
-@pytest.mark.slow
-def test_tensors_begin_where_mapped_files_are_aligned(folders: Path) -> None:
     for file in (folders / "dora_nf4").glob("model*.safetensors"):
         _, entries = read_header(file.parent, file.name)
         unaligned = [entry.start for entry in entries.values() if entry.start % 64]

@@ -2,10 +2,8 @@
 in fp64."""
 
 import copy
-import functools
 import math
 import signal
-from collections.abc import Callable, Iterator
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from moe_lab.statistics import Layers
 from moe_lab.statistics.damage import DamageHook, SimilarityHook
 from moe_lab.statistics.forward import ENTROPY_BINS, ExpertsCall, ForwardHook, is_softmax, shifts
 from moe_lab.statistics.observe import Observer, SaveTimer, collect_statistics
+from tests.conftest import QUICK_FAMILIES
 
 SOFTMAX_ROUTERS = {
     "deepseek",
@@ -49,58 +48,38 @@ SOFTMAX_ROUTERS = {
 SOFTMAX_GATES = {"full_softmax", "double_softmax"}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "one expert after the other",
-        "grouped",
-        pytest.param("Triton", marks=pytest.mark.slow),
-    ],
-)
-def observed(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Any]]:
-    """Statistics by layer of a model, computed once."""
-
-    @functools.cache
-    def sums(name: str) -> Any:
-        model = naive.model(name)
-        if request.param != "one expert after the other":
-            model = copy.deepcopy(model)
-            model.set_experts_implementation("grouped_mm")
-        # Triton's interpreter is faster with few blocks of rows; an expert of olmoe has two
-        with patch("moe_lab.models.kernels.ROWS", 32 if name == "olmoe" else 128):
-            return naive.hook_sums(model, ForwardHook)
-
-    devices = ("cpu",) if request.param == "Triton" else ()
-    with patch("moe_lab.models.rows.TRITON_DEVICES", devices):
-        yield sums
+WAYS = [
+    *(("one expert after the other", name) for name in tiny.ARCHITECTURES),
+    *(("grouped", name) for name in tiny.ARCHITECTURES),
+    # whose interpreter takes seconds for a model
+    *(pytest.param("Triton", name, marks=pytest.mark.slow) for name in QUICK_FAMILIES),
+]
 
 
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_observed_model_is_left_as_it_was(name: str, observed: Callable[[str], Any]) -> None:
-    """And computes the same, to the bit, while it is observed."""
-    layers = observed(name)
-    assert not any(are_replaced(layer) for layer in moe_layers(naive.model(name)))
+@pytest.mark.parametrize(("way", "name"), WAYS)
+def test_statistics_are_those_of_each_expert_alone(way: str, name: str) -> None:
+    """The observed model is left as it was, and computes the same, to the bit, meanwhile."""
+    model = naive.model(name)
+    if way != "one expert after the other":
+        model = copy.deepcopy(model)
+        model.set_experts_implementation("grouped_mm")
+    devices = ("cpu",) if way == "Triton" else ()
+    # Triton's interpreter is faster with few blocks of rows; an expert of olmoe has two
+    rows = 32 if name == "olmoe" else 128
+    with (
+        patch("moe_lab.models.rows.TRITON_DEVICES", devices),
+        patch("moe_lab.models.kernels.ROWS", rows),
+    ):
+        layers = naive.hook_sums(model, ForwardHook)
+    assert not any(are_replaced(layer) for layer in moe_layers(model))
     assert layers.keys() == naive.forward(name).keys()
-
-
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_statistics_are_those_of_each_expert_alone(
-    name: str, observed: Callable[[str], Any]
-) -> None:
     for index, seen in naive.forward(name).items():
-        tensors = observed(name)[index]
+        tensors = layers[index]
         assert all(tensor.dtype == torch.float64 for tensor in tensors.values())
         assert tensors["tokens"].tolist() == [len(expert.token) for expert in seen.experts]
         check_columns(tensors, seen)
         check_ala(tensors, seen)
-
-
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_sums_of_gates_are_moments_of_each_expert(
-    name: str, observed: Callable[[str], Any]
-) -> None:
-    for index, seen in naive.forward(name).items():
-        tensors = observed(name)[index]
+        check_entropies(tensors, seen)
         softmax = {gate for gate in SOFTMAX_GATES if f"sums_{gate}" in tensors}
         assert softmax == (SOFTMAX_GATES if name in SOFTMAX_ROUTERS else set())
         for gate in GATES:
@@ -109,14 +88,12 @@ def test_sums_of_gates_are_moments_of_each_expert(
                 assert naive.relative_error(tensors[f"sums_{gate}"], expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_router_entropies_are_counted_in_bins(name: str, observed: Callable[[str], Any]) -> None:
-    for index, seen in naive.forward(name).items():
-        shares = seen.logits[seen.valid].softmax(-1)
-        entropies = -shares.xlogy(shares).sum(-1) / math.log(shares.shape[1])
-        bins = (entropies * ENTROPY_BINS).long().clamp(max=ENTROPY_BINS - 1)
-        counts = observed(name)[index]["router_entropy"].tolist()
-        assert counts == bins.bincount(minlength=ENTROPY_BINS).tolist()
+def check_entropies(tensors: dict[str, torch.Tensor], seen: naive.LayerTokens) -> None:
+    """Entropies of routers are counted in bins."""
+    shares = seen.logits[seen.valid].softmax(-1)
+    entropies = -shares.xlogy(shares).sum(-1) / math.log(shares.shape[1])
+    bins = (entropies * ENTROPY_BINS).long().clamp(max=ENTROPY_BINS - 1)
+    assert tensors["router_entropy"].tolist() == bins.bincount(minlength=ENTROPY_BINS).tolist()
 
 
 def moments(expert: naive.ExpertTokens, gate: str) -> torch.Tensor:
