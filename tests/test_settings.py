@@ -350,14 +350,11 @@ GRID = {
 
 
 def test_a_grid_is_the_product_of_its_axes() -> None:
-    grid_cells = cells(None, GRID)
-    axes = {(c.criterion.name, c.calibration.name, c.ratio, c.seed) for c in grid_cells}
-    assert len(grid_cells) == len(axes) == 16
-
-
-def test_a_grid_reads_each_file_and_makes_each_choice_once() -> None:
+    """It reads each file and makes each choice once."""
     files = Files()
     grid_cells = cells(None, GRID, files=files)
+    axes = {(c.criterion.name, c.calibration.name, c.ratio, c.seed) for c in grid_cells}
+    assert len(grid_cells) == len(axes) == 16
     assert len(files.reads) == len(set(files.reads)) == 5  # and flops_text
     assert len({id(cell.calibration) for cell in grid_cells}) == 2
 

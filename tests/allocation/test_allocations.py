@@ -339,16 +339,9 @@ def test_check_fits_says_without_scores_what_cannot_be_had() -> None:
         check_fits(settings("global", 0.75, align=align), layers, "channel")
     with pytest.raises(UserError, match="ratio=1"):
         check_fits(settings("global", 1), layers, "channel")
-
-
-def test_check_fits_reports_nothing_without_layers() -> None:
-    """A model whose sizes are not known yet has no layers."""
-    chosen = settings("global", 0.5, align={"block": 16, "min_channels": 32})
-    check_fits(chosen, {}, "channel")
-
-
-def test_check_fits_retains_as_many_channels_as_the_allocation() -> None:
-    """200 * (1 - 0.435) is 112.99..., which counts as 113; whole blocks of 28 hold 112."""
+    # a model whose sizes are not known yet has no layers
+    check_fits(settings("global", 0.5, align={"block": 16, "min_channels": 32}), {}, "channel")
+    # 200 * (1 - 0.435) is 112.99..., which counts as 113; whole blocks of 28 hold 112
     layers = {0: layer(4, top_k=2, width=50)}
     with pytest.raises(UserError, match=r"keeps 113 of 200 channels"):
         check_fits(settings("global", 0.435, align={"block": 28}), layers, "channel")

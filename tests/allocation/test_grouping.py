@@ -117,10 +117,6 @@ SUMS = {
 }
 
 
-def test_protected_experts_are_groups_of_their_own() -> None:
-    assert grouped("m_smoe", SUMS, (0, 1, 2), protected=(1,)) == [[0, 3], [1], [2]]
-
-
 @pytest.mark.parametrize("retained", [(0, 2, 3), (0, 2)])
 @pytest.mark.parametrize("name", GROUPINGS)
 def test_protected_experts_are_merged_with_none(name: str, retained: tuple[int, ...]) -> None:

@@ -172,21 +172,15 @@ def code_steps(
     return {"grade": grade, **grade.inputs}
 
 
-@pytest.mark.parametrize(
-    "benchmark",
-    [replace(CODE, reports={"mbpp": "plus"}), replace(CODE, parameters={"seconds": 9.0})],
-)
-def test_programs_are_generated_once_for_all_gradings(benchmark: BenchmarkConfig) -> None:
+def test_programs_are_generated_once_for_all_gradings() -> None:
+    """Processes change no grade, and new tokens change programs."""
     steps = code_steps(CODE)
     assert steps["grade"].kind == "grade"
     assert set(steps) == {"grade", "generate"}
-    graded_otherwise = code_steps(benchmark)
-    assert graded_otherwise["generate"].id == steps["generate"].id
-    assert graded_otherwise["grade"].id != steps["grade"].id
-
-
-def test_processes_change_no_grade_and_new_tokens_change_programs() -> None:
-    steps = code_steps(CODE)
+    for changes in ({"reports": {"mbpp": "plus"}}, {"parameters": {"seconds": 9.0}}):
+        graded_otherwise = code_steps(replace(CODE, **changes))
+        assert graded_otherwise["generate"].id == steps["generate"].id
+        assert graded_otherwise["grade"].id != steps["grade"].id
     more_processes = code_steps(replace(CODE, parameters={"processes": 7}))
     assert more_processes["grade"].id == steps["grade"].id
     fewer_tokens = code_steps(replace(CODE, max_new_tokens=9))

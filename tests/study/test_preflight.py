@@ -637,19 +637,19 @@ def test_devices_that_are_known_are_not_looked_up(
     assert not looked_up
 
 
-@pytest.mark.parametrize(("device", "message"), [("cuda:1", "none"), ("cuda:9", "no CUDA")])
+@pytest.mark.parametrize(
+    ("device", "n_gpus", "message"),
+    [
+        ("cuda:1", 1, "none"),
+        ("cuda:9", 1, "no CUDA"),
+        ("cuda", 0, "none"),
+        ("balanced", 0, "none"),
+    ],
+)
 def test_missing_gpus_are_reported_before_any_step(
-    looked_up: list[str], device: str, message: str
+    looked_up: list[str], device: str, n_gpus: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once for two steps."""
+    monkeypatch.setattr(estimates, "visible_gpus", lambda: ["0"] * n_gpus)
     assert missing_on(device) == [f"model.device={device}: {message}"]
-    assert looked_up == [device]
-
-
-@pytest.mark.parametrize("device", ["cuda", "balanced"])
-def test_devices_on_a_machine_without_gpus_are_reported(
-    looked_up: list[str], device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(estimates, "visible_gpus", list)
-    assert missing_on(device) == [f"model.device={device}: none"]
     assert looked_up == [device]
