@@ -195,6 +195,15 @@ def test_a_step_is_read_from_its_other_folder_if_one_is_damaged(
     assert [store.is_finished(Example(name=name)) for name in labels] == [False, True, True]
 
 
+def test_a_step_without_one_of_its_files_is_reported_and_set_aside(store: Store) -> None:
+    publish(store, Example())
+    (store.path(Example()) / "result.txt").unlink()
+    assert not store.is_finished(Example())
+    assert "result.txt is missing" in store.notices[0]
+    publish(store, Example())
+    assert store.is_finished(Example())
+
+
 def rot(file: Path) -> None:
     """Change a file as a failing disk does: its size and its time stay."""
     status = file.stat()
