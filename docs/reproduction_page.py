@@ -22,7 +22,8 @@ from moe_lab.study.record import cell_columns
 ROOT = Path(__file__).parents[1]
 SWEEPS = ROOT / "sweeps"
 VALIDATION = ROOT / "docs" / "validation.csv"
-"""Numbers that were measured on published weights, one row each."""
+"""Numbers of VALIDATED that were measured on published weights, one row each."""
+VALIDATED = "unified.table5"
 PAPERS = {
     "unified": "Unified Expert Pruning",
     "evoesap": "EvoESAP",
@@ -42,7 +43,20 @@ from the sweep itself. `NAME.published` of the analysis compares measured with p
 example `python -m analysis unified.table1.published`.
 
 This page is printed by `python docs/reproduction_page.py`.
+
+## Validation
+
+`moe-lab run +experiment=validate` evaluates frequency, REAP, MAN and random plans of three seeds on
+OLMoE-1B-7B, a quarter of the experts removed, on eight multiple-choice tasks: about an hour of one
+GPU, by estimate. If it is interrupted, the same command goes on. Then
+
+    moe-lab report unified.table5.validation store=store study=validate
+
+writes tables/unified.table5.validation.csv: each score beside the printed one, with a tolerance of
+two joint standard errors and one point. The rows belong into docs/validation.csv. {validated}
+
 """
+NOT_VALIDATED = "On 30 November 2026 nobody had run it yet, so there is no row."
 NO_SWEEP = "no sweep has this row"
 """Reason for a printed row that no cell of the table's sweeps has."""
 OTHER_QUANTITY = "a size, time or rank, which outputs show and nothing compares"
@@ -100,7 +114,13 @@ def page() -> str:
     """The page in Markdown."""
     items = _rows(ROOT / "analysis" / "published" / "items.csv")
     measured = _rows(VALIDATION)
-    parts = [HEAD.format(measured=len(measured), printed=len(published.numbers()))]
+    parts = [
+        HEAD.format(
+            measured=len(measured),
+            printed=len(published.numbers()),
+            validated=_validation(measured) or NOT_VALIDATED,
+        )
+    ]
     for paper, title in PAPERS.items():
         of_paper = [item for item in items if item["paper"] == paper]
         sweeps = dict.fromkeys(name for item in of_paper for name in item["sweeps"].split())
@@ -113,6 +133,11 @@ def page() -> str:
             _sweeps(map(sweep, sweeps)),
         ]
     return "\n".join(parts)
+
+
+def _validation(rows: Sequence[Mapping[str, str]]) -> str:
+    """The measured numbers as a table; "" if there are none."""
+    return "\n\n" + _table(list(rows[0]), [row.values() for row in rows]) if rows else ""
 
 
 def _rows(file: Path) -> list[dict[str, str]]:
@@ -143,10 +168,7 @@ def _items(items: Sequence[Mapping[str, str]], measured: Sequence[Mapping[str, s
     for item in items:
         numbers = printed_numbers(item)
         computable = sum(not reason(number, item) for number in numbers)
-        done = sum(
-            (row["paper"], row["table"]) in {(number.paper, number.table) for number in numbers}
-            for row in measured
-        )
+        done = len(measured) if item["output"] == VALIDATED else 0
         rows.append(
             (
                 item["item"],

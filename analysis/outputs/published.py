@@ -30,12 +30,14 @@ from moe_lab.analysis.published.numbers import (
     averaged_benchmarks,
     counterparts,
     published_name,
+    reasons,
+    split,
     tally,
     verdict,
 )
 from moe_lab.analysis.registry import Results, output
 from moe_lab.analysis.render.table import SCORE, Table
-from moe_lab.analysis.stats.comparison import Comparison
+from moe_lab.analysis.stats.comparison import NORMAL_QUANTILE, Comparison
 
 Number = tuple[float, float, float]
 """A value, and the lower and upper end of its interval."""
@@ -248,6 +250,58 @@ def _register(name: str) -> None:
 
 for _name in TABLES:
     _register(_name)
+
+
+POINT = 0.01
+"""Largest difference that is not due to sampling between two correct measurements of a score."""
+
+
+@output(
+    "unified.table5.validation",
+    needs="cells of unified.table5 with benchmarks, such as those of +experiment=validate",
+)
+def validation_table(results: Results, name: str) -> Table:
+    """Measured and printed scores of unified.table5, with a tolerance for their difference.
+
+    The tolerance is two joint standard errors and POINT. The standard error of a printed score is
+    that of a share of the benchmark's items.
+    """
+    rows = []
+    facts = _facts(results.study)
+    for comparison in results.comparisons:
+        for number, measured in _score_pairs(facts, comparison, "unified.table5"):
+            items = split(number, number.benchmark).items
+            if items is None:
+                continue
+            printed_variance = number.value * (1 - number.value) / items
+            measured_error = (measured.high - measured.low) / (2 * NORMAL_QUANTILE)
+            tolerance = 2 * math.hypot(measured_error, math.sqrt(printed_variance)) + POINT
+            difference = measured.value - number.value
+            obstacles = "; ".join(reasons(number, measured))
+            within = "within" if abs(difference) <= tolerance else "outside"
+            rows.append(
+                {
+                    "Model": measured.cell["model"],
+                    "Criterion": names.method(str(measured.cell["method"])),
+                    "Benchmark": names.benchmark(number.benchmark),
+                    "Measured": measured.value,
+                    "Published": number.value,
+                    "Difference": difference,
+                    "Tolerance": tolerance,
+                    "Verdict": INCOMPARABLE + obstacles if obstacles else within,
+                }
+            )
+    return Table(
+        name=name,
+        title="Validation on published weights",
+        caption="Tolerance: two joint standard errors and one point.",
+        frame=pd.DataFrame(rows),
+        formats={
+            **dict.fromkeys(("Measured", "Published", "Tolerance"), SCORE),
+            "Difference": "{:+.3f}",
+        },
+        blocks=("Model",),
+    )
 
 
 def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) -> Table:

@@ -26,7 +26,7 @@ Target = tuple[str, ...]
 
 Kind = tuple[str, str]
 """Granularity and recovery of a plan. Plans are compared with random plans of the same kind."""
-_NORMAL_QUANTILE = 1.96
+NORMAL_QUANTILE = 1.96
 """Half the width of a 95 % interval, in standard errors of a normal distribution."""
 _REPLICATE_AXES = [axis for axis in settings.AXES if axis not in ("model", "seed")]
 """Plans of one model with equal values on these axes are replicates."""
@@ -253,7 +253,7 @@ class Comparison:
         weights = pd.Series(self.weights(target))
         # for cells without outcomes: benchmarks count as independent samples
         errors = self._seed_means(self.standard_errors[list(weights.index)]) * weights
-        half_width = _NORMAL_QUANTILE * np.sqrt(errors.pow(2).sum(axis=1, skipna=False))
+        half_width = NORMAL_QUANTILE * np.sqrt(errors.pow(2).sum(axis=1, skipna=False))
         low = ends[0].fillna(score - half_width)
         high = ends[1].fillna(score + half_width)
         if self.quantity(target).lower_is_better:

@@ -14,7 +14,12 @@ import pytest
 
 from moe_lab import criteria
 from moe_lab.analysis.__main__ import main
-from moe_lab.analysis.outputs.published import Facts, published_key, published_table
+from moe_lab.analysis.outputs.published import (
+    Facts,
+    published_key,
+    published_table,
+    validation_table,
+)
 from moe_lab.analysis.published.numbers import (
     GATE_CRITERIA,
     PublishedNumber,
@@ -267,6 +272,22 @@ def test_misprints_missing_results_and_remarks_are_told() -> None:
         if number.note.startswith("not comparable: it is a misprint")
     }
     assert len(noted) >= 10
+
+
+@pytest.mark.parametrize(
+    ("off", "outside"), [(0, set()), (30, {"LiveCodeBench"}), (45, {"LiveCodeBench", "OBQA"})]
+)
+def test_validation_allows_two_joint_standard_errors_and_a_point(
+    off: int, outside: set[str]
+) -> None:
+    """Of 500 items of OBQA with a score of .44, these are 36 items."""
+    study, comparison = study_of(("man",), off=off)
+    results: Any = SimpleNamespace(study=study, comparisons=[comparison])
+    table = validation_table(results, "validation").frame
+    of_man = table[table["Criterion"] == "MAN"].set_index("Benchmark")["Verdict"]
+    verdicts = of_man[["OBQA", "LiveCodeBench"]]
+    assert {name for name, verdict in verdicts.items() if verdict == "outside"} == outside
+    assert set(verdicts) <= {"within", "outside"}
 
 
 def test_mone_with_replacement_is_compared_with_the_complete_method() -> None:

@@ -24,6 +24,12 @@ LESS = {
     "aimer": [MIXED, "ratio=0.5", "criterion=aimer,random,reap", "seed=42,43"],
     "evoesap": [CHOICES, "ratio=0.25", "criterion=reap"],
     "quantized": [CHOICES, "ratio=0.0,0.5"],
+    "validate": [
+        CHOICES,
+        "model=pocket_olmoe",
+        "calibration=pocket_general",
+        "flops_text=pocket_excerpt",
+    ],
     "methods": [CHOICES, "ratio=0.5", "seed=42"],
     "beyond": [CHOICES, "model=pocket_olmoe"],
     "task_specific": [MIXED, TWO_MODELS, "ratio=0.5", "criterion=reap,man"],
