@@ -17,12 +17,11 @@ import pandas as pd
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load.study import Study
-from moe_lab.analysis.render import style
-from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import Table
 from moe_lab.analysis.stats import overlap
 from moe_lab.analysis.stats.comparison import Comparison, compare
-from moe_lab.analysis.stats.ranking import Ranking, rankings
+from moe_lab.analysis.stats.ranking import Ranking, rankings, scored_plans
 from moe_lab.analysis.stats.winners import study_of_column, winner_map
 from moe_lab.errors import UserError, nearest
 
@@ -59,6 +58,11 @@ class Results:
         """Rankings of methods by their scores: one for each model, ratio and gate, then one over
         models for each ratio and gate."""
         return rankings(self.comparisons)
+
+    @cached_property
+    def scored_plans(self) -> pd.DataFrame:
+        """The scores of all ranked plans, see `stats.ranking.scored_plans`."""
+        return scored_plans(self.rankings, self.comparisons)
 
     @cached_property
     def winners(self) -> pd.DataFrame:
@@ -121,9 +125,8 @@ class Output:
 
     def items(self, results: Results) -> list[Item]:
         """Make the tables and figures of the output, without empty tables."""
-        with style.look():
-            items = _as_list(self.make(results, self.name))
-            return [item for item in items if isinstance(item, Figure) or len(item.frame)]
+        items = _as_list(self.make(results, self.name))
+        return [item for item in items if isinstance(item, Figure) or len(item.frame)]
 
 
 def _as_list(items: Item | Iterable[Item | None] | None) -> list[Item]:

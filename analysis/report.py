@@ -20,11 +20,14 @@ from moe_lab.analysis.load.evaluations import versions_of_libraries
 from moe_lab.analysis.load.settings import removed_noun
 from moe_lab.analysis.load.study import Study, load
 from moe_lab.analysis.names import capitalised, count
+from moe_lab.analysis.outputs.captions import pass_setup, run_setup, score_setup
 from moe_lab.analysis.published.numbers import TABLES, published_name, summary
 from moe_lab.analysis.registry import Item, Results, find, outputs
-from moe_lab.analysis.render.page import Page, Section, html, write_files
+from moe_lab.analysis.render import charts, page
+from moe_lab.analysis.render.charts import MENUS, Figure
+from moe_lab.analysis.render.page import Chapter, Page, write_files
 from moe_lab.analysis.render.table import Table
-from moe_lab.analysis.stats.ranking import overview, ranking_text
+from moe_lab.analysis.stats.ranking import headline, overview, ranking_text
 from moe_lab.errors import DISK_FULL
 
 T = TypeVar("T")
@@ -133,105 +136,122 @@ def write_report(publisher: Publisher) -> Path:
     # the output `gaps` is left for `_sections`, which publishes it when all gaps are known
     shown = [name for name, output in outputs().items() if output.chapter and name != GAPS]
     items_by_output, _ = publisher.publish(shown)
-    page = publisher.out / PAGE
-    text = publisher.attempt(SUMMARY, lambda: ranking_text(publisher.results.rankings)) or ""
-    page.write_text(html(_page(publisher, items_by_output, text)), encoding="utf-8")
-    summary = "\n\n".join(filter(None, [text, "\n".join(publisher.results.study.notes)]))
-    page.with_name(SUMMARY).unlink(missing_ok=True)
+    path = publisher.out / PAGE
+    results = publisher.results
+    text = publisher.attempt(SUMMARY, lambda: ranking_text(results.rankings)) or ""
+    page.write(_page(publisher, items_by_output, text), path, charts.library())
+    summary = "\n\n".join(filter(None, [text, "\n".join(results.study.notes)]))
+    path.with_name(SUMMARY).unlink(missing_ok=True)
     if summary:
-        page.with_name(SUMMARY).write_text(f"{summary}\n", encoding="utf-8")
+        path.with_name(SUMMARY).write_text(f"{summary}\n", encoding="utf-8")
     publisher.log_failures()
-    return page
+    return path
+
+
+FIRST = ("ranking", "benchmark_groups", "winners")
+"""Outputs whose figures are at the top of the page."""
 
 
 def _page(publisher: Publisher, items_by_output: ItemsByOutput, rankings: str) -> Page:
     """The page. rankings: the rankings as text."""
-    study = publisher.results.study
+    results = publisher.results
+    study = results.study
     moment = datetime.fromtimestamp(float(study.document["created"]), UTC)
+    first = [
+        item for name in FIRST for item in items_by_output.get(name, ()) if isinstance(item, Figure)
+    ]
     return Page(
         # the name of several studies that are read as one is "first+second"
         title=names.capitalised(names.enumeration(study.name.replace("_", " ").split("+"))),
+        verdict=publisher.attempt(PAGE, lambda: headline(results.rankings)) or "",
         lead=what_was_run(study),
-        sections=_sections(publisher, items_by_output, rankings),
-        footer=(
-            f"Made by moe_lab {study.document.get('moe_lab', '')} from {study.name} in "
-            f"{study.store.resolve()}, run on {moment:%-d %B %Y, %H:%M} UTC."
-        ),
+        first=first,
+        chapters=_chapters(publisher, items_by_output, rankings, first),
+        menus=_menus(results),
+        hidden=[setup(study) for setup in (score_setup, pass_setup, run_setup)],
+        footer=f"Made by moe_lab {study.document.get('moe_lab', '')} from {study.name} in "
+        f"{study.store.resolve()}, run on {moment:%-d %B %Y, %H:%M} UTC.",
         figure_format=publisher.figure_format,
     )
 
 
-def _sections(publisher: Publisher, items_by_output: ItemsByOutput, rankings: str) -> list[Section]:
-    """All sections of the page, in their order. rankings: the rankings as text."""
+def _menus(results: Results) -> dict[str, list[str]]:
+    """Menu -> its values, for the axes in which the ranked plans differ."""
+    if not results.rankings:
+        return {}
+    plans = results.scored_plans
+    values = {menu: list(plans[menu].loc[lambda text: text != ""].unique()) for menu in MENUS}
+    return {menu: options for menu, options in values.items() if len(options) > 1}
+
+
+def _chapters(
+    publisher: Publisher, items_by_output: ItemsByOutput, rankings: str, first: Sequence[Item]
+) -> list[Chapter]:
+    """All chapters of the page, in their order. rankings: the rankings as text; first: figures that
+    are at the top of the page instead."""
     results = publisher.results
     study = results.study
-    output_of_name = outputs()
-    items_by_chapter: dict[str, list[Item]] = {}
-    for name, items in items_by_output.items():
-        items_by_chapter.setdefault(output_of_name[name].chapter, []).extend(items)
-    sections = []
-    for chapter in CHAPTERS:
-        section = replace(chapter, outputs=items_by_chapter.get(chapter.anchor, ()))
-        if chapter.anchor == "ranking" and section.outputs:
-            section = replace(
-                section, text=overview(results.rankings), details=[("In words", rankings)]
-            )
-        sections.append(section)
-    published = publisher.attempt(PUBLISHED, partial(published_chapter, results))
-    if published:
-        sections.append(published)
+    items: dict[str, list[Item]] = {}
+    for name, items_of_output in items_by_output.items():
+        shown = [item for item in items_of_output if item not in first]
+        items.setdefault(outputs()[name].chapter, []).extend(shown)
+    chapters = [
+        Chapter(anchor, title, items=items.get(anchor, ())) for anchor, title in CHAPTERS.items()
+    ]
+    if rankings:
+        in_words = [("In words", rankings)]
+        chapters[0] = replace(chapters[0], text=overview(results.rankings), details=in_words)
+    chapters += filter(None, [publisher.attempt(PUBLISHED, partial(published_chapter, results))])
     gap_items, _ = publisher.publish([GAPS])
     text = [completeness(study), *study.notes]
-    sections.append(
-        Section(GAPS, short="Gaps", title="Missing results", text=text, outputs=gap_items[GAPS])
-    )
-    provenance = replace(
+    provenance = Chapter(
         PROVENANCE,
-        outputs=items_by_chapter.get(PROVENANCE.anchor, ()),
+        "Provenance and files",
+        [setup(study) for setup in (score_setup, pass_setup)],
+        items=items.get(PROVENANCE, ()),
         facts=_facts(study),
         details=_details(study),
     )
-    return [*sections, provenance]
+    gaps = Chapter(GAPS, "Missing results", text, gap_items[GAPS])
+    return [*chapters, gaps, provenance]
 
 
-CHAPTERS = (
-    Section("ranking", "Ranking", "Ranking by average"),
-    Section("winners", "Winners", "Leading criterion by task and calibration set"),
-    Section("cost", "Cost", "Accuracy versus parameters, FLOPs, storage and time"),
-    Section("channels", "Channels", "Channel criteria and channel budgets"),
-    Section("recovery", "Recovery", "Recovery: quantisation and fine-tuning"),
-    Section("weights", "Weights", "Criteria that read weights alone"),
-    Section("ranks", "Ranks", "Scores and ranks"),
-    Section("search", "Search", "Searched allocations versus uniform"),
-    Section("task", "By task", "Task-specific calibration"),
-    Section("benchmarks", "Benchmarks", "All benchmarks"),
-    Section("overlap", "Overlap", "Overlap of pruned experts across calibration sets"),
-    Section("coverage", "Coverage", "Tokens per expert in calibration"),
-    Section("inside", "Internals", "Hidden states of pruned models"),
-    Section("attribution", "Attribution", "Attributions by layer and channel"),
-    Section("criteria", "Criteria", "Criteria: definitions, inputs and cost"),
-    Section("memory", "Memory", "Architectures and loading memory"),
-)
-"""Chapters in the order of the page."""
-PROVENANCE = Section("provenance", "Provenance", "Provenance and files")
+CHAPTERS = {
+    "ranking": "Ranking by average",
+    "winners": "Leading criterion by task and calibration set",
+    "cost": "Accuracy versus parameters, FLOPs, storage and time",
+    "channels": "Channel criteria and channel budgets",
+    "recovery": "Recovery: quantisation and fine-tuning",
+    "weights": "Criteria that read weights alone",
+    "ranks": "Scores and ranks",
+    "search": "Searched allocations versus uniform",
+    "task": "Task-specific calibration",
+    "benchmarks": "All benchmarks, and degeneration of texts",
+    "overlap": "Overlap of pruned experts across calibration sets",
+    "coverage": "Tokens per expert in calibration",
+    "inside": "Hidden states of pruned models",
+    "attribution": "Attributions by layer and channel",
+    "criteria": "Criteria: definitions, inputs and cost",
+    "memory": "Architectures and loading memory",
+}
+"""Chapter of outputs -> its title, in the order of the page."""
+PROVENANCE = "provenance"
 
 
-def published_chapter(results: Results) -> Section:
+def published_chapter(results: Results) -> Chapter | None:
     """The chapter that compares the study with the papers. It has the tables in which some number
-    can be compared; its text counts the numbers of all tables. It is empty if all models stand in
+    can be compared; its text counts the numbers of all tables. None if all models stand in
     for published ones, because then no number can be compared."""
     models = results.study.cells["model"].unique()
     if all(published_name("model", model) != model for model in models):
-        return Section(PUBLISHED)
+        return None
     items = [item for name in TABLES for item in find(f"{name}.published").items(results)]
     tables = [item for item in items if isinstance(item, Table)]
-    return Section(
+    return Chapter(
         PUBLISHED,
-        short="Published",
-        title="Comparison with published numbers",
-        text=summary([verdict for table in tables for verdict in table.frame["Verdict"]]),
-        outputs=[table for table in tables if table.frame["Deviation"].notna().any()],
-        folded=True,
+        "Comparison with published numbers",
+        summary([verdict for table in tables for verdict in table.frame["Verdict"]]),
+        [table for table in tables if table.frame["Deviation"].notna().any()],
     )
 
 

@@ -51,7 +51,6 @@ LIBRARIES = (
     "lm_eval.evaluator",
     "lm_eval.models.huggingface",
     "lm_eval.tasks",
-    "matplotlib.pyplot",
     "pandas",
     "pyarrow.parquet",
     "scipy.stats",

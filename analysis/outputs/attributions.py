@@ -23,8 +23,8 @@ from moe_lab.analysis.outputs.captions import (
 )
 from moe_lab.analysis.outputs.score_rows import COVERAGE_PLANS, Block, coverage_cells, score_table
 from moe_lab.analysis.registry import Results, output, per_model
-from moe_lab.analysis.render import marks
-from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render import charts
+from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import SCORE, Table
 from moe_lab.analysis.stats.cell_scores import MEAN
 from moe_lab.analysis.stats.comparison import Comparison
@@ -216,7 +216,8 @@ def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Fig
         layers = losses[losses["calibration"] == calibration].sort_values("layer")
         for smoothing in get_args(Smoothing):
             targets = smooth(layers["loss"].to_numpy(float), smoothing)
-            texts = {"panel": names.calibration(calibration), "label": smoothing}
+            set_name = names.calibration(calibration)
+            texts = {"panel": set_name, "label": smoothing, "Calibration": set_name}
             frames.append(layers.assign(**texts, y=targets / targets.mean()))
     title = f"Smoothed layer losses: {comparison.model}"
     caption = (
@@ -224,4 +225,5 @@ def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Fig
         "smoothing of the layer losses (none: proportional to the loss). Based on "
         f"{pass_setup(results.study)}"
     )
-    return marks.layer_figure(name, title, caption, pd.concat(frames), marks.Axis("target, mean 1"))
+    rows = pd.concat(frames).drop(columns="calibration").rename(columns={"model": "Model"})
+    return charts.layer_figure(name, title, caption, rows, charts.number("y", "target, mean 1"))

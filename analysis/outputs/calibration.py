@@ -4,19 +4,19 @@ MoE-Slimming, Table 18)."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pandas as pd
-from matplotlib.axis import Axis
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load import settings
 from moe_lab.analysis.load.reader import groups, stacked
 from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.outputs.captions import HEAPR, SLIMMING
-from moe_lab.analysis.outputs.score_rows import Block, criterion_entries, score_table, sort_cells
+from moe_lab.analysis.outputs.score_rows import Block, criterion_colours, score_table, sort_cells
 from moe_lab.analysis.registry import Results, output, per_model
-from moe_lab.analysis.render import marks, style
-from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render import charts
+from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.stats.cell_scores import MEAN, differences, mean_target, mean_text
 from moe_lab.analysis.stats.comparison import Comparison
 
@@ -82,16 +82,11 @@ def lines_by_tokens(study: Study, comparison: Comparison) -> pd.DataFrame:
     return lines[by_line["read"].transform("nunique") > 1]
 
 
-def _token_axis(counts: Iterable[int]) -> marks.Axis:
+def _token_axis(counts: Iterable[int]) -> dict[str, Any]:
     """The axis of numbers of calibration tokens, with a tick at each of `counts`."""
-
-    def set_ticks(axis: Axis) -> None:
-        axis.axes.set_xscale("log", base=2)
-        axis.minorticks_off()
-        positions = sorted(set(counts))
-        axis.set_ticks(positions, labels=[style.format_tokens(count) for count in positions])
-
-    return marks.Axis("calibration tokens read", set_ticks)
+    axis = {"values": sorted(set(counts)), "format": ".3s"}
+    scale = {"type": "log", "base": 2}
+    return charts.number("read", "calibration tokens read", axis=axis, scale=scale)
 
 
 @output(
@@ -109,19 +104,17 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     if not target:
         return None
     score, low, high = comparison.displayed_scores(target)
-    rows = cells.assign(x=cells["read"], y=score, low=low, high=high)
-    entries = criterion_entries(cells)
-    y = marks.Axis("mean of HEAPr's benchmarks")
-    drawing = marks.lines(rows, entries, _token_axis(cells["read"]), y, sharey=True)
-    style.legend(drawing, entries.values(), max_columns=3)
+    rows = cells.assign(y=score, low=low, high=high, Model=comparison.model)
+    rows = rows[["Model", "panel", "label", "method", "read", "y", "low", "high"]]
+    y = charts.number("y", "mean of HEAPr's benchmarks", scale={"zero": False})
+    layers = charts.lines(rows, _token_axis(rows["read"]), y, criterion_colours(rows))
     caption = (
         f"{mean_text(target, names.HEAPR)} after calibration on more and more of the same text, "
         "with 95 % intervals. Lines are texts and methods; points of one line answered the same "
         "items."
     )
-    return Figure(
-        name, f"How much calibration text is enough: {comparison.model}", caption, drawing
-    )
+    title = f"How much calibration text is enough: {comparison.model}"
+    return Figure(name, title, caption, rows, layers)
 
 
 POINTS = 100
@@ -165,32 +158,27 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
     # also without an interval (NaN)
     points["is_open"] = ~((points["low"] > 0) | (points["high"] < 0))
     # the benchmarks of a displayed column have one colour
-    colours = {
-        names.benchmark(benchmark): style.SHADES[number]
+    colour_of_label = {
+        names.benchmark(benchmark): charts.SHADES[number]
         for number, column in enumerate(names.COLUMNS.values())
         for benchmark in column
     }
     benchmarks = names.in_order(points["benchmark"], names.BENCHMARKS)
-    entries = style.legend_entries(map(names.benchmark, benchmarks), colours)
-    drawing = marks.lines(
-        # without intervals, which would hide the lines
-        points[["panel", "is_open"]].assign(
-            label=points["benchmark"].map(names.benchmark), x=points["read"], y=points["difference"]
-        ),
-        entries,
-        _token_axis(points["read"]),
-        marks.Axis("change of the score (points)"),
-        columns=2,
-        height=2.6,
-        sharey=True,
+    shown = charts.colours(map(names.benchmark, benchmarks), colour_of_label)
+    # without intervals, which would hide the lines
+    rows = points[["panel", "read", "difference", "is_open"]].assign(
+        Model=comparison.model, label=points["benchmark"].map(names.benchmark)
     )
-    for axes in drawing.axes:
-        axes.axhline(0, color=style.MUTED, linewidth=0.8, zorder=1)
-    style.legend(drawing, entries.values())
+    y = charts.number("difference", "change of the score (points)")
+    layers = [
+        charts.reference("y", 0),
+        *charts.lines(rows, _token_axis(rows["read"]), y, shown),
+    ]
     caption = (
         "Change of each benchmark's score, in points, against calibration on the least tokens of "
         "the same text. Filled markers: the 95 % interval of the paired "
         "difference, not corrected for the number of benchmarks, excludes zero; with one seed it "
         "is over items, for these plans."
     )
-    return Figure(name, f"Effect of more calibration text: {comparison.model}", caption, drawing)
+    title = f"Effect of more calibration text: {comparison.model}"
+    return Figure(name, title, caption, rows, layers)

@@ -3,16 +3,8 @@ channels (MoE-Slimming, Figs. 4, 15 and 16)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
-
 import numpy as np
 import pandas as pd
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load import passes, settings
@@ -27,31 +19,24 @@ from moe_lab.analysis.outputs.score_rows import (
     shallow_middle_deep_layers,
 )
 from moe_lab.analysis.registry import Results, output, per_model
-from moe_lab.analysis.render import marks, style
-from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render import charts
+from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.stats.comparison import Comparison
 
 MOST_PANELS = 6
 """Largest number of panels in a figure."""
-MOST_VECTOR_POINTS = 5000
-"""Largest number of points in a figure that are not drawn as pixels."""
 PIECES = 10
 """Number of pieces of an expert's bar; a piece is a tenth of the expert's channels."""
 FIGURE_SCORES = ("channel_activation", "snip")
 """The channel scores of the published Figs. 15 and 16: activations, and weights times
 gradients."""
-PIECE_COLOURS = {piece: style.shade(0.9 - 0.8 * piece / (PIECES - 1)) for piece in range(PIECES)}
-"""Piece of a bar -> its colour; piece 0 has the highest scores and the darkest colour."""
-RETAINED_COLOUR = "#bb3311"
-ATTRIBUTION_ENTRY = style.legend_entry(
-    "attribution, of the highest",
-    color="#b39a25",
-    marker="D",
-    linestyle="",
-    markersize=3.5,
-    markeredgecolor=style.INK,
-    markeredgewidth=0.4,
-)
+LAYER_COLOUR = {
+    "field": "layer",
+    "type": "ordinal",
+    "scale": {"scheme": "viridis", "reverse": True},
+    "title": "layer",
+}
+"""Channel with the colours of layers, from light for the first to dark for the last."""
 
 
 def concentration(study: Study, scores_folder: str) -> pd.DataFrame | None:
@@ -80,50 +65,21 @@ def concentration_figure(results: Results, comparison: Comparison, name: str) ->
         if curves is not None and len(frames) < MOST_PANELS:
             criterion, calibration = row["criterion"], names.calibration(row["calibration"])
             title = names.comma_joined(names.criterion(criterion), calibration, row["gate_text"])
-            frames.append(curves.assign(panel=title))
+            frames.append(curves.assign(panel=title, Model=comparison.model))
     if not frames:
         return None
-    curves = pd.concat(frames).rename(columns={"layer": "label", "channels": "x", "score": "y"})
-    # the experts of a layer are one line, which NaN interrupts after each expert
-    curve = ["panel", "label", "expert"]
-    ends = curves.drop_duplicates(curve).assign(x=np.nan, y=np.nan)
-    points = pd.concat([curves, ends]).sort_values([*curve, "x"], kind="stable")
-    entries = _layer_entries(curves["label"], linewidth=0.6)
-    drawing = marks.lines(
-        points,
-        entries,
-        marks.Axis("channels, highest score first", style.format_percent, (0, 1)),
-        marks.Axis("share of the expert's score", style.format_percent, marks.SCORES),
-    )
-    for axes in drawing.axes:
-        for line in axes.lines:  # many points as vectors would make the file too large
-            line.set_rasterized(len(points) > MOST_VECTOR_POINTS)
-        axes.plot([0, 1], [0, 1], **style.DASHED)
-    style.legend(drawing, _ends(entries))
+    rows = pd.concat(frames)
+    x = charts.number("channels", "channels, highest score first", **charts.PERCENT, **charts.SHARE)
+    y = charts.number("score", "share of the expert's score", **charts.PERCENT, **charts.SHARE)
+    look = {"strokeWidth": 0.7, "opacity": 0.7}
+    layers = [charts.layer("line", look, x=x, y=y, color=LAYER_COLOUR, detail="expert")]
     caption = (
         "(a) Each line is an expert, its shade the depth of its layer: share of the sum of its "
-        "channel scores that its highest channels hold. Dashed: equal channels. The further a line "
-        f"is above it, the less of the score pruning removes. Based on {pass_setup(study)}"
+        "channel scores that its highest channels hold. Equal channels would give the diagonal; "
+        f"the further above it, the less of the score pruning removes. Based on {pass_setup(study)}"
     )
-    return Figure(
-        name, f"How concentrated channel scores are: {comparison.model}", caption, drawing
-    )
-
-
-def _layer_entries(layers: Iterable[int], **properties: Any) -> dict[int, Line2D]:
-    """Layer -> legend entry of its lines, from light for the first layer to dark for the last."""
-    ordered = sorted(set(layers))
-    # without the lightest and the darkest colours of the map
-    shades = colormaps["viridis_r"](np.linspace(0.1, 0.95, len(ordered)))
-    return {
-        layer: style.legend_entry(f"layer {layer}", color=to_hex(shade), **properties)
-        for layer, shade in zip(ordered, shades, strict=True)
-    }
-
-
-def _ends(entries: Mapping[int, Line2D]) -> Iterable[Line2D]:
-    """The legend entries of the first and of the last layer."""
-    return {layer: entries[layer] for layer in (min(entries), max(entries))}.values()
+    title = f"How concentrated channel scores are: {comparison.model}"
+    return Figure(name, title, caption, rows, layers)
 
 
 def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
@@ -163,23 +119,18 @@ def output_loss_figure(results: Results, comparison: Comparison, name: str) -> F
     losses = losses[losses["label"].isin(losses["label"].unique()[:MOST_PANELS])]
     # a layer that keeps all channels has no error
     ends = losses.drop_duplicates(["label", "layer"]).assign(kept=1.0, loss=0.0)
-    points = pd.concat([losses, ends]).sort_values("kept", kind="stable")
-    entries = _layer_entries(losses["layer"], marker="o", markersize=2.5)
-    drawing = marks.lines(
-        points.rename(columns={"label": "panel", "layer": "label", "kept": "x", "loss": "y"}),
-        entries,
-        marks.Axis("channels of the layer kept", style.format_percent, marks.SCORES),
-        marks.Axis("loss of the output"),
-    )
-    style.legend(drawing, _ends(entries))
+    rows = pd.concat([losses, ends]).sort_values("kept", kind="stable")
+    rows = rows.rename(columns={"label": "panel"}).assign(Model=comparison.model)
+    x = charts.number("kept", "channels of the layer kept", **charts.PERCENT)
+    y = charts.number("loss", "loss of the output")
+    layers = [charts.layer("line", {"point": True}, x=x, y=y, color=LAYER_COLOUR)]
     caption = (
         "(b) Each line is a layer: error of its routed output when this layer alone is pruned, ‖m "
         "− m′‖² / (‖y‖² + ε), the mean over the tokens of a text; m: routed output, y: residual "
         f"stream after the layer. With everything kept it is 0. Based on {pass_setup(study)}"
     )
-    return Figure(
-        name, f"Loss of layer outputs against the kept share: {comparison.model}", caption, drawing
-    )
+    title = f"Loss of layer outputs against the kept share: {comparison.model}"
+    return Figure(name, title, caption, rows, layers)
 
 
 def expert_stacks(
@@ -224,21 +175,6 @@ def stacks_by_layer(study: Study, comparison: Comparison, cell: int) -> dict[int
     }
 
 
-def _draw_bars(axes: Axes, stacks: pd.DataFrame) -> None:
-    """Draw one panel of `expert_bars`. stacks: rows of `expert_stacks`."""
-    positions = np.arange(len(stacks))
-    # from the lowest scores, at the bottom, to the highest
-    tops = stacks[list(PIECE_COLOURS)].fillna(0).iloc[:, ::-1].cumsum(axis=1).iloc[:, ::-1]
-    for piece, colour in PIECE_COLOURS.items():  # the shorter bars cover the longer ones
-        axes.bar(positions, tops[piece], width=0.8, color=colour, linewidth=0)
-    edges = np.arange(len(stacks) + 1) - 0.5
-    axes.stairs(stacks["kept"], edges, color=RETAINED_COLOUR, linewidth=1.4, baseline=None)
-    attributions = stacks["attribution"].clip(lower=0)
-    style.draw_line(axes, ATTRIBUTION_ENTRY, positions, attributions)
-    style.label_ticks(axes.xaxis, stacks.index, max_numbers=32, labelsize=6)
-    axes.set_xlim(-0.7, len(stacks) - 0.3)
-
-
 @output(
     "coverage.fig15",
     chapter="attribution",
@@ -260,27 +196,37 @@ def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure |
     }
     if not stacks_of_title:
         return None
-    drawing, panel_of_title = marks.panels(
-        list(stacks_of_title),
-        marks.Axis("expert"),
-        marks.Axis("share", style.format_percent, (-0.03, 1.03)),
-        columns=1,
-        height=1.7,
-    )
-    for title, stacks in stacks_of_title.items():
-        _draw_bars(panel_of_title[title], stacks)
-    handles = [
-        Patch(facecolor=PIECE_COLOURS[0], label="highest tenth of the channels"),
-        Patch(facecolor=PIECE_COLOURS[PIECES - 1], label="lowest"),
-        style.legend_entry("channels kept", color=RETAINED_COLOUR, linewidth=1.4),
-        ATTRIBUTION_ENTRY,
+    frames = [
+        stacks.melt(
+            ["kept", "attribution"], var_name="piece", value_name="score", ignore_index=False
+        )
+        .rename_axis("expert")
+        .reset_index()
+        .assign(panel=title, Model=comparison.model)
+        for title, stacks in stacks_of_title.items()
     ]
-    style.legend(drawing, handles)
+    rows = pd.concat(frames)
+    # once for each expert, not for each piece
+    rows[["kept", "attribution"]] = rows[["kept", "attribution"]].where(rows["piece"] == 0)
+    rows["attribution"] = rows["attribution"].clip(lower=0)
+    x = {"field": "expert", "type": "ordinal"}
+    shade = {"scheme": charts.SEQUENTIAL, "reverse": True}
+    piece = charts.number("piece", "tenth of the channels, highest first", scale=shade)
+    score, kept, attribution = (
+        charts.number(column, "share", **charts.PERCENT)
+        for column in ("score", "kept", "attribution")
+    )
+    diamond = {"shape": "diamond", "filled": True, "color": "#b39a25", "stroke": charts.INK}
+    layers = [
+        charts.layer("bar", x=x, y=score, color=piece, order="piece"),
+        charts.layer("tick", {"color": "#bb3311", "thickness": 2}, x=x, y=kept),
+        charts.layer("point", diamond, x=x, y=attribution),
+    ]
     caption = (
         "Each bar is an expert: the sum of its channel scores in tenths of its channels, from the "
-        "highest scores (top, dark) to the lowest (bottom, light). Red: the share of its channels "
+        "highest scores (dark) to the lowest (light). Red: the share of its channels "
         "that the plan keeps. Diamonds: its first-order attribution, relative to the highest of "
         f"the layer, negative ones at 0. Based on {pass_setup(results.study)}"
     )
     title = f"Channel scores and budgets, expert by expert: {comparison.model}"
-    return Figure(name, title, caption, drawing)
+    return Figure(name, title, caption, rows, layers, 1, ({"step": 14}, 150))

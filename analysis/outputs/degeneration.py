@@ -9,7 +9,9 @@ import pandas as pd
 from moe_lab.analysis import names
 from moe_lab.analysis.outputs.captions import run_setup
 from moe_lab.analysis.outputs.score_rows import concatenate_numbers, listed_cells, numbers_table
-from moe_lab.analysis.registry import Results, output
+from moe_lab.analysis.registry import Item, Results, output
+from moe_lab.analysis.render import charts
+from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import SCORE, Table, display_frame
 from moe_lab.analysis.stats.cell_scores import Numbers, differences
 from moe_lab.analysis.stats.comparison import Comparison
@@ -26,6 +28,8 @@ MEASURES = {
     "characters": LENGTH,
 }
 """Column of `moe_lab.result_files.TextMeasures` -> displayed column of its mean over texts."""
+SHARES = ("Cut", "In thought", "Loops", "Empty")
+"""Columns with shares of texts that degenerate."""
 CAPTION = (
     "Means over texts, with their thoughts; Δ: the difference from the unpruned model, paired by "
     "item, with its 95 % interval unless all items agree. Cut: at the limit of tokens. In thought: "
@@ -41,7 +45,7 @@ CAPTION = (
     chapter="benchmarks",
     needs="benchmarks whose answers are generated texts",
 )
-def degeneration_table(results: Results, name: str) -> Table | None:
+def degeneration(results: Results, name: str) -> list[Item | None]:
     """How often generated texts degenerate, on each benchmark, beside the score."""
     # displayed column -> model -> its measures in place of scores
     measured = {}
@@ -56,9 +60,9 @@ def degeneration_table(results: Results, name: str) -> Table | None:
         for benchmark in measured[LENGTH][scored.model].benchmark_scores
     )
     if rows is None:
-        return None
+        return []
     form = dict.fromkeys(("Score", *MEASURES.values()), SCORE)
-    return numbers_table(
+    table = numbers_table(
         rows,
         list(map(str, rows.frame)),
         {**form, **dict.fromkeys((LENGTH, f"Δ {LENGTH}"), "{:,.1f}")},
@@ -68,6 +72,22 @@ def degeneration_table(results: Results, name: str) -> Table | None:
         blocks=("Model", "Benchmark"),
         optional=list(map(str, rows.frame)),
     )
+    return [_figure(table), table]
+
+
+def _figure(table: Table) -> Figure | None:
+    """Shares of degenerate texts, a map per model: the mean over benchmarks and plans."""
+    shares = [name for name in SHARES if name in table.frame]
+    if not shares:
+        return None
+    texts = ["Model", "Benchmark", "Pruned", "Calibration", "Criterion"]
+    rows = table.frame.melt(texts, shares, "measure", "share").dropna(subset=["share"])
+    layers = charts.mean_map(charts.label("measure"), charts.label("Criterion"), "share", "share")
+    caption = (
+        f"Share of texts, the mean over benchmarks and over the plans that menus leave. {CAPTION}"
+    )
+    size = ({"step": 60}, {"step": 20})
+    return Figure(table.name, table.title, caption, rows, layers, 4, size, panel="Model")
 
 
 def _block(

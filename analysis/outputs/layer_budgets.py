@@ -21,8 +21,8 @@ from moe_lab.analysis.outputs.score_rows import (
     coverage_cells,
 )
 from moe_lab.analysis.registry import Results, output, per_model
-from moe_lab.analysis.render import marks
-from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render import charts
+from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.stats.comparison import Comparison
 from moe_lab.result_files import BUDGETS
 
@@ -126,10 +126,12 @@ def budget_figure(results: Results, comparison: Comparison, name: str) -> Figure
         panel=squares["label"],
         x=squares["layer"],
         y=squares["column"].map(STRIPS),
-        colour=marks.relative_shades(squares, ["label", "column"], "value"),
+        share=charts.shares_of_range(squares, ["label", "column"], "value").fillna(0.5),
         text=texts,
+        Model=comparison.model,
     )
-    drawing = marks.heat_map(squares, "decoder layer", columns=1, height=0.3)
+    x = {"field": "x", "type": "ordinal", "title": "decoder layer"}
+    layers = charts.heat_map(x, charts.label("y"))
     caption = (
         "Layer loss: size of a layer's routed output relative to the residual stream after it, the "
         "mean over calibration tokens of ‖m‖² / (‖y‖² + ε), divided by its mean over layers. "
@@ -138,4 +140,6 @@ def budget_figure(results: Results, comparison: Comparison, name: str) -> Figure
         "keeps. Squares of a row are shaded between its least and its greatest value. Based on "
         f"{pass_setup(study)}"
     )
-    return Figure(name, f"From layer losses to budgets: {comparison.model}", caption, drawing)
+    title = f"From layer losses to budgets: {comparison.model}"
+    size = ({"step": 38}, {"step": 22})
+    return Figure(name, title, caption, squares, layers, columns=1, size=size)

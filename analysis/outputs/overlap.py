@@ -12,8 +12,8 @@ from moe_lab.analysis import names
 from moe_lab.analysis.load.reader import groups
 from moe_lab.analysis.outputs.captions import pass_setup
 from moe_lab.analysis.registry import Item, Results, output
-from moe_lab.analysis.render import marks, style
-from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render import charts
+from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import SCORE, Columns, Table, frame_and_formats
 from moe_lab.analysis.stats import overlap
 from moe_lab.analysis.stats.ranking import ALL_MODELS
@@ -64,15 +64,17 @@ def proxy_and_damage(results: Results, name: str) -> list[Item]:
     rows = rows.assign(
         panel=rows["ratio"].map(names.ratio) + " pruned",
         label=rows["model"] + ", " + rows["calibration"].map(names.calibration),
-        x=rows["overlap"],
-        low=rows["lowest"],
-        high=rows["overlap"],
-        colour=style.SHADES[0],
-        is_open=False,
+        Model=rows["model"],
+        Calibration=rows["calibration"].map(names.calibration),
+        Pruned=rows["ratio"].map(names.ratio),
     )
-    drawing = marks.intervals(rows, marks.Axis("share of the same experts", limits=marks.SCORES))
-    for axes, (_, chance) in zip(drawing.axes, rows.groupby("ratio")["chance"], strict=True):
-        axes.plot(chance, range(len(chance)), "|", color=style.SHADES[0], markersize=7)
+    x = charts.number("overlap", "share of the same experts", **charts.SHARE)
+    y = charts.label("label")
+    layers = [
+        charts.layer("rule", x=x, x2="lowest", y=y),
+        charts.layer("circle", {"size": 60, "opacity": 1}, x=x, y=y),
+        charts.layer("tick", x={**x, "field": "chance"}, y=y),
+    ]
     caption = (
         "Share of the experts with the lowest exact damage that also have the lowest proxy "
         "S(0,1,1): mean over layers (point), the lowest layer (end of the line), and expectation "
@@ -88,7 +90,8 @@ def proxy_and_damage(results: Results, name: str) -> list[Item]:
     }
     title = "Overlap of proxy and exact damage"
     table = Table(name, title, caption, **frame_and_formats(overlaps, columns))
-    return [Figure(name, title, caption, drawing), table]
+    figure = Figure(name, title, caption, rows, layers, size=(260, {"step": 18}))
+    return [figure, table]
 
 
 @output("unified.fig4", chapter="overlap", needs=OVERLAP, aliases=("unified.fig5",))
@@ -105,17 +108,22 @@ def overlap_maps(results: Results, name: str) -> list[Item]:
     if overlaps["model"].nunique() > 1:
         frames.insert(0, means.assign(model=ALL_MODELS))
     squares = [
-        _squares(rows).assign(panel=f"{key['model']}, {names.ratio(key['ratio'])} pruned")
+        _squares(rows).assign(
+            panel=f"{key['model']}, {names.ratio(key['ratio'])} pruned",
+            Model=key["model"],
+            Pruned=names.ratio(key["ratio"]),
+        )
         for key, rows in groups(pd.concat(frames), ["model", "ratio"])
     ]
-    drawing = marks.heat_map(pd.concat(squares))
+    layers = charts.heat_map(charts.label("x"), charts.label("y"))
     caption = (
         "Share of the lowest-scored experts of a layer that is the same under all calibration "
         "sets, mean over layers. (1,0,0) scores all experts alike. Based on "
         f"{pass_setup(results.study)}"
     )
     title = "Which scores depend least on the calibration set"
-    figure = Figure(name, title, caption, drawing)
+    size = ({"step": 85}, {"step": 22})
+    figure = Figure(name, title, caption, pd.concat(squares), layers, size=size)
     return [figure, overlap_table(results, name), effect_table(means, f"{name}.effects")]
 
 
@@ -141,7 +149,7 @@ def effect_table(overlaps: pd.DataFrame, name: str) -> Table:
 
 def _squares(overlaps: pd.DataFrame) -> pd.DataFrame:
     """A square for each variant (b, alpha, beta), shaded by the variant's overlap: the columns of
-    `marks.heat_map` but for "panel".
+    `charts.heat_map`.
 
     overlaps: a row per variant, with the columns b, alpha, beta and overlap."""
     by_variant = overlaps.set_index(list(overlap.VARIANT))["overlap"]
@@ -153,7 +161,7 @@ def _squares(overlaps: pd.DataFrame) -> pd.DataFrame:
             {
                 "x": f"β={beta}",
                 "y": f"b={b}, α={alpha}",
-                "colour": "none" if is_missing else style.shade(share),
+                "share": np.nan if is_missing else share,
                 "text": "N/A"
                 if is_missing
                 else f"{share:.2f} {overlap.variant_name(b, alpha, beta)}",

@@ -9,10 +9,10 @@ import pandas as pd
 from moe_lab.analysis import names
 from moe_lab.analysis.load.reader import groups
 from moe_lab.analysis.outputs.captions import pass_setup, run_setup
-from moe_lab.analysis.outputs.score_rows import criterion_entries, listed_cells
+from moe_lab.analysis.outputs.score_rows import criterion_colours, listed_cells
 from moe_lab.analysis.registry import Item, Results, output, per_model
-from moe_lab.analysis.render import marks
-from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render import charts
+from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import Columns, Table, frame_and_formats
 from moe_lab.analysis.stats.comparison import Comparison, Panel
 
@@ -38,18 +38,20 @@ def variance_figure(results: Results, comparison: Comparison, name: str) -> Figu
         "its coordinates; dashed: the unpruned model."
     )
     title = f"Variance of hidden states between tokens: {comparison.model}"
-    y = marks.Axis("token variance")
-    return marks.layer_figure(name, title, caption, points, y, criterion_entries(points))
+    points["Model"] = comparison.model
+    y = charts.number("y", "token variance")
+    return charts.layer_figure(name, title, caption, points, y, criterion_colours(points))
 
 
 def panel_cells(comparison: Comparison, panel: Panel) -> pd.DataFrame:
     """The unpruned model and the methods of a panel, a row each: columns "panel" (a title),
     "method", "label" (display name of the method) and "cell" (NaN if the unpruned model was not
-    run)."""
+    run), and those of menus."""
     cells = {"none": comparison.unpruned_cell, **panel.cells}
     title = f"{names.calibration(panel.calibration)}, {panel.pruned_text} pruned"
     rows = [(title, method, names.method(method), cell) for method, cell in cells.items()]
-    return pd.DataFrame(rows, columns=["panel", "method", "label", "cell"])
+    frame = pd.DataFrame(rows, columns=["panel", "method", "label", "cell"])
+    return frame.assign(Pruned=panel.pruned_text, Calibration=names.calibration(panel.calibration))
 
 
 def profile_table(results: Results, name: str) -> Table | None:
@@ -122,10 +124,14 @@ def entropy_figure(results: Results, name: str) -> Figure | None:
         "calibration set, as a share of the highest possible: 1 where all experts are equally "
         f"likely. Median over tokens, with quartiles. Based on {pass_setup(results.study)}"
     )
-    return marks.layer_figure(
-        name,
-        "Router entropy across texts, layers and models",
-        caption,
-        points.assign(panel=points["model"], label=points["calibration"].map(names.calibration)),
-        marks.Axis("router entropy / ln(experts)", limits=marks.SCORES),
-    )
+    title = "Router entropy across texts, layers and models"
+    y = charts.number("y", "router entropy / ln(experts)", **charts.SHARE)
+    return charts.layer_figure(name, title, caption, by_calibration(points), y)
+
+
+def by_calibration(points: pd.DataFrame) -> pd.DataFrame:
+    """Rows of a figure with a panel per model and a line per calibration set.
+
+    points: columns "model", "calibration", "layer" and "y"."""
+    sets = points["calibration"].map(names.calibration)
+    return points.assign(panel=points["model"], Model=points["model"], label=sets, Calibration=sets)

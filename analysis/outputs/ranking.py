@@ -5,23 +5,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pandas as pd
-from matplotlib.artist import Artist
-from matplotlib.patches import Patch
 
-from moe_lab.analysis.load.reader import records
 from moe_lab.analysis.outputs.captions import LOSSES, score_setup
 from moe_lab.analysis.registry import Item, Results, output
-from moe_lab.analysis.render import marks, style
-from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render import charts
+from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import PERCENT, SCORE, Table, display_frame
 from moe_lab.analysis.stats.cell_scores import mean_definitions, notes_on_average
-from moe_lab.analysis.stats.ranking import ABOVE_CHANCE, BEST, TIED, Ranking, overview, plan_name
+from moe_lab.analysis.stats.ranking import (
+    AVERAGE,
+    BEST,
+    SEPARATED,
+    TIED,
+    UNTESTED,
+    Ranking,
+    overview,
+)
 from moe_lab.analysis.stats.winners import CAPTION
 
-MOST_PLANS, MOST_PANELS = 40, 6
-"""Most plans in a panel of a figure, and most panels in a figure; the table lists all plans."""
+TOOLTIP = ("Criterion", "Calibration", "Metric", "score", "low", "high", "unpruned", "status")
 
 
 @output("ranking", chapter="ranking")
@@ -29,7 +35,7 @@ def ranking(results: Results, name: str) -> list[Item]:
     """All plans of a model and ratio by average, compared with chance and with the best method."""
     if not results.rankings:
         return []
-    return [*_figures(results, name), ranking_table(results, name)]
+    return [ranking_figure(results, name), ranking_table(results, name)]
 
 
 @output("ranking.loss", chapter="ranks", needs=LOSSES)
@@ -89,9 +95,17 @@ def ranking_table(results: Results, name: str) -> Table:
         blocks=("Model", "Pruned"),
         low=low[low.columns.intersection(frame.columns)],
         high=high[high.columns.intersection(frame.columns)],
+        bold=pd.concat([_separated(ranking) for ranking in rankings], ignore_index=True),
         optional=("Of unpruned", "Spread", "Behind", "p"),
         footnotes=notes_on_average(results.comparisons),
     )
+
+
+def _separated(ranking: Ranking) -> pd.DataFrame:
+    """Booleans: whether a plan's average is the best and is separated from all others by a test."""
+    verdicts = ranking.rows["verdict"]
+    is_separated = SEPARATED in set(verdicts) and not set(verdicts) & {TIED, UNTESTED}
+    return pd.DataFrame({ranking.mean_name: (verdicts == BEST) & is_separated})
 
 
 _SHARED_RANKS = "Scores that are equal when printed share a rank."
@@ -139,68 +153,65 @@ def _displayed_rows(ranking: Ranking) -> pd.DataFrame:
     )
 
 
-def _figures(results: Results, name: str) -> list[Figure]:
-    """A figure for each model, with a panel per ranking. name: name of the output."""
-    models = list(dict.fromkeys(ranking.model for ranking in results.rankings))
-    figures = []
-    for model in models:
-        rankings = [ranking for ranking in results.rankings if ranking.model == model]
-        # every step-th ranking; rounded up, so that at most MOST_PANELS are drawn
-        step = -(-len(rankings) // MOST_PANELS)
-        sample = rankings[::step]
-        notes = notes_on_average(results.comparisons)
-        if len(sample) < len(rankings):
-            notes.append(f"Drawn: {len(sample)} of {len(rankings)} ratios.")
-        figure_name = name if len(models) == 1 else f"{name}.{model.replace(' ', '_')}"
-        figures.append(_figure(sample, figure_name, notes))
-    return figures
-
-
-def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Figure:
-    """A figure with a panel for each of `rankings`, all of one model.
-
-    notes: sentences at the end of the caption."""
-    frames = []
-    for ranking in rankings:
-        count = len(ranking.scored_rows)
-        note = f", the best {MOST_PLANS} of {count} plans" if count > MOST_PLANS else ""
-        rows = ranking.scored_rows.iloc[:MOST_PLANS]
-        frames.append(
-            rows.assign(
-                panel=f"{ranking.pruned_text} pruned{note}",
-                label=list(map(plan_name, records(rows))),
-                x=rows["score"],
-                colour=rows["method"].map(style.colour),
-                is_open=~rows["status"].str.startswith((ABOVE_CHANCE, BEST, TIED)),
-            )
-        )
-    plans = pd.concat(frames)
-    # The label of the axis and the legend are made for the first ranking. They hold for the others
-    # if all plans of the model were run on the same benchmarks.
-    first_ranking = rankings[0]
-    x = marks.Axis(f"{first_ranking.mean_name} ({first_ranking.quantity.direction})")
-    drawing = marks.intervals(plans, x, sharex=True)
-    for axes, ranking in zip(drawing.axes, rankings, strict=True):
-        for chance in ranking.chance.values():
-            low, high = chance.limits(ranking.plans_tested)
-            axes.axvspan(low, high, color=style.RULE, alpha=0.6, linewidth=0)
-        axes.axvline(ranking.unpruned_score, **style.DASHED)  # not drawn if it is NaN
-    legend_entries: list[Artist] = [style.legend_entry("unpruned", **style.DASHED)]
-    sentences = [
-        f"{first_ranking.mean_name} of every plan with its 95 % interval, best first.",
-        _caption(rankings),
+def ranking_figure(results: Results, name: str) -> Figure:
+    """All plans with their intervals, the band of chance and the unpruned model: a panel for each
+    model, ratio and gate, a row per criterion, and in it a line per calibration set."""
+    rows = results.scored_plans
+    rows = rows.assign(colour=rows["method"].map(charts.colour))
+    several_sets = rows["Calibration"].nunique() > 1
+    place: dict[str, Any] = {
+        "y": charts.label("Criterion", sort=_best_first(rows)),
+        "color": {"field": "colour", "scale": None},
+        "tooltip": [{"field": column} for column in TOOLTIP],
+    }
+    if several_sets:
+        place["yOffset"] = charts.label("Calibration")
+    shape = charts.label("Calibration") if several_sets else {"value": "circle"}
+    ends = rows[["low", "high", "score", "unpruned"]].to_numpy(float)
+    scale = {"domain": [float(np.nanmin(ends)), float(np.nanmax(ends))], "nice": True}
+    x = charts.number("score", "score, with 95 % interval", scale=scale)
+    band: dict[str, Any] = {"x": {**x, "field": "chance_low", "aggregate": "min"}}
+    band["x2"] = {"field": "chance_high", "aggregate": "max"}
+    point = {"x": x, "shape": shape, **place}
+    layers = [
+        charts.layer("rect", {"color": charts.MUTED, "opacity": 0.2, "clip": True}, **band),
+        charts.reference("x", "unpruned"),
+        charts.layer("rule", {"opacity": 0.6}, x={**x, "field": "low"}, x2="high", **place),
+        *charts.points(rows, **point),
     ]
-    has_chance = any(ranking.chance for ranking in rankings)
-    if not plans["is_open"].all():
-        meaning = "above chance" if has_chance else "the best method, or not separated from it"
-        sentences.append(f"Filled marks: {meaning}.")
-    if has_chance:
-        legend_entries.append(Patch(facecolor=style.RULE, alpha=0.6, label="chance"))
-        sentences.append("Grey: within chance.")
-    style.legend(drawing, legend_entries)
-    return Figure(
-        name,
-        f"Ranking: {first_ranking.model}",
-        " ".join(filter(None, (*sentences, *notes))),
-        drawing,
+    has_chance = any(ranking.chance for ranking in results.rankings)
+    filled = "above chance" if has_chance else "the best method, or not separated from it"
+    sentences = [
+        "Every plan with its 95 % interval, best criterion first; dashed: the unpruned model.",
+        "Grey band: random plans (of averages)." if has_chance else "",
+        f"Filled marks: {filled}." if not rows["is_open"].all() else "",
+        *notes_on_average(results.comparisons),
+    ]
+    title, caption = "All plans", " ".join(filter(None, sentences))
+    size = (275, {"step": 7 if several_sets else 18})
+    return Figure(name, title, caption, rows, layers, 4, size, initial={"Metric": AVERAGE})
+
+
+@output("benchmark_groups", chapter="winners")
+def group_figure(results: Results, name: str) -> Figure | None:
+    """Scores of criteria by benchmark group, shaded by the share of the unpruned model's score.
+
+    A map per model: the mean over all plans of a criterion, or over those that menus select."""
+    if not results.rankings:
+        return None
+    rows = results.scored_plans
+    y = charts.label("Criterion", sort=_best_first(rows))
+    layers = charts.mean_map(charts.label("Metric"), y, "kept", "score")
+    caption = (
+        "Mean score over plans; shade: the share of the unpruned model's score that they keep. The "
+        "menus choose calibration sets and ratios."
     )
+    title = "Criteria by benchmark group"
+    size = ({"step": 38}, {"step": 20})
+    return Figure(name, title, caption, rows, layers, 4, size, panel="Model")
+
+
+def _best_first(rows: pd.DataFrame) -> list[str]:
+    """The criteria of `scored_plans` by the share of the unpruned score that they keep."""
+    kept = rows.groupby("Criterion")["kept"].mean()
+    return list(kept.sort_values(ascending=False, kind="stable").index)

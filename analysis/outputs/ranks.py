@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import pandas as pd
+
 from moe_lab.analysis import names
+from moe_lab.analysis.load.reader import records
 from moe_lab.analysis.outputs.captions import PANEL_COLUMNS, score_setup
 from moe_lab.analysis.outputs.score_rows import concatenate_numbers, numbers_table
 from moe_lab.analysis.registry import Results, output
@@ -34,11 +37,27 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
     averages = [*(name for name in mean_quantities(comparisons) if name in rows.frame), "Avg Rank"]
     other_columns = (*text_columns, *averages)
     score_columns = [str(column) for column in rows.frame if column not in other_columns]
+    proved = {
+        (win["model"], win["pruned"], names.calibration(win["calibration"]), win["column"]): (
+            names.method(win["winners"][0])
+        )
+        for win in records(results.winners)
+        if win["proved"]
+    }
+    blocks = [tuple(block) for block in rows.frame[PANEL_COLUMNS].to_numpy()]
+    bold = {
+        column: [
+            proved.get((*block, column)) == method
+            for block, method in zip(blocks, rows.frame["Criterion"], strict=True)
+        ]
+        for column in score_columns
+    }
     return numbers_table(
         rows,
         [*text_columns, *score_columns, *averages],
         {"Avg Rank": RANK},
         blocks=PANEL_COLUMNS,
+        bold=pd.DataFrame(bold),
         name=name,
         title="Scores, average and average rank",
         caption=f"{mean_definitions(comparisons)} Pruned models are ranked by values rounded to "

@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
-from matplotlib.artist import Artist
-from matplotlib.patches import Patch
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load.passes import STATISTICS
 from moe_lab.analysis.outputs.captions import ABLATIONS, SUMS, pass_setup
+from moe_lab.analysis.outputs.profile import by_calibration
 from moe_lab.analysis.registry import Results, output, per_model
-from moe_lab.analysis.render import marks, style
-from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render import charts
+from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.stats.comparison import Comparison
 from moe_lab.analysis.stats.ranks import correlations
 
@@ -49,26 +48,18 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
     experts = experts_of_first_set(results.study.experts, comparison.model)
     if experts.empty:
         return None
-    drawing, panel_of_title = marks.panels(
-        [
-            f"({letter}) by {label}; rank correlation over all experts "
-            f"{correlations(experts, measure, 'ablation')['rank']:.2f}"
-            for letter, (measure, label) in zip("ab", ROUTING_MEASURES.items(), strict=True)
-        ],
-        marks.Axis("layer.expert"),
-        marks.Axis(LOSS_LABEL),
-        columns=1,
-    )
-    for axes, (measure, label) in zip(
-        panel_of_title.values(), ROUTING_MEASURES.items(), strict=True
-    ):
+    frames = []
+    for letter, (measure, label) in zip("ab", ROUTING_MEASURES.items(), strict=True):
+        correlation = correlations(experts, measure, "ablation")["rank"]
         highest_experts = top_experts(experts, measure)
-        marks.bars_and_line(
-            axes, highest_experts.rename(columns={"ablation": "bar", measure: "line"}), label
+        frames.append(
+            highest_experts.assign(
+                panel=f"({letter}) by {label}; rank correlation over all experts {correlation:.2f}",
+                line=highest_experts[measure],
+                x=[f"{row.layer}.{row.expert}" for row in highest_experts.itertuples()],
+            )
         )
-        labels = [f"{row.layer}.{row.expert}" for row in highest_experts.itertuples()]
-        style.label_ticks(axes.xaxis, labels, labelrotation=90, labelsize=5)
-    style.legend(drawing, _bar_and_line_entries("router weight, tokens"))
+    rows = pd.concat(frames)
     # the caption gives the number of experts in the last panel
     caption = (
         f"The {len(highest_experts)} experts with the highest mean router weight (a) and with the "
@@ -80,17 +71,36 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
         f"Experts that routers rank highest, and the loss without them: {comparison.model}, "
         f"{names.calibration(experts['calibration'].iloc[0])}"
     )
-    return Figure(name, title, caption, drawing)
+    return _bars_and_line(name, title, caption, rows, "layer.expert", "router weight, tokens")
 
 
-def _bar_and_line_entries(line_label: str) -> list[Artist]:
-    """Legend entries for the two colours of bars and for a line."""
-    rises, falls = marks.BAR_COLOURS
-    return [
-        Patch(facecolor=rises, label="the loss rises without it"),
-        Patch(facecolor=falls, label="the loss falls without it"),
-        style.legend_entry(line_label, color=style.INK, marker=".", linewidth=0.9),
-    ]
+def _bars_and_line(
+    name: str, title: str, caption: str, rows: pd.DataFrame, x_title: str, line_title: str
+) -> Figure:
+    """Bars of ablation losses, and points or a line with an axis of their own on the right.
+
+    rows: columns "panel", "x", "ablation", "line" and, for points with error bars, "low" and
+    "high"."""
+    rows = rows[[column for column in COLUMNS if column in rows]].rename(columns={"model": "Model"})
+    x = charts.label("x", x_title)
+    loss = charts.number("ablation", LOSS_LABEL)
+    falls = {"condition": {"test": "datum.ablation < 0", "value": "#ee7733"}, "value": "#2277bb"}
+    y = charts.number("line", line_title, scale={"zero": False})
+    line = [charts.layer("line", {"point": True, "color": charts.INK}, x=x, y=y)]
+    if "low" in rows:  # points with error bars are not joined
+        interval: dict[str, Any] = {"y": {**y, "field": "low"}, "y2": "high"}
+        line = [
+            charts.layer("point", {"filled": True, "color": charts.INK}, x=x, y=y),
+            charts.layer("rule", {"color": charts.INK}, x=x, **interval),
+        ]
+    bars = charts.layer("bar", x=x, y=loss, color=falls)
+    both = {"layer": [bars, {"layer": line}], "resolve": {"scale": {"y": "independent"}}}
+    size, independent = (480, 180), ("x", "y")
+    return Figure(name, title, caption, rows, [both], 2, size, independent)
+
+
+COLUMNS = ("model", "panel", "x", "ablation", "line", "low", "high")
+"""Columns of the rows of `_bars_and_line`."""
 
 
 def statistics_by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
@@ -139,23 +149,21 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
         return None
     layers = sorted(experts["layer"].unique())
     middle = layers[(len(layers) - 1) // 2]
-    # title -> (rows, tick labels)
-    panels: dict[str, tuple[pd.DataFrame, Sequence[int]]] = {}
-    for label, rows in drawn.items():
-        by_layer = statistics_by_layer(rows)
-        panels[f"(a) {label}"] = (by_layer, by_layer["layer"].tolist())
-    for label, rows in drawn.items():
-        experts_of_layer = rows[rows["layer"] == middle]
+    frames = []
+    for label, statistic in drawn.items():
+        by_layer = statistics_by_layer(statistic)
+        frames.append(by_layer.assign(panel=f"(a) {label}", x=by_layer["layer"]))
+    for label, statistic in drawn.items():
+        experts_of_layer = statistic[statistic["layer"] == middle]
         by_loss = experts_of_layer.sort_values("ablation", ascending=False, kind="stable")
-        panels[f"(b) {label}, layer {middle}"] = (by_loss, [])
-    drawing, panel_of_title = marks.panels(
-        list(panels), marks.Axis(), marks.Axis(LOSS_LABEL), columns=len(drawn)
+        frames.append(by_loss.assign(panel=f"(b) {label}, layer {middle}", x=by_loss["expert"]))
+    rows = pd.concat(frames)
+    rows = rows.assign(
+        model=comparison.model,
+        line=rows["mean"],
+        low=rows["mean"] - rows["std"],
+        high=rows["mean"] + rows["std"],
     )
-    for title, (rows, tick_labels) in panels.items():
-        axes = panel_of_title[title]
-        marks.bars_and_line(axes, rows.rename(columns={"ablation": "bar", "mean": "line"}))
-        style.label_ticks(axes.xaxis, tick_labels)
-    style.legend(drawing, _bar_and_line_entries("mean of the statistic ± standard deviation"))
     caption = (
         "Weights: |w| of an expert. Activations and gradients: the root mean square over its "
         "tokens of each channel, the input of its down projection, and of the gradient of the loss "
@@ -168,7 +176,7 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
         f"Raw statistics across layers and experts: {comparison.model}, "
         f"{names.calibration(experts['calibration'].iloc[0])}"
     )
-    return Figure(name, title, caption, drawing)
+    return _bars_and_line(name, title, caption, rows, "layer, expert", "mean ± standard deviation")
 
 
 @output("coverage.fig14", chapter="attribution", needs=SUMS)
@@ -189,10 +197,6 @@ def activation_figure(results: Results, name: str) -> Figure | None:
         "over its tokens of the calibration set. Median over the experts of a layer, with "
         f"quartiles. Based on {pass_setup(results.study)}"
     )
-    return marks.layer_figure(
-        name,
-        "Activation magnitudes of experts by calibration set",
-        caption,
-        points.assign(panel=points["model"], label=points["calibration"].map(names.calibration)),
-        marks.Axis("root mean square of channels"),
-    )
+    title = "Activation magnitudes of experts by calibration set"
+    y = charts.number("y", "root mean square of channels")
+    return charts.layer_figure(name, title, caption, by_calibration(points), y)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.lines import Line2D
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load import settings
@@ -19,8 +18,8 @@ from moe_lab.analysis.load.settings import gate_and_seed, removed_share_texts
 from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.outputs.captions import MEBIBYTE, score_setup
 from moe_lab.analysis.registry import Item, Results, output
-from moe_lab.analysis.render import marks, style
-from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render import charts
+from moe_lab.analysis.render.charts import MENUS, Figure
 from moe_lab.analysis.render.table import SCORE, UNPRUNED, Table
 from moe_lab.analysis.stats import uncertainty
 from moe_lab.analysis.stats.cell_scores import (
@@ -275,15 +274,12 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
     return Numbers(frame, low, high, numbers.best)
 
 
-def criterion_entries(rows: pd.DataFrame) -> dict[str, Line2D]:
-    """Label -> legend entry of its lines, in the colour of its criterion and in the order of
-    methods; dashed for the unpruned model. rows: columns "label" and "method"."""
+def criterion_colours(rows: pd.DataFrame) -> dict[str, Any]:
+    """`charts.colours` of the criteria, in the order of methods. rows: columns "label" and
+    "method"."""
     ordered = sort_cells(rows, "method")
-    colours = dict(zip(ordered["label"], ordered["method"].map(style.colour), strict=True))
-    entries = style.legend_entries(colours, colours)
-    if UNPRUNED in entries:
-        entries[UNPRUNED].set(**style.DASHED, marker="")
-    return entries
+    colour_of_label = dict(zip(ordered["label"], ordered["method"].map(charts.colour), strict=True))
+    return charts.colours(colour_of_label, colour_of_label)
 
 
 LEAST_RANGE = 0.01
@@ -317,33 +313,40 @@ def cost_figure(
             points = model_rows.assign(panel=f"{model}: {cost}", x=model_rows[cost], cost=cost)
             # each block of a table has a row for the unpruned model
             points = points.dropna(subset=["x", "y"]).drop_duplicates(["line", "x", "y"])
-            pruned = points.loc[points["is_pruned"], "x"]
-            if pruned.max() - pruned.min() > LEAST_RANGE * pruned.max():
+            pruned = points[points["is_pruned"]]
+            if pruned["x"].max() - pruned["x"].min() > LEAST_RANGE * pruned["x"].max():
+                points["front"] = False
+                points.loc[pruned.index, "front"] = pareto_front(pruned["x"], sign * pruned["y"])
                 frames.append(points.sort_values("x", kind="stable"))
     if not frames:
         return None
     points = pd.concat(frames)
-    entries = style.legend_entries(sorted(points["label"]))
-    columns = min(len(frames), marks.WIDE)  # a single panel is as wide as the page
-    drawing = marks.lines(
-        points, entries, marks.Axis(), marks.Axis(score), columns=columns, sharey=True
-    )
-    for axes, panel in zip(drawing.axes, frames, strict=True):
-        pruned = panel[panel["is_pruned"]]
-        front = pruned[pareto_front(pruned["x"], sign * pruned["y"])]
-        axes.step(front["x"], front["y"], where="post", zorder=1, **_FRONT_STYLE)
-    style.legend(drawing, entries.values(), max_columns=3)
+    shown = charts.colours(sorted(points["label"]))
+    x = charts.number("x", scale={"zero": False})
+    y = charts.number("y", score, scale={"zero": False})
+    front = {"interpolate": "step-after", "color": charts.MUTED, "strokeWidth": 3, "opacity": 0.4}
+    layers = [
+        charts.layer("line", front, "datum.front", x=x, y=y),
+        *charts.lines(points, x, y, shown),
+    ]
     caption = (
         f"{score} of each model with its 95 % interval; a line joins the ratios of a method. "
         "Steps: the Pareto front, pruned models that no other beats at their cost or less."
     )
     drawn = dict.fromkeys(panel["cost"].iloc[0] for panel in frames)
     title = f"{score} against {names.enumeration(drawn)}"
-    return Figure(table.name, title, caption, drawing)
-
-
-_FRONT_STYLE: Any = {"color": style.MUTED, "linewidth": 2.2, "alpha": 0.45}
-"""Style of the steps of a Pareto front."""
+    columns = [
+        "panel",
+        *table.frame.filter(MENUS),
+        "label",
+        "line",
+        "x",
+        "y",
+        "low",
+        "high",
+        "front",
+    ]
+    return Figure(table.name, title, caption, points[columns], layers, independent=("x",))
 
 
 def pareto_front(

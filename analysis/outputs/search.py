@@ -15,14 +15,14 @@ from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.outputs.captions import SEARCHES, score_setup
 from moe_lab.analysis.outputs.score_rows import (
     concatenate_numbers,
-    criterion_entries,
+    criterion_colours,
     listed_cells,
     numbers_table,
     sort_cells,
 )
 from moe_lab.analysis.registry import Results, output, per_model
-from moe_lab.analysis.render import marks, style
-from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render import charts
+from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import Table, display_frame
 from moe_lab.analysis.stats import uncertainty
 from moe_lab.analysis.stats.cell_scores import (
@@ -213,14 +213,20 @@ def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
     "panel" (ratio and calibration set)."""
     cells = comparison.cells[comparison.cells["granularity"] == "expert"]
     panels = cells["removed_text"] + " pruned, " + cells["calibration"].map(names.calibration)
-    columns = cells[["criterion", "allocation", "ratio"]].assign(panel=panels)
+    columns = cells[["criterion", "allocation", "ratio"]].assign(
+        panel=panels,
+        Model=comparison.model,
+        Pruned=cells["removed_text"],
+        Calibration=cells["calibration"].map(names.calibration),
+        Allocation=cells["allocation"].map(names.allocation_name),
+    )
     # a row per expert, with share 0 or 1 here
     shares = study.retained.groupby(["cell", "layer"])["share"].mean().rename("y").reset_index()
     rows = shares.join(columns, on="cell", how="inner").sort_values("ratio", kind="stable")
     return rows.rename(columns={"cell": "line"})
 
 
-EXPERTS_KEPT = marks.Axis("experts kept", style.format_percent)
+EXPERTS_KEPT = charts.number("y", "experts kept", **charts.PERCENT)
 
 
 @output("evoesap.fig1", chapter="search", needs=SEARCHES)
@@ -246,7 +252,7 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
     )
     labels = shares["allocation"].map(names.allocation_name)
     title = f"Density schedules: {comparison.model}"
-    return marks.layer_figure(name, title, caption, shares.assign(label=labels), EXPERTS_KEPT)
+    return charts.layer_figure(name, title, caption, shares.assign(label=labels), EXPERTS_KEPT)
 
 
 @output("evoesap.fig3", chapter="search", needs=SEARCHES)
@@ -268,5 +274,5 @@ def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figu
         "All schedules of a panel remove the same number of experts."
     )
     title = f"Searched densities: {comparison.model}"
-    entries = criterion_entries(shares)
-    return marks.layer_figure(name, title, caption, shares, EXPERTS_KEPT, entries)
+    shown = criterion_colours(shares)
+    return charts.layer_figure(name, title, caption, shares, EXPERTS_KEPT, shown)

@@ -15,8 +15,8 @@ from moe_lab.analysis.load.reader import groups
 from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.outputs.captions import MEBIBYTE, TIMINGS, run_setup
 from moe_lab.analysis.registry import Results, output, per_model
-from moe_lab.analysis.render import marks
-from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render import charts
+from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import Columns, Table, format_number, frame_and_formats
 from moe_lab.analysis.stats.comparison import Comparison
 
@@ -169,27 +169,28 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
             form = "{:,.1f}" if blocks[column].max() < 100 else "{:,.0f}"
             text = [format_number(value, form) for value in blocks[column]]
             frames.append(
-                blocks.assign(panel=f"{pruned}: {title}", text=text, value=blocks[column])
+                blocks.assign(
+                    panel=f"{pruned}: {title}",
+                    text=text,
+                    value=blocks[column],
+                    Model=comparison.model,
+                )
             )
     rows = pd.concat(frames, ignore_index=True)
-    drawing = marks.heat_map(
-        rows.assign(
-            x=rows["block"],
-            y=rows["smallest"],
-            colour=marks.relative_shades(rows, "panel", "value"),
-        ),
-        "block size",
-        "smallest expert",
-        height=0.22,
+    rows["share"] = charts.shares_of_range(rows, "panel", "value").fillna(0.5)
+    layers = charts.heat_map(
+        {"field": "block", "type": "ordinal", "title": "block size"},
+        {"field": "smallest", "type": "ordinal", "title": "smallest expert"},
     )
     caption = (
         "Block size: an expert's number of channels is a multiple of it. Smallest expert: experts "
         "with fewer channels lose all. Tokens per second are medians. "
         f"{conditions(study)}"
     )
-    return Figure(
-        name, f"Throughput and memory by blocks of channels: {comparison.model}", caption, drawing
-    )
+    title = f"Throughput and memory by blocks of channels: {comparison.model}"
+    columns = ["Model", "panel", "block", "smallest", "share", "text"]
+    size = ({"step": 70}, {"step": 22})
+    return Figure(name, title, caption, rows[columns], layers, columns=2, size=size)
 
 
 @output("unified.table3", chapter="memory")

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pandas as pd
-from matplotlib.patches import Patch
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load import settings
-from moe_lab.analysis.load.reader import groups, records, stacked
+from moe_lab.analysis.load.reader import records, stacked
 from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.outputs.score_rows import (
     Block,
@@ -23,8 +22,8 @@ from moe_lab.analysis.outputs.score_rows import (
     score_table,
 )
 from moe_lab.analysis.registry import Results, output
-from moe_lab.analysis.render import marks, style
-from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render import charts
+from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.stats.cell_scores import CODE_BENCHMARKS, GROUPS, WRITING_AND_MATH
 from moe_lab.analysis.stats.comparison import Comparison
 
@@ -113,7 +112,7 @@ def profiles(scores: pd.DataFrame) -> pd.DataFrame:
     - "position": rank of the expert in the layer, from 0 (lowest score)"""
     layer = ["model", "criterion", "layer"]
     rank = scores.groupby(layer)["score"].rank(method="first") - 1
-    return scores.assign(profile=marks.shares_of_range(scores, layer, "score"), position=rank)
+    return scores.assign(profile=charts.shares_of_range(scores, layer, "score"), position=rank)
 
 
 @output("aimer.fig2", chapter="weights", needs="cells with criterion=magnitude or aimer")
@@ -126,25 +125,24 @@ def profile_figure(results: Results, name: str) -> Figure | None:
     if scores.empty:
         return None
     scores = profiles(scores)
-    panels = {
-        f"{key['model']}, {names.criterion(key['criterion'])}": panel
-        for key, panel in groups(scores, ["model", "criterion"])
-    }
-    drawing, panel_of_title = marks.panels(
-        list(panels), marks.Axis("rank of the expert in its layer"), marks.Axis("layer"), height=1.9
-    )
-    for title, panel in panels.items():
-        axes = panel_of_title[title]
-        image = panel.pivot_table(index="layer", columns="position", values="profile", dropna=False)
-        axes.imshow(image, style.SEQUENTIAL, vmin=0, vmax=1, aspect="auto", origin="lower")
-        style.label_ticks(axes.yaxis, image.index)
-    ends = {0: "lowest score of the layer", 1: "highest"}
-    handles = [Patch(facecolor=style.shade(share), label=label) for share, label in ends.items()]
-    style.legend(drawing, handles)
+    scores["panel"] = scores["model"] + ", " + scores["criterion"].map(names.criterion)
+    rows = scores.rename(columns={"model": "Model"})[
+        ["Model", "panel", "layer", "position", "profile"]
+    ]
+    scale = {"scheme": charts.SEQUENTIAL, "domain": [0, 1]}
+    layers = [
+        charts.layer(
+            "rect",
+            x={"field": "position", "type": "ordinal", "title": "rank of the expert in its layer"},
+            y={"field": "layer", "type": "ordinal", "sort": "descending"},
+            color=charts.number("profile", "score, from the lowest of the layer", scale=scale),
+        )
+    ]
     caption = (
         "Experts of each layer from the lowest score (rank 0) to the highest, shaded by their "
         "score, scaled from the lowest (0) to the highest (1) of the layer. Magnitude prunes the "
         "lowest scores first; AIMER, with the paper's sign, the highest. White: all experts of the "
         "layer have the same score."
     )
-    return Figure(name, "Profiles of scores that read weights only", caption, drawing)
+    title = "Profiles of scores that read weights only"
+    return Figure(name, title, caption, rows, layers, independent=("x", "y"))

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
-from matplotlib.colors import to_rgba
-from matplotlib.patches import Patch
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load.reader import records
@@ -15,8 +13,8 @@ from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.outputs.captions import score_setup
 from moe_lab.analysis.outputs.score_rows import sort_cells
 from moe_lab.analysis.registry import Item, Results, output
-from moe_lab.analysis.render import marks, style
-from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render import charts
+from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import SCORE, Columns, Table, frame_and_formats
 from moe_lab.analysis.stats.uncertainty import LEVEL
 from moe_lab.analysis.stats.winners import SETTINGS, label
@@ -121,46 +119,48 @@ def proved_wins_sentence(wins: pd.DataFrame) -> str:
 def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
     """A map for each model, ratio and gate, with a row per displayed column and a column per
     calibration set. wins: rows of `winner_map`."""
-    squares = sort_cells(wins, *SETTINGS, "calibration")
-    is_win = squares["winners"].map(len) == 1
-    drawing = marks.heat_map(
-        squares.assign(
-            panel=squares["model"] + ", " + squares["pruned"] + " pruned",
-            x=squares["calibration"].map(names.calibration),
-            y=squares["column"].map(names.benchmark),
-            colour=squares["winners"].map(_colour),
-            text=list(map(_text, squares["winners"], squares["score"])),
-            is_hatched=is_win & ~squares["proved"].astype(bool),
+    wins = sort_cells(wins, *SETTINGS, "calibration")
+    frame = {
+        "panel": wins["model"] + ", " + wins["pruned"] + " pruned",
+        "Model": wins["model"],
+        "Pruned": wins["pruned"],
+        "Calibration": wins["calibration"].map(names.calibration),
+        "Metric": wins["column"].map(names.benchmark),
+        "winner": list(map(_text, wins["winners"], wins["score"])),
+        "score": wins["score"],
+        "lead": wins["lead"],
+        "verdict": [verdict(win) for win in records(wins)],
+        "colour": [charts.colour(winners[0]) if winners else None for winners in wins["winners"]],
+    }
+    place: dict[str, Any] = {
+        "x": charts.label("Calibration", axis=charts.TOP),
+        "y": charts.label("Metric"),
+        "tooltip": [{"field": column} for column in ("winner", "verdict", "score", "lead")],
+    }
+    is_proved = f"datum.verdict == '{PROVED}'"
+    own_colour = {"field": "colour", "scale": None}
+    text: dict[str, Any] = {"limit": SQUARE[0] - 6, "fontSize": 10}
+    layers = [
+        charts.layer("rect", {"opacity": 0.35}, is_proved, color=own_colour, **place),
+        charts.layer("text", {"fontWeight": "bold", **text}, is_proved, text="winner", **place),
+        charts.layer(
+            "text", {"color": charts.MUTED, **text}, f"!({is_proved})", text="winner", **place
         ),
-        columns=2
-        if wins["calibration"].nunique() < 5
-        else 1,  # so that the squares are wide enough for most names
-    )
-    handles = [
-        Patch(facecolor=style.RULE, label="proved win"),
-        Patch(
-            facecolor=style.RULE,
-            edgecolor=style.MUTED,
-            hatch=style.HATCH,
-            label="win that is not proved",
-        ),
-        Patch(facecolor="none", edgecolor=style.RULE, label="tie"),
     ]
-    drawing.legend(handles=handles, loc="outside lower center", ncols=3, handlelength=2.2)
     caption = (
         f"{proved_wins_sentence(wins)} Each cell names the leading criterion of a column and "
-        "calibration set, or both of two that tie, or the number of those that tie; names that do "
-        'not fit are in the table; "all 0": every score is 0. '
-        "A win is proved, and not hatched, if it holds against every other criterion over seeds "
+        "calibration set, or both of two that tie, or the number of those that tie; "
+        '"all 0": every score is 0. '
+        "A win is proved, and coloured, if it holds against every other criterion over seeds "
         f"and items (Holm-corrected over the map, {LEVEL:.0%}); criteria with one seed are not "
         "tested."
     )
-    return Figure(name, title, caption, drawing)
+    width, height = ({"step": step} for step in SQUARE)
+    return Figure(name, title, caption, pd.DataFrame(frame), layers, 4, (width, height))
 
 
-def _colour(winners: Sequence[str]) -> Any:
-    """Colour of a square: that of the only winner, light; none for a tie."""
-    return to_rgba(style.colour(winners[0]), 0.3) if len(winners) == 1 else "none"
+SQUARE = (90, 24)
+"""Width and height of a square of the map, in pixels."""
 
 
 def _text(winners: Sequence[str], score: float) -> str:

@@ -1,44 +1,47 @@
-"""Render one self-contained HTML page of text, figures and tables."""
+"""The page of a report: one HTML file with its charts and tables, and files beside it with the data
+of long ones."""
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
-from moe_lab.analysis.render import style
-from moe_lab.analysis.render import table as tables
-from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render import charts, table
+from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import Table
 
 _TEMPLATES = Path(__file__).parent / "templates"
+LONG = 60_000
+"""Data of a table or figure with more characters than this is in a file beside the page, which is
+loaded when it is shown. It is a script, because a page opened from a file may not fetch others."""
+DATA = "data"
+"""Folder of these files, beside the page."""
 
 
 @dataclass(frozen=True)
-class Section:
-    """A chapter of the page."""
+class Chapter:
+    """A chapter of the page: text, figures, tables, facts and blocks of HTML, each optional."""
 
     anchor: str
-    short: str = ""
-    """Short title, for the page's list of contents."""
-    title: str = ""
+    title: str
     text: Sequence[str] = ()
-    outputs: Sequence[Table | Figure] = ()
+    items: Sequence[Table | Figure] = ()
     facts: Sequence[tuple[str, str]] = ()
     """Pairs of a label and a text."""
     details: Sequence[tuple[str, str]] = ()
-    """Pairs of a title and a long text, which is collapsed until clicked."""
-    folded: bool = False
-    """Whether the tables are collapsed until clicked."""
+    """Pairs of a title and a long text."""
+    html: str = ""
+    """A block of HTML, shown after everything else."""
 
     @property
-    def empty(self) -> bool:
-        """Whether the chapter has neither text nor outputs nor facts."""
-        return not (self.text or self.outputs or self.facts)
+    def is_empty(self) -> bool:
+        """Whether the chapter has nothing to show."""
+        return not (self.text or self.items or self.facts or self.html)
 
 
 @dataclass(frozen=True)
@@ -46,34 +49,83 @@ class Page:
     """Contents of a page from top to bottom; empty chapters are left out."""
 
     title: str
+    verdict: str
+    """The sentence at the top."""
     lead: str
-    """Introductory paragraph below the title."""
-    sections: Sequence[Section]
+    """What was studied."""
+    first: Sequence[Figure]
+    """Figures that are always shown: the first on the first screen, the others below it."""
+    chapters: Sequence[Chapter]
+    """Chapters, which are folded until they are opened."""
+    menus: Mapping[str, Sequence[str]]
+    """Menu of `charts.MENUS` -> its values; they filter all figures and tables with this column."""
+    hidden: Sequence[str]
+    """Sentences of captions that the page gives once, in its last chapter, and not below every
+    figure and table."""
     footer: str
     figure_format: str
     """Format of the files in figures/, to which the page links."""
 
 
-def html(page: Page) -> str:
-    """Render the page as self-contained HTML."""
+def write(page: Page, path: Path, library: str) -> None:
+    """Write the page to `path`, and the data of its long figures and tables beside it.
+
+    library: the JavaScript of Vega, see `charts.library`.
+    """
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
+        lstrip_blocks=True,
     )
-    filters = (
-        _bind_percent_signs,
-        _data_url,
-        _table_html,
-        first_block,
-        style.svg_element,
-        tables.footnotes,
-    )
-    environment.filters |= {function.__name__.lstrip("_"): function for function in filters}
-    return environment.get_template("page.html.j2").render(
-        page=page, css=_read_raw("page.css"), script=_read_raw("page.js")
-    )
+    environment.filters |= {"bind": _bind_percent_signs, "caption": _caption}
+    files = {
+        name: (_TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
+    }
+    shown = [*page.first, *(item for chapter in page.chapters for item in chapter.items)]
+    scripts = _write_data(shown, path.parent / DATA)
+    settings = {"menus": page.menus, "colours": _THEME}
+    text = environment.get_template("page.html.j2").render(
+        page=page, css=files["page.css"], code=files["page.js"], library=library, scripts=scripts,
+        settings=_script_json(settings), footnotes=table.footnotes,
+    )  # fmt: skip
+    path.write_text(text, encoding="utf-8")
+
+
+_THEME = {
+    charts.INK: "var(--ink)",
+    charts.MUTED: "var(--muted)",
+    charts.RULE: "var(--rule)",
+    charts.SURFACE: "transparent",
+}
+"""Colour of figures -> the page's colour, which follows its theme."""
+
+
+def identifier(item: Table | Figure) -> str:
+    """The item's id on the page: a table and a figure can have the same name."""
+    return f"table-{item.name}" if isinstance(item, Table) else item.name
+
+
+def _write_data(items: Iterable[Table | Figure], folder: Path) -> str:
+    """Write the data of long items into `folder`; returns the script with that of the others."""
+    inline = []
+    for old in folder.glob("*.js"):
+        old.unlink()
+    for item in items:
+        content = table.content(item) if isinstance(item, Table) else charts.content(item)
+        script = f"addItem({json.dumps(identifier(item))}, {_script_json(content)});\n"
+        if len(script) <= LONG:
+            inline.append(script)
+        else:
+            folder.mkdir(exist_ok=True)
+            (folder / f"{identifier(item)}.js").write_text(script, encoding="utf-8")
+    return "".join(inline)
+
+
+def _script_json(value: Any) -> str:
+    """JSON that is safe inside an HTML script."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
 
 
 def _bind_percent_signs(sentence: str) -> str:
@@ -81,34 +133,11 @@ def _bind_percent_signs(sentence: str) -> str:
     return sentence.replace(" %", "\u00a0%")
 
 
-def _read_raw(file: str) -> Markup:
-    """The content of a file in the folder of templates, to be inserted without escaping."""
-    return Markup((_TEMPLATES / file).read_text(encoding="utf-8"))
-
-
-def _table_html(table: Table) -> str:
-    """The table as HTML. The column "Model" of a single model is left out, because the top of the
-    page names the model."""
-    if "Model" not in table.frame or table.frame["Model"].nunique() > 1:
-        return tables.html(table)
-    blocks = [column for column in table.blocks if column != "Model"]
-    return tables.html(replace(table, frame=table.frame.drop(columns="Model"), blocks=blocks))
-
-
-LONG = 20
-"""Most rows of a table that the page shows at first; of longer tables, it shows the first block."""
-
-
-def first_block(table: Table) -> str:
-    """The columns of a long table in which the page first shows the value of the first row,
-    separated by |; "" if the page shows all rows, because the first block is a single row."""
-    keys = table.frame[list(table.blocks)]
-    is_in_block = (keys == keys.iloc[0]).all(axis=1)
-    return "|".join(table.blocks) if len(keys) > LONG and is_in_block.sum() > 1 else ""
-
-
-def _data_url(text: str, media: str) -> str:
-    return f"data:{media};charset=utf-8;base64,{base64.b64encode(text.encode()).decode()}"
+def _caption(text: str, hidden: Sequence[str]) -> str:
+    """A caption without the sentences that the page gives once."""
+    for sentence in hidden:
+        text = text.replace(f"Based on {sentence}", "").replace(sentence, "")
+    return text.strip()
 
 
 def write_files(items: Iterable[Table | Figure], out: Path, figure_format: str) -> list[Path]:
@@ -120,7 +149,7 @@ def write_files(items: Iterable[Table | Figure], out: Path, figure_format: str) 
     paths: list[Path] = []
     for item in items:
         if isinstance(item, Figure):
-            paths += style.write(item, out / "figures", figure_format)
+            paths += charts.write(item, out / "figures", figure_format)
         else:
-            paths += tables.write(item, out / "tables")
+            paths += table.write(item, out / "tables")
     return paths

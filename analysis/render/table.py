@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
-from html import escape
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from moe_lab.analysis import names
@@ -33,7 +31,9 @@ class Table:
     formats: Mapping[str, str]
     """Number column -> format of its numbers; all other columns are text."""
     best: Mapping[str, str] = field(default_factory=dict)
-    """Number column in which the best number of each block is bold -> "max" or "min"."""
+    """Number column -> "max" if more is better, "min" if less is."""
+    bold: pd.DataFrame | None = None
+    """Booleans: numbers that are separated by a test from what they stand together with."""
     blocks: Sequence[str] = ()
     """Text columns that identify a block: the rows that are compared with each other."""
     low: pd.DataFrame | None = None
@@ -54,8 +54,6 @@ GAP = "–"
 """Text of a missing number."""
 GAP_NOTE = "– marks a result that is missing; it counts as missing, not as zero."
 UNPRUNED = "Unpruned"
-WRAP_LENGTH = 60
-"""The page may wrap texts with more characters than this."""
 
 
 _DISPLAY_NAMES: Mapping[str, Callable[..., str]] = {
@@ -128,32 +126,6 @@ def footnotes(table: Table) -> list[str]:
     return [*notes, GAP_NOTE] if is_gap.any(axis=None) else notes
 
 
-@lru_cache(maxsize=128)
-def best_marks(table: Table) -> pd.DataFrame:
-    """Booleans in the shape of `table.frame`: whether a number is the best one of its column among
-    the rows of its block.
-
-    Numbers are compared as they are printed, so several can be the best. The unpruned model is not
-    compared.
-    """
-    marks = pd.DataFrame(False, index=table.frame.index, columns=table.frame.columns)
-    if not table.best or table.frame.empty:
-        return marks
-    values = table.frame[list(table.best)].astype(float)
-    if "Criterion" in table.frame:
-        values.loc[table.frame["Criterion"] == UNPRUNED] = np.nan
-    block_keys = [table.frame[column] for column in table.blocks] or np.zeros(len(values))
-    by_block = values.groupby(block_keys, sort=False, dropna=False)
-    directions: Mapping[str, Any] = table.best
-    for column, direction in directions.items():
-        texts, best_texts = (
-            numbers.map(partial(format_number, form=table.formats[column]))
-            for numbers in (values[column], by_block[column].transform(direction))
-        )
-        marks[column] = (texts == best_texts) & (by_block[column].transform("count") > 1)
-    return marks
-
-
 def printed_frame(table: Table) -> pd.DataFrame:
     """The frame as it is printed: the unpruned model has 0 % in the column `Pruned`. In
     `Table.frame`, it has the ratio of its block, by which the page filters the rows."""
@@ -189,7 +161,7 @@ def csv(table: Table) -> str:
 
 
 def markdown(table: Table) -> str:
-    """The table as Markdown. The numbers marked by `best_marks` are bold."""
+    """The table as Markdown. Numbers that a test separates are bold."""
     align = [("---:" if column in table.formats else ":---") for column in table.frame]
     texts = _marked_frame(table, "**{}**", str)
     lines: list[Any] = [list(texts), align, *texts.itertuples(index=False)]
@@ -199,7 +171,7 @@ def markdown(table: Table) -> str:
 
 
 def latex(table: Table) -> str:
-    """The table as LaTeX for the package booktabs. The numbers marked by `best_marks` are bold."""
+    """The table as LaTeX for the package booktabs. Numbers that a test separates are bold."""
     texts = _marked_frame(table, r"\textbf{{{}}}", _tex)
     head, *rows = (
         " & ".join(cells) + r" \\" for cells in [list(texts), *texts.itertuples(index=False)]
@@ -224,9 +196,12 @@ def latex(table: Table) -> str:
 
 
 def _marked_frame(table: Table, bold: str, escape_value: Callable[[object], str]) -> pd.DataFrame:
-    """The texts of all cells and columns. bold: format of the best numbers, such as `**{}**`."""
+    """The texts of all cells and columns. bold: format of bold numbers, such as `**{}**`."""
     texts = printed_texts(table).map(escape_value)
-    return texts.mask(best_marks(table), texts.map(bold.format)).rename(columns=escape_value)
+    if table.bold is not None:
+        for column in table.bold:
+            texts[column] = texts[column].mask(table.bold[column], texts[column].map(bold.format))
+    return texts.rename(columns=escape_value)
 
 
 _TEX = {"\\": r"\textbackslash{}", "–": "--", "α": r"$\alpha$", "β": r"$\beta$"} | {
@@ -240,60 +215,30 @@ def _tex(value: object) -> str:
     return "".join(_TEX.get(character, character) for character in str(value))
 
 
-def html(table: Table) -> str:
-    """The table as an HTML element that the page can sort. Numbers have their intervals below."""
-    head = "".join(_head(table, str(column)) for column in table.frame)
-    frames = (table.frame, printed_texts(table), best_marks(table), _interval_texts(table))
-    arrays = (frame.to_numpy(object) for frame in frames)
-    rows = []
-    for classes, *parts in zip(_row_classes(table), *arrays, strict=True):
-        # parts: values, texts, marks and intervals of the row's cells
-        cells = [
-            _cell(table, str(column), *cell)
-            for column, *cell in zip(table.frame, *parts, strict=True)
-        ]
-        rows.append(f'<tr class="{classes}">{"".join(cells)}</tr>')
-    body = "".join(rows)
-    return f"<table class=sortable><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+def content(table: Table) -> dict[str, Any]:
+    """The table for the page's script: texts of its cells, and by number of a column whether they
+    are bold, and their intervals."""
+    texts = printed_texts(table)
+    columns = list(map(str, texts))
+    bold = table.bold if table.bold is not None else texts[:0]
+    intervals = _interval_texts(table)
+    # the rows of unpruned models are filtered by the ratio of their block, and print another
+    hidden = {"Pruned": list(table.frame["Pruned"])} if UNPRUNED in texts.to_numpy() else {}
+    return {
+        "columns": columns,
+        "numbers": [column in table.formats for column in columns],
+        "rows": texts.astype(str).to_numpy().tolist(),
+        "bold": {columns.index(str(name)): bold[name].tolist() for name in bold if len(bold)},
+        "intervals": {columns.index(name): values for name, values in intervals.items()},
+        "hidden": hidden if "Pruned" in columns else {},
+    }
 
 
-def _head(table: Table, column: str) -> str:
-    """The HTML head cell of a column, with a button that sorts the rows."""
-    kind = "number" if column in table.formats else "text"
-    return (
-        f"<th scope=col class={kind} aria-sort=none><button "
-        f"type=button>{escape(column)}</button></th>"
-    )
-
-
-def _cell(
-    table: Table, column: str, value: object, printed: str, is_bold: bool, interval: str
-) -> str:
-    """An HTML cell.
-
-    value: value in the frame; printed, interval: texts that the cell shows.
-
-    The page's script sorts numbers by `data-key`. It filters rows by `data-block`, or by the text
-    of a cell without it.
-    """
-    content = f"<b>{escape(printed)}</b>" if is_bold else escape(printed)
-    if column not in table.formats:
-        if len(printed) > WRAP_LENGTH:
-            content = f"<div class=wrap>{content}</div>"
-        block = "" if printed == value else f' data-block="{escape(str(value))}"'
-        return f"<td{block}>{content}</td>"
-    if printed == GAP:
-        return f'<td class=number data-key="">{GAP}</td>'
-    number = float(str(value))  # through str, because a frame has values of any type
-    small = f"<small>{interval}</small>" if interval else ""
-    return f'<td class=number data-key="{number:.9g}">{content}{small}</td>'
-
-
-def _interval_texts(table: Table) -> pd.DataFrame:
-    """The interval of each cell as text, with fewer decimals than the number; "" without one."""
-    texts = pd.DataFrame("", index=table.frame.index, columns=table.frame.columns)
+def _interval_texts(table: Table) -> dict[str, list[str]]:
+    """Column -> the interval of each number as text, with fewer decimals; "" without one."""
     if table.low is None or table.high is None:
-        return texts
+        return {}
+    texts = {}
     for column in table.low.columns.intersection(table.frame.columns):
         form = "{:.2f} to {:.2f}" if table.formats[column] == SCORE else "{:.1f} to {:.1f}"
         ends = zip(table.low[column].astype(float), table.high[column].astype(float), strict=True)
@@ -302,18 +247,6 @@ def _interval_texts(table: Table) -> pd.DataFrame:
             for low, high in ends
         ]
     return texts
-
-
-def _row_classes(table: Table) -> pd.Series:
-    """CSS classes of each row: `first` for the first of its block, `unpruned` for the unpruned
-    model."""
-    keys = table.frame[list(table.blocks)].astype(str)
-    is_first = (keys != keys.shift()).any(axis=1)
-    criterion = table.frame.get("Criterion", pd.Series("", index=table.frame.index))
-    return (
-        is_first.map({True: "first ", False: ""})
-        + criterion.where(criterion == UNPRUNED, "").str.lower()
-    )
 
 
 RENDERERS: dict[str, Callable[[Table], str]] = {

@@ -8,8 +8,9 @@ its plan says nothing about plans of other seeds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -85,6 +86,10 @@ class Ranking:
     def competing_rows(self) -> pd.DataFrame:
         """The plans that have a score and are not random."""
         return self.scored_rows[~self.scored_rows["criterion"].isin(RANDOM)]
+
+
+AVERAGE = "Average"
+"""Metric of the rows of `scored_plans` with averages."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -466,6 +471,89 @@ def _verdict_sentence(ranking: Ranking) -> str:
     if TIED in plans:
         return f"{sentence}, not separated from {_plan_names(plans[TIED])}."
     return f"{sentence}, separated from all others." if SEPARATED in plans else f"{sentence}."
+
+
+def scored_plans(rankings: Iterable[Ranking], comparisons: Iterable[Comparison]) -> pd.DataFrame:
+    """The scores of all plans that are ranked, a row per plan and metric. Metrics are the AVERAGE
+    and the displayed columns; columns of the result:
+
+    - Model, Pruned, Calibration, Criterion, Allocation, Recovery, Metric: display names
+    - score, low, high: displayed score and its interval; unpruned: the unpruned model's score
+    - kept: share of the unpruned model's score (its inverse if less is better)
+    - chance_low, chance_high: ends of the band of random plans, for averages
+    - status: see `Ranking.rows`; is_open: whether the plan is neither above chance nor among the
+      best methods; panel: title of the ranking; method: the method's key
+    """
+    comparison_of_model = {comparison.model: comparison for comparison in comparisons}
+    frames = [
+        _scored_plans(ranking, comparison_of_model[ranking.model])
+        for ranking in rankings
+        if ranking.model in comparison_of_model
+    ]
+    return pd.concat(frames, ignore_index=True)
+
+
+def _scored_plans(ranking: Ranking, comparison: Comparison) -> pd.DataFrame:
+    """The rows of `scored_plans` for one ranking."""
+    plans = ranking.scored_rows
+    parts = [names.method_parts(method) for method in plans["method"]]
+    texts: dict[str, Any] = {
+        "panel": f"{ranking.model}, {ranking.pruned_text} pruned",
+        "Model": ranking.model,
+        "Pruned": ranking.pruned_text,
+        "Calibration": plans["calibration"].map(names.calibration),
+        "Criterion": plans["method"].map(names.method),
+        "Allocation": [names.allocation_name(allocation) for _, allocation, _ in parts],
+        "Recovery": [names.recovery_name(recovery) for *_, recovery in parts],
+        "method": plans["method"],
+        "status": plans["status"],
+        "is_open": ~plans["status"].str.startswith((ABOVE_CHANCE, BEST, TIED)),
+    }
+    limits_of_kind = {
+        kind: chance.limits(ranking.plans_tested) for kind, chance in ranking.chance.items()
+    }
+    kinds = zip(plans["granularity"], plans["recovery"], strict=True)
+    bands = [limits_of_kind.get(kind, (np.nan, np.nan)) for kind in kinds]
+    ends = pd.DataFrame(bands, plans.index, ["chance_low", "chance_high"])
+    average = plans[["score", "low", "high"]].join(ends)
+    frames = [
+        average.assign(Metric=AVERAGE, unpruned=ranking.unpruned_score, sign=ranking.quantity.sign)
+    ]
+    for column in comparison.benchmarks_of:
+        score, low, high = comparison.displayed_scores((column,))
+        scores = pd.DataFrame({"score": score, "low": low, "high": high}).loc[plans.index]
+        unpruned = score.get(comparison.unpruned_cell, np.nan)
+        sign = comparison.quantity((column,)).sign
+        frames.append(scores.assign(Metric=names.benchmark(column), unpruned=unpruned, sign=sign))
+    rows = pd.concat([frame.assign(**texts) for frame in frames])
+    kept = (rows["score"] / rows["unpruned"]) ** rows.pop("sign")
+    return rows.assign(kept=kept.replace(np.inf, np.nan)).dropna(subset=["score"])
+
+
+def headline(rankings: Sequence[Ranking]) -> str:
+    """The main finding in one sentence: on how many models a plan is above chance, or the best plan
+    of each model where nothing is compared with chance."""
+    single = [ranking for ranking in rankings if ranking.model != ALL_MODELS]
+    compared = [ranking for ranking in single if ranking.chance]
+    if not compared:
+        best = [
+            f"{plan_name(records(ranking.scored_rows)[0])} on {ranking.model} "
+            f"({ranking.pruned_text} pruned)"
+            for ranking in single[:MAX_ENTRIES]
+        ]
+        return f"First by average: {names.enumeration(best)}." if best else "No plan was scored."
+    above: dict[str, list[str]] = {}  # model -> criteria above chance
+    for ranking in compared:
+        plans = ranking.scored_rows[ranking.scored_rows["chance"] == ABOVE_CHANCE]
+        above.setdefault(ranking.model, []).extend(plans["method"].map(names.method))
+    winners = {model: list(dict.fromkeys(methods)) for model, methods in above.items() if methods}
+    models = names.count(len(above), "model")
+    if not winners:
+        return f"On none of {models} is a criterion above chance: random pruning does as well."
+    found = "; ".join(f"{model}: {names.enumeration(won)}" for model, won in winners.items())
+    rest = len(above) - len(winners)
+    others = f" On the other {rest}, random pruning does as well." if rest else ""
+    return f"A criterion is above chance on {len(winners)} of {models} ({found}).{others}"
 
 
 def ranking_text(rankings: Sequence[Ranking]) -> str:

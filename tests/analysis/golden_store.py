@@ -16,15 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import synthetic_sums
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.collections import PathCollection
-from matplotlib.colors import to_hex
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch, Rectangle
 from synthetic import (
     CALIBRATIONS,
     edited_document,
@@ -39,13 +32,15 @@ from synthetic_sums import MIB
 from moe_lab.analysis.load.study import Study, load
 from moe_lab.analysis.registry import Results, outputs
 from moe_lab.analysis.render import table as rendering
-from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import Table
 from moe_lab.result_files import TIMINGS
 
 GOLDEN = Path(__file__).parent / "golden"
 STORE = GOLDEN / "store.tar.xz"
 CAPTIONS = GOLDEN / "captions.txt"
+ROWS = ".rows.csv"
+"""End of the names of the files with the rows of figures."""
 TASKS = ("humaneval", "livecodebench", "gsm8k", "math500", "rte", "winogrande")
 SIZES = {"text_8k": 8000, "text_65k": 65000}
 """Calibration sets of one text, and the tokens they read."""
@@ -195,50 +190,9 @@ def tables_and_figures(study: Study) -> tuple[dict[str, Table], dict[str, Figure
     return tables, {item.name: item for item in items if isinstance(item, Figure)}
 
 
-def panel_contents(figure: Figure) -> list[dict[str, Any]]:
-    """The content of each panel of a figure: texts, and positions and colours of lines, bars,
-    points and images. The first entry is of the legends."""
-    legends = [legend.get_texts() for legend in figure.drawing.legends]
-    return [
-        {"legend": [text.get_text() for texts in legends for text in texts]},
-        *(_panel(axes) for axes in figure.drawing.axes if axes.get_visible()),
-    ]
-
-
-def _panel(axes: Axes) -> dict[str, Any]:
-    lines = [
-        {"of": f"{line.get_label()} {_look(line)}", "at": _rounded_numbers(line.get_xydata())}
-        for line in axes.get_lines()
-    ]
-    bars = [
-        {"of": to_hex(patch.get_facecolor(), keep_alpha=True), "at": _outline(patch)}
-        for patch in axes.patches
-    ]
-    marks: list[Any] = [image.get_array() for image in axes.get_images()]
-    for points in axes.collections:
-        if isinstance(points, PathCollection):
-            marks.append(points.get_offsets())
-        else:
-            marks += [path.vertices for path in points.get_paths()]
-    texts = [text.get_text() for text in axes.texts]
-    return {
-        "title": axes.get_title(loc="left"),
-        "words": [
-            axes.get_xlabel(),
-            axes.get_ylabel(),
-            *map(_ticks, (axes.xaxis, axes.yaxis)),
-            *texts,
-        ],
-        "lines": lines,
-        "bars": bars,
-        "marks": [_rounded_numbers(mark) for mark in marks],
-    }
-
-
-def _look(line: Line2D) -> str:
-    """Colour, colour of markers, marker, style and width of a line."""
-    colours = f"{line.get_color()} {line.get_markerfacecolor()}"
-    return f"{colours} {line.get_marker()} {line.get_linestyle()} {line.get_linewidth():g}"
+def figure_text(figure: Figure) -> str:
+    """The rows of a figure as CSV, in which numbers have five digits."""
+    return str(figure.rows.to_csv(index=False, float_format="%.5g"))
 
 
 def captions(items: Iterable[Table | Figure], store: Path) -> list[str]:
@@ -252,27 +206,6 @@ def captions(items: Iterable[Table | Figure], store: Path) -> list[str]:
     return sorted(lines)
 
 
-def _ticks(axis: Axis) -> str:
-    """The labels in the visible range; outside of it, versions of matplotlib differ."""
-    low, high = sorted(axis.get_view_interval())
-    axis.get_ticklabels()  # which brings the ticks up to date
-    ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
-    shown = [tick.label1 for tick in ticks if low <= tick.get_loc() <= high]
-    return ", ".join(label.get_text() for label in shown)
-
-
-def _outline(patch: Patch) -> list[float | None]:
-    """Coordinates of two corners of a rectangle, or of all corners of another shape."""
-    corners = patch.get_patch_transform().transform(patch.get_path().vertices)
-    return _rounded_numbers(corners[[0, 2]] if isinstance(patch, Rectangle) else corners)
-
-
-def _rounded_numbers(numbers: Any) -> list[float | None]:
-    """The numbers rounded to five digits, in their order; None for a number that is not drawn."""
-    values = np.ma.filled(np.ma.asarray(numbers, float), np.nan).ravel()
-    return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values]
-
-
 def main(arguments: list[str]) -> int:
     if arguments not in (["store"], ["tables"]):
         print(__doc__)
@@ -283,13 +216,12 @@ def main(arguments: list[str]) -> int:
             pack(write(Path(folder) / "written"), STORE)
         study = unpack(Path(folder) / "read")
         tables, figures = tables_and_figures(study)
-    for path in (*GOLDEN.glob("*.csv"), *GOLDEN.glob("*.json")):
+    for path in GOLDEN.glob("*.csv"):
         path.unlink()
     for name, table in tables.items():
         (GOLDEN / f"{name}.csv").write_text(rendering.csv(table), encoding="utf-8")
     for name, figure in figures.items():
-        panels = ",\n".join(json.dumps(panel) for panel in panel_contents(figure))
-        (GOLDEN / f"{name}.json").write_text(f"[{panels}]\n", encoding="utf-8")
+        (GOLDEN / f"{name}{ROWS}").write_text(figure_text(figure), encoding="utf-8")
     lines = captions([*tables.values(), *figures.values()], study.store)
     CAPTIONS.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return 0

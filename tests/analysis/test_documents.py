@@ -18,7 +18,7 @@ from moe_lab.analysis.load.studies import combined_record, requested_studies
 from moe_lab.analysis.load.study import Study, load
 from moe_lab.analysis.outputs import captions
 from moe_lab.analysis.registry import Results, find
-from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import Table
 from moe_lab.analysis.stats.overlap import proxy_overlap
 from moe_lab.errors import UserError
@@ -204,7 +204,7 @@ def test_overlaps_of_two_models_are_pooled(two_models: Study) -> None:
         results.__dict__["overlaps"] = overlaps
         figure, *_ = find("unified.fig5").items(results)
         assert isinstance(figure, Figure)
-        titles = [axes.get_title("left").partition(",")[0] for axes in figure.drawing.axes]
+        titles = [panel.partition(",")[0] for panel in figure.rows["panel"].unique()]
         assert list(dict.fromkeys(titles)) == models
 
 

@@ -35,7 +35,7 @@ from moe_lab.analysis.outputs.score_rows import pareto_front
 from moe_lab.analysis.published.numbers import counterparts
 from moe_lab.analysis.registry import Results, find
 from moe_lab.analysis.render import table as rendering
-from moe_lab.analysis.render.style import Figure
+from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import Table
 from moe_lab.analysis.stats import uncertainty
 from moe_lab.analysis.stats.cell_scores import CODE_BENCHMARKS, MEAN, column_targets
@@ -252,12 +252,12 @@ def test_storage_figure_has_a_line_for_each_method_with_each_recovery(
 ) -> None:
     results = results_of(study_of(recovered, storage_sizes(8, 4, 3, 4, 3)), [recovered])
     figure, table = find("coverage.fig8").items(results)
-    *lines, front = figure.drawing.axes[0].get_lines()
-    drawn = {tuple(float(end) for end in line.get_xydata()[0]) for line in lines}
+    drawn = set(figure.rows[["x", "y"]].itertuples(index=False, name=None))
     frame = table.frame[["Storage (MiB)", "Mean"]]
-    assert len(lines) == 5 and drawn == set(frame.itertuples(index=False, name=None))
+    assert drawn == set(frame.itertuples(index=False, name=None))
+    assert figure.rows["line"].nunique() == 5
     # 20 and 50 of 60 right with 4 and 3 MiB, 30 and 10 too: the smaller and better one alone
-    assert front.get_xydata().tolist() == [[3, 50 / 60]]
+    assert figure.rows.loc[figure.rows["front"], ["x", "y"]].to_numpy().tolist() == [[3, 50 / 60]]
 
 
 def test_costs_that_do_not_differ_are_not_drawn(recovered: Comparison) -> None:
@@ -461,58 +461,29 @@ def table() -> Table:
     )
 
 
-def test_markdown_marks_the_best_and_gaps(table: Table) -> None:
+def test_markdown_marks_what_is_separated_and_gaps(table: Table) -> None:
     text = rendering.markdown(table)
-    assert "| MAN | **0.500** |" in text and "| REAP | **0.500** |" in text, "ties are all best"
-    assert "| Unpruned | 0.900 |" in text, "the unpruned model does not compete"
+    assert "**" not in text, "the best number alone is no proof"
     assert "| EAN | – |" in text
     assert rendering.GAP_NOTE in text
-    complete = replace(table, frame=table.frame.fillna(0.25))
-    assert rendering.GAP_NOTE not in rendering.markdown(complete)
+    is_man = table.frame[["Criterion"]].eq("MAN").rename(columns={"Criterion": "GSM8K"})
+    complete = replace(table, frame=table.frame.fillna(0.25), bold=is_man)
+    text = rendering.markdown(complete)
+    assert "| MAN | **0.500** |" in text and text.count("**") == 2
+    assert rendering.GAP_NOTE not in text
 
 
-@pytest.mark.parametrize(
-    ("number_format", "second", "is_tied"),
-    [
-        ("{:,.1f}", 12.33, True),
-        ("{:,.1f}", 12.4, False),
-        ("{:.0%}", 12.314, True),
-        ("{:g}", 12.33, False),
-    ],
-)
-def test_numbers_that_are_printed_alike_are_all_best(
-    number_format: str, second: float, is_tied: bool
-) -> None:
-    frame = pd.DataFrame({"Seconds": [12.31, second, 1.0]})
-    table = Table("t", "", "", frame, {"Seconds": number_format}, best={"Seconds": "max"})
-    assert list(rendering.best_marks(table)["Seconds"]) == [is_tied, True, False]
-
-
-def test_latex_escapes_and_marks_the_best(table: Table) -> None:
+def test_latex_escapes(table: Table) -> None:
     text = rendering.latex(table)
     for expected in (
         r"\toprule",
         r"\midrule",
         r"\bottomrule",
-        r"\textbf{0.500}",
         r"It\_s",
         r"50 \%",
         r"\label{tab:t}",
     ):
         assert expected in text
-    assert "textbf{0.900}" not in text
-
-
-def test_html_has_keys_for_sorting_and_intervals(table: Table) -> None:
-    text = rendering.html(table)
-    assert 'data-key="0.9"' in text
-    assert 'data-key=""' in text
-    assert "<small>0.40 to 0.60</small>" in text
-
-
-def test_html_escapes_names(table: Table) -> None:
-    frame = pd.DataFrame({"Criterion": ["<script>"], "GSM8K": [0.5]})
-    assert "<script>" not in rendering.html(replace(table, frame=frame, low=None))
 
 
 def test_lines_of_calibration_tokens_are_told_apart_by_their_gate() -> None:
@@ -551,7 +522,7 @@ def test_degeneration_is_compared_with_the_unpruned_model(tmp_path: Path, result
         [file] = store.glob(f"evaluate/*-{criterion}-*/samples.parquet")
         texts = {"loop": loop, "characters": characters, "empty": 0}
         write_frame(file, pd.read_parquet(file).assign(**texts))
-    [table] = find("degeneration").items(Results(load(store, "made_up")))
+    figure, table = find("degeneration").items(Results(load(store, "made_up")))
     loops, differences = table.frame["Loops"].tolist(), table.frame["Δ Loops"].tolist()
     assert [*loops, differences[1]] == pytest.approx([1 / 6, 0.8, 0.6])
     # the standard error of 1, 1, 0, 0, 1, and Student's t with four degrees of freedom
@@ -559,4 +530,5 @@ def test_degeneration_is_compared_with_the_unpruned_model(tmp_path: Path, result
     assert table.frame["Δ Characters"][1] == 20
     assert np.isnan(table.low["Δ Characters"][1]), "all pairs agree"
     assert "Empty" not in table.frame, "no text is empty"
+    assert figure.rows["share"].tolist() == pytest.approx([1 / 6, 0.8])
     assert not find("degeneration").items(results), "the study has no texts"
