@@ -83,9 +83,7 @@ def _figure(table: Table) -> Figure | None:
     texts = ["Model", "Benchmark", "Pruned", "Calibration", "Criterion"]
     rows = table.frame.melt(texts, shares, "measure", "share").dropna(subset=["share"])
     layers = charts.mean_map(charts.label("measure"), charts.label("Criterion"), "share", "share")
-    caption = (
-        f"Share of texts, the mean over benchmarks and over the plans that menus leave. {CAPTION}"
-    )
+    caption = f"Share of texts, the mean over benchmarks and plans. {CAPTION}"
     size = ({"step": 60}, {"step": 20})
     return Figure(table.name, table.title, caption, rows, layers, 4, size, panel="Model")
 

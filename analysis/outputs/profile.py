@@ -126,12 +126,4 @@ def entropy_figure(results: Results, name: str) -> Figure | None:
     )
     title = "Router entropy across texts, layers and models"
     y = charts.number("y", "router entropy / ln(experts)", **charts.SHARE)
-    return charts.layer_figure(name, title, caption, by_calibration(points), y)
-
-
-def by_calibration(points: pd.DataFrame) -> pd.DataFrame:
-    """Rows of a figure with a panel per model and a line per calibration set.
-
-    points: columns "model", "calibration", "layer" and "y"."""
-    sets = points["calibration"].map(names.calibration)
-    return points.assign(panel=points["model"], Model=points["model"], label=sets, Calibration=sets)
+    return charts.layer_figure(name, title, caption, charts.by_calibration(points), y)

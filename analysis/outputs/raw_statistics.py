@@ -10,7 +10,6 @@ import pandas as pd
 from moe_lab.analysis import names
 from moe_lab.analysis.load.passes import STATISTICS
 from moe_lab.analysis.outputs.captions import ABLATIONS, SUMS, pass_setup
-from moe_lab.analysis.outputs.profile import by_calibration
 from moe_lab.analysis.registry import Results, output, per_model
 from moe_lab.analysis.render import charts
 from moe_lab.analysis.render.charts import Figure
@@ -199,4 +198,4 @@ def activation_figure(results: Results, name: str) -> Figure | None:
     )
     title = "Activation magnitudes of experts by calibration set"
     y = charts.number("y", "root mean square of channels")
-    return charts.layer_figure(name, title, caption, by_calibration(points), y)
+    return charts.layer_figure(name, title, caption, charts.by_calibration(points), y)

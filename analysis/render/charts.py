@@ -279,6 +279,14 @@ def layer_figure(
     return Figure(name, title, caption, rows, layers)
 
 
+def by_calibration(points: pd.DataFrame) -> pd.DataFrame:
+    """Rows of a figure with a panel per model and a line per calibration set.
+
+    points: columns "model", "calibration", "layer" and "y"."""
+    sets = points["calibration"].map(names.calibration)
+    return points.assign(panel=points["model"], Model=points["model"], label=sets, Calibration=sets)
+
+
 def content(figure: Figure) -> dict[str, Any]:
     """The figure for the page's script: in Vega-Lite, and its rows with numbers of four digits."""
     table = json.loads(figure.rows.to_json(orient="split", index=False, double_precision=10))
