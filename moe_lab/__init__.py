@@ -86,14 +86,11 @@ def load(path: str, **settings: Any) -> tuple[Any, Any]:
     from moe_lab.config import ModelConfig
     from moe_lab.config.base import validated
     from moe_lab.models.load import load_model
-    from moe_lab.paths import PREFIX, valid_name
+    from moe_lab.paths import PREFIX, name_of_path
 
-    # NAME in pocket:NAME, in the hub id AUTHOR/NAME, or in FOLDER/NAME
-    last_part = path.rstrip("/").rpartition("/")[2]
-    name = valid_name(last_part.rpartition(":")[2])
     # the shipped models are so small that one thread is fastest
     threads = 1 if path.startswith(PREFIX) else None
-    fields = {"name": name, "path": path, "threads": threads, **settings}
+    fields = {"name": name_of_path(path), "path": path, "threads": threads, **settings}
     return load_model(validated(ModelConfig, fields, group="", origin="load"))
 
 

@@ -115,7 +115,21 @@ def _run(words: Sequence[str]) -> int:
     """Run the study that the arguments `words` describe. Returns the exit code of the study."""
     is_for_hydra = any(map(HYDRA_WORD.match, words))
     with _errors_as_sentences():
+        _check_hyphens(words)
         return _run_hydra(words) if is_for_hydra else _run_study(words)
+
+
+def _check_hyphens(words: Sequence[str]) -> None:
+    """Raise UserError for a setting that is written as an option, such as --criterion reap."""
+    from moe_lab.config import CellConfig, Config
+    from moe_lab.config.base import fields_of
+
+    known = fields_of(Config) | fields_of(CellConfig)
+    for number, word in enumerate(words):
+        key, is_setting, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and key.partition(".")[0] in known:
+            example = value if is_setting else next(iter(words[number + 1 :]), "VALUE")
+            raise UserError(f"{word}: expected {key}={example}")
 
 
 def _run_study(words: Sequence[str]) -> int:

@@ -36,4 +36,4 @@ class Parser(argparse.ArgumentParser):
         return request
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; {self.format_usage().strip()}")
+        raise UserError(f"{message}; {' '.join(self.format_usage().split())}")

@@ -31,7 +31,7 @@ from moe_lab.config import Config
 from moe_lab.config.base import Mistakes, storage_problems, validated
 from moe_lab.criteria import CRITERIA
 from moe_lab.errors import UserError, unknown_name_error
-from moe_lab.paths import conf, store_folder
+from moe_lab.paths import conf, name_of_path, store_folder
 
 Choice = grid.Choice
 CONFIG = "config"
@@ -167,8 +167,8 @@ class Groups:
         return self._names[group]
 
     def load(self, choices: Iterable[Choice]) -> dict[Choice, dict[str, Any]]:
-        """(group, name of a choice) -> settings. SettingsError with a sentence for each choice that
-        cannot be composed, or that sets a key outside its group."""
+        """(group, name of a choice, or a path) -> settings. SettingsError with a sentence for each
+        choice that cannot be composed, or that sets a key outside its group."""
         choices = list(dict.fromkeys(choices))
         new_choices = [choice for choice in choices if choice not in self._contents]
         try:
@@ -189,7 +189,15 @@ class Groups:
             return
         # +GROUP@KEY=NAME puts the content of a choice under a key that no other choice uses
         keys = {choice: f"choice{number}" for number, choice in enumerate(choices)}
-        keyed_overrides = [f"+{group}@{key}={name}" for (group, name), key in keys.items()]
+        paths = {
+            (group, name)
+            for group, name in choices
+            if grid.is_own_path(group, name) and name not in self.names(group)
+        }
+        keyed_overrides = [
+            f"+{group}@{key}={grid.PATH_FILES[group] if (group, name) in paths else name}"
+            for (group, name), key in keys.items()
+        ]
         group, name = choices[0]
         try:
             composed = _plain_content(
@@ -202,7 +210,11 @@ class Groups:
                 f"{group}={name} sets {outer_keys[0]}, expected nothing outside {group}: a file "
                 "that sets several groups is an experiment"
             )
-        self._contents.update({choice: composed.get(key) or {} for choice, key in keys.items()})
+        for choice, key in keys.items():
+            content = composed.get(key) or {}
+            if choice in paths:
+                content |= {"path": choice[1], "name": name_of_path(choice[1])}
+            self._contents[choice] = content
 
 
 def _plain_content(config: DictConfig) -> dict[str, Any]:
@@ -233,7 +245,7 @@ def compose(texts: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
         # the files are composed later, and can add folders to the search path only then
         groups = Groups(overrides.list_of_texts("hydra.searchpath", parsed))
         draft = grid.Draft()
-        hydra_texts: list[str] = []
+        hydra_texts = _defaults_of_own_model(parsed, groups) if config_name == CONFIG else []
         for text, override in parsed:
             with mistakes.caught():
                 hydra_texts += overrides.add_to_draft(text, override, groups, draft)
@@ -249,6 +261,19 @@ def compose(texts: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
         with mistakes.caught():
             points = grid.points(draft, groups)
     return config, grid.requests(config, points, groups)
+
+
+def _defaults_of_own_model(parsed: overrides.Parsed, groups: Groups) -> list[str]:
+    """Overrides for a model that is named by its path, if a calibration set is named, but no suite,
+    export or experiment: plans are compared by their distance from the unpruned model on the other
+    half of the set, and written as checkpoints."""
+    values = {override.key_or_group: overrides.values_of(override) for _, override in parsed}
+    named_groups = {key.partition(".")[0] for key in values}
+    if named_groups & {"suite", "export", "experiment"} or "calibration" not in named_groups:
+        return []
+    known = groups.names("model")
+    are_paths = [str(name) not in known for name in values.get("model", ())]
+    return ["suite=fidelity", "export=natural"] if any(are_paths) else []
 
 
 def _compose_study(

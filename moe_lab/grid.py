@@ -31,7 +31,7 @@ from moe_lab.config.base import Mistakes, fields_of, setting_type, validated
 from moe_lab.config.pruning import TEXTS
 from moe_lab.errors import UserError, check_known, unknown_name_error
 from moe_lab.evaluation.harness import harness_of
-from moe_lab.paths import PREFIX, valid_name
+from moe_lab.paths import PREFIX, is_path, valid_name
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,15 @@ SHIPPED_SUITE = "pocket_no_code"
 """Suite of a shipped model if none is named."""
 REGISTERED = ("criterion", "allocation")
 """Groups whose choices have the name of a registered function, to which no settings are added."""
+PATH_FILES = {"model": "local", "calibration": "text"}
+"""Group whose choices can be paths -> file with the other settings of such a choice: model=DIR
+means model=local model.path=DIR."""
 REMOVED = object()
 """Marker in place of the value of a setting that an override with ~ removes."""
 
 
 class Files(Protocol):
-    """Access to the files of configuration groups."""
+    """Access to the files of configuration groups, and to paths as choices (see `is_own_path`)."""
 
     def names(self, group: str) -> list[str]:
         """Names of the files of a group."""
@@ -173,6 +176,11 @@ def _valid_lists(lists: Any, field: str, mistakes: list[str]) -> Lists:
     return valid_lists
 
 
+def is_own_path(group: str, name: str) -> bool:
+    """Whether `name`, which no file of the group has, is a path of the user."""
+    return group in PATH_FILES and is_path(name)
+
+
 def _pattern(name: Any) -> str:
     """`name` as a pattern for fnmatch. The name glob(PATTERN) gives PATTERN."""
     return re.sub(r"^glob\((.*)\)$", r"\1", str(name))
@@ -248,6 +256,8 @@ class _Axes:
             for entry in lists.get(axis, ()):
                 pattern = _pattern(entry)
                 matches = [name for name in available if fnmatchcase(name, pattern)]
+                if not matches and is_own_path(axis, pattern):
+                    matches = [pattern]
                 if not matches:
                     mistakes.append(
                         str(unknown_name_error(self._list_setting(axis), pattern, available))

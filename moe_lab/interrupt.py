@@ -1,5 +1,5 @@
 """End a command that still imports at Ctrl-C, with one sentence and exit code 130, as
-`errors.run_and_exit` does later.
+`errors.run_and_exit` does later; and end every command on Windows.
 
 This is the first import of every command. It imports next to nothing, so that the time in which
 Ctrl-C prints a stack trace is short.
@@ -23,3 +23,5 @@ def _handle_uncaught(
 
 
 sys.excepthook = _handle_uncaught
+if sys.platform == "win32":
+    sys.exit("moe_lab runs on Linux: on Windows, install it in WSL (Windows Subsystem for Linux)")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from hydra.errors import HydraException
 
 from moe_lab import grid
 from moe_lab.config import CellConfig, Config
-from moe_lab.config.base import fields_of, is_text, setting_type
+from moe_lab.config.base import fields_of, is_text, literal_values, setting_type
 from moe_lab.errors import UserError, unknown_name_error
 
 _OVERRIDE = re.compile(r"(?P<sign>\+{0,2})(?P<key>[\w.]+)=(?P<value>.*)", re.DOTALL)
@@ -65,13 +66,21 @@ def _type(key: str) -> Any:
     return setting_type(CellConfig if group in grid.AXES else Config, key.split("."))
 
 
-def parse(texts: Iterable[str]) -> list[tuple[str, Override]]:
+Parsed = list[tuple[str, Override]]
+"""Overrides as text, and as parsed by Hydra."""
+
+
+def parse(texts: Iterable[str]) -> Parsed:
     """(override as text, the same override parsed by Hydra) for each of `texts`. UserError for an
-    override that Hydra cannot parse."""
+    override that Hydra cannot parse, and for a path with a comma without quotes."""
     hydra = GlobalHydra.instance()
     parser = OverridesParser.create(hydra.config_loader() if hydra.is_initialized() else None)
     parsed = []
     for text in texts:
+        path = text.partition("=")[2]
+        if "," in path and os.path.exists(path):  # a long text makes Path.exists fail
+            quoted = _quote_override(text)
+            raise UserError(f"{path} exists: expected quotes for its comma: {quoted}")
         try:
             [override] = parser.parse_overrides([for_hydra(text)])
             parsed.append((text, override))
@@ -146,6 +155,7 @@ def _add_choices(text: str, override: Override, files: grid.Files, draft: grid.D
     Returns the overrides that Hydra must apply."""
     group = override.key_or_group
     available = files.names(group)
+    benchmarks = files.names("benchmark") if group == "suite" else []
     names: list[str] = []
     for value in values_of(override):
         # GROUP=[A,B] means the same as GROUP=A,B
@@ -153,12 +163,17 @@ def _add_choices(text: str, override: Override, files: grid.Files, draft: grid.D
         names += ["null" if item is None else str(item) for item in items]
     if group in grid.GROUPS:
         draft.command_lists[group] = names
+    elif names[0] not in available and set(names) <= set(benchmarks):
+        return [for_hydra(f"suite.benchmarks=[{','.join(names)}]")]
     elif len(names) != 1:
         raise UserError(
             f"{text} names several files, and {group} has one in a study: expected one of them"
         )
     elif names[0] not in available:
-        raise unknown_name_error(group, names[0], available)
+        for field, kind in fields_of(_type(group)).items():
+            if names[0] in literal_values(kind):
+                raise UserError(f"{text} is no file: expected {group}.{field}={names[0]}")
+        raise unknown_name_error(group, names[0], {*available, *benchmarks})
     # Hydra takes one name of a file; `grid` resolves several names, and patterns such as glob(a*)
     return [text] if len(names) == 1 and names[0] in available else []
 

@@ -71,6 +71,16 @@ def shipped_paths() -> Mapping[str, Path]:
     return paths
 
 
+def is_path(text: str) -> bool:
+    """Whether `text` looks like a path, a hub id or pocket:NAME, or is a file or folder here."""
+    return "/" in text or text.startswith(PREFIX) or os.path.exists(text)
+
+
+def name_of_path(path: str) -> str:
+    """A valid name made from a path: NAME of FOLDER/NAME, AUTHOR/NAME and pocket:NAME."""
+    return valid_name(path.rstrip("/").rpartition("/")[2].rpartition(":")[2])
+
+
 def cache_folder(name: str) -> Path:
     """The folder `name` in the user's cache of moe_lab."""
     return user_cache() / "moe_lab" / name

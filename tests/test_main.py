@@ -3,6 +3,7 @@ every form: `GROUP=x`, a list in a file, `-m GROUP=x,y`, however its file is com
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -10,10 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import preloaded
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from processes import children_seconds, time_limit
+from transformers import AutoModelForCausalLM
 
 from moe_lab import __main__ as command_line
 from moe_lab import grid, plugins
@@ -22,6 +25,7 @@ from moe_lab.config import Config
 from moe_lab.config.base import SettingsError
 from moe_lab.errors import UserError, run_and_exit
 from moe_lab.overrides import quote_letters
+from moe_lab.paths import DATA
 from moe_lab.study import run
 from moe_lab.study.graph import build
 from tests.campaign.commands import MISTAKES
@@ -103,6 +107,61 @@ def test_a_setting_without_axis_suggests_quotes_for_its_comma() -> None:
             compose(["store=a,b"])
         suggestion = str(error.value).split('"')[1]
         assert compose([suggestion])[0].store == "a,b"
+
+
+@pytest.mark.slow
+def test_a_comma_in_a_path_that_exists_needs_quotes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a,b.txt").write_text("words")
+    with hydra_context():
+        with pytest.raises(SettingsError) as error:
+            compose(["calibration=a,b.txt"])
+        suggestion = str(error.value).split('"')[1]
+        (cells, _), *_ = compose([suggestion])[1]
+    assert cells[0].calibration.path == "a,b.txt"
+
+
+@pytest.mark.slow
+def test_paths_hub_ids_and_benchmarks_are_choices() -> None:
+    """With the same settings as in their long form."""
+    short = ["model=owner/MoE-7B", "model.dtype=bfloat16", "calibration=texts/notes.txt"]
+    long = ["model=local", "model.path=owner/MoE-7B", "model.name=MoE-7B", "model.dtype=bfloat16"]
+    long += ["calibration=text", "calibration.path=texts/notes.txt", "calibration.name=notes.txt"]
+    with hydra_context():
+        config, requests = compose([*short, "suite=mmlu,arc_easy", "export=none"])
+        names = [benchmark.name for _, benchmarks in requests for benchmark in benchmarks]
+        assert compose([*long, "suite.benchmarks=[mmlu,arc_easy]"]) == (config, requests)
+        assert names == ["mmlu", "arc_easy"]
+        cells = compose(["model=owner/first,owner/second,pocket_olmoe", *short[2:]])[1][0][0]
+    assert {cell.model.name for cell in cells} >= {"first", "second"}
+
+
+@pytest.mark.slow
+def test_a_model_and_a_text_of_the_user_give_a_ranking_and_checkpoints(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "olmoe", tmp_path / "model")
+    records = (DATA / "calibration" / "general.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "notes.jsonl").write_text("".join(records[:40]))
+    settings = ["model=model", "calibration=notes.jsonl", "criterion=reap,aimer"]
+    result = preloaded.run(tmp_path, "moe_lab", "run", *settings, "calibration.tokens=512")
+    assert result.returncode == 0, result.stderr
+    ranking = re.findall(r"^ +[12] +(REAP|AIMER) ", result.stdout + result.stderr, re.MULTILINE)
+    assert {*ranking} == {"REAP", "AIMER"}
+    folders = re.findall(r"export: (.*)", result.stdout + result.stderr)
+    assert len(folders) == 2
+    for folder in folders:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert model.config.num_experts == 24
+
+
+@pytest.mark.slow
+def test_windows_is_refused_in_one_sentence() -> None:
+    script = "import sys; sys.platform = 'win32'; import moe_lab.__main__"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 1
+    [line] = result.stderr.splitlines()
+    assert "Windows" in line
 
 
 @pytest.mark.slow

@@ -93,8 +93,8 @@ def run(
 
 def print_forecast(study: Study) -> list[str]:
     """Print a table of the steps of a study. With launcher=slurm, also print a table of the Slurm
-    jobs for the missing steps. Returns a sentence for each problem: the disk or the memory is too
-    small, or the settings of jobs are wrong."""
+    jobs for the missing steps, and their scripts. Returns a sentence for each problem: the disk or
+    the memory is too small, or the settings of jobs are wrong."""
     from moe_lab.study.other_stores import finished_in, open_other
 
     config = study.config
@@ -108,11 +108,14 @@ def print_forecast(study: Study) -> list[str]:
     problems = capacity_problems(study.store.root, missing, config.launcher)
     if config.launcher.name == "slurm" and missing:
         from moe_lab.study.slurm.arrays import array_table, divide_into_arrays, job_resources
+        from moe_lab.study.slurm.submit import job_scripts
 
         def print_arrays() -> None:
             resources_of = partial(job_resources, settings=config.resources, seconds=seconds)
             arrays = divide_into_arrays(missing, resources_of, config.launcher)
             console.print(array_table(arrays))
+            for script in job_scripts(arrays, study):
+                print(script)
 
         problems += user_errors(print_arrays)
     return problems

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,8 @@ class StudyState:
     study: str
     start_time: float
     """Start of its last run, in seconds since the epoch."""
+    record_time: float
+    """When its last record was written, in seconds since the epoch; 0.0 if there is none."""
     steps: Sequence[StepState]
     jobs: Mapping[str, SubmittedJob]
     queue: Mapping[str, QueuedJob]
@@ -79,7 +81,7 @@ def study_state(store: Store, study: str) -> StudyState:
     plan of a run. If a job should have written the record and has not, the record is one more step,
     with the state "missing". A damaged document adds a notice to `store.notices`. Raises UserError
     when no run has an undamaged plan."""
-    _check_records(store, study)
+    record_time = _record_time(store, study)
     study_runs = runs(store, study)
     jobs = {job.id: job for run in study_runs for job in run.jobs}
     queue, queue_error = queued_jobs(jobs) if jobs else ({}, "")
@@ -92,7 +94,7 @@ def study_state(store: Store, study: str) -> StudyState:
     record_job = _unfinished_record_job(store, study_runs)
     if record_job and record_job not in queue and not queue_error:
         steps.append(StepState(RECORD, "missing", job=record_job))
-    return StudyState(store, study, plan["time"], steps, jobs, queue, queue_error)
+    return StudyState(store, study, plan["time"], record_time, steps, jobs, queue, queue_error)
 
 
 def _step_states(
@@ -143,12 +145,14 @@ def _job_of_steps(
     return job_of
 
 
-def _check_records(store: Store, study: str) -> None:
-    """Add a notice to the store if a record of the study is damaged."""
+def _record_time(store: Store, study: str) -> float:
+    """`StudyState.record_time` of a study. If a record is damaged, adds a notice to the store."""
     try:
-        current_records(store.root, study)  # raises Damaged
+        records = current_records(store.root, study)
     except Damaged as error:
         store.notices.append(f"{error}: remove it, and start the study again")
+        return 0.0
+    return max((float(record["created"]) for record in records.values()), default=0.0)
 
 
 def _unfinished_record_job(store: Store, study_runs: Sequence[Run]) -> str | None:
@@ -181,16 +185,20 @@ def queued_jobs(jobs: Mapping[str, SubmittedJob]) -> tuple[dict[str, QueuedJob],
 
 
 def status(study: StudyState, steps: Sequence[StepState]) -> None:
-    """Print a table with the number of steps of each kind in each state, and then the jobs in the
-    queue."""
+    """Print when a study was started and ended, a table with the number of steps of each kind in
+    each state, and the jobs in the queue."""
     steps_by_kind: dict[str, list[StepState]] = defaultdict(list)
     for step in steps:
         steps_by_kind[step.kind].append(step)
     total = Counter(step.state for step in steps)
     states = [state for state in STATES if total[state]]
+    has_ended = states == ["done"] and study.record_time > study.start_time
+    end_time = study.record_time if has_ended else time.time()
     # without fractions of seconds
-    since = timedelta(seconds=round(time.time() - study.start_time))
-    table = Table("step", *states, title=f"{study.study}: {since} since it was last started")
+    since = timedelta(seconds=round(end_time - study.start_time))
+    end = f"ended on {datetime.fromtimestamp(end_time):%Y-%m-%d at %H:%M}, " if has_ended else ""
+    print(f"{study.study}: {end}{since} after it was last started")
+    table = Table("step", *states)
     for column in table.columns:
         column.no_wrap = True
     for kind, kind_steps in steps_by_kind.items():

@@ -99,6 +99,10 @@ MISTAKES = {
     "lists in lists": (["ratio={a: " + "[" * 40 + "1" + "]" * 40 + "}"], "ratio="),
     "an interval": (["calibration.tokens=interval(1,2)"], "names no values"),
     "a group that cannot be none": (["suite=null"], "suite=null is unknown"),
+    "a setting with hyphens": (["--criterion", "reap"], "--criterion: expected criterion=reap"),
+    "a format as a shape": (["export=gguf"], "expected export.format=gguf"),
+    "a benchmark nobody knows": (["suite=mmul"], "did you mean mmlu?"),
+    "a text nobody has": (["calibration=no/such.txt"], "no/such.txt"),
     "a resource nobody knows": (
         ["resources.jobs={scores:{gpu:1}}"],
         "resources.jobs.scores.gpu is not a setting",

@@ -116,6 +116,34 @@ JOBS = {
 """Kind of jobs -> its resources in the study of `submission`."""
 
 
+def test_a_dry_run_prints_the_scripts_that_a_run_submits(
+    tmp_path: Path, fake_slurm: Mapping[str, str]
+) -> None:
+    settings = ["criterion=man,magnitude", "launcher.cells_per_job=1", "resources.every.gpus=1"]
+    printed = submit(tmp_path, fake_slurm, *settings, "dry_run=true").stdout
+    assert calls(tmp_path, "sbatch") == []
+    submitted = "".join(scripts(tmp_path, submit(tmp_path, fake_slurm, *settings)).values())
+    for pattern, name in ((r"(/jobs)/[^/\s]+", r"\1/RUN"), (r"\S+/start.py", "start.py")):
+        submitted = re.sub(pattern, name, submitted)
+    assert printed.split() == submitted.split()
+    assert submitted.count("#!/bin/bash") > 5
+
+
+def test_the_documented_example_needs_four_changes(
+    tmp_path: Path, fake_slurm: Mapping[str, str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
+    [example] = re.findall(r"complete example.*?```bash\n(.*?)```", page, re.DOTALL)
+    assert example.count("# change") == 4
+    example = example.replace("/shared/me", str(tmp_path)).replace("{account: me}", "{nice: 7}")
+    script = f'set -e\nmoe-lab() {{ {sys.executable} -m moe_lab "$@"; }}\n{example}'
+    result = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, cwd=tmp_path, env={**fake_slurm}
+    )
+    assert "--nice=7" in scripts(tmp_path, result)["evaluate"]
+    assert "statistics" in result.stdout.split("study: ")[-1]
+
+
 class Submission(NamedTuple):
     """The jobs of a study: the folder of its store, kind -> id of the array, kind -> script."""
 

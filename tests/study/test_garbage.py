@@ -415,8 +415,8 @@ def test_gc_keeps_folders_that_are_no_steps(replaced: Path) -> None:
         ("gc apply=yes", "apply=yes"),
         (f"gc {STUDY}", STUDY),
         (f"status {STUDY} apply=true", "setting=apply"),
-        (f"verify {STUDY} more", "expected 1"),
-        ("status", "expected 1"),
+        (f"verify {STUDY} more", "more is neither"),
+        ("status", "required: name"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
@@ -401,7 +402,9 @@ def test_status_of_a_running_and_of_a_finished_study(
     assert f"running: being computed by {process}" in output
     assert "pending: another run will compute it" in output
     running_study()
-    table = cells(study("status", tmp_path / "store"))
+    output = study("status", tmp_path / "store")
+    assert f": ended on {datetime.now():%Y-%m-%d} at " in output
+    table = cells(output)
     assert table["step"] == ["done"]
     assert table["all"][0] == str(int(done) + 1 + int(pending))
     assert table["plan"] == ["1"]

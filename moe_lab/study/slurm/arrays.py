@@ -87,6 +87,17 @@ class Array:
     """Resources of each job, as `job_resources` returns them."""
     jobs: Sequence[JobSteps]
 
+    @property
+    def step_ids(self) -> set[str]:
+        """Ids of the steps of all jobs."""
+        return {step.id for job in self.jobs for step in job}
+
+    def needed_jobs(self, jobs: Mapping[str, str]) -> set[str]:
+        """Ids of the jobs and arrays that compute inputs of the steps. `jobs`: step id -> id of its
+        job or array."""
+        input_ids = {needed.id for job in self.jobs for step in job for needed in step.needs}
+        return {jobs[step_id] for step_id in input_ids - self.step_ids if step_id in jobs}
+
 
 def divide_into_arrays(
     steps: Sequence[Step],

@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
@@ -19,15 +19,16 @@ from typing import Any
 
 from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.slurm.slurm import _make_sbatch_string
 
 import moe_lab
 from moe_lab import plugins, start
 from moe_lab.calibration import shares_and_sets, sources
-from moe_lab.config import CalibrationConfig
+from moe_lab.config import CalibrationConfig, LauncherConfig, ResourcesConfig
 from moe_lab.errors import UserError
 from moe_lab.json_files import digest, write_json
 from moe_lab.models import files
-from moe_lab.paths import private_cache
+from moe_lab.paths import cache_folder, private_cache
 from moe_lab.study.estimates import seconds_estimator
 from moe_lab.study.provenance import CODE_STATE_FILE, code_state
 from moe_lab.study.record import Study
@@ -160,25 +161,20 @@ class Submission:
     def add(self, array: Array) -> None:
         """Submit one array. It starts when the submitted jobs that compute inputs of its steps have
         succeeded."""
-        steps = [step for job in array.jobs for step in job]
-        step_ids = {step.id for step in steps}
-        input_ids = {needed.id for step in steps for needed in step.needs} - step_ids
-        needed_jobs = [self.jobs[step_id] for step_id in input_ids if step_id in self.jobs]
         store = self.study.store.root
         launcher = self.study.config.launcher
         run_path = str(self.run.folder.relative_to(store / "runs"))
         functions = [StepsJob(str(store.absolute()), job, run_path, launcher) for job in array.jobs]
+        needed_jobs = array.needed_jobs(self.jobs)
         array_id = self._submit(
             array.kind, array.resources, functions, array.jobs, "afterok", needed_jobs
         )
-        self.jobs.update(dict.fromkeys(step_ids, array_id))
+        self.jobs.update(dict.fromkeys(array.step_ids, array_id))
 
     def close(self) -> None:
         """Submit the job that writes the record. It starts when all other jobs have ended,
         successfully or not."""
-        resources = {**merge_configs([self.study.config.resources.every]), **RECORD_RESOURCES}
-        if resources["memory"] != 0:  # resources.every.memory=0: jobs request no memory
-            resources["memory"] = RECORD_MEMORY
+        resources = record_resources(self.study.config.resources)
         function = RecordJob(self.study, self.run)
         # [[]]: an array of one job, which has no steps
         self._submit(RECORD, resources, [function], [[]], "afterany", self.jobs.values())
@@ -199,35 +195,19 @@ class Submission:
         after = tuple(sorted(set(needed_jobs)))
         name = f"{self.study.config.study}.{kind}"
         settings = self.study.config.launcher
-        python = settings.python or shlex.quote(sys.executable)
         executor = SlurmExecutor(
             self.run.logs,
             max_num_timeout=settings.max_requeues,
-            python=f"{python} {shlex.quote(str(self.starter))}",
+            python=_python(settings, self.starter),
         )
-        dependency = {"dependency": f"{condition}:{':'.join(after)}"} if after else {}
-        sbatch_options = job_options(resources["sbatch"], resources["gpus"] > 0)
-        parameters = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **sbatch_options}
-        node_options = {"partition": resources["partition"]} if resources["partition"] else {}
-        if resources["memory"] and not any(key.startswith("mem-per-") for key in parameters):
-            node_options["mem"] = f"{max(1, round(resources['memory'] * 1024))}M"
-        if resources["gpus"] and not any(starmap(is_for_gpus, sbatch_options.items())):
-            type_and_count = (resources["gpu_type"], resources["gpus"])
-            node_options["gpus_per_node"] = ":".join(str(part) for part in type_and_count if part)
-        executor.update_parameters(
-            job_name=name,
-            time=resources["minutes"],
-            cpus_per_task=resources["cpus"],
-            setup=setup_lines(resources["setup"]),
-            signal_delay_s=settings.signal_seconds,
-            array_parallelism=settings.parallel,
-            additional_parameters=parameters,
-            **node_options,
-        )
+        parameters = job_parameters(name, resources, settings, condition, after)
+        executor.update_parameters(**parameters)
         try:
-            with scheduler.submission_environment([*node_options, *sbatch_options]):
+            options = [*parameters, *parameters["additional_parameters"]]
+            with scheduler.submission_environment(options):
                 ids = self._submit_array(executor, functions)
         except (FailedJobError, FailedSubmissionError) as error:
+            sbatch_options = job_options(resources["sbatch"], resources["gpus"] > 0)
             requested = {**resources, **sbatch_options, "sbatch": None}
             message = " ".join(str(error).split())
             request = " ".join(
@@ -263,6 +243,72 @@ class Submission:
             confirmed_arrays = {ids[0].partition("_")[0], *(job.array for job in self.run.jobs)}
             scheduler.cancel(scheduler.job_ids_from(self.run.logs.absolute()) - confirmed_arrays)
         return ids
+
+
+def record_resources(settings: ResourcesConfig) -> dict[str, Any]:
+    """The resources of the job that writes the record."""
+    resources = {**merge_configs([settings.every]), **RECORD_RESOURCES}
+    if resources["memory"] != 0:  # resources.every.memory=0: jobs request no memory
+        resources["memory"] = RECORD_MEMORY
+    return resources
+
+
+def _python(settings: LauncherConfig, starter: Path) -> str:
+    """The shell command that starts Python in a job."""
+    return f"{settings.python or shlex.quote(sys.executable)} {shlex.quote(str(starter))}"
+
+
+def job_parameters(
+    name: str,
+    resources: Mapping[str, Any],
+    settings: LauncherConfig,
+    condition: str,
+    after: Sequence[str],
+) -> dict[str, Any]:
+    """The parameters of submitit for an array of jobs. `condition`, `after`: as in
+    `Submission._submit`."""
+    dependency = {"dependency": f"{condition}:{':'.join(after)}"} if after else {}
+    sbatch_options = job_options(resources["sbatch"], resources["gpus"] > 0)
+    parameters = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **sbatch_options}
+    node_options = {"partition": resources["partition"]} if resources["partition"] else {}
+    if resources["memory"] and not any(key.startswith("mem-per-") for key in parameters):
+        node_options["mem"] = f"{max(1, round(resources['memory'] * 1024))}M"
+    if resources["gpus"] and not any(starmap(is_for_gpus, sbatch_options.items())):
+        type_and_count = (resources["gpu_type"], resources["gpus"])
+        node_options["gpus_per_node"] = ":".join(str(part) for part in type_and_count if part)
+    return {
+        "job_name": name,
+        "time": resources["minutes"],
+        "cpus_per_task": resources["cpus"],
+        "setup": setup_lines(resources["setup"]),
+        "signal_delay_s": settings.signal_seconds,
+        "array_parallelism": settings.parallel,
+        "additional_parameters": parameters,
+        **node_options,
+    }
+
+
+def job_scripts(arrays: Sequence[Array], study: Study) -> Iterator[str]:
+    """The scripts that sbatch would get for `arrays` and the record job, in the order of
+    submission. The numbers 1, 2, ... of the scripts stand for the ids of jobs."""
+    config = study.config
+    logs = cache_folder("jobs") / "RUN"
+    command = f"{_python(config.launcher, Path('start.py'))} -u -m submitit.core._submit {logs}"
+    jobs: dict[str, str] = {}
+
+    def script(kind: str, resources: Mapping[str, Any], count: int, *dependency: Any) -> str:
+        name = f"{config.study}.{kind}"
+        parameters = job_parameters(name, resources, config.launcher, *dependency)
+        # as `SlurmExecutor.submit_array` does
+        tasks = count if count > 1 else None
+        return _make_sbatch_string(command, logs, map_count=tasks, **parameters)
+
+    for number, array in enumerate(arrays, 1):
+        after = sorted(array.needed_jobs(jobs))
+        yield script(array.kind, array.resources, len(array.jobs), "afterok", after)
+        jobs.update(dict.fromkeys(array.step_ids, str(number)))
+    after = sorted(set(jobs.values()))
+    yield script(RECORD, record_resources(config.resources), 1, "afterany", after)
 
 
 SETUP_TRAP = """trap 'code=$?; [ -z "$MOE_LAB_SETUP" ] ||\
