@@ -8,6 +8,7 @@ limit is extended by the same factor as the time of the yardstick.
 """
 
 import gc
+import math
 import resource
 import shlex
 import shutil
@@ -73,9 +74,14 @@ def lock_environment(body: str, folder: Path) -> dict[str, str]:
     return {"LD_PRELOAD": str(folder / "locks.so")}
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    """Wait for a condition without a time limit."""
+def wait_until(
+    condition: Callable[[], object], seconds: float = math.inf, message: str = ""
+) -> None:
+    """Wait for a condition, by default without a time limit. AssertionError with a message when it
+    is false for `seconds`."""
+    deadline = time.monotonic() + seconds
     while not condition():
+        assert time.monotonic() < deadline, message
         time.sleep(0.02)
 
 

@@ -13,12 +13,12 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from processes import wait_until
 from studies import jobs
 
 JOB_SECONDS = 500
@@ -69,14 +69,6 @@ def missing_requirement() -> str | None:
     if missing:
         return f"no {', '.join(missing)}: apt-get install munge slurm-wlm slurm-client"
     return None if os.geteuid() == 0 else "slurmd needs root"
-
-
-def wait_until(condition: Callable[[], object], seconds: float, message: str) -> None:
-    """Wait for a condition. AssertionError with a message when it is false for `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, message
-        time.sleep(0.05)
 
 
 class Cluster:

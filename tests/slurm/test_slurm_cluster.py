@@ -15,7 +15,8 @@ from typing import Any
 
 import preloaded
 import pytest
-from cluster import JOB_SECONDS, STEP_COUNTS, TWO_RATIOS, Cluster, InstantStudies, wait_until
+from cluster import JOB_SECONDS, STEP_COUNTS, TWO_RATIOS, Cluster, InstantStudies
+from processes import wait_until
 from studies import command, executed_steps, jobs, moe_lab, results, study_output
 
 from moe_lab.paths import cache_folder

@@ -12,8 +12,8 @@ from cluster import (
     STEP_COUNTS,
     TWO_RATIOS,
     InstantStudies,
-    wait_until,
 )
+from processes import wait_until
 from studies import study_output
 
 from moe_lab.result_files import read_record
