@@ -51,10 +51,7 @@ _OUTER = ("type", "id")
 """Keys of a call of a function that stand beside the function, not in it."""
 _CACHE = "cache_control"
 """Key of a message, or of a part of its content, that only a server reads."""
-_COPIES = {
-    "message_type": ("thought", "action", "tool_call_ids"),
-    "traj_id": ("patch",),
-}
+_COPIES = {"message_type": ("thought", "action", "tool_call_ids"), "traj_id": ("patch",)}
 """Key of a turn or record of SWE-agent -> keys beside it that only repeat what turns say and do."""
 _TURNS = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 """Beginning of a conversation as JSON text, or as a Python literal. Data sets that were stored as
@@ -125,12 +122,8 @@ class Documents:
             raise UserError(
                 f"{location}: expected an object with fields such as text, found {value!r:.40}"
             )
-        ignored = self.settings.ignored
-        fields = {
-            key: _without_null(inner)
-            for key, inner in _without_copies(fields).items()
-            if key not in ignored
-        }
+        fields = without_keys(_without_copies(fields), self.settings.ignored)
+        fields = {key: _without_null(inner) for key, inner in fields.items()}
         record = Record(fields, location, self.settings)
         try:
             self.documents.append(record.document())
@@ -171,10 +164,9 @@ class Record:
         field = self.settings.field or self._known_fields()
         keys = [field] if isinstance(field, str) else [*field]
         self.form = " and ".join(keys)
-        if len(keys) > 1 and all(_is_conversation(self.fields.get(key)) for key in keys):
-            return self._conversation(*keys)
         if len(keys) > 1:
-            return self._pair(keys)
+            are_turns = all(_is_conversation(self.fields.get(key)) for key in keys)
+            return self._conversation(*keys) if are_turns else self._pair(keys)
         value = self._value(*keys)
         # `messages` always counts as a conversation, so that the error for another value says that
         # a list is expected

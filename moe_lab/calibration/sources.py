@@ -110,7 +110,9 @@ def local_files(settings: CalibrationConfig) -> list[DataFile]:
     if file.path.is_dir():
         files = _visible_files(file.path)
         records = [other for other in files if _has_records(other, settings)]
-        chosen = records or [other for other in files if other.is_text]
+        others = (other for other in files if other.suffix not in READERS)
+        # images have zero bytes, texts have none
+        chosen = records or [other for other in others if b"\0" not in other.content()]
         if not chosen:
             raise file.error("has no texts and no records: expected a file such as train.jsonl")
         return chosen
@@ -124,8 +126,7 @@ def local_files(settings: CalibrationConfig) -> list[DataFile]:
 def _has_records(file: DataFile, settings: CalibrationConfig) -> bool:
     """Whether a file of a folder is one of records. JSON and tables may be other data, such as
     package.json: they are files of records if the first of their records is a document."""
-    fields = settings.field or settings.template
-    if file.suffix not in READERS or file.suffix in RECORDS or fields:
+    if file.suffix not in UNCERTAIN or settings.field or settings.template:
         return file.suffix in READERS
     try:
         return bool(_first(file.rows(), settings))
@@ -262,11 +263,6 @@ class DataFile:
         name = Path(self.path.name.lower())
         return Path(name.stem).suffix if name.suffix in CODECS else name.suffix
 
-    @property
-    def is_text(self) -> bool:
-        """Whether the file is read as a text: it has no zero byte, as images have."""
-        return self.suffix not in READERS and b"\0" not in self.content()
-
     def rows(self) -> Rows:
         """Yield the rows; a file with an unknown suffix, such as source code, is a text. UserError
         for a file that cannot be read, with the line of the mistake where there is one."""
@@ -377,5 +373,5 @@ READERS: dict[str, Callable[[DataFile], Rows]] = {
     ".parquet": _read_parquet,
 }
 """Suffix -> function that yields the rows of a file."""
-RECORDS = (".jsonl", ".ndjson", ".parquet")
-"""Suffixes of files that always have records."""
+UNCERTAIN = (".json", ".csv", ".tsv")
+"""Suffixes of files that may have other content than records."""

@@ -54,7 +54,7 @@ def _read_imatrix(path: Path) -> dict[int, dict[str, Any]]:
     (E, I), the sum of the squares of each channel."""
     content = path.read_bytes()
     infos = list(IMATRIX_TENSOR.finditer(content))
-    if not content.startswith(b"GGUF") or not infos:
+    if not infos:
         raise ValueError("it is no importance matrix")
     # after its name, a tensor has the number of its axes, their lengths, its type and the position
     # of its fp32 numbers, which follow the last such description at a multiple of 32

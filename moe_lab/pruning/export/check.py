@@ -63,14 +63,12 @@ def check(
     plan.check_model(layers)
     # weights are not written yet: no shards, start 0 and size 0
     entries = {
-        name: Entry("", dtype, tuple(lengths), 0, 0) for name, (dtype, lengths) in tensors.items()
+        name: Entry("", dtype, tuple(lengths), 0, 0)
+        for name, (dtype, lengths) in tensors.items()
+        if not name.endswith(NOVICE_TENSOR)
     }
-    originals = open_checkpoint(Path(source)).tensors
-    # for experts that are constants, which vLLM alone reads, the original's tensors are checked
-    for name in [name for name in entries if name.endswith(NOVICE_TENSOR)]:
-        del entries[name]
-        prefix = f"{name.removesuffix(NOVICE_TENSOR)}."
-        entries |= {name: entry for name, entry in originals.items() if name.startswith(prefix)}
+    if shape == "masked":  # it has the tensors of the original, except those that vLLM adds
+        entries = {**open_checkpoint(Path(source)).tensors, **entries}
     try:
         # with this field, the code in `written` is that of moe_lab, and may be run
         code_is_ours = LAYERS_FIELD in read_json(Path(written, "config.json"))

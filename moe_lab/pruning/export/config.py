@@ -48,9 +48,9 @@ def describe_export(
     There are no such files if transformers alone can load the export.
 
     `config`: config.json of the original. `fields`: name -> value of each field for the numbers of
-    experts and layers and the width of experts, also of those that `config` leaves to their defaults; of these, the export
-    states those that change. `names`: names of the original's tensors. UserError when `config` is
-    of a pruned model whose layers differ."""
+    experts and layers and the width of experts, also of those that `config` leaves to their
+    defaults; of these, the export states those that change. `names`: names of the original's
+    tensors. UserError when `config` is of a pruned model whose layers differ."""
     if LAYERS_FIELD in config:
         raise UserError(
             "the source is a pruned checkpoint whose layers differ already "
@@ -144,8 +144,8 @@ def _uneven_config(config: dict[str, Any], form: Form) -> dict[str, Any]:
         config["per_layer_config"] = overrides
     quantization = config.get("quantization_config") or {}
     if quantization.get("quant_method") == "compressed-tensors":
-        numbers = map(str, range(config["num_hidden_layers"]))
-        counts = [layers[number]["experts"] if number in layers else None for number in numbers]
+        numbers = range(config["num_hidden_layers"])
+        counts = [len(form[number].experts) if number in form else None for number in numbers]
         quantization["moe_sparsity_config"] = {"method": "prune", "num_experts": counts}
     config["model_type"] = f"{PRUNED}{kind}"
     config["architectures"] = ["PrunedForCausalLM"]

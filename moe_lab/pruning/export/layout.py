@@ -8,7 +8,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, Entry
 from moe_lab.models.families import DISK_SHARED, NOVICE_TENSOR, Axes, ExpertTensor, Family
@@ -25,7 +24,7 @@ from moe_lab.pruning.export.chunks import (
 )
 from moe_lab.pruning.layer_plan import Constants, StoredExpert
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.selection import plan_from_scores
+from moe_lab.pruning.selection import make_plan
 
 AFTER_SOFTMAX = "moe_statics."
 """Prefix of biases that are added after the softmax. Such biases cannot bar dropped experts, which
@@ -86,19 +85,18 @@ class Block:
         None if the export has no such tensor."""
         entry, expert_tensor = self.tensors[name]
         experts = self.form.experts
-        # the experts are packed, or the expert of this tensor is not stored
-        if self.form.widths is not None or (
-            expert_tensor.expert is not None and expert_tensor.expert not in experts
-        ):
+        expert = expert_tensor.expert  # None: the tensor is a stack
+        # the experts are packed, or the expert of this tensor is not stored, or as a constant
+        if self.form.widths is not None or expert in self.form.novices:
             return None
-        if expert_tensor.expert in self.form.novices:
+        if expert is not None and expert not in experts:
             return None
         shape = entry.shape
-        if expert_tensor.expert is None:  # a stack
+        if expert is None:
             shape = _rows(name, entry, 0, experts, self.n_experts).shape
         else:  # stored experts are numbered 0, 1, 2, ... in the export
-            old = f"{self.prefix}experts.{expert_tensor.expert}."
-            new = f"{self.prefix}experts.{experts.index(expert_tensor.expert)}."
+            old = f"{self.prefix}experts.{expert}."
+            new = f"{self.prefix}experts.{experts.index(expert)}."
             name = name.replace(old, new, 1)
         chunks = tuple(self._chunks(entry, expert_tensor))
         return ExportedTensor(
@@ -216,7 +214,7 @@ def predicting_blocks(
     if other_counts or count == facts["n_experts"]:
         return []
     predicting = family.prediction_experts(checkpoint.tensors)
-    settings = {**vars(AllocationConfig()), "ratio": 1 - count / facts["n_experts"]}
+    n_dropped = facts["n_experts"] - count
     blocks = []
     for prefix in sorted({tensor.block for tensor in predicting.values()}):
         routing = {
@@ -236,7 +234,7 @@ def predicting_blocks(
         rows, columns = weight.shape
         matrix = Matrix(weight.shard, weight.start, rows, columns, weight.dtype)
         norms = abs(numbers_of(matrix.read(checkpoint.folder), weight.dtype)).sum(1)
-        plan = plan_from_scores(settings, {0: norms}, {0: facts}, {}, provenance={})
+        plan = make_plan({0: norms}, {0: n_dropped}, {0: facts}, provenance={})
         layer = FORMS["natural"](plan.layers[0], 1)
         blocks.append(Block(experts, layer, facts["n_experts"], list(routing)))
     return blocks

@@ -57,6 +57,7 @@ def verify(
     valid = torch.ones_like(ids, dtype=torch.bool)
     state: torch.Tensor | None = None
     largest = 0.0
+    least_bound = 0.0 if device == "cpu" else TOLERANCE[dtype]
     with torch.no_grad():
         for number in range(len(masked.layers)):
             masked_moe = masked.moe_layers.get(number)
@@ -77,14 +78,13 @@ def verify(
             has_same_order = exported_moe is None or (
                 not plan.has_channels and exported_moe.n_experts == len(plan.retained[number])
             )
-            bound = 0.0 if device == "cpu" and has_same_order else TOLERANCE[dtype]
+            bound = least_bound if has_same_order else TOLERANCE[dtype]
             location = f"decoder layer {number} of {exported}"
             largest = max(largest, *(_difference(location, pair, bound) for pair in pairs))
             state = output
         assert state is not None
         logits = ("logits", masked.logits(ids, valid, state), pruned.logits(ids, valid, state))
-    bound = 0.0 if device == "cpu" else TOLERANCE[dtype]
-    return max(largest, _difference(str(exported), logits, bound))
+    return max(largest, _difference(str(exported), logits, least_bound))
 
 
 def _all_experts(
