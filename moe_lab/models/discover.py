@@ -146,20 +146,13 @@ class MoELayer:
 
     def output(self, phi: torch.Tensor, weights: Weights) -> torch.Tensor:
         """f (n, H), the output of an expert for `phi` (n, I), not multiplied by the gates."""
-        f = weights.linear(phi, weights.down, weights.down_bias)
-        norm = post_expert_norm(self.experts)
-        return f if norm is None else norm(f)
+        return weights.linear(phi, weights.down, weights.down_bias)
 
     def expert_output(self, states: torch.Tensor, expert: int) -> torch.Tensor:
         """f (n, H), the output of `expert` for hidden states (n, H), not multiplied by the
         gates."""
         weights = self.weights(expert)
         return self.output(self.phi(states, weights), weights)
-
-
-def post_expert_norm(module: Any) -> nn.Module | None:
-    """The norm that is applied to the output of every expert."""
-    return module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,10 +200,18 @@ def routed_layers(model: nn.Module) -> list[MoELayer]:
     kind = _model_type(model)
     names = [name for name, module in model.named_modules() if is_experts(module)]
     reason = None
+    config = _text_config(model)
     # hyper-connections
-    streams = getattr(_text_config(model), "hc_mult", 1)
+    streams = getattr(config, "hc_mult", 1)
     if streams > 1:
         reason = f"keeps hc_mult={streams} residual streams, and statistics are of one"
+    # transformers has this field if some decoder layers run several times
+    runs = getattr(config, "total_num_hidden_layers", None)
+    if runs is not None and runs != config.num_hidden_layers:
+        reason = (
+            f"runs {runs} decoder layers with the weights of {config.num_hidden_layers}, and "
+            "statistics are of one run of a layer"
+        )
     if not names:
         parts = [name.rpartition(".")[2] for name, _ in model.named_modules()]
         reason = "has no routed experts"
@@ -314,16 +315,18 @@ def _widths_and_hidden(experts: Any, family: Family, refusal: Any) -> tuple[tupl
         not inward_axes.interleaved,
         "gate" in inward_axes.roles,
         "down_bias" in family.roles,
+        False,
     )
     actual = (
         experts.is_transposed,
         experts.is_concatenated,
         experts.has_gate,
         getattr(experts, "has_bias", False),
+        getattr(experts, "has_post_expert_norm", False),
     )
     if actual != expected:
         raise refusal(
-            f"({type(experts).__name__}) stores its experts in a way that moe_lab does not know"
+            f"({type(experts).__name__}) has experts of a form that moe_lab does not know"
         )
     down = getattr(experts, "down_proj", None)
     if not isinstance(down, torch.Tensor) or down.dim() != 3:

@@ -224,7 +224,6 @@ def _transposed_stacks(*, interleaved: bool = False) -> dict[str, Axes]:
 
 FAMILIES = (
     Family("gpt_oss", _transposed_stacks(interleaved=True), channel_obstacle="have biases"),
-    Family("openai_privacy_filter", _transposed_stacks(), channel_obstacle="have biases"),
     Family(
         "aria",
         {name: axes for name, axes in _transposed_stacks().items() if not axes.is_bias},
@@ -236,7 +235,6 @@ FAMILIES = (
         channel_obstacle="have no gate projection",
     ),
     Family("inkling2", channel_obstacle="are stored interleaved"),
-    Family("muse_spark", channel_obstacle="are followed by a norm"),
     Family("phimoe", fixed_top_k=True),
 )
 """Families that differ from the default `Family()`."""

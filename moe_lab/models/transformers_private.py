@@ -1,10 +1,9 @@
 """Everything that moe_lab uses of transformers beyond its public interface.
 
-Tested with transformers 5.23, which pyproject.toml allows. A version that renames one of the
-private names that are imported or called here fails in tests/test_repository.py.
+Tested with transformers 5.23 and 5.24, which pyproject.toml allows. A version that renames one of
+the private names that are imported or called here fails in tests/test_repository.py.
 
 Files that are written beside the weights of an export cannot import this module (exported_code).
-families.py reads a source file of transformers as text.
 """
 
 from __future__ import annotations
@@ -166,19 +165,28 @@ class NameMapping:
 
     @cached_property
     def renamed(self) -> list[tuple[str, str, str | None]]:
-        """(name in the checkpoint, name in the model, converter) for each tensor of the checkpoint.
+        """(name in the checkpoint, name in the model, converter) for each tensor of the checkpoint,
+        and for each of the tensors into which it is divided.
         `converter`: the pattern of names whose tensors change their layout together; None for a
         tensor that keeps its layout."""
         renamings = [entry for entry in self.transforms if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self.transforms if isinstance(entry, WeightConverter)]
         expected = self.model.state_dict()
         prefix = self.model.base_model_prefix
+        targets = {
+            pattern: entry.target_patterns
+            for entry in converters
+            for pattern in entry.source_patterns
+        }
+        renamed = []
         # some renamings only start after a certain name, so the order is that of from_pretrained
-        ordered = sorted(self.names, key=dot_natural_key)
-        return [
-            (name, *rename_source_key(name, renamings, converters, prefix, expected))
-            for name in ordered
-        ]
+        for name in sorted(self.names, key=dot_natural_key):
+            new_name, converter = rename_source_key(name, renamings, converters, prefix, expected)
+            # a converter with several targets divides a tensor; `new_name` is of the first target
+            first, *others = targets.get(converter or "", [""])
+            for target in (first, *others):
+                renamed.append((name, new_name.replace(first, target), converter))
+        return renamed
 
     @cached_property
     def copied(self) -> dict[str, str]:

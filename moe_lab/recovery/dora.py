@@ -18,7 +18,6 @@ from moe_lab.models.discover import (
     MoELayer,
     is_ragged,
     linear_modules,
-    post_expert_norm,
     routed_layers,
 )
 from moe_lab.models.experts import to_device
@@ -228,8 +227,7 @@ class DoraExperts(nn.Module):
             torch.cat(parts, -1) if experts.is_concatenated else torch.stack(parts, -1).flatten(-2)
         )
         output: torch.Tensor = adapters["down"](activation(experts)(gate_up), *maps["down"], part)
-        norm = post_expert_norm(experts)
-        return output if norm is None else norm(output)
+        return output
 
     def merge(self) -> dict[str, torch.Tensor]:
         """Put stacks of adapted weights into the layer's original experts module. Returns name ->
