@@ -31,6 +31,9 @@ DEQUANTISED = ("fp8", "mxfp8", "mxfp4", "nvfp4", "modelopt", "compressed-tensors
 """Quantised formats whose weights moe_lab dequantises, by `models.stored_weights`."""
 UNQUANTISED = ("F64", "F32", "F16", "BF16", "BOOL", "I64")
 """Types in safetensors that hold no quantised weights."""
+PACKED = {"F8_E4M3": 1, "F8_E5M2": 1, "U8": 2, "I32": 8}
+"""Type of stored numbers -> how many quantised numbers each holds: FP8, FP4, four-bit integers. The
+first is in the lowest bits."""
 QUANTISATION_FIELDS = ("quantization_config", "compression_config", "quantization")
 """Sections of config.json that describe quantised weights, the last as MLX writes it."""
 QUANTISATION_FILES = ("hf_quant_config.json", "quant_config.json", "quantize_config.json")
@@ -232,8 +235,13 @@ def check_plain_weights(model: ModelConfig, setting: str) -> None:
 
 def check_dequantised(model: ModelConfig, setting: str) -> None:
     """Like `check_plain_weights`, but weights in one of the formats DEQUANTISED are fine."""
-    if quantization(model) not in DEQUANTISED:
+    if not is_readable(model):
         check_plain_weights(model, setting)
+
+
+def is_readable(model: ModelConfig) -> bool:
+    """Whether the weights of a model are plain, or quantised in one of the formats DEQUANTISED."""
+    return quantization(model) in (None, *DEQUANTISED)
 
 
 def check_trained_top_k(model: ModelConfig, setting: str) -> None:
@@ -361,7 +369,11 @@ def _numbers_from_files(path: str, revision: str | None) -> dict[str, int]:
     numbers["bytes"] = BYTES.get(stated_dtype(config.get("text_config", config)), 4)
     if folder:
         tensors = open_checkpoint(folder).tensors
-        numbers["parameters"] = sum(prod(entry.shape) for entry in tensors.values())
+        is_packed = quantization_section(config, folder).get("method") in DEQUANTISED
+        packed = PACKED if is_packed else {}
+        numbers["parameters"] = sum(
+            packed.get(entry.dtype, 1) * prod(entry.shape) for entry in tensors.values()
+        )
         # any family will do: the names of tensors do not depend on it
         expert_tensors = Family().expert_tensors(tensors)
         numbers["moe_layers"] = len({tensor.layer for tensor in expert_tensors.values()})

@@ -19,6 +19,7 @@ from moe_lab.exported_code.ragged import replace_tensor
 from moe_lab.models.checkpoint import Checkpoint, Entry, bits_of, read_json
 from moe_lab.models.config_json import (
     DEQUANTISED,
+    PACKED,
     UNQUANTISED,
     quantization_of,
     quantization_section,
@@ -40,9 +41,6 @@ PARTS = {
 tensor holds. Scales are multiplied by the factor of ModelOpt, or divided by the divisor of
 compressed-tensors. Numbers may also have the name of the weight."""
 _PART = re.compile(rf"(?P<weight>.+(?:weight|_proj))_(?P<part>{'|'.join(PARTS)})")
-PACKED = {"F8_E4M3": 1, "F8_E5M2": 1, "U8": 2, "I32": 8}
-"""Type of stored numbers -> how many quantised numbers each holds: FP8, FP4, four-bit integers. The
-first is in the lowest bits."""
 FP4_GROUPS = {"F8_E4M3": 16, "U8": 32}
 """Type of the scales of FP4 numbers -> how many numbers of a row share one: NVFP4 and MXFP4."""
 

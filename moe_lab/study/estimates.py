@@ -24,7 +24,7 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import Number, canonical, fits
 from moe_lab.machine import main_memory, visible_gpus
 from moe_lab.models import config_json
-from moe_lab.models.config_json import GPU_COUNTS, WEIGHT_OVERHEAD, Size, quantization, size_of
+from moe_lab.models.config_json import GPU_COUNTS, WEIGHT_OVERHEAD, Size, size_of
 from moe_lab.start import command
 from moe_lab.study.resources import GIB, Resources, runs_on_gpu
 from moe_lab.study.step import Step
@@ -87,7 +87,7 @@ def resolved_text(
         engine = "resident"
         size = size_of(model) if model.device != "cpu" else None
         gpus_needed = _gpus_for_weights(size, config) if size else 1
-        if gpus_needed > 1 and config_json.config_of(model) and not quantization(model):
+        if gpus_needed > 1 and config_json.config_of(model) and config_json.is_readable(model):
             engine = "streamed"
             # GPUs by launcher: as many as the weights need, all of this machine, or one for inline
             gpus = {"slurm": gpus_needed, "local": len(visible_gpus()), "inline": 1}
@@ -136,7 +136,7 @@ def check_memory(step: Step) -> None:
     # weights="model": the step itself loads all weights, unlike weights="server"
     if model is None or resources.weights != "model" or model.device != "cpu":
         return
-    size = None if quantization(model) else size_of(model)
+    size = size_of(model) if config_json.is_readable(model) else None
     available = main_memory()
     if size and size.bytes > available:
         # a step that needs the whole model cannot load it layer by layer

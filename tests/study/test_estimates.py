@@ -149,7 +149,8 @@ def test_memory_of_a_streamed_step_is_that_of_two_layers(kind: str) -> None:
         ("inline", model("qwen2_57b_a14b"), TEXT, "streamed", 1),
         ("slurm", ModelConfig(name="n", path="a/b"), TEXT, "resident", 1),
         ("slurm", model("qwen2_57b_a14b", path="o/unknown"), TEXT, "resident", 1),
-        ("slurm", model("qwen2_57b_a14b", path="o/fp8"), TEXT, "resident", 1),
+        ("slurm", model("qwen2_57b_a14b", path="o/gptq"), TEXT, "resident", 1),
+        ("slurm", model("qwen2_57b_a14b", path="o/fp8"), TEXT, "streamed", 2),
     ],
 )
 def test_models_larger_than_one_gpu_are_streamed_in_parts(
@@ -160,12 +161,13 @@ def test_models_larger_than_one_gpu_are_streamed_in_parts(
     parts: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The machine has five GPUs of 80 GiB; quantised models, and those of unknown format, are not
-    streamed. Engine and parts do not change the id of the pass."""
+    """The machine has five GPUs of 80 GiB; models that moe_lab does not dequantise, and those of
+    unknown format, are not streamed. Engine and parts do not change the id of the pass."""
     monkeypatch.setattr(estimates, "visible_gpus", lambda: list("01234"))
     configs = {
         "Qwen/Qwen2-57B-A14B": {"model_type": "qwen2_moe"},
-        "o/fp8": {"quantization_config": {"bits": 8}},
+        "o/gptq": {"quantization_config": {"quant_method": "gptq"}},
+        "o/fp8": {"quantization_config": {"quant_method": "fp8"}},
     }
     monkeypatch.setattr(config_json, "hub_json", lambda name, *_: configs.get(name, {}))
     divided_text = resolved_text(text, 1, about, Config(launcher=LauncherConfig(name=launcher)))
