@@ -447,6 +447,7 @@ def export(
     out: str | os.PathLike[str],
     *,
     shape: str = "natural",
+    tokenizer: str | None = None,
     any_model: bool = False,
     trust_remote_code: bool = False,
 ) -> Path:
@@ -455,14 +456,15 @@ def export(
 
     `source`: as `path` in `load`. `shape`: natural (only retained experts and channels), masked
     (the original shape, with zeros for what is removed) or padded; see `moe_lab.pruning.export`.
-    Without `any_model`, raises UserError when the plan was made for a checkpoint with another
-    fingerprint.
+    `tokenizer`: folder, hub id or `pocket:NAME` of another tokenizer for the export. Without
+    `any_model`, raises UserError when the plan was made for a checkpoint with another fingerprint.
     """
     from moe_lab.config import ModelConfig
-    from moe_lab.models.files import local_folder
+    from moe_lab.models.files import local_folder, tokenizer_folder
     from moe_lab.pruning.export import export as write
 
-    folder = local_folder(ModelConfig(name="source", path=source))
+    settings = ModelConfig(name="source", path=source, tokenizer=tokenizer)
+    folder = local_folder(settings)
     return write(
         folder,
         plan,
@@ -470,4 +472,5 @@ def export(
         shape=shape,
         any_model=any_model,
         trust_remote_code=trust_remote_code,
+        tokenizer=tokenizer_folder(settings, folder),
     )

@@ -165,6 +165,8 @@ def _use_rows(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[TableRow
         and not [*user_errors(check_quantised, method, shape)]
     ]
     yield "exports", ", ".join(shapes)
+    for use, sentence in facts["obstacles"].items():
+        yield use, f"no: {sentence}"
 
 
 if __name__ == "__main__":

@@ -8,18 +8,25 @@ same rows in the same order, and outputs are added in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from moe_lab.errors import UserError
-from moe_lab.models.discover import MoELayer, is_divided, post_expert_norm, whole
+from moe_lab.models.discover import (
+    MoELayer,
+    is_divided,
+    routed_layers,
+    whole,
+)
 from moe_lab.models.rows import Part, Rows, at_least_fp32
 from moe_lab.models.transformers_private import activation
 
@@ -93,8 +100,7 @@ def cpu_experts(
     module: torch.nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """The gated sum of expert outputs (T, H); arguments as in `ExpertsFunction`. The experts of
-    `module` must have a gate projection and no biases, must not be transposed, and must not be
-    followed by a norm."""
+    `module` must have a gate projection and no biases, and must not be transposed."""
     down: Any = module.down_proj
     rows = Rows(index, len(down))
     # `_batched_output` multiplies slices of a tensor, `_sequential_output` new tensors. The results
@@ -148,9 +154,7 @@ def _is_plain(module: Any) -> bool:
     """Whether the experts `module` are fp32 and of the form that `cpu_experts` computes."""
     if any(weight.dtype != torch.float32 for weight in module.parameters()):
         return False
-    return module.has_gate and not (
-        module.has_bias or module.is_transposed or post_expert_norm(module)
-    )
+    return module.has_gate and not (module.has_bias or module.is_transposed)
 
 
 def _has_eager_bits(layer: MoELayer) -> bool:
@@ -198,9 +202,23 @@ def check_output(layer: nn.Module, inputs: Any, output: Any) -> None:
     if not isinstance(output, torch.Tensor):
         raise UserError(
             f"{type(layer).__name__} gives {type(output).__name__} instead of hidden states, so "
-            "its layers cannot be run one by one, as searches, ablation and "
-            "calibration.engine=streamed do: this model is not supported"
+            "its layers cannot be run one by one: expected no search, no ablation and "
+            "calibration.engine=resident"
         )
+
+
+def check_first_layer(model: PreTrainedModel) -> None:
+    """Raise UserError if the first decoder layer of `model`, which may be on the meta device, gives
+    something else than hidden states. Computes shapes only."""
+    layers = routed_layers(model)
+    first, *_ = model.get_submodule(layers[0].stack).children()
+    ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
+    # RuntimeError: what follows depends on numbers, so that only a run can tell
+    with ExitStack() as undo, suppress(RuntimeError):
+        for layer in layers:
+            replace_experts(layer, lambda _: lambda states, *_: states, undo)
+        undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        output_of(first, partial(model.base_model, ids, use_cache=False))
 
 
 def output_of(layer: nn.Module, run: Callable[[], Any]) -> torch.Tensor:

@@ -3,19 +3,34 @@ part."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moe_lab.config import ExpectedConfig, ModelConfig
 from moe_lab.config.base import validated
+from moe_lab.errors import UserError, user_errors
 from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.config_json import check_expected
 from moe_lab.models.discover import MoELayer, is_ragged, linear_modules, part_of, routed_layers
+from moe_lab.models.experts import check_first_layer
 from moe_lab.models.files import local_folder
-from moe_lab.models.load import checked_names, set_top_k, skeleton
+from moe_lab.models.load import checked_names, load_tokenizer, set_top_k, skeleton
 from moe_lab.models.stored_weights import StoredWeights, stored_routing
 from moe_lab.models.transformers_private import NameMapping
+
+STREAMED = "calibration.engine=streamed"
+
+
+def check_use(folder: str, settings: Mapping[str, Any], streams: bool) -> None:
+    """Raise UserError if `describe` states an obstacle to running the model in `folder`.
+    `settings`: fields of its ModelConfig. `streams`: whether it is run layer by layer."""
+    obstacles = describe(Path(folder), ModelConfig(**settings))["obstacles"]
+    for use, sentence in obstacles.items():
+        if streams or use != STREAMED:
+            raise UserError(sentence)
 
 
 def facts(settings: ModelConfig) -> dict[str, Any]:
@@ -111,6 +126,7 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
     parameters  part of the model -> number of its parameters
     moe_layers  MoELayer objects, without weights
     routing     as from `stored_routing`
+    obstacles   what the model cannot be used for -> a sentence with the reason
     """
     model, routing = _build(folder, settings)
     layers = routed_layers(model)
@@ -121,10 +137,15 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
         channels = f"{most:,}" if least == most else f"{least:,} to {most:,}"
         experts = f"{layer.n_experts} experts of {channels} channels, hidden size {layer.hidden:,}"
         moe[layer.index] = f"{experts}; {_describe_router(layer, model.config.get_text_config())}"
+    checks = {
+        "texts and benchmarks": partial(load_tokenizer, folder, settings),
+        STREAMED: partial(check_first_layer, model),
+    }
     return {
         "model_type": model.config.model_type,
         "layers": model.config.get_text_config().num_hidden_layers,
         "moe": moe,
+        "obstacles": {use: text for use, check in checks.items() for text in user_errors(check)},
         "parameters": _parameters_by_part(model, layers),
         "moe_layers": layers,
         "routing": routing,

@@ -7,16 +7,20 @@ import fnmatch
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import cached_property, lru_cache
+from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from moe_lab import json_files
+from moe_lab.child_process import ChildProcess, ErrorReply
 from moe_lab.config import ModelConfig
-from moe_lab.config.base import identity_fields
+from moe_lab.config.base import SettingsError, identity_fields
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.models.checkpoint import (
     INDEX,
@@ -27,6 +31,7 @@ from moe_lab.models.checkpoint import (
     shards_in,
 )
 from moe_lab.paths import cache_folder, local_path
+from moe_lab.start import command
 
 UNRESOLVED = "hub"
 """Key in the identity of a model or a text on the hub whose files are not known."""
@@ -191,6 +196,8 @@ USUAL_SHARDS = ("model.safetensors", "model-*-of-*.safetensors")
 GENERATION = "generation_config.json"
 ADAPTER = "adapter_config.json"
 """A file that names another model, which transformers then fetches and loads."""
+OTHER_HEADS = ("Classification", "RewardModel", "QuestionAnswering")
+"""Endings of the names of model classes that give no logits of tokens."""
 OTHER_FORMS = {
     "snapshots/*": "as a model in the hub's cache has: expected that folder, or the model's hub id",
     "models--*": "a model in the hub's cache: expected the model's hub id (owner/name)",
@@ -238,6 +245,39 @@ def check_model_path(settings: ModelConfig) -> None:
         )
 
 
+def check_use(settings: ModelConfig, streams: bool) -> None:
+    """Raise UserError if a model cannot be run, as far as this can be known without weights:
+    because of its architecture, the names and shapes in its files, or its tokenizer. Not for a
+    model that is only on the hub. `streams`: whether it is run layer by layer."""
+    folder = folder_with_weights(settings)
+    if folder is not None:
+        arguments = {"folder": str(folder), "settings": asdict(settings), "streams": streams}
+        with torch_functions("moe_lab.models.facts", **arguments) as call:
+            call("check_use")
+
+
+@contextmanager
+def torch_functions(module: str, **shared: Any) -> Iterator[Callable[..., Any]]:
+    """A context with a function that calls functions of `module`, which imports torch: in a child
+    process unless torch is imported already, so that this process stays small. It takes the name of
+    a function and its arguments beside those in `shared`."""
+    if "torch" in sys.modules:
+        functions = import_module(module)
+        yield lambda name, **more: getattr(functions, name)(**shared, **more)
+        return
+    with ChildProcess(command("moe_lab.child_process", module), os.environ) as child:
+
+        def call(name: str, **more: Any) -> Any:
+            try:
+                return child.call(name, **shared, **more)
+            except ErrorReply as error:
+                mistakes = (UserError, Unavailable, SettingsError)
+                is_mistake = error.kind in [kind.__name__ for kind in mistakes]
+                raise (UserError if is_mistake else RuntimeError)(str(error)) from None
+
+        yield call
+
+
 def tokenizer_path(settings: ModelConfig) -> Path:
     """The folder with the tokenizer of a model. No such folder is there for a hub id."""
     return local_path(settings.tokenizer or settings.path)
@@ -260,6 +300,12 @@ def described_model(folder: Path) -> dict[str, Any]:
     if not isinstance(content.get("model_type"), str):
         raise UserError(
             f"{folder / 'config.json'} has no model_type: expected that of a language model"
+        )
+    classes = content.get("architectures") or []
+    if any(str(name).endswith(OTHER_HEADS) for name in classes):
+        raise UserError(
+            f"{folder / 'config.json'} has architectures={', '.join(classes)}: expected a language "
+            "model, which has a head for tokens"
         )
     return content
 

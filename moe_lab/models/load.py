@@ -29,7 +29,12 @@ from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError, overflow_hint
 from moe_lab.machine import processor
 from moe_lab.models import experts
-from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
+from moe_lab.models.checkpoint import (
+    open_checkpoint,
+    read_json,
+    read_json_if_there,
+    stated_dtype,
+)
 from moe_lab.models.config_json import experts_implementation
 from moe_lab.models.discover import is_ragged, routed_layers
 from moe_lab.models.families import (
@@ -290,13 +295,6 @@ def checked_names(weights: StoredWeights, model: Any) -> NameMapping:
     names = NameMapping(model, stored)
     if weights.is_opaque:
         return names
-    mismatched = []
-    for name, tensor in model.state_dict().items():
-        # None for a tensor that transformers converts from other tensors, or that is not stored
-        stored_name = name if name in stored else names.copied.get(name)
-        if stored_name is not None and prod(stored[stored_name].shape) != tensor.numel():
-            mismatched.append((stored_name, stored[stored_name].shape, tensor.shape))
-    check_shapes(folder, mismatched)
     unused, missing = names.unmatched()
     check_unused(folder, unused)
     if missing:
@@ -308,13 +306,18 @@ def checked_names(weights: StoredWeights, model: Any) -> NameMapping:
     counts: Counter[str] = Counter()
     for name, renamed, _ in names.renamed:
         counts[renamed] += prod(stored[name].shape)
-    for layer in routed_layers(names.model):
-        for name, weight in layer.experts.named_parameters(prefix=layer.name):
-            if counts[name] != weight.numel():
-                raise UserError(
-                    f"{folder}: {name} has {counts[name]} weights, but config.json asks for "
-                    f"{weight.numel()}"
-                )
+    # other tensors may be converted to fewer or more numbers
+    compared = names.copied.keys() | {
+        name
+        for layer in routed_layers(model)
+        for name, _ in layer.experts.named_parameters(prefix=layer.name)
+    }
+    for name, tensor in model.state_dict().items():
+        if name in compared and counts[name] != tensor.numel():
+            raise UserError(
+                f"{folder}: {name} has {counts[name]} numbers, but config.json asks for the shape "
+                f"{tuple(tensor.shape)}: they are of two models"
+            )
     return names
 
 
@@ -333,6 +336,8 @@ def load_tokenizer(folder: Path, settings: ModelConfig) -> Any:
     attributes of `set_template_settings`. UserError when its folder has no tokenizer, or one with
     neither a pad token nor an end-of-text token."""
     folder = tokenizer_folder(settings, folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        read_json_if_there(folder / name)  # raises UserError for a damaged file
     config = None
     # a tokenizer can be read without the class of its model
     with suppress(UserError, OSError):

@@ -21,7 +21,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.config_json import check_dequantised, experts_implementation
 from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
-from moe_lab.models.experts import output_of, replace_output, run, to_device
+from moe_lab.models.experts import check_first_layer, output_of, replace_output, run, to_device
 from moe_lab.models.families import prediction_prefixes
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import (
@@ -93,6 +93,7 @@ class StreamedModel:
             .requires_grad_(False)
         )
         set_top_k(self.model, top_k)
+        check_first_layer(self.model)
         names = checked_names(self.weights, self.model)
         self.routing = StoredRouting(self.model, self.weights.plain, names)
         self.moe_layers = {layer.index: layer for layer in routed_layers(self.model)}

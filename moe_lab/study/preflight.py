@@ -162,14 +162,23 @@ def missing_requirements(steps: Sequence[Step], launcher: LauncherConfig) -> lis
     return list(dict.fromkeys(problems))
 
 
-def capacity_problems(store: Path, steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
-    """A sentence if the disk of `store` is too small for the results of `steps`. Unless
-    launcher=slurm, also sentences about steps that would load a model on the CPU, although its
-    weights exceed the main memory."""
+def failure_forecast(store: Path, steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
+    """A sentence if the disk of `store` is too small for the results of `steps`, and for each
+    model of the user that steps could not run. Unless launcher=slurm, also sentences about steps
+    that would load a model on the CPU, although its weights exceed the main memory."""
     problems = disk_problems(store, steps)
-    if launcher.name != "slurm":
-        for step in steps:
+    uses: dict[Any, tuple[ModelConfig, bool]] = {}
+    for step in steps:
+        resources = step.resources()
+        model = resources.model
+        if model and resources.runs_model and not is_shipped(model):
+            streams = resources.weights == "layers"
+            uses[id(model), streams] = model, streams
+        if launcher.name != "slurm":
             problems += user_errors(check_memory, step)
+    if launcher.python is None:  # otherwise the steps run in another Python than this one
+        for use in uses.values():
+            problems += user_errors(files.check_use, *use)
     return list(dict.fromkeys(problems))
 
 

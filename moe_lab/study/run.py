@@ -16,7 +16,7 @@ from moe_lab.study.claims import in_queue
 from moe_lab.study.estimates import forecast_table, seconds_estimator
 from moe_lab.study.graph import build, unresolved_names
 from moe_lab.study.preflight import (
-    capacity_problems,
+    failure_forecast,
     missing_requirements,
     preflight,
     remark_sentences,
@@ -105,7 +105,7 @@ def print_forecast(study: Study) -> list[str]:
     seconds = seconds_estimator(study.store)
     console.print(forecast_table(steps, done, config.resources.gpu_memory, seconds))
     missing = [step for step in steps if step.id not in done]
-    problems = capacity_problems(study.store.root, missing, config.launcher)
+    problems = failure_forecast(study.store.root, missing, config.launcher)
     if config.launcher.name == "slurm" and missing:
         from moe_lab.study.slurm.arrays import array_table, divide_into_arrays, job_resources
         from moe_lab.study.slurm.submit import job_scripts
@@ -141,7 +141,7 @@ def _run(study: Study) -> int:
             new_run.write_plan(steps)
         missing = [step for step in steps if step.id not in done]
         store.remove_resume_files({step.id for step in all_steps} - {step.id for step in missing})
-        if problems := capacity_problems(store.root, missing, config.launcher):
+        if problems := failure_forecast(store.root, missing, config.launcher):
             new_run.remove()
             raise SettingsError(problems)
         schedule = Schedule(steps, done)

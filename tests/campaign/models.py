@@ -19,7 +19,7 @@ from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX
 from moe_lab.models.facts import facts
-from moe_lab.models.files import check_model_path
+from moe_lab.models.files import check_model_path, check_use
 from moe_lab.models.load import load_model
 
 from .commands import Outcome
@@ -233,20 +233,33 @@ DAMAGES = [
     *_file_damages("tokenizer.json", {**INVALID_JSON, "without fields": "{}"}, "tokenizer"),
     *_file_damages("tokenizer_config.json", INVALID_JSON, "tokenizer"),
     *_file_damages("generation_config.json", INVALID_JSON),
+    Damage(
+        "a classifier",
+        lambda f: reconfigure(f, architectures=["OlmoeForSequenceClassification"]),
+        ("OlmoeForSequenceClassification",),
+    ),
+    Damage(
+        "no head",
+        lambda f: rewrite(f, "lm_head.weight", lambda t: None),
+        ("lm_head.weight",),
+    ),
 ]
 
 
 def _outcome(row: Damage, original: Path, folder: Path) -> Outcome:
     """Outcome of the checks before a study, of its first step, and of loading, with the damaged
-    model in this process."""
+    model in this process. What only a step refuses is no refusal, unless it is about numbers."""
     row.apply(shutil.copytree(original, folder))
     settings = ModelConfig(name="m", path=str(folder), device="cpu")
+    is_start = True
     try:
         check_model_path(settings)
+        check_use(settings, streams=True)
+        is_start = False
         limits(facts(settings)["layers"])
         load_model(settings)
     except UserError as error:
-        return Outcome(2, str(error))
+        return Outcome(2 if is_start or "finite" in str(error) else 1, str(error))
     except Exception:  # noqa: BLE001 - whatever else is raised is a trace that a user would see
         return Outcome(1, traceback.format_exc())
     return Outcome(0, "it was loaded")

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import choices
+import naive
 import pytest
 import tiny
 import torch
@@ -26,7 +27,7 @@ from moe_lab.errors import UserError
 from moe_lab.models import config_json
 from moe_lab.models.config_json import Size, expert_shape, size_of, stated_numbers
 from moe_lab.models.discover import moe_layers, routed_layers
-from moe_lab.models.facts import architecture, describe, facts
+from moe_lab.models.facts import STREAMED, architecture, describe, facts
 from moe_lab.models.families import TOP_K_FIELDS, family_of
 from moe_lab.models.load import load_model, set_top_k
 from moe_lab.models.streamed import open_streamed
@@ -34,6 +35,8 @@ from moe_lab.paths import resolve
 from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.prune import prune
+from moe_lab.statistics.forward import ForwardHook
+from moe_lab.statistics.streaming import stream
 from tests.campaign.models import reconfigure
 
 PUBLISHED = """
@@ -261,6 +264,8 @@ def test_inspect_is_right_about_all_families_of_the_registry(kind: str, tmp_path
     config = tiny.registry_config(kind)
     folder = tmp_path / "model"
     config.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(resolve("pocket:olmoe"), file), folder)
     settings = tiny.settings(folder, trust_remote_code=True)
     _, rows, is_supported = inspect.describe(settings)
     described = dict(rows)
@@ -270,8 +275,6 @@ def test_inspect_is_right_about_all_families_of_the_registry(kind: str, tmp_path
     built = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     tiny.randomize(built)
     built.save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(resolve("pocket:olmoe"), file), folder)
     assert dict(inspect.describe(settings)[1]) == described
     model, tokenizer = load_model(settings)
     statistics = moe_lab.calibrate(model, tokenizer, TEXTS, tokens=128, length=64)
@@ -280,6 +283,13 @@ def test_inspect_is_right_about_all_families_of_the_registry(kind: str, tmp_path
     if not described["criteria of channels"].startswith("none"):
         plans["padded"] = random_plan(model, "ragged")
     assert {*statistics.layers} == {*plans["natural"].layers}
+    if STREAMED in described:
+        with pytest.raises(UserError, match="run one by one"):
+            open_streamed(settings)
+    else:
+        streamed, _ = open_streamed(settings)
+        sums = stream(streamed, ForwardHook, [naive.batch()], out=tmp_path / "streamed")
+        naive.assert_sums_close(sums.layers, naive.hook_sums(model, ForwardHook), 1e-5)
     for shape, plan in plans.items():
         loaded, _ = load_model(
             tiny.settings(

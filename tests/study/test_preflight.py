@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 from example_steps import evaluation_step
+from transformers import AutoModelForCausalLM
 
 from moe_lab.calibration.batches import check_held_out
 from moe_lab.compose import compose, hydra_context
@@ -36,6 +37,7 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.study import estimates
 from moe_lab.study.graph import build
 from moe_lab.study.preflight import (
+    failure_forecast,
     missing_requirements,
     preflight,
     remark_sentences,
@@ -497,6 +499,31 @@ def test_exports_are_tried_before_the_start(
         *settings,
     )
     assert any(message in sentence for sentence in errors) if message else not errors, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "has_tokenizer", "settings", "message"),
+    [
+        ("olmoe", False, ["criterion=reap"], "has no tokenizer"),
+        ("olmoe", False, ["criterion=aimer"], None),
+        ("glm_moe_dsa", True, ["calibration.engine=streamed"], "run one by one"),
+        ("glm_moe_dsa", True, ["calibration.engine=resident"], None),
+    ],
+)
+def test_models_that_steps_cannot_run_are_refused_before_the_start(
+    kind: str, has_tokenizer: bool, settings: list[str], message: str | None, tmp_path: Path
+) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny.registry_config(kind))
+    model.to_empty(device="cpu").save_pretrained(tmp_path)
+    if has_tokenizer:
+        tiny.tokenizer().save_pretrained(tmp_path)
+    config, requests = compose(
+        [f"model.path={tmp_path}", "model.name=m", "calibration=pocket_general", *settings]
+    )
+    errors = failure_forecast(tmp_path, build(config, requests).steps, config.launcher)
+    assert [message in error for error in errors] == [True] if message else not errors, errors
 
 
 CONSTANTS = "allocation.replacement=mean_output"

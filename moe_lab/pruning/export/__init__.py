@@ -5,22 +5,17 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from moe_lab.child_process import ChildProcess, ErrorReply
-from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX, Checkpoint, bits_of, open_checkpoint, read_json
 from moe_lab.models.config_json import LAYERS_FIELD, quantization_of
 from moe_lab.models.families import NOVICES, family_of
-from moe_lab.models.files import fingerprint
+from moe_lab.models.files import fingerprint, torch_functions
 from moe_lab.pruning import make_form
 from moe_lab.pruning.export.card import model_card
 from moe_lab.pruning.export.chunks import ExportedTensor
@@ -39,12 +34,12 @@ from moe_lab.pruning.export.write import (
     check_target,
     copy_others,
     new_folder,
+    replace_tokenizer,
     write_index,
     write_json,
     write_weights,
 )
 from moe_lab.pruning.plan import Plan
-from moe_lab.start import command
 
 CHECK = "moe_lab.pruning.export.check"
 """The module that needs torch."""
@@ -60,6 +55,7 @@ def export(
     shape: str = "natural",
     any_model: bool = False,
     trust_remote_code: bool = False,
+    tokenizer: Path | None = None,
 ) -> Path:
     """Write the checkpoint in folder `source`, pruned by `plan`, to the new or empty folder
     `out`. Returns its absolute path. A new folder appears only when it is complete.
@@ -68,7 +64,8 @@ def export(
     equal those of `prune` bit for bit. `out` gets the pruned weights, an edited config.json,
     plan.json, a model card, and the other files of the original. If the family's configuration
     cannot describe the layers, the export has its own model type, with code beside the weights.
-    `trust_remote_code`: whether code in `source` may be run. UserError if `plan` does not fit the
+    `trust_remote_code`: whether code in `source` may be run. `tokenizer`: the folder with the
+    tokenizer of the export; None: `source`. UserError if `plan` does not fit the
     model or `shape`, is not aligned, or is for another model (unless `any_model`). UserError also
     if the checkpoint is damaged or has an unknown tensor in a MoE block, and if transformers could
     not load the export."""
@@ -76,9 +73,13 @@ def export(
     target = Path(out).expanduser().resolve()
     check_target(target)
     config, checkpoint = _open_source(folder, plan, shape, any_model)
-    with _model_class(folder, trust_remote_code) as call, new_folder(target) as work:
+    with (
+        torch_functions(CHECK, source=str(source), trust_remote_code=trust_remote_code) as call,
+        new_folder(target) as work,
+    ):
         described = call("describe")
         layout = _describe(config, checkpoint, described, plan, shape, work, call)
+        replace_tokenizer(work, tokenizer or folder)
         write_weights(checkpoint, layout.shards, work)
         tensors = [tensor for content in layout.shards.values() for tensor in content]
         size = sum(tensor.size for tensor in tensors)
@@ -111,7 +112,10 @@ def check_export(
     """Raise UserError if the checkpoint in `folder` cannot be exported in `shape` with the numbers
     of experts and channels of a plan. Reads no weights. `make_plan`: layer -> facts (see
     `models.facts`) -> the plan; it may raise UserError. `shape` None: no export is tried."""
-    with _model_class(folder, trust_remote_code) as call, TemporaryDirectory() as work:
+    with (
+        torch_functions(CHECK, source=str(folder), trust_remote_code=trust_remote_code) as call,
+        TemporaryDirectory() as work,
+    ):
         described = call("describe")
         plan = make_plan({int(layer): facts for layer, facts in described["layers"].items()})
         if shape is None:
@@ -142,7 +146,7 @@ def _describe(
 ) -> _Layout:
     """Write all files of an export other than weights, index and card into the folder `work`, and
     check that the export can be loaded. `config`: config.json of the original. `described`: result
-    of `check.describe`. `call`: as from `_model_class`."""
+    of `check.describe`. `call`: as from `torch_functions`."""
     folder = checkpoint.folder
     form = make_form(plan, shape, max(1, bits_of(expert_type(checkpoint)) // 8))  # 4 bits: 1 byte
     family = family_of(config.get("text_config", config).get("model_type"))
@@ -193,28 +197,6 @@ def _kind(new_config: Mapping[str, Any], code: Mapping[str, str]) -> str:
     if NOVICES in new_config.get("text_config", new_config):
         return "constants"
     return "ported" if code else "stock"
-
-
-@contextmanager
-def _model_class(source: Path, trust_remote_code: bool) -> Iterator[Call]:
-    """A context with a function that calls functions of `CHECK` for the model in the folder
-    `source`: in a child process unless torch is imported already, so that this process stays
-    small."""
-    arguments: dict[str, Any] = {"source": str(source), "trust_remote_code": trust_remote_code}
-    if "torch" in sys.modules:
-        module = import_module(CHECK)
-        yield lambda name, **more: getattr(module, name)(**arguments, **more)
-        return
-    with ChildProcess(command("moe_lab.child_process", CHECK), os.environ) as child:
-
-        def call(name: str, **more: Any) -> Any:
-            try:
-                return child.call(name, **arguments, **more)
-            except ErrorReply as error:
-                error_class = UserError if error.kind == "UserError" else RuntimeError
-                raise error_class(str(error)) from None
-
-        yield call
 
 
 def _card_of(folder: Path) -> str:

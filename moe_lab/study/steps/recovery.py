@@ -293,7 +293,6 @@ class Export(Step):
         checkpoints are in `files.partial`, from which an interrupted step resumes."""
         from moe_lab.models.files import local_folder, tokenizer_folder
         from moe_lab.pruning.export import export as write_pruned
-        from moe_lab.pruning.export.write import replace_tokenizer
 
         model = self.pruned.model
         source = local_folder(model)
@@ -318,8 +317,8 @@ class Export(Step):
                 pruned_folder,
                 shape=str(self.shape.shape),
                 trust_remote_code=model.trust_remote_code,
+                tokenizer=tokenizer_folder(model, source),
             )
-        replace_tokenizer(pruned_folder, tokenizer_folder(model, source))
         if self.verify and not is_recovered:
             self._compare(source, pruned_folder, files)
         recovered_folder = pruned_folder
