@@ -404,9 +404,14 @@ def other(tmp_path: Path) -> Path:
     return tmp_path / "tokenizer"
 
 
-def test_model_has_the_tokenizer_of_another_folder(folder: Path, other: Path) -> None:
+def test_model_has_the_tokenizer_of_another_folder(
+    folder: Path, other: Path, tmp_path: Path
+) -> None:
     chosen = settings(folder, tokenizer=str(other))
     loaded = [load_model(chosen), streamed.open_streamed(chosen), (None, local_tokenizer(chosen))]
+    plan = tiny.plan(loaded[0][0], 0.25)
+    out = moe_lab.export(str(folder), plan, tmp_path / "out", tokenizer=str(other))
+    loaded.append(load_model(settings(out)))
     assert all("w900" in tokenizer.get_vocab() for _, tokenizer in loaded)
     assert config_json.chat_templates(chosen) == {"default": "{{ messages }}"}
 

@@ -26,7 +26,7 @@ def describe(source: str, trust_remote_code: bool) -> dict[str, Any]:
 
     layers   layer -> facts, as from `model_facts`
     fields   name -> value of each field for the numbers of experts and layers, and the width of
-             experts
+             experts; and "architectures"
     routing  as from `stored_routing`
 
     UserError for a model that is not supported or whose weight files do not fit its config.json,
@@ -40,7 +40,10 @@ def describe(source: str, trust_remote_code: bool) -> dict[str, Any]:
     _check_sizes(checkpoint, model)
     return {
         "layers": model_facts(model)["layers"],
-        "fields": {name: value for name, value in fields.items() if isinstance(value, int)},
+        "fields": {
+            **{name: value for name, value in fields.items() if isinstance(value, int)},
+            "architectures": [type(model).__name__],
+        },
         "routing": routing,
     }
 

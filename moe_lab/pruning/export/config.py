@@ -48,9 +48,9 @@ def describe_export(
     There are no such files if transformers alone can load the export.
 
     `config`: config.json of the original. `fields`: name -> value of each field for the numbers of
-    experts and layers and the width of experts, also of those that `config` leaves to their
-    defaults; of these, the export states those that change. `names`: names of the original's
-    tensors. UserError when `config` is of a pruned model whose layers differ."""
+    experts and layers and the width of experts, and of architectures, also of those that `config`
+    leaves to their defaults; of these, the export states those that change. `names`: names of the
+    original's tensors. UserError when `config` is of a pruned model whose layers differ."""
     if LAYERS_FIELD in config:
         raise UserError(
             "the source is a pruned checkpoint whose layers differ already "
