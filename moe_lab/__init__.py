@@ -41,6 +41,7 @@ __all__ = [
     "mask",
     "plan",
     "prune",
+    "results",
     "score",
 ]
 
@@ -474,3 +475,13 @@ def export(
         trust_remote_code=trust_remote_code,
         tokenizer=tokenizer_folder(settings, folder),
     )
+
+
+def results(
+    store: str | os.PathLike[str], study: str | None = None, rows: str = "item"
+) -> pd.DataFrame:
+    """The results of a study as a data frame with one row for each item, or each cell; see
+    `moe_lab.analysis.load.table.table`. Raises UserError for an unknown study."""
+    from moe_lab.analysis.load.table import table
+
+    return table(os.fspath(store), study, rows)

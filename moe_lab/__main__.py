@@ -234,6 +234,14 @@ VERBS: Mapping[str, Verb] = {
     "report": Verb(
         "write the page, tables and figures of a study", _main_of("moe_lab.analysis.__main__")
     ),
+    "table": Verb(
+        "write all results of a study as Parquet or CSV",
+        _main_of("moe_lab.analysis.verbs", "table"),
+    ),
+    "compare": Verb(
+        "differences between two criteria, cells, studies or stores",
+        _main_of("moe_lab.analysis.verbs", "compare"),
+    ),
     "mirror": Verb("copy the data of benchmarks", _main_of("moe_lab.evaluation.mirror")),
     "inspect": Verb(
         "whether a model is supported, and how it reads a text", _main_of("moe_lab.inspect")

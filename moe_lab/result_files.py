@@ -112,6 +112,10 @@ class ResultFile(TypedDict):
     """Versions of the libraries that generated and graded."""
 
 
+ITEMS = "items.jsonl.gz"
+"""File with one line of JSON for each item of a benchmark, an `evaluation.items.Item`."""
+SHAREABLE = "shareable"
+"""Key of a protocol that is False if the items of the benchmark must not leave the store."""
 CONTAMINATION = "contamination.json"
 """File with benchmark -> number of items that were compared with a text (comparable), and number of
 items that share a phrase with the text (found)."""

@@ -175,6 +175,20 @@ def test_a_resumed_run_gets_its_missing_steps(
     run.log.assert_called_once_with({"recovery/loss": LOSSES[2]}, step=2)
 
 
+def test_a_run_has_the_ranking_and_a_link_to_the_page(
+    isolated: Path, store: Store, init: MagicMock
+) -> None:
+    report = store.root / "reports/demo"
+    (report / "figures").mkdir(parents=True)
+    (report / "figures/ranking.svg").write_text("<svg>chart</svg>")
+    (report / "report.html").write_text("page")
+    tracker.log(SETTINGS, store, {**STUDY, "cells": [UNPRUNED_CELL]})
+    run = init.return_value.__enter__.return_value
+    run.summary.__setitem__.assert_called_once_with("report", (report / "report.html").as_uri())
+    (((values,), _),) = run.log.call_args_list
+    assert "<svg>chart</svg>" in values["ranking"].html
+
+
 def test_a_cell_has_a_run_for_each_study(isolated: Path, store: Store, init: MagicMock) -> None:
     for study in ("demo", "other"):
         tracker.log(SETTINGS, store, {"study": study, "cells": [TUNED_CELL]})

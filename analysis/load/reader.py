@@ -104,18 +104,24 @@ class Reader:
 
     def json(self, folder: Path | None, file: str) -> dict[str, Any] | None:
         """Read a JSON document; None, with a gap, when the file cannot be read."""
-        if folder is None:
+        content = self.content(folder, file) if folder else None
+        if folder is None or content is None:
             return None
-        reason = "damaged"
-        try:
-            document = json.loads(self._read_verified(folder, file))
+        with contextlib.suppress(ValueError):
+            document = json.loads(content)
             if isinstance(document, dict):
                 return document
+        self._add_gap(f"{file} is damaged", folder)
+        return None
+
+    def content(self, folder: Path, file: str) -> bytes | None:
+        """The content of a file of a step; None, with a gap, when the file cannot be read."""
+        try:
+            return self._read_verified(folder, file)
         except FileNotFoundError:
-            reason = "missing"
+            self._add_gap(f"{file} is missing", folder)
         except (OSError, ValueError):
-            pass
-        self._add_gap(f"{file} is {reason}", folder)
+            self._add_gap(f"{file} is damaged", folder)
         return None
 
     def provenance(self, folder: Path) -> dict[str, Any]:
@@ -137,14 +143,14 @@ class Reader:
     ) -> pa.Table | None:
         """Read `columns` of a Parquet file, and the `optional` columns if the file has them; None,
         with a gap, when the file cannot be read or lacks one of `columns`."""
+        content = self.content(folder, file)
+        if content is None:
+            return None
         try:
-            with pq.ParquetFile(pa.BufferReader(self._read_verified(folder, file))) as parquet_file:
+            with pq.ParquetFile(pa.BufferReader(content)) as parquet_file:
                 names = parquet_file.schema_arrow.names
                 present_columns = [name for name in optional if name in names]
                 table = parquet_file.read(columns=[*columns, *present_columns], use_threads=False)
-        except FileNotFoundError:
-            self._add_gap(f"{file} is missing", folder)
-            return None
         except (OSError, ValueError, KeyError, pa.ArrowException):
             self._add_gap(f"{file} is damaged", folder)
             return None

@@ -206,7 +206,9 @@ class BenchmarkConfig(Group):
     programs)."""
 
     internal = frozenset({"limit", "root", "judge", "python", "held_out", "shared_batches"})
-    runtime = frozenset({"name", "revision", "url", "root", "python", "held_out", "shared_batches"})
+    runtime = frozenset(
+        {"name", "revision", "url", "root", "python", "held_out", "shared_batches", "shareable"}
+    )
     references = frozenset({"task", "data"})
 
     name: Name
@@ -250,6 +252,9 @@ class BenchmarkConfig(Group):
     """Sequences in one forward pass."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """Further parameters of the harness."""
+    shareable: bool = True
+    """Whether prompts, right answers and outputs may be shown outside of the store. Scores and
+    outcomes always may."""
     limit: Positive | None = None
     """Only the first N items; set by suite.limit."""
     root: str | None = None

@@ -14,9 +14,7 @@ from moe_lab.evaluation.harness import check_count, harness_of
 from moe_lab.evaluation.items import Answer, Item, replace_surrogates
 from moe_lab.json_files import write_text
 from moe_lab.machine import package_version
-from moe_lab.result_files import SCHEMA, Result, ResultFile, Sample, TextMeasures
-
-ITEMS = "items.jsonl.gz"
+from moe_lab.result_files import SCHEMA, SHAREABLE, Result, ResultFile, Sample, TextMeasures
 
 
 def list_items(benchmark: BenchmarkConfig) -> list[Item]:
@@ -68,6 +66,8 @@ def grade(
         protocol["too_long"] = list(dict.fromkeys(long_items))
     if unfinished_items:
         protocol["unfinished_thoughts"] = list(dict.fromkeys(unfinished_items))
+    if not benchmark.shareable:
+        protocol[SHAREABLE] = False
     packages = ("torch", "transformers", harness.package)  # some harnesses have no package
     content = ResultFile(
         schema=SCHEMA,

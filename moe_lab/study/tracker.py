@@ -122,6 +122,12 @@ def _log_cell(
         for step in range(run.step, len(losses)):
             run.log({"recovery/loss": losses[step]}, step=step)
         run.summary.update(numbers)
+        report = store.root.absolute() / "reports" / options["group"]
+        if (page := report / "report.html").is_file():
+            run.summary["report"] = page.as_uri()
+        # last, because the number of steps in a run is the number of losses that it has
+        if (chart := report / "figures" / "ranking.svg").is_file():
+            run.log({"ranking": wandb.Html(chart.read_text(encoding="utf-8"))})
         if settings.plans and entry["plan"]:
             artefact = wandb.Artifact(f"plan-{entry['plan'][-ID_DIGITS:]}", type="plan")
             with artefact.new_file("plan.json", mode="wb") as file:

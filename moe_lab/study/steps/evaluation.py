@@ -36,7 +36,7 @@ from moe_lab.evaluation.items import (
     write_rows,
 )
 from moe_lab.json_files import ResultCache, write_json
-from moe_lab.result_files import CONTAMINATION
+from moe_lab.result_files import CONTAMINATION, ITEMS
 from moe_lab.study.resources import (
     PROGRAMS,
     Check,
@@ -160,11 +160,11 @@ class Items(Step):
 
     def work(self, files: Files) -> None:
         _check_data(self.source, self.settings["source"])
-        write_rows(run.list_items(self.source), files.out / run.ITEMS)
+        write_rows(run.list_items(self.source), files.out / ITEMS)
 
     def read(self, files: Files) -> list[Item]:
         """The items, from the result of this step."""
-        return read_rows(Item, files.read(self, run.ITEMS))
+        return read_rows(Item, files.read(self, ITEMS))
 
 
 def _check_data(benchmark: BenchmarkConfig, identity: Mapping[str, Any]) -> None:

@@ -1,0 +1,170 @@
+"""Differences between two sets of cells, A and B, of one or two studies or stores."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from moe_lab.analysis.load.items import answers
+from moe_lab.analysis.load.reader import records, stacked
+from moe_lab.analysis.load.settings import AXES, labels
+from moe_lab.analysis.load.studies import studies
+from moe_lab.analysis.load.study import Study, load
+from moe_lab.analysis.stats import uncertainty
+from moe_lab.errors import UserError, check_known
+from moe_lab.paths import store_folder
+
+KEYS = (
+    ["benchmark", "item", "replicate", "prompt", "right_answer"],
+    ["layer", "expert"],
+    ["cost"],
+)
+"""Columns that identify a row in each of the frames of `_plan`."""
+_SCORES = ["benchmark", "items", "score_a", "score_b", "difference", "low", "high", "p"]
+_METHOD_AXES = set(AXES) - {"seed"}
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Differences between pairs of plans. All frames have the columns `a` and `b`, the labels of
+    the plans. Pairs that differ in the seed alone are one pair, named by its first plans; the
+    frames besides `scores` are about these."""
+
+    scores: pd.DataFrame
+    """benchmark, items (number of items that both answered), score_a and score_b (mean outcomes of
+    these items, which for a perplexity are losses), difference (A minus B, paired by seed and
+    item), low and high (95 % interval), p (corrected over the frame by Holm's method)."""
+    experts: pd.DataFrame
+    """layer, expert, share_a, share_b: experts of which A and B retain different shares."""
+    costs: pd.DataFrame
+    """cost (see `plans.COSTS`), value_a, value_b."""
+    flips: pd.DataFrame
+    """benchmark, item, prompt, right_answer, outcome_a, outcome_b, output_a, output_b: answers of
+    which one is right and the other wrong. Texts are "" if the benchmark is not shareable."""
+
+
+def compare(a: str, b: str, store: str | Path = "store", study: str | None = None) -> Differences:
+    """Compare cells A with cells B.
+
+    a, b: terms AXIS=VALUE that select cells, separated by commas: criterion=reap,ratio=0.5. A term
+    without = is a study of the store, or else a criterion. The terms store= and study= replace the
+    arguments of this name. study: None for the newest.
+
+    A cell of A and a cell of B are compared if they agree on all axes on which A and B have values
+    in common. If they have no seeds in common, the seeds are paired in their order. Raises
+    UserError when terms select no cell, and when no cells agree.
+    """
+    study_a, cells_a = _selected(a, store, study)
+    study_b, cells_b = _selected(b, store, study)
+    has_several_seeds = cells_a["seed"].nunique() > 1 and cells_b["seed"].nunique() > 1
+    if has_several_seeds and not set(cells_a["seed"]) & set(cells_b["seed"]):
+        cells_a = cells_a.assign(seed=cells_a["seed"].rank(method="dense"))
+        cells_b = cells_b.assign(seed=cells_b["seed"].rank(method="dense"))
+    shared = [axis for axis in AXES if set(cells_a[axis]) & set(cells_b[axis])]
+    plans = cells_a.reset_index().merge(cells_b.reset_index(), on=shared, suffixes=("_a", "_b"))
+    if plans.empty:
+        raise UserError(f"compare {a} {b}: no cell of A agrees with a cell of B on the other axes")
+    labels_a, labels_b = labels(study_a.cells), labels(study_b.cells)
+    # pairs with equal values of these differ in the seed alone
+    axes = [
+        name
+        for name in map(str, plans)
+        if name.removesuffix("_a").removesuffix("_b") in _METHOD_AXES
+    ]
+    differences = []
+    for _, pairs in plans.groupby(axes, sort=False):
+        joined = [
+            [
+                of_a.merge(of_b, on=keys, suffixes=("_a", "_b"))
+                for keys, of_a, of_b in zip(
+                    KEYS, _plan(study_a, row["cell_a"]), _plan(study_b, row["cell_b"]), strict=True
+                )
+            ]
+            for row in records(pairs)
+        ]
+        answers_of_seeds = [first.assign(seed=seed) for seed, (first, *_) in enumerate(joined)]
+        first_answers, experts, costs = joined[0]
+        frames = (
+            _scores(pd.concat(answers_of_seeds)),
+            experts[experts["share_a"] != experts["share_b"]],
+            costs,
+            _flips(first_answers),
+        )
+        first = pairs.iloc[0]
+        for frame in frames:
+            frame.insert(0, "a", labels_a[first["cell_a"]])
+            frame.insert(1, "b", labels_b[first["cell_b"]])
+        differences.append(frames)
+    scores, *others = (pd.concat(parts) for parts in zip(*differences, strict=True))
+    return Differences(scores.assign(p=uncertainty.holm(scores["p"].to_numpy())), *others)
+
+
+def _selected(text: str, store: str | Path, study: str | None) -> tuple[Study, pd.DataFrame]:
+    """A study, and the rows of its cells that the terms in `text` select, see `compare`."""
+    terms: dict[str, str] = {}
+    words = []
+    # commas in parentheses separate parameters of a criterion
+    for term in re.split(r",(?![^(]*\))", text):
+        key, equals, value = term.partition("=")
+        if equals and key.isidentifier():
+            terms[key] = value
+        else:
+            words.append(term)
+    folder = store_folder(str(terms.pop("store", store)))
+    names = studies(folder)
+    for word in words:
+        terms["study" if word in names else "criterion"] = word
+    data = load(folder, terms.pop("study", study or names[0]))
+    cells = data.cells
+    for axis, value in terms.items():
+        check_known(f"compare {text}: axis", axis, AXES)
+        values = cells[axis].map("{:g}".format if axis in ("ratio", "seed") else str)
+        check_known(axis, value, set(values))
+        cells = cells[values == value]
+    return data, cells
+
+
+def _plan(study: Study, cell: int) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """(answers, retained, costs) of a plan: `load.items.answers` of all its benchmarks, its rows of
+    `Study.retained`, and its costs with the columns cost and value."""
+    results = study.results[study.results["cell"] == cell].drop_duplicates("folder")
+    frames = [answers(row["folder"], row["task"], study.reader) for row in records(results)]
+    columns = [*KEYS[0], "outcome", "units", "output"]
+    retained = study.retained.loc[study.retained["cell"] == cell, ["layer", "expert", "share"]]
+    # without columns that NaN would fill, as a cell may have no costs
+    costs = study.costs.reindex([cell]).T.dropna().set_axis(["value"], axis="columns")
+    return stacked(frames, columns), retained, costs.rename_axis("cost").reset_index()
+
+
+def _scores(answers: pd.DataFrame) -> pd.DataFrame:
+    """`Differences.scores` of a pair, with p before the correction. answers: those of both plans,
+    with the column seed."""
+    numbers = ["outcome_a", "outcome_b", "units_a"]
+    # an item may have several answers
+    items = answers.groupby(["benchmark", "seed", "item"])[numbers].mean().reset_index()
+    rows = []
+    for benchmark, outcomes in items.groupby("benchmark"):
+        # each (seeds, items)
+        tables = [outcomes.pivot(index="seed", columns="item", values=name) for name in numbers]
+        common_items = tables[0].dropna(axis="columns").columns
+        a, b, units = (table[common_items] for table in tables)
+        shares = units.iloc[0].fillna(1.0).to_numpy()
+        shares = shares / shares.sum()
+        stratum = uncertainty.Stratum((a - b).to_numpy() * shares, shares)
+        estimate = uncertainty.crossed_estimate([stratum])
+        means = [(outcome @ shares).mean() for outcome in (a, b)]
+        rows.append(
+            (benchmark, len(shares), *means, estimate.value, *estimate.interval, estimate.p)
+        )
+    return pd.DataFrame(rows, columns=_SCORES)
+
+
+def _flips(answers: pd.DataFrame) -> pd.DataFrame:
+    """`Differences.flips` of a pair. answers: those of both plans."""
+    outcomes = answers[["outcome_a", "outcome_b"]]
+    is_flipped = outcomes.isin([0, 1]).all(axis=1) & (outcomes.nunique(axis=1) == 2)
+    columns = [*KEYS[0], *outcomes, "output_a", "output_b"]
+    return answers.loc[is_flipped, columns].drop(columns="replicate")

@@ -1,0 +1,60 @@
+"""The verbs `table` and `compare` of the command moe-lab."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_lab.analysis.differences import compare
+from moe_lab.analysis.load.table import table, write_table
+from moe_lab.arguments import Parser
+from moe_lab.errors import UserError
+
+PRINTED_ROWS = 40
+"""Most rows of a frame that `compare` prints."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb that the first argument names. Returns the exit code, 2 after an error that is
+    printed as a sentence."""
+    verb, *words = arguments
+    try:
+        _compare(words) if verb == "compare" else _table(words)
+    except (UserError, OSError) as error:
+        print(f"moe_lab: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _table(words: Sequence[str]) -> None:
+    """Write the table of results of a study."""
+    parser = Parser(prog="moe-lab table", description=table.__doc__)
+    parser.add_argument("study", help="one study, several separated by commas, or all")
+    parser.add_argument("--store", default="store", help="the folder a run wrote to")
+    parser.add_argument("--rows", default="item", help="item (the default), or cell")
+    parser.add_argument("--out", type=Path, required=True, help="a file .parquet or .csv")
+    request = parser.read(words)
+    write_table(table(request.store, request.study, request.rows), request.out)
+    print(request.out)
+
+
+def _compare(words: Sequence[str]) -> None:
+    """Print the differences between the cells that the first two words select."""
+    parser = Parser(prog="moe-lab compare", description=compare.__doc__)
+    parser.add_argument("a", help="cells, such as reap or criterion=reap,ratio=0.25")
+    parser.add_argument("b", help="the cells that A is compared with")
+    parser.add_argument("--store", default="store", help="the folder a run wrote to")
+    parser.add_argument("--study", help="study of A and B, by default the newest")
+    # placeholders, because criterion=reap is no option
+    request = parser.read(["A", "B", *words[2:]] if len(words) > 1 else words)
+    differences = compare(words[0], words[1], request.store, request.study)
+    for name, frame in vars(differences).items():
+        for (a, b), rows in frame.groupby(["a", "b"], sort=False):
+            text = rows.drop(columns=["a", "b"]).to_string(
+                index=False,
+                max_rows=PRINTED_ROWS,
+                max_colwidth=40,
+                float_format="{:.4g}".format,
+            )
+            print(f"{name} ({len(rows)} rows), A = {a}, B = {b}\n{text}\n")
