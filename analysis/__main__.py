@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,10 @@ from moe_lab.analysis.names import FIGURE_FORMATS
 from moe_lab.arguments import Parser
 from moe_lab.errors import DISK_FULL, UserError, check_known, run_and_exit
 from moe_lab.paths import is_of_group, shorten, store_folder
+from moe_lab.source_code import plugin_modules
 
 if TYPE_CHECKING:
+    from moe_lab.analysis.load.study import Study
     from moe_lab.analysis.report import Publisher
 
 EXIT_CODES = (
@@ -113,10 +116,11 @@ def _run(request: argparse.Namespace) -> int:
     from moe_lab.analysis.registry import Results, find
     from moe_lab.analysis.report import Publisher
 
-    for name in set(request.names) - {"all", "report"}:
-        find(name)
     # the first study is the newest
     study = load(request.store, request.study or studies(request.store)[0])
+    _import_plugins(study)
+    for name in set(request.names) - {"all", "report"}:
+        find(name)
     out = request.out or request.store / "reports" / shorten(study.name)
     if request.out is None and is_of_group(request.store):
         os.umask(0o002)  # when other members of the group run the study, they rewrite the report
@@ -132,6 +136,20 @@ def _run(request: argparse.Namespace) -> int:
     if study.results.empty:
         _report(f"study={study.name} has no results yet: what there is was written")
     return 0 if has_all_data and not study.gaps and not study.results.empty else 1
+
+
+def _import_plugins(study: Study) -> None:
+    """Import the plugins of a study, whose outputs are then registered. Prints those that cannot be
+    imported here."""
+    config = study.document.get("config") or {}
+    # the record of several studies has the config of each under its name
+    configs = [config] if isinstance(config.get("plugins"), list) else config.values()
+    listed = [module for config in configs for module in (config or {}).get("plugins", ())]
+    for module in plugin_modules(listed):
+        try:
+            import_module(module)
+        except Exception as error:  # noqa: BLE001 - a foreign module may raise anything
+            _report(f"plugins: {module} cannot be imported here ({error}): its tables are missing")
 
 
 def _write(requested: Sequence[str], publisher: Publisher) -> bool:

@@ -157,6 +157,7 @@ def _run_hydra(words: Sequence[str]) -> int:
 
     from moe_lab.compose import CONFIG, check_sweeper, compose, multirun_context
     from moe_lab.overrides import for_hydra
+    from moe_lab.study import UNREPORTED
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions instead of printing them
     code = 0
@@ -186,7 +187,9 @@ def _run_hydra(words: Sequence[str]) -> int:
             if is_multirun:
                 check_sweeper(hydra_config.runtime.choices, config)
             # the jobs of a multirun add their requests to one study
-            result = check_and_run(config, requests, add=is_multirun, models=models)
+            result = check_and_run(
+                config, requests, add=is_multirun, models=models, report_later=is_multirun
+            )
             code = max(code, result.code)
             return objective_value(result, requests)
 
@@ -194,6 +197,10 @@ def _run_hydra(words: Sequence[str]) -> int:
         # hydra.main reads sys.argv
         sys.argv[1:] = map(for_hydra, words)
         hydra.main(version_base="1.3", config_path=str(conf()), config_name="config")(job)()
+    for study in UNREPORTED.values():
+        from moe_lab.study.record import update_report
+
+        code = max(code, 0 if update_report(study) else 1)
     return code
 
 

@@ -1,30 +1,24 @@
-"""Load plugins. A plugin is a module outside this repository that defines criteria or allocations.
-It is named by `plugins=[...]` or an entry point."""
+"""Load plugins. A plugin is a module outside this repository that defines criteria, allocations or
+outputs of the analysis. It is named by `plugins=[...]` or an entry point."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from moe_lab.allocation import ALLOCATIONS
 from moe_lab.criteria import CRITERIA
 from moe_lab.errors import UserError
-from moe_lab.source_code import folder_of, function_digest, module_digest
-
-ENTRY_POINTS = "moe_lab.plugins"
-"""Group of entry points whose modules every command imports."""
+from moe_lab.source_code import folder_of, function_digest, module_digest, plugin_modules
 
 
 def load(modules: Iterable[str] = ()) -> list[str]:
-    """Import `modules` and the modules of all entry points in ENTRY_POINTS. Returns the names of
-    the modules. UserError for a module that cannot be imported, that registers neither a criterion
-    nor an allocation, or that registers a name which exists already."""
-    names = list(
-        dict.fromkeys([*(point.module for point in entry_points(group=ENTRY_POINTS)), *modules])
-    )
+    """Import `modules` and the installed plugins. Returns the names of the modules. UserError for a
+    module that cannot be imported, that registers neither a criterion nor an allocation nor an
+    output, or that registers a name which exists already."""
+    names = plugin_modules(modules)
     for module in names:
         try:
             import_module(module)
@@ -45,6 +39,8 @@ def load(modules: Iterable[str] = ()) -> list[str]:
             for function in allocation.functions.values()
             if function  # None where a step decides
         ]
+        if (analysis := sys.modules.get("moe_lab.analysis.registry")) is not None:
+            functions += [output.make for output in analysis.REGISTERED.values()]
         # the functions may be in a module that `module` imports, so only top packages are compared
         if not any(
             function.__module__.split(".")[0] == module.split(".")[0] for function in functions

@@ -1,4 +1,4 @@
-"""Digests of Python code from outside moe_lab. The digest of a module covers all modules that the
+"""Modules with code from outside moe_lab: names of plugins, and digests. The digest of a module covers all modules that the
 module imports. Does not import torch."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from hashlib import sha256
 from importlib import metadata
@@ -34,8 +34,16 @@ IGNORED = {
 provenance of steps, and not in ids."""
 MODULE_NAME = re.compile(r"\.*[^\W\d]\w*(\.[^\W\d]\w*)*")
 """Pattern of an absolute or relative name of a module."""
+ENTRY_POINTS = "moe_lab.plugins"
+"""Group of entry points whose modules every command imports."""
 _distributions = cache(metadata.packages_distributions)
 """Returns top package -> names of the distributions that installed it."""
+
+
+def plugin_modules(modules: Iterable[str]) -> list[str]:
+    """Names of the installed plugins and of `modules`, the value of the setting `plugins`."""
+    installed = [point.module for point in metadata.entry_points(group=ENTRY_POINTS)]
+    return list(dict.fromkeys([*installed, *modules]))
 
 
 def function_digest(function: Callable[..., Any]) -> str:

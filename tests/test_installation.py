@@ -41,6 +41,17 @@ def like_uniform(problem):
 
 register(Allocation("like_uniform", {"expert": like_uniform}))
 """
+TABLES = """
+from moe_lab.analysis.registry import output
+from moe_lab.analysis.render.table import Table
+
+
+@output("my_cells", chapter="cost")
+def my_cells(results, name):
+    \"\"\"Cells of mine\"\"\"
+    frame = results.study.cells[["criterion", "allocation"]].astype(str)
+    return Table(name, "Cells of mine", "", frame, {})
+"""
 TINY = """calibration.tokens=1024 calibration.length=128 suite=pocket_quick
 suite.benchmarks=[pocket_boolq]
 suite.limit=4 launcher.processes=1 store=store"""
@@ -61,9 +72,11 @@ def moe_lab(
     return preloaded.run(folder, package, *arguments, PYTHONPATH=str(folder))
 
 
-def test_a_study_with_criterion_and_allocation_of_a_plugin(folder: Path) -> None:
+def test_a_study_with_criterion_allocation_and_table_of_plugins(folder: Path) -> None:
     """Its cells, its tables, and the source of the plugin in its steps."""
-    settings = ["plugins=[my_methods.scores]", "criterion=cres*,man", "allocation=like_uniform"]
+    (folder / "my_tables.py").write_text(TABLES)
+    settings = ["plugins=[my_methods.scores,my_tables]", "criterion=cres*,man"]
+    settings.append("allocation=like_uniform")
     result = moe_lab(folder, *settings, *TINY.split())
     assert result.returncode == 0, result.stderr
     record = read_record(folder / "store", "study") or {}
@@ -72,7 +85,10 @@ def test_a_study_with_criterion_and_allocation_of_a_plugin(folder: Path) -> None
         ("crest", "expert", "like_uniform"),
         ("man", "expert", "like_uniform"),
     }
-    tables = (folder / "store/reports/study").rglob("*.csv")
+    tables = [*(folder / "store/reports/study").rglob("*.csv")]
+    [mine] = [table for table in tables if table.stem == "my_cells"]
+    assert "like_uniform" in mine.read_text()
+    assert "Cells of mine" in (folder / "store/reports/study/report.html").read_text()
     assert sum("crest" in table.read_text() for table in tables) >= 5
     steps = [json.loads(file.read_text()) for file in folder.glob("store/*/*/step.json")]
     criteria = [step["settings"]["criterion"] for step in steps if step["kind"] == "scores"]

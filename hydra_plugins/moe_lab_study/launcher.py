@@ -64,7 +64,9 @@ class StudyLauncher(Launcher):
         self.models = self.models or Models()
         # a sweeper launches some jobs at a time
         add = initial_job_idx > 0
-        result = check_and_run(configs[0], all_requests, add=add, models=self.models)
+        result = check_and_run(
+            configs[0], all_requests, add=add, models=self.models, report_later=True
+        )
         return [
             JobReturn(
                 list(overrides),

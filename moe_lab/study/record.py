@@ -31,6 +31,7 @@ from moe_lab.result_files import (
     read_record,
 )
 from moe_lab.start import command
+from moe_lab.study import UNREPORTED
 from moe_lab.study.graph import CellSteps, Graph, garbage_collection_off
 from moe_lab.study.provenance import DISK_FULL_MESSAGE
 from moe_lab.study.runs import ENDED, Run, runs
@@ -80,9 +81,10 @@ class Study:
         return steps, done
 
 
-def finish(study: Study, schedule: Schedule, run: Run) -> int:
+def finish(study: Study, schedule: Schedule, run: Run, report_later: bool = False) -> int:
     """Finish a run after its steps have ended: write the record, print errors, make the report and
-    log to the tracker.
+    log to the tracker. With `report_later`, the study is noted in UNREPORTED instead of making its
+    report.
 
     Returns the exit code. 0: no step failed, and the report is complete. 2: steps failed, and every
     error can be understood from its message, without a trace. 1: other steps failed, or the report
@@ -106,7 +108,10 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
     is_disk_full = any(error["message"] == DISK_FULL_MESSAGE for error in errors.values())
     is_complete = True
     if study.config.report and not is_disk_full:
-        is_complete = _update_report(study)
+        if report_later:
+            UNREPORTED[name] = study
+        else:
+            is_complete = update_report(study)
     if study.config.tracker.name != "none" and not is_disk_full:
         from moe_lab.study import tracker
 
@@ -198,7 +203,7 @@ def _print_exports(study: Study, schedule: Schedule) -> None:
         inform(f"export: {(folder / 'checkpoint').absolute()}{verification}")
 
 
-def _update_report(study: Study) -> bool:
+def update_report(study: Study) -> bool:
     """Make the report of a study, unless it is up to date, and print its summary. Returns whether
     the report is complete."""
     store = study.store

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_lab.config import Config
 from moe_lab.config.base import Mistakes, SettingsError
@@ -47,23 +47,27 @@ class RunResult(NamedTuple):
     study: Study
 
 
-def check_and_run(
-    config: Config, requests: Sequence[Request], *, add: bool = False, models: Models | None = None
-) -> RunResult:
+def check_and_run(config: Config, requests: Sequence[Request], **options: Any) -> RunResult:
     """Check the settings of a study, and then run the study. Raises a SettingsError with all
-    mistakes. For arguments and other errors, see `run`."""
+    mistakes. For `options` and other errors, see `run`."""
     with Mistakes() as mistakes:
         mistakes += preflight(config, requests)
-    return run(config, requests, add=add, models=models)
+    return run(config, requests, **options)
 
 
 def run(
-    config: Config, requests: Sequence[Request], *, add: bool = False, models: Models | None = None
+    config: Config,
+    requests: Sequence[Request],
+    *,
+    add: bool = False,
+    models: Models | None = None,
+    report_later: bool = False,
 ) -> RunResult:
     """Run a study whose settings are valid. A dry run only prints the forecast.
 
     add: whether the cells of this run are added to the cells that the study has recorded; otherwise
     they replace those cells. models: loaded models that the studies of this process share.
+    report_later: see `record.finish`.
 
     Raises Unavailable if models or texts are not available, and SettingsError if this machine does
     not meet the requirements of the steps.
@@ -88,7 +92,7 @@ def run(
             raise Unavailable(str(SettingsError([problem, *problems])))
         if problems:
             raise SettingsError(problems)
-        return RunResult(0 if config.dry_run else _run(study), study)
+        return RunResult(0 if config.dry_run else _run(study, report_later), study)
 
 
 def print_forecast(study: Study) -> list[str]:
@@ -121,7 +125,7 @@ def print_forecast(study: Study) -> list[str]:
     return problems
 
 
-def _run(study: Study) -> int:
+def _run(study: Study, report_later: bool) -> int:
     """Compute the missing steps, and write the record and the report. Returns the exit code."""
     config = study.config
     store = study.store.create()
@@ -150,7 +154,7 @@ def _run(study: Study) -> int:
         # if the steps were only submitted, their last job finishes the run
         if schedule.waiting and not LAUNCHERS[config.launcher.name](schedule, study, new_run):
             return 0
-        return finish(study, schedule, new_run)
+        return finish(study, schedule, new_run, report_later)
 
 
 def run_inline(schedule: Schedule, study: Study, new_run: Run) -> bool:

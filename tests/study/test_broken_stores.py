@@ -469,7 +469,7 @@ def test_no_report_is_begun_when_the_disk_is_full(
             raise disk_is_full()
 
     monkeypatch.setattr(Worker, "hook", fail_at_plan)
-    monkeypatch.setattr(record, "_update_report", lambda *_: pytest.fail("it was begun"))
+    monkeypatch.setattr(record, "update_report", lambda *_: pytest.fail("it was begun"))
     store = tmp_path / "store"
     assert start(store, aimer_study, report=True) == 2
     assert not list(store.glob("failed/*"))

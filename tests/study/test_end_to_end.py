@@ -137,8 +137,10 @@ def test_a_sweeper_finds_the_best_value_of_the_objective(finished: Path, launche
         "objective=Avg",
         f"study=best_{launcher}",
     ]
-    result = run_on_boolq(finished, *SWEEPER, *settings)
+    result = run_on_boolq(finished, *SWEEPER, *settings, "report=true")
     assert result.returncode == 0, result.stderr
+    assert result.stderr.count("report: /") == 1, "one report, after both trials"
+    assert (finished / f"reports/best_{launcher}/report.html").is_file()
     best = yaml.safe_load((folder / "optimization_results.yaml").read_text())
     scores = dict(scores_of(finished, f"best_{launcher}"))
     ratio = float(best["best_params"]["++ratio"])

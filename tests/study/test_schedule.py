@@ -514,7 +514,7 @@ def test_a_report_is_finished_when_it_is_complete(
         (folder / "failed" / f"{name}.log").touch()
     result = SimpleNamespace(returncode=1, stdout=stdout, stderr="KeyError: 'cell'")
     monkeypatch.setattr(subprocess, "run", lambda *_, **options: result)
-    complete = record._update_report(record.Study(config, graph, Store(tmp_path).create()))
+    complete = record.update_report(record.Study(config, graph, Store(tmp_path).create()))
     printed = capsys.readouterr().err
     assert message in printed
     assert (str(folder / "report.html") in printed) == bool(stdout), "the path of a page"
