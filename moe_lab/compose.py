@@ -112,7 +112,7 @@ def _config_store() -> Iterator[None]:
     # Hydra copies the ConfigStore for each group, which takes most of Hydra's time
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     try:
-        register_choices(())
+        register_choices()
         yield
     finally:
         del ConfigStore.__deepcopy__  # type: ignore[attr-defined]
@@ -125,9 +125,10 @@ REGISTRIES: Mapping[str, Iterable[str]] = {"criterion": CRITERIA, "allocation": 
 """Group -> names of the registered functions."""
 
 
-def register_choices(modules: Sequence[str]) -> None:
+def register_choices(modules: Sequence[str] = ()) -> None:
     """Load the plugins `modules`, and add all registered criteria and allocations that have no file
-    in conf/ to Hydra's ConfigStore as choices."""
+    in conf/ to Hydra's ConfigStore as choices. An application of Hydra that has pkg://moe_lab.conf
+    in its search path calls this before hydra.main."""
     plugins.load(modules)
     for group, names in REGISTRIES.items():
         for name in names:

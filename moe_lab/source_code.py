@@ -1,5 +1,5 @@
-"""Modules with code from outside moe_lab: names of plugins, and digests. The digest of a module covers all modules that the
-module imports. Does not import torch."""
+"""Modules with code from outside moe_lab: names of plugins, and digests. The digest of a module
+covers all modules that the module imports. Does not import torch."""
 
 from __future__ import annotations
 

@@ -294,3 +294,39 @@ def test_the_wheel_has_one_command(environment: Path, tmp_path: Path) -> None:
     small = ["model=pocket_olmoe", "calibration=pocket_general", "flops_text=pocket_excerpt"]
     table = run("dry-run", *sweep, *small, "suite.benchmarks=[]")
     assert "statistics" in table and "plan" in table
+
+
+APPLICATION = """
+import hydra
+from moe_lab.compose import compose, hydra_context, register_choices
+
+with hydra_context():
+    print(compose(["criterion=man", "ratio=0.5"])[1][0][0][-1].criterion.name)
+register_choices()
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="app")
+def main(config):
+    print(config.mine, config.criterion.name, config.calibration.name)
+
+
+main()
+"""
+APPLICATION_CONFIG = """
+defaults: [criterion: reap, calibration: pocket_code, _self_]
+mine: 7
+hydra: {searchpath: ["pkg://moe_lab.conf"]}
+"""
+
+
+@pytest.mark.parametrize("is_wheel", [False, True], ids=["clone", "wheel"])
+def test_a_foreign_application_of_hydra_composes_our_groups(
+    environment: Path, tmp_path: Path, is_wheel: bool
+) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "app.yaml").write_text(APPLICATION_CONFIG)
+    (tmp_path / "app.py").write_text(APPLICATION)
+    python = environment / "bin" / "python" if is_wheel else sys.executable
+    command = [python, "app.py", "calibration=pocket_math"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.stdout.split() == ["man", "7", "reap", "pocket_math"], result.stderr

@@ -45,6 +45,8 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 PLACEHOLDERS = {
     "model.path=DIR": "model.path=moe_lab/pocket/data/olmoe",
+    "model=DIR": "model=moe_lab/pocket/data/olmoe",
+    "calibration=FILE": "calibration=pocket:calibration/general.jsonl",
     "calibration.path=FILE": "calibration.path=pocket:calibration/general.jsonl",
     "path=FILE": "path=README.md",
     "path=FOLDER": "path=examples/function_calls",
@@ -66,6 +68,7 @@ UNKNOWN = {
     "colours": "the benchmark that the page adds: tests/evaluation/test_suite.py",
     "schedule.json": "the reader's schedule",
     "...": "part of a command",
+    "suite=mmlu": "needs a mirror",
     "suite=bfcl": "a folder of BFCL's files",
     "interval(": "a sweeper makes the values: tests/study/test_end_to_end.py",
 }
