@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 
 from moe_lab.config import ModelConfig
 from moe_lab.inspect import describe
@@ -92,8 +91,8 @@ def _check_exports(model: Path) -> None:
     of experts. Changes the files in the folder `model`, see `_add_weights`."""
     _add_weights(model)
     for is_uneven in (False, True):
-        form = PlanForm("expert", is_uneven, multiple_of=1, path=None, scores=None)
-        make_plan = partial(form.trial_plan, SimpleNamespace(ratio=0.25))
+        form = PlanForm("expert", is_uneven, 1, path=None, scores=None, replacement="none")
+        make_plan = partial(form.trial_plan, 0.25)
         check_export(model, make_plan, "natural", trust_remote_code=False)
     (model / "model.safetensors").unlink()
 

@@ -46,6 +46,7 @@ from moe_lab.study.steps.plans import (
     plan_form,
     plan_in,
     removed_share,
+    trial_plan,
 )
 from moe_lab.study.steps.scores import check_weights, reads_text
 
@@ -352,12 +353,12 @@ def _trial_refusals(cells: Iterable[Cell], config: Config) -> Iterator[str]:
         # facts of the layers have the trained top_k
         if cell.model.top_k is None and (shape or form.path or form.scores):
             trials.setdefault((id(cell.model), form), cell)
-    for (_, form), cell in trials.items():
+    for cell in trials.values():
         folder = files.folder_with_weights(cell.model)
         if folder is not None:
             from moe_lab.pruning.export import check_export
 
-            make_plan = partial(form.trial_plan, cell)
+            make_plan = partial(trial_plan, cell)
             trust = cell.model.trust_remote_code
             yield from user_errors(check_export, folder, make_plan, shape, trust)
 

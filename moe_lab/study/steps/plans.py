@@ -153,14 +153,18 @@ class PlanForm(NamedTuple):
     replacement: str
     """"mean_output" if dropped experts are replaced by constants, otherwise "none"."""
 
-    def trial_plan(self, cell: Cell, layers: Mapping[int, Mapping[str, Any]]) -> Any:
-        """A `Plan` of this form, from the files of `cell` or else from random scores. `layers`:
-        layer -> facts. UserError for files that do not fit a model with these layers."""
+    def trial_plan(
+        self,
+        ratio: float,
+        layers: Mapping[int, Mapping[str, Any]],
+        scores: Mapping[int, Any] | None = None,
+    ) -> Any:
+        """A `Plan` of this form, from its file, or else from `scores` (layer -> scores) or random
+        ones. `layers`: layer -> facts. UserError for a file that does not fit a model with these
+        layers."""
         from moe_lab.pruning.selection import plan_from_scores
 
-        if self.scores is not None:
-            scores = score(cell, {}, layers)
-        else:
+        if scores is None:
             sizes = ("n_experts", "width") if self.granularity == "channel" else ("n_experts",)
             scores = {
                 layer: numpy.random.default_rng(layer).random([facts[size] for size in sizes])
@@ -173,12 +177,19 @@ class PlanForm(NamedTuple):
         rule = AllocationConfig(
             name=name if self.path is None else "list", multiple_of=self.multiple_of, path=self.path
         )
-        settings = {**vars(rule), "ratio": cell.ratio, "replacement": self.replacement}
+        settings = {**vars(rule), "ratio": ratio, "replacement": self.replacement}
         sums = {
             layer: {"tokens": [0], "output_sum": numpy.zeros((facts["n_experts"], facts["hidden"]))}
             for layer, facts in layers.items()
         }
         return plan_from_scores(settings, scores, layers, {"statistics": sums}, provenance={})
+
+
+def trial_plan(cell: Cell, layers: Mapping[int, Mapping[str, Any]]) -> Any:
+    """`PlanForm.trial_plan` for the cell, with the scores in its file, if it has one."""
+    form = plan_form(cell)
+    scores = None if form.scores is None else score(cell, {}, layers)
+    return form.trial_plan(cell.ratio, layers, scores)
 
 
 def plan_form(cell: Cell) -> PlanForm:
