@@ -6,6 +6,7 @@ import errno
 import json
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -23,10 +24,11 @@ from moe_lab.analysis.names import capitalised, count
 from moe_lab.analysis.outputs.captions import pass_setup, run_setup, score_setup
 from moe_lab.analysis.published.numbers import TABLES, published_name, summary
 from moe_lab.analysis.registry import Item, Results, find, outputs
-from moe_lab.analysis.render import charts, page
+from moe_lab.analysis.render import charts, page, table, vega
 from moe_lab.analysis.render.charts import MENUS, Figure
-from moe_lab.analysis.render.page import Chapter, Page, write_files
+from moe_lab.analysis.render.page import Chapter, Page
 from moe_lab.analysis.render.table import Table
+from moe_lab.analysis.render.vega import Drawings
 from moe_lab.analysis.stats.ranking import headline, overview, ranking_text
 from moe_lab.errors import DISK_FULL
 
@@ -65,12 +67,16 @@ class Publisher:
         except Exception as error:
             if isinstance(error, OSError) and error.errno in UNWRITABLE:
                 raise
-            self.attempted[name] = traceback.format_exc()
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            self.results.study.reader.record_gap(
-                f"could not be made ({reason}), traceback in {FAILED}/{name}.log", name
-            )
+            self._record_failure(name, traceback.format_exc())
             return None
+
+    def _record_failure(self, name: str, error: str) -> None:
+        """Record a gap for what could not be made. error: the traceback."""
+        self.attempted[name] = error
+        reason = " ".join(error.strip().splitlines()[-1].split())
+        self.results.study.reader.record_gap(
+            f"could not be made ({reason}), traceback in {FAILED}/{name}.log", name
+        )
 
     @property
     def failed(self) -> list[str]:
@@ -85,19 +91,29 @@ class Publisher:
         """
         items_by_output: dict[str, list[Item]] = {}
         paths: list[Path] = []
+        drawings = Drawings()
         # each output once, even if it is requested by several of its aliases
         output_names = dict.fromkeys(find(name).name for name in requested)
         for name in sorted(output_names, key=lambda name: name == GAPS):
             items_by_output[name] = []
             for item in self.attempt(name, partial(find(name).items, self.results)) or []:
-                write = partial(write_files, [item], self.out, self.figure_format)
-                files = self.attempt(item.name, write)
+                files = self.attempt(item.name, partial(self._write, item, drawings))
                 if files:
                     items_by_output[name].append(item)
                     paths += files
             if len(output_names) > 1:
                 progress.update(len(items_by_output), len(output_names), "tables and figures")
+        for path, error in drawings.finish().items():
+            if error:
+                paths.remove(path)
+                self._record_failure(path.stem, error)
         return items_by_output, paths
+
+    def _write(self, item: Item, drawings: Drawings) -> list[Path]:
+        """Write a table into OUT/tables, or a figure into OUT/figures; returns the files' paths."""
+        if isinstance(item, Table):
+            return table.write(item, self.out / "tables")
+        return [charts.write(item, self.out / "figures", self.figure_format, drawings)]
 
     def log_failures(self) -> None:
         """Write the traceback of every failed output to OUT/failed/NAME.log. The old log of an
@@ -133,13 +149,15 @@ def write_report(publisher: Publisher) -> Path:
 
     An output that fails is a gap on the page, with its traceback in OUT/failed.
     """
+    # vl-convert takes seconds for it, and leaves Python free meanwhile
+    library = ThreadPoolExecutor(1).submit(vega.library)
     # the output `gaps` is left for `_sections`, which publishes it when all gaps are known
     shown = [name for name, output in outputs().items() if output.chapter and name != GAPS]
     items_by_output, _ = publisher.publish(shown)
     path = publisher.out / PAGE
     results = publisher.results
     text = publisher.attempt(SUMMARY, lambda: ranking_text(results.rankings)) or ""
-    page.write(_page(publisher, items_by_output, text), path, charts.library())
+    page.write(_page(publisher, items_by_output, text), path, library.result())
     summary = "\n\n".join(filter(None, [text, "\n".join(results.study.notes)]))
     path.with_name(SUMMARY).unlink(missing_ok=True)
     if summary:

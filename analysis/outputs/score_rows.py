@@ -335,17 +335,8 @@ def cost_figure(
     )
     drawn = dict.fromkeys(panel["cost"].iloc[0] for panel in frames)
     title = f"{score} against {names.enumeration(drawn)}"
-    columns = [
-        "panel",
-        *table.frame.filter(MENUS),
-        "label",
-        "line",
-        "x",
-        "y",
-        "low",
-        "high",
-        "front",
-    ]
+    columns = ["panel", "label", "line", "x", "y", "low", "high", "front"]
+    columns += table.frame.columns.intersection(list(MENUS)).tolist()
     return Figure(table.name, title, caption, points[columns], layers, independent=("x",))
 
 

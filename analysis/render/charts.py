@@ -11,9 +11,8 @@ from typing import Any
 import pandas as pd
 
 from moe_lab.analysis import names
+from moe_lab.analysis.render.vega import VEGA_LITE, Drawings
 
-VEGA_LITE = "6.4"
-"""Version of Vega-Lite for which charts are declared; vl-convert brings it."""
 INK, MUTED, RULE, SURFACE = "#15181e", "#667080", "#d4d9e0", "#fdfdfe"
 """Colours of text, references, grid lines and the background. The page replaces them by those of
 its theme, so marks with colours of their own use others."""
@@ -312,23 +311,14 @@ def document(figure: Figure) -> dict[str, Any]:
     return {"$schema": schema, "data": {"values": values}, "transform": filters, **figure.spec}
 
 
-def library() -> str:
-    """The JavaScript of Vega, Vega-Lite and vega-embed, for a page without network."""
-    import vl_convert
-
-    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-
-
-def write(figure: Figure, folder: Path, file_format: str) -> list[Path]:
-    """Write the figure into `folder` as NAME.FORMAT. Returns the path in a list.
+def write(figure: Figure, folder: Path, file_format: str, drawings: Drawings) -> Path:
+    """Write the figure in Vega-Lite into `folder` as NAME.json, and have it drawn as NAME.FORMAT,
+    whose path is returned.
 
     file_format: one of `names.FIGURE_FORMATS`.
     """
-    import vl_convert
-
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{figure.name}.{file_format}"
-    render = getattr(vl_convert, f"vegalite_to_{file_format}")
-    content = render(document(figure), vl_version=VEGA_LITE)
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return [path]
+    path.with_suffix(".json").write_text(json.dumps(document(figure)), encoding="utf-8")
+    drawings.add(path)
+    return path

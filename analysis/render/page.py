@@ -70,7 +70,7 @@ class Page:
 def write(page: Page, path: Path, library: str) -> None:
     """Write the page to `path`, and the data of its long figures and tables beside it.
 
-    library: the JavaScript of Vega, see `charts.library`.
+    library: the JavaScript of Vega, see `vega.library`.
     """
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
@@ -138,18 +138,3 @@ def _caption(text: str, hidden: Sequence[str]) -> str:
     for sentence in hidden:
         text = text.replace(f"Based on {sentence}", "").replace(sentence, "")
     return text.strip()
-
-
-def write_files(items: Iterable[Table | Figure], out: Path, figure_format: str) -> list[Path]:
-    """Write tables into `out`/tables and figures into `out`/figures. Returns the paths of the
-    files.
-
-    figure_format: one of `names.FIGURE_FORMATS`.
-    """
-    paths: list[Path] = []
-    for item in items:
-        if isinstance(item, Figure):
-            paths += charts.write(item, out / "figures", figure_format)
-        else:
-            paths += table.write(item, out / "tables")
-    return paths

@@ -173,26 +173,11 @@ def markdown(table: Table) -> str:
 def latex(table: Table) -> str:
     """The table as LaTeX for the package booktabs. Numbers that a test separates are bold."""
     texts = _marked_frame(table, r"\textbf{{{}}}", _tex)
-    head, *rows = (
-        " & ".join(cells) + r" \\" for cells in [list(texts), *texts.itertuples(index=False)]
-    )
-    align = "".join("r" if column in table.formats else "l" for column in table.frame)
     caption = _tex(" ".join([f"{table.title}.", table.caption, *footnotes(table)]))
-    lines = [
-        r"% needs \usepackage{booktabs}",
-        r"\begin{table}[t]",
-        rf"\caption{{{caption}}}",
-        rf"\label{{tab:{table.name}}}",
-        rf"\begin{{tabular}}{{{align}}}",
-        r"\toprule",
-        head,
-        r"\midrule",
-        *rows,
-        r"\bottomrule",
-        r"\end{tabular}",
-        r"\end{table}",
-    ]
-    return "\n".join([*lines, ""])
+    align = "".join("r" if column in table.formats else "l" for column in table.frame)
+    label = f"tab:{table.name}"
+    text = texts.to_latex(index=False, column_format=align, caption=caption, label=label)
+    return f"% needs \\usepackage{{booktabs}}\n{text}"
 
 
 def _marked_frame(table: Table, bold: str, escape_value: Callable[[object], str]) -> pd.DataFrame:

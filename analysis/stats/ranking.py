@@ -549,10 +549,10 @@ def headline(rankings: Sequence[Ranking]) -> str:
     winners = {model: list(dict.fromkeys(methods)) for model, methods in above.items() if methods}
     models = names.count(len(above), "model")
     if not winners:
-        return f"On none of {models} is a criterion above chance: random pruning does as well."
+        return f"On none of {models} is a criterion separated from random pruning."
     found = "; ".join(f"{model}: {names.enumeration(won)}" for model, won in winners.items())
     rest = len(above) - len(winners)
-    others = f" On the other {rest}, random pruning does as well." if rest else ""
+    others = f" On the other {rest}, no plan is separated from random pruning." if rest else ""
     return f"A criterion is above chance on {len(winners)} of {models} ({found}).{others}"
 
 

@@ -21,6 +21,7 @@ from moe_lab.analysis.render import charts
 from moe_lab.analysis.render import table as rendering
 from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import Table
+from moe_lab.analysis.render.vega import VEGA_LITE
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +83,7 @@ def test_tables_and_rows_of_figures_are_as_they_were(items: GoldenItems) -> None
 def test_every_figure_is_drawn_and_its_text_is_text(items: GoldenItems) -> None:
     """Vega-Lite draws each figure: every panel's title and at least one mark are in its SVG."""
     for name, figure in items.figures.items():
-        svg = vl_convert.vegalite_to_svg(charts.document(figure), charts.VEGA_LITE)
+        svg = vl_convert.vegalite_to_svg(charts.document(figure), VEGA_LITE)
         drawn = html.unescape(svg)
         titles = set(figure.rows[figure.panel])
         assert {title for title in titles if title[:20] not in drawn} == set(), name

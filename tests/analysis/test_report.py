@@ -2,6 +2,7 @@
 browser shows it."""
 
 import html
+import json
 import math
 import re
 import shutil
@@ -210,9 +211,10 @@ def test_named_output_is_made_in_the_requested_format(
 ) -> None:
     arguments = [f"store={small}", f"out={tmp_path}", f"format={file_format}"]
     assert main(["unified.fig2", "unified.table2", *arguments]) == 0
-    [figure] = (tmp_path / "figures").iterdir()
-    assert figure.name == f"unified.fig2.{file_format}"
+    figure, chart = (tmp_path / f"figures/unified.fig2.{end}" for end in (file_format, "json"))
+    assert set((tmp_path / "figures").iterdir()) == {figure, chart}
     assert figure.read_bytes().startswith(start)
+    assert json.loads(chart.read_text())["data"]["values"]
     suffixes = ("csv", "md", "tex")
     written = [
         f"{name}.{suffix}" for name in ("unified.fig2", "unified.table2") for suffix in suffixes
