@@ -288,7 +288,7 @@ def test_the_analysis_never_imports_torch(small: Path, tmp_path: Path) -> None:
         f"assert main(['unified.fig2', 'ranks', 'tokens_per_expert', 'store={small}', "
         f"'out={tmp_path}']) == 0; "
         "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules), 'heavy imports'; "
-        "light = 'analysis errors interrupt json_files packs paths progress results secrets'; "
+        "light = 'analysis arguments errors interrupt json_files packs paths progress result_files secrets'; "
         "own = {name.split('.')[1] for name in sys.modules if name.startswith('moe_lab.')}; "
         "own -= set(light.split()); "
         "assert not own, own"

@@ -89,7 +89,7 @@ def report(
     page alone."""
 
     def make(study: str) -> None:
-        monkeypatch.setattr(charts, "write", lambda figure, folder, _: [folder / figure.name])
+        monkeypatch.setattr(charts, "write", lambda figure, folder, *_: folder / figure.name)
         code = main(["report", f"store={store}", f"study={study}", f"out={tmp_path}"])
         assert code == 0 and not list(tmp_path.glob("failed/*")), capsys.readouterr().err
         assert "Nothing is missing" in html.unescape(
