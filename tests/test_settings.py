@@ -54,7 +54,7 @@ def invalid_values(kind: Any) -> list[Any]:
     values: list[Any] = {
         "integer": ["word", 1.5, [1]],
         "number": ["word", float("nan"), float("inf")],
-        "string": [7, 1.5, ["a"]],
+        "string": [7, 1.5, {"a": 1}],
         "boolean": ["maybe", 2],
         "array": ["word", 3],
         "object": ["word", 3],

@@ -27,7 +27,6 @@ from moe_lab.statistics import Layers
 from moe_lab.statistics.damage import DamageHook, SimilarityHook
 from moe_lab.statistics.forward import ENTROPY_BINS, ExpertsCall, ForwardHook, is_softmax, shifts
 from moe_lab.statistics.observe import Observer, SaveTimer, collect_statistics
-from tests.conftest import QUICK_FAMILIES
 
 SOFTMAX_ROUTERS = {
     "deepseek",
@@ -52,7 +51,7 @@ WAYS = [
     *(("one expert after the other", name) for name in tiny.ARCHITECTURES),
     *(("grouped", name) for name in tiny.ARCHITECTURES),
     # whose interpreter takes seconds for a model
-    *(pytest.param("Triton", name, marks=pytest.mark.slow) for name in QUICK_FAMILIES),
+    *(pytest.param("Triton", name, marks=pytest.mark.slow) for name in tiny.ARCHITECTURES),
 ]
 
 
