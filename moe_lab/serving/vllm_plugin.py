@@ -142,7 +142,6 @@ def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
     }
     # the original values of fields that the export has replaced, such as the model type
     stock_fields = export_settings["stock"]
-    # the text part of a model of images and texts states none, and vLLM names what it expects
     architectures = [f"{PREFIX}{name}" for name in stock_fields.get("architectures", ())]
     return {
         **family_fields,
