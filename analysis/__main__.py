@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -143,8 +144,8 @@ def _import_plugins(study: Study) -> None:
     imported here."""
     config = study.document.get("config") or {}
     # the record of several studies has the config of each under its name
-    configs = [config] if isinstance(config.get("plugins"), list) else config.values()
-    listed = [module for config in configs for module in (config or {}).get("plugins", ())]
+    configs = [part for part in (config, *config.values()) if isinstance(part, dict)]
+    listed = chain.from_iterable(part.get("plugins") or () for part in configs)
     for module in plugin_modules(listed):
         try:
             import_module(module)

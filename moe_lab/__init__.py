@@ -5,7 +5,7 @@
     scores = moe_lab.score("reap", statistics)
     plan = moe_lab.plan(scores, ratio=0.25)
     with moe_lab.mask(model, plan):
-        ...
+        moe_lab.evaluate(model, tokenizer, "pocket_arc_easy")
     moe_lab.export("pocket:olmoe", plan, "pruned")
 
 These functions need neither a configuration nor a store, and take any model of transformers with
@@ -20,9 +20,10 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,6 +37,7 @@ __all__ = [
     "Plan",
     "align",
     "calibrate",
+    "evaluate",
     "export",
     "load",
     "mask",
@@ -56,7 +58,47 @@ def __getattr__(name: str) -> Any:
     return Plan
 
 
-@dataclass(frozen=True, eq=False)
+def __dir__() -> list[str]:
+    """The public interface."""
+    return __all__
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_EXPECTED = {
+    "path": ("startswith", "a path or a hub id"),
+    "source": ("startswith", "a path or a hub id"),
+    "model": ("named_modules", "a loaded model, as moe_lab.load returns it"),
+    "tokenizer": ("convert_ids_to_tokens", "a loaded tokenizer, as moe_lab.load returns it"),
+    "statistics": ("facts", "the result of moe_lab.calibrate"),
+    "scores": ("attrs", "a data frame, as moe_lab.score returns it"),
+    "ratio": ("__float__", "a number"),
+    "plan": ("removed_share", "the result of moe_lab.plan"),
+}
+"""Parameter of public functions -> (attribute of all possible values, expected value)."""
+
+
+def _checked(function: _Function) -> _Function:
+    """Decorator that raises UserError for arguments of a wrong type."""
+    import inspect
+
+    parameters = inspect.signature(function)
+
+    @wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        for name, value in parameters.bind(*arguments, **keywords).arguments.items():
+            attribute, expected = _EXPECTED.get(name, ("__class__", ""))
+            is_default = value is parameters.parameters[name].default
+            if not is_default and not hasattr(value, attribute):
+                from moe_lab.errors import UserError
+
+                setting = f"{function.__name__}: {name}"
+                raise UserError(f"{setting} is of type {type(value).__name__}: expected {expected}")
+        return function(*arguments, **keywords)
+
+    return cast(_Function, call)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class ModelStatistics:
     """Statistics of a model, the result of `calibrate`."""
 
@@ -72,11 +114,15 @@ class ModelStatistics:
     identity: Mapping[str, str]
     """Digests that differ between models of the same shape; see `models.identity`."""
 
+    def __repr__(self) -> str:
+        return f"ModelStatistics({len(self.layers)} layers; passes: {', '.join(self.sums)})"
+
     def __deepcopy__(self, memory: Any) -> ModelStatistics:
         """These statistics themselves, because pandas deep-copies the `attrs` of a data frame."""
         return self
 
 
+@_checked
 def load(path: str, **settings: Any) -> tuple[Any, Any]:
     """Load (model, tokenizer). The model is in eval mode, and its weights are frozen.
 
@@ -95,12 +141,13 @@ def load(path: str, **settings: Any) -> tuple[Any, Any]:
     return load_model(validated(ModelConfig, fields, group="", origin="load"))
 
 
+@_checked
 def calibrate(
     model: Any,
     tokenizer: Any,
     text: str | os.PathLike[str] | Sequence[str],
     *,
-    criteria: Sequence[str] = ("reap",),
+    criteria: str | Sequence[str] = ("reap",),
     replacement: str = "none",
     seed: int = 42,
     any_tokenizer: bool = False,
@@ -123,7 +170,8 @@ def calibrate(
     from moe_lab.models.identity import model_digests
     from moe_lab.statistics import merge_passes
 
-    # each pass once
+    # each pass once; one name of a criterion is a list of one
+    criteria = [criteria] if isinstance(criteria, str) else criteria
     passes = dict.fromkeys(name for criterion in criteria for name in registry.get(criterion).needs)
     passes |= dict.fromkeys(grouping.required_passes(replacement))
     facts = model_facts(model)
@@ -175,11 +223,14 @@ def _calibration(
 
 @contextmanager
 def _eval_mode(model: Any) -> Iterator[None]:
-    """A context in which the model is in eval mode."""
+    """A context in which the model is in eval mode, and the progress of passes is shown."""
+    from moe_lab import progress
+
     is_training = model.training
     model.eval()
     try:
-        yield
+        with progress.shown():
+            yield
     finally:
         model.train(is_training)
 
@@ -232,6 +283,7 @@ def _run_pass(name: str, model: Any, batches: Any) -> dict[int, dict[str, Any]]:
     }
 
 
+@_checked
 def score(
     criterion: str,
     statistics: ModelStatistics,
@@ -283,6 +335,7 @@ def score(
     return scores
 
 
+@_checked
 def plan(
     scores: pd.DataFrame,
     ratio: float,
@@ -361,6 +414,7 @@ def _allocation_identity(
     return allocation.IdentifiedAllocation.of(config).identity
 
 
+@_checked
 def align(
     model: Any,
     plan: Plan,
@@ -409,6 +463,50 @@ def align(
         )
 
 
+@_checked
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    benchmarks: str | Sequence[str],
+    *,
+    limit: int | None = None,
+    data_root: str = "~/.cache/moe_lab/data",
+    **policy: Any,
+) -> pd.DataFrame:
+    """Evaluate a model in memory, which may be pruned or masked.
+
+    Returns a data frame with one row for each result, and the fields of
+    `moe_lab.result_files.Result` as columns. `benchmarks`: names of benchmarks or suites. `limit`:
+    number of items of each benchmark; None for all. `data_root`: the folder of mirrors, see
+    docs/evaluation.md. `policy`: fields of `moe_lab.evaluation.Policy`, such as
+    allow_code_execution=True.
+
+    Raises UserError for an unknown name, missing data, missing permissions, and for benchmarks that
+    compare a model with the unpruned one.
+    """
+    import tempfile
+
+    import pandas as pd
+
+    from moe_lab.errors import UserError
+    from moe_lab.evaluation import Policy, mirror, run
+    from moe_lab.evaluation.answers import collect_answers
+    from moe_lab.evaluation.engines.hf import LoadedModel
+
+    engine = LoadedModel(model, tokenizer)
+    results = []
+    names = [benchmarks] if isinstance(benchmarks, str) else benchmarks
+    for named in mirror.named_benchmarks(names):
+        if named.compares_logits:
+            raise UserError(f"evaluate: {named.name} compares two models: use it in a study")
+        benchmark = replace(named, limit=limit, root=data_root)
+        with _eval_mode(model), tempfile.TemporaryDirectory() as folder:
+            (answers,) = collect_answers(engine, [(benchmark, run.list_items(benchmark))])
+            results += run.grade(answers, benchmark, Path(folder), policy=Policy(**policy))
+    return pd.DataFrame(results)
+
+
+@_checked
 @contextmanager
 def mask(model: Any, plan: Plan, *, any_model: bool = False) -> Iterator[None]:
     """A context in which `model` computes what `prune(model, plan)` would compute; see
@@ -425,6 +523,7 @@ def mask(model: Any, plan: Plan, *, any_model: bool = False) -> Iterator[None]:
         yield
 
 
+@_checked
 def prune(model: Any, plan: Plan, *, any_model: bool = False) -> Any:
     """A smaller copy of `model`, with only the experts and channels that `plan` retains; see
     `moe_lab.pruning.prune.prune`. `any_model`: as in `mask`."""
@@ -442,6 +541,7 @@ def _check_origin(plan: Plan, model: Any, any_model: bool) -> None:
         plan.check_origin(model_digests(model), "this model")
 
 
+@_checked
 def export(
     source: str,
     plan: Plan,

@@ -1,11 +1,13 @@
-"""Progress of the work of this process, in a small file for other processes."""
+"""Progress of the work of this process, in a small file for other processes, or as a bar."""
 
 from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from moe_lab.json_files import Damaged, Number, read_json, write_json
 
@@ -16,6 +18,19 @@ INTERVAL = 2.0
 """Fewest seconds between two writes."""
 _latest = (0.0, 0.0, "")
 _last_write = 0.0
+_bar: Any = None
+"""The bar of tqdm that is shown."""
+
+
+@contextmanager
+def shown() -> Iterator[None]:
+    """A context in which a bar shows the progress, in a notebook as a widget."""
+    global _bar
+    from tqdm.auto import tqdm
+
+    with tqdm(leave=False, delay=1) as _bar:
+        yield
+    _bar = None
 
 
 def update(done: float, total: float, unit: str) -> None:
@@ -24,6 +39,11 @@ def update(done: float, total: float, unit: str) -> None:
     such as batches."""
     global _latest, _last_write
     _latest = (done, total, unit)
+    if _bar is not None:
+        if (_bar.total, _bar.unit) != (total, unit):
+            _bar.reset(total)
+            _bar.unit = unit
+        _bar.update(done - _bar.n)
     if FILE in os.environ and time.monotonic() - _last_write >= INTERVAL:
         _last_write = time.monotonic()
         path = Path(os.environ[FILE])

@@ -343,6 +343,14 @@ def test_scores_that_are_not_one_for_each_expert_are_refused(
             lambda model, statistics: moe_lab.plan(moe_lab.score("reap", statistics)[:40], 0.25),
             ("another model",),
         ),
+        (lambda model, statistics: moe_lab.score("reap", model[0]), ("statistics", "calibrate")),
+        (lambda model, statistics: moe_lab.prune("pocket:olmoe", 7), ("model", "moe_lab.load")),
+        (
+            lambda model, statistics: moe_lab.plan(moe_lab.score("reap", statistics), "0.25"),
+            ("ratio is of type str: expected a number",),
+        ),
+        (lambda model, statistics: moe_lab.evaluate(*model, "fidelity"), ("fidelity", "study")),
+        (lambda model, statistics: moe_lab.evaluate(*model, "boolqq"), ("did you mean boolq?",)),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_sentence(
@@ -355,3 +363,25 @@ def test_wrong_arguments_are_refused_in_one_sentence(
         call(model, statistics)
     assert all(part in str(error.value) for part in parts)
     assert "\n" not in str(error.value)
+
+
+def test_a_masked_model_is_evaluated_as_the_pruned_one(
+    model: tuple[Any, Any], statistics: moe_lab.ModelStatistics
+) -> None:
+    loaded, tokenizer = model
+    plan = moe_lab.plan(moe_lab.score("reap", statistics), 0.5)
+    names = ["pocket_arc_easy", "pocket_gsm8k"]
+    with moe_lab.mask(loaded, plan):
+        masked = moe_lab.evaluate(loaded, tokenizer, names, limit=16)
+    pruned = moe_lab.evaluate(moe_lab.prune(loaded, plan), tokenizer, names, limit=16)
+    assert masked["n"].tolist() == [16, 16]
+    assert masked.to_dict() == pruned.to_dict()
+    unpruned = moe_lab.evaluate(loaded, tokenizer, names, limit=16)
+    assert unpruned["score"].sum() > masked["score"].sum()
+
+
+def test_objects_and_the_module_are_shown_on_a_screen(statistics: moe_lab.ModelStatistics) -> None:
+    plan = moe_lab.plan(moe_lab.score("reap", statistics), 0.25)
+    assert max(map(len, (repr(statistics), repr(plan)))) < 100
+    assert plan.digest[:8] in repr(plan)
+    assert dir(moe_lab) == sorted(moe_lab.__all__)

@@ -328,10 +328,9 @@ def _as_list(value: Any) -> list[Any]:
 # The command.
 
 
-def benchmarks(names: Iterable[str], root: str) -> list[BenchmarkConfig]:
-    """The benchmarks with these `names`, and the benchmarks of suites with these `names`.
-    Benchmarks that need no mirror are left out. `root`: the folder of all mirrors. UserError for an
-    unknown name, and if no benchmark needs a mirror."""
+def named_benchmarks(names: Iterable[str]) -> list[BenchmarkConfig]:
+    """The benchmarks with these `names`, and the benchmarks of suites with these `names`. UserError
+    for an unknown name."""
     suites = _settings("suite")
     settings = _settings("benchmark")
     benchmark_names: dict[str, None] = {}  # an ordered set
@@ -339,15 +338,19 @@ def benchmarks(names: Iterable[str], root: str) -> list[BenchmarkConfig]:
         check_known("benchmark or suite", name, settings | suites)
         suite = {"benchmarks": [name]} if name in settings else suites[name]
         benchmark_names |= dict.fromkeys(suite["benchmarks"])
-    configs: list[BenchmarkConfig] = [
-        validated(BenchmarkConfig, settings[name], "benchmark") for name in benchmark_names
-    ]
+    return [validated(BenchmarkConfig, settings[name], "benchmark") for name in benchmark_names]
+
+
+def benchmarks(names: Iterable[str], root: str) -> list[BenchmarkConfig]:
+    """The `named_benchmarks` that need a mirror. `root`: the folder of all mirrors. UserError if
+    there are none."""
+    configs = named_benchmarks(names)
     mirrored_configs = [
         replace(benchmark, root=root) for benchmark in configs if benchmark.data is not None
     ]
     if not mirrored_configs:
         raise UserError(
-            f"{', '.join(benchmark_names)} needs no mirror: its data comes with moe_lab, or is a "
+            f"{', '.join(names)} needs no mirror: its data comes with moe_lab, or is a "
             "file of yours"
         )
     return mirrored_configs

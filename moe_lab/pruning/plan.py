@@ -37,7 +37,7 @@ ROUNDED = 5e-4
 """Largest difference between the ratio and the removed share that is not reported."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """The experts, and possibly channels, that each layer retains. Plans that give the same pruned
     model are equal."""
@@ -70,6 +70,10 @@ class Plan:
             for layer, experts in retained.items()
         }
         return cls(layers, provenance or {})
+
+    def __repr__(self) -> str:
+        share = f"{self.removed_share:.3g} removed"
+        return f"Plan({len(self.layers)} layers, {share}, digest {self.digest[:12]})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.digest == other.digest
