@@ -58,8 +58,8 @@ CONFIG: dict[str, Any] = {
     | {"tickColor": RULE, "titleFontWeight": "normal", "labelLimit": 260},
     "header": {"labelColor": INK, "labelFontWeight": "bold", "labelAnchor": "start"}
     | {"labelLimit": 420},
-    "legend": {"labelColor": INK, "orient": "bottom", "columns": 4, "title": None}
-    | {"labelLimit": 400, "symbolLimit": 60},
+    "legend": {"labelColor": INK, "titleColor": INK, "symbolFillColor": MUTED, "labelLimit": 400}
+    | {"orient": "bottom", "columns": 4, "title": None, "symbolLimit": 60},
     "text": {"color": INK},
     "view": {"stroke": None},
 }

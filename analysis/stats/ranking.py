@@ -549,7 +549,7 @@ def headline(rankings: Sequence[Ranking]) -> str:
     winners = {model: list(dict.fromkeys(methods)) for model, methods in above.items() if methods}
     models = names.count(len(above), "model")
     if not winners:
-        return f"On none of {models} is a criterion separated from random pruning."
+        return f"No criterion is separated from random pruning, on any of {models}."
     found = "; ".join(f"{model}: {names.enumeration(won)}" for model, won in winners.items())
     rest = len(above) - len(winners)
     others = f" On the other {rest}, no plan is separated from random pruning." if rest else ""

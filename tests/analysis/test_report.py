@@ -173,7 +173,9 @@ def test_the_verdict_counts_models_above_chance(page: Page) -> None:
     if page.kind != "perplexity":
         assert verdict.startswith("First by average: ")
     else:
-        assert verdict.startswith("A criterion is above chance on 1 of 1" if above else "On none")
+        assert verdict.startswith(
+            "A criterion is above chance on 1 of 1" if above else "No criterion"
+        )
 
 
 def test_gaps_are_written_about_and_end_with_one(

@@ -28,6 +28,7 @@ const filterOf = (menu, initial) => {
 };
 
 async function drawChart(box, content) {
+  box.closest("figure").classList.toggle("wide", content.spec.columns > 2);
   const width = box.clientWidth;
   let text = JSON.stringify(content.spec);
   for (const [colour, variable] of Object.entries(SETTINGS.colours)) text = text.replaceAll(colour, variable);
@@ -46,7 +47,7 @@ async function drawChart(box, content) {
   else size = panel.width = Math.min(size, width - labels / 2 - 70);
   spec.columns = Math.max(1, Math.min(spec.columns, Math.floor((width - labels / 2) / (size + 25))));
   box.classList.add("chart");
-  const options = { actions: false, renderer: "svg", tooltip: { theme: matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light" } };
+  const options = { actions: false, renderer: "svg", logLevel: 1, tooltip: { theme: matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light" } };
   const { view } = await vegaEmbed(box, spec, options);
   redraws.push(() => {
     for (const menu of menus) view.signal(`menu_${menu}`, selected(menu));
