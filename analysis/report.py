@@ -6,10 +6,11 @@ import errno
 import json
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +29,6 @@ from moe_lab.analysis.render import charts, page, table, vega
 from moe_lab.analysis.render.charts import MENUS, Figure
 from moe_lab.analysis.render.page import Chapter, Page
 from moe_lab.analysis.render.table import Table
-from moe_lab.analysis.render.vega import Drawings
 from moe_lab.analysis.stats.ranking import headline, overview, ranking_text
 from moe_lab.errors import DISK_FULL
 
@@ -53,6 +53,8 @@ class Publisher:
         self.figure_format = figure_format
         self.attempted: dict[str, str | None] = {}
         """Name of an output, table or figure -> the traceback of its error, or None."""
+        # draws figures while the next ones are computed
+        self.process = ProcessPoolExecutor(1, get_context("spawn"))
 
     def attempt(self, name: str, make: Callable[[], T]) -> T | None:
         """Call `make` and return its result. If `make` raises an error, record a gap and return
@@ -67,16 +69,12 @@ class Publisher:
         except Exception as error:
             if isinstance(error, OSError) and error.errno in UNWRITABLE:
                 raise
-            self._record_failure(name, traceback.format_exc())
+            self.attempted[name] = traceback.format_exc()
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            self.results.study.reader.record_gap(
+                f"could not be made ({reason}), traceback in {FAILED}/{name}.log", name
+            )
             return None
-
-    def _record_failure(self, name: str, error: str) -> None:
-        """Record a gap for what could not be made. error: the traceback."""
-        self.attempted[name] = error
-        reason = " ".join(error.strip().splitlines()[-1].split())
-        self.results.study.reader.record_gap(
-            f"could not be made ({reason}), traceback in {FAILED}/{name}.log", name
-        )
 
     @property
     def failed(self) -> list[str]:
@@ -91,29 +89,33 @@ class Publisher:
         """
         items_by_output: dict[str, list[Item]] = {}
         paths: list[Path] = []
-        drawings = Drawings()
+        drawn: dict[Path, Future[None]] = {}
         # each output once, even if it is requested by several of its aliases
         output_names = dict.fromkeys(find(name).name for name in requested)
         for name in sorted(output_names, key=lambda name: name == GAPS):
             items_by_output[name] = []
             for item in self.attempt(name, partial(find(name).items, self.results)) or []:
-                files = self.attempt(item.name, partial(self._write, item, drawings))
+                files = self.attempt(item.name, partial(self._write, item, drawn))
                 if files:
                     items_by_output[name].append(item)
                     paths += files
             if len(output_names) > 1:
                 progress.update(len(items_by_output), len(output_names), "tables and figures")
-        for path, error in drawings.finish().items():
-            if error:
-                paths.remove(path)
-                self._record_failure(path.stem, error)
+        for path, drawing in drawn.items():
+            self.attempt(path.stem, drawing.result)
         return items_by_output, paths
 
-    def _write(self, item: Item, drawings: Drawings) -> list[Path]:
-        """Write a table into OUT/tables, or a figure into OUT/figures; returns the files' paths."""
+    def _write(self, item: Item, drawn: dict[Path, Future[None]]) -> list[Path]:
+        """Write a table into OUT/tables, or a figure into OUT/figures; returns the files' paths.
+
+        drawn: file of each figure -> its drawing in another process, to which this figure's is
+        added."""
         if isinstance(item, Table):
             return table.write(item, self.out / "tables")
-        return [charts.write(item, self.out / "figures", self.figure_format, drawings)]
+        path = self.out / "figures" / f"{item.name}.{self.figure_format}"
+        charts.write(item, path.with_suffix(".json"))
+        drawn[path] = self.process.submit(vega.draw, path)
+        return [path, path.with_suffix(".json")]
 
     def log_failures(self) -> None:
         """Write the traceback of every failed output to OUT/failed/NAME.log. The old log of an
@@ -149,8 +151,7 @@ def write_report(publisher: Publisher) -> Path:
 
     An output that fails is a gap on the page, with its traceback in OUT/failed.
     """
-    # vl-convert takes seconds for it, and leaves Python free meanwhile
-    library = ThreadPoolExecutor(1).submit(vega.library)
+    library = publisher.process.submit(vega.library)
     # the output `gaps` is left for `_sections`, which publishes it when all gaps are known
     shown = [name for name, output in outputs().items() if output.chapter and name != GAPS]
     items_by_output, _ = publisher.publish(shown)

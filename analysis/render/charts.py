@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from moe_lab.analysis import names
-from moe_lab.analysis.render.vega import VEGA_LITE, Drawings
+from moe_lab.analysis.render.vega import VEGA_LITE
 
 INK, MUTED, RULE, SURFACE = "#15181e", "#667080", "#d4d9e0", "#fdfdfe"
 """Colours of text, references, grid lines and the background. The page replaces them by those of
@@ -311,14 +311,7 @@ def document(figure: Figure) -> dict[str, Any]:
     return {"$schema": schema, "data": {"values": values}, "transform": filters, **figure.spec}
 
 
-def write(figure: Figure, folder: Path, file_format: str, drawings: Drawings) -> Path:
-    """Write the figure in Vega-Lite into `folder` as NAME.json, and have it drawn as NAME.FORMAT,
-    whose path is returned.
-
-    file_format: one of `names.FIGURE_FORMATS`.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{figure.name}.{file_format}"
-    path.with_suffix(".json").write_text(json.dumps(document(figure)), encoding="utf-8")
-    drawings.add(path)
-    return path
+def write(figure: Figure, path: Path) -> None:
+    """Write the figure in Vega-Lite to `path`, which ends in .json."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document(figure)), encoding="utf-8")

@@ -110,6 +110,8 @@ def test_page_says_how_many_plans_were_made(page: Page) -> None:
     sentence = f"That gave {names.count(len(pruned), 'pruned model')}, each evaluated"
     assert sentence in page.text
     assert "Nothing is missing" in page.text
+    files = [page.folder / "report.html", *page.folder.glob("data/*.js")]
+    assert sum(file.stat().st_size for file in files) <= 5e6
 
 
 def test_page_has_no_chapter_of_what_was_not_run(page: Page) -> None:

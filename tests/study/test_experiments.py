@@ -11,7 +11,7 @@ import preloaded
 import pytest
 
 from moe_lab.analysis.__main__ import main
-from moe_lab.analysis.render import charts
+from moe_lab.analysis.report import Publisher
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["calibration.tokens=2048", "suite.limit=2", "launcher=inline", "report=false"]
@@ -89,7 +89,7 @@ def report(
     page alone."""
 
     def make(study: str) -> None:
-        monkeypatch.setattr(charts, "write", lambda figure, folder, *_: folder / figure.name)
+        monkeypatch.setattr(Publisher, "_write", lambda *_: [tmp_path])
         code = main(["report", f"store={store}", f"study={study}", f"out={tmp_path}"])
         assert code == 0 and not list(tmp_path.glob("failed/*")), capsys.readouterr().err
         assert "Nothing is missing" in html.unescape(
