@@ -7,6 +7,7 @@
 # make older      two older versions of transformers, with which a test loads exports
 # make evalscope  an environment for EvalScope, which needs other versions than Hydra; its benchmarks use it
 # make elsewhere  the tests as other users, with other versions of Python and packages, in other folders; takes hours
+# make release    checks, builds the wheel and the source package in dist/, and tags the version
 # make clean      removes these environments and what was built
 #
 # STORE        folder of the results
@@ -31,7 +32,7 @@ RUNS ?=
 TESTS ?=
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: run test check docs elsewhere evalscope vllm llama older clean
+.PHONY: run test check docs release elsewhere evalscope vllm llama older clean
 
 run: $(VENV)/.installed
 	$(BIN)/python -m moe_lab +experiment=task_agnostic store=$(STORE) $(ARGS)
@@ -69,6 +70,16 @@ docs: $(VENV)/.installed-docs
 $(VENV)/.installed-docs: pyproject.toml $(CONSTRAINTS) $(VENV)/.installed
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) --group docs
 	touch $@
+
+# Refused with changes that are not committed, and before CHANGELOG.md has the date of the version.
+release: VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' moe_lab/__init__.py)
+release: check
+	test -z "$$(git status --porcelain)"
+	grep -qE '^## $(VERSION) \([0-9]{4}-[0-9]{2}-[0-9]{2}\)$$' CHANGELOG.md
+	grep -q '^version: $(VERSION)$$' CITATION.cff
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+	git tag -a v$(VERSION) -m "moe_lab $(VERSION)"
 
 evalscope: $(EVALSCOPE)/.installed
 

@@ -250,6 +250,7 @@ VERBS: Mapping[str, Verb] = {
         _main_of("moe_lab.analysis.verbs", "compare"),
     ),
     "mirror": Verb("copy the data of benchmarks", _main_of("moe_lab.evaluation.mirror")),
+    "cite": Verb("BibTeX of the papers of a study", _main_of("moe_lab.cite")),
     "inspect": Verb(
         "whether a model is supported, and how it reads a text", _main_of("moe_lab.inspect")
     ),

@@ -11,7 +11,7 @@ import numpy
 from moe_lab.criteria import Array, Layer, criterion
 from moe_lab.errors import UserError, check_known
 
-HEAPR = "HEAPr"
+HEAPR = "HEAPr: Hessian-based Efficient Atomic Expert Pruning in Output Space"
 SLIMMING = "MoE-Slimming, arXiv 2606.18304"
 PROJECTIONS = ("down", "gate", "up")
 CAMERA_GATES = {"model": "gate", "renormalized": "renormalized"}
@@ -42,7 +42,7 @@ def heapr(layer: Layer) -> Array:
     "camera",
     granularity="channel",
     needs=("statistics", "channel_weights"),
-    reference="CAMERA",
+    reference="CAMERA, arXiv 2508.02322",
     uses_gate=True,
 )
 def camera(layer: Layer, alpha: float = 0.9) -> Array:
@@ -91,7 +91,7 @@ def channel_weight(layer: Layer, projection: str = "down") -> Array:
     "channel_weight_activation",
     granularity="channel",
     needs=("statistics", "channel_weights"),
-    reference="Wanda",
+    reference="Wanda, arXiv 2306.11695",
 )
 def channel_weight_activation(layer: Layer) -> Array:
     """sum_o |w_oc| * sqrt(sum_t phi^2): Wanda's score, summed over the outputs o of down_proj.
@@ -121,7 +121,9 @@ def channel_activation_gradient(layer: Layer) -> Array:
     return layer["channel_product_abs"] / numpy.maximum(layer.tokens, 1)[:, None]
 
 
-@criterion("snip", granularity="channel", needs=("weight_gradients",), reference="SNIP")
+@criterion(
+    "snip", granularity="channel", needs=("weight_gradients",), reference="SNIP, arXiv 1810.02340"
+)
 def snip(layer: Layer, projection: str = "down") -> Array:
     """sum_o |w_oc dL/dw_oc| over the channel's weights in one projection, or (`projection=mean`)
     the mean of the sums.

@@ -29,7 +29,7 @@ def frequency(layer: Layer) -> Array:
     return layer.tokens
 
 
-@criterion("seer", needs=("statistics",), reference="SEER-MoE", uses_gate=True)
+@criterion("seer", needs=("statistics",), reference="SEER-MoE, arXiv 2404.05089", uses_gate=True)
 def seer(layer: Layer) -> Array:
     """S(0,1,0) = sum_t g: the soft count.
 
@@ -49,7 +49,7 @@ def ean(layer: Layer) -> Array:
     return layer.sum(alpha=0, beta=1)
 
 
-@criterion("reap", needs=("statistics",), reference="REAP", uses_gate=True)
+@criterion("reap", needs=("statistics",), reference="REAP, arXiv 2510.13999", uses_gate=True)
 def reap(layer: Layer) -> Array:
     """S(1,1,1) = 1/N sum_t g ||f||.
 
@@ -104,7 +104,7 @@ def easy_ep(layer: Layer) -> Array:
     return layer["shift_weighted"]
 
 
-@criterion("mone", needs=("statistics",), reference="MoNE", uses_gate=True)
+@criterion("mone", needs=("statistics",), reference="MoNE, arXiv 2507.00390", uses_gate=True)
 def mone(layer: Layer) -> Array:
     """(1/N sum_t g) * V with V = || sqrt(1/(N-1) sum_t (f - mean f)^2) ||; 0 for N <= 1.
 

@@ -1,0 +1,23 @@
+"""`moe-lab cite`: BibTeX of the papers of a study."""
+
+import re
+from pathlib import Path
+
+import pytest
+from synthetic import write_store
+
+from moe_lab import __main__ as command_line
+
+
+def test_the_papers_of_a_study_are_cited(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_store(tmp_path / "store", name="s", criteria=("reap", "mone_freq"))
+    assert command_line.main(["cite", "s", f"store={tmp_path / 'store'}"]) == 0
+    output = capsys.readouterr().out
+    assert re.findall(r"eprint = {(.*)}", output) == ["2510.13999", "2606.15716"]
+    assert "title = {{REAP}}" in output and "{{How to Score Experts" in output
+    assert command_line.main(["cite"]) == 0
+    keys = re.findall(r"^@\w+{(.*),$", capsys.readouterr().out, re.MULTILINE)
+    assert len(keys) == len(set(keys)) > 10
+    assert command_line.main(["cite", "other", f"store={tmp_path / 'store'}"]) == 2
