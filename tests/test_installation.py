@@ -287,6 +287,7 @@ def test_the_wheel_has_one_command(environment: Path, tmp_path: Path) -> None:
     assert "[--apply" in run("gc", "--help")
     packages = packages_of(environment)
     assert f"{packages}/moe_lab/sweeps" in help_text
+    assert (packages / "moe_lab" / "py.typed").is_file()
     for folder in ("sweeps", "examples"):
         shipped = {path.name for path in (packages / "moe_lab" / folder).iterdir()}
         assert shipped >= {path.name for path in (ROOT / folder).glob("*.*")}

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import grimp
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
+import moe_lab
 from benchmarks.cuda import ROWS
 from moe_lab import compose as composition
 from moe_lab.errors import UserError
@@ -22,7 +24,7 @@ from moe_lab.study.preflight import preflight
 from tools import elsewhere, unordered
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
@@ -271,3 +273,20 @@ def test_the_page_of_reproduction_is_up_to_date() -> None:
     assert (ROOT / "docs" / "reproduction.md").read_text("utf-8") == text
     sentence = "None of the papers' numbers has been computed on published weights so far."
     assert (sentence in (ROOT / "README.md").read_text("utf-8")) == (": 0 of " in text)
+
+
+def test_the_files_of_a_release_agree() -> None:
+    """`make release` needs the date of the version in the changelog; hosted CI runs .ci/run."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    heading = f"## {citation['version']} ({citation['date-released']})"
+    assert citation["version"] == moe_lab.__version__
+    assert heading in (ROOT / "CHANGELOG.md").read_text("utf-8").splitlines()
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text("utf-8"))
+    assert workflow["jobs"]["ci"]["steps"][-1] == {"run": ".ci/run"}
+    for form in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
+        assert yaml.safe_load(form.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("page", ["SECURITY.md", "CITATION.cff"])
+def test_what_only_the_owner_can_say_is_one_marked_line(page: str) -> None:
+    assert (ROOT / page).read_text("utf-8").count("OWNER: ") == 1
