@@ -286,29 +286,21 @@ def by_calibration(points: pd.DataFrame) -> pd.DataFrame:
     return points.assign(panel=points["model"], Model=points["model"], label=sets, Calibration=sets)
 
 
-def content(figure: Figure) -> dict[str, Any]:
-    """The figure for the page's script: in Vega-Lite, and its rows with numbers of four digits."""
-    table = json.loads(figure.rows.to_json(orient="split", index=False, double_precision=10))
-    rows = [
-        [float(f"{value:.4g}") if isinstance(value, float) else value for value in row]
-        for row in table["data"]
-    ]
-    return {
-        "spec": figure.spec,
-        "columns": table["columns"],
-        "rows": rows,
-        "initial": dict(figure.initial),
-    }
-
-
 def document(figure: Figure) -> dict[str, Any]:
-    """The figure in Vega-Lite, with its data."""
+    """The figure in Vega-Lite, with its data. `usermeta` tells the page's script which values the
+    figure shows while menus are on "all"."""
     schema = f"https://vega.github.io/schema/vega-lite/v{VEGA_LITE.partition('.')[0]}.json"
-    values = json.loads(figure.rows.to_json(orient="records", double_precision=10))
+    values = json.loads(figure.rows.to_json(orient="records", double_precision=6))
     filters = [
         {"filter": f"datum.{menu} == {json.dumps(value)}"} for menu, value in figure.initial.items()
     ]
-    return {"$schema": schema, "data": {"values": values}, "transform": filters, **figure.spec}
+    return {
+        "$schema": schema,
+        "usermeta": dict(figure.initial),
+        "data": {"values": values},
+        "transform": filters,
+        **figure.spec,
+    }
 
 
 def write(figure: Figure, path: Path) -> None:

@@ -113,7 +113,7 @@ def _write_data(items: Iterable[Table | Figure], folder: Path) -> str:
     for old in folder.glob("*.js"):
         old.unlink()
     for item in items:
-        content = table.content(item) if isinstance(item, Table) else charts.content(item)
+        content = table.content(item) if isinstance(item, Table) else charts.document(item)
         script = f"addItem({json.dumps(identifier(item))}, {_script_json(content)});\n"
         if len(script) <= LONG:
             inline.append(script)

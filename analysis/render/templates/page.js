@@ -28,15 +28,14 @@ const filterOf = (menu, initial) => {
 };
 
 async function drawChart(box, content) {
-  box.closest("figure").classList.toggle("wide", content.spec.columns > 2);
+  box.closest("figure").classList.toggle("wide", content.columns > 2);
   const width = box.clientWidth;
-  let text = JSON.stringify(content.spec);
+  let text = JSON.stringify(content);
   for (const [colour, variable] of Object.entries(SETTINGS.colours)) text = text.replaceAll(colour, variable);
   const spec = JSON.parse(text);
-  const menus = menuNames.filter((menu) => content.columns.includes(menu));
-  spec.data = { values: content.rows.map((row) => Object.fromEntries(row.map((value, i) => [content.columns[i], value]))) };
+  const menus = menuNames.filter((menu) => menu in spec.data.values[0]);
   spec.params = menus.map((menu) => ({ name: `menu_${menu}`, value: selected(menu) }));
-  spec.transform = menus.map((menu) => ({ filter: filterOf(menu, content.initial[menu]) }));
+  spec.transform = menus.map((menu) => ({ filter: filterOf(menu, spec.usermeta[menu]) }));
   const labels = width < 600 ? 110 : 260;
   spec.config.axis.labelLimit = labels;
   spec.config.header.labelLimit = width;
@@ -112,7 +111,7 @@ async function draw(figure) {
   const box = figure.querySelector(".scroll");
   try {
     const content = await itemOf(figure.dataset.item);
-    await (content.spec ? drawChart : drawTable)(box, content);
+    await (content.data ? drawChart : drawTable)(box, content);
   } catch (error) {
     box.textContent = error.message;
   }
