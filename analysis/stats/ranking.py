@@ -506,8 +506,6 @@ def _scored_plans(ranking: Ranking, comparison: Comparison) -> pd.DataFrame:
         "Allocation": [names.allocation_name(allocation) for _, allocation, _ in parts],
         "Recovery": [names.recovery_name(recovery) for *_, recovery in parts],
         "method": plans["method"],
-        "status": plans["status"],
-        "is_open": ~plans["status"].str.startswith((ABOVE_CHANCE, BEST, TIED)),
     }
     limits_of_kind = {
         kind: chance.limits(ranking.plans_tested) for kind, chance in ranking.chance.items()
@@ -515,7 +513,8 @@ def _scored_plans(ranking: Ranking, comparison: Comparison) -> pd.DataFrame:
     kinds = zip(plans["granularity"], plans["recovery"], strict=True)
     bands = [limits_of_kind.get(kind, (np.nan, np.nan)) for kind in kinds]
     ends = pd.DataFrame(bands, plans.index, ["chance_low", "chance_high"])
-    average = plans[["score", "low", "high"]].join(ends)
+    average = plans[["score", "low", "high", "status"]].join(ends)
+    average["is_open"] = ~plans["status"].str.startswith((ABOVE_CHANCE, BEST, TIED))
     frames = [
         average.assign(Metric=AVERAGE, unpruned=ranking.unpruned_score, sign=ranking.quantity.sign)
     ]
@@ -524,7 +523,9 @@ def _scored_plans(ranking: Ranking, comparison: Comparison) -> pd.DataFrame:
         scores = pd.DataFrame({"score": score, "low": low, "high": high}).loc[plans.index]
         unpruned = score.get(comparison.unpruned_cell, np.nan)
         sign = comparison.quantity((column,)).sign
-        frames.append(scores.assign(Metric=names.benchmark(column), unpruned=unpruned, sign=sign))
+        scores = scores.assign(Metric=names.benchmark(column), unpruned=unpruned, sign=sign)
+        # only averages are compared with chance and tested
+        frames.append(scores.assign(status="", is_open=True))
     rows = pd.concat([frame.assign(**texts) for frame in frames])
     kept = (rows["score"] / rows["unpruned"]) ** rows.pop("sign")
     return rows.assign(kept=kept.replace(np.inf, np.nan)).dropna(subset=["score"])
