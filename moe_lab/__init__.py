@@ -64,9 +64,8 @@ def __dir__() -> list[str]:
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_TEXT = ("startswith", "a text, such as a name, a path or a hub id")
 _EXPECTED = {
-    "path": ("startswith", "a path or a hub id"),
-    "source": ("startswith", "a path or a hub id"),
     "model": ("named_modules", "a loaded model, as moe_lab.load returns it"),
     "tokenizer": ("convert_ids_to_tokens", "a loaded tokenizer, as moe_lab.load returns it"),
     "statistics": ("facts", "the result of moe_lab.calibrate"),
@@ -74,7 +73,8 @@ _EXPECTED = {
     "ratio": ("__float__", "a number"),
     "plan": ("removed_share", "the result of moe_lab.plan"),
 }
-"""Parameter of public functions -> (attribute of all possible values, expected value)."""
+"""Parameter of public functions that is no text -> (attribute of all possible values, expected
+value)."""
 
 
 def _checked(function: _Function) -> _Function:
@@ -86,8 +86,10 @@ def _checked(function: _Function) -> _Function:
     @wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
         for name, value in parameters.bind(*arguments, **keywords).arguments.items():
-            attribute, expected = _EXPECTED.get(name, ("__class__", ""))
-            is_default = value is parameters.parameters[name].default
+            parameter = parameters.parameters[name]
+            is_text = parameter.annotation in ("str", "str | None")
+            attribute, expected = _TEXT if is_text else _EXPECTED.get(name, ("__class__", ""))
+            is_default = value is parameter.default
             if not is_default and not hasattr(value, attribute):
                 from moe_lab.errors import UserError
 
@@ -387,13 +389,13 @@ def plan(
     )
     if abs(plan.removed_share - ratio) > ROUNDED:
         warnings.warn(
-            f"plan: ratio={ratio:g} is rounded: {plan.removed_share:.3g} is removed", stacklevel=2
+            f"plan: ratio={ratio:g} is rounded: {plan.removed_share:.3g} is removed", stacklevel=3
         )
     if tie_counts := count_ties(plan, values, facts["layers"]):
         warnings.warn(
             f"plan: {sum(tie_counts.values())} scores in {len(tie_counts)} layers are equal at the "
             "cut, where the lowest ids are dropped",
-            stacklevel=2,
+            stacklevel=3,
         )
     return plan
 
