@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from moe_lab.arguments import Parser
 from moe_lab.calibration.sources import DataFile
 from moe_lab.config import BenchmarkConfig
 from moe_lab.config.base import Mistakes, validated
@@ -367,19 +368,18 @@ def main(arguments: Sequence[str]) -> int:
 
     Returns 0; or 2 after printing all errors.
     """
-    settings = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
-    names = [argument for argument in arguments if "=" not in argument]
+    parser = Parser(prog="moe-lab mirror", description=main.__doc__)
+    parser.add_argument("names", nargs="+", help="benchmarks or suites")
+    parser.add_argument("--data_root", required=True, help="the folder of all mirrors")
+    parser.add_argument("--from", help="a folder or file instead of the hub")
     try:
-        if not names or not settings.get("data_root") or settings.keys() - {"data_root", "from"}:
-            raise UserError(
-                "expected NAME ... data_root=FOLDER [from=FOLDER|FILE], got "
-                f"{' '.join(arguments) or 'nothing'}"
-            )
-        source = Path(settings["from"]).expanduser().absolute() if "from" in settings else None
+        request = parser.read(arguments)
+        origin = vars(request)["from"]
+        source = Path(origin).expanduser().absolute() if origin else None
         if source is not None and not source.exists():
             raise UserError(f"from={source}: there is no such file or folder")
         with Mistakes() as mistakes:
-            for benchmark in benchmarks(names, settings["data_root"]):
+            for benchmark in benchmarks(request.names, request.data_root):
                 with mistakes.caught():
                     try:
                         line = make(benchmark, source)
