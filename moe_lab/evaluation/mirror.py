@@ -21,7 +21,6 @@ from typing import Any
 
 import yaml
 
-from moe_lab.arguments import Parser
 from moe_lab.calibration.sources import DataFile
 from moe_lab.config import BenchmarkConfig
 from moe_lab.config.base import Mistakes, validated
@@ -368,6 +367,8 @@ def main(arguments: Sequence[str]) -> int:
 
     Returns 0; or 2 after printing all errors.
     """
+    from moe_lab.arguments import Parser  # only this command parses arguments
+
     parser = Parser(prog="moe-lab mirror", description=main.__doc__)
     parser.add_argument("names", nargs="+", help="benchmarks or suites")
     parser.add_argument("--data_root", required=True, help="the folder of all mirrors")
