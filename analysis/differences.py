@@ -18,7 +18,7 @@ from moe_lab.errors import UserError, check_known
 from moe_lab.paths import store_folder
 
 KEYS = (
-    ["benchmark", "item", "replicate", "prompt", "right_answer"],
+    ["benchmark", "key", "replicate"],
     ["layer", "expert"],
     ["cost"],
 )
@@ -132,7 +132,7 @@ def _plan(study: Study, cell: int) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataF
     `Study.retained`, and its costs with the columns cost and value."""
     results = study.results[study.results["cell"] == cell].drop_duplicates("folder")
     frames = [answers(row["folder"], row["task"], study.reader) for row in records(results)]
-    columns = [*KEYS[0], "outcome", "units", "output"]
+    columns = [*KEYS[0], "item", "prompt", "right_answer", "outcome", "units", "output"]
     retained = study.retained.loc[study.retained["cell"] == cell, ["layer", "expert", "share"]]
     # without columns that NaN would fill, as a cell may have no costs
     costs = study.costs.reindex([cell]).T.dropna().set_axis(["value"], axis="columns")
@@ -144,11 +144,11 @@ def _scores(answers: pd.DataFrame) -> pd.DataFrame:
     with the column seed."""
     numbers = ["outcome_a", "outcome_b", "units_a"]
     # an item may have several answers
-    items = answers.groupby(["benchmark", "seed", "item"])[numbers].mean().reset_index()
+    items = answers.groupby(["benchmark", "seed", "key"])[numbers].mean().reset_index()
     rows = []
     for benchmark, outcomes in items.groupby("benchmark"):
         # each (seeds, items)
-        tables = [outcomes.pivot(index="seed", columns="item", values=name) for name in numbers]
+        tables = [outcomes.pivot(index="seed", columns="key", values=name) for name in numbers]
         common_items = tables[0].dropna(axis="columns").columns
         a, b, units = (table[common_items] for table in tables)
         shares = units.iloc[0].fillna(1.0).to_numpy()
@@ -166,5 +166,11 @@ def _flips(answers: pd.DataFrame) -> pd.DataFrame:
     """`Differences.flips` of a pair. answers: those of both plans."""
     outcomes = answers[["outcome_a", "outcome_b"]]
     is_flipped = outcomes.isin([0, 1]).all(axis=1) & (outcomes.nunique(axis=1) == 2)
-    columns = [*KEYS[0], *outcomes, "output_a", "output_b"]
-    return answers.loc[is_flipped, columns].drop(columns="replicate")
+    flips = answers[is_flipped]
+    # the logs of some programs have no prompts
+    texts = {
+        text: flips[f"{text}_a"].mask(flips[f"{text}_a"] == "", flips[f"{text}_b"])
+        for text in ("item", "prompt", "right_answer")
+    }
+    columns = ["benchmark", *texts, *outcomes, "output_a", "output_b"]
+    return flips.assign(**texts)[columns]

@@ -1,4 +1,4 @@
-"""The verbs `table` and `compare` of the command moe-lab."""
+"""The verbs `table`, `export` and `compare` of the command moe-lab."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_lab.analysis.differences import compare
+from moe_lab.analysis.export import export
+from moe_lab.analysis.load.study import load
 from moe_lab.analysis.load.table import table, write_table
 from moe_lab.arguments import Parser
 from moe_lab.errors import UserError
+from moe_lab.paths import store_folder
 
 PRINTED_ROWS = 40
 """Most rows of a frame that `compare` prints."""
@@ -20,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     printed as a sentence."""
     verb, *words = arguments
     try:
-        _compare(words) if verb == "compare" else _table(words)
+        {"table": _table, "export": _export, "compare": _compare}[verb](words)
     except (UserError, OSError) as error:
         print(f"moe_lab: {error}", file=sys.stderr)
         return 2
@@ -37,6 +40,17 @@ def _table(words: Sequence[str]) -> None:
     request = parser.read(words)
     write_table(table(request.store, request.study, request.rows), request.out)
     print(request.out)
+
+
+def _export(words: Sequence[str]) -> None:
+    """Write the results of a study as logs of lm-eval."""
+    parser = Parser(prog="moe-lab export", description=export.__doc__)
+    parser.add_argument("study", help="one study, several separated by commas, or all")
+    parser.add_argument("--store", default="store", help="the folder a run wrote to")
+    parser.add_argument("--out", type=Path, required=True, help="a folder")
+    request = parser.read(words)
+    for folder in export(load(store_folder(request.store), request.study), request.out):
+        print(folder)
 
 
 def _compare(words: Sequence[str]) -> None:

@@ -29,6 +29,7 @@ from moe_lab.analysis.registry import Results
 from moe_lab.analysis.stats.comparison import Comparison
 from moe_lab.analysis.stats.quantity import Quantity
 from moe_lab.analysis.stats.uncertainty import LEVEL
+from moe_lab.result_files import OWN
 
 BAR_EQUAL = 0.07
 BAR_UNEQUAL = 0.10
@@ -147,6 +148,7 @@ def comparison(
         "allocation": "uniform",
         "gate": "model",
         "calibration": "text",
+        "source": OWN,
     }
     cells = cells.assign(
         **axes, ratio=0.25, removed=0.25, removed_text="25 %", recovery="none", protocol=None

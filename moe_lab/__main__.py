@@ -249,6 +249,14 @@ VERBS: Mapping[str, Verb] = {
         "differences between two criteria, cells, studies or stores",
         _main_of("moe_lab.analysis.verbs", "compare"),
     ),
+    "import": Verb(
+        "add results of lm-eval, EvalPlus or EvalScope to a store",
+        _main_of("moe_lab.study.foreign"),
+    ),
+    "export": Verb(
+        "write the results of a study as logs of lm-eval",
+        _main_of("moe_lab.analysis.verbs", "export"),
+    ),
     "mirror": Verb("copy the data of benchmarks", _main_of("moe_lab.evaluation.mirror")),
     "cite": Verb("BibTeX of the papers of a study", _main_of("moe_lab.cite")),
     "inspect": Verb(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict, get_args
 
@@ -114,6 +115,24 @@ class ResultFile(TypedDict):
 
 ITEMS = "items.jsonl.gz"
 """File with one line of JSON for each item of a benchmark, an `evaluation.items.Item`."""
+FOREIGN = "foreign"
+"""Kind of the steps with results that other programs have measured."""
+OWN = "moe_lab"
+"""Value of the axis `source` of cells that were measured here. For other cells, the axis has the
+name of the program that measured them."""
+
+
+def document_keys(hashes: Iterable[str]) -> list[str]:
+    """A key for each document of a benchmark: its hash, with a number if earlier documents have the
+    same hash."""
+    counts: Counter[str] = Counter()
+    keys = []
+    for value in hashes:
+        keys.append(f"{value}#{counts[value]}" if counts[value] else value)
+        counts[value] += 1
+    return keys
+
+
 SHAREABLE = "shareable"
 """Key of a protocol that is False if the items of the benchmark must not leave the store."""
 CONTAMINATION = "contamination.json"

@@ -12,6 +12,7 @@ import pandas as pd
 import pyarrow as pa
 
 from moe_lab.analysis import names
+from moe_lab.analysis.load.items import with_own_names
 from moe_lab.analysis.load.reader import Reader, groups, records, steps_with_inputs
 from moe_lab.result_files import SCALES, STEPS, TextMeasures
 from moe_lab.result_files import SCHEMA as RESULT_SCHEMA
@@ -85,7 +86,8 @@ def evaluations(
     _record_missing_benchmarks(results, labels, reader)
     results = _drop_duplicates(_drop_nan(results, reader), reader)
     columns = ["folder", "seconds", *_ORIGIN, "versions"]
-    return results, _samples(sample_tables), pd.DataFrame(list(origins.values()), columns=columns)
+    samples = with_own_names(_samples(sample_tables), results, reader)
+    return results, samples, pd.DataFrame(list(origins.values()), columns=columns)
 
 
 def _problem(result: Mapping[str, Any]) -> str:

@@ -33,7 +33,7 @@ def _label(row: Mapping[str, Any]) -> str:
     """The label of a cell without its gate and seed."""
     criterion, allocation, recovery = names.method_parts(row["method"])
     if criterion == "none":
-        return f"{row['model']} unpruned"
+        return " ".join(filter(None, (row["model"], "unpruned", recovery)))
     parts = (row["model"], criterion, row["calibration"], f"{row['ratio']:g}", allocation, recovery)
     return " ".join(filter(None, parts))
 
@@ -48,12 +48,13 @@ AXES = (
     "recovery",
     "gate",
     "seed",
+    "source",
 )
-"""Axes of a cell. An unpruned model has the ratio 0, and `none` on all axes besides model and
-ratio.
+"""Axes of a cell. An unpruned model has the ratio 0, and `none` on all axes besides model, ratio
+and source.
 
-granularity: what the criterion scores, `expert` or `channel`. allocation and recovery are spelled
-as in the study's record.
+source: the program that measured the results, OWN for this one. granularity: what the criterion
+scores, `expert` or `channel`. allocation and recovery are spelled as in the study's record.
 """
 
 

@@ -15,7 +15,7 @@ from moe_lab.analysis.load import passes, plans, studies
 from moe_lab.analysis.load.evaluations import Entries, evaluations, remarks
 from moe_lab.analysis.load.reader import Gap, Reader, groups, records
 from moe_lab.analysis.load.settings import AXES, has_replacement, labels, removed_text
-from moe_lab.result_files import STEPS
+from moe_lab.result_files import OWN, STEPS
 
 
 def _property_from_cells(
@@ -179,9 +179,12 @@ def _contamination_remarks(contaminations: passes.Reports) -> list[str]:
 def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, Entries]:
     """(cells, entries): the frame `Study.cells`, and cell -> entry of the cell in `document`, the
     study's record."""
-    entries = dict(enumerate(document["cells"]))
+    # results of other programs come last, as the first unpruned cell of a model is its reference
+    entries = dict(
+        enumerate(sorted(document["cells"], key=lambda entry: "source" in entry["cell"]))
+    )
     cells = pd.DataFrame(
-        [entry["cell"] for entry in entries.values()], columns=list(AXES)
+        [{"source": OWN, **entry["cell"]} for entry in entries.values()], columns=list(AXES)
     ).rename_axis("cell")
     cells["allocation"] = [allocation_text(entry["cell"]) for entry in entries.values()]
     has_all_axes = cells.notna().all(axis=1)
@@ -229,7 +232,7 @@ def _merge_equal_ratios(
         )
     rows = _add_folders(cells.loc[sorted(merged_entries)], merged_entries)
     # a cell whose plan is missing counts as one that removes the requested ratio
-    rows = rows.assign(removed=rows["removed"].fillna(rows["ratio"]))
+    rows = rows.assign(removed=rows["removed"].fillna(rows["ratio"]).astype(float))
     return rows.drop(columns=["plan", "requested"]), merged_entries
 
 
@@ -277,7 +280,8 @@ def _method_keys(cells: pd.DataFrame) -> list[str]:
     """The key of each cell's method, see `names.method_key`.
 
     An allocation that replaces dropped experts is always in the key, because the name of a
-    criterion alone means that experts are dropped.
+    criterion alone means that experts are dropped. Results of other programs have their name in the
+    key, after the recovery.
     """
     pruned = cells[cells["criterion"] != "none"]
     has_several_allocations = pruned["allocation"].nunique() > 1
@@ -291,6 +295,8 @@ def _method_keys(cells: pd.DataFrame) -> list[str]:
             allocation = row["allocation"]
         if has_several_recoveries and row["recovery"] != "none":
             recovery = row["recovery"]
+        if row["source"] != OWN:
+            recovery = names.comma_joined(names.recovery_name(recovery), row["source"])
         keys.append(names.method_key(row["criterion"], allocation, recovery))
     return keys
 

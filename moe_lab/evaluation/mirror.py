@@ -15,7 +15,7 @@ import sys
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -331,8 +331,8 @@ def _as_list(value: Any) -> list[Any]:
 def named_benchmarks(names: Iterable[str]) -> list[BenchmarkConfig]:
     """The benchmarks with these `names`, and the benchmarks of suites with these `names`. UserError
     for an unknown name."""
-    suites = _settings("suite")
-    settings = _settings("benchmark")
+    suites = shipped_settings("suite")
+    settings = shipped_settings("benchmark")
     benchmark_names: dict[str, None] = {}  # an ordered set
     for name in names:
         check_known("benchmark or suite", name, settings | suites)
@@ -356,7 +356,8 @@ def benchmarks(names: Iterable[str], root: str) -> list[BenchmarkConfig]:
     return mirrored_configs
 
 
-def _settings(group: str) -> dict[str, Any]:
+@cache
+def shipped_settings(group: str) -> dict[str, Any]:
     """Name of a file in conf/`group` -> its settings."""
     files = (conf() / group).glob("*.yaml")
     return {file.stem: yaml.safe_load(file.read_bytes()) for file in files}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mode
+from typing import Any
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
@@ -51,8 +52,6 @@ def grade(
             raise RuntimeError(
                 f"{result['benchmark']}: {result['n']} of {result['expected']} items were graded"
             )
-    out.mkdir(parents=True, exist_ok=True)
-    _write_samples(grades.samples, out / "samples.parquet")
     protocol = {
         "prompt": answers[0].prompt,  # an example
         **harness.identity(benchmark),
@@ -66,17 +65,28 @@ def grade(
         protocol["too_long"] = list(dict.fromkeys(long_items))
     if unfinished_items:
         protocol["unfinished_thoughts"] = list(dict.fromkeys(unfinished_items))
+    packages = ("torch", "transformers", harness.package)  # some harnesses have no package
+    versions = {name: package_version(name) or "" for name in packages if name}
     if not benchmark.shareable:
         protocol[SHAREABLE] = False
-    packages = ("torch", "transformers", harness.package)  # some harnesses have no package
+    write_results(grades.results, grades.samples, protocol, versions, out)
+    return grades.results
+
+
+def write_results(
+    results: Sequence[Result],
+    samples: Sequence[Sample],
+    protocol: dict[str, Any],
+    versions: Mapping[str, str],
+    out: Path,
+) -> None:
+    """Write the files result.json and samples.parquet of an evaluation to the folder `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    _write_samples(samples, out / "samples.parquet")
     content = ResultFile(
-        schema=SCHEMA,
-        results=grades.results,
-        protocol=protocol,
-        versions={name: package_version(name) or "" for name in packages if name},
+        schema=SCHEMA, results=list(results), protocol=protocol, versions=dict(versions)
     )
     write_text(out / "result.json", json.dumps(content, indent=1, allow_nan=False))
-    return grades.results
 
 
 def _write_samples(samples: Sequence[Sample], file: Path) -> None:

@@ -17,6 +17,7 @@ from moe_lab.analysis.registry import Results
 from moe_lab.analysis.render.table import Table
 from moe_lab.analysis.stats import ranks
 from moe_lab.analysis.stats.comparison import Comparison
+from moe_lab.result_files import OWN
 
 UNPRUNED = {
     "criterion": "none",
@@ -46,7 +47,7 @@ def first_solved(count: int, items: int = 40) -> list[int]:
 def cells_of(axes: list[dict[str, Any]]) -> pd.DataFrame:
     """A frame of cells, a row for each of `axes`. Axes that are left out have default values."""
     defaults = {"model": "m", "calibration": "pocket_code", "recovery": "none"}
-    defaults |= {"gate": "model", "seed": 42}
+    defaults |= {"gate": "model", "seed": 42, "source": OWN}
     frame = pd.DataFrame([{**defaults, **row} for row in axes]).rename_axis("cell")
     is_pruned = frame["criterion"] != "none"
     is_unusual = (frame["allocation"] != "uniform") | (frame["granularity"] == "channel")

@@ -137,10 +137,14 @@ def _names_and_samples(subsets: Any, limit: int | None) -> Iterator[tuple[str, A
     )
     # by number first, so that the limit takes items evenly from the subsets
     for number, subset, sample in sorted(numbered, key=itemgetter(0, 1))[:limit]:
-        prompt = json.dumps(_messages(sample), sort_keys=True)
-        # with the digest, an answer to an earlier prompt matches no sample
-        digest = sha256(prompt.encode()).hexdigest()
-        yield f"{subset}/{number} {digest[:8]}", sample
+        yield item_name(subset, number, _messages(sample)), sample
+
+
+def item_name(subset: str, number: int, messages: list[dict[str, str]]) -> str:
+    """Name of an item. It contains a digest of the messages, so that an answer to an earlier prompt
+    matches no sample."""
+    digest = sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()
+    return f"{subset}/{number} {digest[:8]}"
 
 
 def _messages(sample: Any) -> list[dict[str, str]]:
