@@ -15,6 +15,7 @@ import torch
 
 from moe_lab.config import TimingConfig
 from moe_lab.errors import UserError
+from moe_lab.models.transformers_private import CACHE
 
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
@@ -70,7 +71,7 @@ def _time_request(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float
     for _ in range(new_tokens):
         output = model(
             input_ids=chosen_tokens,
-            past_key_values=output.past_key_values,
+            **{CACHE: output[CACHE]},
             use_cache=True,
             logits_to_keep=1,
         )

@@ -30,8 +30,13 @@ from transformers.core_model_loading import (
 )
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.moe import _grouped_mm
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.chat_template_utils import _compile_jinja_template, _get_template_variables
+
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"
+"""Name of the cache of keys and values in arguments and outputs of models, which transformers 5.24
+renamed."""
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """Outputs of the gate and up projections (n, 2 I), or of the up projection (n, I) -> input of

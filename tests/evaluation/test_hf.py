@@ -24,6 +24,7 @@ from moe_lab.evaluation.engines import GenerationSettings, Prompt, Row, hf
 from moe_lab.evaluation.engines.hf import Batch, LoadedModel, NewTokens, generate_tokens
 from moe_lab.evaluation.engines.likelihoods import log_likelihoods
 from moe_lab.evaluation.items import Likelihood
+from moe_lab.models.transformers_private import CACHE
 
 NEW = 20
 
@@ -189,8 +190,8 @@ def test_answers_are_removed_only_with_inputs_that_can_be_cut(
     token_inputs: list[str], settings: dict[str, Any], expected: bool
 ) -> None:
     model = tiny.build("olmoe")
-    cache = model(tiny.tokens(1, 4), use_cache=True).past_key_values
-    inputs = {"past_key_values": cache, **settings}
+    cache = model(tiny.tokens(1, 4), use_cache=True)[CACHE]
+    inputs = {CACHE: cache, **settings}
     assert hf._has_plain_inputs(model, inputs, token_inputs) == expected
 
 

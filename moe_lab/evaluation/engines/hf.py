@@ -41,7 +41,7 @@ from moe_lab.evaluation.engines.likelihoods import (
 from moe_lab.evaluation.items import Likelihood
 from moe_lab.models.config_json import eos_tokens
 from moe_lab.models.load import PASS_TOKENS, max_logit_tokens
-from moe_lab.models.transformers_private import next_inputs
+from moe_lab.models.transformers_private import CACHE, next_inputs
 
 SHRINK = 0.75
 """Complete rows leave the batch once at most this share of its rows is incomplete. The cache
@@ -261,7 +261,7 @@ def _generate(
             indices = torch.tensor(
                 [index_of[row] for row in incomplete_rows], device=input_ids.device
             )
-            inputs["past_key_values"].reorder_cache(indices)
+            inputs[CACHE].reorder_cache(indices)
             # select the same rows of each tensor that has a row for each text
             inputs = {
                 name: value[indices]
@@ -302,14 +302,14 @@ def _read_parts(
         part = replace(batch, prompts=batch.prompts[start : start + rows])
         part_ids, attention = (tensor.to(ids.device) for tensor in _padded_inputs(part))
         part_inputs = {**inputs, **_masking(attention)}
-        part_inputs["past_key_values"] = deepcopy(inputs["past_key_values"])  # an empty cache
+        part_inputs[CACHE] = deepcopy(inputs[CACHE])  # an empty cache
         part_texts: list[NewTokens] = []
         results.append(_read(model, part_ids, part_inputs, part, part_texts))
         texts += part_texts
     outputs, all_ids, all_inputs = zip(*results, strict=True)
     output, *_ = outputs
-    for number, layer in enumerate(output.past_key_values.layers):
-        states = [part.past_key_values.layers[number] for part in outputs]
+    for number, layer in enumerate(output[CACHE].layers):
+        states = [part[CACHE].layers[number] for part in outputs]
         layer.keys = _joined([state.keys for state in states], dim=-2)
         layer.values = _joined([state.values for state in states], dim=-2)
     attention = _joined([part["attention_mask"] for part in all_inputs])
@@ -389,7 +389,7 @@ def _read(
         for row, result in zip(scored, results, strict=True):
             texts[row].likelihood = result
     if any(answers):
-        ids, inputs = _remove_answers(output.past_key_values, ids, inputs, batch, texts)
+        ids, inputs = _remove_answers(output[CACHE], ids, inputs, batch, texts)
     return output, ids, inputs
 
 
@@ -397,7 +397,7 @@ def _has_plain_inputs(model: Any, inputs: dict[str, Any], token_inputs: Collecti
     """Whether right answers that are read with the prompts can be removed from the cache.
     `inputs`: arguments of the forward pass. `token_inputs`: names of the `inputs` with one value
     per token."""
-    cache = inputs.get("past_key_values")
+    cache = inputs.get(CACHE)
     has_plain_cache = (
         type(cache) is DynamicCache
         and bool(cache.layers)
