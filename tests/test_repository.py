@@ -66,6 +66,7 @@ UNKNOWN = {
     "plugins=[my_package.my_module]": (
         "a package of the reader's: tests/test_installation.py has one"
     ),
+    "$study": "the example of the cluster: tests/slurm runs it",
     "peak": "the criterion that the page adds: tests/criteria/test_criteria.py",
     "colours": "the benchmark that the page adds: tests/evaluation/test_suite.py",
     "schedule.json": "the reader's schedule",
