@@ -140,10 +140,10 @@ def test_columns_are_compared_as_the_papers_average_them() -> None:
 def test_the_page_has_the_tables_in_which_a_number_can_be_compared() -> None:
     study, comparison = study_of()
     chapter = published_chapter(handmade.results_of(study, [comparison]))
-    assert "unified.table5.published" in {table.name for table in chapter.outputs}
+    assert "unified.table5.published" in {table.name for table in chapter.items}
     study, comparison = study_of(("man",), model="pocket_olmoe")
     comparison.all_cells["model"] = "pocket_olmoe"
-    assert published_chapter(handmade.results_of(study, [comparison])).empty
+    assert published_chapter(handmade.results_of(study, [comparison])) is None
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ calls."""
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -136,7 +137,7 @@ def test_the_documented_example_needs_four_changes(
     [example] = re.findall(r"complete example.*?```bash\n(.*?)```", page, re.DOTALL)
     assert example.count("# change") == 4
     example = example.replace("/shared/me", str(tmp_path)).replace("{account: me}", "{nice: 7}")
-    script = f'set -e\nmoe-lab() {{ {sys.executable} -m moe_lab "$@"; }}\n{example}'
+    script = f'set -e\nmoe-lab() {{ {shlex.quote(sys.executable)} -m moe_lab "$@"; }}\n{example}'
     result = subprocess.run(
         ["bash", "-c", script], capture_output=True, text=True, cwd=tmp_path, env={**fake_slurm}
     )

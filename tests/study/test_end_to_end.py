@@ -45,6 +45,9 @@ EXAMPLES = {
     "store=copy": "store=store",
     "model=NAME": "model=pocket_olmoe",
     "NAME": "study",
+    "STUDY": "study",
+    "study=validate": "study=study",
+    "store=$store": "store=store",
     "task_agnostic": "study",
 }
 """Example in a page -> its value for the finished study."""
