@@ -51,6 +51,9 @@ EXAMPLES = {
     "task_agnostic": "study",
 }
 """Example in a page -> its value for the finished study."""
+ELSEWHERE = ("FIRST", "HERE", "LOGS", "imported", "pocket_code")
+"""Parts of commands that need other studies, stores, texts or logs: test_results.py and
+test_foreign.py have them."""
 MISSING = {
     "from=": "is no such file or folder",
     "data_root=": "could not be",
@@ -70,6 +73,8 @@ def test_documented_commands_about_finished_studies_run(
     shutil.copytree(finished, tmp_path / "store")
     monkeypatch.chdir(tmp_path)
     for text in COMMANDS[page]:
+        if any(part in text for part in ELSEWHERE):
+            continue
         arguments = reduce(lambda text, pair: text.replace(*pair), EXAMPLES.items(), text).split()
         code = command_line.main(arguments)
         errors = capsys.readouterr().err
