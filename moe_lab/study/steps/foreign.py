@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from moe_lab.evaluation.foreign import ForeignTask
 from moe_lab.evaluation.items import write_rows
 from moe_lab.evaluation.run import write_results
 from moe_lab.json_files import digest
 from moe_lab.result_files import FOREIGN, ITEMS, SHAREABLE
 from moe_lab.study.step import Step
 from moe_lab.study.steps.files import Files
+
+if TYPE_CHECKING:
+    from moe_lab.evaluation.foreign import ForeignTask
 
 
 class Foreign(Step):
