@@ -47,8 +47,8 @@ This page is printed by `python docs/reproduction_page.py`.
 ## Validation
 
 `moe-lab run +experiment=validate` evaluates frequency, REAP, MAN and random plans of three seeds on
-OLMoE-1B-7B, a quarter of the experts removed, on eight multiple-choice tasks: about an hour of one
-GPU, by estimate. If it is interrupted, the same command goes on. Then
+OLMoE-1B-7B, a quarter of the experts removed, on eight multiple-choice tasks. `dry_run=true` prints
+the memory it needs. If it is interrupted, the same command goes on. Then
 
     moe-lab report unified.table5.validation store=store study=validate
 

@@ -25,7 +25,7 @@ DATA = "data"
 
 @dataclass(frozen=True)
 class Chapter:
-    """A chapter of the page: text, figures, tables, facts and blocks of HTML, each optional."""
+    """A chapter of the page: text, figures, tables and facts, each optional."""
 
     anchor: str
     title: str
@@ -35,13 +35,11 @@ class Chapter:
     """Pairs of a label and a text."""
     details: Sequence[tuple[str, str]] = ()
     """Pairs of a title and a long text."""
-    html: str = ""
-    """A block of HTML, shown after everything else."""
 
     @property
     def is_empty(self) -> bool:
         """Whether the chapter has nothing to show."""
-        return not (self.text or self.items or self.facts or self.html)
+        return not (self.text or self.items or self.facts)
 
 
 @dataclass(frozen=True)
