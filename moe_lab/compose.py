@@ -26,10 +26,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from moe_lab import grid, overrides, plugins
-from moe_lab.allocation import ALLOCATIONS
 from moe_lab.config import Config
 from moe_lab.config.base import Mistakes, storage_problems, validated
-from moe_lab.criteria import CRITERIA
 from moe_lab.errors import UserError, unknown_name_error
 from moe_lab.paths import conf, name_of_path, store_folder
 
@@ -108,7 +106,7 @@ def _config_store() -> Iterator[None]:
     """A context in which Hydra's ConfigStore has the registered criteria and allocations as
     choices."""
     repo = ConfigStore.instance().repo
-    saved_choices = {group: dict(repo[group]) for group in REGISTRIES if group in repo}
+    saved_choices = {group: dict(repo[group]) for group in grid.REGISTRIES if group in repo}
     # Hydra copies the ConfigStore for each group, which takes most of Hydra's time
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     try:
@@ -116,13 +114,9 @@ def _config_store() -> Iterator[None]:
         yield
     finally:
         del ConfigStore.__deepcopy__  # type: ignore[attr-defined]
-        for group in REGISTRIES:
+        for group in grid.REGISTRIES:
             repo.pop(group, None)
         repo.update(saved_choices)
-
-
-REGISTRIES: Mapping[str, Iterable[str]] = {"criterion": CRITERIA, "allocation": ALLOCATIONS}
-"""Group -> names of the registered functions."""
 
 
 def register_choices(modules: Sequence[str] = ()) -> None:
@@ -130,7 +124,7 @@ def register_choices(modules: Sequence[str] = ()) -> None:
     in conf/ to Hydra's ConfigStore as choices. An application of Hydra that has pkg://moe_lab.conf
     in its search path calls this before hydra.main."""
     plugins.load(modules)
-    for group, names in REGISTRIES.items():
+    for group, names in grid.REGISTRIES.items():
         for name in names:
             if not (conf() / group / f"{name}.yaml").exists():
                 ConfigStore.instance().store(
@@ -172,6 +166,8 @@ class Groups:
         choice that cannot be composed, or that sets a key outside its group."""
         choices = list(dict.fromkeys(choices))
         new_choices = [choice for choice in choices if choice not in self._contents]
+        if any(grid.is_variant(*choice) for choice in new_choices):
+            register_choices()
         try:
             # a call of Hydra takes 50 ms for one choice as well as for fifty
             self._compose(new_choices)

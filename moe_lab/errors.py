@@ -11,10 +11,12 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from difflib import get_close_matches
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+T = TypeVar("T")
 
 
 class UserError(ValueError):
@@ -54,6 +56,28 @@ def check_known(field: str, value: str, known: Collection[str]) -> None:
     """Raise `unknown_name_error` unless `value` is one of the `known` names."""
     if value not in known:
         raise unknown_name_error(field, value, known)
+
+
+class Registry(dict[str, T]):
+    """Name -> what is registered under this name.
+
+    A name of the form PAPER.VARIANT belongs to the module moe_lab.papers.PAPER, which is imported
+    when such a name is looked up. So the variants of a paper are found without importing the
+    modules of other papers.
+    """
+
+    def __contains__(self, name: object) -> bool:
+        paper, dot, _ = str(name).partition(".")
+        if not super().__contains__(name) and dot and paper.isidentifier():
+            module = f"moe_lab.papers.{paper}"
+            if find_spec(module) is not None:
+                import_module(module)
+        return super().__contains__(name)
+
+    def __missing__(self, name: str) -> T:
+        if name in self:
+            return self[name]
+        raise KeyError(name)
 
 
 def check_installed(package: str, reason: str) -> None:

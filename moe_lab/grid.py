@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from moe_lab.allocation import ALLOCATIONS
 from moe_lab.config import (
     AllocationConfig,
     BenchmarkConfig,
@@ -29,6 +30,7 @@ from moe_lab.config import (
 )
 from moe_lab.config.base import Mistakes, fields_of, setting_type, validated
 from moe_lab.config.pruning import TEXTS
+from moe_lab.criteria import CRITERIA
 from moe_lab.errors import UserError, check_known, unknown_name_error
 from moe_lab.evaluation.harness import harness_of
 from moe_lab.paths import PREFIX, is_path, valid_name
@@ -76,8 +78,9 @@ SHIPPED_TEXT = "pocket_general"
 """Calibration set of a shipped model if none is named."""
 SHIPPED_SUITE = "pocket_no_code"
 """Suite of a shipped model if none is named."""
-REGISTERED = ("criterion", "allocation")
-"""Groups whose choices have the name of a registered function, to which no settings are added."""
+REGISTRIES: Mapping[str, Mapping[str, Any]] = {"criterion": CRITERIA, "allocation": ALLOCATIONS}
+"""Group whose choices have the name of a registered function -> the registered functions. No
+settings are added to these names."""
 PATH_FILES = {"model": "local", "calibration": "text"}
 """Group whose choices can be paths -> file with the other settings of such a choice: model=DIR
 means model=local model.path=DIR."""
@@ -181,6 +184,12 @@ def is_own_path(group: str, name: str) -> bool:
     return group in PATH_FILES and is_path(name)
 
 
+def is_variant(group: str, name: str) -> bool:
+    """Whether `name`, which no file of the group has, is registered by a module of
+    moe_lab.papers."""
+    return group in REGISTRIES and name in REGISTRIES[group]
+
+
 def _pattern(name: Any) -> str:
     """`name` as a pattern for fnmatch. The name glob(PATTERN) gives PATTERN."""
     return re.sub(r"^glob\((.*)\)$", r"\1", str(name))
@@ -256,11 +265,12 @@ class _Axes:
             for entry in lists.get(axis, ()):
                 pattern = _pattern(entry)
                 matches = [name for name in available if fnmatchcase(name, pattern)]
-                if not matches and is_own_path(axis, pattern):
+                if not matches and (is_own_path(axis, pattern) or is_variant(axis, pattern)):
                     matches = [pattern]
                 if not matches:
+                    known = {*available, *REGISTRIES.get(axis, ())}
                     mistakes.append(
-                        str(unknown_name_error(self._list_setting(axis), pattern, available))
+                        str(unknown_name_error(self._list_setting(axis), pattern, known))
                     )
                 for name in matches:
                     names.append(None if name == self.draft.file_names.get(axis) else name)
@@ -314,7 +324,7 @@ class _Axes:
         if isinstance(choice, CalibrationConfig):
             choice = add_sources(self._checked_text(choice, name), self.files)
         # registered functions keep their names, and ModelConfig appends the value of top_k itself
-        if not settings or axis in REGISTERED or "top_k" in settings:
+        if not settings or axis in REGISTRIES or "top_k" in settings:
             return choice
         # such as _rank8 for the setting rank
         endings = [f"_{setting.rpartition('.')[2]}{value}" for setting, value in settings.items()]

@@ -4,7 +4,6 @@ them, and smoothed losses of layers (MoE-Slimming, Table 14 and Fig. 12)."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import get_args
 
 import numpy as np
 import pandas as pd
@@ -205,7 +204,7 @@ def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Fig
     """Target share of the score that each layer keeps, under each smoothing of layer losses.
 
     A panel per calibration set, a line per smoothing."""
-    from moe_lab.allocation.shapes import Smoothing, smooth
+    from moe_lab.allocation.shapes import SMOOTHINGS, smooth
 
     losses = results.study.layer_losses
     losses = losses[losses["model"] == comparison.model].dropna(subset=["loss"])
@@ -214,7 +213,7 @@ def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Fig
     frames = []
     for calibration in names.calibrations_in_order(losses["calibration"]):
         layers = losses[losses["calibration"] == calibration].sort_values("layer")
-        for smoothing in get_args(Smoothing):
+        for smoothing in [name for name in SMOOTHINGS if "." not in name]:
             targets = smooth(layers["loss"].to_numpy(float), smoothing)
             set_name = names.calibration(calibration)
             texts = {"panel": set_name, "label": smoothing, "Calibration": set_name}

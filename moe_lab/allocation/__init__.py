@@ -17,7 +17,7 @@ from pydantic import Strict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from moe_lab import criteria
-from moe_lab.allocation import coverage, grouping, list_file, shapes
+from moe_lab.allocation import coverage, grouping, list_file, protection, shapes
 from moe_lab.allocation.problem import (
     Budgets,
     Channels,
@@ -34,7 +34,7 @@ from moe_lab.allocation.problem import (
 from moe_lab.config import AllocationConfig
 from moe_lab.config.base import SETTINGS, Positive, identity_fields, validated
 from moe_lab.criteria import Granularity
-from moe_lab.errors import UserError, check_known
+from moe_lab.errors import Registry, UserError, check_known
 from moe_lab.paths import check_name
 from moe_lab.source_code import function_digest
 
@@ -79,8 +79,8 @@ BOTH: tuple[Granularity, ...] = ("expert", "channel")
 CHANNEL: tuple[Granularity, ...] = ("channel",)
 
 
-ALLOCATIONS: dict[str, Allocation] = {
-    allocation.name: allocation
+ALLOCATIONS: Registry[Allocation] = Registry(
+    (allocation.name, allocation)
     for allocation in (
         Allocation(
             "uniform", {"expert": shapes.uniform_experts, "channel": shapes.uniform_channels}
@@ -122,7 +122,7 @@ ALLOCATIONS: dict[str, Allocation] = {
             "sequential", {"expert": None, "channel": None}, step="sequential", uneven=CHANNEL
         ),
     )
-}
+)
 
 
 def register(allocation: Allocation) -> None:
@@ -171,6 +171,8 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
         )
     if granularity == "channel":
         _check_channel_settings(settings)
+    if settings.protect is not None:
+        check_known("allocation.protect", settings.protect, protection.PROTECTIONS)
     _check_replacement(settings, allocation)
     if allocation.parameters is not None:
         validated(

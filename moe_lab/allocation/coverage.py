@@ -13,10 +13,11 @@ AAR rounds widths to whole blocks, as low-bit kernels need, and empties experts 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from functools import partial
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy
-from numpy.typing import NDArray
+from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
 from moe_lab.allocation.problem import (
@@ -41,7 +42,7 @@ from moe_lab.allocation.shapes import (
     u_shape,
 )
 from moe_lab.config.base import SETTINGS, Count, Positive, validated
-from moe_lab.errors import UserError
+from moe_lab.errors import Registry, UserError, check_known
 
 BY_LOSS = ("coverage", "loss_based")
 """Values of `inter` that use the losses of layers."""
@@ -221,8 +222,8 @@ class Alignment:
     """The number of retained channels of an expert is a multiple of this number."""
     min_channels: Count | None = None
     """Experts with fewer channels than this number lose all their channels; null: `block`."""
-    order: Literal["remainder", "scores"] = "remainder"
-    """Order in which experts get the blocks that rounding down leaves over: see `align`."""
+    order: Annotated[str, AfterValidator(lambda name: known_order(name))] = "remainder"
+    """How the blocks that rounding down leaves over are given to experts: see `align`."""
 
     @property
     def minimum_channels(self) -> int:
@@ -271,14 +272,15 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
     A budget below `min_channels` becomes 0, and every other budget is rounded down. The channels
     that a layer loses by this make new blocks, which are given out in rounds. In each round, every
     expert that had at least `min_channels` gets one block if it has room, until no block is left.
-    MoE-Slimming has only one round. `alignment.order` says which experts come first in a round:
+    `alignment.order` says which experts come first in a round:
 
     remainder  the experts that lost most channels by rounding
     scores     the experts that lost the largest sum of scores by rounding
+
+    moe_lab.papers.moe_slimming has the rules of MoE-Slimming's text and code.
     """
-    aligned = {}
+    aligned = ORDERS[alignment.order](budgets, scores, alignment)
     for layer, budget in budgets.items():
-        aligned[layer] = _align_layer(budget, scores[layer], alignment)
         if budget.any() and not aligned[layer].any():
             raise RatioTooLarge(
                 f"allocation.parameters.align (block={alignment.block}, "
@@ -288,30 +290,67 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
     return aligned
 
 
-def _align_layer(budgets: Budget, scores: Array, alignment: Alignment) -> Budget:
-    """The `budgets` (E,) of one layer, rounded as in `align`. `scores`: (E, I)."""
+def lost_channels(budgets: Budget, rounded: Budget, scores: Array) -> Array:
+    """Number of channels that each expert loses by rounding (E,). scores: not read."""
+    return (budgets - rounded).astype(float)
+
+
+def _lost_scores(budgets: Budget, rounded: Budget, scores: Array) -> Array:
+    """Sum of the scores of the channels that each expert loses by rounding (E,). `scores`:
+    (E, I)."""
+    # the channel of rank 0 has the highest score
+    descending = -numpy.sort(-scores, axis=1)
+    rank = numpy.arange(scores.shape[1])
+    is_lost = (rank >= rounded[:, None]) & (rank < budgets[:, None])
+    losses: Array = (descending * is_lost).sum(axis=1)
+    return losses
+
+
+def in_rounds(
+    budgets: Budgets,
+    scores: Mapping[int, Array],
+    alignment: Alignment,
+    losses_of: Callable[[Budget, Budget, Array], Array],
+    most: int | None = None,
+) -> Budgets:
+    """Layer -> number of channels of each expert (E,): rounded down, and the blocks that the layer
+    loses given out in rounds, see `align`.
+
+    `losses_of`: function (budgets, rounded budgets, scores) of one layer that returns the number by
+    which experts come first (E,). `most`: most blocks that an expert gets; None: any number.
+    """
     block = alignment.block
-    is_retained = (budgets >= alignment.minimum_channels) & (budgets > 0)
-    rounded = numpy.where(is_retained, budgets // block * block, 0)
-    # (E,): number of channels that each expert loses by rounding
-    losses: NDArray[Any] = budgets - rounded
-    leftover_blocks = int(losses.sum()) // block
-    if alignment.order == "scores":
-        # (E,): sum of the scores of these channels; the channel of rank 0 has the highest score
-        descending = -numpy.sort(-scores, axis=1)
-        rank = numpy.arange(scores.shape[1])
-        is_lost = (rank >= rounded[:, None]) & (rank < budgets[:, None])
-        losses = (descending * is_lost).sum(axis=1)
-    # (E,): number of blocks that each expert can get
-    room = numpy.where(is_retained, (scores.shape[1] - rounded) // block, 0)
-    order = numpy.argsort(-losses, kind="stable")  # experts, those with the largest losses first
-    added = numpy.zeros_like(room)
-    while leftover_blocks > 0:
-        has_room = added < room
-        experts = order[has_room[order]][:leftover_blocks]
-        if not experts.size:
-            break
-        added[experts] += 1
-        leftover_blocks -= len(experts)
-    aligned: Budget = rounded + block * added
+    aligned = {}
+    for layer, budget in budgets.items():
+        is_retained = budget >= max(alignment.minimum_channels, 1)
+        rounded = numpy.where(is_retained, budget // block * block, 0)
+        leftover_blocks = int((budget - rounded).sum()) // block
+        # (E,): number of blocks that each expert can get
+        room = numpy.where(is_retained, (scores[layer].shape[1] - rounded) // block, 0)
+        if most is not None:
+            room = numpy.minimum(room, most)
+        # experts, those with the largest losses first
+        order = numpy.argsort(-losses_of(budget, rounded, scores[layer]), kind="stable")
+        added = numpy.zeros_like(room)
+        while leftover_blocks > 0:
+            has_room = added < room
+            experts = order[has_room[order]][:leftover_blocks]
+            if not experts.size:
+                break
+            added[experts] += 1
+            leftover_blocks -= len(experts)
+        aligned[layer] = rounded + block * added
     return aligned
+
+
+ORDERS: Registry[Callable[[Budgets, Mapping[int, Array], Alignment], Budgets]] = Registry(
+    remainder=partial(in_rounds, losses_of=lost_channels),
+    scores=partial(in_rounds, losses_of=_lost_scores),
+)
+"""Value of align.order -> function (budgets, scores, alignment) that returns aligned budgets."""
+
+
+def known_order(name: str) -> str:
+    """`name`, if `ORDERS` has it; UserError otherwise."""
+    check_known("align.order", name, ORDERS)
+    return name

@@ -3,13 +3,14 @@ channels, whatever the criterion and the allocation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import numpy
 from numpy.typing import ArrayLike
 
 from moe_lab.allocation.problem import measurement
+from moe_lab.errors import Registry, check_known
 
 STATISTIC = "output_abs_max"
 """Statistic by which super experts are recognised."""
@@ -36,6 +37,12 @@ def super_experts(largest: Mapping[int, ArrayLike], end: int) -> dict[int, list[
     return {layer: experts for layer, experts in super_ids.items() if experts}
 
 
+Protection: TypeAlias = Callable[[Mapping[int, ArrayLike], int], dict[int, list[int]]]
+PROTECTIONS: Registry[Protection] = Registry({"super": super_experts})
+"""Value of allocation.protect -> function (peaks, end) that returns the protected experts, with the
+arguments of `super_experts`."""
+
+
 def add_super_experts(
     settings: Mapping[str, Any],
     model: Mapping[str, Any],
@@ -48,12 +55,14 @@ def add_super_experts(
     `statistics`: layer -> name of a statistic -> array. UserError when a layer lacks the statistic
     output_abs_max (E,).
     """
-    if settings.get("protect") is None:
+    protect = settings.get("protect")
+    if protect is None:
         return dict(model)
+    check_known("allocation.protect", protect, PROTECTIONS)
     evidence = {"statistics": statistics}
     # Only the first layers can have super experts.
     end = round(settings["protect_layers"] * model["decoder_layers"])
-    protected = super_experts(
+    protected = PROTECTIONS[protect](
         {layer: measurement(evidence, "statistics", layer, STATISTIC) for layer in model["layers"]},
         end,
     )

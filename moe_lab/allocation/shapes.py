@@ -13,7 +13,7 @@ from math import comb, prod
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy
-from pydantic import Field, Strict
+from pydantic import AfterValidator, Field, Strict
 
 from moe_lab.allocation.problem import (
     Array,
@@ -32,9 +32,10 @@ from moe_lab.allocation.problem import (
     measurement,
     round_down,
 )
-from moe_lab.errors import UserError
+from moe_lab.errors import Registry, UserError, check_known
 
-Smoothing: TypeAlias = Literal["sqrt", "log", "huber", "clip", "none"]
+Smoothing: TypeAlias = Annotated[str, AfterValidator(lambda name: known_smoothing(name))]
+"""Name of a smoothing in `SMOOTHINGS`."""
 Floor: TypeAlias = Annotated[float, Strict(), Field(gt=0, lt=1)]
 LayerLoss: TypeAlias = Literal["loss", "nll"]
 LAYER_LOSSES: Mapping[str, tuple[str, str]] = {
@@ -227,34 +228,48 @@ def smooth(values: Array, name: Smoothing) -> Array:
     are raised to 1e-6 times the sum of g(x), so that none is 0. `name` chooses g. mean and std are
     those of x:
 
-    sqrt   x^(1/2), as in MoE-Slimming's paper; the paper's code takes the root four times and clips
+    sqrt   x^(1/2), as in MoE-Slimming's paper
     log    ln(1 + 5x)
     huber  x if x <= d, otherwise d + (d (x - d))^(1/2), where d = mean + std/2
     clip   x clipped to [mean - std/2, mean + std/2]
     none   x
+
+    moe_lab.papers.moe_slimming has the forms of the released code.
     """
-    total = values.sum()
-    if total <= 0:
+    mean = values.mean()
+    if mean <= 0:
         return numpy.ones_like(values)
-    smoothed = SMOOTHING_FUNCTIONS[name](values * (len(values) / total))
+    smoothed = SMOOTHINGS[name](values / mean, mean)
     clamped: Array = numpy.maximum(smoothed, 1e-6 * smoothed.sum())
     return clamped
 
 
-def _huber(x: Array) -> Array:
+def _huber(x: Array, _mean: float) -> Array:
     """x (n,) where x <= d, otherwise d + sqrt(d (x - d)), where d = mean(x) + std(x) / 2."""
     d = x.mean() + 0.5 * x.std()
     # `where` also evaluates the root for x <= d: `maximum` avoids roots of negative numbers there
     return numpy.where(x <= d, x, d + numpy.sqrt(d * numpy.maximum(x - d, 0)))
 
 
-SMOOTHING_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
-    "sqrt": numpy.sqrt,
-    "log": lambda x: numpy.log1p(5 * x),
-    "huber": _huber,
-    "clip": lambda x: numpy.clip(x, x.mean() - 0.5 * x.std(), x.mean() + 0.5 * x.std()),
-    "none": numpy.asarray,
-}
+def _clip(x: Array, _mean: float) -> Array:
+    """x (n,), clipped to [mean(x) - std(x) / 2, mean(x) + std(x) / 2]."""
+    return numpy.clip(x, x.mean() - 0.5 * x.std(), x.mean() + 0.5 * x.std())
+
+
+SMOOTHINGS: Registry[Callable[[Array, float], Array]] = Registry(
+    sqrt=lambda x, _mean: numpy.sqrt(x),
+    log=lambda x, _mean: numpy.log1p(5 * x),
+    huber=_huber,
+    clip=_clip,
+    none=lambda x, _mean: x,
+)
+"""Name -> function (x, mean of the values) that returns g(x); see `smooth`."""
+
+
+def known_smoothing(name: str) -> str:
+    """`name`, if `SMOOTHINGS` has it; UserError otherwise."""
+    check_known("smoothing", name, SMOOTHINGS)
+    return name
 
 
 def removals_within_limit(

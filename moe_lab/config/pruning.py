@@ -335,11 +335,12 @@ class AllocationConfig(Group):
     """What dropped experts become: none (removed with their router rows), mean_output (a constant),
     or a way of merging them into retained experts, such as m_smoe; docs/allocations.md lists
     them."""
-    protect: Literal["super"] | None = None
-    """Experts that every plan retains with all their channels: super (super experts)."""
+    protect: str | None = None
+    """Experts that every plan retains with all their channels: super (super experts);
+    docs/allocations.md has another form."""
     protect_layers: Annotated[float, Strict(), Field(gt=0, le=1)] = 0.75
-    """Share of the decoder layers, from the first on, in which protect=super looks for super
-    experts; 1 for all."""
+    """Share of the decoder layers, from the first on, in which `protect` looks for super experts;
+    1 for all."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """Parameters of the allocation and of the replacement."""
 
@@ -355,7 +356,7 @@ class AllocationConfig(Group):
                 )
         if self.name == "evolutionary" and self.search is None:
             raise ValueError("search is not set: expected the name of a text with answers")
-        if self.protect != "super" and self.protect_layers != type(self).protect_layers:
+        if self.protect is None and self.protect_layers != type(self).protect_layers:
             raise ValueError(
                 f"protect_layers={self.protect_layers} is about super experts: expected "
                 f"protect=super, or {type(self).protect_layers}"

@@ -20,7 +20,7 @@ import numpy
 from numpy.typing import NDArray
 
 from moe_lab.config import GATES, CriterionConfig
-from moe_lab.errors import UserError, check_known
+from moe_lab.errors import Registry, UserError, check_known
 from moe_lab.models.files import sha256_of
 from moe_lab.paths import check_name, local_path
 from moe_lab.source_code import function_digest
@@ -141,7 +141,7 @@ class Criterion:
         return self.granularity == "channel" or "weights" in self.needs
 
 
-CRITERIA: dict[str, Criterion] = {}
+CRITERIA: Registry[Criterion] = Registry()
 
 
 def criterion(

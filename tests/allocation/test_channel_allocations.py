@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moe_lab.allocation import allocate
 from moe_lab.allocation.coverage import Alignment, align, cover, expert_prior
 from moe_lab.allocation.problem import RatioTooLarge
-from moe_lab.allocation.shapes import SMOOTHING_FUNCTIONS, smooth
+from moe_lab.allocation.shapes import SMOOTHINGS, smooth
 from moe_lab.errors import UserError
 
 
@@ -272,7 +272,7 @@ def test_formulas_of_smoothing(name: str, expected: list[float]) -> None:
     assert smooth(SMOOTHED, name) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", SMOOTHING_FUNCTIONS)
+@pytest.mark.parametrize("name", SMOOTHINGS)
 def test_smoothing_is_monotone_and_positive_in_any_unit(name: str) -> None:
     """Targets are equal without any values, and none is zero."""
     values = smooth(numpy.array([0.0, 1e-9, 3.0]), name)
