@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,112 +14,107 @@ from moe_lab.analysis.load.reader import (
     Reader,
     groups,
     records,
-    stacked,
     step_kind,
     steps_with_inputs,
 )
 
 Reports = Mapping[str, Mapping[str, Any]]
 """"calibration@model" -> the report of the calibration pass."""
+Folders = Mapping[tuple[str, str], Path | None]
+"""Model and calibration set -> folder of a step, None if the store does not have it."""
+PASS = ["model", "calibration"]
+"""Columns that identify one of `shown_passes`."""
+KEY_TYPES = {"model": str, "calibration": str, "layer": int, "expert": int}
+KEYS = list(KEY_TYPES)
+"""Columns that identify an expert in one calibration pass."""
 
 
 def shown_passes(cells: pd.DataFrame) -> pd.DataFrame:
     """Select the calibration pass that tables and figures show for each model and calibration set.
 
     Returns one row of `cells` per model and calibration set; its column "statistics_folder" has the
-    folder of the pass. The row is the first with the gate and seed of `shown_gate_and_seed`,
-    otherwise the first."""
-    cells_with_pass = cells[cells["statistics_folder"].notna()]
-    shown = shown_gate_and_seed(cells)
-    has_other_settings = [
-        shown.get(row["model"]) != (row["gate"], row["seed"]) for row in records(cells_with_pass)
-    ]
-    # False, for the shown gate and seed, sorts before True
-    order = np.argsort(has_other_settings, kind="stable")
-    return cells_with_pass.iloc[order].drop_duplicates(["model", "calibration"]).sort_index()
+    folder of the pass. The row is selected by `_shown`."""
+    return _shown(cells[cells["statistics_folder"].notna()], cells)
 
 
-def shown_gate_and_seed(cells: pd.DataFrame) -> dict[str, tuple[Any, Any]]:
-    """Model -> (gate, seed) of the model's first pruned cell that uses a calibration pass."""
-    pruned = cells[
-        (cells["criterion"] != "none") & cells["statistics_folder"].notna()
-    ].drop_duplicates("model")
-    return {str(row.model): (row.gate, row.seed) for row in pruned.itertuples()}
+def _shown(rows: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:
+    """Select one of `rows` for each model and calibration set: the first with the gate and seed of
+    the model's first pruned cell that uses a calibration pass, otherwise the first.
 
-
-def steps_by_calibration(
-    rows: Sequence[Mapping[str, Any]], cells: pd.DataFrame
-) -> dict[tuple[str, str], str | None]:
-    """Select one row for each calibration set and model. Returns (calibration, model) -> name of
-    the row's step, which is None for a step that was not computed.
-
-    rows: dictionaries with the fields calibration, model, gate, seed and step (name of the step).
-    The first row with the gate and seed of `shown_gate_and_seed` is selected, otherwise the first
-    row.
+    rows: a frame with the columns model, calibration, gate and seed.
     """
-    shown = shown_gate_and_seed(cells)
-    steps: dict[tuple[str, str], str | None] = {}
-    # False, for the preferred gate and seed, sorts before True
-    for row in sorted(rows, key=lambda row: shown.get(row["model"]) != (row["gate"], row["seed"])):
-        steps.setdefault((row["calibration"], row["model"]), row["step"])
-    return steps
+    axes = ["model", "gate", "seed"]
+    pruned = cells[(cells["criterion"] != "none") & cells["statistics_folder"].notna()]
+    shown = set(pruned.drop_duplicates("model")[axes].itertuples(index=False, name=None))
+    is_other = [key not in shown for key in rows[axes].itertuples(index=False, name=None)]
+    # False sorts before True
+    order = np.argsort(is_other, kind="stable")
+    return rows.iloc[order].drop_duplicates(PASS).sort_index()
 
 
-def coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
-    """Read two files of each pass in `shown_passes`. Returns (frame, reports):
+def folders_of_passes(cells: pd.DataFrame, reader: Reader) -> Folders:
+    """The folders of `shown_passes`."""
+    return {
+        (row["model"], row["calibration"]): reader.folder(row["statistics_folder"])
+        for row in records(shown_passes(cells))
+    }
 
-    - frame: number of tokens that the router sent to each expert; columns model, calibration,
-      layer, expert and tokens
-    - reports: "calibration@model" -> report of the pass
+
+def folders_of_steps(
+    steps: Sequence[Mapping[str, Any]], purpose: str, cells: pd.DataFrame, reader: Reader
+) -> Folders:
+    """The folder of one step for each model and calibration set, selected by `_shown`. A gap is
+    recorded for a step that was not computed.
+
+    steps: dictionaries with the fields model, calibration, gate, seed and step (name of the step,
+    None if it was not computed).
+    purpose: what the steps are for, such as `family of`.
     """
-    frames: list[pd.DataFrame] = []
-    reports: dict[str, dict[str, Any]] = {}
-    for row in records(shown_passes(cells)):
-        folder = reader.folder(row["statistics_folder"])
-        frame = reader.frame(folder, "coverage.parquet", result_files.COVERAGE)
-        if frame is not None:
-            frames.append(frame.assign(model=row["model"], calibration=row["calibration"]))
-        report = reader.json(folder, "calibration.json")
-        if report is not None:
-            reports[f"{row['calibration']}@{row['model']}"] = report
-    return stacked(frames, [*result_files.COVERAGE, "model", "calibration"]), reports
+    # object, because None would become NaN in a column of strings
+    rows = pd.DataFrame(steps, columns=[*PASS, "gate", "seed", "step"], dtype=object)
+    return {
+        (row["model"], row["calibration"]): reader.step(
+            row["step"], f"{purpose} {row['calibration']}@{row['model']}"
+        )
+        for row in records(_shown(rows, cells))
+    }
 
 
-def contaminations(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> Reports:
-    """Read how many items of each benchmark occur in each calibration text.
-
-    document: the study's record.
-
-    Returns "calibration@model" -> benchmark -> {"comparable": number of items that are long enough
-    to be looked for, "found": number of items that share a phrase with the text}.
-    """
-    counts = {}
-    steps = steps_by_calibration(document["contaminations"], cells)
-    for (calibration, model), step_name in steps.items():
-        calibration_at_model = f"{calibration}@{model}"
-        folder = reader.step(step_name, f"items of benchmarks in {calibration_at_model}")
-        counts_of_benchmark = reader.json(folder, result_files.CONTAMINATION)
-        if counts_of_benchmark is not None:
-            counts[calibration_at_model] = counts_of_benchmark
-    return counts
+def documents(folders: Folders, file: str, reader: Reader) -> Reports:
+    """Read the JSON document `file` in each folder. Returns "calibration@model" -> content."""
+    contents = {
+        f"{calibration}@{model}": reader.json(folder, file)
+        for (model, calibration), folder in folders.items()
+    }
+    return {key: content for key, content in contents.items() if content is not None}
 
 
-def tables_by_calibration(
-    rows: Sequence[Mapping[str, Any]], file: str, cells: pd.DataFrame, reader: Reader
+def tables(folders: Folders, file: str, reader: Reader) -> pd.DataFrame:
+    """Read the table `file`, one of TABLES, in each folder. The result has the columns PASS and
+    those of the table."""
+    frames = {key: reader.frame(folder, file, TABLES[file]) for key, folder in folders.items()}
+    return _stack_tables(frames, PASS, file)
+
+
+def _stack_tables(
+    tables: Mapping[Any, pd.DataFrame | None], by: Sequence[str], file: str
 ) -> pd.DataFrame:
-    """Read the table `file`, one of TABLES, of the steps that `steps_by_calibration` selects from
-    `rows`. The result has the columns of the table, model and calibration."""
-    columns = TABLES[file]
-    frames: list[pd.DataFrame] = []
-    for (calibration, model), step_name in steps_by_calibration(rows, cells).items():
-        folder = reader.step(step_name, f"{file.removesuffix('.parquet')} of {calibration}@{model}")
-        frame = reader.frame(folder, file, columns)
-        if frame is not None:
-            frames.append(frame.assign(model=model, calibration=calibration))
-    return stacked(frames, [*columns, "model", "calibration"])
+    """Concatenate the tables `file` of several keys. The result has the columns `by`, with the
+    parts of a table's key, and those of the table."""
+    frames = [
+        table.assign(**dict(zip(by, key, strict=True)))
+        for key, table in tables.items()
+        if table is not None
+    ]
+    columns = [*by, *TABLES[file]]
+    # without rows, the columns have the same types, so that frames can be merged
+    types = {column: type_ for column, type_ in KEY_TYPES.items() if column in columns}
+    no_rows = pd.DataFrame(columns=columns, dtype=float).astype(types)
+    return pd.concat(frames or [no_rows], ignore_index=True)[columns]
 
 
 TABLES = {
+    "coverage.parquet": result_files.COVERAGE,
     "experts.parquet": result_files.EXPERTS,
     "layers.parquet": result_files.LOSSES,
     "ablation.parquet": result_files.ABLATIONS,
@@ -146,8 +141,6 @@ def read_table(folder: Path | None, file: str, reader: Reader) -> pd.DataFrame |
     return reader.frame(folder, file, TABLES[file])
 
 
-KEYS = ["model", "calibration", "layer", "expert"]
-"""Columns that identify an expert in one calibration pass."""
 MEASURES = {
     "tokens": "tokens routed to the expert",
     "gate": "mean router weight",
@@ -163,7 +156,7 @@ ABLATION = "ablation"
 """Kind of the steps that measure how much the loss rises when one expert is removed."""
 
 
-def experts(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
+def experts(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Measures of experts in the passes of `shown_passes`, one row per model, calibration set,
     layer and expert; columns KEYS, MEASURES and size.
 
@@ -182,15 +175,21 @@ def experts(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.Da
     - size: sqrt(sum_t,c phi^2 / (N I)), where phi is the value of the expert's channel c, of I
       channels, before the down projection; NaN for N = 0
     """
-    frames = []
-    for cells_of_pass, sums, report in _passes("experts.parquet", cells, calibrations, reader):
-        ablations = _input_table(cells_of_pass, ABLATION, reader)
-        measures = _measures(sums, _tokens(report))
-        frames.append(measures.merge(ablations, on=["layer", "expert"], how="left"))
-    return stacked(frames, [*KEYS, *MEASURES, "size"])
+    sums = _pass_tables("experts.parquet", cells, reader)
+    tokens = _routed_tokens(sums)
+    calibration_tokens = _calibration_tokens(sums, cells, reader)
+    measures = sums[[*KEYS, "tokens"]].assign(
+        gate=sums["gate_sum"] / tokens,
+        norm=sums["norm_sum"] / tokens,
+        first=sums["ala_first"] / calibration_tokens,
+        second=sums["ala_second"] / calibration_tokens,
+        size=np.sqrt(sums["channel_square"] / (tokens * sums["channels"])),
+    )
+    rows = measures.merge(_ablations(cells, reader), on=KEYS, how="left")
+    return rows[[*KEYS, *MEASURES, "size"]]
 
 
-def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
+def raw_statistics(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Mean and standard deviation (std) of the weights, activations and gradients of each expert
     whose ablation was measured; one row per model, calibration set, layer, expert and statistic.
 
@@ -203,44 +202,35 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
     - gradient: sqrt(1/N sum_t (dL/dphi)^2) of each channel, if a criterion of the study reads
       gradients
     """
-    frames = []
-    for cells_of_pass, sums, _ in _passes("experts.parquet", cells, calibrations, reader):
-        ablations = _input_table(cells_of_pass, ABLATION, reader)
-        if ablations.empty:
-            continue
-        model, calibration = cells_of_pass[["model", "calibration"]].iloc[0]
-        cells_of_model = cells[cells["model"] == model]
-        # weights do not depend on the calibration set
-        weights = _input_table(cells_of_model, "weights", reader)
-        gradients = _input_table(
-            cells_of_model[cells_of_model["calibration"] == calibration], "gradients", reader
-        )
-        moments_of_statistics = [
-            _moments(weights, weights["abs_sum"], weights["square_sum"], weights["count"]).assign(
-                statistic="weight"
-            ),
-            _moments(
-                sums,
-                sums["channel_root_sum"],
-                sums["channel_square"] / _routed_tokens(sums),
-                sums["channels"],
-            ).assign(statistic="activation"),
-            _moments(
-                gradients,
-                gradients["gradient_root_sum"],
-                gradients["gradient_square"] / _routed_tokens(gradients),
-                gradients["channels"],
-            ).assign(statistic="gradient"),
-        ]
-        frames_with_rows = [moments for moments in moments_of_statistics if len(moments)]
-        statistics = pd.concat(frames_with_rows, ignore_index=True).merge(
-            ablations, on=["layer", "expert"]
-        )
-        frames.append(
-            # the mean is NaN for an expert with N = 0
-            statistics.assign(model=model, calibration=calibration).dropna(subset=["mean"])
-        )
-    return stacked(frames, [*KEYS, "ablation", "statistic", "mean", "std", "count"])
+    sums = _pass_tables("experts.parquet", cells, reader)
+    # weights do not depend on the calibration set
+    weights = _input_tables("weights", ["model"], cells, reader)
+    gradients = _input_tables("gradients", PASS, cells, reader)
+    moments = {
+        "weight": _moments(weights, weights["abs_sum"], weights["square_sum"], weights["count"]),
+        "activation": _moments(
+            sums,
+            sums["channel_root_sum"],
+            sums["channel_square"] / _routed_tokens(sums),
+            sums["channels"],
+        ),
+        "gradient": _moments(
+            gradients,
+            gradients["gradient_root_sum"],
+            gradients["gradient_square"] / _routed_tokens(gradients),
+            gradients["channels"],
+        ),
+    }
+    ablations = _ablations(cells, reader)
+    statistics = pd.concat(
+        # merged on those of KEYS that the moments have
+        [ablations.merge(rows.assign(statistic=name)) for name, rows in moments.items()],
+        ignore_index=True,
+    )
+    # the mean is NaN for an expert with N = 0
+    return statistics.dropna(subset=["mean"], ignore_index=True)[
+        [*KEYS, "ablation", "statistic", "mean", "std", "count"]
+    ]
 
 
 def _routed_tokens(sums: pd.DataFrame) -> pd.Series:
@@ -251,93 +241,82 @@ def _routed_tokens(sums: pd.DataFrame) -> pd.Series:
 def _moments(
     experts: pd.DataFrame, sums: pd.Series, square_sums: pd.Series, counts: pd.Series
 ) -> pd.DataFrame:
-    """Mean and standard deviation of each expert's values; columns layer, expert, mean, std, count.
+    """Mean and standard deviation of each expert's values; columns mean, std, count, and those of
+    KEYS that `experts` has.
 
     sums, square_sums, counts: sum, sum of squares and number of the values of each row of
     `experts`. The sum of squares is NaN for an expert without values.
     """
     mean = (sums / counts).where(square_sums.notna())
     std = np.sqrt((square_sums / counts - mean**2).clip(lower=0))
-    return experts[["layer", "expert"]].assign(mean=mean, std=std, count=counts)
+    keys = experts[[key for key in KEYS if key in experts]]
+    return keys.assign(mean=mean, std=std, count=counts)
 
 
-def router_entropies(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
+def router_entropies(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Histograms of the router's entropy; columns model, calibration, layer, entropy, tokens.
 
     - entropy: upper end of a bin, as a share of the logarithm of the number of experts
     - tokens: number of calibration tokens in the bin
     """
-    passes = _passes("entropy.parquet", cells, calibrations, reader)
-    columns = ["model", "calibration", *result_files.ENTROPIES]
-    return stacked((counts for _, counts, _ in passes), columns)
+    return _pass_tables("entropy.parquet", cells, reader)
 
 
-def layer_losses(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
+def layer_losses(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Losses of layers; columns model, calibration, layer, loss.
 
     loss: mean over calibration tokens of ||m||^2 / (||y||^2 + eps), with m, y and eps of `experts`.
     """
-    frames = [
-        sums.assign(loss=sums["layer_loss"] / _tokens(report))
-        for _, sums, report in _passes("layers.parquet", cells, calibrations, reader)
-    ]
-    return stacked(frames, ["model", "calibration", "layer", "loss"])
+    sums = _pass_tables("layers.parquet", cells, reader)
+    losses = sums["layer_loss"] / _calibration_tokens(sums, cells, reader)
+    return sums[[*PASS, "layer"]].assign(loss=losses)
 
 
-def _measures(sums: pd.DataFrame, calibration_tokens: float) -> pd.DataFrame:
-    """KEYS, size, and all MEASURES except ablation, as defined in `experts`.
+def _calibration_tokens(rows: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -> pd.Series:
+    """For each row, the number of calibration tokens of the row's pass; NaN if the report of the
+    pass lacks it."""
+    reports = documents(folders_of_passes(cells, reader), "calibration.json", reader)
+    tokens = {
+        key: float(sum((report.get("valid_tokens") or {}).values())) or np.nan
+        for key, report in reports.items()
+    }
+    return (rows["calibration"] + "@" + rows["model"]).map(tokens)
 
-    sums: the table experts.parquet of a pass.
-    """
-    tokens = _routed_tokens(sums)
-    return sums[[*KEYS, "tokens"]].assign(
-        gate=sums["gate_sum"] / tokens,
-        norm=sums["norm_sum"] / tokens,
-        first=sums["ala_first"] / calibration_tokens,
-        second=sums["ala_second"] / calibration_tokens,
-        size=np.sqrt(sums["channel_square"] / (tokens * sums["channels"])),
+
+def _pass_tables(file: str, cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """`tables` of those of `shown_passes` that have the table `file`."""
+    folders = folders_of_passes(cells, reader)
+    return _stack_tables(
+        {key: read_table(folder, file, reader) for key, folder in folders.items()}, PASS, file
     )
 
 
-def _tokens(report: Mapping[str, Any]) -> float:
-    """Number of calibration tokens in the report of a pass; NaN if the report lacks it."""
-    return float(sum((report.get("valid_tokens") or {}).values())) or np.nan
+def _ablations(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """Ablations of experts, from the plans of the cells that use `shown_passes`. Columns KEYS and
+    ablation."""
+    cells_of_passes = cells.merge(shown_passes(cells)[[*PASS, "gate", "seed"]])
+    return _input_tables(ABLATION, PASS, cells_of_passes, reader)
 
 
-def _passes(
-    file: str, cells: pd.DataFrame, calibrations: Reports, reader: Reader
-) -> Iterator[tuple[pd.DataFrame, pd.DataFrame, Mapping[str, Any]]]:
-    """For each pass in `shown_passes` that has the table `file`, yield (cells_of_pass, table,
-    report):
-
-    - cells_of_pass: the rows of `cells` that use the pass
-    - table: with the columns model and calibration
-    - report: the report of the pass in `calibrations`, {} if it is missing
-    """
-    cells = cells[cells["statistics_folder"].notna()]
-    shown_folders = shown_passes(cells)["statistics_folder"]
-    for key, cells_of_pass in groups(cells, ["model", "calibration", "gate", "seed"]):
-        # empty if another gate and seed are shown
-        folders = shown_folders[shown_folders.index.isin(cells_of_pass.index)]
-        if folders.empty:
-            continue
-        table = read_table(reader.find_folder(folders.iloc[0]), file, reader)
-        if table is not None:
-            model, calibration = key["model"], key["calibration"]
-            report = calibrations.get(f"{calibration}@{model}", {})
-            yield cells_of_pass, table.assign(model=model, calibration=calibration), report
+def _input_tables(
+    kind: str, by: Sequence[str], cells: pd.DataFrame, reader: Reader
+) -> pd.DataFrame:
+    """The tables KIND.parquet from which plans were computed, one for all cells with equal values
+    in the columns `by`. The result has the columns `by` and those of the table."""
+    tables = {
+        tuple(key.values()): _input_table(rows, kind, reader)
+        for key, rows in groups(cells[cells["plan_folder"].notna()], by)
+    }
+    return _stack_tables(tables, by, f"{kind}.parquet")
 
 
-def _input_table(cells: pd.DataFrame, kind: str, reader: Reader) -> pd.DataFrame:
+def _input_table(cells: pd.DataFrame, kind: str, reader: Reader) -> pd.DataFrame | None:
     """The first readable table KIND.parquet among the direct and indirect inputs of the plans of
-    `cells`. If there is none, a frame without rows."""
-    file = f"{kind}.parquet"
-    for row in records(cells[cells["plan_folder"].notna()]):
-        for name, folder in steps_with_inputs([row["plan_folder"]], reader).items():
-            if step_kind(name) != kind:
-                continue
-            table = read_table(folder, file, reader)
-            if table is not None:
-                return table
-    no_rows = pd.DataFrame(columns=list(TABLES[file]), dtype=float)
-    return no_rows.astype({"layer": int, "expert": int})
+    `cells`."""
+    for plan in cells["plan_folder"]:
+        for name, folder in steps_with_inputs([plan], reader).items():
+            if step_kind(name) == kind:
+                table = read_table(folder, f"{kind}.parquet", reader)
+                if table is not None:
+                    return table
+    return None

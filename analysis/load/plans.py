@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pandas as pd
 
-from moe_lab.analysis.load.reader import Reader, stacked
+from moe_lab.analysis.load.reader import Reader, stacked, step_kind
 from moe_lab.result_files import PROFILES, TIMINGS
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ CONDITIONS = ("device", "dtype", "threads", "load", "weight_bytes")
 def costs(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Costs of models, one row per cell whose cost was counted; index cell, columns bits and
     COSTS."""
-    costs = _read_documents(cells, "cost_folder", "cost.json", reader)
+    costs = _read_documents(cells, "cost", reader)
     return _by_cell(costs, ["bits", *COSTS]).astype(float)
 
 
@@ -109,7 +109,7 @@ def _from_plans(
     """Cell -> result of `compute` for the content of the cell's plan.json. Cells are left out if
     their plan is missing or damaged."""
     results = {}
-    for cell, document in _read_documents(cells, "plan_folder", "plan.json", reader).items():
+    for cell, document in _read_documents(cells, "plan", reader).items():
         try:
             results[cell] = compute(document)
         except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):
@@ -141,14 +141,14 @@ def _channel_count(mask: str) -> int:
 
 def profiles(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Profiles of hidden states, one row per cell and layer. Columns: cell and PROFILES."""
-    return _read_tables(cells["profile_folder"].dropna(), "profile.parquet", PROFILES, reader)
+    return _read_tables(cells, "profile", PROFILES, reader)
 
 
 def timings(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Durations of requests, one row per cell and request. Columns: cell, TIMINGS and
     CONDITIONS."""
-    requests = _read_tables(cells["timing_folder"].dropna(), "timing.parquet", TIMINGS, reader)
-    documents = _read_documents(cells, "timing_folder", "timing.json", reader)
+    requests = _read_tables(cells, "timing", TIMINGS, reader)
+    documents = _read_documents(cells, "timing", reader)
     conditions = _by_cell(documents, CONDITIONS).reset_index()
     return requests.merge(conditions, on="cell")
 
@@ -161,7 +161,7 @@ def channel_rounding(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     - smallest: smallest number of channels that a retained expert may have, None if it is not set
     """
     rows = {}
-    for cell, plan in _read_documents(cells, "plan_folder", "plan.json", reader).items():
+    for cell, plan in _read_documents(cells, "plan", reader).items():
         if align := (allocation_of(plan).get("parameters") or {}).get("align"):
             rows[cell] = {"block": align.get("block"), "smallest": align.get("min_channels")}
     return _by_cell(rows, ["block", "smallest"])
@@ -182,7 +182,7 @@ def priors(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     Index cell, columns prior and other_settings (the allocation without the prior, as JSON).
     """
     rows = {}
-    for cell, plan in _read_documents(cells, "plan_folder", "plan.json", reader).items():
+    for cell, plan in _read_documents(cells, "plan", reader).items():
         allocation = dict(allocation_of(plan))
         parameters = dict(allocation.pop("parameters", None) or {})
         prior = parameters.pop("prior", FIRST_ORDER_PRIOR)
@@ -199,12 +199,15 @@ def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     columns SEARCHES."""
     rows = {}
     # a plan with a searched allocation is in the folder of the search
-    searched = cells[cells["plan_folder"].fillna("").str.startswith("search/")]
-    for cell, document in _read_documents(searched, "plan_folder", "search.json", reader).items():
+    plans = cells["plan_folder"]
+    searches = plans.where(plans.map(step_kind, na_action="ignore") == "search")
+    for cell, document in _read_documents(
+        cells.assign(search_folder=searches), "search", reader
+    ).items():
         rows[cell] = {
             **(document.get("settings") or {}),
             **(document.get("cost") or {}),
-            "samples": _sample_count(str(searched.loc[cell, "plan_folder"]), reader),
+            "samples": _sample_count(searches[cell], reader),
         }
     return _by_cell(rows, SEARCHES)
 
@@ -226,38 +229,34 @@ def _sample_count(search: str, reader: Reader) -> float:
 
 
 def _read_tables(
-    folders: pd.Series, file: str, columns: Sequence[str], reader: Reader
+    cells: pd.DataFrame, kind: str, columns: Sequence[str], reader: Reader
 ) -> pd.DataFrame:
-    """Concatenate the tables `file` of all cells. Columns: "cell" and `columns`.
-
-    folders: name of the folder with the table, indexed by cell.
-    """
-    frames = {}
-    for cell, name in folders.items():
-        frame = reader.frame(reader.folder(str(name)), file, columns)
-        if frame is not None:
-            # through str, because pandas' types allow any label in an index
-            frames[int(str(cell))] = frame
+    """Concatenate the tables KIND.parquet of all cells. Columns: "cell" and `columns`."""
+    frames = {
+        cell: reader.frame(reader.folder(name), f"{kind}.parquet", columns)
+        for cell, name in _folders(cells, kind).items()
+    }
     return _stack_by_cell(frames, columns)
 
 
-def _read_documents(
-    cells: pd.DataFrame, column: str, file: str, reader: Reader
-) -> dict[int, dict[str, Any]]:
-    """Cell -> the JSON document `file` of the cell.
+def _read_documents(cells: pd.DataFrame, kind: str, reader: Reader) -> dict[int, dict[str, Any]]:
+    """Cell -> the JSON document KIND.json of the cell."""
+    folders = _folders(cells, kind)
+    documents = {
+        name: reader.json(reader.folder(name), f"{kind}.json")
+        for name in dict.fromkeys(folders.values())
+    }
+    return {
+        cell: document
+        for cell, name in folders.items()
+        if (document := documents[name]) is not None
+    }
 
-    column: column of `cells` with the name of the document's folder.
-    """
-    document_of_folder: dict[str, dict[str, Any] | None] = {}
-    documents = {}
-    for cell, name in cells[column].dropna().items():
-        if name not in document_of_folder:
-            document_of_folder[name] = reader.json(reader.folder(name), file)
-        document = document_of_folder[name]
-        if document is not None:
-            # through str, because pandas' types allow any label in an index
-            documents[int(str(cell))] = document
-    return documents
+
+def _folders(cells: pd.DataFrame, kind: str) -> dict[int, str]:
+    """Cell -> name of the folder of the cell's step of this kind."""
+    names = cells[f"{kind}_folder"].dropna()
+    return dict(zip(names.index.tolist(), names, strict=True))
 
 
 def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
@@ -286,6 +285,9 @@ def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
-def _stack_by_cell(frames: Mapping[int, pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
-    """Concatenate the frames. The first column, "cell", has the keys of `frames`."""
-    return stacked([frame.assign(cell=cell) for cell, frame in frames.items()], ["cell", *columns])
+def _stack_by_cell(
+    frames: Mapping[int, pd.DataFrame | None], columns: Sequence[str]
+) -> pd.DataFrame:
+    """Concatenate the frames that are not None. The first column, "cell", has their keys."""
+    parts = [frame.assign(cell=cell) for cell, frame in frames.items() if frame is not None]
+    return stacked(parts, ["cell", *columns])

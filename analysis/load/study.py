@@ -15,19 +15,13 @@ from moe_lab.analysis.load import passes, plans, studies
 from moe_lab.analysis.load.evaluations import Entries, evaluations, remarks
 from moe_lab.analysis.load.reader import Gap, Reader, groups, records
 from moe_lab.analysis.load.settings import AXES, has_replacement, labels, removed_text
-from moe_lab.result_files import OWN, STEPS
+from moe_lab.result_files import CONTAMINATION, OWN, STEPS
 
 
 def _property_from_cells(
     read: Callable[[pd.DataFrame, Reader], pd.DataFrame],
 ) -> cached_property[pd.DataFrame]:
     return cached_property(lambda study: read(study.cells, study.reader))
-
-
-def _property_from_passes(
-    read: Callable[[pd.DataFrame, passes.Reports, Reader], pd.DataFrame],
-) -> cached_property[pd.DataFrame]:
-    return cached_property(lambda study: read(study.cells, study.calibrations, study.reader))
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +66,8 @@ class Study:
     calibrations: passes.Reports
     """"calibration@model" -> the report of the calibration pass."""
     contaminations: passes.Reports
-    """"calibration@model" -> benchmark -> numbers of items `comparable` and `found`, see
-    `passes.contaminations`."""
+    """"calibration@model" -> benchmark -> {"comparable": number of items that are long enough to be
+    looked for in the calibration text, "found": number of items that share a phrase with it}."""
     models: Mapping[str, Mapping[str, Any]]
     """Model -> the numbers of its layers, experts and parameters, see facts.json."""
     origins: pd.DataFrame
@@ -100,15 +94,23 @@ class Study:
     profiles = _property_from_cells(plans.profiles)
     timings = _property_from_cells(plans.timings)
     searches = _property_from_cells(plans.searches)
-    experts = _property_from_passes(passes.experts)
-    raw_statistics = _property_from_passes(passes.raw_statistics)
-    router_entropies = _property_from_passes(passes.router_entropies)
-    layer_losses = _property_from_passes(passes.layer_losses)
+    experts = _property_from_cells(passes.experts)
+    raw_statistics = _property_from_cells(passes.raw_statistics)
+    router_entropies = _property_from_cells(passes.router_entropies)
+    layer_losses = _property_from_cells(passes.layer_losses)
 
     @cached_property
     def memory(self) -> pd.DataFrame:
         """Bytes of the loaded models before and after pruning, see `plans.loading_memory`."""
         return plans.loading_memory(self.pruned_cells, self.costs)
+
+
+PURPOSES = {
+    "families": "family of",
+    "damages": "scores of",
+    "contaminations": "items of benchmarks in",
+}
+"""Entry of FIGURE_STEPS in a record -> words for its steps in gaps, before the name of a pass."""
 
 
 def load(store: Path, name: str) -> Study:
@@ -124,9 +126,12 @@ def load(store: Path, name: str) -> Study:
     reader = Reader(store)
     cells, entries = _cells(document, reader)
     results, samples, origins = evaluations(entries, labels(cells), reader)
-    coverage, calibrations = passes.coverage(cells, reader)
-    contaminations = passes.contaminations(document, cells, reader)
-    models = _models(cells, reader)
+    pass_folders = passes.folders_of_passes(cells, reader)
+    figures = {
+        figure: passes.folders_of_steps(document[figure], purpose, cells, reader)
+        for figure, purpose in PURPOSES.items()
+    }
+    contaminations = passes.documents(figures["contaminations"], CONTAMINATION, reader)
     return Study(
         name=str(document.get("study") or name),
         store=store,
@@ -134,12 +139,12 @@ def load(store: Path, name: str) -> Study:
         cells=cells,
         results=results,
         samples=samples,
-        family=passes.tables_by_calibration(document["families"], "family.parquet", cells, reader),
-        damage=passes.tables_by_calibration(document["damages"], "scores.parquet", cells, reader),
-        coverage=coverage,
-        calibrations=calibrations,
+        family=passes.tables(figures["families"], "family.parquet", reader),
+        damage=passes.tables(figures["damages"], "scores.parquet", reader),
+        coverage=passes.tables(pass_folders, "coverage.parquet", reader),
+        calibrations=passes.documents(pass_folders, "calibration.json", reader),
         contaminations=contaminations,
-        models=models,
+        models=_models(cells, reader),
         origins=origins,
         reader=reader,
         notes=[*remarks(results, origins, cells, reader), *_contamination_remarks(contaminations)],

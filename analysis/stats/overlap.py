@@ -4,7 +4,6 @@ damage: Figures 3 to 5 of Unified Expert Pruning."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,84 +19,67 @@ DEGENERATE_VARIANT = (1, 0, 0)
 """The variant (b, alpha, beta) whose score N^-1 N is the same for every expert."""
 
 
-def bottom_sets(scores: np.ndarray, ratio: float) -> np.ndarray:
-    """For `scores` (..., experts), booleans of the same shape: whether each expert is in the bottom
-    set. The bottom set of n experts is the int(n x ratio) experts with the lowest scores. Among
-    experts with equal scores, a lower index counts as a lower score."""
-    count = int(scores.shape[-1] * ratio)
-    lowest_indices = np.argsort(scores, axis=-1, kind="stable")[..., :count]
-    is_lowest = np.zeros(scores.shape, bool)
-    np.put_along_axis(is_lowest, lowest_indices, True, axis=-1)
-    return is_lowest
+def _is_low(scores: pd.Series, groups: Sequence[pd.Series], ratio: float) -> pd.Series:
+    """Whether each expert is in the bottom set of its group. The bottom set of n experts is the
+    int(n x ratio) experts with the lowest scores. Of experts with equal scores, the first counts as
+    the lowest.
 
-
-def agreement(sets: np.ndarray) -> dict[str, float]:
-    """Agreement of bottom sets. Keys, whose values are NaN if the bottom sets are empty:
-
-    - overlap: share of a bottom set that is in the bottom sets of all calibration sets, averaged
-      over layers
-    - chance: expectation of this share if bottom sets were drawn at random
-
-    sets: booleans (calibration sets, layers, experts): whether an expert is in the bottom set of
-    its layer. All bottom sets have the same number of experts.
+    groups: series with the index of `scores`; experts with equal values in all are a group.
     """
-    size = int(sets[0, 0].sum())
-    if size == 0:
-        return {"overlap": np.nan, "chance": np.nan}
-    common_sizes = sets.all(axis=0).sum(axis=-1)
-    return {
-        "overlap": float(np.mean(common_sizes / size)),
-        # a random bottom set has an expert with the probability size / experts
-        "chance": (size / sets.shape[-1]) ** (len(sets) - 1),
-    }
+    grouped_scores = scores.groupby(list(groups))
+    sizes = (grouped_scores.transform("size") * ratio).astype(int)
+    return grouped_scores.rank(method="first") <= sizes
+
+
+def _shares(is_common: pd.Series, layers: Sequence[pd.Series], ratio: float) -> pd.DataFrame:
+    """For each layer, `overlap`: share of a bottom set that is common, and `chance`: share of a
+    bottom set among the layer's experts. Both are NaN if the bottom sets are empty.
+
+    is_common: whether an expert is in all bottom sets of its layer that are compared.
+    layers: series with the index of `is_common` that identify the layer.
+    """
+    common = is_common.groupby(list(layers)).agg(["sum", "size"])
+    size = (common["size"] * ratio).astype(int)
+    size = size.where(size > 0)
+    return pd.DataFrame({"overlap": common["sum"] / size, "chance": size / common["size"]})
 
 
 def calibration_overlap(family: pd.DataFrame) -> pd.DataFrame:
-    """Overlap between calibration sets, one row per model,
-    variant and ratio; columns `model`, `ratio`, `b`, `alpha`, `beta`, and the keys of `agreement`.
+    """Overlap between calibration sets, one row per model, variant and ratio. Columns: `model`,
+    `b`, `alpha`, `beta`, `ratio` and
 
-    For DEGENERATE_VARIANT, the column `overlap` is NaN.
+    - overlap: share of a bottom set that is in the bottom sets of all calibration sets, averaged
+      over layers; NaN for DEGENERATE_VARIANT
+    - chance: expectation of this share if bottom sets were drawn at random
 
     family: see `Study.family`.
     """
-    rows = []
-    for key, scores in groups(family, ["model"]):
-        if scores["calibration"].nunique() < 2:
+    frames = []
+    for key, group in groups(family, ["model"]):
+        # the first of experts with equal scores is the one with the lowest index
+        rows = group.sort_values("expert", kind="stable")
+        calibrations = rows["calibration"].nunique()
+        if calibrations < 2:
             continue
-        # for each layer: variant -> scores (calibration sets, experts)
-        layers = [scores_by_variant(layer) for _, layer in scores.groupby("layer")]
-        for variant in sorted(set().union(*layers)):
-            for ratio in RATIOS:
-                overlap = _mean_agreement(
-                    [layer[variant] for layer in layers if variant in layer], ratio
-                )
-                # all experts have equal scores, so their indices alone decide the bottom sets
-                if variant == DEGENERATE_VARIANT:
-                    overlap["overlap"] = np.nan
-                parameters = dict(zip(VARIANT, variant, strict=True))
-                rows.append({**key, "ratio": ratio, **parameters, **overlap})
-    return pd.DataFrame(rows)
-
-
-def scores_by_variant(layer: pd.DataFrame) -> dict[tuple[int, ...], np.ndarray]:
-    """Variant (b, alpha, beta) -> scores (calibration sets, experts) of one layer.
-
-    layer: the rows of `Study.family` for one model and layer.
-    """
-    score_matrix = layer.pivot(index=[*VARIANT, "calibration"], columns="expert", values="score")
-    variants: Any = score_matrix.groupby(level=VARIANT)
-    return {tuple(map(int, variant)): scores.to_numpy(float) for variant, scores in variants}
-
-
-def _mean_agreement(layers: Sequence[np.ndarray], ratio: float) -> dict[str, float]:
-    """`agreement` of the bottom sets at `ratio`, averaged over layers. The layers can have
-    different numbers of experts.
-
-    layers: for each layer, scores (calibration sets, experts).
-    """
-    # None adds the axis of layers
-    agreements = [agreement(bottom_sets(scores, ratio)[:, None, :]) for scores in layers]
-    return {name: float(np.mean([values[name] for values in agreements])) for name in agreements[0]}
+        layers = [rows[name] for name in (*VARIANT, "layer")]
+        means = {}
+        for ratio in RATIOS:
+            is_low = _is_low(rows["score"], [*layers, rows["calibration"]], ratio)
+            is_common = is_low.groupby([*layers, rows["expert"]]).all()
+            levels = [is_common.index.get_level_values(layer.name) for layer in layers]
+            shares = _shares(is_common, levels, ratio)
+            # a random bottom set has an expert with the probability `chance` of one set
+            shares["chance"] **= calibrations - 1
+            means[ratio] = shares.groupby(level=VARIANT).mean()
+        overlaps = pd.concat(means, names=["ratio"]).reset_index().assign(**key)
+        frames.append(overlaps.sort_values([*VARIANT, "ratio"]))
+    if not frames:
+        return pd.DataFrame()
+    overlaps = pd.concat(frames, ignore_index=True)
+    # all experts have equal scores, so their indices alone decide the bottom sets
+    is_degenerate = (overlaps[VARIANT] == DEGENERATE_VARIANT).all(axis=1)
+    overlaps.loc[is_degenerate, "overlap"] = np.nan
+    return overlaps
 
 
 def mean_over_models(overlaps: pd.DataFrame) -> pd.DataFrame:
@@ -139,27 +121,17 @@ def proxy_overlap(family: pd.DataFrame, damage: pd.DataFrame) -> pd.DataFrame:
         damage[[*keys, "score"]], on=keys, suffixes=("_proxy", "_exact")
     )
     rows = []
-    for key, frame in groups(pairs, ["model", "calibration"]):
-        layers = [layer for _, layer in groups(frame.sort_values("expert"), ["layer"])]
+    for key, group in groups(pairs, ["model", "calibration"]):
+        experts = group.sort_values("expert")
+        layer = [experts["layer"]]
         for ratio in RATIOS:
-            shares = []
-            expected_shares = []
-            for layer in layers:
-                proxy_set, exact_set = bottom_sets(
-                    layer[["score_proxy", "score_exact"]].to_numpy(float).T, ratio
-                )
-                size = int(proxy_set.sum())
-                shares.append((proxy_set & exact_set).sum() / size if size else np.nan)
-                expected_shares.append(size / len(layer))
-            rows.append(
-                {
-                    **key,
-                    "ratio": ratio,
-                    "overlap": float(np.mean(shares)),
-                    "lowest": float(np.min(shares)),
-                    "chance": float(np.mean(expected_shares)),
-                }
+            is_common = _is_low(experts["score_proxy"], layer, ratio) & _is_low(
+                experts["score_exact"], layer, ratio
             )
+            shares = _shares(is_common, layer, ratio)
+            overlap, chance = shares.mean()
+            row = {"overlap": overlap, "lowest": shares["overlap"].min(), "chance": chance}
+            rows.append({**key, "ratio": ratio, **row})
     return pd.DataFrame(rows)
 
 
