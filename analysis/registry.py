@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, wraps
 from typing import Any, TypeVar
 
@@ -95,11 +95,11 @@ class Results:
 
 
 Item = Table | Figure
-Maker = Callable[[Results, str], Item | Iterable[Item | None] | None]
-"""Function (results, name of the output) that returns the output; None when there is no data."""
+Maker = Callable[[Results], Item | Iterable[Item | None] | None]
+"""Function that returns the tables and figures of an output; None when there is no data."""
 MakerT = TypeVar("MakerT", bound=Maker)
-MakerOfModel = Callable[[Results, Comparison, str], Item | Iterable[Item | None] | None]
-"""Function (results, comparison of one model, name) that returns the output of this model."""
+MakerOfModel = Callable[[Results, Comparison], Figure | None]
+"""Function (results, comparison of one model) that returns the figure of this model."""
 
 DEFAULT_NEEDS = "results of pruned models"
 
@@ -124,28 +124,34 @@ class Output:
         return (self.make.__doc__ or "").strip().partition("\n")[0]
 
     def items(self, results: Results) -> list[Item]:
-        """Make the tables and figures of the output, without empty tables."""
-        items = _as_list(self.make(results, self.name))
-        return [item for item in items if isinstance(item, Figure) or len(item.frame)]
+        """Make the tables and figures of the output, without empty tables. Their names begin with
+        that of the output; what `make` calls them follows."""
+        items = self.make(results)
+        if items is None or isinstance(items, Table | Figure):
+            items = [items]
+        return [
+            replace(item, name=self.name + item.name)
+            for item in items
+            if isinstance(item, Figure) or (item is not None and len(item.frame))
+        ]
 
 
-def _as_list(items: Item | Iterable[Item | None] | None) -> list[Item]:
-    """The return value of a Maker as a list without None."""
-    if items is None or isinstance(items, Table | Figure):
-        items = [items]
-    return [item for item in items if item is not None]
-
-
-def per_model(make: MakerOfModel) -> Callable[[Results, str], list[Item]]:
-    """Decorator that turns a MakerOfModel into a Maker for all models with a pruned cell."""
+def per_model(make: MakerOfModel) -> Callable[[Results], list[Figure]]:
+    """Decorator that turns a MakerOfModel into a Maker for all models with a pruned cell. It adds
+    the model to titles, to rows and, with several models, to names."""
 
     @wraps(make)
-    def make_all(results: Results, name: str) -> list[Item]:
-        items: list[Item] = []
+    def make_all(results: Results) -> list[Figure]:
+        figures = []
         for comparison in results.pruned:
-            item_name = f"{name}.{comparison.model}" if len(results.pruned) > 1 else name
-            items += _as_list(make(results, comparison, item_name))
-        return items
+            figure = make(results, comparison)
+            if figure is not None:
+                model = comparison.model
+                suffix = f".{model}" if len(results.pruned) > 1 else ""
+                title = f"{figure.title}: {model}"
+                rows = figure.rows.assign(Model=model)
+                figures.append(replace(figure, name=suffix, title=title, rows=rows))
+        return figures
 
     return make_all
 

@@ -47,10 +47,10 @@ from moe_lab.analysis.render.table import Table
 
 
 @output("my_cells", chapter="cost")
-def my_cells(results, name):
+def my_cells(results):
     \"\"\"Cells of mine\"\"\"
     frame = results.study.cells[["criterion", "allocation"]].astype(str)
-    return Table(name, "Cells of mine", "", frame, {})
+    return Table("Cells of mine", "", frame, {})
 """
 TINY = """calibration.tokens=1024 calibration.length=128 suite=pocket_quick
 suite.benchmarks=[pocket_boolq]

@@ -54,7 +54,7 @@ SECONDS = "Time (s)"
 
 
 @output("coverage.table14", chapter="attribution", needs=ABLATIONS)
-def agreement_table(results: Results, name: str) -> Table:
+def agreement_table(results: Results) -> Table:
     """Agreement of attributions with ablations, and seconds of attributions.
 
     Table 14: correlations of each of MEASURES with each of TRUTHS over experts. A row per
@@ -96,7 +96,6 @@ def agreement_table(results: Results, name: str) -> Table:
             )
     text_columns = ["Model", "Calibration", "Estimate"]
     return Table(
-        name=name,
         title="Agreement of attributions with the effect of removing an expert",
         caption="Correlations over experts: Pearson's and Spearman's over all layers, Spearman's "
         "inside a layer (mean over layers). Layer loss: change of the routed output relative to "
@@ -110,7 +109,6 @@ def agreement_table(results: Results, name: str) -> Table:
         f"{pass_setup(study)}",
         frame=pd.DataFrame(rows, columns=[*text_columns, *columns, SECONDS]),
         formats={**dict.fromkeys(columns, SCORE), SECONDS: "{:,.1f}"},
-        blocks=text_columns[:2],
         optional=(*columns, SECONDS),
     )
 
@@ -200,7 +198,7 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
 
 @output("coverage.fig12", chapter="attribution", needs=f"{COVERAGE_PLANS}, and {SUMS}")
 @per_model
-def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+def smoothing_figure(results: Results, comparison: Comparison) -> Figure | None:
     """Target share of the score that each layer keeps, under each smoothing of layer losses.
 
     A panel per calibration set, a line per smoothing."""
@@ -218,11 +216,11 @@ def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Fig
             set_name = names.calibration(calibration)
             texts = {"panel": set_name, "label": smoothing, "Calibration": set_name}
             frames.append(layers.assign(**texts, y=targets / targets.mean()))
-    title = f"Smoothed layer losses: {comparison.model}"
+    title = "Smoothed layer losses"
     caption = (
         "Target share of the score that each layer keeps, relative to the mean, under each "
         "smoothing of the layer losses (none: proportional to the loss). Based on "
         f"{pass_setup(results.study)}"
     )
-    rows = pd.concat(frames).drop(columns="calibration").rename(columns={"model": "Model"})
-    return charts.layer_figure(name, title, caption, rows, charts.number("y", "target, mean 1"))
+    rows = pd.concat(frames).drop(columns=["calibration", "model"])
+    return charts.layer_figure(title, caption, rows, charts.number("y", "target, mean 1"))

@@ -95,7 +95,7 @@ def _token_axis(counts: Iterable[int]) -> dict[str, Any]:
     needs=f"calibration sets that read different numbers of tokens of one text, and {HEAPR}",
 )
 @per_model
-def size_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+def size_figure(results: Results, comparison: Comparison) -> Figure | None:
     """Scores against the number of calibration tokens.
 
     A panel per ratio, a line per text and method."""
@@ -104,8 +104,8 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     if not target:
         return None
     score, low, high = comparison.displayed_scores(target)
-    rows = cells.assign(y=score, low=low, high=high, Model=comparison.model)
-    rows = rows[["Model", "panel", "label", "method", "read", "y", "low", "high"]]
+    rows = cells.assign(y=score, low=low, high=high)
+    rows = rows[["panel", "label", "method", "read", "y", "low", "high"]]
     y = charts.number("y", "mean of HEAPr's benchmarks", scale={"zero": False})
     layers = charts.lines(rows, _token_axis(rows["read"]), y, criterion_colours(rows))
     caption = (
@@ -113,8 +113,8 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
         "with 95 % intervals. Lines are texts and methods; points of one line answered the same "
         "items."
     )
-    title = f"How much calibration text is enough: {comparison.model}"
-    return Figure(name, title, caption, rows, layers)
+    title = "How much calibration text is enough"
+    return Figure(title, caption, rows, layers)
 
 
 POINTS = 100
@@ -148,7 +148,7 @@ def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
     needs="calibration sets that read different numbers of tokens of one text",
 )
 @per_model
-def change_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+def change_figure(results: Results, comparison: Comparison) -> Figure | None:
     """Effect of more calibration text in each benchmark, in points (AIMER, Fig. 1).
 
     A panel per text, method and ratio, a line per benchmark."""
@@ -167,7 +167,7 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
     shown = charts.colours(map(names.benchmark, benchmarks), colour_of_label)
     # without intervals, which would hide the lines
     rows = points[["panel", "read", "difference", "is_open"]].assign(
-        Model=comparison.model, label=points["benchmark"].map(names.benchmark)
+        label=points["benchmark"].map(names.benchmark)
     )
     y = charts.number("difference", "change of the score (points)")
     layers = [
@@ -180,5 +180,5 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
         "difference, not corrected for the number of benchmarks, excludes zero; with one seed it "
         "is over items, for these plans."
     )
-    title = f"Effect of more calibration text: {comparison.model}"
-    return Figure(name, title, caption, rows, layers)
+    title = "Effect of more calibration text"
+    return Figure(title, caption, rows, layers)

@@ -52,7 +52,7 @@ def concentration(study: Study, scores_folder: str) -> pd.DataFrame | None:
 
 @output("coverage.fig4", chapter="attribution", needs="scores of channels in the store")
 @per_model
-def concentration_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+def concentration_figure(results: Results, comparison: Comparison) -> Figure | None:
     """Concentration of channel scores in experts.
 
     Fig. 4 (a): curves of `concentration`. A panel per scoring step, a line per expert."""
@@ -65,7 +65,7 @@ def concentration_figure(results: Results, comparison: Comparison, name: str) ->
         if curves is not None and len(frames) < MOST_PANELS:
             criterion, calibration = row["criterion"], names.calibration(row["calibration"])
             title = names.comma_joined(names.criterion(criterion), calibration, row["gate_text"])
-            frames.append(curves.assign(panel=title, Model=comparison.model))
+            frames.append(curves.assign(panel=title))
     if not frames:
         return None
     rows = pd.concat(frames)
@@ -78,8 +78,8 @@ def concentration_figure(results: Results, comparison: Comparison, name: str) ->
         "channel scores that its highest channels hold. Equal channels would give the diagonal; "
         f"the further above it, the less of the score pruning removes. Based on {pass_setup(study)}"
     )
-    title = f"How concentrated channel scores are: {comparison.model}"
-    return Figure(name, title, caption, rows, layers)
+    title = "How concentrated channel scores are"
+    return Figure(title, caption, rows, layers)
 
 
 def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
@@ -107,7 +107,7 @@ def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
     needs="profile=true with a channel criterion at three ratios",
 )
 @per_model
-def output_loss_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+def output_loss_figure(results: Results, comparison: Comparison) -> Figure | None:
     """Output losses of layers by kept share.
 
     Fig. 4 (b): `output_losses` against the retained share of the layer's channels. A panel per
@@ -120,7 +120,7 @@ def output_loss_figure(results: Results, comparison: Comparison, name: str) -> F
     # a layer that keeps all channels has no error
     ends = losses.drop_duplicates(["label", "layer"]).assign(kept=1.0, loss=0.0)
     rows = pd.concat([losses, ends]).sort_values("kept", kind="stable")
-    rows = rows.rename(columns={"label": "panel"}).assign(Model=comparison.model)
+    rows = rows.rename(columns={"label": "panel"})
     x = charts.number("kept", "channels of the layer kept", **charts.PERCENT)
     y = charts.number("loss", "loss of the output")
     layers = [charts.layer("line", {"point": True}, x=x, y=y, color=LAYER_COLOUR)]
@@ -129,8 +129,8 @@ def output_loss_figure(results: Results, comparison: Comparison, name: str) -> F
         "− m′‖² / (‖y‖² + ε), the mean over the tokens of a text; m: routed output, y: residual "
         f"stream after the layer. With everything kept it is 0. Based on {pass_setup(study)}"
     )
-    title = f"Loss of layer outputs against the kept share: {comparison.model}"
-    return Figure(name, title, caption, rows, layers)
+    title = "Loss of layer outputs against the kept share"
+    return Figure(title, caption, rows, layers)
 
 
 def expert_stacks(
@@ -183,7 +183,7 @@ def stacks_by_layer(study: Study, comparison: Comparison, cell: int) -> dict[int
     aliases=("coverage.fig16",),
 )
 @per_model
-def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure | None:
+def expert_bars(results: Results, comparison: Comparison) -> Figure | None:
     """Channel scores, kept channels and attribution of each expert, by layer and by score.
 
     A panel for a shallow, a middle and a deep layer of the first plan of each of FIGURE_SCORES."""
@@ -202,7 +202,7 @@ def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure |
         )
         .rename_axis("expert")
         .reset_index()
-        .assign(panel=title, Model=comparison.model)
+        .assign(panel=title)
         for title, stacks in stacks_of_title.items()
     ]
     rows = pd.concat(frames)
@@ -228,5 +228,5 @@ def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure |
         "that the plan keeps. Diamonds: its first-order attribution, relative to the highest of "
         f"the layer, negative ones at 0. Based on {pass_setup(results.study)}"
     )
-    title = f"Channel scores and budgets, expert by expert: {comparison.model}"
-    return Figure(name, title, caption, rows, layers, 1, ({"step": 14}, 150))
+    title = "Channel scores and budgets, expert by expert"
+    return Figure(title, caption, rows, layers, 1, ({"step": 14}, 150))

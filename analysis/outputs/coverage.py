@@ -37,7 +37,7 @@ def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
 
 
 @output("tokens_per_expert", chapter="coverage")
-def coverage_table(results: Results, name: str) -> Table | None:
+def coverage_table(results: Results) -> Table | None:
     """Calibration tokens per expert, and items of benchmarks that the calibration text contains."""
     study = results.study
     if study.coverage.empty:
@@ -60,7 +60,6 @@ def coverage_table(results: Results, name: str) -> Table | None:
     keys = summary["calibration"] + "@" + summary["model"]
     summary["items"] = [_items_in_words(study.contaminations.get(key, {})) for key in keys]
     return Table(
-        name=name,
         title="Tokens per expert",
         caption="Unseen: experts without calibration tokens; they are scored 0 and pruned first. "
         "Rare: less than a tenth of an even load. "

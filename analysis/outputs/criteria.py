@@ -43,7 +43,7 @@ EXPERTS, CHANNELS, HIDDEN_SIZE = 5, 3, 2
 
 
 @output("unified.table6", chapter="criteria", needs="registered criteria")
-def formula_table(results: Results, name: str) -> Table:
+def formula_table(results: Results) -> Table:
     """Unified Expert Pruning's Table 6: the formula and the source of each criterion of a study."""
     from moe_lab import criteria
 
@@ -62,7 +62,6 @@ def formula_table(results: Results, name: str) -> Table:
             )
         )
     return Table(
-        name=name,
         title="Formulas of the criteria",
         caption="Sums run over the N tokens that the router sent to an expert; g: the gate, f: the "
         "expert's output before the gate, phi: the input of down_proj, w: weights. The lowest "
@@ -73,14 +72,13 @@ def formula_table(results: Results, name: str) -> Table:
 
 
 @output("aimer.table1", chapter="criteria", needs="registered criteria")
-def signal_table(results: Results, name: str) -> Table:
+def signal_table(results: Results) -> Table:
     """AIMER's Table 1: the inputs that each criterion of the study reads."""
     rows = [
         (names.criterion(criterion), *(MARKS[is_used] for is_used in signals(criterion).values()))
         for criterion in _registered_criteria(results.study)
     ]
     return Table(
-        name=name,
         title="Inputs of the criteria",
         caption="Text: the criterion reads a calibration set. Other columns: yes if changing that "
         "input changed the scores. Activations: outputs or channels of experts; routing: an "
@@ -232,7 +230,7 @@ TEXT_COLUMNS = {"Model": "model", "Calibration": "calibration", "Criterion": "cr
     chapter="criteria",
     needs="the scores of its criteria in the store, with the steps they are from",
 )
-def scoring_table(results: Results, name: str) -> Table:
+def scoring_table(results: Results) -> Table:
     """AIMER's Table 4: time and memory of scores, and of the passes that they need.
 
     A row per step that computes scores."""
@@ -264,7 +262,6 @@ def scoring_table(results: Results, name: str) -> Table:
         "Loading memory (MiB)": ("loading", "{:,.2f}"),
     }
     return Table(
-        name=name,
         title="Time and memory of scoring",
         caption="Scoring time: of the passes over text or weights that the criterion reads, and of "
         "the scores. Criteria that read one pass share it, so a study takes less than the sum. "
@@ -273,7 +270,6 @@ def scoring_table(results: Results, name: str) -> Table:
         f"{SECONDS_NOTE}{machines_sentence(machines)}{run_setup(study)}",
         **frame_and_formats(pd.DataFrame(rows), columns),
         best={"Scoring time (s)": "min"},
-        blocks=("Model",),
         optional=(GPU_PEAK,),
     )
 
@@ -284,7 +280,7 @@ def scoring_table(results: Results, name: str) -> Table:
     needs="channel plans in the store, with the steps they are from",
     aliases=("coverage.table12",),
 )
-def allocation_table(results: Results, name: str) -> Table:
+def allocation_table(results: Results) -> Table:
     """MoE-Slimming's Tables 1 and 12: seconds of every step behind a plan of channels."""
     study = results.study
     cells = study.cells[
@@ -310,14 +306,12 @@ def allocation_table(results: Results, name: str) -> Table:
         **{column: (column, SECONDS_FORMAT) for column in (*step_columns, "Total (s)")},
     }
     return Table(
-        name=name,
         title="Time of channel allocations",
         caption="Seconds of each step behind a plan; – where a plan reads no such step. The "
         "forward pass gives the attributions of all experts at once; ablation runs the layers "
         "above again for every expert. "
         f"{SECONDS_NOTE}{machines_sentence(machines)}{run_setup(study)}",
         **frame_and_formats(pd.DataFrame(rows), columns),
-        blocks=("Model", "Calibration"),
         optional=tuple(step_columns),
     )
 

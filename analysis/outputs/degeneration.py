@@ -45,7 +45,7 @@ CAPTION = (
     chapter="benchmarks",
     needs="benchmarks whose answers are generated texts",
 )
-def degeneration(results: Results, name: str) -> list[Item | None]:
+def degeneration(results: Results) -> list[Item | None]:
     """How often generated texts degenerate, on each benchmark, beside the score."""
     # displayed column -> model -> its measures in place of scores
     measured = {}
@@ -66,10 +66,8 @@ def degeneration(results: Results, name: str) -> list[Item | None]:
         rows,
         list(map(str, rows.frame)),
         {**form, **dict.fromkeys((LENGTH, f"Δ {LENGTH}"), "{:,.1f}")},
-        name=name,
         title="Degeneration of generated texts",
         caption=f"{CAPTION} {run_setup(results.study)}",
-        blocks=("Model", "Benchmark"),
         optional=list(map(str, rows.frame)),
     )
     return [_figure(table), table]
@@ -85,7 +83,7 @@ def _figure(table: Table) -> Figure | None:
     layers = charts.mean_map(charts.label("measure"), charts.label("Criterion"), "share", "share")
     caption = f"Share of texts, the mean over benchmarks and plans. {CAPTION}"
     size = ({"step": 60}, {"step": 20})
-    return Figure(table.name, table.title, caption, rows, layers, 4, size, panel="Model")
+    return Figure(table.title, caption, rows, layers, 4, size, panel="Model")
 
 
 def _block(

@@ -103,7 +103,7 @@ def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
     aliases=("coverage.fig7",),
 )
 @per_model
-def budget_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+def budget_figure(results: Results, comparison: Comparison) -> Figure | None:
     """Raw and smoothed loss, score coverage and retained share of each layer.
 
     A panel per plan with a row of squares for each of STRIPS, one square per layer."""
@@ -128,7 +128,6 @@ def budget_figure(results: Results, comparison: Comparison, name: str) -> Figure
         y=squares["column"].map(STRIPS),
         share=charts.shares_of_range(squares, ["label", "column"], "value").fillna(0.5),
         text=texts,
-        Model=comparison.model,
     )
     x = {"field": "x", "type": "ordinal", "title": "decoder layer"}
     layers = charts.heat_map(x, charts.label("y"))
@@ -140,6 +139,6 @@ def budget_figure(results: Results, comparison: Comparison, name: str) -> Figure
         "keeps. Squares of a row are shaded between its least and its greatest value. Based on "
         f"{pass_setup(study)}"
     )
-    title = f"From layer losses to budgets: {comparison.model}"
+    title = "From layer losses to budgets"
     size = ({"step": 38}, {"step": 22})
-    return Figure(name, title, caption, squares, layers, columns=1, size=size)
+    return Figure(title, caption, squares, layers, columns=1, size=size)

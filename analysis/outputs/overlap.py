@@ -19,7 +19,7 @@ from moe_lab.analysis.stats import overlap
 from moe_lab.analysis.stats.ranking import ALL_MODELS
 
 
-def overlap_table(results: Results, name: str) -> Table:
+def overlap_table(results: Results) -> Table:
     """Overlap of the experts with the lowest scores S(b, alpha, beta) across calibration sets. A
     row per model, ratio and (b, alpha, beta)."""
     overlaps = results.overlaps
@@ -37,14 +37,11 @@ def overlap_table(results: Results, name: str) -> Table:
         "By chance": ("chance", SCORE),
     }
     return Table(
-        name=name,
         title="Overlap of the experts to prune across calibration sets",
         caption="Share of the lowest experts that is the same under all calibration sets, mean "
         "over layers, and its expectation for random sets. (1,0,0) scores all experts alike. "
         f"Based on {pass_setup(results.study)}",
         **frame_and_formats(overlaps.assign(variant=variants), columns),
-        best={"Overlap": "max"},
-        blocks=("Model", "Pruned"),
     )
 
 
@@ -53,7 +50,7 @@ OVERLAP = "a run with overlap=true and two calibration sets"
 
 
 @output("unified.fig3", chapter="overlap", needs="a run with overlap=true")
-def proxy_and_damage(results: Results, name: str) -> list[Item]:
+def proxy_and_damage(results: Results) -> list[Item]:
     """Overlap of the proxy S(0,1,1) and exact damage.
 
     Unified Expert Pruning, Fig. 3: a panel per ratio, a row per model and calibration set."""
@@ -89,13 +86,13 @@ def proxy_and_damage(results: Results, name: str) -> list[Item]:
         "By chance": ("chance", SCORE),
     }
     title = "Overlap of proxy and exact damage"
-    table = Table(name, title, caption, **frame_and_formats(overlaps, columns))
-    figure = Figure(name, title, caption, rows, layers, size=(260, {"step": 18}))
+    table = Table(title, caption, **frame_and_formats(overlaps, columns))
+    figure = Figure(title, caption, rows, layers, size=(260, {"step": 18}))
     return [figure, table]
 
 
 @output("unified.fig4", chapter="overlap", needs=OVERLAP, aliases=("unified.fig5",))
-def overlap_maps(results: Results, name: str) -> list[Item]:
+def overlap_maps(results: Results) -> list[Item]:
     """Overlap of the experts to prune across calibration sets, mean over models and model by model.
 
     Unified Expert Pruning, Figs. 4 and 5: the overlap of the experts with the lowest scores
@@ -123,11 +120,11 @@ def overlap_maps(results: Results, name: str) -> list[Item]:
     )
     title = "Which scores depend least on the calibration set"
     size = ({"step": 85}, {"step": 22})
-    figure = Figure(name, title, caption, pd.concat(squares), layers, size=size)
-    return [figure, overlap_table(results, name), effect_table(means, f"{name}.effects")]
+    figure = Figure(title, caption, pd.concat(squares), layers, size=size)
+    return [figure, overlap_table(results), effect_table(means)]
 
 
-def effect_table(overlaps: pd.DataFrame, name: str) -> Table:
+def effect_table(overlaps: pd.DataFrame) -> Table:
     """Mean overlap of all scores S(b, alpha, beta) with one value of b, of alpha or of beta (left
     part of Fig. 4). overlaps: see `overlap.mean_over_models`."""
     effects = overlap.component_effects(overlaps)
@@ -139,11 +136,10 @@ def effect_table(overlaps: pd.DataFrame, name: str) -> Table:
         "Overlap": ("overlap", SCORE),
     }
     return Table(
-        name=name,
+        name=".effects",
         title="Overlap by the parameters of the scores",
         caption="Mean overlap over models and all usable variants with this b, α or β.",
         **frame_and_formats(effects, columns),
-        blocks=("Pruned", "Parameter"),
     )
 
 

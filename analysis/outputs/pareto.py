@@ -92,7 +92,7 @@ def _kinds(study: Study, cells: pd.DataFrame) -> pd.Series:
 
 
 @output("pareto", chapter="cost")
-def pareto(results: Results, name: str) -> list[Item | None]:
+def pareto(results: Results) -> list[Item | None]:
     """All methods: accuracy against parameters, FLOPs and storage, with Pareto fronts."""
     if results.study.costs.empty or not results.comparisons:
         return []
@@ -134,7 +134,6 @@ def pareto(results: Results, name: str) -> list[Item | None]:
         "Front": "front",
     }
     table = Table(
-        name=name,
         title="All methods: accuracy against what is kept",
         caption=f"{mean_definitions(results.comparisons)} Parameters kept, routed kept, FLOPs: "
         "shares of all parameters, of those of routed experts, and of the unpruned model's FLOPs "
@@ -142,7 +141,6 @@ def pareto(results: Results, name: str) -> list[Item | None]:
         f"{score_setup(results.study)}",
         **frame_and_formats(rows.join(values), columns),
         best={average: quantity.best for average, quantity in quantities.items()},
-        blocks=("Model",),
         low=low,
         high=high,
         footnotes=notes_on_average(results.comparisons),

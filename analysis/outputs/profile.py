@@ -21,13 +21,13 @@ PROFILE = "a run with profile=true"
 
 
 @output("aimer.fig6", chapter="inside", needs=PROFILE)
-def token_variance(results: Results, name: str) -> list[Item | None]:
+def token_variance(results: Results) -> list[Item | None]:
     """Token variance of hidden states by layer."""
-    return [*variance_figure(results, name), profile_table(results, name)]
+    return [*variance_figure(results), profile_table(results)]
 
 
 @per_model
-def variance_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+def variance_figure(results: Results, comparison: Comparison) -> Figure | None:
     """Token variance of hidden states against layers: a panel per ratio and calibration set, a line
     per method and for the unpruned model."""
     cells = [panel_cells(comparison, panel) for panel in comparison.panels]
@@ -37,10 +37,9 @@ def variance_figure(results: Results, comparison: Comparison, name: str) -> Figu
         "Variance of the residual stream after each layer over the tokens of a text, the mean over "
         "its coordinates; dashed: the unpruned model."
     )
-    title = f"Variance of hidden states between tokens: {comparison.model}"
-    points["Model"] = comparison.model
+    title = "Variance of hidden states between tokens"
     y = charts.number("y", "token variance")
-    return charts.layer_figure(name, title, caption, points, y, criterion_colours(points))
+    return charts.layer_figure(title, caption, points, y, criterion_colours(points))
 
 
 def panel_cells(comparison: Comparison, panel: Panel) -> pd.DataFrame:
@@ -54,7 +53,7 @@ def panel_cells(comparison: Comparison, panel: Panel) -> pd.DataFrame:
     return frame.assign(Pruned=panel.pruned_text, Calibration=names.calibration(panel.calibration))
 
 
-def profile_table(results: Results, name: str) -> Table | None:
+def profile_table(results: Results) -> Table | None:
     """A row per layer of each cell that has a profile."""
     study = results.study
     frames = []
@@ -81,12 +80,10 @@ def profile_table(results: Results, name: str) -> Table | None:
     }
     rows = rows.assign(layer=rows["layer"].astype(str))
     return Table(
-        name=name,
         title="Variance of hidden states between tokens",
         caption="Token variance: of the residual stream after the layer over the tokens of a text, "
         f"the mean over its coordinates. Based on {run_setup(study)}",
         **frame_and_formats(rows, columns),
-        blocks=("Model", "Pruned", "Calibration", "Criterion"),
         optional=tuple(columns),
     )
 
@@ -116,7 +113,7 @@ def quartiles(entropies: pd.DataFrame) -> pd.DataFrame:
 @output(
     "coverage.fig13", chapter="attribution", needs="the sums of a pass over a text in the store"
 )
-def entropy_figure(results: Results, name: str) -> Figure | None:
+def entropy_figure(results: Results) -> Figure | None:
     """Router entropy over tokens, by calibration set, layer and model."""
     points = quartiles(results.study.router_entropies)
     caption = (
@@ -126,4 +123,4 @@ def entropy_figure(results: Results, name: str) -> Figure | None:
     )
     title = "Router entropy across texts, layers and models"
     y = charts.number("y", "router entropy / ln(experts)", **charts.SHARE)
-    return charts.layer_figure(name, title, caption, charts.by_calibration(points), y)
+    return charts.layer_figure(title, caption, charts.by_calibration(points), y)

@@ -10,7 +10,7 @@ from moe_lab.analysis.render.table import Table, display_frame
 
 
 @output("artefacts", chapter="provenance")
-def artefact_table(results: Results, name: str) -> Table:
+def artefact_table(results: Results) -> Table:
     """Folders of the store from which each cell's numbers come."""
     study = results.study
     # cell -> folders
@@ -31,7 +31,6 @@ def artefact_table(results: Results, name: str) -> Table:
         "Evaluations": "evaluations",
     }
     return Table(
-        name=name,
         title="Files behind each row",
         caption=f"Folders of steps in {study.store} or its packs. step.json has the step's "
         "identity, provenance and checksums; evaluations also have every item (samples.parquet).",
@@ -41,7 +40,7 @@ def artefact_table(results: Results, name: str) -> Table:
 
 
 @output("gaps", chapter="gaps")
-def gap_table(results: Results, name: str) -> Table:
+def gap_table(results: Results) -> Table:
     """Missing results: a row per reason, with all folders and cells to which it applies."""
     # reason -> folders, and labels of cells
     locations_by_reason: dict[str, list[str]] = {}
@@ -52,7 +51,6 @@ def gap_table(results: Results, name: str) -> Table:
         for reason, locations in locations_by_reason.items()
     ]
     return Table(
-        name=name,
         title="Gaps",
         caption=(
             "Missing results are shown as – in every table and left out of averages, ranks and "

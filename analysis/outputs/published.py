@@ -241,7 +241,7 @@ _facts = lru_cache(maxsize=1)(Facts)
 def _register(name: str) -> None:
     """Register the comparison of the table `name` as an output."""
 
-    def make(results: Results, output_name: str) -> Table:
+    def make(results: Results) -> Table:
         return published_table(_facts(results.study), results.comparisons, name)
 
     make.__doc__ = f"Numbers of {name}, compared with those that the papers print."
@@ -260,7 +260,7 @@ POINT = 0.01
     "unified.table5.validation",
     needs="cells of unified.table5 with benchmarks, such as those of +experiment=validate",
 )
-def validation_table(results: Results, name: str) -> Table:
+def validation_table(results: Results) -> Table:
     """Measured and printed scores of unified.table5, with a tolerance for their difference.
 
     The tolerance is two joint standard errors and POINT. The standard error of a printed score is
@@ -292,7 +292,6 @@ def validation_table(results: Results, name: str) -> Table:
                 }
             )
     return Table(
-        name=name,
         title="Validation on published weights",
         caption="Tolerance: two joint standard errors and one point.",
         frame=pd.DataFrame(rows),
@@ -300,7 +299,6 @@ def validation_table(results: Results, name: str) -> Table:
             **dict.fromkeys(("Measured", "Published", "Tolerance"), SCORE),
             "Difference": "{:+.3f}",
         },
-        blocks=("Model",),
     )
 
 
@@ -317,14 +315,12 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) 
     verdicts = [row["Verdict"] for row in rows]
     counts = [f"{tally(verdicts)}."] if rows else []
     return Table(
-        name=f"{name}.published",
         title=f"Measured and published: {name}",
         caption="Agrees: the printed number, within its rounding, is in the 95 % interval of the "
         f"measured one. Intervals are over items; sizes in GiB may differ by {MEMORY_TOLERANCE}. "
         f"Deviation: measured minus printed, where the two are comparable. {score_setup(study)}",
         frame=pd.DataFrame(rows).drop(columns=_constant_columns(study), errors="ignore"),
         formats={"Measured": SCORE, "Published": SCORE, "Deviation": "{:+.3f}"},
-        blocks=("Model", "Pruned", "Calibration"),
         low=pd.DataFrame({"Measured": [measured.low for _, measured in pairs]}, dtype=float),
         high=pd.DataFrame({"Measured": [measured.high for _, measured in pairs]}, dtype=float),
         footnotes=counts,

@@ -31,23 +31,23 @@ TOOLTIP = ("Criterion", "Calibration", "Metric", "score", "low", "high", "unprun
 
 
 @output("ranking", chapter="ranking")
-def ranking(results: Results, name: str) -> list[Item]:
+def ranking(results: Results) -> list[Item]:
     """All plans of a model and ratio by average, compared with chance and with the best method."""
     if not results.rankings:
         return []
-    return [ranking_figure(results, name), ranking_table(results, name)]
+    return [ranking_figure(results), ranking_table(results)]
 
 
 @output("ranking.loss", chapter="ranks", needs=LOSSES)
-def ranking_by_loss(results: Results, name: str) -> Table | None:
+def ranking_by_loss(results: Results) -> Table | None:
     """All plans by their mean loss on right answers, where lower is better."""
     if not results.by_answer_loss.rankings:
         return None
-    table = ranking_table(results.by_answer_loss, name)
+    table = ranking_table(results.by_answer_loss)
     return replace(table, caption=f"{CAPTION} {table.caption}")
 
 
-def ranking_table(results: Results, name: str) -> Table:
+def ranking_table(results: Results) -> Table:
     """All rankings in one table, with a row per plan."""
     rankings = results.rankings
     averages = list(dict.fromkeys(ranking.mean_name for ranking in rankings))
@@ -86,13 +86,11 @@ def ranking_table(results: Results, name: str) -> Table:
         score_setup(results.study),
     )
     return Table(
-        name=name,
         title="Plans by average",
         caption=" ".join(filter(None, sentences)),
         frame=frame,
         formats={column: form for column, form in formats.items() if column in frame},
         best={ranking.mean_name: ranking.quantity.best for ranking in rankings},
-        blocks=("Model", "Pruned"),
         low=low[low.columns.intersection(frame.columns)],
         high=high[high.columns.intersection(frame.columns)],
         bold=pd.concat([_separated(ranking) for ranking in rankings], ignore_index=True),
@@ -153,7 +151,7 @@ def _displayed_rows(ranking: Ranking) -> pd.DataFrame:
     )
 
 
-def ranking_figure(results: Results, name: str) -> Figure:
+def ranking_figure(results: Results) -> Figure:
     """All plans with their intervals, the band of chance and the unpruned model: a panel for each
     model, ratio and gate, a row per criterion, and in it a line per calibration set."""
     rows = results.scored_plans
@@ -189,11 +187,11 @@ def ranking_figure(results: Results, name: str) -> Figure:
     ]
     title, caption = "All plans", " ".join(filter(None, sentences))
     size = (275, {"step": 7 if several_sets else 18})
-    return Figure(name, title, caption, rows, layers, 4, size, initial={"Metric": AVERAGE})
+    return Figure(title, caption, rows, layers, 4, size, initial={"Metric": AVERAGE})
 
 
 @output("benchmark_groups", chapter="winners")
-def group_figure(results: Results, name: str) -> Figure | None:
+def group_figure(results: Results) -> Figure | None:
     """Scores of criteria by benchmark group, shaded by the share of the unpruned model's score.
 
     A map per model: the mean over all plans of a criterion, or over those that menus select."""
@@ -208,7 +206,7 @@ def group_figure(results: Results, name: str) -> Figure | None:
     )
     title = "Criteria by benchmark group"
     size = ({"step": 38}, {"step": 20})
-    return Figure(name, title, caption, rows, layers, 4, size, panel="Model")
+    return Figure(title, caption, rows, layers, 4, size, panel="Model")
 
 
 def _best_first(rows: pd.DataFrame) -> list[str]:

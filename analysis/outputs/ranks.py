@@ -17,7 +17,7 @@ from moe_lab.analysis.stats.comparison import Comparison, mean_quantities
 
 
 @output("ranks", chapter="ranks")
-def rank_table(results: Results, name: str, criteria: Sequence[str] | None = None) -> Table | None:
+def rank_table(results: Results, criteria: Sequence[str] | None = None) -> Table | None:
     """Scores, averages and ranks of all criteria.
 
     A block per model, ratio and calibration set, with a row for the unpruned model and for each
@@ -56,9 +56,7 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
         rows,
         [*text_columns, *score_columns, *averages],
         {"Avg Rank": RANK},
-        blocks=PANEL_COLUMNS,
         bold=pd.DataFrame(bold),
-        name=name,
         title="Scores, average and average rank",
         caption=f"{mean_definitions(comparisons)} Pruned models are ranked by values rounded to "
         f"three decimals; ties share the mean of their ranks. {score_setup(results.study)}",
@@ -82,7 +80,7 @@ def _notes_on_partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
 
 
 @output("unified.table1")
-def published_ranks(results: Results, name: str) -> Table | None:
+def published_ranks(results: Results) -> Table | None:
     """Scores, averages and ranks of the criteria that Unified Expert Pruning ranks."""
     methods = set(results.study.cells["method"]) & set(names.RANKED)
-    return rank_table(results, name, names.RANKED) if methods else None
+    return rank_table(results, names.RANKED) if methods else None

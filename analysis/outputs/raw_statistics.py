@@ -42,7 +42,7 @@ def top_experts(experts: pd.DataFrame, measure: str) -> pd.DataFrame:
 
 @output("coverage.fig2", chapter="attribution", needs=ABLATIONS)
 @per_model
-def router_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+def router_figure(results: Results, comparison: Comparison) -> Figure | None:
     """Ablation losses of the experts that routers rank highest."""
     experts = experts_of_first_set(results.study.experts, comparison.model)
     if experts.empty:
@@ -67,20 +67,20 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
         f"tokens. Based on {pass_setup(results.study)}"
     )
     title = (
-        f"Experts that routers rank highest, and the loss without them: {comparison.model}, "
+        f"Experts that routers rank highest, and the loss without them, "
         f"{names.calibration(experts['calibration'].iloc[0])}"
     )
-    return _bars_and_line(name, title, caption, rows, "layer.expert", "router weight, tokens")
+    return _bars_and_line(title, caption, rows, "layer.expert", "router weight, tokens")
 
 
 def _bars_and_line(
-    name: str, title: str, caption: str, rows: pd.DataFrame, x_title: str, line_title: str
+    title: str, caption: str, rows: pd.DataFrame, x_title: str, line_title: str
 ) -> Figure:
     """Bars of ablation losses, and points or a line with an axis of their own on the right.
 
     rows: columns "panel", "x", "ablation", "line" and, for points with error bars, "low" and
     "high"."""
-    rows = rows[[column for column in COLUMNS if column in rows]].rename(columns={"model": "Model"})
+    rows = rows[[column for column in COLUMNS if column in rows]]
     x = charts.label("x", x_title)
     loss = charts.number("ablation", LOSS_LABEL)
     falls = {"condition": {"test": "datum.ablation < 0", "value": "#ee7733"}, "value": "#2277bb"}
@@ -95,10 +95,10 @@ def _bars_and_line(
     bars = charts.layer("bar", x=x, y=loss, color=falls)
     both = {"layer": [bars, {"layer": line}], "resolve": {"scale": {"y": "independent"}}}
     size, independent = (480, 180), ("x", "y")
-    return Figure(name, title, caption, rows, [both], 2, size, independent)
+    return Figure(title, caption, rows, [both], 2, size, independent)
 
 
-COLUMNS = ("model", "panel", "x", "ablation", "line", "low", "high")
+COLUMNS = ("panel", "x", "ablation", "line", "low", "high")
 """Columns of the rows of `_bars_and_line`."""
 
 
@@ -134,7 +134,7 @@ def statistics_by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
     ),
 )
 @per_model
-def statistics_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+def statistics_figure(results: Results, comparison: Comparison) -> Figure | None:
     """Weights, activations and gradients of experts with ablation losses, by depth and in a layer.
 
     None if no expert has both a raw statistic and an ablation loss.
@@ -158,7 +158,6 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
         frames.append(by_loss.assign(panel=f"(b) {label}, layer {middle}", x=by_loss["expert"]))
     rows = pd.concat(frames)
     rows = rows.assign(
-        model=comparison.model,
         line=rows["mean"],
         low=rows["mean"] - rows["std"],
         high=rows["mean"] + rows["std"],
@@ -172,14 +171,14 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
         f"{pass_setup(results.study)}"
     )
     title = (
-        f"Raw statistics across layers and experts: {comparison.model}, "
+        f"Raw statistics across layers and experts, "
         f"{names.calibration(experts['calibration'].iloc[0])}"
     )
-    return _bars_and_line(name, title, caption, rows, "layer, expert", "mean ± standard deviation")
+    return _bars_and_line(title, caption, rows, "layer, expert", "mean ± standard deviation")
 
 
 @output("coverage.fig14", chapter="attribution", needs=SUMS)
-def activation_figure(results: Results, name: str) -> Figure | None:
+def activation_figure(results: Results) -> Figure | None:
     """Activation magnitudes of experts in each layer, by calibration set.
 
     The magnitudes are in the column "size" of `Study.experts`.
@@ -198,4 +197,4 @@ def activation_figure(results: Results, name: str) -> Figure | None:
     )
     title = "Activation magnitudes of experts by calibration set"
     y = charts.number("y", "root mean square of channels")
-    return charts.layer_figure(name, title, caption, charts.by_calibration(points), y)
+    return charts.layer_figure(title, caption, charts.by_calibration(points), y)

@@ -116,7 +116,7 @@ def recovery_blocks(results: Results, comparison: Comparison) -> Iterator[Block]
     needs="cells with model.top_k=null,2,1 (coverage_table9 of sweeps)",
     aliases=("coverage.table19",),
 )
-def top_k_table(results: Results, name: str) -> Table | None:
+def top_k_table(results: Results) -> Table | None:
     """Pruned models with several numbers of experts per token.
 
     None unless a model was run with at least two numbers of experts per token.
@@ -133,7 +133,6 @@ def top_k_table(results: Results, name: str) -> Table | None:
         study,
         blocks,
         columns=(*names.ABLATION, MEAN),
-        name=name,
         title="Fewer experts per token",
         caption="Top-k: experts per token, in calibration and in evaluation; models without it in "
         "their name use the number that they were trained with.",

@@ -105,13 +105,11 @@ def score_table(
 
     def register(blocks_of: BlockMaker) -> BlockMaker:
         @wraps(blocks_of)
-        def make(results: Results, name: str) -> list[Item | None]:
+        def make(results: Results) -> list[Item | None]:
             blocks: list[Block] = []
             for comparison in results.comparisons:
                 blocks += blocks_of(results, comparison)
-            table = block_table(
-                results.study, blocks, columns, costs, name=name, title=title, caption=caption
-            )
+            table = block_table(results.study, blocks, columns, costs, title=title, caption=caption)
             return [cost_figure(table, drawn, MEAN), table]
 
         output(name, **fields)(make)
@@ -126,7 +124,6 @@ def block_table(
     columns: Sequence[str],
     costs: Mapping[str, Cost] = COSTS,
     *,
-    name: str,
     title: str,
     caption: str,
 ) -> Table | None:
@@ -168,10 +165,8 @@ def block_table(
         rows,
         [*BLOCK_COLUMNS, "Criterion", *benchmarks, *last_columns],
         {P: "{:.4f}", **{column: cost.form for column, cost in costs.items()}},
-        name=name,
         title=title,
         caption=" ".join(filter(None, sentences)),
-        blocks=BLOCK_COLUMNS,
         optional=(DIFFERENCE, P),
     )
 
@@ -337,7 +332,7 @@ def cost_figure(
     title = f"{score} against {names.enumeration(drawn)}"
     columns = ["panel", "label", "line", "x", "y", "low", "high", "front"]
     columns += table.frame.columns.intersection(list(MENUS)).tolist()
-    return Figure(table.name, title, caption, points[columns], layers, independent=("x",))
+    return Figure(title, caption, points[columns], layers, independent=("x",))
 
 
 def pareto_front(

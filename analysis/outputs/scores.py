@@ -25,9 +25,7 @@ BOTH_TASKS = "a calibration set about code and one about mathematics"
 
 
 @output("task_specific", chapter="task", needs=BOTH_TASKS)
-def task_specific_table(
-    results: Results, name: str, criteria: Sequence[str] | None = None
-) -> Table | None:
+def task_specific_table(results: Results, criteria: Sequence[str] | None = None) -> Table | None:
     """All criteria, calibrated on the task on which they are evaluated.
 
     criteria: keys of the methods to list, None for all methods.
@@ -53,12 +51,10 @@ def task_specific_table(
         rows,
         ["Model", "Pruned", "Criterion", *columns, "Avg Rank"],
         {"Avg Rank": RANK},
-        name=name,
         title="Calibrated on the task",
         caption="Coding columns come from the model pruned with code calibration, mathematics "
         "columns from the one pruned with mathematics calibration; Avg Rank is over these four "
         f"columns. {score_setup(results.study)}",
-        blocks=("Model", "Pruned"),
     )
 
 
@@ -68,7 +64,7 @@ def task_specific_table(
     needs="results",
     aliases=("aimer.fig3", "aimer.fig4", "aimer.fig5"),
 )
-def benchmark_table(results: Results, name: str) -> Table | None:
+def benchmark_table(results: Results) -> Table | None:
     """Every benchmark of every model, with 95 % intervals (also AIMER's Figs. 3 to 5)."""
     blocks = []
     for comparison in results.measured:
@@ -93,10 +89,8 @@ def benchmark_table(results: Results, name: str) -> Table | None:
         rows,
         [*PANEL_COLUMNS, "Criterion", *benchmarks],
         formats={},
-        name=name,
         title="All benchmarks",
         caption=f"{_metrics(results.study)} {score_setup(results.study)}",
-        blocks=PANEL_COLUMNS,
     )
 
 
@@ -113,6 +107,6 @@ def _metrics(study: Study) -> str:
 
 
 @output("unified.table2", needs=BOTH_TASKS)
-def published_task_specific_table(results: Results, name: str) -> Table | None:
+def published_task_specific_table(results: Results) -> Table | None:
     """The criteria of Unified Expert Pruning, calibrated on the task of their evaluation."""
-    return task_specific_table(results, name, names.TASK_SPECIFIC)
+    return task_specific_table(results, names.TASK_SPECIFIC)

@@ -81,7 +81,6 @@ _NO_TESTS = "Methods with one seed are not tested."
 
 def allocation_table(
     results: Results,
-    name: str,
     columns: Sequence[str] = GROUPS,
     title_end: str = "group averages",
     pairs: Callable[[Comparison], dict[int, int]] = searched_pairs,
@@ -108,12 +107,10 @@ def allocation_table(
         rows,
         [*TEXT_COLUMNS, *score_columns, *gain_columns, *last_column],
         dict.fromkeys(gain_columns, "{:+.3f}"),
-        name=name,
         title=f"Searched allocation against uniform: {title_end}",
         caption=f"{mean_definitions(results.comparisons)} {_CODE_AND_MATH} Δ: searched minus "
         f"uniform on the same items. {_MEANING_OF_SIGNIFICANT if has_tests else _NO_TESTS} "
         f"{score_setup(results.study)}",
-        blocks=TEXT_COLUMNS[:4],  # all but Allocation
         optional=gain_columns,
     )
 
@@ -169,8 +166,8 @@ def _significant_columns(
 def _register(name: str, *arguments: Any, **fields: Any) -> None:
     """Register an `allocation_table` with these `arguments` as an output. fields: of `Output`."""
 
-    def make(results: Results, name: str) -> Table | None:
-        return allocation_table(results, name, *arguments)
+    def make(results: Results) -> Table | None:
+        return allocation_table(results, *arguments)
 
     make.__doc__ = f"Searched and uniform allocations: {arguments[1]}."
     output(name, **fields)(make)
@@ -215,7 +212,6 @@ def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
     panels = cells["removed_text"] + " pruned, " + cells["calibration"].map(names.calibration)
     columns = cells[["criterion", "allocation", "ratio"]].assign(
         panel=panels,
-        Model=comparison.model,
         Pruned=cells["removed_text"],
         Calibration=cells["calibration"].map(names.calibration),
         Allocation=cells["allocation"].map(names.allocation_name),
@@ -231,7 +227,7 @@ EXPERTS_KEPT = charts.number("y", "experts kept", **charts.PERCENT)
 
 @output("evoesap.fig1", chapter="search", needs=SEARCHES)
 @per_model
-def allocations_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+def allocations_figure(results: Results, comparison: Comparison) -> Figure | None:
     """Share of experts retained in each layer, by allocation.
 
     EvoESAP Fig. 1: a panel per ratio and calibration set, with a line per cell. Panels with a
@@ -251,13 +247,13 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
         "All schedules of a panel remove the same number of experts."
     )
     labels = shares["allocation"].map(names.allocation_name)
-    title = f"Density schedules: {comparison.model}"
-    return charts.layer_figure(name, title, caption, shares.assign(label=labels), EXPERTS_KEPT)
+    title = "Density schedules"
+    return charts.layer_figure(title, caption, shares.assign(label=labels), EXPERTS_KEPT)
 
 
 @output("evoesap.fig3", chapter="search", needs=SEARCHES)
 @per_model
-def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+def criteria_figure(results: Results, comparison: Comparison) -> Figure | None:
     """Share of experts retained in each layer by searched allocations, by criterion.
 
     EvoESAP Fig. 3: a panel per ratio and calibration set, a line per cell.
@@ -273,6 +269,6 @@ def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figu
         "Share of the experts each layer keeps under the searched allocation of each criterion. "
         "All schedules of a panel remove the same number of experts."
     )
-    title = f"Searched densities: {comparison.model}"
+    title = "Searched densities"
     shown = criterion_colours(shares)
-    return charts.layer_figure(name, title, caption, shares, EXPERTS_KEPT, shown)
+    return charts.layer_figure(title, caption, shares, EXPERTS_KEPT, shown)

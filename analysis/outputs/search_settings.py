@@ -44,7 +44,7 @@ _SETTINGS = {
 
 
 @output("evoesap.table3", chapter="search", needs=SEARCHES)
-def cost_table(results: Results, name: str) -> Table | None:
+def cost_table(results: Results) -> Table | None:
     """EvoESAP's Table 3: settings, time and memory of each search, and loading memory of models.
 
     A row per plan with a searched allocation.
@@ -78,13 +78,11 @@ def cost_table(results: Results, name: str) -> Table | None:
         "After (MiB)": ("after", "{:,.2f}"),
     }
     return Table(
-        name=name,
         title="What searches cost, and what memory pruning saves",
         caption="Search: seconds of the process that finished it; peak memory: of that process, in "
         "main memory and, where some were used, on GPUs; loading memory: the model in bfloat16. "
         f"Based on {run_setup(study)}",
         **frame_and_formats(rows, columns),
-        blocks=("Model",),
         optional=("Samples", "Peak memory (MiB)", GPU_PEAK),
     )
 
@@ -94,7 +92,7 @@ def cost_table(results: Results, name: str) -> Table | None:
     chapter="search",
     needs=f"{SEARCHES} and several settings of the search (evoesap_table5 of sweeps)",
 )
-def settings_table(results: Results, name: str) -> Table | None:
+def settings_table(results: Results) -> Table | None:
     """EvoESAP's Table 5: uniform allocation and searches with different settings.
 
     The table lists searched plans without recovery that differ only in the settings of their
@@ -109,7 +107,7 @@ def settings_table(results: Results, name: str) -> Table | None:
             return cells[:0]
         return cells[is_search | (cells["allocation"] == "uniform")]
 
-    return _table(results, name, select, GROUPS, "What the settings of a search change")
+    return _table(results, select, GROUPS, "What the settings of a search change")
 
 
 @output(
@@ -117,7 +115,7 @@ def settings_table(results: Results, name: str) -> Table | None:
     chapter="search",
     needs=f"{SEARCHES}, fitness=esap and fitness=spec_dec (evoesap_table6 of sweeps)",
 )
-def fitness_table(results: Results, name: str) -> Table | None:
+def fitness_table(results: Results) -> Table | None:
     """EvoESAP's Table 6: searches by speculative decoding and by ESAP.
 
     The table lists plans that differ only in the settings of their search, if both FITNESSES occur.
@@ -129,7 +127,7 @@ def fitness_table(results: Results, name: str) -> Table | None:
         return cells[fitnesses.isin(FITNESSES)] if set(FITNESSES) <= set(fitnesses) else cells[:0]
 
     return _table(
-        results, name, select, COMPARED_AVERAGES, "Searched by ESAP and by speculative decoding"
+        results, select, COMPARED_AVERAGES, "Searched by ESAP and by speculative decoding"
     )
 
 
@@ -138,19 +136,18 @@ def fitness_table(results: Results, name: str) -> Table | None:
     chapter="search",
     needs=f"{SEARCHES}, and coding benchmarks, WildBench or multiple choice",
 )
-def searches_table(results: Results, name: str) -> Table | None:
+def searches_table(results: Results) -> Table | None:
     """EvoESAP's Table 4: searched allocations, with the time of their search."""
 
     def select(cells: pd.DataFrame) -> pd.DataFrame:
         is_search = cells["allocation"].map(is_searched).astype(bool)
         return cells[is_search & (cells["recovery"] == "none")]
 
-    return _table(results, name, select, COMPARED_AVERAGES, "Searched allocations")
+    return _table(results, select, COMPARED_AVERAGES, "Searched allocations")
 
 
 def _table(
     results: Results,
-    name: str,
     select: Callable[[pd.DataFrame], pd.DataFrame],
     columns: Sequence[str],
     title: str,
@@ -171,12 +168,10 @@ def _table(
         rows,
         list(map(str, rows.frame)),
         formats,
-        name=name,
         title=title,
         caption=f"{mean_definitions(results.comparisons)} Code and Math are means of their two "
         "columns. Samples: rows of the search set; search: seconds of the process that finished "
         f"it. {score_setup(results.study)}",
-        blocks=list(TEXT_COLUMNS),
         optional=tuple(formats),
     )
 

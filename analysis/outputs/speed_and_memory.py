@@ -78,7 +78,7 @@ def requests(study: Study) -> pd.DataFrame:
     needs=TIMINGS,
     aliases=("coverage.fig6",),
 )
-def speed_table(results: Results, name: str) -> Table | None:
+def speed_table(results: Results) -> Table | None:
     """MoE-Slimming's Table 2 and Fig. 6: throughput, latency and memory of every timed model."""
     study = results.study
     if study.timings.empty or not results.pruned:
@@ -107,12 +107,10 @@ def speed_table(results: Results, name: str) -> Table | None:
         for suffix in (" low", " high")
     )
     return Table(
-        name=name,
         title="Throughput, latency and memory of requests",
         caption=f"Medians, with quartiles. {conditions(study)} {run_setup(study)}",
         **frame_and_formats(rows, columns),
         best={PREFILL: "max", DECODE: "max", TIME_TO_FIRST_TOKEN: "min", TIME_PER_TOKEN: "min"},
-        blocks=("Model", "Device", "Prompts", "Tokens each"),
         low=low,
         high=high,
         optional=(PEAK_MEMORY,),
@@ -145,7 +143,7 @@ BLOCK_MAPS = {DECODE: "tokens per second", PEAK_MEMORY: "peak memory (MiB)"}
     needs=f"{TIMINGS}, of several aligned allocations (coverage_fig10 of sweeps)",
 )
 @per_model
-def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+def blocks_figure(results: Results, comparison: Comparison) -> Figure | None:
     """Tokens per second and peak memory by the block size of channels and the smallest expert.
 
     Each ratio, recovery and device has a row of two maps (BLOCK_MAPS).
@@ -173,7 +171,6 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
                     panel=f"{pruned}: {title}",
                     text=text,
                     value=blocks[column],
-                    Model=comparison.model,
                 )
             )
     rows = pd.concat(frames, ignore_index=True)
@@ -187,14 +184,14 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
         "with fewer channels lose all. Tokens per second are medians. "
         f"{conditions(study)}"
     )
-    title = f"Throughput and memory by blocks of channels: {comparison.model}"
-    columns = ["Model", "panel", "block", "smallest", "share", "text"]
+    title = "Throughput and memory by blocks of channels"
+    columns = ["panel", "block", "smallest", "share", "text"]
     size = ({"step": 70}, {"step": 22})
-    return Figure(name, title, caption, rows[columns], layers, columns=2, size=size)
+    return Figure(title, caption, rows[columns], layers, columns=2, size=size)
 
 
 @output("unified.table3", chapter="memory")
-def memory_table(results: Results, name: str) -> Table:
+def memory_table(results: Results) -> Table:
     """Bytes of the model in bfloat16 before and after pruning, counted without its weights."""
     memory = results.study.memory
     columns: Columns = {
@@ -209,7 +206,6 @@ def memory_table(results: Results, name: str) -> Table:
         before=memory["bytes"] / MEBIBYTE, after=memory["bytes_after"] / MEBIBYTE
     )
     return Table(
-        name=name,
         title="Loading memory",
         caption=(
             "Parameters of the whole model in bfloat16. Plans that remove the same share can "
@@ -220,7 +216,7 @@ def memory_table(results: Results, name: str) -> Table:
 
 
 @output("unified.table4", chapter="memory", needs="the facts of its models in the store")
-def architecture_table(results: Results, name: str) -> Table | None:
+def architecture_table(results: Results) -> Table | None:
     """Unified Expert Pruning's Table 4: numbers of layers, experts and parameters of each model."""
     rows = []
     for model, facts in results.study.models.items():
@@ -251,7 +247,6 @@ def architecture_table(results: Results, name: str) -> Table | None:
     if not rows:
         return None
     return Table(
-        name=name,
         title="Architectures",
         caption="From configurations alone. Parameters: of the whole model; active: without the "
         "routed experts that a token is not given to. Experts, top-k and channels (the width of an "

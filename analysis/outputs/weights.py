@@ -116,7 +116,7 @@ def profiles(scores: pd.DataFrame) -> pd.DataFrame:
 
 
 @output("aimer.fig2", chapter="weights", needs="cells with criterion=magnitude or aimer")
-def profile_figure(results: Results, name: str) -> Figure | None:
+def profile_figure(results: Results) -> Figure | None:
     """Distribution of Magnitude and AIMER scores over the experts of each layer.
 
     A map per model and criterion; x axis: experts by rank, y axis: layers.
@@ -145,4 +145,4 @@ def profile_figure(results: Results, name: str) -> Figure | None:
         "layer have the same score."
     )
     title = "Profiles of scores that read weights only"
-    return Figure(name, title, caption, rows, layers, independent=("x", "y"))
+    return Figure(title, caption, rows, layers, independent=("x", "y"))

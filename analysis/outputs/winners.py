@@ -20,14 +20,14 @@ from moe_lab.analysis.stats.uncertainty import LEVEL
 from moe_lab.analysis.stats.winners import SETTINGS, label
 
 
-def _map_and_table(results: Results, wins: pd.DataFrame, name: str, title: str) -> list[Item]:
+def _map_and_table(results: Results, wins: pd.DataFrame, title: str) -> list[Item]:
     """The figure and the table of a winner map. [] if `wins` is on fewer than two displayed
     columns: the map then adds nothing to the ranking of the methods.
 
     wins: rows of `winner_map`."""
     if wins.empty or wins["column"].nunique() < 2:
         return []
-    return [winner_figure(wins, name, title), winner_table(results.study, wins, name, title)]
+    return [winner_figure(wins, title), winner_table(results.study, wins, title)]
 
 
 @output(
@@ -35,22 +35,20 @@ def _map_and_table(results: Results, wins: pd.DataFrame, name: str, title: str) 
     chapter="winners",
     needs="several benchmarks or groups of them",
 )
-def all_winners(results: Results, name: str) -> list[Item]:
+def all_winners(results: Results) -> list[Item]:
     """The winner map of all criteria."""
-    return _map_and_table(
-        results, results.winners, name, "Leading criterion by task and calibration set"
-    )
+    return _map_and_table(results, results.winners, "Leading criterion by task and calibration set")
 
 
 @output("unified.fig2", needs="some of its five criteria, and several benchmarks or groups of them")
-def baseline_winners(results: Results, name: str) -> list[Item]:
+def baseline_winners(results: Results) -> list[Item]:
     """The winner map of the five baselines of Unified Expert Pruning."""
     return _map_and_table(
-        results, results.baseline_winners, name, "Leading baseline by task and calibration set"
+        results, results.baseline_winners, "Leading baseline by task and calibration set"
     )
 
 
-def winner_table(study: Study, wins: pd.DataFrame, name: str, title: str) -> Table:
+def winner_table(study: Study, wins: pd.DataFrame, title: str) -> Table:
     """A winner map as a table, a row per cell of the map. wins: rows of `winner_map`."""
     rows = wins.assign(
         winner=[label(win["winners"], win["score"]) for win in records(wins)],
@@ -71,11 +69,9 @@ def winner_table(study: Study, wins: pd.DataFrame, name: str, title: str) -> Tab
         "p (Holm)": ("p_holm", SCORE),
     }
     return Table(
-        name=name,
         title=title,
         caption=(f"{proved_wins_sentence(wins)} {_MEANING_OF_P} {score_setup(study)}"),
         **frame_and_formats(rows, columns),
-        blocks=("Model", "Pruned", "Calibration"),
         optional=("Lead", "p", "p (Holm)"),
         low=wins[["lead_low"]].set_axis(["Lead"], axis=1),
         high=wins[["lead_high"]].set_axis(["Lead"], axis=1),
@@ -116,7 +112,7 @@ def proved_wins_sentence(wins: pd.DataFrame) -> str:
     return f"Proved wins: {wins['proved'].sum()} of {len(wins)} cells."
 
 
-def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
+def winner_figure(wins: pd.DataFrame, title: str) -> Figure:
     """A map for each model, ratio and gate, with a row per displayed column and a column per
     calibration set. wins: rows of `winner_map`."""
     wins = sort_cells(wins, *SETTINGS, "calibration")
@@ -156,7 +152,7 @@ def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
         "tested."
     )
     width, height = ({"step": step} for step in SQUARE)
-    return Figure(name, title, caption, pd.DataFrame(frame), layers, 4, (width, height))
+    return Figure(title, caption, pd.DataFrame(frame), layers, 4, (width, height))
 
 
 SQUARE = (90, 24)

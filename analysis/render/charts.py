@@ -75,8 +75,6 @@ Layer = dict[str, Any]
 class Figure:
     """A chart of the rows of a data frame, with a panel for each value of a column."""
 
-    name: str
-    """Stem of the figure's files, such as unified.fig2."""
     title: str
     caption: str
     rows: pd.DataFrame
@@ -94,6 +92,8 @@ class Figure:
     """Column with the titles of panels."""
     initial: Mapping[str, str] = field(default_factory=dict)
     """Menu -> its value that the figure shows while the menu is on "all"."""
+    name: str = ""
+    """Stem of the figure's files, such as unified.fig2; see `Output.items`."""
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -259,7 +259,6 @@ FEWEST_LAYERS = 3
 
 
 def layer_figure(
-    name: str,
     title: str,
     caption: str,
     rows: pd.DataFrame,
@@ -275,7 +274,7 @@ def layer_figure(
     rows = rows.sort_values("layer", kind="stable")
     x = number("layer", "decoder layer", axis={"tickMinStep": 1})
     layers = lines(rows, x, y, shown or colours(rows["label"]))
-    return Figure(name, title, caption, rows, layers)
+    return Figure(title, caption, rows, layers)
 
 
 def by_calibration(points: pd.DataFrame) -> pd.DataFrame:

@@ -22,8 +22,6 @@ PERCENT = "{:.0%}"
 class Table:
     """A data frame that is printed as a table. NaN is a missing number, called a gap."""
 
-    name: str
-    """Stem of the table's files, such as unified.table1."""
     title: str
     caption: str
     frame: pd.DataFrame
@@ -34,8 +32,6 @@ class Table:
     """Number column -> "max" if more is better, "min" if less is."""
     bold: pd.DataFrame | None = None
     """Booleans: numbers that are separated by a test from what they stand together with."""
-    blocks: Sequence[str] = ()
-    """Text columns that identify a block: the rows that are compared with each other."""
     low: pd.DataFrame | None = None
     """Lower ends of 95 % intervals, for the columns that have intervals."""
     high: pd.DataFrame | None = None
@@ -43,6 +39,8 @@ class Table:
     footnotes: Sequence[str] = ()
     optional: Sequence[str] = ()
     """Number columns in which a missing number is not a gap, because not every row has one."""
+    name: str = ""
+    """Stem of the table's files, such as unified.table1; see `Output.items`."""
 
     @cached_property
     def texts(self) -> dict[str, str]:

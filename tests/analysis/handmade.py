@@ -117,7 +117,7 @@ def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None
 
 def table_of(make: Callable[..., Table | None], results: Results, *arguments: Any) -> Table:
     """The table that `make` returns, which must not be None."""
-    table = make(results, "t", *arguments)
+    table = make(results, *arguments)
     assert table is not None
     return table
 

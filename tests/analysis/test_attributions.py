@@ -72,7 +72,7 @@ def test_layer_losses_are_means_over_tokens(golden: Study) -> None:
 def test_agreement_is_counted_over_all_and_inside_layers(
     golden_results: Results, experts: pd.DataFrame
 ) -> None:
-    table = attributions.agreement_table(golden_results, "t")
+    table = attributions.agreement_table(golden_results)
     row = table.frame.set_index("Estimate").loc["Mean router weight"]
     seen = experts.dropna(subset=["gate", "ablation"])
     gates = list(seen["gate"])

@@ -87,7 +87,7 @@ def test_contaminated_items_are_in_table_and_notes(results: Results) -> None:
     assert "pocket_code" in note
     assert "3 of 75" in note
     assert "GSM8K" in note
-    table = coverage_table(results, "tokens")
+    table = coverage_table(results)
     assert table is not None
     items = dict(zip(table.frame["Calibration"], table.frame["Items in the text"], strict=True))
     assert items == {"General": "0 / 155", "Code": "3 / 155", "Math": "0 / 155"}

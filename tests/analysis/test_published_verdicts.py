@@ -283,7 +283,7 @@ def test_validation_allows_two_joint_standard_errors_and_a_point(
     """Of 500 items of OBQA with a score of .44, these are 36 items."""
     study, comparison = study_of(("man",), off=off)
     results: Any = SimpleNamespace(study=study, comparisons=[comparison])
-    table = validation_table(results, "validation").frame
+    table = validation_table(results).frame
     of_man = table[table["Criterion"] == "MAN"].set_index("Benchmark")["Verdict"]
     verdicts = of_man[["OBQA", "LiveCodeBench"]]
     assert {name for name, verdict in verdicts.items() if verdict == "outside"} == outside

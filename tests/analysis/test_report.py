@@ -227,7 +227,7 @@ def test_named_output_is_made_in_the_requested_format(
     assert "unified.table2.csv" in capsys.readouterr().out
 
 
-def _raises(results: Results, name: str = "") -> list[Item]:
+def _raises(results: Results) -> list[Item]:
     raise KeyError("cell")
 
 
@@ -252,7 +252,7 @@ def failed(
 ) -> Failed:
     store = write_store(tmp_path / "store", criteria=("frequency", "man"), tasks=("gsm8k", "rte"))
     arguments = [request.param, f"store={store}", f"out={tmp_path / 'out'}"]
-    unwritable = Table("pareto", "Bad", "", pd.DataFrame({"x": ["a word"]}), {"x": "{:.3f}"})
+    unwritable = Table("Bad", "", pd.DataFrame({"x": ["a word"]}), {"x": "{:.3f}"})
     with monkeypatch.context() as broken:
         broken.setitem(REGISTERED, "ranks", replace(find("ranks"), make=_raises))
         broken.setitem(REGISTERED, "pareto", replace(find("pareto"), make=lambda *_: [unwritable]))

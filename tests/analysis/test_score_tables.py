@@ -289,7 +289,7 @@ def test_fewer_experts_a_token_are_rows_below_the_trained_number(
 ) -> None:
     study = study_of(top_k_comparisons[0])
     study.models = {"m": {"layers": {"0": {"top_k": 4}}}}
-    table = recovery.top_k_table(results_of(study, top_k_comparisons), "coverage.table9")
+    table = recovery.top_k_table(results_of(study, top_k_comparisons))
     frame = table.frame
     assert frame["Model"].tolist() == ["m"] * 3 + ["m_top2"] * 3 + ["m_top1"] * 3
     criteria = ["Channel activation, coverage, top-4", "MoNE score, top-4"]
@@ -302,7 +302,7 @@ def test_models_with_their_trained_number_have_no_table_of_experts_a_token(
 ) -> None:
     study = study_of(top_k_comparisons[0])
     study.models = {}
-    assert recovery.top_k_table(results_of(study, top_k_comparisons[3:]), "t") is None
+    assert recovery.top_k_table(results_of(study, top_k_comparisons[3:])) is None
 
 
 def test_fewer_experts_a_token_have_published_numbers() -> None:
@@ -377,7 +377,7 @@ def searches() -> Searches:
         "Math": ("GSM8K", "MATH-500"),
         "Avg": tuple(comparison.benchmarks_of),
     }
-    table = search.allocation_table(results_of(study_of(comparison), [comparison]), "t")
+    table = search.allocation_table(results_of(study_of(comparison), [comparison]))
     return Searches(comparison, table, targets)
 
 
@@ -419,7 +419,7 @@ def test_gains_of_a_model_are_corrected_together(searches: Searches) -> None:
 
 def test_gains_of_searches_with_one_seed_are_not_tested() -> None:
     comparison = searched(seeds=(1,))
-    table = search.allocation_table(results_of(study_of(comparison), [comparison]), "t")
+    table = search.allocation_table(results_of(study_of(comparison), [comparison]))
     assert table.frame["Δ Avg"].notna().sum() == 2
     assert search.SIGNIFICANCE not in table.frame
     assert "p-value" not in table.caption
@@ -457,7 +457,14 @@ def table() -> Table:
     formats = {"GSM8K": "{:.3f}"}
     best = {"GSM8K": "max"}
     return Table(
-        "t", "A 50 % table", "It_s caption.", frame, formats, best=best, low=low, high=low + 0.2
+        "A 50 % table",
+        "It_s caption.",
+        frame,
+        formats,
+        best=best,
+        low=low,
+        high=low + 0.2,
+        name="t",
     )
 
 
