@@ -49,6 +49,10 @@ ROLES = {
 """Role in a data set -> role in chat templates. Other roles stay as they are."""
 _OUTER = ("type", "id")
 """Keys of a call of a function that stand beside the function, not in it."""
+LABELS = ("category", "difficulty", "domain", "level", "subject", "type")
+"""Last parts of the names of fields that sort records, such as problem_type. A text of at most
+LABEL_WORDS words in one is metadata."""
+LABEL_WORDS = 3
 _CACHE = "cache_control"
 """Key of a message, or of a part of its content, that only a server reads."""
 _COPIES = {"message_type": ("thought", "action", "tool_call_ids"), "traj_id": ("patch",)}
@@ -428,12 +432,19 @@ def is_content(value: Any) -> bool:
 
 
 def unread(fields: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """The `fields` with content that `text` lacks."""
-    return {
-        key: value
-        for key, value in fields.items()
-        if is_content(value) and (not isinstance(value, str) or missing_words([value], text))
-    }
+    """The `fields` of a record with content that `text` lacks."""
+    content = {}
+    for key, value in fields.items():
+        if not is_content(value):
+            continue
+        if isinstance(value, str):
+            is_label = key.lower().rpartition("_")[2] in LABELS
+            if is_label and len(value.split()) <= LABEL_WORDS:
+                continue
+            if not missing_words([value], text):
+                continue
+        content[key] = value
+    return content
 
 
 def check_read(content: Mapping[str, Any], error_start: str, ignored: Sequence[str]) -> None:

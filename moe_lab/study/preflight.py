@@ -173,7 +173,7 @@ def failure_forecast(store: Path, steps: Sequence[Step], launcher: LauncherConfi
         resources = step.resources()
         model = resources.model
         if model and resources.runs_model and not is_shipped(model):
-            streams = resources.weights == "layers"
+            streams = resources.runs_layers or resources.weights == "layers"
             uses[id(model), streams] = model, streams
         if launcher.name != "slurm":
             problems += user_errors(check_memory, step)

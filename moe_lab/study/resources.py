@@ -66,6 +66,9 @@ class Resources(NamedTuple):
     """Which weights of the model are in memory. files: a piece of the files at a time. layers: two
     decoder layers at a time, to run the model. model: all weights, to run the model. server: all
     weights, in a server that the step starts."""
+    runs_layers: bool = False
+    """Whether a step that holds the whole model runs it from a decoder layer on: like one that
+    holds two layers, it needs layers that give hidden states alone."""
     memory: float | None = PROCESS
     """Peak memory in bytes, weights included; None for a model of unknown size. It is memory of
     GPUs if `on_gpu`, otherwise main memory."""

@@ -51,6 +51,8 @@ CHAT = Chat(tuple(MESSAGES))
 BARE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
 """A chat template that reads roles and contents."""
 PAIR = {"instruction": "w1", "output": "w2"}
+LABELS = {"level": "Level 5", "problem_type": "Counting & Probability"}
+"""Fields of the data set MATH."""
 CALLED = {
     "query": "w1",
     "answers": [{"name": "w2", "arguments": {}}],
@@ -133,6 +135,7 @@ def test_texts_and_records_are_documents(
             pair("add\n\n1 2", "3"),
         ),
         ({**PAIR, "input": "", **METADATA}, {}, pair("w1", "w2", METADATA)),
+        ({**PAIR, **LABELS}, {}, pair("w1", "w2", LABELS)),
         ({"a": "w1", "b": "w2", "c": "w3 w4"}, {"field": ("a", "b")}, pair("w1", "w2")),
         ({"text": "no", "story": "yes"}, {"field": "story"}, Text("yes")),
         ({"story": '[{"w1": 1}]'}, {"field": "story"}, Text('[{"w1": 1}]')),
@@ -174,6 +177,7 @@ def test_fields_are_known_or_named(
         ({**CALLED, "system": "w3 w4"}, "system", "w3"),
         ({**PAIR, "input": "", "history": [["w3", "w4"]]}, "history", "w3"),
         ({"question": "w1", "answer": "w2", "context": "w3 w4"}, "context", "w3"),
+        ({**PAIR, **LABELS, "type": "w3 w4 w5 w6"}, "type", "w3"),
         ({"prompt": "w1", "completion": "w2", "tools": [{"name": "w3"}]}, "tools", "w3"),
         *(
             ({"messages": wrong}, "messages", "")
@@ -271,6 +275,7 @@ def test_template_gets_the_fields_of_a_record(
             ["system", "language"],
         ),
         ({"messages": MESSAGES, "system": "w3"}, BARE, ["system"]),
+        ({"messages": MESSAGES, **LABELS}, BARE, [*LABELS]),
         ({"text": "w1", "language": "French"}, None, []),
     ],
 )

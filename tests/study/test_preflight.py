@@ -509,6 +509,9 @@ def test_exports_are_tried_before_the_start(
         ("olmoe", False, ["criterion=aimer"], None),
         ("glm_moe_dsa", True, ["calibration.engine=streamed"], "run one by one"),
         ("glm_moe_dsa", True, ["calibration.engine=resident"], None),
+        ("glm_moe_dsa", True, SEARCH, "run one by one"),
+        ("glm_moe_dsa", True, [*SEARCH, "allocation.parameters={fitness: spec_dec}"], None),
+        ("glm_moe_dsa", True, LAYER_PRIOR, "run one by one"),
     ],
 )
 def test_models_that_steps_cannot_run_are_refused_before_the_start(

@@ -258,6 +258,9 @@ class LossRise(Pass):
     }
     whole_model = True
 
+    def resources(self) -> Resources:
+        return super().resources()._replace(runs_layers=True)
+
     def collect_statistics(self, files: Files) -> Any:
         network, tokenizer = files.models.load(self.loaded.model)
         text = read_text(self.text, tokenizer, files, self.rows)

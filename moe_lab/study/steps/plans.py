@@ -430,7 +430,9 @@ class Search(CellPlan):
             search.population - search.elites
         )
         one_pass = text_pass(self.loaded.model, self.text, self.loaded.pace, engine="resident")
-        return one_pass._replace(units=candidates * one_pass.units)
+        # drafts are written by the whole model
+        runs_layers = search.fitness != "spec_dec"
+        return one_pass._replace(units=candidates * one_pass.units, runs_layers=runs_layers)
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
