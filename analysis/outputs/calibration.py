@@ -1,69 +1,32 @@
-"""Effects of the choice and size of the calibration set (HEAPr, Fig. 3; AIMER, Fig. 1;
-MoE-Slimming, Table 18)."""
+"""Calibration sets: their size (HEAPr, Fig. 3; AIMER, Fig. 1), tokens per expert, and overlap of
+the experts to prune (Unified Expert Pruning, Figs. 3 to 5)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load import settings
 from moe_lab.analysis.load.reader import groups, stacked
 from moe_lab.analysis.load.study import Study
-from moe_lab.analysis.outputs.captions import HEAPR, SLIMMING
-from moe_lab.analysis.outputs.score_rows import Block, criterion_colours, score_table, sort_cells
-from moe_lab.analysis.registry import Results, output, per_model
+from moe_lab.analysis.outputs.captions import HEAPR, pass_setup
+from moe_lab.analysis.outputs.score_rows import calibrated_cells, criterion_colours
+from moe_lab.analysis.registry import Item, Results, output, per_model
 from moe_lab.analysis.render import charts
 from moe_lab.analysis.render.charts import Figure
-from moe_lab.analysis.stats.cell_scores import MEAN, differences, mean_target, mean_text
+from moe_lab.analysis.render.table import SCORE, Columns, Table, frame_and_formats
+from moe_lab.analysis.stats import overlap
+from moe_lab.analysis.stats.cell_scores import differences, mean_target, mean_text
 from moe_lab.analysis.stats.comparison import Comparison
+from moe_lab.analysis.stats.ranking import ALL_MODELS
 
 EQUAL_COLUMNS = ["ratio", "method", "gate"]
 """Cells with equal values in these columns are compared across calibration sets."""
-
-
-def calibrated_cells(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Pruned cells with a calibration set, sorted by ratio, method and number of tokens.
-
-    Added columns: "read" (number of valid tokens that the model's pass read of the set; NaN if it
-    is unknown) and "source" (identifier of the text: sets that read different numbers of tokens of
-    one text have equal identifiers)."""
-    reads: dict[str, int] = {}
-    sources: dict[str, str] = {}
-    for key, report in study.calibrations.items():
-        calibration, _, model = key.partition("@")  # a key is calibration@model
-        if model == comparison.model:
-            # a report has a number of tokens for each source of the set
-            reads[calibration] = sum((report.get("valid_tokens") or {}).values())
-            source = report.get("sha256") or calibration
-            sources[calibration] = str(source)
-    cells = comparison.pruned_cells
-    cells = cells[cells["calibration"] != "none"]
-    calibrations = cells["calibration"]
-    cells = cells.assign(read=calibrations.map(reads), source=calibrations.map(sources))
-    return sort_cells(cells, "ratio", "method", "read")
-
-
-@score_table(
-    "coverage.table18",
-    "Calibration sets: texts, and numbers of tokens",
-    (*names.ABLATION, MEAN),
-    "A block per ratio and method; rows name the calibration set and the tokens read of it. "
-    "Difference: Mean minus that of the set of most tokens, the last row, paired.",
-    chapter="task",
-    needs=f"one criterion on several calibration sets, and {SLIMMING}",
-)
-def calibration_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Each method with several calibration sets, a block per ratio and method."""
-    for key, rows in groups(calibrated_cells(results.study, comparison), EQUAL_COLUMNS):
-        if rows["calibration"].nunique() > 1:
-            suffixes = rows["read"].map(", {:,.0f} tokens".format, na_action="ignore").fillna("")
-            labels = rows["calibration"].map(names.calibration) + suffixes
-            cells = rows.index.astype(int)
-            pruned = f"{comparison.removed_text(key['ratio'])}, {names.method(str(key['method']))}"
-            yield Block(comparison, pruned, dict(zip(cells, labels, strict=True)), base=cells[-1])
 
 
 def lines_by_tokens(study: Study, comparison: Comparison) -> pd.DataFrame:
@@ -182,3 +145,220 @@ def change_figure(results: Results, comparison: Comparison) -> Figure | None:
     )
     title = "Effect of more calibration text"
     return Figure(title, caption, rows, layers)
+
+
+RARE_SHARE = 0.1
+"""An expert with less than this share of an even load is called rare."""
+
+
+def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
+    """Summarize tokens per expert over all layers; a row per model and calibration set.
+
+    Columns: "model", "calibration", "experts" (number of experts), "unseen" (number of experts
+    without a token), "rare" (number of experts with less than RARE_SHARE times the mean tokens of
+    their layer), and "least", "median" and "most" (tokens of an expert).
+
+    Columns of `coverage`: "model", "calibration", "layer", "expert" and "tokens"."""
+    tokens = coverage["tokens"]
+    even_load = coverage.groupby(["model", "calibration", "layer"])["tokens"].transform("mean")
+    experts = coverage.assign(unseen=tokens == 0, rare=tokens < RARE_SHARE * even_load)
+    return experts.groupby(["model", "calibration"], sort=False, as_index=False).agg(
+        experts=("tokens", "size"),
+        unseen=("unseen", "sum"),
+        rare=("rare", "sum"),
+        least=("tokens", "min"),
+        median=("tokens", "median"),
+        most=("tokens", "max"),
+    )
+
+
+@output("tokens_per_expert", chapter="coverage")
+def coverage_table(results: Results) -> Table | None:
+    """Calibration tokens per expert, and items of benchmarks that the calibration text contains."""
+    study = results.study
+    if study.coverage.empty:
+        return None
+    counts = {
+        "Experts": "experts",
+        "Unseen": "unseen",
+        "Rare": "rare",
+        "Least tokens": "least",
+        "Median tokens": "median",
+        "Most tokens": "most",
+    }
+    columns: Columns = {
+        "Model": "model",
+        "Calibration": "calibration",
+        **{name: (source, "{:,.0f}") for name, source in counts.items()},
+        "Items in the text": "items",
+    }
+    summary = coverage_summary(study.coverage)
+    keys = summary["calibration"] + "@" + summary["model"]
+    summary["items"] = [_items_in_words(study.contaminations.get(key, {})) for key in keys]
+    return Table(
+        title="Tokens per expert",
+        caption="Unseen: experts without calibration tokens; they are scored 0 and pruned first. "
+        "Rare: less than a tenth of an even load. "
+        "Items in the text: items of benchmarks of which 13 consecutive words are in the "
+        "calibration text, out of the items that were looked for; shorter items and words that "
+        f"more than ten items share are not. Based on {pass_setup(study)}",
+        **frame_and_formats(summary, columns),
+    )
+
+
+def _items_in_words(counts: Mapping[str, Any]) -> str:
+    """Text with the number of items in a calibration text, and of those looked for: `3 / 155`.
+
+    counts: benchmark -> {"found": items that the text contains, "comparable": items looked for}."""
+    if not counts:
+        return ""
+    found = sum(count["found"] for count in counts.values())
+    comparable = sum(count["comparable"] for count in counts.values())
+    return f"{found:,} / {comparable:,}"
+
+
+def overlap_table(results: Results) -> Table:
+    """Overlap of the experts with the lowest scores S(b, alpha, beta) across calibration sets. A
+    row per model, ratio and (b, alpha, beta)."""
+    overlaps = results.overlaps
+    variants = [
+        overlap.variant_name(*variant) for variant in overlaps[overlap.VARIANT].to_numpy(int)
+    ]
+    columns: Columns = {
+        "Model": "model",
+        "Pruned": "ratio",
+        "Variant": "variant",
+        "b": ("b", "{:.0f}"),
+        "α": ("alpha", "{:.0f}"),
+        "β": ("beta", "{:.0f}"),
+        "Overlap": ("overlap", SCORE),
+        "By chance": ("chance", SCORE),
+    }
+    return Table(
+        title="Overlap of the experts to prune across calibration sets",
+        caption="Share of the lowest experts that is the same under all calibration sets, mean "
+        "over layers, and its expectation for random sets. (1,0,0) scores all experts alike. "
+        f"Based on {pass_setup(results.study)}",
+        **frame_and_formats(overlaps.assign(variant=variants), columns),
+    )
+
+
+OVERLAP = "a run with overlap=true and two calibration sets"
+"""Data that Figs. 4 and 5 need."""
+
+
+@output("unified.fig3", chapter="overlap", needs="a run with overlap=true")
+def proxy_and_damage(results: Results) -> list[Item]:
+    """Overlap of the proxy S(0,1,1) and exact damage.
+
+    Unified Expert Pruning, Fig. 3: a panel per ratio, a row per model and calibration set."""
+    overlaps = results.proxy_overlaps
+    if overlaps.empty:
+        return []
+    rows = overlaps.sort_values("ratio", kind="stable")
+    rows = rows.assign(
+        panel=rows["ratio"].map(names.ratio) + " pruned",
+        label=rows["model"] + ", " + rows["calibration"].map(names.calibration),
+        Model=rows["model"],
+        Calibration=rows["calibration"].map(names.calibration),
+        Pruned=rows["ratio"].map(names.ratio),
+    )
+    x = charts.number("overlap", "share of the same experts", **charts.SHARE)
+    y = charts.label("label")
+    layers = [
+        charts.layer("rule", x=x, x2="lowest", y=y),
+        charts.layer("circle", {"size": 60, "opacity": 1}, x=x, y=y),
+        charts.layer("tick", x={**x, "field": "chance"}, y=y),
+    ]
+    caption = (
+        "Share of the experts with the lowest exact damage that also have the lowest proxy "
+        "S(0,1,1): mean over layers (point), the lowest layer (end of the line), and expectation "
+        f"for random sets (tick). Based on {pass_setup(results.study)}"
+    )
+    columns: Columns = {
+        "Model": "model",
+        "Calibration": "calibration",
+        "Pruned": "ratio",
+        "Overlap": ("overlap", SCORE),
+        "Lowest layer": ("lowest", SCORE),
+        "By chance": ("chance", SCORE),
+    }
+    title = "Overlap of proxy and exact damage"
+    table = Table(title, caption, **frame_and_formats(overlaps, columns))
+    figure = Figure(title, caption, rows, layers, size=(260, {"step": 18}))
+    return [figure, table]
+
+
+@output("unified.fig4", chapter="overlap", needs=OVERLAP, aliases=("unified.fig5",))
+def overlap_maps(results: Results) -> list[Item]:
+    """Overlap of the experts to prune across calibration sets, mean over models and model by model.
+
+    Unified Expert Pruning, Figs. 4 and 5: the overlap of the experts with the lowest scores
+    S(b, alpha, beta), a map per model and ratio."""
+    overlaps = results.overlaps
+    if overlaps.empty:
+        return []
+    means = overlap.mean_over_models(overlaps)
+    frames = [overlaps]
+    if overlaps["model"].nunique() > 1:
+        frames.insert(0, means.assign(model=ALL_MODELS))
+    squares = [
+        _squares(rows).assign(
+            panel=f"{key['model']}, {names.ratio(key['ratio'])} pruned",
+            Model=key["model"],
+            Pruned=names.ratio(key["ratio"]),
+        )
+        for key, rows in groups(pd.concat(frames), ["model", "ratio"])
+    ]
+    layers = charts.heat_map(charts.label("x"), charts.label("y"))
+    caption = (
+        "Share of the lowest-scored experts of a layer that is the same under all calibration "
+        "sets, mean over layers. (1,0,0) scores all experts alike. Based on "
+        f"{pass_setup(results.study)}"
+    )
+    title = "Which scores depend least on the calibration set"
+    size = ({"step": 85}, {"step": 22})
+    figure = Figure(title, caption, pd.concat(squares), layers, size=size)
+    return [figure, overlap_table(results), effect_table(means)]
+
+
+def effect_table(overlaps: pd.DataFrame) -> Table:
+    """Mean overlap of all scores S(b, alpha, beta) with one value of b, of alpha or of beta (left
+    part of Fig. 4). overlaps: see `overlap.mean_over_models`."""
+    effects = overlap.component_effects(overlaps)
+    effects["level"] = effects["level"].astype(str)
+    columns: Columns = {
+        "Pruned": "ratio",
+        "Parameter": "component",
+        "Value": "level",
+        "Overlap": ("overlap", SCORE),
+    }
+    return Table(
+        name=".effects",
+        title="Overlap by the parameters of the scores",
+        caption="Mean overlap over models and all usable variants with this b, α or β.",
+        **frame_and_formats(effects, columns),
+    )
+
+
+def _squares(overlaps: pd.DataFrame) -> pd.DataFrame:
+    """A square for each variant (b, alpha, beta), shaded by the variant's overlap: the columns of
+    `charts.heat_map`.
+
+    overlaps: a row per variant, with the columns b, alpha, beta and overlap."""
+    by_variant = overlaps.set_index(list(overlap.VARIANT))["overlap"]
+    rows = []
+    for b, alpha, beta in product((0, 1), (0, 1, 2), (0, 1, 2)):
+        share = by_variant.get((b, alpha, beta), np.nan)
+        is_missing = (b, alpha, beta) == overlap.DEGENERATE_VARIANT or np.isnan(share)
+        rows.append(
+            {
+                "x": f"β={beta}",
+                "y": f"b={b}, α={alpha}",
+                "share": np.nan if is_missing else share,
+                "text": "N/A"
+                if is_missing
+                else f"{share:.2f} {overlap.variant_name(b, alpha, beta)}",
+            }
+        )
+    return pd.DataFrame(rows)

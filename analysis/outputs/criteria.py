@@ -1,5 +1,5 @@
-"""Tables on criteria: their formulas, the inputs that they read, and the time and memory of scores
-and plans."""
+"""Criteria: their formulas, the inputs that they read, the time and memory of scores and plans, and
+scores that read weights alone (AIMER, Fig. 2)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from moe_lab.analysis.load.plans import BYTES
 from moe_lab.analysis.load.reader import (
     TIMELESS,
     records,
+    stacked,
     step_kind,
     steps_with_inputs,
     time_and_memory,
@@ -30,6 +31,8 @@ from moe_lab.analysis.outputs.captions import (
 )
 from moe_lab.analysis.outputs.score_rows import sort_cells
 from moe_lab.analysis.registry import Results, output
+from moe_lab.analysis.render import charts
+from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import Columns, Table, frame_and_formats
 
 if TYPE_CHECKING:
@@ -336,3 +339,76 @@ def _cells_with_times(
 
 def _parameter_count(study: Study, model: str) -> float:
     return float(study.models.get(model, {}).get("parameters", np.nan))
+
+
+FIGURE_CRITERIA = ("magnitude", "aimer")
+OPPOSITE_SIGN_CRITERIA = ("aimer",)
+"""Criteria whose scores in the store have the opposite sign of the paper's scores, because the
+lowest scores in the store are pruned first."""
+COLUMNS = ("model", "criterion", "layer", "expert", "score")
+
+
+def weight_scores(study: Study) -> pd.DataFrame:
+    """Scores of experts by FIGURE_CRITERIA, with the columns COLUMNS.
+
+    Scores have the sign that they have in the papers. AIMER's score in its paper is
+    ||w||_1 / (sqrt(N) ||w||_2), and the experts with the highest scores are pruned first."""
+    cells = study.cells[
+        study.cells["criterion"].isin(FIGURE_CRITERIA) & study.cells["scores_folder"].notna()
+    ]
+    frames = []
+    # one cell per model and criterion: scores that read weights alone depend on nothing else
+    for cell in records(cells.drop_duplicates(["model", "criterion"])):
+        folder = study.reader.folder(cell["scores_folder"])
+        # COLUMNS without model and criterion
+        scores = study.reader.frame(folder, "scores.parquet", COLUMNS[2:])
+        if scores is not None:
+            scores = scores.assign(model=cell["model"], criterion=cell["criterion"])
+            if cell["criterion"] in OPPOSITE_SIGN_CRITERIA:
+                scores["score"] = -scores["score"]
+            frames.append(scores)
+    return stacked(frames, COLUMNS)
+
+
+def profiles(scores: pd.DataFrame) -> pd.DataFrame:
+    """`weight_scores` with two more columns, computed inside each layer of a model and criterion.
+
+    - "profile": the score, scaled from 0 (lowest score of the layer) to 1 (highest); NaN if all are
+      equal
+    - "position": rank of the expert in the layer, from 0 (lowest score)"""
+    layer = ["model", "criterion", "layer"]
+    rank = scores.groupby(layer)["score"].rank(method="first") - 1
+    return scores.assign(profile=charts.shares_of_range(scores, layer, "score"), position=rank)
+
+
+@output("aimer.fig2", chapter="weights", needs="cells with criterion=magnitude or aimer")
+def profile_figure(results: Results) -> Figure | None:
+    """Distribution of Magnitude and AIMER scores over the experts of each layer.
+
+    A map per model and criterion; x axis: experts by rank, y axis: layers.
+    """
+    scores = weight_scores(results.study)
+    if scores.empty:
+        return None
+    scores = profiles(scores)
+    scores["panel"] = scores["model"] + ", " + scores["criterion"].map(names.criterion)
+    rows = scores.rename(columns={"model": "Model"})[
+        ["Model", "panel", "layer", "position", "profile"]
+    ]
+    scale = {"scheme": charts.SEQUENTIAL, "domain": [0, 1]}
+    layers = [
+        charts.layer(
+            "rect",
+            x={"field": "position", "type": "ordinal", "title": "rank of the expert in its layer"},
+            y={"field": "layer", "type": "ordinal", "sort": "descending"},
+            color=charts.number("profile", "score, from the lowest of the layer", scale=scale),
+        )
+    ]
+    caption = (
+        "Experts of each layer from the lowest score (rank 0) to the highest, shaded by their "
+        "score, scaled from the lowest (0) to the highest (1) of the layer. Magnitude prunes the "
+        "lowest scores first; AIMER, with the paper's sign, the highest. White: all experts of the "
+        "layer have the same score."
+    )
+    title = "Profiles of scores that read weights only"
+    return Figure(title, caption, rows, layers, independent=("x", "y"))

@@ -6,7 +6,7 @@ import pandas as pd
 
 from moe_lab.analysis.load.settings import removed_share_texts
 from moe_lab.analysis.registry import Results, output
-from moe_lab.analysis.render.table import Table, display_frame
+from moe_lab.analysis.render.table import CELL_COLUMNS, Table, display_frame
 
 
 @output("artefacts", chapter="provenance")
@@ -17,14 +17,11 @@ def artefact_table(results: Results) -> Table:
     evaluation_folders = study.results.groupby("cell")["folder"].unique()
     cells = study.cells.fillna({f"{kind}_folder": "" for kind in ("plan", "scores", "statistics")})
     cells = cells.assign(
-        pruned=removed_share_texts(cells),
+        removed_text=removed_share_texts(cells),
         evaluations=[" ".join(evaluation_folders.get(cell, [])) for cell in cells.index],
     )
     text_columns = {
-        "Model": "model",
-        "Pruned": "pruned",
-        "Calibration": "calibration",
-        "Criterion": "method",
+        **CELL_COLUMNS,
         "Plan": "plan_folder",
         "Scores": "scores_folder",
         "Statistics": "statistics_folder",

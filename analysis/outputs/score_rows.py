@@ -1,11 +1,10 @@
-"""Tables of scores from blocks of cells that are compared with each other, selections of cells for
-such blocks, and drawing of scores."""
+"""The table of scores, from blocks of cells that are compared with each other; selections of cells,
+and drawing of scores. The tables themselves are in `score_tables`."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
 
@@ -26,11 +25,10 @@ from moe_lab.analysis.stats.cell_scores import (
     MEAN,
     Numbers,
     column_targets,
-    costs_of_cells,
     differences,
     scores,
 )
-from moe_lab.analysis.stats.comparison import Comparison, mean_quantities
+from moe_lab.analysis.stats.comparison import Comparison, Target, mean_quantities
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,6 @@ COSTS = {**RETAINED_SHARE, "FLOPs": Cost("flops_ratio", "{:.1%}")}
 STORAGE = "Storage (MiB)"
 STORAGE_COSTS = {**RETAINED_SHARE, STORAGE: Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)}
 """RETAINED_SHARE, COSTS, STORAGE_COSTS: displayed column -> its cost."""
-BLOCK_COLUMNS = ("Model", "Pruned")
-"""Displayed columns that identify a block."""
 DIFFERENCE = "Difference"
 """Displayed column of differences."""
 P = "p (Holm)"
@@ -72,15 +68,15 @@ COVERAGE_PLANS = "cells of channels with allocation=coverage"
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Rows of a table that are compared with each other: cells of one model with their labels."""
+    """Rows of a table that are compared with each other: cells of one model and ratio."""
 
     comparison: Comparison
-    pruned: str
-    """Text with the removed share."""
-    labels: Mapping[int, str]
+    labels: pd.Series
     """Cell -> label, in the order of the rows."""
     base: int | None = None
     """The reference cell of differences; None for a block without differences."""
+    detail: str = ""
+    """Text with what else the cells have in common."""
 
 
 BlockMaker = Callable[[Results, Comparison], Iterable[Block]]
@@ -96,20 +92,35 @@ def score_table(
     drawn: Sequence[str] = (),
     **fields: Any,
 ) -> Callable[[BlockMaker], BlockMaker]:
-    """Decorator that registers a `block_table` as an output. The decorated function yields the
+    """Decorator that registers a table of scores as an output. The decorated function yields the
     blocks of one model; the first line of its docstring describes the output in the help.
 
-    name, fields: arguments of `output`; title, columns, caption, costs: arguments of `block_table`.
-    drawn: costs of a `cost_figure` of the column MEAN.
+    Each block has a row for the unpruned model, if that model was run, and then a row per cell. A
+    block whose cells were not evaluated on any of `columns` is left out. Columns of numbers:
+
+    - scores on the benchmarks and averages in `columns` that were run, with 95 % intervals
+    - DIFFERENCE, for blocks with a base: score of the cell minus score of the base on the last of
+      `columns` that was run, with the 95 % interval
+    - P: p-value of DIFFERENCE after Holm's correction over the table; NaN unless the cell and the
+      base have several seeds
+    - a column of costs for each entry of `costs` (displayed column -> its cost)
+
+    name, fields: arguments of `output`; drawn: costs of a `cost_figure` of the column MEAN.
     """
 
     def register(blocks_of: BlockMaker) -> BlockMaker:
         @wraps(blocks_of)
         def make(results: Results) -> list[Item | None]:
-            blocks: list[Block] = []
-            for comparison in results.comparisons:
-                blocks += blocks_of(results, comparison)
-            table = block_table(results.study, blocks, columns, costs, title=title, caption=caption)
+            study = results.study
+            rows = concatenate_numbers(
+                _rows(study, block, columns, costs)
+                for comparison in results.comparisons
+                for block in blocks_of(results, comparison)
+            )
+            if rows is None:
+                return []
+            averages = [*mean_quantities(results.comparisons), MEAN, DIFFERENCE]
+            table = _block_table(study, rows, averages, costs, title, caption)
             return [cost_figure(table, drawn, MEAN), table]
 
         output(name, **fields)(make)
@@ -118,43 +129,21 @@ def score_table(
     return register
 
 
-def block_table(
+def _block_table(
     study: Study,
-    blocks: Sequence[Block],
-    columns: Sequence[str],
-    costs: Mapping[str, Cost] = COSTS,
-    *,
+    rows: Numbers,
+    averages: Sequence[str],
+    costs: Mapping[str, Cost],
     title: str,
     caption: str,
-) -> Table | None:
-    """A table of scores. Each block has a row for the unpruned model, if that model was run, and
-    then a row per cell. A block whose cells were not evaluated on any of `columns` is left out;
-    None when all blocks are left out.
-
-    Columns of numbers:
-
-    - scores on the benchmarks and averages in `columns` that were run, with 95 % intervals
-    - DIFFERENCE, for blocks with a base: score of the cell minus score of the base on the last of
-      `columns` that was run, with the 95 % interval
-    - P: p-value of DIFFERENCE after Holm's correction over the table; NaN unless the cell and the
-      base have several seeds
-    - a column of costs for each entry of `costs` (displayed column -> its cost)
-    """
-    blocks_with_scores = [
-        block for block in blocks if column_targets(block.comparison, list(block.labels), columns)
-    ]
-    rows = concatenate_numbers(_rows(study, block, columns, costs) for block in blocks_with_scores)
-    if rows is None:
-        return None
+) -> Table:
+    """The table of `score_table`. rows: with p-values that are not corrected; averages: columns
+    that follow the benchmarks."""
     frame = rows.frame
     if P in frame:
         frame[P] = uncertainty.holm(frame[P].to_numpy(float))
         if frame[P].isna().all():
             del frame[P]
-    averages = [*mean_quantities(block.comparison for block in blocks_with_scores), MEAN]
-    last_columns = [column for column in (*averages, DIFFERENCE, P, *costs) if column in frame]
-    other_columns = (*BLOCK_COLUMNS, "Criterion", *last_columns)
-    benchmarks = [str(column) for column in frame if column not in other_columns]
     sentences = [
         caption,
         _MEANING_OF_MEAN if MEAN in frame else "",
@@ -163,8 +152,8 @@ def block_table(
     ]
     return numbers_table(
         rows,
-        [*BLOCK_COLUMNS, "Criterion", *benchmarks, *last_columns],
         {P: "{:.4f}", **{column: cost.form for column, cost in costs.items()}},
+        last=(*averages, P, *costs),
         title=title,
         caption=" ".join(filter(None, sentences)),
         optional=(DIFFERENCE, P),
@@ -179,27 +168,32 @@ def concatenate_numbers(parts: Iterable[Numbers | None]) -> Numbers | None:
     best: dict[str, str] = {}
     for part in present_parts:
         best |= part.best
-    return Numbers(
-        frame=pd.concat([part.frame for part in present_parts], ignore_index=True),
-        low=pd.concat([part.low for part in present_parts], ignore_index=True),
-        high=pd.concat([part.high for part in present_parts], ignore_index=True),
-        best=best,
+    frame, low, high = (
+        pd.concat([getattr(part, name) for part in present_parts], ignore_index=True)
+        for name in ("frame", "low", "high")
     )
+    return Numbers(frame, low, high, best)
 
 
 def numbers_table(
-    rows: Numbers, columns: Sequence[str], formats: Mapping[str, str], **fields: Any
+    rows: Numbers,
+    formats: Mapping[str, str] | None = None,
+    last: Iterable[str] = (),
+    **fields: Any,
 ) -> Table:
-    """A `Table` of the columns `columns` of `rows.frame`, with the intervals of `rows`. Benchmarks
-    get their display names.
+    """A `Table` of the columns of `rows.frame`, with the intervals of `rows`. Benchmarks get their
+    display names.
 
     formats: displayed column -> format. A column without an entry has the format SCORE if it has
-    intervals; otherwise, it is text. fields: other fields of `Table`."""
+    intervals; otherwise, it is text. last: columns that follow all others, those in `rows.frame`;
+    fields: other fields of `Table`."""
+    last = [column for column in last if column in rows.frame]
+    columns = [column for column in rows.frame if column not in last]
     frame, low, high = (
         part.rename(columns=names.benchmark)
-        for part in (rows.frame[list(columns)], rows.low, rows.high)
+        for part in (rows.frame[[*columns, *last]], rows.low, rows.high)
     )
-    format_of_column = {**dict.fromkeys(map(str, low), SCORE), **formats}
+    format_of_column = {**dict.fromkeys(map(str, low), SCORE), **(formats or {})}
     return Table(
         frame=frame,
         formats={
@@ -214,59 +208,64 @@ def numbers_table(
     )
 
 
-def _pruned_and_labels(block: Block) -> tuple[str, dict[int, str]]:
+def scored_rows(
+    comparison: Comparison, text: pd.DataFrame, targets: Mapping[str, Target]
+) -> Numbers:
+    """Scores of cells on `targets`, beside the columns of `text`, which has a row per cell.
+
+    targets: see `column_targets`."""
+    numbers = scores(comparison, list(text.index), targets)
+    return replace(numbers, frame=pd.concat([text, numbers.frame], axis=1))
+
+
+def add_differences(numbers: Numbers, column: str, estimates: pd.DataFrame) -> None:
+    """Add a column of differences with their intervals; it is NaN for cells without a difference.
+
+    estimates: see `differences`."""
+    numbers.frame[column] = estimates["difference"]
+    numbers.low[column] = estimates["low"]
+    numbers.high[column] = estimates["high"]
+
+
+def _rows(
+    study: Study, block: Block, columns: Sequence[str], costs: Mapping[str, Cost]
+) -> Numbers | None:
+    """The rows of one block of a `score_table`; None if its cells were not evaluated on any of
+    `columns`. The p-values in the column P are not corrected."""
+    comparison = block.comparison
+    cells = list(block.labels.index)
+    targets = column_targets(comparison, cells, columns)
+    if not targets:
+        return None
+    pruned_text, labels = _pruned_and_labels(block)
+    if comparison.unpruned_cell is not None:
+        labels = pd.concat([pd.Series({comparison.unpruned_cell: UNPRUNED}), labels])
+    text = {"Model": comparison.model, "Pruned": pruned_text, "Criterion": labels}
+    numbers = scored_rows(comparison, pd.DataFrame(text), targets)
+    if block.base is not None:
+        base_of_cell = {cell: block.base for cell in cells if cell != block.base}
+        estimates = differences(comparison, list(targets.values())[-1], base_of_cell)
+        add_differences(numbers, DIFFERENCE, estimates)
+        is_tested = [comparison.all_have_several_seeds((cell, block.base)) for cell in base_of_cell]
+        numbers.frame[P] = estimates["p"][is_tested]
+    if len(study.costs):
+        for column, cost in costs.items():
+            numbers.frame[column] = cost.scale * study.costs[cost.source]
+    return numbers
+
+
+def _pruned_and_labels(block: Block) -> tuple[str, pd.Series]:
     """(text with the removed share of the block, cell -> label).
 
     A gate and seed that all cells have in common are part of the text. Otherwise, they are added to
     labels that several cells share."""
-    suffixes = gate_and_seed(block.comparison.cells)[list(block.labels)]
+    labels = block.labels
+    removed = block.comparison.cells["removed_text"][labels.index[0]]
+    suffixes = gate_and_seed(block.comparison.cells)[labels.index]
     if suffixes.nunique() == 1:
-        return names.comma_joined(block.pruned, str(suffixes.iloc[0])), dict(block.labels)
-    counts = Counter(block.labels.values())
-    labels = {
-        cell: names.comma_joined(label, str(suffixes[cell])) if counts[label] > 1 else label
-        for cell, label in block.labels.items()
-    }
-    return block.pruned, labels
-
-
-def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str, Cost]) -> Numbers:
-    """The rows of one block of a `block_table`. The p-values in the column P are not corrected."""
-    comparison = block.comparison
-    unpruned_cell = comparison.unpruned_cell
-    pruned_text, labels = _pruned_and_labels(block)
-    if unpruned_cell is not None:
-        labels = {unpruned_cell: UNPRUNED, **labels}
-    cells = list(labels)
-    pruned_cells = list(block.labels)
-    targets = column_targets(comparison, pruned_cells, columns)
-    text = pd.DataFrame(
-        {"Model": comparison.model, "Pruned": pruned_text, "Criterion": pd.Series(labels)},
-        index=cells,
-    )
-    numbers = scores(comparison, cells, targets)
-    frame = pd.concat([text, numbers.frame], axis=1)
-    low = numbers.low
-    high = numbers.high
-    if block.base is not None and targets:
-        base_of_cell = {cell: block.base for cell in pruned_cells if cell != block.base}
-        last_target = list(targets.values())[-1]
-        # NaN for the unpruned model and for the base
-        estimates = differences(comparison, last_target, base_of_cell).reindex(cells)
-        cells_with_tests = [
-            cell for cell in base_of_cell if comparison.all_have_several_seeds((cell, block.base))
-        ]
-        p_values = estimates.loc[cells_with_tests, "p"]
-        frame = frame.assign(**{DIFFERENCE: estimates["difference"], P: p_values})
-        low = low.assign(**{DIFFERENCE: estimates["low"]})
-        high = high.assign(**{DIFFERENCE: estimates["high"]})
-    if len(study.costs):
-        cost_columns = {
-            name: definition.scale * costs_of_cells(study, cells, definition.source)
-            for name, definition in costs.items()
-        }
-        frame = frame.assign(**cost_columns)
-    return Numbers(frame, low, high, numbers.best)
+        return names.comma_joined(removed, block.detail, suffixes.iloc[0]), labels
+    labels = labels.mask(labels.duplicated(keep=False), labels + ", " + suffixes)
+    return names.comma_joined(removed, block.detail), labels
 
 
 def criterion_colours(rows: pd.DataFrame) -> dict[str, Any]:
@@ -383,44 +382,30 @@ def sort_cells(cells: pd.DataFrame, *columns: str) -> pd.DataFrame:
 
 
 def listed_cells(comparison: Comparison) -> pd.DataFrame:
-    """All cells, sorted by ratio, gate, calibration set and method, with the column "pruned": text
-    with the removed share."""
-    cells = comparison.cells.assign(pruned=removed_share_texts(comparison.cells))
+    """All cells, sorted by ratio, gate, calibration set and method. The column "removed_text" has
+    the gate, too, if the model's cells have several."""
+    cells = comparison.cells.assign(removed_text=removed_share_texts(comparison.cells))
     return sort_cells(cells, "ratio", "gate", "calibration", "method")
 
 
 def cells_without_recovery(comparison: Comparison, granularity: str = "") -> pd.DataFrame:
     """Pruned cells without recovery, sorted by ratio and criterion.
 
+    Added columns: "allocation_name" and "parameters", which together spell the allocation.
+
     granularity: `channel` or `expert`; "" for all cells."""
     cells = comparison.pruned_cells
     cells = cells[(cells["recovery"] == "none") & (cells["ratio"] > 0)]
     if granularity:
         cells = cells[cells["granularity"] == granularity]
+    parts = cells["allocation"].map(names.name_and_settings)
+    cells = cells.assign(allocation_name=parts.str[0], parameters=parts.str[1])
     return sort_cells(cells, "ratio", "criterion")
-
-
-def cells_by_ratio(cells: pd.DataFrame) -> Iterator[tuple[float, pd.DataFrame]]:
-    """Yield (ratio, cells of this ratio), lowest ratio first."""
-    for ratio, ratio_cells in cells.groupby("ratio"):
-        yield float(str(ratio)), ratio_cells  # through str, because pandas' types allow any label
 
 
 def only_cell(cells: pd.DataFrame | pd.Series) -> int | None:
     """The only cell in the index of `cells`; None if there is none, or several."""
     return int(cells.index[0]) if len(cells) == 1 else None
-
-
-def ratio_block(
-    comparison: Comparison, ratio: float, labels: pd.Series, base: int | None = None
-) -> Block:
-    """A block of cells of one ratio.
-
-    - labels: cell -> label of the cell's row
-    - base: the cell with which the others are compared; None for a block without differences"""
-    # int(cell) alone is rejected by the type checker, because an index may hold any type
-    label_of_cell = {int(str(cell)): str(label) for cell, label in labels.items()}
-    return Block(comparison, comparison.removed_text(ratio), label_of_cell, base)
 
 
 def ratio_lines(cells: pd.DataFrame) -> pd.DataFrame:
@@ -435,10 +420,28 @@ def coverage_cells(comparison: Comparison) -> pd.DataFrame:
     """Cells without recovery that prune channels with the allocation COVERAGE, at the ratio closest
     to FIGURE_RATIO."""
     cells = cells_without_recovery(comparison, "channel")
-    # names of the allocations, without their settings
-    allocations = cells["allocation"].map(lambda text: names.name_and_settings(str(text))[0])
-    cells = cells[allocations == COVERAGE]
-    nearest_ratio = min(
-        cells["ratio"].unique(), key=lambda ratio: abs(ratio - FIGURE_RATIO), default=FIGURE_RATIO
-    )
-    return pd.DataFrame(cells[cells["ratio"] == nearest_ratio])
+    cells = cells[cells["allocation_name"] == COVERAGE]
+    distances = (cells["ratio"] - FIGURE_RATIO).abs()
+    return pd.DataFrame(cells[distances == distances.min()])
+
+
+def calibrated_cells(study: Study, comparison: Comparison) -> pd.DataFrame:
+    """Pruned cells with a calibration set, sorted by ratio, method and number of tokens.
+
+    Added columns: "read" (number of valid tokens that the model's pass read of the set; NaN if it
+    is unknown) and "source" (identifier of the text: sets that read different numbers of tokens of
+    one text have equal identifiers)."""
+    reads: dict[str, int] = {}
+    sources: dict[str, str] = {}
+    for key, report in study.calibrations.items():
+        calibration, _, model = key.partition("@")  # a key is calibration@model
+        if model == comparison.model:
+            # a report has a number of tokens for each source of the set
+            reads[calibration] = sum((report.get("valid_tokens") or {}).values())
+            source = report.get("sha256") or calibration
+            sources[calibration] = str(source)
+    cells = comparison.pruned_cells
+    cells = cells[cells["calibration"] != "none"]
+    calibrations = cells["calibration"]
+    cells = cells.assign(read=calibrations.map(reads), source=calibrations.map(sources))
+    return sort_cells(cells, "ratio", "method", "read")

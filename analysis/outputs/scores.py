@@ -1,25 +1,116 @@
-"""Scores: all benchmarks, and task-specific calibration (Unified Expert Pruning, Tables 2 and 5;
-AIMER, Figs. 3 to 5)."""
+"""Scores, averages and ranks (Unified Expert Pruning, Tables 1, 2 and 5; AIMER, Figs. 3 to 5), and
+degeneration of generated texts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import pandas as pd
 
 from moe_lab.analysis import names
+from moe_lab.analysis.load.reader import records
 from moe_lab.analysis.load.study import Study
-from moe_lab.analysis.outputs.captions import PANEL_COLUMNS, metrics_in_words, score_setup
+from moe_lab.analysis.outputs.captions import (
+    PANEL_COLUMNS,
+    metrics_in_words,
+    run_setup,
+    score_setup,
+)
 from moe_lab.analysis.outputs.score_rows import (
+    add_differences,
     concatenate_numbers,
     listed_cells,
     numbers_table,
+    scored_rows,
 )
-from moe_lab.analysis.registry import Results, output
-from moe_lab.analysis.render.table import RANK, Table, display_frame
-from moe_lab.analysis.stats.cell_scores import Numbers, panels_by_domain, scores, task_block
-from moe_lab.analysis.stats.comparison import Target
+from moe_lab.analysis.registry import Item, Results, output
+from moe_lab.analysis.render import charts
+from moe_lab.analysis.render.charts import Figure
+from moe_lab.analysis.render.table import CELL_COLUMNS, RANK, SCORE, Table, display_frame
+from moe_lab.analysis.stats.cell_scores import (
+    Numbers,
+    column_targets,
+    differences,
+    mean_definitions,
+    notes_on_average,
+    panels_by_domain,
+    rank_block,
+    task_block,
+)
+from moe_lab.analysis.stats.comparison import Comparison, mean_quantities
+from moe_lab.analysis.stats.winners import study_of_column
+
+
+@output("ranks", chapter="ranks")
+def rank_table(results: Results, criteria: Sequence[str] | None = None) -> Table | None:
+    """Scores, averages and ranks of all criteria.
+
+    A block per model, ratio and calibration set, with a row for the unpruned model and for each
+    method.
+
+    criteria: keys of the methods that have rows, None for all methods.
+    """
+    comparisons = results.comparisons
+    rows = concatenate_numbers(
+        rank_block(comparison, panel, criteria)
+        for comparison in comparisons
+        for panel in comparison.panels
+    )
+    if rows is None:
+        return None
+    text_columns = [*PANEL_COLUMNS, "Criterion"]
+    averages = [*(name for name in mean_quantities(comparisons) if name in rows.frame), "Avg Rank"]
+    other_columns = (*text_columns, *averages)
+    score_columns = [str(column) for column in rows.frame if column not in other_columns]
+    proved = {
+        (win["model"], win["pruned"], names.calibration(win["calibration"]), win["column"]): (
+            names.method(win["winners"][0])
+        )
+        for win in records(results.winners)
+        if win["proved"]
+    }
+    blocks = [tuple(block) for block in rows.frame[PANEL_COLUMNS].to_numpy()]
+    bold = {
+        column: [
+            proved.get((*block, column)) == method
+            for block, method in zip(blocks, rows.frame["Criterion"], strict=True)
+        ]
+        for column in score_columns
+    }
+    return numbers_table(
+        rows,
+        {"Avg Rank": RANK},
+        last=(*score_columns, *averages),
+        bold=pd.DataFrame(bold),
+        title="Scores, average and average rank",
+        caption=f"{mean_definitions(comparisons)} Pruned models are ranked by values rounded to "
+        f"three decimals; ties share the mean of their ranks. {score_setup(results.study)}",
+        footnotes=[*_notes_on_partial_columns(comparisons), *notes_on_average(comparisons)],
+    )
+
+
+def _notes_on_partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
+    """A sentence for each displayed column of which only some benchmarks were run, with the models
+    for which it holds."""
+    models_of_note: dict[str, list[str]] = {}
+    for comparison in comparisons:
+        for column, benchmarks in comparison.benchmarks_of.items():
+            count = len(names.COLUMNS.get(column, ()))
+            if len(benchmarks) < count:
+                listed = names.enumeration(map(names.benchmark, benchmarks))
+                shares = f"{len(benchmarks)} of its {count} benchmarks ({listed})"
+                note = f"{column} is the mean of {shares}"
+                models_of_note.setdefault(note, []).append(comparison.model)
+    return [f"{note} for {names.enumeration(models)}." for note, models in models_of_note.items()]
+
+
+@output("unified.table1")
+def published_ranks(results: Results) -> Table | None:
+    """Scores, averages and ranks of the criteria that Unified Expert Pruning ranks."""
+    methods = set(results.study.cells["method"]) & set(names.RANKED)
+    return rank_table(results, names.RANKED) if methods else None
+
 
 BOTH_TASKS = "a calibration set about code and one about mathematics"
 
@@ -49,8 +140,8 @@ def task_specific_table(results: Results, criteria: Sequence[str] | None = None)
         return None
     return numbers_table(
         rows,
-        ["Model", "Pruned", "Criterion", *columns, "Avg Rank"],
         {"Avg Rank": RANK},
+        last=(*columns, "Avg Rank"),
         title="Calibrated on the task",
         caption="Coding columns come from the model pruned with code calibration, mathematics "
         "columns from the one pruned with mathematics calibration; Avg Rank is over these four "
@@ -66,29 +157,21 @@ def task_specific_table(results: Results, criteria: Sequence[str] | None = None)
 )
 def benchmark_table(results: Results) -> Table | None:
     """Every benchmark of every model, with 95 % intervals (also AIMER's Figs. 3 to 5)."""
+    evaluated = {
+        str(name) for comparison in results.measured for name in comparison.benchmark_scores
+    }
+    benchmarks = names.in_order(evaluated, names.BENCHMARKS)
     blocks = []
     for comparison in results.measured:
         cells = listed_cells(comparison)
-        text_columns = {
-            "Model": "model",
-            "Pruned": "pruned",
-            "Calibration": "calibration",
-            "Criterion": "method",
-        }
-        targets: dict[str, Target] = {
-            str(benchmark): (str(benchmark),) for benchmark in comparison.benchmark_scores
-        }
-        numbers = scores(comparison, list(cells.index), targets)
-        frame = pd.concat([display_frame(cells, text_columns), numbers.frame], axis=1)
-        blocks.append(replace(numbers, frame=frame))
+        targets = column_targets(comparison, list(cells.index), benchmarks)
+        blocks.append(scored_rows(comparison, display_frame(cells, CELL_COLUMNS), targets))
     rows = concatenate_numbers(blocks)
     if rows is None:
         return None
-    benchmarks = names.in_order(map(str, rows.low), names.BENCHMARKS)
     return numbers_table(
         rows,
-        [*PANEL_COLUMNS, "Criterion", *benchmarks],
-        formats={},
+        last=map(names.benchmark, benchmarks),
         title="All benchmarks",
         caption=f"{_metrics(results.study)} {score_setup(results.study)}",
     )
@@ -110,3 +193,99 @@ def _metrics(study: Study) -> str:
 def published_task_specific_table(results: Results) -> Table | None:
     """The criteria of Unified Expert Pruning, calibrated on the task of their evaluation."""
     return task_specific_table(results, names.TASK_SPECIFIC)
+
+
+LENGTH = "Characters"
+MEASURES = {
+    "limit": "Cut",
+    "unfinished": "In thought",
+    "loop": "Loops",
+    "empty": "Empty",
+    "natural_end": "Natural end",
+    "distinct_4": "Distinct-4",
+    "characters": LENGTH,
+}
+"""Column of `moe_lab.result_files.TextMeasures` -> displayed column of its mean over texts."""
+SHARES = ("Cut", "In thought", "Loops", "Empty")
+"""Columns with shares of texts that degenerate."""
+CAPTION = (
+    "Means over texts, with their thoughts; Δ: the difference from the unpruned model, paired by "
+    "item, with its 95 % interval unless all items agree. Cut: at the limit of tokens. In thought: "
+    "the thought does not end. Loops: the text ends in a block of at most 50 words, or of 50 "
+    "characters, that is repeated four times or more. Empty: nothing after the thought. Natural "
+    "end: an end token or a stop text, outside a thought. Distinct-4: distinct sequences of four "
+    "words, as a share of all. What is the same for all texts is left out."
+)
+
+
+@output(
+    "degeneration",
+    chapter="benchmarks",
+    needs="benchmarks whose answers are generated texts",
+)
+def degeneration(results: Results) -> list[Item | None]:
+    """How often generated texts degenerate, on each benchmark, beside the score."""
+    # displayed column -> model -> its measures in place of scores
+    measured = {}
+    for measure, column in MEASURES.items():
+        if column == LENGTH or results.study.samples[measure].nunique() > 1:
+            study = study_of_column(results.study, measure, column)
+            measured[column] = {entry.model: entry for entry in Results(study).measured}
+    rows = concatenate_numbers(
+        _block(scored, listed_cells(scored), str(benchmark), measured)
+        for scored in results.measured
+        if scored.model in measured[LENGTH]
+        for benchmark in measured[LENGTH][scored.model].benchmark_scores
+    )
+    if rows is None:
+        return []
+    formats = dict.fromkeys(("Score", *MEASURES.values()), SCORE)
+    table = numbers_table(
+        rows,
+        {**formats, **dict.fromkeys((LENGTH, f"Δ {LENGTH}"), "{:,.1f}")},
+        title="Degeneration of generated texts",
+        caption=f"{CAPTION} {run_setup(results.study)}",
+        optional=list(map(str, rows.frame)),
+    )
+    return [_figure(table), table]
+
+
+def _figure(table: Table) -> Figure | None:
+    """Shares of degenerate texts, a map per model: the mean over benchmarks and plans."""
+    shares = [name for name in SHARES if name in table.frame]
+    if not shares:
+        return None
+    texts = ["Model", "Benchmark", "Pruned", "Calibration", "Criterion"]
+    rows = table.frame.melt(texts, shares, "measure", "share").dropna(subset=["share"])
+    layers = charts.mean_map(charts.label("measure"), charts.label("Criterion"), "share", "share")
+    caption = f"Share of texts, the mean over benchmarks and plans. {CAPTION}"
+    size = ({"step": 60}, {"step": 20})
+    return Figure(table.title, caption, rows, layers, 4, size, panel="Model")
+
+
+def _block(
+    scored: Comparison,
+    cells: pd.DataFrame,
+    benchmark: str,
+    measured: Mapping[str, Mapping[str, Comparison]],
+) -> Numbers:
+    """The rows of a benchmark of a model, one for each cell with generated texts. `scored`: the
+    model's scores; `cells`: all of the model's cells."""
+    target = (benchmark,)
+    frame = display_frame(cells, CELL_COLUMNS)
+    frame.insert(1, "Benchmark", names.benchmark(benchmark))
+    frame["Score"], _, _ = scored.displayed_scores(target)
+    rows = Numbers(frame, pd.DataFrame(index=frame.index), pd.DataFrame(index=frame.index))
+    unpruned = scored.unpruned_cell
+    pairs = {cell: unpruned for cell in cells.index if unpruned not in (None, cell)}
+    for column, comparisons in measured.items():
+        comparison = comparisons.get(scored.model)
+        if comparison and benchmark in comparison.benchmark_scores:
+            frame[column] = comparison.score(target)
+            estimates = differences(comparison, target, pairs)
+            # equal texts would have an interval of width 0
+            is_equal = estimates["low"] == estimates["high"]
+            estimates.loc[is_equal, ["low", "high"]] = np.nan
+            add_differences(rows, f"Δ {column}", estimates)
+    has_texts = frame[LENGTH].notna()
+    return Numbers(frame[has_texts], rows.low[has_texts], rows.high[has_texts])

@@ -65,6 +65,15 @@ _DISPLAY_NAMES: Mapping[str, Callable[..., str]] = {
 """Column of a study's frames -> function that returns the display name of a value."""
 
 
+CELL_COLUMNS = {
+    "Model": "model",
+    "Pruned": "removed_text",
+    "Calibration": "calibration",
+    "Criterion": "method",
+}
+"""Displayed column -> column of a study's cells: the columns that tables begin with."""
+
+
 def display_frame(rows: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
     """Select columns of `rows` and rename them. The values of columns in `_DISPLAY_NAMES` are
     replaced by their display names.

@@ -14,10 +14,8 @@ from synthetic_sums import UNUSED_EXPERT, ablations, add_statistics, scores, sum
 from moe_lab.analysis.load.study import Study, load
 from moe_lab.analysis.outputs import (
     attributions,
-    channel_scores,
     criteria,
-    layer_budgets,
-    profile,
+    layers,
     score_rows,
 )
 from moe_lab.analysis.registry import Results, outputs
@@ -37,7 +35,7 @@ def experts(golden: Study) -> pd.DataFrame:
 @pytest.fixture(scope="module")
 def budgets(golden_results: Results) -> pd.DataFrame:
     [comparison] = golden_results.comparisons
-    return layer_budgets.layer_budgets(golden_results.study, comparison)
+    return layers.layer_budgets(golden_results.study, comparison)
 
 
 @pytest.mark.parametrize(("layer", "expert"), [(0, 0), (2, 31), (3, 5)])
@@ -148,11 +146,11 @@ def test_losses_are_smoothed_as_the_plan_smooths_them(golden: Study, budgets: pd
     losses = np.arange(70, 70 + LAYERS)
     roots = losses**0.5
     by_root = budgets.assign(smoothing="sqrt")
-    for row in layer_budgets.budget_strips(by_root, golden.layer_losses).itertuples():
+    for row in layers.budget_strips(by_root, golden.layer_losses).itertuples():
         assert row.loss == pytest.approx(losses[row.layer] / losses.mean())
         assert row.smoothed == pytest.approx(roots[row.layer] / roots.mean())
     unsmoothed = budgets.assign(smoothing="none")
-    plain = layer_budgets.budget_strips(unsmoothed, golden.layer_losses)
+    plain = layers.budget_strips(unsmoothed, golden.layer_losses)
     assert plain["smoothed"].tolist() == pytest.approx(plain["loss"].tolist())
 
 
@@ -160,7 +158,7 @@ def test_quartiles_of_router_entropies_are_those_of_their_histogram(golden: Stud
     """An eighth of the tokens in each of eight bins has its quartiles at a quarter, a half and so
     on."""
     even = pd.DataFrame({"entropy": [step / 8 for step in range(1, 9)], "tokens": 5, "layer": 0})
-    row = profile.quartiles(even.assign(model="m", calibration="c")).iloc[0]
+    row = layers.quartiles(even.assign(model="m", calibration="c")).iloc[0]
     assert row[["low", "y", "high"]].tolist() == pytest.approx([0.25, 0.5, 0.75])
     histogram = golden.router_entropies.query("layer == 2").sort_values("entropy")
     assert histogram["tokens"].tolist() == sums()[2]["router_entropy"].tolist()
@@ -174,7 +172,7 @@ def test_bars_of_experts_have_scores_and_attributions() -> None:
     numbers = pd.DataFrame({"layer": [3, 3, 4], "expert": [0, 1, 0]})
     shares = numbers.assign(share=[0.25, 0.75, 1.0])
     experts = numbers.assign(first=[2.0, -1.0, 9.0])
-    stacks = channel_scores.expert_stacks(curves, shares, experts, 3)
+    stacks = attributions.expert_stacks(curves, shares, experts, 3)
     for expert in (0, 1):
         tenths = np.sort(values[expert])[::-1].reshape(10, 10).sum(axis=1)
         expected = tenths / tenths.sum()

@@ -15,7 +15,7 @@ from synthetic import edited_document, record_path, write_store
 
 from moe_lab.analysis import __main__, registry
 from moe_lab.analysis.load.study import Study, load
-from moe_lab.analysis.outputs.ranks import rank_table
+from moe_lab.analysis.outputs.scores import rank_table
 from moe_lab.analysis.registry import Results, find, outputs
 from moe_lab.analysis.render.table import Table
 

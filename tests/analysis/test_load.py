@@ -19,9 +19,9 @@ from synthetic import edited_document, record_path, write_json, write_store
 from moe_lab.analysis.load import plans, studies
 from moe_lab.analysis.load import settings as cell_settings
 from moe_lab.analysis.load.study import Study, load
-from moe_lab.analysis.outputs.coverage import coverage_table
+from moe_lab.analysis.outputs.calibration import coverage_table
+from moe_lab.analysis.outputs.criteria import weight_scores
 from moe_lab.analysis.outputs.scores import benchmark_table
-from moe_lab.analysis.outputs.weights import weight_scores
 from moe_lab.analysis.registry import Results, find
 from moe_lab.analysis.render.table import Table
 from moe_lab.errors import UserError

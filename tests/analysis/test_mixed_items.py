@@ -14,9 +14,9 @@ from scipy.stats import binomtest, ttest_1samp
 
 from moe_lab.analysis.load.reader import Reader
 from moe_lab.analysis.load.study import Study
-from moe_lab.analysis.outputs import winners
-from moe_lab.analysis.outputs.pareto import average_and_costs
-from moe_lab.analysis.outputs.ranks import rank_table
+from moe_lab.analysis.outputs.cost import average_and_costs
+from moe_lab.analysis.outputs.ranking import verdict
+from moe_lab.analysis.outputs.scores import rank_table
 from moe_lab.analysis.registry import Results, find
 from moe_lab.analysis.render.table import Table
 from moe_lab.analysis.stats.cell_scores import differences
@@ -112,7 +112,7 @@ def test_lowest_perplexity_wins_without_a_test(perplexed: Study) -> None:
     assert perplexity["winners"] == ("man",)
     assert perplexity["runner_up"] == "reap"
     assert perplexity["lead"] == pytest.approx(-2)
-    assert winners.verdict(perplexity) == "not tested"
+    assert verdict(perplexity) == "not tested"
 
 
 def with_costs(study: Study, shares: list[float]) -> Study:

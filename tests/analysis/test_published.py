@@ -18,8 +18,7 @@ from omegaconf import OmegaConf
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load import plans
-from moe_lab.analysis.outputs import ranks
-from moe_lab.analysis.outputs import scores as score_tables
+from moe_lab.analysis.outputs.scores import rank_table, task_specific_table
 from moe_lab.analysis.published.numbers import (
     AVERAGE,
     FOLDER,
@@ -261,7 +260,7 @@ def test_averages_and_ranks_of_unified_table_1_are_reproduced(
         number for number in printed if number.key[0] == model and number.key[1] in (0, 0.25)
     ]
     result = comparison(benchmarks)
-    table = table_of(ranks.rank_table, results_of(study_of(result), [result]), names.RANKED)
+    table = table_of(rank_table, results_of(study_of(result), [result]), names.RANKED)
     rows = table.frame.set_index("Criterion")
     checked = 0
     for number in models(published_numbers("unified", "1"))[model]:
@@ -285,7 +284,7 @@ def test_ranks_of_unified_table_2_are_reproduced(ratio: float) -> None:
         result = comparison(
             [number for number in rows if number.benchmark != "Avg Rank"], columns=True
         )
-        table = score_tables.task_specific_table(
+        table = task_specific_table(
             results_of(study_of(result), [result]), "t", names.TASK_SPECIFIC
         )
         ours = table.frame.set_index("Criterion")["Avg Rank"]

@@ -24,11 +24,10 @@ from moe_lab.analysis import names
 from moe_lab.analysis.load.study import load
 from moe_lab.analysis.outputs import (
     calibration,
-    recovery,
+    cost,
+    criteria,
     score_rows,
     search,
-    speed_and_memory,
-    weights,
 )
 from moe_lab.analysis.outputs.published import published_key
 from moe_lab.analysis.outputs.score_rows import pareto_front
@@ -289,8 +288,7 @@ def test_fewer_experts_a_token_are_rows_below_the_trained_number(
 ) -> None:
     study = study_of(top_k_comparisons[0])
     study.models = {"m": {"layers": {"0": {"top_k": 4}}}}
-    table = recovery.top_k_table(results_of(study, top_k_comparisons))
-    frame = table.frame
+    frame = table_named("coverage.table9", results_of(study, top_k_comparisons)).frame
     assert frame["Model"].tolist() == ["m"] * 3 + ["m_top2"] * 3 + ["m_top1"] * 3
     criteria = ["Channel activation, coverage, top-4", "MoNE score, top-4"]
     assert frame["Criterion"].tolist()[1:3] == criteria
@@ -302,7 +300,7 @@ def test_models_with_their_trained_number_have_no_table_of_experts_a_token(
 ) -> None:
     study = study_of(top_k_comparisons[0])
     study.models = {}
-    assert recovery.top_k_table(results_of(study, top_k_comparisons[3:])) is None
+    assert find("coverage.table9").items(results_of(study, top_k_comparisons[3:])) == []
 
 
 def test_fewer_experts_a_token_have_published_numbers() -> None:
@@ -429,7 +427,7 @@ def test_layer_without_differences_has_no_profile() -> None:
     frame = pd.DataFrame(
         {"model": "m", "criterion": "aimer", "layer": [0] * 3 + [1] * 3, "expert": [0, 1, 2] * 2}
     )
-    profiles = weights.profiles(frame.assign(score=[1.0, 1.0, 1.0, 0.0, 2.0, 1.0]))
+    profiles = criteria.profiles(frame.assign(score=[1.0, 1.0, 1.0, 0.0, 2.0, 1.0]))
     assert np.isnan(profiles["profile"][:3]).all()
     assert profiles["profile"][3:].tolist() == [
         0,
@@ -443,7 +441,7 @@ def test_speeds_are_medians_with_quartiles() -> None:
     timings = pd.DataFrame({"prefill_seconds": seconds, "decode_seconds": seconds})
     timings = timings.assign(cell=0, device="cpu", batch_size=2, prompt_length=30, new_tokens=10)
     study = SimpleNamespace(timings=timings.assign(weight_bytes=1, working_bytes=1))
-    [row] = speed_and_memory.requests(study).to_dict("records")
+    [row] = cost.requests(study).to_dict("records")
     assert [row[f"First token (ms){end}"] for end in (" low", "", " high")] == [2000, 3000, 4000]
     assert [row[f"Decode (tokens/s){end}"] for end in (" low", "", " high")] == [5, 20 / 3, 10]
 

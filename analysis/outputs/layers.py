@@ -1,0 +1,440 @@
+"""Layers and experts: hidden states (AIMER, Fig. 6), entropy of routers, losses and budgets of
+layers, and the loss without an expert (MoE-Slimming, Figs. 2, 3, 7, 11, 13 and 14)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from moe_lab.analysis import names
+from moe_lab.analysis.load import passes, plans, settings
+from moe_lab.analysis.load.passes import STATISTICS
+from moe_lab.analysis.load.reader import groups, records, stacked
+from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.outputs.captions import ABLATIONS, SUMS, pass_setup, run_setup
+from moe_lab.analysis.outputs.score_rows import (
+    COVERAGE_PLANS,
+    DEFAULT_SMOOTHING,
+    SMOOTHING,
+    coverage_cells,
+    criterion_colours,
+    listed_cells,
+)
+from moe_lab.analysis.registry import Item, Results, output, per_model
+from moe_lab.analysis.render import charts
+from moe_lab.analysis.render.charts import Figure
+from moe_lab.analysis.render.table import CELL_COLUMNS, Columns, Table, frame_and_formats
+from moe_lab.analysis.stats.comparison import Comparison, Panel
+from moe_lab.analysis.stats.ranks import correlations
+from moe_lab.result_files import BUDGETS
+
+PROFILE = "a run with profile=true"
+"""Data that `aimer.fig6` needs."""
+
+
+@output("aimer.fig6", chapter="inside", needs=PROFILE)
+def token_variance(results: Results) -> list[Item | None]:
+    """Token variance of hidden states by layer."""
+    return [*variance_figure(results), profile_table(results)]
+
+
+@per_model
+def variance_figure(results: Results, comparison: Comparison) -> Figure | None:
+    """Token variance of hidden states against layers: a panel per ratio and calibration set, a line
+    per method and for the unpruned model."""
+    cells = [panel_cells(comparison, panel) for panel in comparison.panels]
+    profiles = results.study.profiles.dropna(subset=["variance"])
+    points = pd.concat(cells).merge(profiles, on="cell").rename(columns={"variance": "y"})
+    caption = (
+        "Variance of the residual stream after each layer over the tokens of a text, the mean over "
+        "its coordinates; dashed: the unpruned model."
+    )
+    title = "Variance of hidden states between tokens"
+    y = charts.number("y", "token variance")
+    return charts.layer_figure(title, caption, points, y, criterion_colours(points))
+
+
+def panel_cells(comparison: Comparison, panel: Panel) -> pd.DataFrame:
+    """The unpruned model and the methods of a panel, a row each: columns "panel" (a title),
+    "method", "label" (display name of the method) and "cell" (NaN if the unpruned model was not
+    run), and those of menus."""
+    cells = {"none": comparison.unpruned_cell, **panel.cells}
+    title = f"{names.calibration(panel.calibration)}, {panel.pruned_text} pruned"
+    rows = [(title, method, names.method(method), cell) for method, cell in cells.items()]
+    frame = pd.DataFrame(rows, columns=["panel", "method", "label", "cell"])
+    return frame.assign(Pruned=panel.pruned_text, Calibration=names.calibration(panel.calibration))
+
+
+def profile_table(results: Results) -> Table | None:
+    """A row per layer of each cell that has a profile."""
+    study = results.study
+    frames = []
+    for comparison in results.pruned:
+        profiles = study.profiles[study.profiles["cell"].isin(comparison.cells.index)]
+        cells = listed_cells(comparison)[list(CELL_COLUMNS.values())]
+        unpruned = profiles[profiles["cell"] == comparison.unpruned_cell]
+        unpruned_variance = profiles["layer"].map(unpruned.set_index("layer")["variance"])
+        if len(profiles):
+            share = profiles["variance"] / unpruned_variance
+            frames.append(profiles.join(cells, on="cell").assign(unpruned_share=share))
+    if not frames:
+        return None
+    rows = pd.concat(frames, ignore_index=True)
+    # displayed column -> (column of `rows`, format)
+    columns: Columns = {
+        **CELL_COLUMNS,
+        "Layer": "layer",
+        "Token variance": ("variance", "{:.3f}"),
+        "Of the unpruned": ("unpruned_share", "{:.0%}"),
+    }
+    rows = rows.assign(layer=rows["layer"].astype(str))
+    return Table(
+        title="Variance of hidden states between tokens",
+        caption="Token variance: of the residual stream after the layer over the tokens of a text, "
+        f"the mean over its coordinates. Based on {run_setup(study)}",
+        **frame_and_formats(rows, columns),
+        optional=tuple(columns),
+    )
+
+
+QUARTILES = {"low": 0.25, "y": 0.5, "high": 0.75}
+"""Column of `quartiles` -> share of the tokens with a lower entropy."""
+
+
+def quartiles(entropies: pd.DataFrame) -> pd.DataFrame:
+    """Quartiles of router entropy over the tokens of each layer. Columns: model, calibration, layer
+    and each of QUARTILES.
+
+    entropies: histograms, see `passes.router_entropies`. Tokens are assumed to be evenly spread
+    inside a bin."""
+    rows = []
+    for key, histogram in groups(entropies, ["model", "calibration", "layer"]):
+        bins = histogram.sort_values("entropy")
+        # number of tokens below each of `bin_ends`
+        cumulated_tokens = np.concatenate([[0.0], np.cumsum(bins["tokens"].to_numpy(float))])
+        if cumulated_tokens[-1] > 0:
+            bin_ends = np.concatenate([[0.0], bins["entropy"].to_numpy(float)])
+            tokens_below = np.array(list(QUARTILES.values())) * cumulated_tokens[-1]
+            rows.append((*key.values(), *np.interp(tokens_below, cumulated_tokens, bin_ends)))
+    return pd.DataFrame(rows, columns=["model", "calibration", "layer", *QUARTILES])
+
+
+@output(
+    "coverage.fig13", chapter="attribution", needs="the sums of a pass over a text in the store"
+)
+def entropy_figure(results: Results) -> Figure | None:
+    """Router entropy over tokens, by calibration set, layer and model."""
+    points = quartiles(results.study.router_entropies)
+    caption = (
+        "Entropy of the softmax of the router's logits over all experts, for each token of a "
+        "calibration set, as a share of the highest possible: 1 where all experts are equally "
+        f"likely. Median over tokens, with quartiles. Based on {pass_setup(results.study)}"
+    )
+    title = "Router entropy across texts, layers and models"
+    y = charts.number("y", "router entropy / ln(experts)", **charts.SHARE)
+    return charts.layer_figure(title, caption, charts.by_calibration(points), y)
+
+
+MOST_PLANS = 4
+"""Largest number of plans whose layers are drawn."""
+STRIPS = {
+    "loss": "layer loss",
+    "smoothed": "smoothed loss",
+    "coverage": "score coverage",
+    "kept": "channels kept",
+}
+"""Column of `budget_strips` -> label of its strip."""
+
+
+def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
+    """Coverage budgets of the first MOST_PLANS cells of `coverage_cells`: a row per plan and layer.
+
+    Columns: "layer", "coverage" (retained share of the layer's score), "kept" (retained share of
+    the layer's channels), "cell", "calibration", "label" (of the method) and "smoothing" (of layer
+    losses)."""
+    cells = coverage_cells(comparison)
+    labels = settings.method_labels(cells)
+    frames = []
+    # strict=False, because only the first MOST_PLANS cells are drawn
+    for cell, row in zip(cells.index[:MOST_PLANS].map(int), records(cells), strict=False):
+        folder = study.reader.find_folder(str(row["plan_folder"]))
+        budgets = passes.read_table(folder, "budgets.parquet", study.reader)
+        if budgets is not None:
+            frames.append(
+                budgets.assign(
+                    cell=cell,
+                    calibration=row["calibration"],
+                    label=labels[cell],
+                    smoothing=_smoothing(study, row),
+                )
+            )
+    return stacked(frames, [*BUDGETS, "cell", "calibration", "label", "smoothing"])
+
+
+def _smoothing(study: Study, cell: Mapping[str, Any]) -> str:
+    """Smoothing of layer losses in the plan of `cell`, a row of `Study.cells`."""
+    folder = study.reader.find_folder(str(cell["plan_folder"]))
+    plan = study.reader.json(folder, "plan.json") or {}
+    _, parameters = names.name_and_settings(str(cell["allocation"]))
+    parameters |= plans.allocation_of(plan).get("parameters") or {}
+    for setting in SMOOTHING:  # its name differs between allocations
+        if setting in parameters:
+            return str(parameters[setting])
+    return DEFAULT_SMOOTHING
+
+
+def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
+    """`budgets` with two more columns, scaled to mean 1 over the layers of a plan:
+
+    - loss: the layer's loss on the plan's calibration set
+    - smoothed: the loss after the plan's smoothing
+
+    If one layer of a plan has no loss, both columns are NaN in all layers of this plan.
+
+    budgets: see `layer_budgets`; losses: see `passes.layer_losses`, for one model."""
+    from moe_lab.allocation.shapes import smooth
+
+    rows = budgets.merge(
+        losses[["calibration", "layer", "loss"]], on=["calibration", "layer"], how="left"
+    )
+    frames = []
+    for _, plan in rows.groupby("cell", sort=False):  # a cell has one plan
+        loss = plan["loss"].to_numpy(float)
+        smoothed = smooth(loss, plan["smoothing"].iloc[0]) if np.isfinite(loss).all() else loss
+        frames.append(plan.assign(loss=loss / loss.mean(), smoothed=smoothed / smoothed.mean()))
+    return pd.concat(frames, ignore_index=True) if frames else rows.assign(smoothed=np.nan)
+
+
+@output(
+    "coverage.fig11",
+    chapter="attribution",
+    needs=f"{COVERAGE_PLANS}; for losses also the sums of their pass in the store",
+    aliases=("coverage.fig7",),
+)
+@per_model
+def budget_figure(results: Results, comparison: Comparison) -> Figure | None:
+    """Raw and smoothed loss, score coverage and retained share of each layer.
+
+    A panel per plan with a row of squares for each of STRIPS, one square per layer."""
+    study = results.study
+    losses = study.layer_losses[study.layer_losses["model"] == comparison.model]
+    budgets = budget_strips(layer_budgets(study, comparison), losses)
+    if budgets.empty:
+        return None
+    columns = [column for column in STRIPS if budgets[column].notna().any()]
+    squares = (
+        budgets.sort_values("layer", kind="stable")
+        .melt(["label", "layer"], columns, "column", "value")
+        .dropna(subset=["value"])
+    )
+    texts = [
+        names.share(value) if column in ("coverage", "kept") else f"{value:.2f}"
+        for column, value in zip(squares["column"], squares["value"], strict=True)
+    ]
+    squares = squares.assign(
+        panel=squares["label"],
+        x=squares["layer"],
+        y=squares["column"].map(STRIPS),
+        share=charts.shares_of_range(squares, ["label", "column"], "value").fillna(0.5),
+        text=texts,
+    )
+    x = {"field": "x", "type": "ordinal", "title": "decoder layer"}
+    layers = charts.heat_map(x, charts.label("y"))
+    caption = (
+        "Layer loss: size of a layer's routed output relative to the residual stream after it, the "
+        "mean over calibration tokens of ‖m‖² / (‖y‖² + ε), divided by its mean over layers. "
+        "Smoothed loss: by the smoothing of the plan, divided by its mean; the target of the "
+        "coverage. Score coverage: share of the sum of the layer's channel scores that the plan "
+        "keeps. Squares of a row are shaded between its least and its greatest value. Based on "
+        f"{pass_setup(study)}"
+    )
+    title = "From layer losses to budgets"
+    size = ({"step": 38}, {"step": 22})
+    return Figure(title, caption, squares, layers, columns=1, size=size)
+
+
+ROUTING_MEASURES = {"gate": "mean router weight", "tokens": "tokens"}
+"""Routing measure of an expert -> its name in Fig. 2."""
+TOP_EXPERTS = 50
+"""Number of experts in a panel of Fig. 2."""
+LOSS_LABEL = "rise of the loss (nats per token)"
+
+
+def experts_of_first_set(experts: pd.DataFrame, model: str) -> pd.DataFrame:
+    """The rows of one model that have an ablation loss, for the first calibration set that has such
+    rows, in the order of `names.calibrations_in_order`.
+
+    experts: columns model, calibration and ablation, as in `Study.experts`."""
+    rows = experts[(experts["model"] == model) & experts["ablation"].notna()]
+    sets = names.calibrations_in_order(rows["calibration"])
+    return rows[rows["calibration"] == sets[0]] if sets else rows
+
+
+def top_experts(experts: pd.DataFrame, measure: str) -> pd.DataFrame:
+    """The TOP_EXPERTS rows of `experts` with the highest values in the column `measure`, highest
+    first."""
+    experts = experts.dropna(subset=[measure])
+    return experts.sort_values(measure, ascending=False, kind="stable").head(TOP_EXPERTS)
+
+
+@output("coverage.fig2", chapter="attribution", needs=ABLATIONS)
+@per_model
+def router_figure(results: Results, comparison: Comparison) -> Figure | None:
+    """Ablation losses of the experts that routers rank highest."""
+    experts = experts_of_first_set(results.study.experts, comparison.model)
+    if experts.empty:
+        return None
+    frames = []
+    for letter, (measure, label) in zip("ab", ROUTING_MEASURES.items(), strict=True):
+        correlation = correlations(experts, measure, "ablation")["rank"]
+        highest_experts = top_experts(experts, measure)
+        frames.append(
+            highest_experts.assign(
+                panel=f"({letter}) by {label}; rank correlation over all experts {correlation:.2f}",
+                line=highest_experts[measure],
+                x=[f"{row.layer}.{row.expert}" for row in highest_experts.itertuples()],
+            )
+        )
+    rows = pd.concat(frames)
+    # the caption gives the number of experts in the last panel
+    caption = (
+        f"The {len(highest_experts)} experts with the highest mean router weight (a) and with the "
+        "most tokens (b), highest first. Bars: rise of the model's loss without that expert's "
+        "output; orange: the loss falls. Router weight: the gate, the mean over the expert's "
+        f"tokens. Based on {pass_setup(results.study)}"
+    )
+    title = (
+        f"Experts that routers rank highest, and the loss without them, "
+        f"{names.calibration(experts['calibration'].iloc[0])}"
+    )
+    return _bars_and_line(title, caption, rows, "layer.expert", "router weight, tokens")
+
+
+def _bars_and_line(
+    title: str, caption: str, rows: pd.DataFrame, x_title: str, line_title: str
+) -> Figure:
+    """Bars of ablation losses, and points or a line with an axis of their own on the right.
+
+    rows: columns "panel", "x", "ablation", "line" and, for points with error bars, "low" and
+    "high"."""
+    rows = rows[[column for column in COLUMNS if column in rows]]
+    x = charts.label("x", x_title)
+    loss = charts.number("ablation", LOSS_LABEL)
+    falls = {"condition": {"test": "datum.ablation < 0", "value": "#ee7733"}, "value": "#2277bb"}
+    y = charts.number("line", line_title, scale={"zero": False})
+    line = [charts.layer("line", {"point": True, "color": charts.INK}, x=x, y=y)]
+    if "low" in rows:  # points with error bars are not joined
+        interval: dict[str, Any] = {"y": {**y, "field": "low"}, "y2": "high"}
+        line = [
+            charts.layer("point", {"filled": True, "color": charts.INK}, x=x, y=y),
+            charts.layer("rule", {"color": charts.INK}, x=x, **interval),
+        ]
+    bars = charts.layer("bar", x=x, y=loss, color=falls)
+    both = {"layer": [bars, {"layer": line}], "resolve": {"scale": {"y": "independent"}}}
+    size, independent = (480, 180), ("x", "y")
+    return Figure(title, caption, rows, [both], 2, size, independent)
+
+
+COLUMNS = ("panel", "x", "ablation", "line", "low", "high")
+"""Columns of the rows of `_bars_and_line`."""
+
+
+def statistics_by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
+    """Pool one raw statistic by layer; a row per layer.
+
+    Columns:
+
+    - layer
+    - mean, std: over all weights or channels of the layer's experts
+    - ablation: mean ablation loss of the layer's experts
+
+    statistics: a row per expert, with the columns layer, count (number of weights or channels),
+    mean, std and ablation."""
+    count = statistics["count"]
+    # mean of squares = std ** 2 + mean ** 2, for an expert and for the layer
+    square = statistics["std"] ** 2 + statistics["mean"] ** 2
+    sums = statistics.assign(mean=count * statistics["mean"], square=count * square)
+    by_layer = sums.groupby("layer")
+    means = by_layer[["mean", "square"]].sum().div(by_layer["count"].sum(), axis=0)
+    # rounding errors can give less than 0
+    std = (means["square"] - means["mean"] ** 2).clip(lower=0) ** 0.5
+    layers = {"mean": means["mean"], "std": std, "ablation": by_layer["ablation"].mean()}
+    return pd.DataFrame(layers).reset_index()
+
+
+@output(
+    "coverage.fig3",
+    chapter="attribution",
+    needs=(
+        f"{ABLATIONS}; for weights also a criterion that reads weights of experts, such as "
+        "magnitude, and for gradients one that reads gradients, such as heapr, on the same text"
+    ),
+)
+@per_model
+def statistics_figure(results: Results, comparison: Comparison) -> Figure | None:
+    """Weights, activations and gradients of experts with ablation losses, by depth and in a layer.
+
+    None if no expert has both a raw statistic and an ablation loss.
+    """
+    experts = experts_of_first_set(results.study.raw_statistics, comparison.model)
+    rows_of_statistic = {
+        label: experts[experts["statistic"] == statistic] for statistic, label in STATISTICS.items()
+    }
+    drawn = {label: rows for label, rows in rows_of_statistic.items() if len(rows)}
+    if not drawn:
+        return None
+    layers = sorted(experts["layer"].unique())
+    middle = layers[(len(layers) - 1) // 2]
+    frames = []
+    for label, statistic in drawn.items():
+        by_layer = statistics_by_layer(statistic)
+        frames.append(by_layer.assign(panel=f"(a) {label}", x=by_layer["layer"]))
+    for label, statistic in drawn.items():
+        experts_of_layer = statistic[statistic["layer"] == middle]
+        by_loss = experts_of_layer.sort_values("ablation", ascending=False, kind="stable")
+        frames.append(by_loss.assign(panel=f"(b) {label}, layer {middle}", x=by_loss["expert"]))
+    rows = pd.concat(frames)
+    rows = rows.assign(
+        line=rows["mean"],
+        low=rows["mean"] - rows["std"],
+        high=rows["mean"] + rows["std"],
+    )
+    caption = (
+        "Weights: |w| of an expert. Activations and gradients: the root mean square over its "
+        "tokens of each channel, the input of its down projection, and of the gradient of the loss "
+        "at it. (a) Mean and standard deviation over all weights or channels of a layer; bars: "
+        "rise of the loss without one expert, the mean over the layer. (b) Experts of layer "
+        f"{middle} by the rise of the loss without them (bars). Based on "
+        f"{pass_setup(results.study)}"
+    )
+    title = (
+        f"Raw statistics across layers and experts, "
+        f"{names.calibration(experts['calibration'].iloc[0])}"
+    )
+    return _bars_and_line(title, caption, rows, "layer, expert", "mean ± standard deviation")
+
+
+@output("coverage.fig14", chapter="attribution", needs=SUMS)
+def activation_figure(results: Results) -> Figure | None:
+    """Activation magnitudes of experts in each layer, by calibration set.
+
+    The magnitudes are in the column "size" of `Study.experts`.
+    """
+    experts = results.study.experts.dropna(subset=["size"])
+    if experts.empty:
+        return None
+    sizes = experts.groupby(["model", "calibration", "layer"], sort=False)["size"]
+    points = pd.DataFrame(
+        {"low": sizes.quantile(0.25), "y": sizes.median(), "high": sizes.quantile(0.75)}
+    ).reset_index()
+    caption = (
+        "Of each expert: the root mean square of its channels, the inputs of its down projection, "
+        "over its tokens of the calibration set. Median over the experts of a layer, with "
+        f"quartiles. Based on {pass_setup(results.study)}"
+    )
+    title = "Activation magnitudes of experts by calibration set"
+    y = charts.number("y", "root mean square of channels")
+    return charts.layer_figure(title, caption, charts.by_calibration(points), y)
