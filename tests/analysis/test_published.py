@@ -284,9 +284,7 @@ def test_ranks_of_unified_table_2_are_reproduced(ratio: float) -> None:
         result = comparison(
             [number for number in rows if number.benchmark != "Avg Rank"], columns=True
         )
-        table = task_specific_table(
-            results_of(study_of(result), [result]), "t", names.TASK_SPECIFIC
-        )
+        table = task_specific_table(results_of(study_of(result), [result]), names.TASK_SPECIFIC)
         ours = table.frame.set_index("Criterion")["Avg Rank"]
         ranked = [number for number in rows if number.benchmark == "Avg Rank"]
         assert len(ranked) == 9 == ours.notna().sum()
