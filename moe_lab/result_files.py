@@ -287,7 +287,7 @@ FAMILY = ("layer", "expert", "b", "alpha", "beta", "score")
 """family.parquet: one row for each score S(b, alpha, beta) of an expert."""
 PROFILES = ("layer", "variance", "output_loss")
 """profile.parquet, one row per layer:
-variance         variance over tokens of the residual stream after the layer, mean over coordinates
+variance         variance over coordinates of the residual stream after the layer, mean over tokens
 output_loss      loss of pruning this layer alone: mean over tokens of
                  ||m - m'||^2 / (||y||^2 + eps), where m is the routed output, m' the routed output
                  of the pruned layer on the same input, and y the residual stream after the unpruned

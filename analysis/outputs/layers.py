@@ -49,10 +49,10 @@ def variance_figure(results: Results, comparison: Comparison) -> Figure | None:
     profiles = results.study.profiles.dropna(subset=["variance"])
     points = pd.concat(cells).merge(profiles, on="cell").rename(columns={"variance": "y"})
     caption = (
-        "Variance of the residual stream after each layer over the tokens of a text, the mean over "
-        "its coordinates; dashed: the unpruned model."
+        "Variance of the coordinates of the residual stream after each layer, mean over the tokens "
+        "of a text; dashed: the unpruned model."
     )
-    title = "Variance of hidden states between tokens"
+    title = "Variance of hidden states by layer"
     y = charts.number("y", "token variance")
     return charts.layer_figure(title, caption, points, y, criterion_colours(points))
 
@@ -92,9 +92,9 @@ def profile_table(results: Results) -> Table | None:
     }
     rows = rows.assign(layer=rows["layer"].astype(str))
     return Table(
-        title="Variance of hidden states between tokens",
-        caption="Token variance: of the residual stream after the layer over the tokens of a text, "
-        f"the mean over its coordinates. Based on {run_setup(study)}",
+        title="Variance of hidden states by layer",
+        caption="Token variance: of the coordinates of the residual stream after the layer, mean "
+        f"over the tokens of a text. Based on {run_setup(study)}",
         **frame_and_formats(rows, columns),
         optional=tuple(columns),
     )

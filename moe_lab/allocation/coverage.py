@@ -295,7 +295,7 @@ def lost_channels(budgets: Budget, rounded: Budget, scores: Array) -> Array:
     return (budgets - rounded).astype(float)
 
 
-def _lost_scores(budgets: Budget, rounded: Budget, scores: Array) -> Array:
+def lost_scores(budgets: Budget, rounded: Budget, scores: Array) -> Array:
     """Sum of the scores of the channels that each expert loses by rounding (E,). `scores`:
     (E, I)."""
     # the channel of rank 0 has the highest score
@@ -345,7 +345,7 @@ def in_rounds(
 
 ORDERS: Registry[Callable[[Budgets, Mapping[int, Array], Alignment], Budgets]] = Registry(
     remainder=partial(in_rounds, losses_of=lost_channels),
-    scores=partial(in_rounds, losses_of=_lost_scores),
+    scores=partial(in_rounds, losses_of=lost_scores),
 )
 """Value of align.order -> function (budgets, scores, alignment) that returns aligned budgets."""
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy
 
-from moe_lab.allocation.coverage import ORDERS, Alignment, in_rounds, lost_channels
+from moe_lab.allocation.coverage import ORDERS, Alignment, in_rounds, lost_channels, lost_scores
 from moe_lab.allocation.problem import Array, Budgets, apportion
 from moe_lab.allocation.shapes import SMOOTHINGS
 
@@ -36,8 +36,9 @@ def log_of_loss(x: Array, mean: float) -> Array:
 SMOOTHINGS["moe_slimming.four_roots"] = four_roots
 SMOOTHINGS["moe_slimming.log"] = log_of_loss
 ORDERS["moe_slimming.one_block"] = partial(in_rounds, losses_of=lost_channels, most=1)
+ORDERS["moe_slimming.one_block_scores"] = partial(in_rounds, losses_of=lost_scores, most=1)
 """Alignment-aware redistribution (Appendix A.2): an expert gets at most one block, in the order of
-lost channels. Further blocks are lost."""
+lost channels (l-r-c in Table 8) or of lost scores (l-r-s). Further blocks are lost."""
 
 
 def headroom(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -> Budgets:

@@ -176,8 +176,12 @@ def principal_components(layer: MoELayer) -> torch.Tensor:
     flat -= flat.mean(0)
     with torch.random.fork_rng(devices=[flat.device] if flat.device.type == "cuda" else []):
         torch.manual_seed(0)
-        _, singular, vectors = torch.pca_lowrank(flat, q=min(COMPONENTS, *flat.shape), center=False)
-    components: torch.Tensor = flat @ (vectors * singular)
+        # more components and iterations than needed: with fewer, the components of a flat spectrum
+        # depend on the random start
+        _, singular, vectors = torch.pca_lowrank(
+            flat, q=min(3 * COMPONENTS, *flat.shape), center=False, niter=8
+        )
+    components: torch.Tensor = flat @ (vectors * singular)[:, :COMPONENTS]
     return components.reshape(layer.n_experts, layer.width, -1)
 
 

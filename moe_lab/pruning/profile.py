@@ -28,14 +28,14 @@ def profile(
     does not fit, or when hidden states are not finite."""
     # each layer has the same `stack`, the path of the list of decoder layers
     decoder_layers = list(model.get_submodule(routed_layers(model)[0].stack).children())
-    observers = [_Sums(index) for index in range(len(decoder_layers))]
+    observers = [_Variance(index) for index in range(len(decoder_layers))]
     with mask(model, plan) if plan is not None else nullcontext(), ExitStack() as hooks:
         for observer, module in zip(observers, decoder_layers, strict=True):
             hooks.callback(module.register_forward_hook(observer.after_layer).remove)
         _run(model, batches, observers)
     losses = output_losses(model, plan, batches) if plan is not None else {}
     return [
-        (observer.index, observer.variance(), losses.get(observer.index, float("nan")))
+        (observer.index, observer.mean(), losses.get(observer.index, float("nan")))
         for observer in observers
     ]
 
@@ -57,7 +57,9 @@ def output_losses(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch]) 
 
 
 def _run(
-    model: PreTrainedModel, batches: Sequence[Batch], observers: Sequence[_Sums] | Sequence[_Loss]
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    observers: Sequence[_Variance] | Sequence[_Loss],
 ) -> None:
     """Run the model on each batch, with the batch's mask (B * S,) of measured tokens as `valid` of
     every observer."""
@@ -109,30 +111,28 @@ class _Loss:
         self.tokens += int(valid.sum())
 
 
-class _Sums:
-    """Sums over the valid tokens of one decoder layer, in fp64. `states` (H,): the hidden states
-    after the layer. `squares` (H,): the squares of these states."""
+class _Variance:
+    """Sum over the valid tokens of one decoder layer of the variance of a token's hidden state, in
+    fp64."""
 
     valid: torch.Tensor
-    states: Any = 0
-    squares: Any = 0
+    total: Any = 0.0
     tokens = 0
 
     def __init__(self, index: int) -> None:
         self.index = index
 
     def after_layer(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Add the hidden states and their squares."""
+        """Add the variance over the coordinates of each token's hidden state (H,)."""
         hidden = _hidden(output)
         states = hidden[self.valid.to(hidden.device)].double()
-        self.states = self.states + states.sum(0).cpu()
-        self.squares = self.squares + states.square().sum(0).cpu()
+        self.total = self.total + states.var(dim=-1, correction=0).sum()
         self.tokens += len(states)
 
-    def variance(self) -> float:
-        """Mean over coordinates of the variance over tokens, mean(x^2) - mean(x)^2. UserError if a
+    def mean(self) -> float:
+        """Mean over tokens of the variance over coordinates (AIMER, Appendix C). UserError if a
         hidden state is not finite."""
-        variance = float((self.squares / self.tokens - (self.states / self.tokens).square()).mean())
-        if not math.isfinite(variance):
+        mean = float(self.total) / self.tokens
+        if not math.isfinite(mean):
             raise UserError(f"NaN or Inf in layer {self.index}: its hidden states are not finite")
-        return variance
+        return mean

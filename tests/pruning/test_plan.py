@@ -602,11 +602,13 @@ def principal_components(layer: Any) -> Any:
     mean = rows.mean((0, 1))
     deviations = (rows - mean).reshape(-1, len(mean))
     _, singular, directions = numpy.linalg.svd(deviations, full_matrices=False)
-    return ((rows - mean) @ directions.T) * singular
+    return (((rows - mean) @ directions.T) * singular)[..., :64]
 
 
-def test_ream_adds_distances_of_activations_and_of_principal_components() -> None:
-    model = tiny.build("olmoe", dtype=torch.float64, hidden_size=16)
+# with 96, there are more than the 64 components that are compared
+@pytest.mark.parametrize("hidden_size", [16, 96])
+def test_ream_adds_distances_of_activations_and_of_principal_components(hidden_size: int) -> None:
+    model = tiny.build("olmoe", dtype=torch.float64, hidden_size=hidden_size)
     ids, valid = naive.batch()
     plan = plan_without_alignment(random_plan(model, "merged", share=0.5))
     states = record_inputs(model, ids, valid)
