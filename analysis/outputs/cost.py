@@ -11,28 +11,40 @@ import pandas as pd
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load import plans, settings
-from moe_lab.analysis.load.plans import BYTES
-from moe_lab.analysis.load.reader import groups, records
+from moe_lab.analysis.load.reader import groups
 from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.outputs.captions import MEBIBYTE, TIMINGS, run_setup, score_setup
 from moe_lab.analysis.outputs.score_rows import (
     STORAGE,
+    concatenate_numbers,
     cost_figure,
+    numbers_table,
     pareto_front,
+    scored_rows,
 )
 from moe_lab.analysis.registry import Item, Results, output, per_model
 from moe_lab.analysis.render import charts
 from moe_lab.analysis.render.charts import Figure
-from moe_lab.analysis.render.table import SCORE, Columns, Table, format_number, frame_and_formats
-from moe_lab.analysis.stats.cell_scores import mean_definitions, notes_on_average
+from moe_lab.analysis.render.table import (
+    CELL_COLUMNS,
+    Columns,
+    Table,
+    display_frame,
+    format_number,
+    frame_and_formats,
+)
+from moe_lab.analysis.stats.cell_scores import Numbers, mean_definitions, notes_on_average
 from moe_lab.analysis.stats.comparison import Comparison, mean_quantities
 
-COST_SHARES = {
-    "parameters_kept": "Parameters",
-    "flops_ratio": "FLOPs per token",
-    "storage_share": "Storage",
+FRONTS = {"Parameters": "parameters_kept", "FLOPs": "flops_ratio", "Storage": "storage_bytes"}
+"""Text in the column Front -> the cost of this front."""
+COST_COLUMNS = {
+    "Parameters kept": "parameters_kept",
+    "Routed kept": "routed_kept",
+    "FLOPs": "flops_ratio",
+    STORAGE: "storage_mib",
 }
-"""Column with a cost, as a share of the unpruned model's cost -> its display name."""
+"""Displayed column -> column with a cost; STORAGE in MiB, the others as shares."""
 
 KINDS = {
     "expert": "whole experts",
@@ -44,38 +56,30 @@ KINDS = {
 """Kind of a pruned cell -> description of what is removed, and of what replaces it."""
 
 
-def average_and_costs(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Avg and costs of one model. A row per cell that has costs, including the unpruned model.
-
-    Columns:
-
-    - cell, method, calibration, ratio, recovery
-    - kind: a key of KINDS; NaN where the plan cannot be read
-    - pruned: text with the removed share
-    - avg, low, high: Avg and its 95 % interval; NaN if the cell lacks one of the averaged scores
-    - merit: `avg`, negated if lower is better
-    - bits, and each of `plans.COSTS`
-    - storage_share: `storage_bytes` as a share of the unpruned model's bytes in bfloat16
-    - front_<cost>, for each column <cost> in COST_SHARES: whether the cell is on the Pareto front
-      of low <cost> and high `merit` among the pruned cells
-    """
+def average_and_costs(study: Study, comparison: Comparison) -> Numbers:
+    """The rows of `pareto` for one model: a row per cell that has costs, including the unpruned
+    model, most parameters and best average first. Fronts are those of pruned cells."""
     target = comparison.all_average_columns
-    average, low, high = comparison.displayed_scores(target)
-    scores = pd.DataFrame({"avg": average, "low": low, "high": high})
-    cells = comparison.cells[["criterion", "method", "calibration", "ratio", "recovery"]]
-    cells = cells.assign(
-        pruned=settings.removed_share_texts(comparison.cells), kind=_kinds(study, comparison.cells)
+    quantity = comparison.quantity(target)
+    average, _, _ = comparison.displayed_scores(target)
+    cells = comparison.cells.assign(
+        removed_text=settings.removed_share_texts(comparison.cells),
+        kind=_kinds(study, comparison.cells).replace(KINDS),
+        merit=quantity.sign * average,
     )
-    rows = cells.join(scores).join(study.costs, how="inner").rename_axis("cell").reset_index()
-    # BYTES: bytes of one parameter in bfloat16
-    rows["storage_share"] = rows["storage_bytes"] / (BYTES * rows["parameters_unpruned"])
-    rows["merit"] = comparison.quantity(target).sign * rows["avg"]
-    is_pruned = rows["criterion"] != "none"
-    pruned = rows[is_pruned]
-    for cost in COST_SHARES:
-        rows[f"front_{cost}"] = False
-        rows.loc[is_pruned, f"front_{cost}"] = pareto_front(pruned[cost], pruned["merit"])
-    return rows.drop(columns="criterion")
+    cells = cells.join(study.costs, how="inner")
+    cells = cells.sort_values(["parameters_kept", "merit"], ascending=False, kind="stable")
+    pruned = cells[cells["criterion"] != "none"]
+    fronts = pd.DataFrame(
+        {word: pareto_front(pruned[cost], pruned["merit"]) for word, cost in FRONTS.items()},
+        pruned.index,
+    )
+    words = fronts.apply(lambda is_on_front: ", ".join(fronts.columns[is_on_front]), axis=1)
+    cells["front"] = words.replace(", ".join(FRONTS), "all")
+    cells["storage_mib"] = cells["storage_bytes"] / MEBIBYTE
+    cells = cells.fillna({"front": ""})  # of the unpruned model
+    text = {**CELL_COLUMNS, "Removes": "kind", **COST_COLUMNS, "Front": "front"}
+    return scored_rows(comparison, display_frame(cells, text), {quantity.mean_name: target})
 
 
 def _kinds(study: Study, cells: pd.DataFrame) -> pd.Series:
@@ -92,70 +96,25 @@ def _kinds(study: Study, cells: pd.DataFrame) -> pd.Series:
 @output("pareto", chapter="cost")
 def pareto(results: Results) -> list[Item | None]:
     """All methods: accuracy against parameters, FLOPs and storage, with Pareto fronts."""
-    if results.study.costs.empty or not results.comparisons:
+    study = results.study
+    comparisons = sorted(results.comparisons, key=lambda comparison: comparison.model)
+    rows = concatenate_numbers(average_and_costs(study, comparison) for comparison in comparisons)
+    if rows is None or study.costs.empty:
         return []
-    frames = []
-    for comparison in results.comparisons:
-        average_name = comparison.quantity(comparison.all_average_columns).mean_name
-        model_rows = average_and_costs(results.study, comparison)
-        frames.append(model_rows.assign(model=comparison.model, average_name=average_name))
-    rows = pd.concat(frames).sort_values(
-        ["model", "parameters_kept", "merit"],
-        ascending=[True, False, False],
-        kind="stable",
-        ignore_index=True,
-    )
-    rows["storage_bytes"] /= MEBIBYTE
-    rows["kind"] = rows["kind"].replace(KINDS)
-    rows["front"] = _fronts_in_words(rows)
-    quantities = mean_quantities(results.comparisons)
-    averages = list(quantities)  # names: Avg, the name of a mean loss
-    # Each frame has a column for each name in `averages`. A row has a number only in the column of
-    # its model's average.
-    values, low, high = (
-        pd.DataFrame(
-            {average: rows[column].where(rows["average_name"] == average) for average in averages}
-        )
-        for column in ("avg", "low", "high")
-    )
-    columns: Columns = {
-        "Model": "model",
-        "Criterion": "method",
-        "Calibration": "calibration",
-        "Pruned": "pruned",
-        "Removes": "kind",
-        **{average: (average, SCORE) for average in averages},
-        "Parameters kept": ("parameters_kept", "{:.1%}"),
-        "Routed kept": ("routed_kept", "{:.1%}"),
-        "FLOPs": ("flops_ratio", "{:.1%}"),
-        STORAGE: ("storage_bytes", "{:,.2f}"),
-        "Front": "front",
-    }
-    table = Table(
+    table = numbers_table(
+        rows,
+        {**dict.fromkeys(COST_COLUMNS, "{:.1%}"), STORAGE: "{:,.2f}"},
+        last=(*COST_COLUMNS, "Front"),
         title="All methods: accuracy against what is kept",
         caption=f"{mean_definitions(results.comparisons)} Parameters kept, routed kept, FLOPs: "
         "shares of all parameters, of those of routed experts, and of the unpruned model's FLOPs "
         "per token. Front: the costs by which no cheaper pruned model is as good. "
-        f"{score_setup(results.study)}",
-        **frame_and_formats(rows.join(values), columns),
-        best={average: quantity.best for average, quantity in quantities.items()},
-        low=low,
-        high=high,
+        f"{score_setup(study)}",
         footnotes=notes_on_average(results.comparisons),
     )
     # models with another average, such as a mean loss, are in the table alone
-    figure = cost_figure(table, ("Parameters kept", "FLOPs", STORAGE), averages[0], label="Removes")
-    return [figure, table]
-
-
-def _fronts_in_words(rows: pd.DataFrame) -> list[str]:
-    """For each row of `average_and_costs`, the costs by which the cell is on a Pareto front: "all"
-    or a text such as "Parameters, Storage"."""
-    texts = []
-    for row in records(rows):
-        costs = [name.split(" ")[0] for cost, name in COST_SHARES.items() if row[f"front_{cost}"]]
-        texts.append("all" if len(costs) == len(COST_SHARES) else ", ".join(costs))
-    return texts
+    average = next(iter(mean_quantities(results.comparisons)))
+    return [cost_figure(table, ("Parameters kept", "FLOPs", STORAGE), average, "Removes"), table]
 
 
 PREFILL = "Prefill (tokens/s)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +43,22 @@ SIGNALS = ("Text", "Activations", "Routing", "Gradients", "Weights")
 MARKS = {True: "yes", False: "no"}
 EXPERTS, CHANNELS, HIDDEN_SIZE = 5, 3, 2
 """Sizes of the artificial layer on which the dependence of scores on inputs is tested."""
+PRODUCTS = {
+    (EXPERTS,): {
+        ("Activations", "Routing"): "damage ala_first ala_second shift_weighted",
+        ("Weights",): "abs_sum square_sum",
+    },
+    (EXPERTS, CHANNELS): {
+        ("Activations",): "channel_square channel_max",
+        ("Activations", "Routing"): "gate_channel_square gate_channel_max "
+        "renormalized_channel_square renormalized_channel_max",
+        ("Gradients",): "channel_gradient_square",
+        ("Activations", "Gradients"): "channel_product channel_product_abs",
+        ("Weights", "Gradients"): "snip_down snip_gate snip_up",
+        ("Weights",): "channel_down_square channel_down_abs channel_gate_square channel_up_square",
+    },
+}
+"""Shape -> inputs -> names of the statistics that are products of these inputs."""
 
 
 @output("unified.table6", chapter="criteria", needs="registered criteria")
@@ -129,54 +145,31 @@ def _artificial_statistics(signal_to_change: str | None = None) -> dict[str, Arr
     from moe_lab.config import GATES
 
     # the signal to change has another seed
-    draw_activations, draw_routing, draw_gradients, draw_weights = (
-        _draw_function(number + 10 * (signal == signal_to_change))
+    draw = {
+        signal: _draw_function(number + 10 * (signal == signal_to_change))
         for number, signal in enumerate(SIGNALS)
-        if signal != "Text"
-    )
-    channel_shape = (EXPERTS, CHANNELS)
-    tokens = 5 * draw_routing(EXPERTS)
+    }
+    tokens = 5 * draw["Routing"](EXPERTS)
     # (experts, alpha, beta): sums over tokens of gate^alpha * norm^beta. Gates are routing, norms
     # of expert outputs are activations; for alpha = 0 there is no gate
-    sums = draw_activations(EXPERTS, 3, 3) * np.concatenate(
-        [np.ones((EXPERTS, 1, 3)), draw_routing(EXPERTS, 2, 3)], axis=1
+    sums = draw["Activations"](EXPERTS, 3, 3) * np.concatenate(
+        [np.ones((EXPERTS, 1, 3)), draw["Routing"](EXPERTS, 2, 3)], axis=1
     )
-    sums[:, :, 0] = draw_routing(EXPERTS, 3)  # for beta = 0 there is no norm, only routing
+    sums[:, :, 0] = draw["Routing"](EXPERTS, 3)  # for beta = 0 there is no norm, only routing
     sums[:, 0, 0] = tokens  # for alpha = beta = 0, the sum is the number of tokens
-    ungated = draw_activations(*channel_shape)
-    gated = ungated * draw_routing(*channel_shape)
-    return {
+    statistics = {
         "file": np.zeros(EXPERTS),  # the scores in a file depend on no signal
         "tokens": tokens,
         **{f"sums_{gate}": sums for gate in GATES},
-        "output_sum": draw_activations(EXPERTS, HIDDEN_SIZE) * 0.1,
-        **{
-            name: draw_activations(EXPERTS) * draw_routing(EXPERTS)
-            for name in ("damage", "ala_first", "ala_second")
-        },
-        "layer_loss": draw_activations().reshape(()),
-        "channel_square": ungated,
-        "channel_max": ungated,
-        "gate_channel_square": gated,
-        "gate_channel_max": gated,
-        "renormalized_channel_square": gated,
-        "renormalized_channel_max": gated,
-        "channel_gradient_square": draw_gradients(*channel_shape),
-        "channel_product": ungated * draw_gradients(*channel_shape),
-        "channel_product_abs": ungated * draw_gradients(*channel_shape),
-        **{
-            f"snip_{part}": draw_weights(*channel_shape) * draw_gradients(*channel_shape)
-            for part in ("down", "gate", "up")
-        },
-        "abs_sum": draw_weights(EXPERTS),
-        "square_sum": draw_weights(EXPERTS),
+        "output_sum": draw["Activations"](EXPERTS, HIDDEN_SIZE) * 0.1,
         "count": np.asarray(9.0),
-        **{
-            f"channel_{part}": draw_weights(*channel_shape)
-            for part in ("down_square", "down_abs", "gate_square", "up_square")
-        },
-        "shift_weighted": draw_activations(EXPERTS) * draw_routing(EXPERTS),
+        "layer_loss": draw["Activations"]().reshape(()),
     }
+    for shape, signals_of_statistic in PRODUCTS.items():
+        for factors, statistic_names in signals_of_statistic.items():
+            values = np.prod([draw[signal](*shape) for signal in factors], axis=0)
+            statistics |= dict.fromkeys(statistic_names.split(), values)
+    return statistics
 
 
 def _draw_function(seed: int) -> Callable[..., Array]:
@@ -239,22 +232,17 @@ def scoring_table(results: Results) -> Table:
     A row per step that computes scores."""
     study = results.study
     cells = study.cells[study.cells["scores_folder"].notna()].drop_duplicates("scores_folder")
-    rows = []
-    machines = []
-    for cell, steps in _cells_with_times(study, cells, "scores_folder"):
-        machines += list(steps["machine"])
-        passes = sorted(kind.replace("_", " ") for kind in set(steps["kind"]) - {"scores"})
-        rows.append(
-            {
-                **cell,
-                "reads": names.enumeration(passes),
-                "seconds": steps["seconds"].sum(),
-                "score_seconds": steps.loc[steps["kind"] == "scores", "seconds"].sum(),
-                "peak": steps["peak"].max() / MEBIBYTE,
-                "gpu_peak": steps["gpu_peak"].max() / MEBIBYTE,
-                "loading": _parameter_count(study, cell["model"]) * BYTES / MEBIBYTE,
-            }
-        )
+    steps = _step_times(study, cells, "scores_folder")
+    by_cell = steps.groupby("cell")
+    parameters = {model: facts["parameters"] for model, facts in study.models.items()}
+    rows = cells.loc[steps["cell"].unique()].assign(
+        reads=by_cell["kind"].agg(_passes_in_words),
+        seconds=by_cell["seconds"].sum(),
+        score_seconds=steps[steps["kind"] == "scores"].groupby("cell")["seconds"].sum(),
+        peak=by_cell["peak"].max() / MEBIBYTE,
+        gpu_peak=by_cell["gpu_peak"].max() / MEBIBYTE,
+        loading=cells["model"].map(parameters) * BYTES / MEBIBYTE,
+    )
     columns: Columns = {
         **TEXT_COLUMNS,
         "Reads": "reads",
@@ -270,8 +258,8 @@ def scoring_table(results: Results) -> Table:
         "the scores. Criteria that read one pass share it, so a study takes less than the sum. "
         "Peak memory: of the process, which may have done other steps before, in main memory and, "
         "where some were used, on GPUs; loading memory: the model in bfloat16. "
-        f"{SECONDS_NOTE}{machines_sentence(machines)}{run_setup(study)}",
-        **frame_and_formats(pd.DataFrame(rows), columns),
+        f"{SECONDS_NOTE}{machines_sentence(steps['machine'])}{run_setup(study)}",
+        **frame_and_formats(rows, columns),
         best={"Scoring time (s)": "min"},
         optional=(GPU_PEAK,),
     )
@@ -290,18 +278,14 @@ def allocation_table(results: Results) -> Table:
         (study.cells["granularity"] == "channel") & study.cells["plan_folder"].notna()
     ]
     all_but_ratio = ["model", "calibration", "criterion", "allocation", "gate", "seed"]
-    rows = []
-    machines = []
-    cells_of_first_ratios = cells.drop_duplicates(all_but_ratio)
-    for cell, steps in _cells_with_times(study, cells_of_first_ratios, "plan_folder"):
-        machines += list(steps["machine"])
-        # column -> seconds; steps of a kind without a column count in the total only
-        seconds = steps.groupby(steps["kind"].map(COLUMN_OF_STEP_KIND))["seconds"].sum()
-        rows.append({**cell, **seconds, "Total (s)": steps["seconds"].sum()})
+    steps = _step_times(study, cells.drop_duplicates(all_but_ratio), "plan_folder")
+    # steps of a kind without a column count in the total only
+    columns_of_steps = steps["kind"].map(COLUMN_OF_STEP_KIND)
+    seconds = steps.groupby(["cell", columns_of_steps])["seconds"].sum().unstack()
+    rows = cells.loc[steps["cell"].unique()].join(seconds)
+    rows["Total (s)"] = steps.groupby("cell")["seconds"].sum()
     step_columns = [
-        column
-        for column in dict.fromkeys(COLUMN_OF_STEP_KIND.values())
-        if any(column in row for row in rows)
+        column for column in dict.fromkeys(COLUMN_OF_STEP_KIND.values()) if column in seconds
     ]
     columns: Columns = {
         **TEXT_COLUMNS,
@@ -313,32 +297,33 @@ def allocation_table(results: Results) -> Table:
         caption="Seconds of each step behind a plan; – where a plan reads no such step. The "
         "forward pass gives the attributions of all experts at once; ablation runs the layers "
         "above again for every expert. "
-        f"{SECONDS_NOTE}{machines_sentence(machines)}{run_setup(study)}",
-        **frame_and_formats(pd.DataFrame(rows), columns),
+        f"{SECONDS_NOTE}{machines_sentence(steps['machine'])}{run_setup(study)}",
+        **frame_and_formats(rows, columns),
         optional=tuple(step_columns),
     )
 
 
-def _cells_with_times(
-    study: Study, cells: pd.DataFrame, column: str
-) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """Yield (cell as a dictionary, `time_and_memory` of the cell's steps) for each of `cells`. The
-    steps are the step in `column`, such as "plan_folder", and its direct and indirect inputs.
+def _passes_in_words(kinds: pd.Series) -> str:
+    """The kinds of steps behind scores: `statistics and weights`."""
+    return names.enumeration(sorted(kind.replace("_", " ") for kind in set(kinds) - {"scores"}))
+
+
+def _step_times(study: Study, cells: pd.DataFrame, column: str) -> pd.DataFrame:
+    """`time_and_memory` of the step in `column`, such as "plan_folder", and of its direct and
+    indirect inputs, with the column "cell". The cells are ordered by model and criterion.
 
     A cell is left out if the store lacks the time of one of its steps."""
-    for cell in records(sort_cells(cells, "model", "criterion")):
+    frames = []
+    for cell, step in sort_cells(cells, "model", "criterion")[column].items():
         folders = [
             folder
-            for folder in steps_with_inputs([cell[column]], study.reader)
+            for folder in steps_with_inputs([step], study.reader)
             if step_kind(folder) not in TIMELESS
         ]
         steps = time_and_memory(folders, study.reader)
         if folders and set(steps["folder"]) == set(folders):
-            yield cell, steps
-
-
-def _parameter_count(study: Study, model: str) -> float:
-    return float(study.models.get(model, {}).get("parameters", np.nan))
+            frames.append(steps.assign(cell=int(str(cell))))
+    return stacked(frames, ["cell", "kind", "seconds", "peak", "gpu_peak", "machine"])
 
 
 FIGURE_CRITERIA = ("magnitude", "aimer")

@@ -14,11 +14,12 @@ from moe_lab.analysis import names
 from moe_lab.analysis.load.reader import records
 from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.outputs.captions import LOSSES, score_setup
-from moe_lab.analysis.outputs.score_rows import sort_cells
+from moe_lab.analysis.outputs.score_rows import concatenate_numbers, numbers_table, sort_cells
 from moe_lab.analysis.registry import Item, Results, output
 from moe_lab.analysis.render import charts
 from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import (
+    CELL_COLUMNS,
     PERCENT,
     SCORE,
     Columns,
@@ -26,7 +27,7 @@ from moe_lab.analysis.render.table import (
     display_frame,
     frame_and_formats,
 )
-from moe_lab.analysis.stats.cell_scores import mean_definitions, notes_on_average
+from moe_lab.analysis.stats.cell_scores import Numbers, mean_definitions, notes_on_average
 from moe_lab.analysis.stats.ranking import (
     AVERAGE,
     BEST,
@@ -62,49 +63,20 @@ def ranking_by_loss(results: Results) -> Table | None:
 def ranking_table(results: Results) -> Table:
     """All rankings in one table, with a row per plan."""
     rankings = results.rankings
-    averages = list(dict.fromkeys(ranking.mean_name for ranking in rankings))
-    frame = pd.concat([_displayed_rows(ranking) for ranking in rankings], ignore_index=True)
-    frame = frame.dropna(axis="columns", how="all")
-    # the plans of `frame` in the same order, with the columns of `Ranking.rows`
-    rows = pd.concat(
-        [ranking.rows.assign(average=ranking.mean_name) for ranking in rankings],
-        ignore_index=True,
-    )
-    formats = {
-        "Rank": "{:.0f}",
-        **dict.fromkeys(averages, SCORE),
-        "Of unpruned": PERCENT,
-        "Spread": SCORE,
-        "Behind": SCORE,
-        "p": "{:.4f}",
-    }
-    # Each frame has a column for each name in `averages`. A row has a number only in the column of
-    # its ranking's average.
-    low, high = (
-        pd.DataFrame(
-            {average: rows[end].where(rows["average"] == average) for average in averages}
-            | {"Behind": rows[f"behind_{end}"]}
-        )
-        for end in ("low", "high")
-    )
-    spread_sentence = (
-        "Spread: standard deviation between seeds, or models." if "Spread" in frame else ""
-    )
+    rows = concatenate_numbers(map(_displayed_rows, rankings))
+    assert rows is not None  # there is at least one ranking
     sentences = (
         mean_definitions(results.comparisons),
         _SHARED_RANKS,
-        spread_sentence,
+        "Spread: standard deviation between seeds, or models." if "Spread" in rows.frame else "",
         _caption(rankings),
         score_setup(results.study),
     )
-    return Table(
+    return numbers_table(
+        rows,
+        {"Rank": "{:.0f}", "Of unpruned": PERCENT, "Spread": SCORE, "p": "{:.4f}"},
         title="Plans by average",
         caption=" ".join(filter(None, sentences)),
-        frame=frame,
-        formats={column: form for column, form in formats.items() if column in frame},
-        best={ranking.mean_name: ranking.quantity.best for ranking in rankings},
-        low=low[low.columns.intersection(frame.columns)],
-        high=high[high.columns.intersection(frame.columns)],
         bold=pd.concat([_separated(ranking) for ranking in rankings], ignore_index=True),
         optional=("Of unpruned", "Spread", "Behind", "p"),
         footnotes=notes_on_average(results.comparisons),
@@ -140,27 +112,28 @@ def _caption(rankings: Sequence[Ranking]) -> str:
     return " ".join([*sentences, *overview(rankings)])
 
 
-def _displayed_rows(ranking: Ranking) -> pd.DataFrame:
-    """The rows of one ranking in `ranking_table`, with all displayed columns."""
-    rows = ranking.rows.assign(model=ranking.model, pruned=ranking.pruned_text)
-    text_columns = {
-        "Model": "model",
-        "Pruned": "pruned",
-        "Criterion": "method",
-        "Calibration": "calibration",
+def _displayed_rows(ranking: Ranking) -> Numbers:
+    """The rows of one ranking in `ranking_table`."""
+    rows = ranking.rows.assign(model=ranking.model, removed_text=ranking.pruned_text)
+    columns = {
+        **CELL_COLUMNS,
+        "Rank": "rank",
+        ranking.mean_name: "score",
+        "Interval over": "over",
+        "Of unpruned": "share",
+        "Spread": "spread",
+        "Behind": "behind",
+        "p": "p",
+        "Status": "status",
     }
-    number_columns = {"Of unpruned": "share", "Spread": "spread", "Behind": "behind", "p": "p"}
-    return display_frame(
-        rows,
-        {
-            **text_columns,
-            "Rank": "rank",
-            ranking.mean_name: "score",
-            "Interval over": "over",
-            **number_columns,
-            "Status": "status",
-        },
+    low, high = (
+        rows.rename(columns={end: ranking.mean_name, f"behind_{end}": "Behind"})[
+            [ranking.mean_name, "Behind"]
+        ]
+        for end in ("low", "high")
     )
+    best = {ranking.mean_name: ranking.quantity.best}
+    return Numbers(display_frame(rows, columns), low, high, best)
 
 
 def ranking_figure(results: Results) -> Figure:

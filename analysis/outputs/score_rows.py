@@ -142,8 +142,6 @@ def _block_table(
     frame = rows.frame
     if P in frame:
         frame[P] = uncertainty.holm(frame[P].to_numpy(float))
-        if frame[P].isna().all():
-            del frame[P]
     sentences = [
         caption,
         _MEANING_OF_MEAN if MEAN in frame else "",
@@ -161,7 +159,8 @@ def _block_table(
 
 
 def concatenate_numbers(parts: Iterable[Numbers | None]) -> Numbers | None:
-    """Concatenate the rows of all parts, with a new index; None when all parts are None."""
+    """Concatenate the rows of all parts, with a new index and without empty columns; None when all
+    parts are None."""
     present_parts = [part for part in parts if part is not None]
     if not present_parts:
         return None
@@ -172,7 +171,7 @@ def concatenate_numbers(parts: Iterable[Numbers | None]) -> Numbers | None:
         pd.concat([getattr(part, name) for part in present_parts], ignore_index=True)
         for name in ("frame", "low", "high")
     )
-    return Numbers(frame, low, high, best)
+    return Numbers(frame.dropna(axis="columns", how="all"), low, high, best)
 
 
 def numbers_table(
@@ -193,14 +192,9 @@ def numbers_table(
         part.rename(columns=names.benchmark)
         for part in (rows.frame[[*columns, *last]], rows.low, rows.high)
     )
-    format_of_column = {**dict.fromkeys(map(str, low), SCORE), **(formats or {})}
     return Table(
         frame=frame,
-        formats={
-            column: format_of_column[column]
-            for column in map(str, frame)
-            if column in format_of_column
-        },
+        formats={**dict.fromkeys(map(str, low), SCORE), **(formats or {})},
         best=rows.best,
         low=low,
         high=high,
@@ -341,16 +335,10 @@ def pareto_front(
 
     A dominates B if A is at least as cheap and at least as good as B, and is cheaper or better. An
     entry is on the front if no entry dominates it. Entries with NaN are not on the front."""
-    cost_values = np.asarray(costs, float)
-    merit_values = np.asarray(merits, float)
-    # element [b, a] of the next three arrays says how entry a compares with entry b
-    is_as_cheap = cost_values[None, :] <= cost_values[:, None]
-    is_as_good = merit_values[None, :] >= merit_values[:, None]
-    is_cheaper_or_better = (cost_values[None, :] < cost_values[:, None]) | (
-        merit_values[None, :] > merit_values[:, None]
-    )
-    is_dominated = (is_as_cheap & is_as_good & is_cheaper_or_better).any(axis=1)
-    return np.asarray(~is_dominated & ~np.isnan(cost_values + merit_values))
+    entries = pd.DataFrame({"cost": np.asarray(costs, float), "merit": np.asarray(merits, float)})
+    highest = entries.dropna().groupby("cost")["merit"].max()  # lowest cost first
+    front = highest[highest > highest.cummax().shift(fill_value=-np.inf)]
+    return (entries["merit"] == entries["cost"].map(front)).to_numpy()
 
 
 def shallow_middle_deep_layers(layers: Sequence[int]) -> list[int]:

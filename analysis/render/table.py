@@ -27,7 +27,8 @@ class Table:
     frame: pd.DataFrame
     """Columns have display names; text columns come first, then numbers."""
     formats: Mapping[str, str]
-    """Number column -> format of its numbers; all other columns are text."""
+    """Number column -> format of its numbers; all other columns are text. Here and below, columns
+    that are not in `frame` mean nothing."""
     best: Mapping[str, str] = field(default_factory=dict)
     """Number column -> "max" if more is better, "min" if less is."""
     bold: pd.DataFrame | None = None
@@ -124,7 +125,8 @@ def footnotes(table: Table) -> list[str]:
         for column, direction in table.best.items()
         if direction == "min" and column in table.frame
     ]
-    is_gap = table.frame[[name for name in table.formats if name not in table.optional]].isna()
+    required = [name for name in table.formats if name not in table.optional]
+    is_gap = table.frame[table.frame.columns.intersection(required)].isna()
     if "Criterion" in table.frame and "Avg Rank" in is_gap:
         is_gap.loc[table.frame["Criterion"] == UNPRUNED, "Avg Rank"] = False  # is not ranked
     notes = list(table.footnotes)
@@ -162,7 +164,7 @@ def csv(table: Table) -> str:
     frame = printed_frame(table).copy()
     for end, values in (("low", table.low), ("high", table.high)):
         if values is not None:
-            for column in values.columns:
+            for column in values.columns.intersection(table.frame.columns):
                 frame[f"{column} {end}"] = values[column].to_numpy()
     return str(frame.to_csv(index=False, lineterminator="\n", float_format="%.6g"))
 
@@ -182,9 +184,21 @@ def latex(table: Table) -> str:
     texts = _marked_frame(table, r"\textbf{{{}}}", _tex)
     caption = _tex(" ".join([f"{table.title}.", table.caption, *footnotes(table)]))
     align = "".join("r" if column in table.formats else "l" for column in table.frame)
-    label = f"tab:{table.name}"
-    text = texts.to_latex(index=False, column_format=align, caption=caption, label=label)
-    return f"% needs \\usepackage{{booktabs}}\n{text}"
+    # Styler.to_latex would take a tenth of a report's time
+    header, *body = (" & ".join(row) for row in [list(texts), *texts.to_numpy().tolist()])
+    lines = [
+        r"% needs \usepackage{booktabs}",
+        r"\begin{table}",
+        rf"\caption{{{caption}}}",
+        rf"\label{{tab:{table.name}}}",
+        rf"\begin{{tabular}}{{{align}}}",
+        rf"\toprule {header} \\ \midrule",
+        *(rf"{row} \\" for row in body),
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _marked_frame(table: Table, bold: str, escape_value: Callable[[object], str]) -> pd.DataFrame:
