@@ -97,21 +97,22 @@ def part_bounds(settings: CalibrationConfig) -> list[tuple[int, int]]:
 
 
 def order_seed(settings: CalibrationConfig) -> int | None:
-    """The seed by which documents are shuffled; None for order=first. UserError for order=random
-    without a seed."""
+    """The seed by which documents are shuffled, or rows are drawn; None for order=first. UserError
+    for another order without a seed."""
     if settings.order == "first":
         return None
     if settings.seed is None:
         raise UserError(
-            "calibration.seed is not set: calibration.order=random needs the seed of the cell"
+            f"calibration.seed is not set: calibration.order={settings.order} needs the cell's seed"
         )
     return settings.seed
 
 
 def order_documents(documents: list[Document], settings: CalibrationConfig) -> list[Document]:
     """The documents in the order in which they are packed."""
-    seed = order_seed(settings)
-    return documents if seed is None else random.Random(seed).sample(documents, len(documents))
+    if settings.order != "random":
+        return documents
+    return random.Random(order_seed(settings)).sample(documents, len(documents))
 
 
 def held_out_text(settings: CalibrationConfig, characters: int) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
+import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ import torch
 from moe_lab.calibration import (
     local_tokenizer,
     order_documents,
+    order_seed,
     plain_text,
     shares_and_sets,
 )
@@ -94,7 +96,12 @@ PACKINGS: dict[str, Callable[..., Iterator[list[int]]]] = {
 def check_held_out(settings: CalibrationConfig, model: ModelConfig) -> None:
     """Raise UserError if a calibration set that is read by `model` reaches the half of its text
     from which `held_out_text` is taken. Only sets in local files, and models in local folders, are
-    checked."""
+    checked, and that rows are not drawn from the whole text."""
+    if settings.order == "rows":
+        raise UserError(
+            f"calibration.order=rows draws rows from the whole of {settings.name}, so that no half "
+            "is held out for a benchmark: expected calibration.order=first, or suite.path=FILE"
+        )
     tokenizer = local_tokenizer(model)
     if tokenizer is None:
         return
@@ -238,13 +245,16 @@ class PackedRows:
         """Rows of positions: as many as the settings require, or fewer if a set has too few
         documents.
 
-        A row is only packed when the loop below takes it. `_documents` chooses the set of the next
-        document by the counts that the loop has updated so far.
+        Unless order=rows, a row is only packed when the loop below takes it. `_documents` chooses
+        the set of the next document by the counts that the loop has updated so far.
         """
         packing = PACKINGS[self.settings.packing]
         # what `packing` writes into gaps and padding; None if rows have neither
         filler = None if self.filler_id is None else GAP
         all_rows = packing(self._documents(), self.settings.length, filler)
+        if self.settings.order == "rows":
+            packed = list(all_rows)
+            all_rows = iter(random.Random(order_seed(self.settings)).sample(packed, len(packed)))
         rows = []
         for row in islice(all_rows, self.settings.rows):
             rows.append(row)

@@ -229,9 +229,9 @@ class CalibrationConfig(Group):
     batch_tokens: Positive | None = None
     """Most tokens in one forward pass, which reads at least one row; null: 8192 on the CPU, 16384
     on GPUs. It changes speed and memory, and sums only by rounding."""
-    order: Literal["random", "first"] = "random"
-    """Which documents come first: random (without replacement, by seed) or first (as in the
-    file)."""
+    order: Literal["random", "first", "rows"] = "random"
+    """Which documents come first: random (without replacement, by seed), first (as in the file), or
+    rows (as in the file, and rows are drawn from all of the text without replacement, by seed)."""
     seed: Count | None = None
     """Seed of the document order; null takes the cell's seed."""
     gap: Literal["none", "eos", "zero"] = "none"

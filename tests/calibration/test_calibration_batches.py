@@ -25,12 +25,13 @@ from moe_lab.calibration.batches import (
     Calibration,
     answer_batches,
     batches,
+    check_held_out,
     chunk,
     one_per_row,
     reap,
 )
 from moe_lab.calibration.sources import check_answers
-from moe_lab.config import CalibrationConfig, Config, SourceConfig
+from moe_lab.config import CalibrationConfig, Config, ModelConfig, SourceConfig
 from moe_lab.errors import UserError
 from moe_lab.paths import resolve
 
@@ -105,6 +106,21 @@ def test_the_seed_decides_a_random_order_without_replacement(
     assert first != all_ids(replace(chosen, seed=8), tokenizer)
     assert sorted(first) == list(range(W, W + 90))
     assert all_ids(replace(chosen, order="first"), tokenizer) == list(range(W, W + 90))
+
+
+def test_rows_are_drawn_from_the_whole_stream(word_settings: Settings, tokenizer: Any) -> None:
+    """Rows of one stream, without replacement, as HEAPr draws its samples."""
+    chosen = word_settings(order="rows", seed=7, packing="chunk", length=9, tokens=45)
+    ids = all_ids(chosen, tokenizer)
+    starts = ids[::9]
+    assert ids == [start + position for start in starts for position in range(9)]
+    assert len(set(starts)) == 5
+    assert set(starts) < set(range(W, W + 90, 9))
+    assert max(starts) >= W + 45
+    assert starts != sorted(starts)
+    assert ids != all_ids(replace(chosen, seed=8), tokenizer)
+    with pytest.raises(UserError, match="calibration.order=rows"):
+        check_held_out(chosen, ModelConfig("m", "pocket:pocket_olmoe"))
 
 
 PAIR = {"instruction": "w1", "output": "w2 w3"}
