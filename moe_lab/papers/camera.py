@@ -16,7 +16,7 @@ from moe_lab.criteria import Array, Layer, criterion
 )
 def paper(layer: Layer, alpha: float = 0.9) -> Array:
     """(||phi||_2 + alpha ||phi||_inf) * ||w_c||_2: the decoding-time energy of the channel, as
-    HEAPr (Section 4.3) quotes it.
+    HEAPr (Section 4.2) quotes it.
 
     phi is the channel's input to down_proj over the tokens routed to the expert, without the gate.
     w_c is the channel's column of down_proj. HEAPr prints the second norm as ||phi||_2 too.

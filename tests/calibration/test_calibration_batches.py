@@ -119,7 +119,7 @@ def test_rows_are_drawn_from_the_whole_stream(word_settings: Settings, tokenizer
     assert max(starts) >= W + 45
     assert starts != sorted(starts)
     assert ids != all_ids(replace(chosen, seed=8), tokenizer)
-    with pytest.raises(UserError, match="calibration.order=rows"):
+    with pytest.raises(UserError, match=r"calibration\.order=rows"):
         check_held_out(chosen, ModelConfig("m", "pocket:pocket_olmoe"))
 
 
