@@ -99,8 +99,8 @@ class KillReport:
 
 
 def run_kills(kills: int, seed: int) -> KillReport:
-    """Kill studies `kills` times, divided among SCENES by their shares. Without Slurm, `quick` gets
-    its share."""
+    """Kill studies `kills` times, each in one of SCENES, which are drawn by their shares. Without
+    Slurm, `quick` gets its share."""
     adopt_orphans()
     # background commands of a shell, and their children, ignore SIGINT
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -111,14 +111,14 @@ def run_kills(kills: int, seed: int) -> KillReport:
         shares["quick"] += shares.pop("slurm")
     with tempfile.TemporaryDirectory(prefix="moe_lab_campaign-") as name:
         folder = Path(name)
-        for scenario, share in shares.items():
-            if count := round(share * kills):
-                with (
-                    running_cluster(folder / "cluster")
-                    if scenario == "slurm"
-                    else nullcontext() as cluster
-                ):
-                    _kill_studies(scenario, folder / scenario, cluster, count, draw, report)
+        drawn = draw.choices(list(shares), list(shares.values()), k=kills)
+        for scenario, count in Counter(drawn).items():
+            with (
+                running_cluster(folder / "cluster")
+                if scenario == "slurm"
+                else nullcontext() as cluster
+            ):
+                _kill_studies(scenario, folder / scenario, cluster, count, draw, report)
     return report
 
 
