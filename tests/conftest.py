@@ -60,16 +60,6 @@ run."""
 SLOW_MARKS = ("slow", "root", "cuda")
 """Marks of tests that are not run with `-m quick`. Quick tests are run before each commit: they
 take three minutes and use no network."""
-QUICK_FAMILIES = (
-    "olmoe",
-    "gpt_oss",
-    "deepseek",
-    "deepseek_v3:grouped",
-    "ernie4_5_moe",
-    "granitemoe",
-)
-"""Architectures of quick runs: their experts are stored, routed and computed in six different
-ways."""
 
 
 def group(test: str) -> str:
@@ -101,22 +91,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.root)
         if item.get_closest_marker("root") and os.geteuid() != 0:
             item.add_marker(pytest.mark.skip(reason="needs root"))
-        if not any(map(item.get_closest_marker, SLOW_MARKS)) and _family(item) in (
-            None,
-            *QUICK_FAMILIES,
-        ):
+        if not any(map(item.get_closest_marker, SLOW_MARKS)):
             item.add_marker(pytest.mark.quick)
     cuda_items = [item for item in items if item.get_closest_marker("cuda")]
     if cuda_items and not importlib.import_module("torch").cuda.is_available():
         for item in cuda_items:
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
-
-
-def _family(item: pytest.Item) -> str | None:
-    """The architecture of a test in tests/identities; None for other tests."""
-    if item.path.parent.name != "identities" or not hasattr(item, "callspec"):
-        return None
-    return item.callspec.params.get("name")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -8,7 +8,8 @@ experts differ.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ import moe_lab.exported_code  # noqa: F401  # makes more architectures known to 
 from moe_lab.allocation.problem import limits
 from moe_lab.allocation.shapes import same_share
 from moe_lab.config import ModelConfig
-from moe_lab.models.discover import moe_layers
+from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.selection import make_plan
@@ -268,6 +269,39 @@ def build(
     )
     randomize(model, seed)
     return model.eval().requires_grad_(False)
+
+
+@cache
+def last_moe_layer(name: str) -> MoELayer:
+    """The last layer with experts of an architecture, without weights."""
+    with torch.device("meta"):
+        return moe_layers(AutoModelForCausalLM.from_config(config(name)))[-1]
+
+
+def one_of_each(form: Callable[[str], Hashable]) -> list[str]:
+    """The first architecture of each form that `form` gives for the name of an architecture."""
+    first: dict[Hashable, str] = {}
+    for name in ARCHITECTURES:
+        first.setdefault(form(name), name)
+    return list(first.values())
+
+
+def arithmetic(name: str) -> Hashable:
+    """How experts compute, whether their router has a bias, and whether it limits groups."""
+    layer = last_moe_layer(name)
+    return layer.family.kind, len(layer.routing) > 1, layer.n_group > 1
+
+
+def structure(name: str) -> Hashable:
+    """How experts and routers compute, whether by code of moe_lab, and which modules hold them."""
+    layer = last_moe_layer(name)
+    module_names = {module: name for name, module in layer.block.named_modules()}
+    return (
+        arithmetic(name),
+        type(layer.block).__module__.startswith("moe_lab"),
+        module_names[layer.router],
+        *((module_names[part.module], part.name) for part in layer.routing),
+    )
 
 
 def few_experts(name: str) -> dict[str, int]:

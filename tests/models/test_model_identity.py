@@ -206,8 +206,9 @@ def exchange(weights: torch.Tensor) -> None:
     weights[[2, 3]] = weights[[3, 2]]
 
 
-@pytest.mark.parametrize("change", [zero, exchange])
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("name", "change"), [("olmoe", zero), *((name, exchange) for name in tiny.ARCHITECTURES)]
+)
 def test_model_with_changed_experts_is_not_its_checkpoint(
     name: str, change: Callable[[torch.Tensor], None], tmp_path: Path
 ) -> None:

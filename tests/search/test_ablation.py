@@ -68,7 +68,7 @@ def naive_rises(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> dict[str,
     return rises_of
 
 
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("name", tiny.one_of_each(tiny.arithmetic))
 def test_rises_are_those_of_changed_weights(name: str) -> None:
     """Measuring them leaves the model as it was."""
     model = tiny.build(name, **tiny.few_experts(name))
@@ -217,7 +217,7 @@ def test_streamed_ablation_equals_the_loaded_model(name: str, tmp_path: Path) ->
     assert result == expected
 
 
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("name", tiny.one_of_each(tiny.arithmetic))
 def test_every_choice_has_the_error_of_really_making_it(name: str) -> None:
     model = tiny.build(name, **tiny.few_experts(name))
     result = reconstructed(model, [naive.batch()], ratio=THIRD)
@@ -233,9 +233,7 @@ def test_every_choice_has_the_error_of_really_making_it(name: str) -> None:
         assert rows[retained][0] == pytest.approx(error, rel=2e-5, abs=1e-6), retained
     best = result.retained[layer.index]
     assert (
-        expected[best]
-        <= min(expected.values()) * (1 + 2e-5) + 1e-6
-        < max(expected.values()) / (1.15 if name == "jamba" else 1.2)
+        expected[best] <= min(expected.values()) * (1 + 2e-5) + 1e-6 < max(expected.values()) / 1.2
     )
     assert [retained for retained, (_, chosen) in rows.items() if chosen] == [best]
     assert set(result.retained) == {moe_layer.index for moe_layer in moe_layers(model)}

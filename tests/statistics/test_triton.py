@@ -36,15 +36,14 @@ CONSTANTS |= {"EXPERTS": 128, "CHOICES": 8}
 OPTIONAL = {"factors": None, "ignored": None, "right_rows": None, "valid": None}
 
 for kernel in [value for value in vars(kernels).values() if isinstance(value, triton.JITFunction)]:
-    for dtype in ("*bf16", "*fp32", "*fp64"):
-        # arguments that are None, and integers that are 1, are constants for the compiler
-        for more in ({}, OPTIONAL, dict.fromkeys(SIZES, 1)):
-            given = {**CONSTANTS, **more}
-            constants = {(i,): given[a] for i, a in enumerate(kernel.arg_names) if a in given}
-            types = {a: TYPES.get(a, dtype) for a in kernel.arg_names}
-            types |= {a: "constexpr" for a in given if a in types}
-            source = ASTSource(kernel, types, constants)
-            assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    # arguments that are None, and integers that are 1, are constants for the compiler
+    for dtype, more in (("*bf16", {}), ("*fp32", OPTIONAL), ("*fp64", dict.fromkeys(SIZES, 1))):
+        given = {**CONSTANTS, **more}
+        constants = {(i,): given[a] for i, a in enumerate(kernel.arg_names) if a in given}
+        types = {a: TYPES.get(a, dtype) for a in kernel.arg_names}
+        types |= {a: "constexpr" for a in given if a in types}
+        source = ASTSource(kernel, types, constants)
+        assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 """
 """Compiles each kernel for a GPU, which is not needed for it."""
 
