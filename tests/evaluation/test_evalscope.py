@@ -20,7 +20,6 @@ import pyarrow.parquet as parquet
 import pytest
 from fake_engines import (
     ScriptedEngine,
-    assert_only_answers_are_graded,
     evaluate_into,
     made_up_answers,
     problems,
@@ -468,24 +467,6 @@ OTHERS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 
 @pytest.mark.slow
 @needs_evalscope
-def test_thoughts_are_not_graded(tmp_path: Path) -> None:
-    program = f"```python\n{SUMS}\n```"
-    wrong = program.replace("sum(", "max(")
-    code = configured("live_code_bench", tmp_path)
-    write_data(code, {"test": [problem(number, "2025-02-02T10:30:00") for number in range(3)]})
-    assert_only_answers_are_graded(code, [(program, wrong)] * 3, tmp_path / "code", ALLOWED)
-    mathematics = configured("math_500", tmp_path / "math")
-    rows = [
-        {**MATH, "problem": f"P{number}", "answer": str(number), "unique_id": str(number)}
-        for number in range(3)
-    ]
-    write_data(mathematics, {"test": rows})
-    boxes = [(rf"\boxed{{{number}}}", r"\boxed{9}") for number in range(3)]
-    assert_only_answers_are_graded(mathematics, boxes, tmp_path / "out")
-
-
-@pytest.mark.slow
-@needs_evalscope
 @pytest.mark.parametrize("task", OTHERS)
 def test_other_tasks_find_right_answers_right(task: str, tmp_path: Path) -> None:
     changes, rows = OTHERS[task]
@@ -571,17 +552,13 @@ SEVEN = str.maketrans("6６٦۶", "7７٧۷")
 
 @pytest.mark.slow
 @needs_evalscope
-@pytest.mark.parametrize("task", ["aime25", "gsm8k"])
-def test_what_math_verify_accepts_is_right(task: str, tmp_path: Path) -> None:
+def test_what_math_verify_accepts_is_right(tmp_path: Path) -> None:
     wrong = [text.translate(SEVEN) for text in NUMBERS]
     wrong += ["There are 1006. So \\boxed{?}", r"\boxed{1006 thousand}", r"\boxed{1006 pi}"]
     wrong += [r"\boxed{1006} and \boxed{7}", r"\boxed{1006}? No. \boxed{7}", ""]
     texts = NUMBERS + wrong
-    rows = [
-        {"problem": n, "question": n, "answer": "1006", "id": n}
-        for n in map(str, range(len(texts)))
-    ]
-    benchmark = configured(task, tmp_path)
+    rows = [{"problem": n, "answer": "1006", "id": n} for n in map(str, range(len(texts)))]
+    benchmark = configured("aime25", tmp_path)
     write_data(benchmark, {str(benchmark.split): rows})
     answers = made_up_answers(benchmark, texts)
     graded = HARNESS.grade(answers, benchmark, Policy())

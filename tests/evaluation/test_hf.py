@@ -88,7 +88,7 @@ class Loop(NamedTuple):
     texts: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=tiny.ARCHITECTURES)
+@pytest.fixture(scope="module")
 def loop(request: pytest.FixtureRequest) -> Loop:
     model = tiny.build(request.param)
     generator = torch.Generator().manual_seed(4)
@@ -107,6 +107,7 @@ def shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("shrinking")
+@pytest.mark.parametrize("loop", tiny.ARCHITECTURES, indirect=True)
 def test_loop_writes_what_transformers_does_whenever_rows_end(loop: Loop) -> None:
     # rows end one after another, unless a model repeats one token
     first = {text[0] for text in loop.texts}
@@ -140,7 +141,15 @@ def answer_rows(prompts: list[list[int]], texts: list[list[int]]) -> list[Row | 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("shrinking")
-@pytest.mark.parametrize(("tokens", "pass_tokens"), [(80, 4096), (10**6, 4096), (10**6, 70)])
+@pytest.mark.parametrize(
+    ("loop", "tokens", "pass_tokens"),
+    [
+        ("olmoe", 80, 4096),
+        ("olmoe", 10**6, 4096),
+        *((name, 10**6, 70) for name in tiny.ARCHITECTURES),
+    ],
+    indirect=["loop"],
+)
 def test_loop_writes_what_transformers_does_whatever_answers_are_read(
     tokens: int, pass_tokens: int, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

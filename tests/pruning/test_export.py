@@ -492,7 +492,6 @@ print(peak() - before)
 @pytest.mark.parametrize(
     ("way", "shape", "share"),
     [
-        ("even", "natural", 0.5),
         ("even", "masked", 1),
         ("uneven", "natural", None),
         ("ragged", "natural", 1.0),
