@@ -51,7 +51,7 @@ SHORTER = [
     (
         "allocation/pocket_evolutionary.yaml",
         r"  population:(.|\n)*",
-        "  population: 4\n  elites: 2\n  generations: 2\n",
+        "  population: 3\n  elites: 1\n  generations: 1\n",
     ),
     ("experiment/beyond.yaml", r"more:\n(.|\n)*", FEWER),
     ("recovery/*.yaml", r"\nepochs: .*", "\nepochs: 0.1"),
