@@ -35,7 +35,7 @@ from moe_lab.packs import PackedStep
 from moe_lab.result_files import ID_DIGITS, RECORD
 from moe_lab.study import garbage
 from moe_lab.study import run as running
-from moe_lab.study.__main__ import find
+from moe_lab.study.commands import find
 from moe_lab.study.graph import Graph, build
 from moe_lab.study.integrity import STEP
 from moe_lab.study.provenance import provenance

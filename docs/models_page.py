@@ -13,15 +13,17 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
 
-from moe_lab.config import ModelConfig
+from moe_lab.config import AllocationConfig, CriterionConfig, ModelConfig
 from moe_lab.inspect import describe
 from moe_lab.models.checkpoint import read_json
 from moe_lab.models.config_json import QUANTISATION_FIELDS, quantization_section
 from moe_lab.models.load import skeleton
 from moe_lab.models.transformers_private import NameMapping
 from moe_lab.pruning.export import check_export
-from moe_lab.study.steps.plans import PlanForm
+from moe_lab.study.steps.plans import trial_plan
 
 HEAD = """# Published models
 
@@ -90,9 +92,11 @@ def _check_exports(model: Path) -> None:
     """Raise UserError if a natural export is refused, of a plan with equal or with unequal numbers
     of experts. Changes the files in the folder `model`, see `_add_weights`."""
     _add_weights(model)
-    for is_uneven in (False, True):
-        form = PlanForm("expert", is_uneven, 1, path=None, scores=None, replacement="none")
-        make_plan = partial(form.trial_plan, 0.25)
+    for allocation in ("uniform", "global"):
+        cell: Any = SimpleNamespace(
+            criterion=CriterionConfig("random"), allocation=AllocationConfig(allocation), ratio=0.25
+        )
+        make_plan = partial(trial_plan, cell)
         check_export(model, make_plan, "natural", trust_remote_code=False)
     (model / "model.safetensors").unlink()
 

@@ -258,27 +258,19 @@ def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
 def _run_pass(name: str, model: Any, batches: Any) -> dict[int, dict[str, Any]]:
     """Sums that the pass `name` computes: layer -> name of a sum -> numpy array. `batches`: pairs
     (token ids, valid) of tensors (B, S)."""
-    from moe_lab.statistics.damage import DamageHook, SimilarityHook
-    from moe_lab.statistics.forward import ForwardHook
-    from moe_lab.statistics.gradients import (
-        GradientHook,
-        WeightGradientHook,
-        collect_gradient_statistics,
-    )
-    from moe_lab.statistics.observe import collect_statistics
-    from moe_lab.statistics.weights import channel_weight_sums, compare_experts, expert_weight_sums
+    from pkgutil import resolve_name
 
-    passes: Mapping[str, Callable[[], Statistics]] = {
-        "statistics": lambda: collect_statistics(model, ForwardHook, batches),
-        "damage": lambda: collect_statistics(model, DamageHook, batches),
-        "similarity": lambda: collect_statistics(model, SimilarityHook, batches),
-        "gradients": lambda: collect_gradient_statistics(model, GradientHook, batches),
-        "weight_gradients": lambda: collect_gradient_statistics(model, WeightGradientHook, batches),
-        "weights": lambda: expert_weight_sums(model),
-        "channel_weights": lambda: channel_weight_sums(model),
-        "weight_distances": lambda: compare_experts(model, device=str(model.device)),
-    }
-    sums = passes[name]()
+    from moe_lab.statistics import FUNCTIONS, WITH_BACKWARD
+    from moe_lab.statistics.gradients import collect_gradient_statistics
+    from moe_lab.statistics.observe import collect_statistics
+
+    function = resolve_name(FUNCTIONS[name])
+    if not isinstance(function, type):  # no hook, but a function that reads weights
+        sums: Statistics = function(model, device=str(model.device))
+    elif name in WITH_BACKWARD:
+        sums = collect_gradient_statistics(model, function, batches)
+    else:
+        sums = collect_statistics(model, function, batches)
     return {
         layer: {sum_name: tensor.numpy() for sum_name, tensor in tensors.items()}
         for layer, tensors in sums.layers.items()

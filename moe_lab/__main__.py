@@ -10,19 +10,15 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from moe_lab.errors import UserError, mask, run_and_exit, unknown_name_error
 from moe_lab.paths import conf
-
-if TYPE_CHECKING:
-    from moe_lab.study.steps.files import Models
 
 START = """moe_lab scores, prunes and evaluates Mixture-of-Experts language models. Three commands
 to start with:
@@ -83,8 +79,13 @@ def main(arguments: Sequence[str]) -> int:
         print(START)
         return 0
     verb, *words = arguments
+    if verb == "run":
+        return _run(words)
     if verb in VERBS:
-        return VERBS[verb].main(words)
+        # only this module is imported, because verbs need different libraries
+        module, *first = VERBS[verb][0].split()
+        code: int = import_module(module).main([*first, *words])
+        return code
     if verb in ("-h", "--help", "help", "--version", "version"):
         return _print_about(is_version=verb.endswith("version"))
     # a word without these signs is no setting and no option of Hydra
@@ -103,8 +104,8 @@ def _print_about(is_version: bool) -> int:
     usage = "moe-lab VERB [NAME ...] [SETTING=VALUE ...]"
     parser = argparse.ArgumentParser(prog="moe-lab", usage=usage)
     verbs = parser.add_subparsers(title="verbs", metavar="VERB")
-    for name, verb in VERBS.items():
-        verbs.add_parser(name, help=verb.help)
+    for name, (_, help) in VERBS.items():
+        verbs.add_parser(name, help=help)
     print(f"""{parser.format_help()}
 `moe-lab VERB --help` lists the settings of a verb. Examples, and sweeps of published tables:
 {Path(__file__).parent}/examples, {Path(__file__).parent}/sweeps""")
@@ -144,9 +145,9 @@ def _run_study(words: Sequence[str]) -> int:
         # requests: the models to evaluate, pruned or not, with their benchmarks
         config, requests = compose(settings, flags.config_name)
     # imported only after settings were checked, so that a typo is reported at once
-    from moe_lab.study.run import check_and_run
+    from moe_lab.study.run import run
 
-    return check_and_run(config, requests).code
+    return run(config, requests).code
 
 
 def _run_hydra(words: Sequence[str]) -> int:
@@ -161,17 +162,13 @@ def _run_hydra(words: Sequence[str]) -> int:
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions instead of printing them
     code = 0
-    models: Models | None = None  # loaded models, for all jobs of a multirun
 
     def job(_: object) -> float:
         """Run the study of one job. Returns the value of the setting `objective`, which a sweeper
         of Hydra optimises."""
-        from moe_lab.study.objective import objective_value
-        from moe_lab.study.run import check_and_run
-        from moe_lab.study.steps import files
+        from moe_lab.study.run import objective_value, run
 
-        nonlocal code, models
-        models = models or files.Models()
+        nonlocal code
         with _errors_as_sentences():
             hydra_config = HydraConfig.get()
             # hydra.job.chdir=true changes the folder, but paths in settings are relative to the
@@ -187,9 +184,7 @@ def _run_hydra(words: Sequence[str]) -> int:
             if is_multirun:
                 check_sweeper(hydra_config.runtime.choices, config)
             # the jobs of a multirun add their requests to one study
-            result = check_and_run(
-                config, requests, add=is_multirun, models=models, report_later=is_multirun
-            )
+            result = run(config, requests, add=is_multirun, report_later=is_multirun)
             code = max(code, result.code)
             return objective_value(result, requests)
 
@@ -204,66 +199,41 @@ def _run_hydra(words: Sequence[str]) -> int:
     return code
 
 
-@dataclass(frozen=True)
-class Verb:
-    """A verb of the command."""
-
-    help: str
-    main: Callable[[list[str]], int]
-    """The function that gets the arguments after the verb, and returns the exit code."""
-
-
-def _main_of(module: str, *first: str) -> Callable[[list[str]], int]:
-    """The function `main` of a module, with the arguments `first` before the others. The module is
-    imported when the function is called, because verbs need different libraries."""
-
-    def call(words: list[str]) -> int:
-        code: int = import_module(module).main([*first, *words])
-        return code
-
-    return call
-
-
-def _study_verb(verb: str, help: str) -> Verb:
-    """A verb about a study in a store."""
-    return Verb(help, _main_of("moe_lab.study.__main__", verb))
-
-
-VERBS: Mapping[str, Verb] = {
-    "run": Verb("compute a study; the verb may be left out", _run),
-    "dry-run": Verb("what a run would compute", lambda words: _run([*words, "dry_run=true"])),
-    "status": _study_verb("status", "the progress of a study"),
-    "why": _study_verb("why", "why steps are missing, with the end of their logs"),
-    "cancel": _study_verb("cancel", "cancel the Slurm jobs of a study"),
-    "verify": _study_verb("verify", "hash the files of all results"),
-    "unpack": _study_verb("unpack", "copy the files of steps out of packs"),
-    "gc": _study_verb("gc", "list or free what no study needs"),
-    "report": Verb(
-        "write the page, tables and figures of a study", _main_of("moe_lab.analysis.__main__")
+VERBS: Mapping[str, tuple[str, str]] = {
+    "run": ("moe_lab.__main__ run", "compute a study; the verb may be left out"),
+    "dry-run": ("moe_lab.__main__ run dry_run=true", "what a run would compute"),
+    "status": ("moe_lab.study.commands status", "the progress of a study"),
+    "why": (
+        "moe_lab.study.commands why",
+        "why steps are missing, with the end of their logs",
     ),
-    "table": Verb(
+    "cancel": ("moe_lab.study.commands cancel", "cancel the Slurm jobs of a study"),
+    "verify": ("moe_lab.study.commands verify", "hash the files of all results"),
+    "unpack": ("moe_lab.study.commands unpack", "copy the files of steps out of packs"),
+    "gc": ("moe_lab.study.commands gc", "list or free what no study needs"),
+    "report": (
+        "moe_lab.analysis.__main__",
+        "write the page, tables and figures of a study",
+    ),
+    "table": (
+        "moe_lab.analysis.verbs table",
         "write all results of a study as Parquet or CSV",
-        _main_of("moe_lab.analysis.verbs", "table"),
     ),
-    "compare": Verb(
+    "compare": (
+        "moe_lab.analysis.verbs compare",
         "differences between two criteria, cells, studies or stores",
-        _main_of("moe_lab.analysis.verbs", "compare"),
     ),
-    "import": Verb(
+    "import": (
+        "moe_lab.study.foreign",
         "add results of lm-eval, EvalPlus or EvalScope to a store",
-        _main_of("moe_lab.study.foreign"),
     ),
-    "export": Verb(
-        "write the results of a study as logs of lm-eval",
-        _main_of("moe_lab.analysis.verbs", "export"),
-    ),
-    "mirror": Verb("copy the data of benchmarks", _main_of("moe_lab.evaluation.mirror")),
-    "cite": Verb("BibTeX of the papers of a study", _main_of("moe_lab.cite")),
-    "inspect": Verb(
-        "whether a model is supported, and how it reads a text", _main_of("moe_lab.inspect")
-    ),
+    "export": ("moe_lab.analysis.verbs export", "write the results of a study as logs of lm-eval"),
+    "mirror": ("moe_lab.evaluation.mirror", "copy the data of benchmarks"),
+    "cite": ("moe_lab.cite", "BibTeX of the papers of a study"),
+    "inspect": ("moe_lab.inspect", "whether a model is supported, and how it reads a text"),
 }
-"""Name -> verb, in the order of `moe-lab --help`."""
+"""Name of a verb -> (module with the function `main` that runs it, followed by its first arguments;
+help), in the order of `moe-lab --help`."""
 
 
 def command() -> NoReturn:

@@ -4,7 +4,6 @@ criteria of a study; without STUDY, of all criteria."""
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from moe_lab import __version__
@@ -18,23 +17,19 @@ _NUMBER = re.compile(r"arXiv (\d{4}\.\d{5})")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the entries. Returns the exit code, 2 after a UserError."""
+    """Print the entries. Returns the exit code."""
     parser = Parser(prog="moe-lab cite", description=__doc__)
     parser.add_argument("study", nargs="?", help="by default, all criteria are cited")
     parser.add_argument("--store", default="store", help="the folder a run wrote to")
-    try:
-        request = parser.read(arguments)
-        names: Iterable[str] = CRITERIA
-        if request.study:
-            record = read_record(store_folder(request.store), request.study)
-            if record is None:
-                raise UserError(f"study={request.study} has no record in store={request.store}")
-            # such as s_family(alpha=0,b=1)
-            names = [entry["cell"]["criterion"].partition("(")[0] for entry in record["cells"]]
-        print("\n".join(entries(names)))
-    except UserError as error:
-        print(f"moe_lab: {error}", file=sys.stderr)
-        return 2
+    request = parser.read(arguments)
+    names: Iterable[str] = CRITERIA
+    if request.study:
+        record = read_record(store_folder(request.store), request.study)
+        if record is None:
+            raise UserError(f"study={request.study} has no record in store={request.store}")
+        # such as s_family(alpha=0,b=1)
+        names = [entry["cell"]["criterion"].partition("(")[0] for entry in record["cells"]]
+    print("\n".join(entries(names)))
     return 0
 
 

@@ -13,6 +13,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from hydra import compose as hydra_compose
 from hydra._internal.hydra import Hydra
@@ -29,6 +30,7 @@ from moe_lab import grid, overrides, plugins
 from moe_lab.config import Config
 from moe_lab.config.base import Mistakes, storage_problems, validated
 from moe_lab.errors import UserError, unknown_name_error
+from moe_lab.json_files import Document
 from moe_lab.paths import conf, name_of_path, store_folder
 
 Choice = grid.Choice
@@ -106,17 +108,14 @@ def _config_store() -> Iterator[None]:
     """A context in which Hydra's ConfigStore has the registered criteria and allocations as
     choices."""
     repo = ConfigStore.instance().repo
-    saved_choices = {group: dict(repo[group]) for group in grid.REGISTRIES if group in repo}
-    # Hydra copies the ConfigStore for each group, which takes most of Hydra's time
-    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
-    try:
+    with (
+        # copies, so that the choices which are added below are gone at the end
+        patch.dict(repo, {group: dict(repo.get(group, {})) for group in grid.REGISTRIES}),
+        # Hydra copies the ConfigStore for each group, which takes most of Hydra's time
+        patch.object(ConfigStore, "__deepcopy__", lambda store, memo: store, create=True),
+    ):
         register_choices()
         yield
-    finally:
-        del ConfigStore.__deepcopy__  # type: ignore[attr-defined]
-        for group in grid.REGISTRIES:
-            repo.pop(group, None)
-        repo.update(saved_choices)
 
 
 def register_choices(modules: Sequence[str] = ()) -> None:
@@ -142,7 +141,7 @@ class Groups:
         )
         self._names: dict[str, list[str]] = {}
         """Group -> names of its choices."""
-        self._contents: dict[Choice, dict[str, Any]] = {}
+        self._contents: dict[Choice, Document] = {}
         """(group, name of a choice) -> settings, for the choices that were composed so far."""
 
     def names(self, group: str) -> list[str]:
@@ -161,7 +160,7 @@ class Groups:
             )
         return self._names[group]
 
-    def load(self, choices: Iterable[Choice]) -> dict[Choice, dict[str, Any]]:
+    def load(self, choices: Iterable[Choice]) -> dict[Choice, Document]:
         """(group, name of a choice, or a path) -> settings. SettingsError with a sentence for each
         choice that cannot be composed, or that sets a key outside its group."""
         choices = list(dict.fromkeys(choices))
@@ -214,7 +213,7 @@ class Groups:
             self._contents[choice] = content
 
 
-def _plain_content(config: DictConfig) -> dict[str, Any]:
+def _plain_content(config: DictConfig) -> Document:
     """A composed configuration as plain dictionaries, without Hydra's own settings and missing
     values (???)."""
 
@@ -275,7 +274,7 @@ def _defaults_of_own_model(parsed: overrides.Parsed, groups: Groups) -> list[str
 
 def _compose_study(
     texts: Sequence[str], config_name: str
-) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+) -> tuple[Document, dict[str, str], list[str]]:
     """Returns (settings as plain dictionaries, group -> name of the chosen file, folders of
     hydra.searchpath)."""
     try:

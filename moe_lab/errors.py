@@ -110,7 +110,8 @@ def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[st
 
 def run_and_exit(main: Callable[[], int | None]) -> NoReturn:
     """Run the command `main` and end the process with the exit code that `main` returns (0 for
-    None). Ctrl-C gives the exit code 130. A closed output, such as a pipe to `head`, gives 141."""
+    None). The message of a UserError is printed. Ctrl-C gives the exit code 130. A closed output,
+    such as a pipe to `head`, gives 141."""
     try:
         try:
             os.getcwd()
@@ -119,6 +120,9 @@ def run_and_exit(main: Callable[[], int | None]) -> NoReturn:
             sys.exit(UserError.code)
         try:
             code = main() or 0
+        except UserError as user_error:
+            print(f"moe_lab: {user_error}", file=sys.stderr)
+            code = user_error.code
         except SystemExit as system_exit:
             code = system_exit.code  # type: ignore[assignment]
         # a closed output raises BrokenPipeError now instead of at exit

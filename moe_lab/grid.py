@@ -33,6 +33,7 @@ from moe_lab.config.pruning import TEXTS
 from moe_lab.criteria import CRITERIA
 from moe_lab.errors import UserError, check_known, unknown_name_error
 from moe_lab.evaluation.harness import harness_of
+from moe_lab.json_files import Document
 from moe_lab.paths import PREFIX, is_path, valid_name
 
 
@@ -94,7 +95,7 @@ class Files(Protocol):
     def names(self, group: str) -> list[str]:
         """Names of the files of a group."""
 
-    def load(self, choices: Iterable[Choice]) -> dict[Choice, dict[str, Any]]:
+    def load(self, choices: Iterable[Choice]) -> dict[Choice, Document]:
         """Choice -> content of its file. Raises UserError for files that cannot be composed."""
 
 
@@ -103,7 +104,7 @@ class Draft:
     """Settings of cells from a command line and from the files that the command line names. The
     settings are not checked yet."""
 
-    composed: Mapping[str, Any] = field(default_factory=dict)
+    composed: Document = field(default_factory=dict)
     """Axis -> content in the composed configuration. This is the only value of an axis without a
     list."""
     file_names: Mapping[str, str] = field(default_factory=dict)
@@ -114,7 +115,7 @@ class Draft:
     overrides: list[tuple[str, Any]] = field(default_factory=list)
     """(setting in a group, value) from the command line. The value applies to all choices of the
     group."""
-    lists: Sequence[Mapping[str, Any]] = ()
+    lists: Sequence[Document] = ()
     """Axis -> list of values, for the first grid and for each further grid. For an axis without a
     list, a further grid has the list of the first grid."""
 
@@ -304,7 +305,7 @@ class _Axes:
                     choices[id(choice)] = choice
         return list(choices.values())
 
-    def _choice(self, axis: str, name: str | None, settings: Mapping[str, Any]) -> Any:
+    def _choice(self, axis: str, name: str | None, settings: Document) -> Any:
         """The choice of a group that is made from the file `name`, or from the composed
         configuration if `name` is None. `settings`: setting in the group -> its value."""
         key = (axis, name, json.dumps(settings, sort_keys=True, default=str))
@@ -312,7 +313,7 @@ class _Axes:
             self._choices[key] = self._compose(axis, name, settings)
         return self._choices[key]
 
-    def _compose(self, axis: str, name: str | None, settings: Mapping[str, Any]) -> Any:
+    def _compose(self, axis: str, name: str | None, settings: Document) -> Any:
         """A new, checked choice from the arguments of `_choice`."""
         content = deepcopy(self._content(axis, name))
         for setting, value in self.draft.overrides:
@@ -342,7 +343,7 @@ class _Axes:
             return replace(text, is_default="name" not in composed)
         return text
 
-    def _content(self, axis: str, name: str | None) -> dict[str, Any]:
+    def _content(self, axis: str, name: str | None) -> Document:
         """The settings of a choice, not yet checked. If `name` is not None, they are the content of
         the file `name`, with the changes that the composed configuration has made to its own file
         of the group."""
@@ -378,7 +379,7 @@ def _changes(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> Iterator[tuple[s
             yield str(key), value
 
 
-def assign(content: dict[str, Any], key: str, value: Any) -> None:
+def assign(content: Document, key: str, value: Any) -> None:
     """Set the value under a dotted key in `content`, in place. A mapping is merged into an old
     mapping."""
     *parents, last = key.split(".")
@@ -470,7 +471,7 @@ def _hold_out(benchmark: BenchmarkConfig, cell: Cell) -> BenchmarkConfig:
     return replace(benchmark, held_out=replace(text, seed=seed))
 
 
-def _text(setting: str, name: str, files: Files, changes: Mapping[str, Any]) -> CalibrationConfig:
+def _text(setting: str, name: str, files: Files, changes: Document) -> CalibrationConfig:
     """The checked calibration set in the file `name`. `setting`: the setting that names the set,
     for messages. `changes`: setting of the set -> value that replaces the value in the file."""
     check_known(setting, name, files.names("calibration"))
@@ -539,11 +540,11 @@ def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[B
 
 
 def _benchmark_config(
-    name: str, content: Mapping[str, Any], config: Config, protocol: ProtocolConfig
+    name: str, content: Document, config: Config, protocol: ProtocolConfig
 ) -> BenchmarkConfig:
     """The config of the benchmark `name`, from the `content` of its file, the changes of the
     protocol, and `config`."""
-    changes: dict[str, Any] = {}
+    changes: Document = {}
     if content.get("data"):
         changes |= protocol.benchmarks.get(EVERY, {})
     changes |= protocol.benchmarks.get(name, {})

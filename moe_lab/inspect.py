@@ -4,20 +4,15 @@ model reads this set."""
 
 from __future__ import annotations
 
-import moe_lab.interrupt  # noqa: F401 - first, for Ctrl-C during the other imports
-
-# isort: split
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from moe_lab.config import CalibrationConfig, ModelConfig
-from moe_lab.errors import UserError, run_and_exit, user_errors
+from moe_lab.errors import UserError, user_errors
 
 USAGE = """moe-lab inspect model=NAME [model.path=FOLDER] [...]
 
@@ -33,25 +28,21 @@ TableRow = tuple[str, str]
 
 def main(arguments: list[str]) -> int:
     """Print a description of the model that `arguments` name. Returns the exit code: 0 if the model
-    is supported, 1 if it is not supported, 2 for a user's mistake."""
+    is supported, 1 if it is not supported."""
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return 0
     from moe_lab.compose import compose, hydra_context
 
-    try:
-        with hydra_context():
-            _, requests = compose(arguments)
-        models = {cell.model.name: cell.model for cells, _ in requests for cell in cells}
-        if len(models) > 1:
-            raise UserError(f"model={','.join(sorted(models))}: expected one model")
-        title, rows, is_supported = describe(*models.values())  # the only model
-        if any(argument.startswith("calibration") for argument in arguments):
-            cell = requests[0][0][0]
-            rows = [*text_rows(replace(cell.calibration, seed=cell.seed), cell.model)]
-    except UserError as error:
-        print(f"moe_lab: {error}", file=sys.stderr)
-        return 2
+    with hydra_context():
+        _, requests = compose(arguments)
+    models = {cell.model.name: cell.model for cells, _ in requests for cell in cells}
+    if len(models) > 1:
+        raise UserError(f"model={','.join(sorted(models))}: expected one model")
+    title, rows, is_supported = describe(*models.values())  # the only model
+    if any(argument.startswith("calibration") for argument in arguments):
+        cell = requests[0][0][0]
+        rows = [*text_rows(replace(cell.calibration, seed=cell.seed), cell.model)]
     table = Table(show_header=False, title=title)
     for row in rows:
         table.add_row(*row)
@@ -167,7 +158,3 @@ def _use_rows(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[TableRow
     yield "exports", ", ".join(shapes)
     for use, sentence in facts["obstacles"].items():
         yield use, f"no: {sentence}"
-
-
-if __name__ == "__main__":
-    run_and_exit(partial(main, sys.argv[1:]))

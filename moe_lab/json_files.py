@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 Number = int | float
+Document = dict[str, Any]
+"""A JSON object: key -> value."""
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -92,7 +94,7 @@ def sealed(text: str) -> str:
 
 
 def write_sealed(
-    path: Path, document: Mapping[str, Any], indent: int | None = None, mode: int | None = None
+    path: Path, document: Document, indent: int | None = None, mode: int | None = None
 ) -> None:
     """Write a document as JSON with its digest (see `sealed`), atomically. `mode`: as in
     `write_text`."""
@@ -102,13 +104,13 @@ def write_sealed(
     write_text(path, sealed(text), mode)
 
 
-def read_sealed(path: Path, shape: Any) -> Any:
+def read_sealed(path: Path, shape: Any) -> Document:
     """The sealed document in a file, without its digest. Raises Damaged unless the digest is right
     and the document fits `shape` (see `fits`)."""
     return parse_sealed(_content(path), shape, str(path))
 
 
-def parse_sealed(content: bytes, shape: Any, name: str) -> Any:
+def parse_sealed(content: bytes, shape: Any, name: str) -> Document:
     """The sealed document in `content`, without its digest. Raises Damaged unless the digest is
     right and the document fits `shape` (see `fits`). `name`: name of the file, for messages."""
     text, separator, ending = content.rpartition(DIGEST.encode())
@@ -117,7 +119,8 @@ def parse_sealed(content: bytes, shape: Any, name: str) -> Any:
     text += b"}"  # the document without its digest
     if ending != f'{sha256(text).hexdigest()}"}}'.encode():
         raise Damaged(f"{name} is damaged")
-    return parse(text, shape, name)
+    document: Document = parse(text, shape, name)
+    return document
 
 
 def fits(document: Any, shape: Any) -> bool:

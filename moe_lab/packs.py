@@ -184,14 +184,6 @@ class Packs:
                     self.refresh()
         raise Damaged(f"the pack with {id_start} in {self.folder} is damaged")
 
-    def id_starts(self) -> set[str]:
-        """The `id_start` of every undamaged step in packs, as of the last `refresh`."""
-        with self._lock:
-            return (
-                set().union(*(self._steps[pack] for pack in self._current_packs))
-                - self.damaged_steps
-            )
-
     def steps(self) -> dict[str, str]:
         """`id_start` -> name, for all undamaged steps in packs, as of the last `refresh`."""
         names = {}

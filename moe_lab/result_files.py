@@ -6,9 +6,9 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict, get_args
+from typing import Literal, NotRequired, TypedDict, get_args
 
-from moe_lab.json_files import Number, read_sealed
+from moe_lab.json_files import Document, Number, read_sealed
 
 SCHEMA = 1
 """Version of result.json, samples.parquet and record.json."""
@@ -107,7 +107,7 @@ class ResultFile(TypedDict):
     """The SCHEMA with which the file was written."""
     results: list[Result]
     """One result per entry of the benchmark's `reports`."""
-    protocol: dict[str, Any]
+    protocol: Document
     """How the results were measured: harness, data digest, limits, sandbox, a rendered prompt."""
     versions: dict[str, str]
     """Versions of the libraries that generated and graded."""
@@ -169,11 +169,11 @@ RECORD_SHAPE = {
 records no longer count."""
 
 
-def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
+def current_records(root: Path, study: str) -> dict[str, Document]:
     """Name of a run -> record of the run, oldest run first, for the runs of a study. A run is left
     out if a later record names the run in the entry "replaces". `root`: folder of the store. Raises
     Damaged for a damaged record."""
-    records: dict[str, dict[str, Any]] = {}
+    records: dict[str, Document] = {}
     replaced_runs: set[str] = set()
     # newest run first, because the name of a run begins with its number
     for path in sorted(root.glob(f"runs/{study}/*/{RECORD}"), reverse=True):
@@ -184,14 +184,14 @@ def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
     return dict(reversed(records.items()))
 
 
-def read_record(root: Path, study: str) -> dict[str, Any] | None:
+def read_record(root: Path, study: str) -> Document | None:
     """The current records of a study, joined to one record. None if the study has no record. Raises
     Damaged for a damaged record."""
     current = current_records(root, study)
     return join_records(current) if current else None
 
 
-def join_records(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def join_records(current: Mapping[str, Document]) -> Document:
     """One record from all records in `current`, the result of `current_records`. The record has the
     cells of all records, and the rows of all records in the entries FIGURE_STEPS. All other entries
     are copied from the last record. The entry "run" has the name of the last record's run.
@@ -200,9 +200,9 @@ def join_records(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     different steps for the cell, the cell is copied from the later record, and added to the entry
     "differing".
     """
-    cells: dict[str, dict[str, Any]] = {}
+    cells: dict[str, Document] = {}
     # entry in FIGURE_STEPS -> key of a row -> row
-    figures: dict[str, dict[str, Any]] = {figure: {} for figure in FIGURE_STEPS}
+    figures: dict[str, Document] = {figure: {} for figure in FIGURE_STEPS}
     differing = {}
     for record in current.values():
         for entry in record["cells"]:
@@ -227,7 +227,7 @@ def join_records(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _key(document: Mapping[str, Any]) -> str:
+def _key(document: Document) -> str:
     """`document` as JSON; equal documents give equal texts."""
     return json.dumps(document, sort_keys=True)
 
@@ -236,11 +236,18 @@ STEPS = ("model", "statistics", "scores", "plan", "finetune", "export", "cost", 
 """Fields of a cell in a record whose value is the folder of a step, or None."""
 ID_DIGITS = 12
 """Number of digits of a step's id at the end of the name of the step's folder."""
+
+
+def start_of(name: str) -> str:
+    """The first digits of a step's id, at the end of the `name` of the step's folder."""
+    return name[-ID_DIGITS:]
+
+
 Folders = Mapping[str, str | None]
 """Field of a cell, or name of a benchmark -> folder of the step; None if the step is missing."""
 
 
-def _merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | None:
+def _merge(old: Document, new: Document) -> Document | None:
     """Merge the entries of one cell in two records: `old` in the earlier record, `new` in the later
     record. Returns None if `old` and `new` name different steps."""
     steps = _merge_folders(
@@ -267,7 +274,7 @@ def _merge_folders(old: Folders, new: Folders) -> dict[str, str | None] | None:
     return merged
 
 
-def finished_steps(record: Mapping[str, Any]) -> set[str]:
+def finished_steps(record: Document) -> set[str]:
     """Folders (KIND/LABEL-ID) of all finished steps that a record names."""
     names: set[str | None] = set()
     for entry in record.get("cells", ()):

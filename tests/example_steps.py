@@ -33,7 +33,7 @@ from moe_lab.study.steps.evaluation import (
     Items,
     evaluation_tasks,
 )
-from moe_lab.study.steps.files import Files, Models
+from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import loaded_field
 from moe_lab.study.steps.plans import PlanSetup, drops_whole_experts
 from moe_lab.study.steps.recovery import (
@@ -84,10 +84,6 @@ class Example(Step):
         return resources._replace(**self.resource_fields)
 
 
-MODELS = Models()
-"""Models in the memory of this process."""
-
-
 def perform_with_inputs(store: Store, step: Step) -> Path:
     """Perform a step, after all of its inputs that are missing in the store. Returns the folder of
     its result."""
@@ -95,7 +91,7 @@ def perform_with_inputs(store: Store, step: Step) -> Path:
         perform_with_inputs(store, input_step)
     with store.claim(step) as scratch:
         if scratch is not None:
-            perform(step, Files.of(step, store, scratch, MODELS))
+            perform(step, Files.of(step, store, scratch))
     return store.path(step)
 
 
@@ -158,7 +154,7 @@ def step_of(
         "export": lambda: export_of(pruned, config.export, config.verify),
         "cost": lambda: Cost.of(pruned, text, Cost.of(unpruned_model(cell.model), text)),
         "profile": lambda: Profile(pruned.loaded, text, pruned.plan),
-        "timing": lambda: Timing.of(pruned, text, config.timed),
+        "timing": lambda: Timing(pruned, text, config.timed, cell.model.threads),
         **dict.fromkeys(("evaluate", "generate", "grade"), results_step),
     }
     step_class: Any = KINDS[kind]

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import preloaded
+import pytest
 
 from moe_lab import compose as composition
 from moe_lab.config import Config
+from moe_lab.errors import run_and_exit
 from moe_lab.grid import Request
 from moe_lab.packs import Packs
-from moe_lab.study import __main__ as study_main
+from moe_lab.study import commands
 from moe_lab.study.run import run
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
@@ -59,8 +61,8 @@ def run_on_boolq(store: Path, *arguments: str) -> subprocess.CompletedProcess[st
 
 
 def study_output(store: Path, *arguments: str) -> str:
-    """The output of a command of `python -m moe_lab.study`, which must succeed."""
-    command_line = [sys.executable, "-m", "moe_lab.study", *arguments, f"store={store}"]
+    """The output of a command of `moe-lab`, which must succeed."""
+    command_line = [sys.executable, "-m", "moe_lab", *arguments, f"store={store}"]
     result = subprocess.run(command_line, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -155,7 +157,9 @@ def start(store: Path | str, study: StudyRequest, **changes: Any) -> int:
 
 def study_command(store: object, *arguments: str) -> int:
     """Run a verb of `moe-lab` in this process on a store. Returns the exit code."""
-    return study_main.main([*arguments, f"store={store}"])
+    with pytest.raises(SystemExit) as ended:
+        run_and_exit(lambda: commands.main([*arguments, f"store={store}"]))
+    return int(str(ended.value.code))
 
 
 SCRIPT_START = f"""

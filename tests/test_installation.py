@@ -129,7 +129,7 @@ def test_an_installed_plugin_needs_no_setting(folder: Path) -> None:
     refused = moe_lab(folder, "criterion=crets", "store=store")
     assert refused.returncode == 2
     assert "did you mean crest?" in refused.stderr
-    listed = moe_lab(folder, "model=pocket_olmoe", package="moe_lab.inspect")
+    listed = moe_lab(folder, "inspect", "model=pocket_olmoe")
     assert "crest" in listed.stdout, listed.stderr
 
 

@@ -6,16 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
-
-if TYPE_CHECKING:
-    from moe_lab.study.steps.files import Models
 
 ConfigStore.instance().store(
     group="hydra/launcher",
@@ -28,8 +24,6 @@ ConfigStore.instance().store(
 class StudyLauncher(Launcher):
     """Composes the settings of all jobs, and runs them as one study."""
 
-    models: Models | None = None
-
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
@@ -40,9 +34,7 @@ class StudyLauncher(Launcher):
     ) -> Sequence[JobReturn]:
         from moe_lab.compose import check_sweeper, compose
         from moe_lab.config.base import Mistakes
-        from moe_lab.study.objective import objective_value
-        from moe_lab.study.run import check_and_run
-        from moe_lab.study.steps.files import Models
+        from moe_lab.study.run import objective_value, run
 
         hydra = self.config.hydra
         searchpath = [text for text in hydra.overrides.hydra if "searchpath" in text]
@@ -61,12 +53,9 @@ class StudyLauncher(Launcher):
         # sweepers write their results there
         Path(hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
         all_requests = list(chain.from_iterable(requests_of_jobs))
-        self.models = self.models or Models()
         # a sweeper launches some jobs at a time
         add = initial_job_idx > 0
-        result = check_and_run(
-            configs[0], all_requests, add=add, models=self.models, report_later=True
-        )
+        result = run(configs[0], all_requests, add=add, report_later=True)
         return [
             JobReturn(
                 list(overrides),

@@ -7,10 +7,8 @@ from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, Strict
-from pydantic.dataclasses import dataclass
 
 from moe_lab.config.base import (
-    SETTINGS,
     Above0,
     Count,
     Group,
@@ -18,6 +16,7 @@ from moe_lab.config.base import (
     Positive,
     Ratio,
     Text,
+    group,
     matching,
 )
 from moe_lab.config.evaluation import (
@@ -97,11 +96,11 @@ def _further_options(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class LauncherConfig(Group):
     """Where the steps of a study run."""
 
-    basic = frozenset({"processes"})
+    basic = ("processes",)
 
     name: Literal["inline", "local", "slurm"] = "local"
     """inline (this process), local (several processes) or slurm."""
@@ -124,12 +123,12 @@ class LauncherConfig(Group):
     the interpreter that runs now."""
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class JobConfig(Group):
     """Resources of a Slurm job; null takes the next more general setting, or an estimate if all of
     these are null."""
 
-    basic = frozenset({"gpus", "minutes", "partition", "setup"})
+    basic = ("gpus", "minutes", "partition", "setup")
 
     gpus: Count | None = None
     """GPUs; null takes as many as the model and the work need for their memory."""
@@ -153,11 +152,11 @@ class JobConfig(Group):
     """Shell lines before Python starts, such as module load cuda."""
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class ResourcesConfig(Group):
     """Resources of Slurm jobs by model and kind of step; the most specific setting counts."""
 
-    basic = frozenset({"gpu_memory"})
+    basic = ("gpu_memory",)
 
     gpu_memory: Above0 = 80.0
     """GiB of one GPU, of the cluster or of this machine."""
@@ -180,7 +179,7 @@ class ResourcesConfig(Group):
         )
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class TimingConfig(Group):
     """The requests that timing=true measures: how many prompts each has, and how long they are."""
 
@@ -199,11 +198,11 @@ class TimingConfig(Group):
     the device of this machine."""
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class TrackerConfig(Group):
     """Experiment tracker that gets a copy of the results; the store always has them."""
 
-    basic = frozenset({"project"})
+    basic = ("project",)
 
     name: Literal["none", "wandb"] = "none"
     """none or wandb."""
@@ -213,24 +212,22 @@ class TrackerConfig(Group):
     """Whether each cell's plan.json is logged as an artefact."""
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class Config(Group):
     """One study: how its cells are evaluated, and how it runs."""
 
-    basic = frozenset(
-        {
-            "study",
-            "store",
-            "also",
-            "plugins",
-            "dry_run",
-            "retry",
-            "wait",
-            "verify",
-            "allow_code_execution",
-            "allow_judge",
-            "data_root",
-        }
+    basic = (
+        "study",
+        "store",
+        "also",
+        "plugins",
+        "dry_run",
+        "retry",
+        "wait",
+        "verify",
+        "allow_code_execution",
+        "allow_judge",
+        "data_root",
     )
 
     export: ExportConfig = field(default_factory=ExportConfig)
@@ -304,11 +301,11 @@ class Config(Group):
     """failed: run failed steps again; null: keep their errors."""
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class CellConfig(Group):
     """Settings of one cell, and the value of each axis that has no list of values."""
 
-    basic = frozenset({"ratio", "seed", "gate"})
+    basic = ("ratio", "seed", "gate")
 
     model: ModelConfig
     """The model."""

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import (
     Annotated,
@@ -16,6 +16,7 @@ from typing import (
     Self,
     TypeVar,
     Union,
+    dataclass_transform,
     get_args,
     get_origin,
     get_type_hints,
@@ -69,17 +70,24 @@ Text = Annotated[str, matching(r".*\S.*", "expected a text that is not empty")]
 T = TypeVar("T")
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def group(cls: type[T]) -> type[T]:
+    """Decorator of a class of settings, whose values are checked as SETTINGS say."""
+    decorated: Any = dataclass(config=SETTINGS, frozen=True)(cls)
+    return decorated  # type: ignore[no-any-return]
+
+
+@group
 class Group:
     """Settings that belong together. The text under each field is printed in docs and by --help."""
 
-    basic = frozenset[str]()
+    basic = tuple[str, ...]()
     """Fields that most users set, which --help shows."""
-    internal = frozenset[str]()
+    internal = tuple[str, ...]()
     """Fields that other settings set, which nobody can type."""
-    runtime = frozenset[str]()
+    runtime = tuple[str, ...]()
     """Fields that change how work is done but no result; they are not part of an identity."""
-    references = frozenset[str]()
+    references = tuple[str, ...]()
     """Fields that refer to something outside of the settings, such as a path to a file."""
 
     @classmethod
@@ -88,7 +96,7 @@ class Group:
         class."""
         if isinstance(settings, cls):
             return settings
-        return cls(**{field.name: getattr(settings, field.name) for field in fields(settings)})
+        return cls(**{member.name: getattr(settings, member.name) for member in fields(settings)})
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -108,7 +116,7 @@ class Group:
         """Raise ValueError if a file or a command sets a field in `internal`."""
         # only files and commands give a dict; Python code may set these fields
         if isinstance(content, dict):
-            for name in cls.internal & content.keys():
+            for name in content.keys() & cls.internal:
                 raise ValueError(
                     f"{name} is set by other settings, and neither by a file nor by a command"
                 )
@@ -117,8 +125,8 @@ class Group:
     @model_validator(mode="after")
     def _check_storable(self) -> Self:
         """Raise ValueError for values that cannot be stored with the results."""
-        for field in fields(self):
-            for problem in storage_problems(getattr(self, field.name), field.name):
+        for member in fields(self):
+            for problem in storage_problems(getattr(self, member.name), member.name):
                 raise ValueError(problem)
         return self
 
@@ -344,11 +352,11 @@ def identity(value: Any) -> Any:
     return value
 
 
-def identity_fields(group: Any, *excluded: str) -> dict[str, Any]:
+def identity_fields(settings: Any, *excluded: str) -> dict[str, Any]:
     """The fields of a dataclass that change a result: name -> `identity` of the value."""
-    skipped = {*getattr(group, "runtime", ()), *excluded}
+    skipped = {*getattr(settings, "runtime", ()), *excluded}
     return {
-        field.name: identity(getattr(group, field.name))
-        for field in fields(group)
-        if field.name not in skipped
+        member.name: identity(getattr(settings, member.name))
+        for member in fields(settings)
+        if member.name not in skipped
     }

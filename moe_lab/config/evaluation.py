@@ -10,10 +10,8 @@ from pkgutil import iter_modules
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, Strict, model_validator
-from pydantic.dataclasses import dataclass
 
 from moe_lab.config.base import (
-    SETTINGS,
     Above0,
     Count,
     From2,
@@ -22,6 +20,7 @@ from moe_lab.config.base import (
     Positive,
     Share,
     Text,
+    group,
     matching,
 )
 from moe_lab.config.pruning import CalibrationConfig
@@ -51,12 +50,12 @@ PLACEMENT = (
 result."""
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class JudgeConfig(Group):
     """A language model that grades texts, behind an OpenAI-compatible endpoint."""
 
-    basic = frozenset({"model", "url", "key_variable"})
-    runtime = frozenset({"url", "key_variable"})
+    basic = ("model", "url", "key_variable")
+    runtime = ("url", "key_variable")
 
     model: Text
     """The model's name at the endpoint."""
@@ -93,13 +92,13 @@ class JudgeConfig(Group):
         return self
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class BackendConfig(Group):
     """The engine that generates the completions of benchmarks."""
 
-    basic = frozenset({"command", "arguments"})
-    internal = frozenset({"python"})
-    runtime = frozenset({"ready_seconds", "python"})
+    basic = ("command", "arguments")
+    internal = ("python",)
+    runtime = ("ready_seconds", "python")
 
     name: Literal["hf", "server", "vllm"] = "hf"
     """Engine that generates texts: hf (the loaded model), vllm (an engine of vLLM, which also gives
@@ -162,7 +161,7 @@ GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 """Name of a field of `Sampling` -> its value in greedy generation."""
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class Sampling(Group):
     """How texts are generated. A field that is null is that of the model's generation_config.json
     if the model thinks and the benchmark uses its chat template. Otherwise generation is greedy."""
@@ -200,16 +199,23 @@ class Sampling(Group):
         return replace(self, **values)
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class BenchmarkConfig(Group):
     """One run of one harness; it may report several results (HumanEval and HumanEval+ share their
     programs)."""
 
-    internal = frozenset({"limit", "root", "judge", "python", "held_out", "shared_batches"})
-    runtime = frozenset(
-        {"name", "revision", "url", "root", "python", "held_out", "shared_batches", "shareable"}
+    internal = ("limit", "root", "judge", "python", "held_out", "shared_batches")
+    runtime = (
+        "name",
+        "revision",
+        "url",
+        "root",
+        "python",
+        "held_out",
+        "shared_batches",
+        "shareable",
     )
-    references = frozenset({"task", "data"})
+    references = ("task", "data")
 
     name: Name
     """Name of the benchmark in file names."""
@@ -280,7 +286,7 @@ class BenchmarkConfig(Group):
         return self.max_new_tokens + (self.thinking_tokens if is_thought else 0)
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class SharedBatches(Group):
     """Benchmarks whose texts are generated in the same batches, which saves forward passes."""
 
@@ -290,11 +296,11 @@ class SharedBatches(Group):
     """Sequences in one forward pass, in place of each benchmark's batch_size."""
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class SuiteConfig(Group):
     """A list of benchmarks."""
 
-    basic = frozenset({"benchmarks", "path", "limit"})
+    basic = ("benchmarks", "path", "limit")
 
     benchmarks: list[str] | None = None
     """Names of files in conf/benchmark; null: those of suite=pocket_no_code for shipped models,
@@ -316,7 +322,7 @@ class SuiteConfig(Group):
         return self
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class ProtocolConfig(Group):
     """The evaluation settings of a paper that differ from the benchmarks' files."""
 

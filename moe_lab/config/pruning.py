@@ -9,10 +9,8 @@ from datetime import date as calendar_date
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, Strict, model_validator
-from pydantic.dataclasses import dataclass
 
 from moe_lab.config.base import (
-    SETTINGS,
     Above0,
     Count,
     From2,
@@ -21,6 +19,7 @@ from moe_lab.config.base import (
     Positive,
     Share,
     Text,
+    group,
     matching,
 )
 
@@ -48,7 +47,7 @@ def _iso_date(text: str) -> str:
 Date = Annotated[str, AfterValidator(_iso_date)]
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class ExpectedConfig(Group):
     """The expected architecture of a model, so that it is known before the model is downloaded."""
 
@@ -70,27 +69,25 @@ class ExpectedConfig(Group):
     """Channels of all shared experts of a layer together; 0 without them."""
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class ModelConfig(Group):
     """A causal language model with routed experts."""
 
-    basic = frozenset({"path", "revision", "dtype", "device", "top_k"})
-    runtime = frozenset(
-        {
-            "name",
-            "revision",
-            "dtype",
-            "device",
-            "threads",
-            "trust_remote_code",
-            "expected",
-            "template_arguments",
-            "thinking",
-            "thinking_marks",
-            "search",
-        }
+    basic = ("path", "revision", "dtype", "device", "top_k")
+    runtime = (
+        "name",
+        "revision",
+        "dtype",
+        "device",
+        "threads",
+        "trust_remote_code",
+        "expected",
+        "template_arguments",
+        "thinking",
+        "thinking_marks",
+        "search",
     )
-    references = frozenset({"path", "tokenizer"})
+    references = ("path", "tokenizer")
 
     name: Name
     """Name of the model in tables, file names and the report."""
@@ -140,12 +137,12 @@ class ModelConfig(Group):
             object.__setattr__(self, "name", self.name + ending)
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class CriterionConfig(Group):
     """How experts are scored; higher always means keep."""
 
-    basic = frozenset({"parameters"})
-    references = frozenset({"name"})
+    basic = ("parameters",)
+    references = ("name",)
 
     name: str
     """Name in the criteria registry, as the papers call it."""
@@ -153,12 +150,12 @@ class CriterionConfig(Group):
     """Parameters of the criterion function, such as b, alpha and beta of s_family."""
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class SourceConfig(Group):
     """One set of a mixture of calibration sets."""
 
-    internal = frozenset({"settings"})
-    runtime = frozenset({"calibration", "path"})
+    internal = ("settings",)
+    runtime = ("calibration", "path")
 
     calibration: str
     """Name of a file in conf/calibration, which says where documents come from and how each
@@ -187,14 +184,14 @@ DOCUMENT_SETTINGS = (
 has its own values."""
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class CalibrationConfig(Group):
     """The text a model reads while statistics are gathered."""
 
-    basic = frozenset({"path", "sources", "tokens", "length", "batch_tokens", "engine"})
-    internal = frozenset({"is_default"})
-    runtime = frozenset({"name", "parts", "engine", "is_default"})
-    references = frozenset({"path", "sources"})
+    basic = ("path", "sources", "tokens", "length", "batch_tokens", "engine")
+    internal = ("is_default",)
+    runtime = ("name", "parts", "engine", "is_default")
+    references = ("path", "sources")
 
     name: Name
     """Name of the calibration set in tables and file names."""
@@ -309,13 +306,13 @@ ONLY_FOR = {"by": "global", "search": "evolutionary", "path": "list"}
 """Setting of an allocation -> the one allocation that reads it."""
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class AllocationConfig(Group):
     """How many experts, or channels, each layer and expert loses."""
 
-    basic = frozenset({"path", "protect", "parameters"})
-    runtime = frozenset({"label", "search"})
-    references = frozenset({"name", "path"})
+    basic = ("path", "protect", "parameters")
+    runtime = ("label", "search")
+    references = ("name", "path")
 
     name: str = "uniform"
     """Name in the allocation registry."""
@@ -374,12 +371,12 @@ OF_FIT = ("name", "bits", "modules", "fit")
 """Settings that a recovery with `fit` reads, which trains nothing."""
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class RecoveryConfig(Group):
     """Changes of a pruned model before it is evaluated: fine-tuning or fitting, then quantising."""
 
-    basic = frozenset({"bits", "instructions", "distill", "epochs", "rank", "learning_rate"})
-    runtime = frozenset({"name", "bits", "modules", "instructions", "distill", "fit"})
+    basic = ("bits", "instructions", "distill", "epochs", "rank", "learning_rate")
+    runtime = ("name", "bits", "modules", "instructions", "distill", "fit")
 
     name: Name = "none"
     """Name in tables and file names."""
@@ -475,12 +472,12 @@ class RecoveryConfig(Group):
                 raise ValueError(f"{setting.name}={value} {reason}: expected {default}")
 
 
-@dataclass(config=SETTINGS, frozen=True)
+@group
 class ExportConfig(Group):
     """The checkpoint that is written of each pruned model."""
 
-    basic = frozenset({"shape", "format"})
-    runtime = frozenset({"converter"})
+    basic = ("shape", "format")
+    runtime = ("converter",)
 
     shape: Shape | None = None
     """natural (what the plan retains), masked or padded, as in docs/export.md; null writes no

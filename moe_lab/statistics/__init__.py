@@ -26,6 +26,24 @@ Layers: TypeAlias = "dict[int, dict[str, torch.Tensor]]"
 """Decoder layer number -> name of a statistic -> fp64 tensor on the CPU."""
 
 
+FUNCTIONS = {
+    # hooks of a forward pass
+    "statistics": "moe_lab.statistics.forward:ForwardHook",
+    "damage": "moe_lab.statistics.damage:DamageHook",
+    "similarity": "moe_lab.statistics.damage:SimilarityHook",
+    # hooks of a forward and a backward pass
+    "gradients": "moe_lab.statistics.gradients:GradientHook",
+    "weight_gradients": "moe_lab.statistics.gradients:WeightGradientHook",
+    # functions of a model or a checkpoint
+    "weights": "moe_lab.statistics.weights:expert_weight_sums",
+    "channel_weights": "moe_lab.statistics.weights:channel_weight_sums",
+    "weight_distances": "moe_lab.statistics.weights:compare_experts",
+}
+"""Name of statistics -> MODULE:NAME of what computes them."""
+WITH_BACKWARD = ("gradients", "weight_gradients")
+"""Statistics whose hooks need a backward pass."""
+
+
 @dataclass
 class Statistics:
     """Sums per MoE layer. `header`: JSON data with `kind` (forward, damage, similarity, gradients,

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
 from itertools import count
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.errors import UserError
-from moe_lab.json_files import Damaged, Number, read_sealed, sealed
+from moe_lab.json_files import Damaged, Document, Number, read_sealed, sealed
 
 BEAT = 60.0
 """Seconds between two heartbeats of a claim."""
@@ -174,22 +174,17 @@ class Claim(AbstractContextManager["Claim"]):
             os.close(self.descriptor)
 
 
-InQueue = Callable[[str, int], bool]
-"""Whether the job with an id, of a user (uid), is in the scheduler's queue."""
-
-
 class Claims:
     """The claims in the folder `folder` of a store. A claim on a name, such as the start of a
     step's id, is held by one process, its owner. The owner renews the time of the claim's file:
     these are the heartbeats. A claim whose owner is gone is stale. To take it over, another process
     creates the file of the next generation.
 
-    `in_queue`: None without a scheduler. `limit`: seconds without a heartbeat after which other
-    processes regard claims of this process as stale."""
+    `limit`: seconds without a heartbeat after which other processes regard claims of this process
+    as stale."""
 
-    def __init__(self, folder: Path, in_queue: InQueue | None = None, limit: float = LIMIT) -> None:
+    def __init__(self, folder: Path, limit: float = LIMIT) -> None:
         self.folder = folder
-        self.in_queue = in_queue
         self.limit = limit
         self.shared = False
         """Whether a group of users may write all claims."""
@@ -204,7 +199,7 @@ class Claims:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the settings, so that a copy in another process holds no claims."""
-        return Claims, (self.folder, self.in_queue, self.limit), {"shared": self.shared}
+        return Claims, (self.folder, self.limit), {"shared": self.shared}
 
     def path(self, name: str, generation: int) -> Path:
         """The file of the claim `name` with this generation."""
@@ -313,7 +308,7 @@ class Claims:
             return True
         # this process's own job is in the queue even if the owner, another process of it, is gone
         has_other_job = owner["job"] is not None and not is_own_job
-        if has_other_job and self.in_queue and self.in_queue(owner["job"], status.st_uid):
+        if has_other_job and in_queue(owner["job"], status.st_uid):
             return False
         try:
             os.utime(self.folder)  # sets the present time by the clock of the file system
@@ -350,7 +345,7 @@ def _create_file(path: Path) -> int:
     raise last_error
 
 
-def _has_ended(owner: dict[str, Any], status: os.stat_result) -> bool:
+def _has_ended(owner: Document, status: os.stat_result) -> bool:
     """Whether a claim of this machine is no longer held: its owner has ended, or its file is only a
     copy, such as in a copied store. `owner`: content of the claim's file."""
     if owner["machine"] != machine():
@@ -396,10 +391,9 @@ def _queued_jobs(user: int, _: int) -> Collection[str]:
         return ()
 
 
-def _owner(path: Path) -> dict[str, Any] | None:
+def _owner(path: Path) -> Document | None:
     """The fields of the file `path` of a claim, see OWNER_SHAPE. None while the file is being
     written, or if it cannot be read."""
     with suppress(Damaged, FileNotFoundError, PermissionError):
-        owner: dict[str, Any] = read_sealed(path, OWNER_SHAPE)
-        return owner
+        return read_sealed(path, OWNER_SHAPE)
     return None

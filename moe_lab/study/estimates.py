@@ -21,7 +21,7 @@ from rich.table import Column, Table
 from moe_lab.calibration import IdentifiedText, sources, with_batch_tokens
 from moe_lab.config import CalibrationConfig, Config, ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.json_files import Number, canonical, fits
+from moe_lab.json_files import Number, fits
 from moe_lab.machine import main_memory, visible_gpus
 from moe_lab.models import config_json
 from moe_lab.models.config_json import GPU_COUNTS, WEIGHT_OVERHEAD, Size, size_of
@@ -30,7 +30,7 @@ from moe_lab.study.resources import GIB, Resources, runs_on_gpu
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
-TIMES_SHAPE = {"provenance": {"seconds": Number, "units": Number, "pace": list}}
+TIMES_SHAPE = {"provenance": {"seconds": Number, "units": Number, "pace": str}}
 """Fields of step.json from which times are estimated."""
 
 
@@ -156,22 +156,22 @@ def seconds_estimator(store: Store) -> Seconds:
     """A function that estimates the seconds of a step from the finished steps in a store.
 
     The estimate is the number of units of work of the step, times the median seconds per unit of
-    the finished steps of the same kind and pace (see `Resources.pace`)."""
+    the finished steps of the same kind and `Resources.rate_key`."""
     rates_of = cache(partial(_rates, store))
 
     def seconds(step: Step) -> float | None:
         if step.merged_steps:
             return 0.0  # merging takes little time
         resources = step.resources()
-        rates = rates_of(step.kind).get(canonical(resources.pace))
+        rates = rates_of(step.kind).get(resources.rate_key)
         return median(rates) * resources.units if rates else None
 
     return seconds
 
 
 def _rates(store: Store, kind: str) -> dict[str, list[float]]:
-    """Pace (`Resources.pace`) as JSON text -> seconds per unit of work of each finished step of the
-    kind `kind`."""
+    """`Resources.rate_key` -> seconds per unit of work of each finished step of the kind
+    `kind`."""
     rates: dict[str, list[float]] = {}
     for document in store.documents(kind):
         if not fits(document, TIMES_SHAPE):
@@ -179,9 +179,8 @@ def _rates(store: Store, kind: str) -> dict[str, list[float]]:
         provenance = document["provenance"]
         # the work was done by the steps whose results were merged
         if not provenance.get("merged"):
-            rates.setdefault(canonical(provenance["pace"]), []).append(
-                provenance["seconds"] / provenance["units"]
-            )
+            seconds_per_unit = provenance["seconds"] / provenance["units"]
+            rates.setdefault(provenance["pace"], []).append(seconds_per_unit)
     return rates
 
 
@@ -195,40 +194,35 @@ class StepTime(NamedTuple):
 
 
 def time_left(
-    ended: Iterable[StepTime],
-    running: Sequence[StepTime],
-    waiting: Iterable[Step],
-    seconds: Seconds,
-    workers: int,
+    ended: Iterable[StepTime], running: Sequence[StepTime], waiting: Iterable[Step], workers: int
 ) -> tuple[float, list[str]]:
     """(estimated seconds until `workers` workers have done all steps of a run, kinds of the steps
     without an estimate). The seconds do not include steps without an estimate.
 
     The total time of a step is estimated from the ended and running steps of the same kind whose
-    progress is known."""
-    seconds_by_kind = defaultdict[str, float](float)
-    work_by_kind = defaultdict[str, float](float)
+    progress is known. Merging takes no time."""
+    seconds = defaultdict[str, float](float)  # by kind, for the work that is done
+    work = defaultdict[str, float](float)
     for step, spent, progress in (*ended, *running):
         if progress and not step.merged_steps:
-            seconds_by_kind[step.kind] += spent
-            work_by_kind[step.kind] += _work(step) * progress
+            seconds[step.kind] += spent
+            work[step.kind] += _work(step) * progress
     remaining = [0.0]  # seconds of each step; the first entry is for a run without steps
-    unknown_kinds = list[str]()
+    unknown_kinds = dict[str, None]()
     for step, spent, progress in (*running, *(StepTime(step, 0.0, 0.0) for step in waiting)):
-        step_seconds: float | None  # total time of the step
-        if work_by_kind[step.kind]:
-            step_seconds = _work(step) * seconds_by_kind[step.kind] / work_by_kind[step.kind]
-        else:
-            step_seconds = seconds(step)
-        if step_seconds is None:
-            unknown_kinds.append(step.kind)
-        elif progress:
+        if step.merged_steps:
+            continue
+        if not work[step.kind]:
+            unknown_kinds[step.kind] = None
+            continue
+        step_seconds = _work(step) * seconds[step.kind] / work[step.kind]
+        if progress:
             remaining.append(step_seconds * (1 - progress))
         else:
             # without known progress, at least half of the time spent so far remains
             remaining.append(max(step_seconds - spent, spent / 2))
     # workers do not share a step, so the longest step bounds the time from below
-    return max(sum(remaining) / workers, *remaining), list(dict.fromkeys(unknown_kinds))
+    return max(sum(remaining) / workers, *remaining), list(unknown_kinds)
 
 
 MINIMUM_PARAMETERS = 100_000_000
@@ -240,8 +234,6 @@ dominates."""
 def _work(step: Step) -> float:
     """Amount of work of a step, comparable between steps of one kind: units of work times number of
     parameters of the model."""
-    if step.merged_steps:
-        return 0.0
     resources = step.resources()
     size = size_of(resources.model) if resources.model else None
     # 1e9 parameters are assumed for a model of unknown size, and for a step without a model

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged
-from moe_lab.result_files import ID_DIGITS, finished_steps, read_record
+from moe_lab.result_files import finished_steps, read_record, start_of
 from moe_lab.study.claims import Busy
 from moe_lab.study.integrity import read_step
 from moe_lab.study.packing import PACKS, remove_from_packs
@@ -127,7 +127,7 @@ def _needed_steps(store: Store, starts: Set[str], folders_of: Mapping[str, list[
             continue
         needed.add(start)
         for folder in folders_of.get(start, ()):
-            unvisited += [name[-ID_DIGITS:] for name in read_step(folder)["inputs"].values()]
+            unvisited += [start_of(name) for name in read_step(folder)["inputs"].values()]
         # inputs of a step in a pack are separated by spaces
         unvisited += inputs.get(start, "").split()
     return needed
@@ -164,7 +164,7 @@ def _referenced_steps(store: Store) -> tuple[set[str], str]:
             record = read_record(store.root, study) or {"run": ""}
         except Damaged as error:
             raise _unreadable_error(store, str(error)) from None
-        referenced.update(name[-ID_DIGITS:] for name in finished_steps(record))
+        referenced.update(start_of(name) for name in finished_steps(record))
         for run in study_runs:
             # if reading the queue failed, every job may be in it
             may_be_queued = any(job.id in queue or queue_error for job in jobs_of[run.folder])
@@ -173,7 +173,7 @@ def _referenced_steps(store: Store) -> tuple[set[str], str]:
                 continue
             # a run without a plan was killed before it computed a step
             if plan := run.plan:
-                referenced.update(folder[-ID_DIGITS:] for folder in plan["steps"])
+                referenced.update(start_of(folder) for folder in plan["steps"])
     return referenced, queue_error
 
 
@@ -190,7 +190,7 @@ def _garbage_step(folder: Path) -> Garbage | None:
     belongs to another folder."""
     with suppress(FileNotFoundError, Damaged):
         document = read_step(folder)
-        start = folder.name[-ID_DIGITS:]
+        start = start_of(folder.name)
         if document["kind"] == folder.parent.name and document["id"].startswith(start):
             return Garbage(folder, document["kind"], _folder_bytes(folder), start)
     return None

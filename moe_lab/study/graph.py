@@ -153,18 +153,16 @@ class _Resolver:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._results: dict[tuple[Any, ...], Any] = {}
-        """Key of a call of `cached` -> its result."""
-        self._arguments: list[tuple[Any, ...]] = []
-        """Keeps the arguments of all calls alive, because the keys contain their object ids."""
+        """Key of a call of `cached` -> (arguments, result). The arguments are kept alive, because
+        the key contains their object ids."""
 
     def cached(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """The result of `function(*arguments)`, computed in the first call and then remembered. An
         integer argument is recognised by its value, any other argument by its object identity."""
         key = (function, *[value if isinstance(value, int) else id(value) for value in arguments])
         if key not in self._results:
-            self._results[key] = function(*arguments)
-            self._arguments.append(arguments)
-        result: Result = self._results[key]
+            self._results[key] = arguments, function(*arguments)
+        result: Result = self._results[key][1]
         return result
 
     def resolve_cell(self, cell: Cell) -> Cell:
@@ -211,7 +209,8 @@ def _cell_steps(
             export = export_of(pruned, config.export, config.verify)
         cost = Cost.of(pruned, flops_text, cost)
     if config.timing:
-        timing = Timing.of(pruned, flops_text, resolver.cached(timing_of, config.timed, model))
+        timed = resolver.cached(timing_of, config.timed, model)
+        timing = Timing(pruned, flops_text, timed, model.threads)
     identity = tuple([entry.line for entry in pruned.identity_entries.values()])
     evaluations = evaluations_of.setdefault(identity, {})
     evaluate: dict[str, Evaluate | Grade] = {}

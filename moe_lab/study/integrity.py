@@ -6,13 +6,11 @@ import hashlib
 import os
 import stat
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
 
-from moe_lab.json_files import Damaged, read_json, read_sealed, write_sealed
+from moe_lab.json_files import Damaged, Document, read_json, read_sealed, write_sealed
 
 STEP = "step.json"
 """File in the folder of every finished step, besides its results: identity, provenance, size and
@@ -28,12 +26,12 @@ TICK = 2
 NANO = 10**9
 
 
-def seal(folder: Path, document: Mapping[str, Any]) -> None:
+def seal(folder: Path, document: Document) -> None:
     """Write STEP, and set the permissions and times of a step's files for publication.
 
     `document`: the identity of the step. For a step copied from another store, `document` is the
     complete content of STEP in that store. The caller must have compared the files with it."""
-    provenance: dict[str, Any] = {}
+    provenance: Document = {}
     with suppress(FileNotFoundError):  # a copied step has its provenance in `document`
         provenance = read_json(folder / PROVENANCE, {})
         (folder / PROVENANCE).unlink()
@@ -56,7 +54,7 @@ def seal(folder: Path, document: Mapping[str, Any]) -> None:
     (folder / STEP).chmod(mode & 0o666)
 
 
-def file_entry(path: Path) -> dict[str, Any]:
+def file_entry(path: Path) -> Document:
     """Entry of a file in STEP: {"bytes": size, "sha256": hash}."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": _sha256(file)}
@@ -66,12 +64,11 @@ def _sha256(file: BufferedReader) -> str:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_step(folder: Path) -> dict[str, Any]:
+def read_step(folder: Path) -> Document:
     """Content of STEP of a finished step. Raises FileNotFoundError when STEP is missing, and
     Damaged when STEP was changed after it was written."""
     # {}: no particular fields are expected
-    document: dict[str, Any] = read_sealed(folder / STEP, {})
-    return document
+    return read_sealed(folder / STEP, {})
 
 
 def damaged_files(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
@@ -100,7 +97,7 @@ def damaged_files(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
     return states
 
 
-def _is_unchanged(path: Path, expected: Mapping[str, Any], moment: int, hash_all: bool) -> bool:
+def _is_unchanged(path: Path, expected: Document, moment: int, hash_all: bool) -> bool:
     """Whether a file has the `expected` size and hash. `moment`: modification time of the file
     according to STEP, in seconds."""
     status = path.stat()

@@ -4,15 +4,14 @@ read."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from moe_lab.errors import UserError
-from moe_lab.json_files import Damaged
-from moe_lab.result_files import ID_DIGITS
+from moe_lab.json_files import Damaged, Document
+from moe_lab.result_files import start_of
 from moe_lab.study.claims import Busy
 from moe_lab.study.integrity import STEP, file_entry
 from moe_lab.study.packing import MANY, Packing, copy_packed
@@ -43,7 +42,7 @@ def finished_in(other: Store, steps: Iterable[Step]) -> set[str]:
     """Ids of those of `steps` that are finished in `other`."""
     with other.errors_as_sentences():
         names_by_start = other.finished_names()
-    return {step.id for step in steps if step.id[:ID_DIGITS] in names_by_start}
+    return {step.id for step in steps if step.id_start in names_by_start}
 
 
 def copy_from(store: Store, path: str, steps: Sequence[Step]) -> None:
@@ -63,7 +62,7 @@ def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
     that another process is computing, are not copied."""
     with other.errors_as_sentences():
         names_by_start = other.finished_names()
-        starts = [step.id[:ID_DIGITS] for step in steps]
+        starts = [step.id_start for step in steps]
         names = [names_by_start[start] for start in starts if start in names_by_start]
         for pack in other.packs.damaged_packs:
             store.notices.append(
@@ -71,7 +70,7 @@ def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
             )
         copy_packed(store, other, names)
         # steps in folders, and packed steps that could not be copied as packs
-        names_left = [name for name in names if name[-ID_DIGITS:] not in store.packs]
+        names_left = [name for name in names if start_of(name) not in store.packs]
         packing = Packing(store)
         with ThreadPoolExecutor(THREADS) as threads:
             # copied steps are folders until `pack` moves them into a pack: calling it after every
@@ -105,7 +104,7 @@ def _copy_step(store: Store, other: Store, name: str) -> None:
         pass
 
 
-def _document(other: Store, name: str) -> dict[str, Any]:
+def _document(other: Store, name: str) -> Document:
     """Content of STEP of the step `name` (KIND/NAME). Raises Damaged when STEP cannot be read."""
     try:
         return other.document(name)
@@ -113,9 +112,7 @@ def _document(other: Store, name: str) -> dict[str, Any]:
         raise Damaged(f"its {STEP} is missing") from None
 
 
-def _copy_file(
-    other: Store, name: str, file: str, expected: Mapping[str, Any], target: Path
-) -> None:
+def _copy_file(other: Store, name: str, file: str, expected: Document, target: Path) -> None:
     """Copy the file `file` of the step `name` to the path `target`, or make a link to it.
     `expected`: entry of the file in STEP."""
     path = other.folder(name) / file

@@ -10,16 +10,15 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
-from moe_lab.json_files import Damaged
+from moe_lab.json_files import Damaged, Document
 from moe_lab.packs import PackedStep
-from moe_lab.result_files import ID_DIGITS
+from moe_lab.result_files import start_of
 from moe_lab.study.claims import Busy, Claim
 from moe_lab.study.integrity import STEP, read_step
 from moe_lab.study.step import KINDS
@@ -83,7 +82,7 @@ class Packing:
             del folders[id_start]
         if not folders:
             return
-        if len(folders) < MANY and not (last and store.packs.id_starts()):
+        if len(folders) < MANY and not (last and store.packs.steps()):
             return
         with suppress(Busy), store.claims.take(PACKS) as claim:
             store.make_folder(store.packs.folder)
@@ -97,7 +96,7 @@ class Packing:
             if first := next(small_steps, None):  # without a first step, no pack is written
                 _publish(store, store.packs.add(chain([first], small_steps)), claim)
             # remove folders of the steps packed now, and of steps that a killed process had packed
-            for id_start in folders.keys() & store.packs.id_starts():
+            for id_start in folders.keys() & store.packs.steps().keys():
                 with suppress(FileNotFoundError):
                     shutil.rmtree(
                         rename_as_scratch(folders[id_start], id_start), ignore_errors=True
@@ -133,7 +132,7 @@ def copy_packed(store: Store, other: Store, names: Sequence[str]) -> None:
 
     An error, such as that of a full disk, ends the copying and is not raised. The caller then
     copies the remaining steps one by one, and meets the error again."""
-    packed_names = [name for name in names if name[-ID_DIGITS:] in other.packs]
+    packed_names = [name for name in names if start_of(name) in other.packs]
     if len(packed_names) < MANY:
         return
     with suppress(Busy, OSError, sqlite3.Error), store.claims.take(PACKS) as claim:
@@ -147,14 +146,14 @@ def _read_packed_steps(other: Store, names: Iterable[str]) -> Iterator[PackedSte
     """The undamaged steps among `names` (KIND/NAME), read from packs of `other`."""
     for name in names:
         if not other.damaged_files(name, hash_all=True):
-            id_start = name[-ID_DIGITS:]
+            id_start = start_of(name)
             files = {file: other.packs.read(id_start, file) for file in other.packs.files(id_start)}
             yield PackedStep(id_start, name, _inputs(other.document(name)), files)
 
 
-def _inputs(document: Mapping[str, Any]) -> list[str]:
+def _inputs(document: Document) -> list[str]:
     """Starts of the ids of a step's inputs. `document`: content of STEP."""
-    return [name[-ID_DIGITS:] for name in document["inputs"].values()]
+    return [start_of(name) for name in document["inputs"].values()]
 
 
 def remove_from_packs(store: Store, id_starts: Collection[str]) -> None:

@@ -43,9 +43,9 @@ from moe_lab.study.steps.costs import timing_mistakes
 from moe_lab.study.steps.plans import (
     check_engine,
     check_plan_file,
-    plan_form,
     plan_in,
     removed_share,
+    trial_allocation,
     trial_plan,
 )
 from moe_lab.study.steps.scores import check_weights, reads_text
@@ -344,15 +344,18 @@ def _export_problems(cell: Cell, config: Config) -> Iterator[str]:
 
 def _trial_refusals(cells: Iterable[Cell], config: Config) -> Iterator[str]:
     """A sentence for each file of scores or of a plan that does not fit its model, and for each
-    export that would be refused when the plan is made. For each model, and each form of the plans
-    of `cells`, one plan is tried."""
+    export that would be refused when the plan is made. For each model, one plan is tried of those
+    that can be exported alike."""
     shape = config.export.shape
     trials: dict[Any, Cell] = {}
     for cell in _deduplicate(cells, "model", "criterion", "allocation"):
-        form = plan_form(cell)
+        rule = trial_allocation(cell)
+        criterion = criteria.get(cell.criterion.name)
+        has_file = criterion.name in criteria.FROM_FILE
+        scores = cell.criterion.parameters if has_file else criterion.granularity
         # facts of the layers have the trained top_k
-        if cell.model.top_k is None and (shape or form.path or form.scores):
-            trials.setdefault((id(cell.model), form), cell)
+        if cell.model.top_k is None and (shape or rule.path or has_file):
+            trials.setdefault((id(cell.model), f"{rule} {scores}"), cell)
     for cell in trials.values():
         folder = files.folder_with_weights(cell.model)
         if folder is not None:

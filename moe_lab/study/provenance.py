@@ -20,7 +20,7 @@ from typing import Any
 
 import moe_lab
 from moe_lab.errors import DISK_FULL, Unavailable, UserError, mask
-from moe_lab.json_files import Damaged, digest, read_json
+from moe_lab.json_files import Damaged, Document, digest, read_json
 from moe_lab.machine import package_version, processor
 
 CODE_STATE_FILE = "code_state.json"
@@ -28,15 +28,15 @@ CODE_STATE_FILE = "code_state.json"
 
 
 @cache
-def code_state() -> dict[str, Any]:
+def code_state() -> Document:
     """State of the code of moe_lab as a JSON object with the entry "version". A git checkout also
     has "commit", a hash, and "edits", a digest of uncommitted changes (None without changes). A
     copy of the package that Slurm jobs run has the state of the original package."""
     package = Path(moe_lab.__file__).parent
     with contextlib.suppress(FileNotFoundError, Damaged):
-        original: dict[str, Any] = read_json(package / CODE_STATE_FILE, {"version": str})
+        original: Document = read_json(package / CODE_STATE_FILE, {"version": str})
         return original
-    state: dict[str, Any] = {"version": moe_lab.__version__}
+    state: Document = {"version": moe_lab.__version__}
 
     def git(*arguments: str) -> str:
         # safe.directory allows a checkout that a colleague owns
@@ -78,7 +78,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 """File whose first line has the version of the GPU driver."""
 
 
-def provenance(start: float) -> dict[str, Any]:
+def provenance(start: float) -> Document:
     """Provenance of a step that began at `start` (seconds since the epoch), as a JSON object.
     "gpus", "driver" and "peak_gpu_memory_bytes" are None if this process used no GPU. "driver" is
     the version of CUDA if the version of the GPU driver cannot be read."""
@@ -123,7 +123,7 @@ TRANSIENT = {
 """Numbers of system errors after which the next run tries the step again."""
 
 
-def error_document(error: BaseException) -> dict[str, Any]:
+def error_document(error: BaseException) -> Document:
     """The exception with which a step failed, as a JSON object with these entries:
 
     message: text for the user. type: name of the class of the exception. trace: text for the log,

@@ -10,20 +10,18 @@ import os
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import moe_lab
 from moe_lab import criteria, plugins, progress
 from moe_lab.config import AllocationConfig, Config
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
-from moe_lab.json_files import Damaged, Number, parse_sealed, read_json, write_text
+from moe_lab.json_files import Damaged, Document, Number, parse_sealed, read_json, write_text
 from moe_lab.result_files import (
-    ID_DIGITS,
     RECORD,
     SCHEMA,
     current_records,
@@ -37,7 +35,6 @@ from moe_lab.study.provenance import DISK_FULL_MESSAGE
 from moe_lab.study.runs import ENDED, Run, runs
 from moe_lab.study.schedule import Schedule, inform, print_notices, show_regularly
 from moe_lab.study.step import Step, unmerged
-from moe_lab.study.steps.files import Models
 from moe_lab.study.steps.plans import TIES
 from moe_lab.study.store import Store
 
@@ -58,8 +55,8 @@ class Study:
     store: Store
     add: bool = False
     """Whether its cells are added to the recorded cells of the study, instead of replacing them."""
-    models: Models | None = None
-    """The models that earlier studies of this process have loaded."""
+    report_later: bool = False
+    """Whether `finish` notes the study in UNREPORTED instead of making its report."""
 
     def steps_and_finished_ids(
         self, ids_elsewhere: Set[str] = frozenset()
@@ -81,10 +78,9 @@ class Study:
         return steps, done
 
 
-def finish(study: Study, schedule: Schedule, run: Run, report_later: bool = False) -> int:
+def finish(study: Study, schedule: Schedule, run: Run) -> int:
     """Finish a run after its steps have ended: write the record, print errors, make the report and
-    log to the tracker. With `report_later`, the study is noted in UNREPORTED instead of making its
-    report.
+    log to the tracker.
 
     Returns the exit code. 0: no step failed, and the report is complete. 2: steps failed, and every
     error can be understood from its message, without a trace. 1: other steps failed, or the report
@@ -108,7 +104,7 @@ def finish(study: Study, schedule: Schedule, run: Run, report_later: bool = Fals
     is_disk_full = any(error["message"] == DISK_FULL_MESSAGE for error in errors.values())
     is_complete = True
     if study.config.report and not is_disk_full:
-        if report_later:
+        if study.report_later:
             UNREPORTED[name] = study
         else:
             is_complete = update_report(study)
@@ -130,10 +126,10 @@ def _write_end(store: Store, study: str) -> None:
         store.write(recorded_runs[-1].folder / ENDED, {"time": time.time()})
 
 
-def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -> bool:
+def _is_recorded(store: Store, study: str, run: Run, document: Document) -> bool:
     """Whether `document`, the new record of `run`, adds nothing to the records of the study."""
 
-    def content(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    def content(records: Mapping[str, Document]) -> Document:
         """The joined records, with None in the fields that may differ."""
         record = join_records(records) if len(records) > 1 else next(iter(records.values()))
         return {**record, **dict.fromkeys(("created", "config", "replaces", "run"))}
@@ -162,14 +158,17 @@ def _print_errors(study: Study, schedule: Schedule) -> None:
         inform(f"moe_lab: traces are in {store.root / 'logs'} and {store.root / 'failed'}")
 
 
+def _finished_steps(study: Study, schedule: Schedule, field: str) -> Iterable[Step]:
+    """The distinct finished steps in the field `field` of the study's cells."""
+    steps = [getattr(cell, field) for cell in study.graph.cells]
+    return {step.id: step for step in steps if step and step.id in schedule.finished}.values()
+
+
 def _print_ties(study: Study, schedule: Schedule) -> None:
     """Print a sentence about the finished plans that have ties: experts or channels with equal
     scores, of which only some are dropped."""
-    plans = {cell.plan.id: cell.plan for cell in study.graph.cells if cell.plan}
     descriptions = []
-    for step_id, step in plans.items():
-        if step_id not in schedule.finished:
-            continue
+    for step in _finished_steps(study, schedule, "plan"):
         with suppress(FileNotFoundError, Damaged):  # a plan without ties has no such file
             content = study.store.content(step.folder, TIES)
             # layer -> number of experts or channels with equal scores
@@ -188,10 +187,7 @@ def _print_ties(study: Study, schedule: Schedule) -> None:
 
 def _print_exports(study: Study, schedule: Schedule) -> None:
     """Print the checkpoint of each finished export, and the result of its verification."""
-    exports = {cell.export.id: cell.export for cell in study.graph.cells if cell.export}
-    for step_id, step in exports.items():
-        if step_id not in schedule.finished:
-            continue
+    for step in _finished_steps(study, schedule, "export"):
         folder = study.store.path(step)
         verification = ""
         with suppress(FileNotFoundError, Damaged):  # the checkpoint was not verified
@@ -278,27 +274,19 @@ def outdate_reports(store: Store) -> None:
 
 
 @garbage_collection_off()
-def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def record_of(study: Study, run: Run, failed: Mapping[str, Document]) -> Document:
     """The record of a run: for every cell, the folders of its steps and the error messages of its
     failed steps. `failed`: id of a failed step -> error document.
 
     The record replaces the records that existed when the run began. With `study.add`, it replaces
     no record."""
-    store = study.store
     config = study.config
     graph = study.graph
-
-    # start of a step's id -> KIND/NAME, or None if the step is not finished
-    names: dict[str, str | None] = {**store.packs.steps()}
+    names = study.store.finished_names()
 
     def name_of(step: Step | None) -> str | None:
         """KIND/NAME of a finished step, otherwise None."""
-        if step is None:
-            return None
-        start = step.id[:ID_DIGITS]
-        if start not in names:
-            names[start] = store.stored_name(step)
-        return names[start]
+        return names.get(step.id_start) if step else None
 
     model_names = _model_names(graph)
     cells = []
@@ -315,7 +303,7 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
             }
         )
     # figure -> one entry for each of its steps: the fields of the `FigureKey`, and the step
-    figures: dict[str, list[dict[str, Any]]] = {}
+    figures: dict[str, list[Document]] = {}
     for figure, figure_steps in graph.figures.items():
         figures[figure] = []
         for key, step in figure_steps.items():
@@ -332,7 +320,7 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
     }
 
 
-def _cell_errors(steps: CellSteps, failed: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def _cell_errors(steps: CellSteps, failed: Mapping[str, Document]) -> dict[str, str]:
     """Name of a benchmark, or field of `CellSteps`, -> error message of its failed step. `failed`:
     id of a step -> error document."""
     errors = {}
@@ -342,7 +330,7 @@ def _cell_errors(steps: CellSteps, failed: Mapping[str, Mapping[str, Any]]) -> d
     return errors
 
 
-def study_record(store: Store, study: str) -> dict[str, Any]:
+def study_record(store: Store, study: str) -> Document:
     """The record of a study, see `result_files.read_record`; {} if the study has no record. Raises
     UserError for a damaged record."""
     try:
@@ -364,7 +352,7 @@ def _model_names(graph: Graph) -> dict[tuple[str, str], str]:
     return names
 
 
-def cell_columns(cell: Cell) -> dict[str, Any]:
+def cell_columns(cell: Cell) -> Document:
     """The settings of a cell, except the model, as the record shows them: name -> value."""
     # None for the unpruned model
     criterion = criteria.CRITERIA.get(cell.criterion.name)
@@ -380,7 +368,7 @@ def cell_columns(cell: Cell) -> dict[str, Any]:
     }
 
 
-def _name_with_parameters(name: str, parameters: Mapping[str, Any]) -> str:
+def _name_with_parameters(name: str, parameters: Document) -> str:
     """NAME, or NAME(PARAMETER=VALUE,...) if there are parameters."""
     values = ",".join(f"{key}={value}" for key, value in sorted(parameters.items()))
     return f"{name}({values})" if values else name

@@ -18,6 +18,7 @@ from moe_lab.config import (
     RecoveryConfig,
 )
 from moe_lab.config.pruning import DEVICE_MAPS
+from moe_lab.json_files import canonical
 from moe_lab.models.config_json import (
     GPU_COUNTS,
     WEIGHT_OVERHEAD,
@@ -84,7 +85,8 @@ class Resources(NamedTuple):
     """Amount of work, in tokens or items where the step reads these. The seconds of steps of one
     kind are proportional to it."""
     pace: Sequence[Any] = ()
-    """JSON document of what determines the seconds per unit."""
+    """JSON document of what determines the seconds per unit, besides the kind of the step and its
+    model."""
     job: str | None = None
     """Kind of the Slurm jobs that this step is part of; None for its own kind."""
     steps_per_job: Literal["one", "short", "cells", "models"] = "one"
@@ -95,6 +97,12 @@ class Resources(NamedTuple):
     """Checks on the machine where the study is started, such as of permissions."""
     installation_checks: Sequence[Check] = ()
     """Checks of what is installed where the step runs."""
+
+    @property
+    def rate_key(self) -> str:
+        """Text that is equal for steps of one kind with the same seconds per unit."""
+        model = [self.model.name, self.model.device] if self.model else []
+        return canonical([*model, *self.pace])
 
     @property
     def runs_model(self) -> bool:
@@ -157,12 +165,12 @@ def _gpu_counts(model: ModelConfig) -> Sequence[int]:
     return GPU_COUNTS if model.device in ("auto", *DEVICE_MAPS) else GPU_COUNTS[:1]
 
 
-def file_reading(model: ModelConfig, pace: Sequence[Any]) -> Resources:
+def file_reading(model: ModelConfig) -> Resources:
     """Resources of a step that reads the files of a model once, a piece at a time."""
-    return _resources_of_model(model, lambda _: 2.0 * PROCESS, weights="files", pace=pace)
+    return _resources_of_model(model, lambda _: 2.0 * PROCESS, weights="files")
 
 
-def merged_sums(model: ModelConfig, text: CalibrationConfig, pace: Sequence[Any]) -> Resources:
+def merged_sums(model: ModelConfig, text: CalibrationConfig) -> Resources:
     """Resources of a step that merges the sums of the shares of a pass over `text`."""
 
     def memory(size: Size) -> float:
@@ -171,13 +179,12 @@ def merged_sums(model: ModelConfig, text: CalibrationConfig, pace: Sequence[Any]
         # 3: total, one share, and file; 8 bytes: a number in fp64
         return PROCESS + 3 * 8.0 * size.moe_layers * sums_per_layer
 
-    return _resources_of_model(model, memory, units=float(text.tokens), pace=pace)
+    return _resources_of_model(model, memory, units=float(text.tokens))
 
 
 def text_pass(
     model: ModelConfig,
     text: CalibrationConfig,
-    pace: Sequence[Any],
     *,
     rows: tuple[int, int] | None = None,
     engine: str | None = None,
@@ -229,21 +236,14 @@ def text_pass(
         weights="layers" if is_streamed else "model",
         gpu_counts=GPU_COUNTS[:1] if is_streamed else _gpu_counts(model),
         units=float(tokens),
-        pace=pace,
     )
 
 
 def finetuning(
-    model: ModelConfig,
-    text: CalibrationConfig,
-    recovery: RecoveryConfig,
-    pace: Sequence[Any],
-    *,
-    copies: int,
+    model: ModelConfig, text: CalibrationConfig, recovery: RecoveryConfig, *, copies: int
 ) -> Resources:
     """Resources of a step that fine-tunes a pruned model on a text. If `recovery.fit` is set, the
-    step fits the merged experts instead. `pace`: first entries of `Resources.pace`. `copies`:
-    number of copies of the weights in memory."""
+    step fits the merged experts instead. `copies`: number of copies of the weights in memory."""
     is_fit = recovery.fit is not None
 
     def sum_bytes(size: Size) -> float:
@@ -256,7 +256,6 @@ def finetuning(
     text_resources = text_pass(
         model,
         text,
-        pace,
         engine="resident",
         backward=not is_fit,
         copies=copies,
@@ -267,13 +266,11 @@ def finetuning(
     return text_resources._replace(
         disk=sum_bytes(size) if size else 0.0,
         units=text_resources.units * (1 if is_fit else recovery.epochs),
-        pace=[*pace, recovery.train, recovery.text_setting],
+        pace=[recovery.train, recovery.text_setting],
     )
 
 
-def checkpoint_export(
-    model: ModelConfig, pace: Sequence[Any], *, is_changed: bool, is_converted: bool
-) -> Resources:
+def checkpoint_export(model: ModelConfig, *, is_changed: bool, is_converted: bool) -> Resources:
     """Resources of a step that writes a checkpoint of a pruned model. `is_changed`: whether the
     weights differ from those of the unpruned model, such as after fine-tuning. `is_converted`:
     whether the checkpoint is converted to GGUF."""
@@ -291,7 +288,7 @@ def checkpoint_export(
         # each of the two puts one more checkpoint on the disk
         return float(size.bytes) * (1 + is_changed + is_converted)
 
-    return _resources_of_model(model, memory, disk, weights="files", pace=pace)
+    return _resources_of_model(model, memory, disk, weights="files", pace=[is_converted])
 
 
 def answer_count(benchmark: BenchmarkConfig) -> int:
@@ -310,15 +307,13 @@ def benchmark_run(
     model: ModelConfig,
     benchmarks: Sequence[BenchmarkConfig],
     backend: BackendConfig,
-    model_id: str,
     *,
     copies: int,
     installation_checks: Sequence[Check] = (),
 ) -> Resources:
     """Resources of a step that runs a model on the items of benchmarks, which share batches if
-    there are several. `model_id`: text that identifies the model in `Resources.pace`. `copies`:
-    number of copies of the weights in memory. The amount of work is the number of tokens that the
-    model reads and generates."""
+    there are several. `copies`: number of copies of the weights in memory. The amount of work is
+    the number of tokens that the model reads and generates."""
     new_tokens = max(benchmark.longest_text for benchmark in benchmarks)
     first_benchmark, *_ = benchmarks
 
@@ -330,7 +325,7 @@ def benchmark_run(
         return PROCESS + WEIGHT_OVERHEAD * size.bytes * copies + batch_bytes
 
     units = 0
-    pace: list[Any] = [model_id, backend.name]
+    pace: list[Any] = [backend.name]
     for benchmark in benchmarks:
         tokens = PROMPT * (1 + benchmark.shots) + benchmark.longest_text
         units += answer_count(benchmark) * tokens

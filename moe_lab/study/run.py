@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence, Set
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from statistics import fmean
+from typing import NamedTuple
 
 from moe_lab.config import Config
 from moe_lab.config.base import Mistakes, SettingsError
-from moe_lab.errors import Unavailable, user_errors
+from moe_lab.errors import Unavailable, UserError, check_known, user_errors
 from moe_lab.grid import Request
+from moe_lab.json_files import Number, parse
 from moe_lab.machine import WORKERS, cores, main_memory, visible_gpus
-from moe_lab.study.claims import in_queue
 from moe_lab.study.estimates import forecast_table, seconds_estimator
-from moe_lab.study.graph import build, unresolved_names
+from moe_lab.study.graph import build, normalized, unresolved_names
 from moe_lab.study.preflight import (
+    AVERAGE,
     failure_forecast,
     missing_requirements,
     preflight,
@@ -34,7 +35,6 @@ from moe_lab.study.schedule import (
     show_progress,
     work,
 )
-from moe_lab.study.steps.files import Models
 from moe_lab.study.store import Store
 
 
@@ -47,36 +47,20 @@ class RunResult(NamedTuple):
     study: Study
 
 
-def check_and_run(config: Config, requests: Sequence[Request], **options: Any) -> RunResult:
-    """Check the settings of a study, and then run the study. Raises a SettingsError with all
-    mistakes. For `options` and other errors, see `run`."""
+def run(config: Config, requests: Sequence[Request], **options: bool) -> RunResult:
+    """Check the settings of a study, and run it. A dry run only prints the forecast. `options`:
+    "add" and "report_later", see `Study`.
+
+    Raises SettingsError with all mistakes in the settings, or if this machine does not meet the
+    requirements of the steps. Raises Unavailable if models or texts are not available.
+    """
     with Mistakes() as mistakes:
         mistakes += preflight(config, requests)
-    return run(config, requests, **options)
-
-
-def run(
-    config: Config,
-    requests: Sequence[Request],
-    *,
-    add: bool = False,
-    models: Models | None = None,
-    report_later: bool = False,
-) -> RunResult:
-    """Run a study whose settings are valid. A dry run only prints the forecast.
-
-    add: whether the cells of this run are added to the cells that the study has recorded; otherwise
-    they replace those cells. models: loaded models that the studies of this process share.
-    report_later: see `record.finish`.
-
-    Raises Unavailable if models or texts are not available, and SettingsError if this machine does
-    not meet the requirements of the steps.
-    """
     for remark in remark_sentences(config, requests):
         inform(remark)
     graph = build(config, requests)
-    store = Store(config.store, limit=60 * config.launcher.stale_minutes, in_queue=in_queue)
-    study = Study(config, graph, store, add, models)
+    store = Store(config.store, limit=60 * config.launcher.stale_minutes)
+    study = Study(config, graph, store, **options)
     unavailable = unresolved_names(graph.steps)
     problems = missing_requirements(graph.steps, config.launcher)
     with store.errors_as_sentences():
@@ -92,7 +76,7 @@ def run(
             raise Unavailable(str(SettingsError([problem, *problems])))
         if problems:
             raise SettingsError(problems)
-        return RunResult(0 if config.dry_run else _run(study, report_later), study)
+        return RunResult(0 if config.dry_run else _run(study), study)
 
 
 def print_forecast(study: Study) -> list[str]:
@@ -106,26 +90,18 @@ def print_forecast(study: Study) -> list[str]:
     ids_elsewhere = [finished_in(open_other(path), study.graph.steps) for path in config.also]
     steps, done = study.steps_and_finished_ids(set().union(*ids_elsewhere))
     print_notices(study.store)
-    seconds = seconds_estimator(study.store)
-    console.print(forecast_table(steps, done, config.resources.gpu_memory, seconds))
+    gpu_memory = config.resources.gpu_memory
+    console.print(forecast_table(steps, done, gpu_memory, seconds_estimator(study.store)))
     missing = [step for step in steps if step.id not in done]
     problems = failure_forecast(study.store.root, missing, config.launcher)
     if config.launcher.name == "slurm" and missing:
-        from moe_lab.study.slurm.arrays import array_table, divide_into_arrays, job_resources
-        from moe_lab.study.slurm.submit import job_scripts
+        from moe_lab.study.slurm.submit import preview
 
-        def print_arrays() -> None:
-            resources_of = partial(job_resources, settings=config.resources, seconds=seconds)
-            arrays = divide_into_arrays(missing, resources_of, config.launcher)
-            console.print(array_table(arrays))
-            for script in job_scripts(arrays, study):
-                print(script)
-
-        problems += user_errors(print_arrays)
+        problems += user_errors(preview, study, missing)
     return problems
 
 
-def _run(study: Study, report_later: bool) -> int:
+def _run(study: Study) -> int:
     """Compute the missing steps, and write the record and the report. Returns the exit code."""
     config = study.config
     store = study.store.create()
@@ -154,14 +130,14 @@ def _run(study: Study, report_later: bool) -> int:
         # if the steps were only submitted, their last job finishes the run
         if schedule.waiting and not LAUNCHERS[config.launcher.name](schedule, study, new_run):
             return 0
-        return finish(study, schedule, new_run, report_later)
+        return finish(study, schedule, new_run)
 
 
 def run_inline(schedule: Schedule, study: Study, new_run: Run) -> bool:
     """Compute one step after another in this process."""
     with (
         show_progress(schedule, study.store, workers=1),
-        InProcessExecutor(study.store, study.models) as execute,
+        InProcessExecutor(study.store) as execute,
     ):
         work(schedule, study.store, execute)
     return True
@@ -176,22 +152,19 @@ def run_in_workers(schedule: Schedule, study: Study, new_run: Run) -> bool:
     each pair of GPUs, and so on."""
     processes = study.config.launcher.processes
     resources = {step_id: step.resources() for step_id, step in schedule.waiting.items()}
-    # steps of unknown memory are left out, and so are computed in the first round
-    known_resources = {
-        step_id: needed for step_id, needed in resources.items() if needed.memory is not None
-    }
     on_gpu = any(needed.on_gpu for needed in resources.values())
     devices = visible_gpus() if on_gpu else []
     if not devices:
         # 1 byte if the memory of all steps is unknown
-        max_memory = max((needed.memory or 0.0 for needed in known_resources.values()), default=1.0)
+        max_memory = max(needed.memory or 1.0 for needed in resources.values())
         count = processes or max(1, min(cores(), int(main_memory() // max_memory)))
         _compute(schedule, study.store, [{}] * count)
         return True
     gpu_memory = study.config.resources.gpu_memory
-    gpus_of = {step_id: needed.gpus(gpu_memory) or 1 for step_id, needed in known_resources.items()}
-    # set_size: number of GPUs of each step of a round; 1 if the memory of all steps is unknown
-    for set_size in sorted(set(gpus_of.values())) or [1]:
+    # a step of unknown memory needs the smallest number of GPUs on which it can run
+    gpus_of = {step_id: needed.gpus(gpu_memory) or 1 for step_id, needed in resources.items()}
+    # set_size: number of GPUs of each step of a round
+    for set_size in sorted(set(gpus_of.values())):
         later_ids = {step_id for step_id, gpus in gpus_of.items() if gpus > set_size}
         # at least one set, even if this machine has fewer GPUs
         starts = range(0, max(1, len(devices) - set_size + 1), set_size)
@@ -219,7 +192,8 @@ def _compute(
 
     def compute(environment: Mapping[str, str]) -> None:
         try:
-            with WorkerProcess(store, {**environment, WORKERS: str(len(environments))}) as execute:
+            worker_environment = {**environment, WORKERS: str(len(environments))}
+            with WorkerProcess(store, **worker_environment) as execute:
                 work(schedule, store, execute, subset)
         except BaseException as error:  # noqa: BLE001 - an error in this thread must not look like the end of the work
             errors.append(error)
@@ -256,3 +230,48 @@ LAUNCHERS: Mapping[str, Launcher] = {
     "local": run_in_workers,
     "slurm": run_in_slurm,
 }
+
+
+RESULT_SHAPE = {"results": [{"benchmark": str, "metric": str, "score": Number, "scale": str}]}
+"""Expected form of a result.json."""
+
+
+def objective_value(result: RunResult, requests: Iterable[Request]) -> float:
+    """The number that a job of a multirun returns to the sweeper: the number that the setting
+    `objective` names. In a dry run, or if no objective is set, it is the exit code of the job.
+
+    The objective "Avg" is a mean over benchmarks. The number of a benchmark is the mean over its
+    results in which higher is better. Any other objective is the name of a result, such as arc_easy
+    or perplexity. Raises UserError unless the job prunes exactly one model and has all results."""
+    code, study = result
+    objective = study.config.objective
+    if objective is None or study.config.dry_run:
+        return code
+    requested_cells = {normalized(cell) for cells, _ in requests for cell in cells}
+    pruned_cells = [steps for steps in study.graph.cells if steps.cell in requested_cells]
+    if len(pruned_cells) != 1:
+        raise UserError(
+            f"objective={objective} is a number of one pruned model, but a job of this sweep "
+            f"prunes {len(pruned_cells)}: expected one value in each axis"
+        )
+    names = study.store.finished_names()
+    scores: dict[str, float] = {}
+    averages: list[float] = []
+    for benchmark, step in pruned_cells[0].evaluate.items():
+        name = names.get(step.id_start)
+        if name is None:
+            raise UserError(
+                f"objective={objective}: {benchmark} has no result: `moe-lab why "
+                f"{study.config.study} store={study.config.store}` explains it"
+            )
+        with study.store.errors_as_sentences():
+            results = parse(study.store.content(name, "result.json"), RESULT_SHAPE, name)["results"]
+        scores |= {entry["benchmark"]: entry["score"] for entry in results}
+        # of the scales, only "score" means that higher is better
+        increasing_scores = [entry["score"] for entry in results if entry["scale"] == "score"]
+        if increasing_scores:
+            averages.append(fmean(increasing_scores))
+    if objective == AVERAGE and averages:
+        return fmean(averages)
+    check_known("objective", objective, scores)
+    return scores[objective]

@@ -21,12 +21,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from moe_lab.json_files import Number
+from moe_lab.json_files import Document, Number
 from moe_lab.paths import cache_folder
-from moe_lab.result_files import ID_DIGITS
-from moe_lab.result_files import RECORD as RECORD_FILE
+from moe_lab.result_files import RECORD, start_of
 from moe_lab.study.claims import Claim
 from moe_lab.study.graph import garbage_collection_off
 from moe_lab.study.provenance import code_state
@@ -40,7 +38,7 @@ JOB_SHAPE = {**TEXT_FIELDS, "steps": [str], "after": [str], "user": int}
 JOBS_SHAPE = {"jobs": [{"path": str, "inode": int, "job": JOB_SHAPE}]}
 """Expected fields of jobs.json: path and inode of the store, and a `SubmittedJob`."""
 ENDED = "ended.json"
-RECORD = "record"
+RECORD_KIND = "record"
 """Kind of job that ends a submission: it writes the record and the report."""
 
 GC_CLAIM = "gc"
@@ -112,16 +110,13 @@ class Run:
         return cache_folder("jobs") / self.folder.name
 
     @property
-    def plan(self) -> dict[str, Any] | None:
+    def plan(self) -> Document | None:
         """The content of run.json; None when the file is missing or damaged.
 
         study: name of the study. time: when the run began. code: see `code_state`. steps: folders
         of all steps of the study, finished ones included; inputs come first. inputs: for each step,
         the indices of its inputs in `steps`."""
-        plan: dict[str, Any] | None = self.store.read(
-            self.folder / "run.json", RUN_SHAPE, consequence="written again"
-        )
-        return plan
+        return self.store.read(self.folder / "run.json", RUN_SHAPE, consequence="written again")
 
     def claim(self) -> Claim:
         """Claim the run, so that `gc` does not remove its steps."""
@@ -168,7 +163,7 @@ def create_run(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]
             _set_damaged_aside(earlier_runs)
             folders = [run.folder for run in earlier_runs]
             number = 1 + max((int(path.name.partition("-")[0]) for path in folders), default=0)
-            recorded_names = tuple(path.name for path in folders if (path / RECORD_FILE).exists())
+            recorded_names = tuple(path.name for path in folders if (path / RECORD).exists())
             run = Run(store, study_folder / f"{number:06}-{uuid.uuid4().hex[:8]}", recorded_names)
             store.make_folder(run.folder)
             claims.enter_context(run.claim())
@@ -217,7 +212,7 @@ def steps_of_active_runs(store: Store) -> set[str]:
     for study in studies(store):
         for run in runs(store, study):
             if run.folder.name in active_names and (plan := run.plan):
-                short_ids.update(folder[-ID_DIGITS:] for folder in plan["steps"])
+                short_ids.update(start_of(folder) for folder in plan["steps"])
     return short_ids
 
 

@@ -12,26 +12,24 @@ import threading
 import time
 from base64 import b64encode
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from rich.console import Console
 
 from moe_lab import progress
 from moe_lab.child_process import ChildProcess, ErrorReply, ProcessEnded
+from moe_lab.json_files import Document
 from moe_lab.start import command
 from moe_lab.study.claims import Busy
-from moe_lab.study.estimates import Seconds, StepTime, seconds_estimator, time_left
+from moe_lab.study.estimates import StepTime, time_left
 from moe_lab.study.packing import Packing
 from moe_lab.study.provenance import code_state, error_document
 from moe_lab.study.step import Step
 from moe_lab.study.steps import perform
-from moe_lab.study.steps.files import Files, Models
+from moe_lab.study.steps.files import Files
 from moe_lab.study.store import Store, StoreGone
 
 RETAIN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 29)}
@@ -46,7 +44,7 @@ class StepError(Exception):
     """The error of a failed step. `document`: see `provenance.error_document`. `transient`: whether
     the step may succeed when it is tried again later, such as after a full disk."""
 
-    def __init__(self, document: Mapping[str, Any]) -> None:
+    def __init__(self, document: Document) -> None:
         super().__init__(document["message"])
         self.document = dict(document)
         self.transient = bool(document.get("transient"))
@@ -217,7 +215,7 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
     model's own code, and a pickle from it could run such code here.
     """
 
-    def __init__(self, store: Store, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(self, store: Store, **environment: str) -> None:
         """`environment`: environment variables of the worker process, in addition to those of this
         process."""
         self.store = store
@@ -295,18 +293,13 @@ class InProcessExecutor(WorkerProcess):
     group of users shares the store, a worker process with the umask of the store computes all
     steps."""
 
-    def __init__(self, store: Store, models: Models | None = None) -> None:
-        """`models`: loaded models that this executor shares with others."""
-        super().__init__(store)
-        self.models = models or Models()
-
     def __call__(self, step: Step, scratch: Path) -> None:
         """Compute `step`. Raises StepError when the step fails."""
         if step.resources().isolated or self.store.shared:
             super().__call__(step, scratch)
             return
         try:
-            perform(step, Files.of(step, self.store, scratch, self.models))
+            perform(step, Files.of(step, self.store, scratch))
         except Exception as error:
             raise StepError(error_document(error)) from error
 
@@ -333,12 +326,10 @@ def show_progress(
 ) -> AbstractContextManager[None]:
     """A context in which the progress of `schedule` is shown. `workers`: number of steps that can
     run at the same time, for the estimate of the time left; 0: as many as are running."""
-    # cached, as it is called for the same steps every second
-    seconds_of = cache(seconds_estimator(store))
-    return show_regularly(lambda: progress_line(schedule, store, seconds_of, workers))
+    return show_regularly(lambda: progress_line(schedule, store, workers))
 
 
-def progress_line(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -> str:
+def progress_line(schedule: Schedule, store: Store, workers: int) -> str:
     """A line of text for the user: the progress of each kind of steps that is not complete, and the
     time left. `workers`: see `show_progress`."""
     with schedule.condition:
@@ -361,9 +352,7 @@ def progress_line(schedule: Schedule, store: Store, seconds: Seconds, workers: i
         for kind, total in schedule.total.items()
         if unfinished[kind]
     ]
-    remaining, unknown_kinds = time_left(
-        ended, step_times, waiting, seconds, workers or len(running) or 1
-    )
+    remaining, unknown_kinds = time_left(ended, step_times, waiting, workers or len(running) or 1)
     return ", ".join([*kind_texts, _time_text(remaining, unknown_kinds)])
 
 

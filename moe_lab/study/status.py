@@ -11,19 +11,17 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from moe_lab.errors import UserError
-from moe_lab.json_files import Damaged
-from moe_lab.result_files import ID_DIGITS, current_records
-from moe_lab.result_files import RECORD as RECORD_FILE
+from moe_lab.json_files import Damaged, Document
+from moe_lab.result_files import ID_DIGITS, RECORD, current_records, start_of
 from moe_lab.study.packing import remove_from_packs
 from moe_lab.study.runs import (
     ENDED,
-    RECORD,
+    RECORD_KIND,
     Run,
     SubmittedJob,
     active_runs,
@@ -93,13 +91,13 @@ def study_state(store: Store, study: str) -> StudyState:
     steps = _step_states(store, plan, jobs, queue)
     record_job = _unfinished_record_job(store, study_runs)
     if record_job and record_job not in queue and not queue_error:
-        steps.append(StepState(RECORD, "missing", job=record_job))
+        steps.append(StepState(RECORD_KIND, "missing", job=record_job))
     return StudyState(store, study, plan["time"], record_time, steps, jobs, queue, queue_error)
 
 
 def _step_states(
     store: Store,
-    plan: Mapping[str, Any],
+    plan: Document,
     jobs: Mapping[str, SubmittedJob],
     queue: Mapping[str, QueuedJob],
 ) -> list[StepState]:
@@ -111,7 +109,7 @@ def _step_states(
     active_steps = steps_of_active_runs(store)
     steps: list[StepState] = []
     for name, indices in zip(plan["steps"], plan["inputs"], strict=True):
-        id_start = name[-ID_DIGITS:]
+        id_start = start_of(name)
         job_id = job_of.get(id_start)
         inputs = [steps[index] for index in indices]
         if id_start in finished:
@@ -161,10 +159,10 @@ def _unfinished_record_job(store: Store, study_runs: Sequence[Run]) -> str | Non
     for run in reversed(study_runs):
         if run.folder.name in active_runs(store) or (run.folder / ENDED).exists():
             return None
-        record_jobs = [job.id for job in run.jobs if job.kind == RECORD]
+        record_jobs = [job.id for job in run.jobs if job.kind == RECORD_KIND]
         if record_jobs:
             return record_jobs[-1]
-        if (run.folder / RECORD_FILE).exists():
+        if (run.folder / RECORD).exists():
             return None
     return None
 
@@ -224,7 +222,7 @@ def _print_jobs(study: StudyState) -> None:
     counts: Counter[str] = Counter()
     for job_id, queued in study.queue.items():
         kind = study.jobs[job_id].kind
-        if kind != RECORD:
+        if kind != RECORD_KIND:
             reason = f" ({queued.reason})" if queued.is_pending else ""
             counts[f"{kind} jobs {queued.state.lower()}{reason}"] += 1
     for line, count in counts.items():
@@ -310,7 +308,7 @@ def unpack(study: StudyState, steps: Sequence[StepState]) -> None:
         if not folder.exists():
             folder = Path("unpacked", step.name)
             folder.mkdir(parents=True, exist_ok=True)
-            for name in study.store.packs.files(step.name[-ID_DIGITS:]):
+            for name in study.store.packs.files(start_of(step.name)):
                 (folder / name).write_bytes(study.store.content(step.name, name))
         print(folder)
 
@@ -328,7 +326,7 @@ COMMANDS: Mapping[str, Callable[[StudyState, list[StepState]], int | None]] = {
 def _reason(study: StudyState, step: StepState) -> str:
     """Why a step is not done, and what starts it again if no run will compute it."""
     if step.state == "failed":
-        error = study.store.error(step.name[-ID_DIGITS:]) or {}
+        error = study.store.error(start_of(step.name)) or {}
         return f"{error.get('message')} (retry=failed tries again)"
     if step.state == "blocked":
         cause = next(needed for needed in step.needs if needed.state in ("failed", "blocked"))
@@ -338,7 +336,7 @@ def _reason(study: StudyState, step: StepState) -> str:
         detail = f" ({queued.reason})" if queued.is_pending else f", {queued.elapsed} so far"
         return f"job {step.job} is {queued.state}{detail}"
     if step.state == "running":
-        return f"being computed by {study.store.claims.holder(step.name[-ID_DIGITS:])}"
+        return f"being computed by {study.store.claims.holder(start_of(step.name))}"
     if step.state == "pending":
         return "another run will compute it"
     if step.job is None:

@@ -9,7 +9,7 @@ from hashlib import sha256
 from typing import Any, ClassVar, NamedTuple, dataclass_transform
 
 from moe_lab.config.base import identity
-from moe_lab.json_files import digest
+from moe_lab.json_files import Document, digest
 from moe_lab.paths import shorten
 from moe_lab.result_files import ID_DIGITS
 from moe_lab.study.resources import Resources
@@ -37,7 +37,7 @@ class StepFields:
     """A group of fields that several kinds of steps share. The fields of the group count as fields
     of the step. Subclasses become frozen dataclasses."""
 
-    runtime: ClassVar[frozenset[str]] = frozenset()
+    runtime: ClassVar[tuple[str, ...]] = ()
     """Fields that determine how the work is done (device, paths, permissions), and not its
     result."""
     _identity_fields: ClassVar[tuple[str, ...]] = ()
@@ -114,7 +114,7 @@ class Step(StepFields):
     """sha256 over kind, settings, inputs and `MEANING`."""
     needs: tuple[Step, ...] = field(init=False, repr=False)
     """The steps that have to be finished before this one starts."""
-    runtime: ClassVar[frozenset[str]] = frozenset({"kind", "merged_steps", "plugins"})
+    runtime: ClassVar[tuple[str, ...]] = ("kind", "merged_steps", "plugins")
 
     def __post_init__(self) -> None:
         """Set `id` and `needs`."""
@@ -130,8 +130,10 @@ class Step(StepFields):
         raise NotImplementedError
 
     def resources(self) -> Resources:
-        """Resources and amount of work of the step."""
-        raise NotImplementedError
+        """Resources and amount of work of the step; by default those of a step that takes about a
+        second and runs no model."""
+        # such steps of one model take about the same time
+        return Resources(pace=[getattr(self, "facts", self).id], steps_per_job="short")
 
     def work(self, files: Any) -> None:
         """Read the results of the inputs, and write the result of this step to the folder
@@ -141,19 +143,24 @@ class Step(StepFields):
     @property
     def inputs(self) -> dict[str, Step]:
         """Role -> step whose result this step reads, without `merged_steps`."""
-        values = {role: entry.value for role, entry in self.identity_entries.items()}
-        return {role: value for role, value in values.items() if isinstance(value, Step)}
+        entries = self.identity_entries.items()
+        return {role: entry.value for role, entry in entries if isinstance(entry.value, Step)}
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Document:
         """Role -> JSON document of the setting."""
-        values = {role: entry.value for role, entry in self.identity_entries.items()}
-        return {role: value for role, value in values.items() if not isinstance(value, Step)}
+        entries = self.identity_entries.items()
+        return {role: entry.value for role, entry in entries if not isinstance(entry.value, Step)}
+
+    @property
+    def id_start(self) -> str:
+        """First digits of the id, in the name of the step's folder."""
+        return self.id[:ID_DIGITS]
 
     @property
     def folder(self) -> str:
         """Path inside the store."""
-        return f"{self.kind}/{shorten(self.label(), LONGEST_LABEL)}-{self.id[:ID_DIGITS]}"
+        return f"{self.kind}/{shorten(self.label(), LONGEST_LABEL)}-{self.id_start}"
 
     def __getstate__(self) -> dict[str, Any]:
         """Fields and identity entries. The process that unpickles the step must not compute the
@@ -161,7 +168,7 @@ class Step(StepFields):
         return {**self.__dict__, "identity_entries": self.identity_entries}
 
 
-def identity_document(step: Step) -> dict[str, Any]:
+def identity_document(step: Step) -> Document:
     """The identity of a step as a JSON document. "settings": role -> JSON document. "inputs": role
     -> folder of the input step."""
     inputs = {role: needed.folder for role, needed in step.inputs.items()}

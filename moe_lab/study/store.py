@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.errors import DISK_FULL, Unavailable, UserError
-from moe_lab.json_files import Damaged, parse_sealed, read_sealed, write_sealed
+from moe_lab.json_files import Damaged, Document, parse_sealed, read_sealed, write_sealed
 from moe_lab.packs import Packs, packs_in
 from moe_lab.paths import is_of_group, store_folder
-from moe_lab.result_files import ID_DIGITS
-from moe_lab.study.claims import LIMIT, Claim, Claims, InQueue
-from moe_lab.study.integrity import STEP, damaged_files, read_step, seal
+from moe_lab.result_files import ID_DIGITS, start_of
+from moe_lab.study.claims import LIMIT, Claim, Claims
+from moe_lab.study.integrity import STEP, damaged_files, seal
 from moe_lab.study.provenance import DISK_FULL_MESSAGE
 from moe_lab.study.step import Step, identity_document
 
@@ -33,7 +33,7 @@ SCRATCH = re.compile(rf"\.([0-9a-f]{{{ID_DIGITS}}})\.[0-9a-f]{{8}}")
 FOLDER = re.compile(rf"[^.].*-([0-9a-f]{{{ID_DIGITS}}})")
 """Name of the folder of a finished step: its label, and the start of its id."""
 SAMPLE = 200
-"""Maximum number of steps of a kind in packs that `Store.documents` reads."""
+"""Maximum number of steps that `Store.documents` reads."""
 VISIBLE_AFTER = 70.0
 """Seconds after which files of another node are visible: NFS caches folders for up to a minute."""
 RETRY_INTERVAL = 5.0
@@ -61,16 +61,14 @@ class Store:
 
     Before `create` is called, nothing is written or moved. The constructor raises UserError for an
     empty path, a URL, a file, a folder that is no store, and a store of a newer moe_lab. Its
-    arguments `limit` and `in_queue`: see `Claims`.
+    argument `limit`: see `Claims`.
     """
 
-    def __init__(
-        self, root: str | Path, limit: float = LIMIT, in_queue: InQueue | None = None
-    ) -> None:
+    def __init__(self, root: str | Path, limit: float = LIMIT) -> None:
         self.root = store_folder(str(root))
         if self.root.exists() and not self.root.is_dir():
             raise UserError(f"store={root} is a file: expected a folder, or a new name")
-        self.claims = Claims(self.root / "claims", in_queue, limit)
+        self.claims = Claims(self.root / "claims", limit)
         self.notices: list[str] = []
         """Sentences about damage that have not been printed yet."""
         self.shared = self.claims.shared = is_of_group(self.root)
@@ -200,11 +198,11 @@ class Store:
             folder.mkdir(exist_ok=True)
         self.share(folder)
 
-    def write(self, path: Path, document: Mapping[str, Any]) -> None:
+    def write(self, path: Path, document: Document) -> None:
         """Write `document` to `path` as a sealed document."""
         write_sealed(path, document, mode=self.file_mode)
 
-    def read(self, path: Path, shape: Any, consequence: str) -> Any:
+    def read(self, path: Path, shape: Any, consequence: str) -> Document | None:
         """Read a sealed document. Returns it without its hash, or None when the file is missing or
         damaged. A damaged file is set aside.
 
@@ -230,19 +228,7 @@ class Store:
         if folder.exists():
             return folder
         kind, _, _ = name.partition("/")
-        return self.folders_of_kind(kind).get(name[-ID_DIGITS:], folder)
-
-    def stored_name(self, step: Step) -> str | None:
-        """KIND/NAME under which a finished step is stored. None when the step is not in the
-        store."""
-        id_start = step.id[:ID_DIGITS]
-        if id_start not in self.packs:
-            # most folders have the step's own label, and this check takes one system call
-            if (self.root / step.folder).exists():
-                return step.folder
-            if folder := self.folders_of_kind(step.kind).get(id_start):
-                return f"{step.kind}/{folder.name}"
-        return self.packs.find(id_start)  # looks for new packs, too
+        return self.folders_of_kind(kind).get(start_of(name), folder)
 
     def content(self, name: str, file: str) -> bytes:
         """Content of a file of the finished step KIND/NAME. Raises FileNotFoundError when the file
@@ -259,27 +245,19 @@ class Store:
         try:
             return (self.folder(name) / file).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
-            return self.packs.read(name[-ID_DIGITS:], file)
+            return self.packs.read(start_of(name), file)
 
-    def document(self, name: str) -> dict[str, Any]:
+    def document(self, name: str) -> Document:
         """Content of STEP of the finished step KIND/NAME. Raises FileNotFoundError when STEP is
         missing, and Damaged when it is damaged."""
-        document: dict[str, Any] = parse_sealed(self._read_file(name, STEP), {}, f"{name}/{STEP}")
-        return document
+        return parse_sealed(self._read_file(name, STEP), {}, f"{name}/{STEP}")
 
-    def documents(self, kind: str) -> Iterator[Any]:
-        """Content of STEP for finished steps of a kind: all steps in folders, then at most SAMPLE
-        steps in packs."""
-        for folder in self.folders_of_kind(kind).values():
+    def documents(self, kind: str) -> Iterator[Document]:
+        """Content of STEP for at most SAMPLE finished steps of a kind."""
+        names = [name for name in self.finished_names().values() if name.startswith(f"{kind}/")]
+        for name in names[:SAMPLE]:
             with contextlib.suppress(OSError, Damaged):
-                yield read_step(folder)
-        self.packs.refresh()
-        packed_starts = [
-            id_start for id_start, name in self.packs.steps().items() if name.startswith(f"{kind}/")
-        ]
-        for id_start in packed_starts[:SAMPLE]:
-            with contextlib.suppress(FileNotFoundError, Damaged):
-                yield parse_sealed(self.packs.read(id_start, STEP), {}, id_start)
+                yield self.document(name)
 
     def finished_names(self) -> dict[str, str]:
         """Start of the id -> KIND/NAME, for all finished steps. Folders are not checked for
@@ -301,7 +279,7 @@ class Store:
         if time_ns != indexed_time:
             entries = os.scandir(parent) if time_ns else ()
             names = [entry.name for entry in entries if not entry.name.startswith(".")]
-            folders = {name[-ID_DIGITS:]: parent / name for name in names}
+            folders = {start_of(name): parent / name for name in names}
             self._index[kind] = (time_ns, folders)
         return folders
 
@@ -312,7 +290,7 @@ class Store:
 
     def partial(self, step: Step) -> Path:
         """Folder in which an unfinished step saves files to resume from."""
-        return self.root / "partial" / step.id[:ID_DIGITS]
+        return self.root / "partial" / step.id_start
 
     def remove_resume_files(self, finished: Set[str]) -> None:
         """Remove the resume files of finished steps. `finished`: ids of the steps. Resume files
@@ -342,10 +320,10 @@ class Store:
         for path in self.packs.damaged_packs:
             if path.exists():
                 self.set_aside(path, "damaged", "its steps are computed again")
-        packed_starts = self.packs.id_starts()
+        packed_starts = self.packs.steps()
         done = set()
         for step in steps:
-            id_start = step.id[:ID_DIGITS]
+            id_start = step.id_start
             if id_start in packed_starts or (id_start in folders and self.is_finished(step)):
                 done.add(step.id)
         return done
@@ -358,7 +336,7 @@ class Store:
         modification times do not reveal bits that flipped on the disk."""
         if step.id not in self._awaited_ids:
             for _ in retries():
-                if self.folder(step.folder).exists() or self.packs.find(step.id[:ID_DIGITS]):
+                if self.folder(step.folder).exists() or self.packs.find(step.id_start):
                     break
             self._awaited_ids.add(step.id)
         if not self._is_sound(step.folder, hash_all=step.id not in self._hashed_ids):
@@ -380,13 +358,13 @@ class Store:
                 folder = stored_folder
                 states = damaged_files(folder, hash_all=hash_all)
         # a missing step may be in a pack; in all other cases, the result is known
-        if not states or folder.exists() or not self.packs.find(name[-ID_DIGITS:]):
+        if not states or folder.exists() or not self.packs.find(start_of(name)):
             return states
         if not hash_all:
             return {}
         states = self._damaged_files_in_pack(name)
         if states:
-            self.packs.damaged_steps.add(name[-ID_DIGITS:])
+            self.packs.damaged_steps.add(start_of(name))
         return states
 
     def _damaged_files_in_pack(self, name: str) -> dict[str, str]:
@@ -407,7 +385,7 @@ class Store:
                 except Damaged:
                     states[file] = "damaged"
         # a step that was removed from its pack meanwhile has missing files, but is not damaged
-        return states if self.packs.find(name[-ID_DIGITS:]) else {}
+        return states if self.packs.find(start_of(name)) else {}
 
     def _is_sound(self, name: str, *, hash_all: bool = False) -> bool:
         """Whether the step KIND/NAME is finished and undamaged. A damaged step in a folder is set
@@ -419,7 +397,7 @@ class Store:
         problem = ", ".join(f"{file} is {state}" for file, state in states.items())
         if folder.exists():
             self.set_aside(folder, problem, "computed again")
-        elif name[-ID_DIGITS:] in self.packs.damaged_steps:
+        elif start_of(name) in self.packs.damaged_steps:
             self.notices.append(f"{name}: {problem}, in a pack: computed again")
         return False
 
@@ -440,23 +418,20 @@ class Store:
         if sentence not in self.notices:
             self.notices.append(sentence)
 
-    def error(self, step_id: str) -> dict[str, Any] | None:
+    def error(self, step_id: str) -> Document | None:
         """The stored error of a step, see `fail`. None when no error is stored, or its file is
         damaged. `step_id`: the id or its start."""
         path = self.root / "failed" / f"{step_id[:ID_DIGITS]}.json"
-        content: dict[str, Any] | None = self.read(
-            path, {"message": str}, "the step is tried again"
-        )
-        return content
+        return self.read(path, {"message": str}, "the step is tried again")
 
-    def fail(self, step: Step, error: dict[str, Any]) -> None:
+    def fail(self, step: Step, error: Document) -> None:
         """Store the error of a failed step for later runs. `error`: JSON data with a `message`."""
         folder = self.root / "failed"
         # if the error cannot be stored, as on a full disk, the next run tries the step again
         with contextlib.suppress(OSError):
             self.make_folder(folder)
             document = {"step": step.folder, "time": time.time(), **error}
-            self.write(folder / f"{step.id[:ID_DIGITS]}.json", document)
+            self.write(folder / f"{step.id_start}.json", document)
 
     def forget(self, step_id: str) -> None:
         """Remove the stored error of a step, so that the step is tried again. `step_id`: the id or
@@ -480,7 +455,7 @@ class Store:
         return self.claim_named(step.folder, identity_document(step))
 
     @contextlib.contextmanager
-    def claim_named(self, name: str, document: Mapping[str, Any]) -> Iterator[Path | None]:
+    def claim_named(self, name: str, document: Document) -> Iterator[Path | None]:
         """A context that holds the claim of the step KIND/NAME. It yields a scratch folder for the
         step's files, or None if the step is already finished. `document`: the identity of the step,
         see `identity_document`. For a step that is copied from another store, `document` is the
@@ -523,7 +498,7 @@ class Store:
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
 
-    def _publish(self, name: str, document: Mapping[str, Any], scratch: Path, claim: Claim) -> None:
+    def _publish(self, name: str, document: Document, scratch: Path, claim: Claim) -> None:
         """Write STEP into the scratch folder and rename the folder to KIND/NAME. `document`: see
         `claim_named`."""
         seal(scratch, document)

@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 from moe_lab.config import TrackerConfig
 from moe_lab.errors import UserError, unknown_name_error
-from moe_lab.json_files import digest
-from moe_lab.result_files import ID_DIGITS
+from moe_lab.json_files import Document, digest
+from moe_lab.result_files import ID_DIGITS, start_of
 from moe_lab.study.store import Store
 
 
@@ -43,7 +43,7 @@ RUN_VARIABLES = (
 
 
 @patch.dict(os.environ)  # the variables are restored at the end
-def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
+def log(settings: TrackerConfig, store: Store, record: Document) -> str:
     """Log the cells that have results of all their benchmarks to wandb, each as one run. Returns a
     sentence for the user. `record`: the record of the study.
 
@@ -78,7 +78,7 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
     ]
     try:
         for entry in cells:
-            step_starts = sorted(folder[-ID_DIGITS:] for folder in entry["evaluate"].values())
+            step_starts = sorted(start_of(folder) for folder in entry["evaluate"].values())
             # a run of wandb has one group, so a cell of two studies has two runs
             run_id = digest([record["study"], entry["cell"], step_starts])[:ID_DIGITS]
             if mode == "offline" and any(
@@ -101,7 +101,7 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
 
 
 def _log_cell(
-    settings: TrackerConfig, store: Store, entry: Mapping[str, Any], options: Mapping[str, Any]
+    settings: TrackerConfig, store: Store, entry: Document, options: Mapping[str, Any]
 ) -> None:
     """Log a cell as one run of wandb. `entry`: the cell's entry in the record. `options`: further
     arguments of `wandb.init`."""
@@ -129,13 +129,13 @@ def _log_cell(
         if (chart := report / "figures" / "ranking.svg").is_file():
             run.log({"ranking": wandb.Html(chart.read_text(encoding="utf-8"))})
         if settings.plans and entry["plan"]:
-            artefact = wandb.Artifact(f"plan-{entry['plan'][-ID_DIGITS:]}", type="plan")
+            artefact = wandb.Artifact(f"plan-{start_of(entry['plan'])}", type="plan")
             with artefact.new_file("plan.json", mode="wb") as file:
                 file.write(store.content(entry["plan"], "plan.json"))
             run.log_artifact(artefact)
 
 
-def _cell_results(store: Store, entry: Mapping[str, Any]) -> tuple[dict[str, float], list[float]]:
+def _cell_results(store: Store, entry: Document) -> tuple[dict[str, float], list[float]]:
     """Returns (numbers, losses) of a cell:
 
     - numbers: name -> score or cost

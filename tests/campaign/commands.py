@@ -17,11 +17,14 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 from synthetic import write_store
 
+from moe_lab.__main__ import VERBS
+from moe_lab.errors import run_and_exit
 from moe_lab.json_files import write_sealed
 from moe_lab.paths import conf
 from moe_lab.study.store import Store
@@ -190,20 +193,19 @@ backend=server suite=pocket16 allow_code_execution=true | pocket_wildbench
 """Lines `arguments of moe_lab | part of the message`."""
 
 OTHER_COMMANDS = """
-moe_lab.study | command
-moe_lab.study statos | statos
-moe_lab.study status | name
-moe_lab.study status nobody | nobody
-moe_lab.study verify sweep store=README.md | README.md
-moe_lab.study status sweep stor=STORE | stor
-moe_lab.study gc store=/no/such/store | /no/such/store
-moe_lab.study status '' store=STORE | unknown
-moe_lab.study --no-such-option | command
-moe_lab.inspect nobody | nobody
-moe_lab.inspect model=pocket_olmo | did you mean pocket_olmoe?
-moe_lab.inspect model=local model.path=/no/such/folder | /no/such/folder
-moe_lab.inspect model=pocket_olmoe calibration=c5 | c5
-moe_lab.inspect model=pocket_olmoe ratoi=1 | ratio
+moe_lab statos | statos
+moe_lab status | name
+moe_lab status nobody | nobody
+moe_lab verify sweep store=README.md | README.md
+moe_lab status sweep stor=STORE | stor
+moe_lab gc store=/no/such/store | /no/such/store
+moe_lab status '' store=STORE | unknown
+moe_lab status --no-such-option | --no-such-option
+moe_lab inspect nobody | nobody
+moe_lab inspect model=pocket_olmo | did you mean pocket_olmoe?
+moe_lab inspect model=local model.path=/no/such/folder | /no/such/folder
+moe_lab inspect model=pocket_olmoe calibration=c5 | c5
+moe_lab inspect model=pocket_olmoe ratoi=1 | ratio
 analysis rnaks store=STORE | did you mean ranks? (`moe-lab report help`
 analysis unified.tabl5 store=STORE | unified.table5
 analysis ranks stor=STORE | did you mean store?
@@ -273,7 +275,7 @@ def _group_commands() -> Iterator[Command]:
 def arguments_in(command: Command, folder: Path) -> list[str]:
     """The arguments of a command in a folder with a store."""
     arguments = [argument.replace("STORE", str(folder / "store")) for argument in command.arguments]
-    if command.module != "moe_lab":
+    if command.module != "moe_lab" or arguments[0] in VERBS:
         return arguments
     if not any(argument.startswith("store=") for argument in arguments):
         arguments.append(f"store={folder / 'other'}")
@@ -290,11 +292,12 @@ def outcome_of(command: Command, folder: Path) -> Outcome:
         mock.patch.object(sys, "argv", [command.module, *arguments]),
     ):
         try:
-            is_package = command.module in ("moe_lab", "moe_lab.study", "analysis")
+            is_package = command.module in ("moe_lab", "analysis")
             main = importlib.import_module(
                 f"{command.module}.__main__" if is_package else command.module
             ).main
-            code = main(arguments) if inspect.signature(main).parameters else main()
+            has_parameters = inspect.signature(main).parameters
+            run_and_exit(partial(main, arguments) if has_parameters else main)
         except SystemExit as system_exit:
             code = system_exit.code if isinstance(system_exit.code, int) else 1
         except Exception:  # noqa: BLE001 - a trace that a user would see

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import moe_lab
 from moe_lab import inspect
 from moe_lab.config import ModelConfig
-from moe_lab.errors import UserError
+from moe_lab.errors import UserError, run_and_exit
 from moe_lab.models import config_json
 from moe_lab.models.config_json import Size, expert_shape, size_of, stated_numbers
 from moe_lab.models.discover import moe_layers, routed_layers
@@ -185,8 +185,10 @@ def test_parts_add_up_to_the_model(tmp_path: Path) -> None:
 
 
 def inspected(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """The exit code of `python -m moe_lab.inspect`, and its output in one line."""
-    code = inspect.main(list(arguments))
+    """The exit code of `moe-lab inspect`, and its output in one line."""
+    with pytest.raises(SystemExit) as ended:
+        run_and_exit(lambda: inspect.main(list(arguments)))
+    code = int(str(ended.value.code))
     printed = capsys.readouterr()
     return code, " ".join((printed.out + printed.err).replace("│", " ").split())
 

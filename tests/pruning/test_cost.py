@@ -22,6 +22,7 @@ from identities.plans import random_plan
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from moe_lab.calibration import IdentifiedText
 from moe_lab.config import (
     CalibrationConfig,
     Config,
@@ -505,7 +506,8 @@ MODEL = ModelConfig(name="m", path="pocket:olmoe", device="cpu", threads=1)
 
 def step(device: str, plan: Step | None = None, storage: Storage | None = None) -> Timing:
     pruned = Pruned(loaded_field(MODEL), plan, None, storage, RecoveryConfig(), True)
-    return Timing.of(pruned, TEXT, replace(TIMED, device=device))
+    text = IdentifiedText.of(TEXT)
+    return Timing(pruned, text, replace(TIMED, device=device), MODEL.threads)
 
 
 def test_timing_is_of_one_device_and_computed_on_no_other(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from moe_lab.errors import UserError
 from moe_lab.study.claims import in_queue
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.provenance import code_state
-from moe_lab.study.runs import RECORD, SubmittedJob, create_run, runs
+from moe_lab.study.runs import RECORD_KIND, SubmittedJob, create_run, runs
 from moe_lab.study.schedule import Schedule, StepError, WorkerProcess
 from moe_lab.study.slurm import arrays as module
 from moe_lab.study.slurm import scheduler
@@ -251,7 +251,7 @@ def test_steps_and_records_of_queued_jobs_need_no_new_job() -> None:
     assert active.job_of == {"a": "1", "b": "2_0"}
     assert active.failed_jobs == []
     assert pending_jobs(jobs[:1], dict([queued("1", name="other")]), "a").job_of == {}
-    record = [submitted("9", "", "1", RECORD)]
+    record = [submitted("9", "", "1", RECORD_KIND)]
     queue = dict([queued("9", name="s.record")])
     assert pending_jobs(record, queue, "").record_jobs == ["9"]
     assert pending_jobs(record, {}, "").record_jobs == []
@@ -292,9 +292,7 @@ def queued_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamesp
     monkeypatch.setattr(scheduler, "longest_array", lambda: 9)
     arrays = list[Array]()
     study = SimpleNamespace(config=Config(), store=store)
-    return SimpleNamespace(
-        study=study, jobs={}, arrays=arrays, add=arrays.append, close=lambda: None
-    )
+    return SimpleNamespace(study=study, jobs={}, arrays=arrays, add=arrays.append)
 
 
 def test_a_queued_pass_is_not_submitted_in_other_parts(
@@ -302,7 +300,7 @@ def test_a_queued_pass_is_not_submitted_in_other_parts(
 ) -> None:
     monkeypatch.setattr(scheduler, "queue", lambda *_: dict([queued("1")]))
     submit_missing(Schedule(pass_in_parts(3)), queued_pass)
-    assert queued_pass.arrays == []
+    assert [array.kind for array in queued_pass.arrays] == ["record"]
     assert queued_pass.jobs == {pass_in_parts(2)[-1].id: "1"}
 
 
@@ -315,7 +313,7 @@ def test_a_pass_queued_during_a_download_is_not_submitted(
     monkeypatch.setattr(scheduler, "queue", read_queue)
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     submit_missing(Schedule(pass_in_parts(3)), queued_pass)
-    assert queued_pass.arrays == []
+    assert [array.kind for array in queued_pass.arrays] == ["record"]
     assert read_queue.call_count == 2
 
 

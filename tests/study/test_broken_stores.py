@@ -371,7 +371,7 @@ def done_store(tmp_path_factory: pytest.TempPathFactory, aimer_study: StudyReque
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        (["moe_lab.study", "status", STUDY], 0),
+        (["moe_lab", "status", STUDY], 0),
         (["moe_lab", "-m", *AIMER, "dry_run=true", "hydra/launcher=basic"], 0),
         (["moe_lab", *AIMER], 2),
     ],
@@ -491,7 +491,7 @@ def test_a_record_on_a_full_disk_is_one_sentence(
 
 
 @pytest.mark.parametrize(
-    "arguments", ["moe_lab", "moe_lab.study verify study store={}", "moe_lab.inspect --help"]
+    "arguments", ["moe_lab", "moe_lab verify study store={}", "moe_lab inspect --help"]
 )
 def test_a_closed_pipe_gives_no_traceback(done_store: Path, arguments: str) -> None:
     command = [sys.executable, "-m", *arguments.format(done_store).split()]

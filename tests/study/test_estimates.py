@@ -242,7 +242,7 @@ def finish(store: Store, step: Step, seconds: Any, **fields: Any) -> None:
     with store.claim(step) as scratch:
         assert scratch is not None
         resources = step.resources()
-        times = {"seconds": seconds, "units": resources.units, "pace": list(resources.pace)}
+        times = {"seconds": seconds, "units": resources.units, "pace": resources.rate_key}
         write_json(scratch / "provenance.json", {**times, **fields})
 
 

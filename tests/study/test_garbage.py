@@ -1,4 +1,4 @@
-"""`python -m moe_lab.study gc`: frees what nothing refers to, and nothing else, whoever works or
+"""`moe-lab gc`: frees what nothing refers to, and nothing else, whoever works or
 dies meanwhile."""
 
 import os

@@ -3,19 +3,19 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import tiny
-from studies import SMALL_STUDY
+from example_steps import Example
 
-from moe_lab import __main__ as command
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.evaluation.engines import vllm
 from moe_lab.models import load
 from moe_lab.models.discover import routed_layers
 from moe_lab.recovery import apply
-from moe_lab.study.steps.files import Models
+from moe_lab.study.schedule import InProcessExecutor
+from moe_lab.study.steps.files import Files, Models
+from moe_lab.study.store import Store
 
 MODEL = ModelConfig(name="m", path="pocket:olmoe", device="cpu")
 OTHER = replace(MODEL, name="other", top_k=2)
@@ -76,28 +76,20 @@ def test_an_engine_and_a_loaded_model_are_not_held_together(calls: list[str]) ->
     assert calls == ["m", "engine", "end", "m"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["study", "basic"])
-def test_studies_of_a_sweeper_share_the_models_in_memory(
-    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Loading(Example):
+    """A step that loads MODEL."""
+
+    def work(self, files: Files) -> None:
+        files.models.load(MODEL)
+
+
+def test_studies_of_a_process_share_the_models_in_memory(
+    calls: list[str], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared: list[Models] = []
-
-    def check_and_run(*_: Any, models: Models, **__: Any) -> Any:
-        shared.append(models)
-        return MagicMock(code=0)
-
-    monkeypatch.setattr("moe_lab.study.run.check_and_run", check_and_run)
-    monkeypatch.setattr("moe_lab.study.objective.objective_value", lambda *_: 0.5)
-    sweeper = [
-        "hydra/sweeper=optuna",
-        "hydra/sweeper/sampler=grid",
-        "hydra.sweeper.n_trials=2",
-        "hydra.sweeper.n_jobs=1",
-    ]
-    arguments = ["-m", *sweeper, *SMALL_STUDY, "criterion=man", "ratio=0.25,0.5", "objective=Avg"]
-    arguments += [f"hydra/launcher={launcher}", f"hydra.sweep.dir={tmp_path}"]
-    monkeypatch.setattr("sys.argv", ["moe-lab"])  # Hydra reads and changes it
-    assert command.main(arguments) == 0
-    assert len(shared) == 2
-    assert shared[0] is shared[1]
+    monkeypatch.setattr(Files, "models", Models())
+    for number in range(2):
+        step = Loading(number=number)
+        with store.claim(step) as scratch, InProcessExecutor(store) as execute:
+            assert scratch
+            execute(step, scratch)
+    assert calls == ["m"]

@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields
 from graphlib import TopologicalSorter
 from itertools import chain, pairwise
 from math import ceil, inf
-from types import MappingProxyType
 from typing import Any
 
 from rich.table import Table
@@ -186,7 +185,7 @@ def job_resources(
     steps: Sequence[Step],
     settings: ResourcesConfig,
     seconds: Seconds,
-    time_limits: Mapping[str, float] = MappingProxyType({}),
+    time_limits: Mapping[str, float],
 ) -> dict[str, Any]:
     """Field of JobConfig -> value, for a job that computes `steps` one after another. The kind of
     its jobs and the model of the first step select the settings. "gpus", "cpus", "memory" (GiB) and

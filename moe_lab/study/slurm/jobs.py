@@ -17,9 +17,8 @@ from submitit.helpers import DelayedSubmission
 
 from moe_lab.config import LauncherConfig
 from moe_lab.errors import UserError
-from moe_lab.result_files import ID_DIGITS
-from moe_lab.study.claims import in_queue, own_job, restart_count
-from moe_lab.study.record import Study
+from moe_lab.study.claims import own_job, restart_count
+from moe_lab.study.record import Study, finish
 from moe_lab.study.runs import Run, runs
 from moe_lab.study.schedule import (
     Schedule,
@@ -55,8 +54,7 @@ class StepsJob:
     @cached_property
     def worker(self) -> WorkerProcess:
         """The process that computes the steps of this job."""
-        limit = 60 * self.launcher.stale_minutes
-        return WorkerProcess(Store(self.store, limit, in_queue))
+        return WorkerProcess(Store(self.store, limit=60 * self.launcher.stale_minutes))
 
     def __call__(self) -> dict[str, int]:
         """Compute the steps that have no result yet. Returns the numbers of steps by state: "done",
@@ -116,9 +114,9 @@ def missing_inputs(schedule: Schedule, store: Store) -> list[Step]:
     ]
     missing: list[Step] = []
     for _ in retries():  # waits before each further round
-        # keys: first ID_DIGITS digits of the ids
+        # keys: `Step.id_start`
         finished_names = store.finished_names()
-        schedule.finished |= {step.id for step in inputs if step.id[:ID_DIGITS] in finished_names}
+        schedule.finished |= {step.id for step in inputs if step.id_start in finished_names}
         missing = [step for step in inputs if step.id not in schedule.finished]
         if not missing or any(_has_failed(step, store) for step in missing):
             break
@@ -141,12 +139,9 @@ class RecordJob:
 
     def __call__(self) -> int:
         """Write the record and the report, and return the exit code of the study."""
-        # imported here, because this loads the whole configuration, which other jobs do not need
-        from moe_lab.study.record import finish
-
         schedule = Schedule(self.study.graph.steps)
         update_from_store(schedule, self.study.store)
-        return finish(self.study, schedule, self.run)
+        return finish(replace(self.study, report_later=False), schedule, self.run)
 
 
 def update_from_store(schedule: Schedule, store: Store) -> None:
@@ -188,20 +183,20 @@ def wait_for_jobs(schedule: Schedule, study: Study) -> None:
             if not queue and not queue_error:
                 break
             time.sleep(INTERVAL)
-            # keys: first ID_DIGITS digits of the ids
+            # keys: `Step.id_start`
             claimed = study.store.claims.active()
             with schedule.condition:
                 _finish_present(schedule, study.store)
                 for step in schedule.waiting.values():
-                    if step.id[:ID_DIGITS] in claimed:
+                    if step.id_start in claimed:
                         schedule.running.setdefault(step.id, (step, schedule.clock()))
     update_from_store(schedule, study.store)
 
 
 def _finish_present(schedule: Schedule, store: Store) -> None:
     """Change the state of waiting steps that have a result in the store to finished."""
-    # keys: first ID_DIGITS digits of the ids
+    # keys: `Step.id_start`
     finished_names = store.finished_names()
     for step in list(schedule.waiting.values()):
-        if step.id[:ID_DIGITS] in finished_names:
+        if step.id_start in finished_names:
             schedule.finish(step, computed=step.id in schedule.running)

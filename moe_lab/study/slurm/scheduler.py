@@ -135,16 +135,13 @@ def time_limits() -> dict[str, float]:
 
 
 def minutes(limit: str) -> float:
-    """Minutes of a time limit in sinfo's format DAYS-HOURS:MINUTES:SECONDS; the first parts may be
-    missing, as in 30:00. inf for a limit that is not a number, such as infinite."""
-    days, _, clock = limit.rpartition("-")
-    parts = clock.split(":")
-    if not all(part.isdigit() for part in parts):
+    """Whole minutes of a time limit in sinfo's format DAYS-HOURS:MINUTES:SECONDS; days and hours
+    may be missing, as in 30:00. inf for a limit that is not a number, such as infinite."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):\d+", limit)
+    if match is None:
         return inf
-    seconds = 0
-    for part in parts:
-        seconds = 60 * seconds + int(part)
-    return seconds / 60 + 1440 * int(days or 0)
+    days, hours, minutes = (int(part or 0) for part in match.groups())
+    return 1440 * days + 60 * hours + minutes
 
 
 def cancel(jobs: Iterable[str]) -> None:

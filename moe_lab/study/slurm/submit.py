@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
@@ -24,19 +24,20 @@ from submitit.slurm.slurm import _make_sbatch_string
 import moe_lab
 from moe_lab import plugins, start
 from moe_lab.calibration import shares_and_sets, sources
-from moe_lab.config import CalibrationConfig, LauncherConfig, ResourcesConfig
+from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
 from moe_lab.json_files import digest, write_json
 from moe_lab.models import files
-from moe_lab.paths import cache_folder, private_cache
+from moe_lab.paths import private_cache
 from moe_lab.study.estimates import seconds_estimator
 from moe_lab.study.provenance import CODE_STATE_FILE, code_state
 from moe_lab.study.record import Study
-from moe_lab.study.runs import RECORD, Run, SubmittedJob, runs
-from moe_lab.study.schedule import Schedule, inform
+from moe_lab.study.runs import RECORD_KIND, Run, SubmittedJob, runs
+from moe_lab.study.schedule import Schedule, console, inform
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import (
     Array,
+    array_table,
     divide_into_arrays,
     is_for_gpus,
     job_options,
@@ -69,7 +70,7 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
     UserError, with the scheduler's message, when the scheduler refuses a job."""
     submission = Submission(study, run)
     try:
-        _submit_missing(schedule, submission)
+        earlier = _submit_missing(schedule, submission)
     except BaseException as error:
         try:
             if run.logs.exists():  # otherwise no job was submitted
@@ -82,7 +83,11 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
             ) from None
         run.remove()
         raise
-    _announce(submission)
+    name = study.config.study
+    if earlier:
+        inform(f"{name}: steps that are under way already are in jobs {', '.join(earlier)}")
+    if run.jobs:
+        inform(f"{name}: submitted; see moe-lab status {name} store={study.store.root}")
 
 
 def _download(steps: Iterable[Step]) -> None:
@@ -101,13 +106,14 @@ def _download(steps: Iterable[Step]) -> None:
         download()
 
 
-def _submit_missing(schedule: Schedule, submission: Submission, *, may_repeat: bool = True) -> None:
-    """Download what the waiting steps read, and submit the jobs. `may_repeat`: whether to look for
+def _submit_missing(
+    schedule: Schedule, submission: Submission, *, may_repeat: bool = True
+) -> list[str]:
+    """Download what the waiting steps read, and submit the jobs. Returns the ids of the jobs of
+    earlier submissions that will do the other waiting steps. `may_repeat`: whether to look for
     pending jobs again after a long download, as some may have ended meanwhile."""
     study = submission.study
-    config = study.config
-    store = study.store
-    earlier_jobs = [job for run in runs(store, config.study) for job in run.jobs]
+    earlier_jobs = [job for run in runs(study.store, study.config.study) for job in run.jobs]
     pending = pending_jobs(
         earlier_jobs, scheduler.queue(job.user for job in earlier_jobs), schedule.waiting
     )
@@ -116,15 +122,38 @@ def _submit_missing(schedule: Schedule, submission: Submission, *, may_repeat: b
     steps = unmerged(schedule.waiting.values(), pending.job_of.keys())
     new_steps = [step for step in steps if step.id not in pending.job_of]
     submission.jobs.update(pending.job_of)
+    earlier = sorted({*pending.job_of.values()})
     if not new_steps and pending.record_jobs:
-        return
+        return earlier
+    arrays = arrays_for(new_steps, study, scheduler.time_limits(), scheduler.longest_array())
+    start = time.monotonic()
+    _download(new_steps)
+    if may_repeat and time.monotonic() - start > 60:
+        return _submit_missing(schedule, submission, may_repeat=False)
+    scheduler.cancel(pending.failed_jobs)
+    for array in arrays:
+        submission.add(array)
+    return earlier
+
+
+def arrays_for(
+    steps: Sequence[Step],
+    study: Study,
+    time_limits: Mapping[str, float],
+    longest: int = scheduler.MAX_ARRAY_TASKS,
+) -> list[Array]:
+    """The arrays of jobs that compute `steps`, and then that of the job that writes the record,
+    which has no steps. `time_limits`: partition -> minutes. `longest`: maximum number of jobs in an
+    array. UserError if resources in the settings contradict each other, or if jobs are so short
+    that they would be told to stop at their start."""
+    config = study.config
     resources_of = partial(
         job_resources,
         settings=config.resources,
-        seconds=seconds_estimator(store),
-        time_limits=scheduler.time_limits(),
+        seconds=seconds_estimator(study.store),
+        time_limits=time_limits,
     )
-    arrays = divide_into_arrays(new_steps, resources_of, config.launcher, scheduler.longest_array())
+    arrays = divide_into_arrays(steps, resources_of, config.launcher, longest)
     signal_seconds = config.launcher.signal_seconds
     for array in arrays:
         if array.resources["minutes"] * 60 <= signal_seconds + EARLY_SECONDS:
@@ -133,15 +162,10 @@ def _submit_missing(schedule: Schedule, submission: Submission, *, may_repeat: b
                 f"is too short: Slurm warns them launcher.signal_seconds={signal_seconds} before "
                 f"the end, and may do so {EARLY_SECONDS} s early"
             )
-    start = time.monotonic()
-    _download(new_steps)
-    if may_repeat and time.monotonic() - start > 60:
-        _submit_missing(schedule, submission, may_repeat=False)
-        return
-    scheduler.cancel(pending.failed_jobs)
-    for array in arrays:
-        submission.add(array)
-    submission.close()
+    record_job = {**merge_configs([config.resources.every]), **RECORD_RESOURCES}
+    if record_job["memory"] != 0:  # resources.every.memory=0: jobs request no memory
+        record_job["memory"] = RECORD_MEMORY
+    return [*arrays, Array(RECORD_KIND, record_job, [[]])]
 
 
 @dataclass
@@ -158,55 +182,40 @@ class Submission:
         """Path of the start.py in a copy of the present code."""
         return copy_code(private_cache("jobs"), self.study.config.plugins)
 
+    @property
+    def python(self) -> str:
+        """The shell command that starts Python in a job."""
+        python = self.study.config.launcher.python or shlex.quote(sys.executable)
+        return f"{python} {shlex.quote(str(self.starter))}"
+
     def add(self, array: Array) -> None:
         """Submit one array. It starts when the submitted jobs that compute inputs of its steps have
-        succeeded."""
-        store = self.study.store.root
-        launcher = self.study.config.launcher
-        run_path = str(self.run.folder.relative_to(store / "runs"))
-        functions = [StepsJob(str(store.absolute()), job, run_path, launcher) for job in array.jobs]
-        needed_jobs = array.needed_jobs(self.jobs)
-        array_id = self._submit(
-            array.kind, array.resources, functions, array.jobs, "afterok", needed_jobs
-        )
+        succeeded. The job that writes the record starts when all other jobs have ended,
+        successfully or not."""
+        if array.kind == RECORD_KIND:
+            condition, needed_jobs = "afterany", {*self.jobs.values()}
+        else:
+            condition, needed_jobs = "afterok", array.needed_jobs(self.jobs)
+        after = sorted(needed_jobs)
+        dependency = {"dependency": f"{condition}:{':'.join(after)}"} if after else {}
+        array_id = self._submit(array, job_parameters(array, self.study, dependency), after)
         self.jobs.update(dict.fromkeys(array.step_ids, array_id))
 
-    def close(self) -> None:
-        """Submit the job that writes the record. It starts when all other jobs have ended,
-        successfully or not."""
-        resources = record_resources(self.study.config.resources)
-        function = RecordJob(self.study, self.run)
-        # [[]]: an array of one job, which has no steps
-        self._submit(RECORD, resources, [function], [[]], "afterany", self.jobs.values())
-
-    def _submit(
-        self,
-        kind: str,
-        resources: Mapping[str, Any],
-        functions: Sequence[Callable[[], Any]],
-        steps: Sequence[Sequence[Step]],
-        condition: str,
-        needed_jobs: Iterable[str],
-    ) -> str:
-        """Submit one array of jobs, and return the array's id. `functions`, `steps`: for each job,
-        what it calls, and its steps. `needed_jobs`: ids of jobs and arrays that the new jobs wait
-        for. `condition`: how these must end, as a type of Slurm's dependencies: afterok
-        (successfully) or afterany."""
-        after = tuple(sorted(set(needed_jobs)))
-        name = f"{self.study.config.study}.{kind}"
-        settings = self.study.config.launcher
+    def _submit(self, array: Array, parameters: Mapping[str, Any], after: Sequence[str]) -> str:
+        """Submit one array, and return its id. `parameters`: those of submitit. `after`: ids of the
+        jobs and arrays that it waits for."""
         executor = SlurmExecutor(
             self.run.logs,
-            max_num_timeout=settings.max_requeues,
-            python=_python(settings, self.starter),
+            max_num_timeout=self.study.config.launcher.max_requeues,
+            python=self.python,
         )
-        parameters = job_parameters(name, resources, settings, condition, after)
         executor.update_parameters(**parameters)
         try:
             options = [*parameters, *parameters["additional_parameters"]]
             with scheduler.submission_environment(options):
-                ids = self._submit_array(executor, functions)
+                ids = self._submit_array(executor, self._functions(array))
         except (FailedJobError, FailedSubmissionError) as error:
+            resources = array.resources
             sbatch_options = job_options(resources["sbatch"], resources["gpus"] > 0)
             requested = {**resources, **sbatch_options, "sbatch": None}
             message = " ".join(str(error).split())
@@ -214,15 +223,27 @@ class Submission:
                 f"{key}={value}" for key, value in requested.items() if value not in (None, [])
             )
             raise UserError(
-                f"sbatch says of {kind} jobs: {message}; they ask for {request}; "
-                f"{scheduler.advice(message, kind)}"
+                f"sbatch says of {array.kind} jobs: {message}; they ask for {request}; "
+                f"{scheduler.advice(message, array.kind)}"
             ) from None
-        array = ids[0].partition("_")[0]  # the id of a job is ARRAY_TASK
+        array_id = ids[0].partition("_")[0]  # the id of a job is ARRAY_TASK
+        name = parameters["job_name"]
         self.run.add_jobs(
-            SubmittedJob(job, array, name, kind, tuple(step.id for step in job_steps), after)
-            for job, job_steps in zip(ids, steps, strict=True)
+            SubmittedJob(job, array_id, name, array.kind, tuple(step.id for step in steps), after)
+            for job, steps in zip(ids, array.jobs, strict=True)
         )
-        return array
+        counts = f"{_quantity(len(ids), 'job')}, {_quantity(len(array.step_ids), 'step')}"
+        print(f"{array_id}  {array.kind}: {counts}", flush=True)
+        return array_id
+
+    def _functions(self, array: Array) -> list[Callable[[], Any]]:
+        """What each job of an array calls."""
+        if array.kind == RECORD_KIND:
+            return [RecordJob(self.study, self.run)]
+        store = self.study.store.root
+        run_path = str(self.run.folder.relative_to(store / "runs"))
+        launcher = self.study.config.launcher
+        return [StepsJob(str(store.absolute()), job, run_path, launcher) for job in array.jobs]
 
     def _submit_array(
         self, executor: SlurmExecutor, job_functions: Sequence[Callable[[], Any]]
@@ -245,29 +266,11 @@ class Submission:
         return ids
 
 
-def record_resources(settings: ResourcesConfig) -> dict[str, Any]:
-    """The resources of the job that writes the record."""
-    resources = {**merge_configs([settings.every]), **RECORD_RESOURCES}
-    if resources["memory"] != 0:  # resources.every.memory=0: jobs request no memory
-        resources["memory"] = RECORD_MEMORY
-    return resources
-
-
-def _python(settings: LauncherConfig, starter: Path) -> str:
-    """The shell command that starts Python in a job."""
-    return f"{settings.python or shlex.quote(sys.executable)} {shlex.quote(str(starter))}"
-
-
-def job_parameters(
-    name: str,
-    resources: Mapping[str, Any],
-    settings: LauncherConfig,
-    condition: str,
-    after: Sequence[str],
-) -> dict[str, Any]:
-    """The parameters of submitit for an array of jobs. `condition`, `after`: as in
-    `Submission._submit`."""
-    dependency = {"dependency": f"{condition}:{':'.join(after)}"} if after else {}
+def job_parameters(array: Array, study: Study, dependency: Mapping[str, str]) -> dict[str, Any]:
+    """The parameters of submitit for an array of jobs. `dependency`: the option of sbatch with this
+    name, if the jobs wait for others."""
+    settings = study.config.launcher
+    resources = array.resources
     sbatch_options = job_options(resources["sbatch"], resources["gpus"] > 0)
     parameters = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **sbatch_options}
     node_options = {"partition": resources["partition"]} if resources["partition"] else {}
@@ -277,7 +280,7 @@ def job_parameters(
         type_and_count = (resources["gpu_type"], resources["gpus"])
         node_options["gpus_per_node"] = ":".join(str(part) for part in type_and_count if part)
     return {
-        "job_name": name,
+        "job_name": f"{study.config.study}.{array.kind}",
         "time": resources["minutes"],
         "cpus_per_task": resources["cpus"],
         "setup": setup_lines(resources["setup"]),
@@ -288,27 +291,28 @@ def job_parameters(
     }
 
 
-def job_scripts(arrays: Sequence[Array], study: Study) -> Iterator[str]:
-    """The scripts that sbatch would get for `arrays` and the record job, in the order of
-    submission. The numbers 1, 2, ... of the scripts stand for the ids of jobs."""
-    config = study.config
-    logs = cache_folder("jobs") / "RUN"
-    command = f"{_python(config.launcher, Path('start.py'))} -u -m submitit.core._submit {logs}"
-    jobs: dict[str, str] = {}
+class Preview(Submission):
+    """Prints the scripts that sbatch would get. Numbers 1, 2, ... stand for the ids of arrays."""
 
-    def script(kind: str, resources: Mapping[str, Any], count: int, *dependency: Any) -> str:
-        name = f"{config.study}.{kind}"
-        parameters = job_parameters(name, resources, config.launcher, *dependency)
+    starter = Path("start.py")  # no code is copied
+
+    def _submit(self, array: Array, parameters: Mapping[str, Any], after: Sequence[str]) -> str:
+        command = f"{self.python} -u -m submitit.core._submit {self.run.logs}"
         # as `SlurmExecutor.submit_array` does
-        tasks = count if count > 1 else None
-        return _make_sbatch_string(command, logs, map_count=tasks, **parameters)
+        tasks = len(array.jobs) if len(array.jobs) > 1 else None
+        print(_make_sbatch_string(command, self.run.logs, map_count=tasks, **parameters))
+        return str(1 + len({*self.jobs.values()}))
 
-    for number, array in enumerate(arrays, 1):
-        after = sorted(array.needed_jobs(jobs))
-        yield script(array.kind, array.resources, len(array.jobs), "afterok", after)
-        jobs.update(dict.fromkeys(array.step_ids, str(number)))
-    after = sorted(set(jobs.values()))
-    yield script(RECORD, record_resources(config.resources), 1, "afterany", after)
+
+def preview(study: Study, steps: Sequence[Step]) -> None:
+    """Print a table of the Slurm jobs that would compute `steps`, and then their scripts, in the
+    order of submission. UserError as in `arrays_for`."""
+    arrays = arrays_for(steps, study, time_limits={})
+    console.print(array_table(arrays))
+    run = Run(study.store, study.store.root / "runs" / study.config.study / "RUN")
+    submission = Preview(study, run)
+    for array in arrays:
+        submission.add(array)
 
 
 SETUP_TRAP = """trap 'code=$?; [ -z "$MOE_LAB_SETUP" ] ||\
@@ -324,27 +328,6 @@ def setup_lines(setup: Iterable[str]) -> list[str]:
     for line in setup:
         lines += [f"MOE_LAB_SETUP={shlex.quote(line)}", line]
     return [*lines, "set +e", "MOE_LAB_SETUP="]
-
-
-def _announce(submission: Submission) -> None:
-    """Print the submitted arrays, and the ids of jobs of earlier submissions that will do the other
-    missing steps."""
-    study = submission.study.config.study
-    jobs = submission.run.jobs
-    for array, kind in dict.fromkeys((job.array, job.kind) for job in jobs):
-        array_jobs = [job for job in jobs if job.array == array]
-        job_count = _quantity(len(array_jobs), "job")
-        step_count = _quantity(sum(len(job.steps) for job in array_jobs), "step")
-        print(f"{array}  {kind}: {job_count}, {step_count}", flush=True)
-    step_ids = {step_id for job in jobs for step_id in job.steps}
-    if earlier := {job for step_id, job in submission.jobs.items() if step_id not in step_ids}:
-        inform(
-            f"{study}: steps that are under way already are in jobs {', '.join(sorted(earlier))}"
-        )
-    if jobs:
-        inform(
-            f"{study}: submitted; see moe-lab status {study} store={submission.study.store.root}"
-        )
 
 
 def _quantity(number: int, noun: str) -> str:
@@ -382,7 +365,7 @@ def pending_jobs(
         if queued is not None and queued.name != job.name:
             queued = None  # a job of another cluster with the same id
         steps = missing.intersection(job.steps)
-        if job.kind == RECORD:
+        if job.kind == RECORD_KIND:
             if queued:
                 pending.record_jobs.append(job.id)
         elif queued and not (queued.is_pending and lost.intersection(job.after)):

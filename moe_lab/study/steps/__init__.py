@@ -13,15 +13,13 @@ import sys
 import time
 from base64 import b64decode
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from moe_lab import plugins, progress
-from moe_lab.json_files import write_json
+from moe_lab.json_files import Document, write_json
 from moe_lab.study.provenance import error_document, provenance
 from moe_lab.study.step import KINDS, Step
-from moe_lab.study.steps.files import Files, Models
+from moe_lab.study.steps.files import Files
 
 __all__ = ["KINDS", "perform"]
 
@@ -46,22 +44,16 @@ def perform(step: Step, files: Files) -> None:
     document["experts"] = files.models.experts
     # the time of later steps is estimated from these two entries
     document["units"] = resources.units
-    document["pace"] = list(resources.pace)
+    document["pace"] = resources.rate_key
     if step.merged_steps:
         document["merged"] = [Path(merged.folder).name for merged in step.merged_steps]
     write_json(files.out / "provenance.json", document)
 
 
-_MODELS = Models()
-"""The models of a worker process."""
-
-
-def perform_pickled(pickled_step: str) -> dict[str, Any]:
+def perform_pickled(pickled_step: str) -> Document:
     """Do a step in this worker process. `pickled_step`: the pickled pair (step, `Files`), in
     base64. Returns the `error_document` if the step failed, else {}."""
     step, files = pickle.loads(b64decode(pickled_step))
-    # the cache of this process, instead of the empty one that was pickled
-    files = replace(files, models=_MODELS)
     with suppress(OSError):
         # only the last folder is created: if the store was deleted, this fails, and there is no log
         files.log.parent.mkdir(exist_ok=True)
@@ -69,7 +61,7 @@ def perform_pickled(pickled_step: str) -> dict[str, Any]:
             # stdout (1) and stderr (2), also of child processes
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-    error: dict[str, Any] = {}
+    error: Document = {}
     try:
         perform(step, files)
     except Exception as raised:  # noqa: BLE001 - any error fails this step alone, and is reported

@@ -21,7 +21,7 @@ from moe_lab.study.resources import Resources, text_pass
 from moe_lab.study.step import Step
 from moe_lab.study.steps.files import Files, read_text, text_passes
 from moe_lab.study.steps.passes import Arithmetic, Facts, ModelIdentity
-from moe_lab.study.steps.recovery import Finetune, PlanStep, Pruned, Storage
+from moe_lab.study.steps.recovery import PlanStep, Pruned, Storage
 
 
 def timing_of(timed: TimingConfig, model: ModelConfig) -> TimingConfig:
@@ -51,7 +51,7 @@ class Cost(Step):
     arithmetic: Arithmetic | None
     """None if `text` is None."""
     pruned: Pruned
-    runtime = frozenset({"pruned"})
+    runtime = ("pruned",)
 
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, unpruned: Cost | None = None) -> Self:
@@ -78,10 +78,8 @@ class Cost(Step):
 
     def resources(self) -> Resources:
         model = self.pruned.model
-        pace = [self.facts.id, self.text is not None]
-        run = Resources(model=model, pace=pace)
-        if self.text:
-            run = text_pass(model, self.text, pace)
+        run = text_pass(model, self.text) if self.text else Resources(model=model)
+        run = run._replace(pace=[self.text is not None])
         # the Slurm job of evaluations loads the pruned model anyway
         return run._replace(job="evaluate", steps_per_job="models") if self.plan else run
 
@@ -130,9 +128,7 @@ class Profile(Step):
     def resources(self) -> Resources:
         # merged experts are new weights, for which a second copy of the model is assumed
         copies = 2 if self.plan and self.plan.setup.merges_experts else 1
-        return text_pass(
-            self.loaded.model, self.text, self.loaded.pace, engine="resident", copies=copies
-        )
+        return text_pass(self.loaded.model, self.text, engine="resident", copies=copies)
 
     def work(self, files: Files) -> None:
         from moe_lab.pruning.profile import profile
@@ -149,39 +145,20 @@ class Timing(Step):
     kind = "timing"
     small = True
     whole_model = True
-    loaded: ModelIdentity
+    pruned: Pruned
     text: IdentifiedText
-    plan: PlanStep | None
-    finetune: Finetune | None
-    storage: Storage | None
+    """The text from which prompts are taken."""
     timed: TimingConfig
     threads: int | None
-    pruned: Pruned
-    runtime = frozenset({"pruned"})
-
-    @classmethod
-    def of(cls, pruned: Pruned, text: CalibrationConfig, timed: TimingConfig) -> Self:
-        """The step that times a pruned model. `text`: calibration set from which prompts are
-        taken."""
-        return cls(
-            pruned.loaded,
-            IdentifiedText.of(text),
-            plan=pruned.plan,
-            finetune=pruned.finetune,
-            storage=pruned.storage,
-            timed=timed,
-            threads=pruned.model.threads,
-            pruned=pruned,
-        )
 
     def label(self) -> str:
         return self.pruned.recovered_label
 
     def resources(self) -> Resources:
-        model = self.loaded.model
+        model = self.pruned.model
         device = self.timed.device
         # two copies: the loaded model and the deployed one
-        run = text_pass(model, self.text, self.loaded.pace, engine="resident", copies=2)
+        run = text_pass(model, self.text, engine="resident", copies=2)
         run_on_one_gpu = run._replace(gpu_counts=[1])
         if device is None:
             # `hardware_name` will raise UserError, because this machine does not have the device
@@ -200,13 +177,13 @@ class Timing(Step):
         from moe_lab.recovery.apply import storage_bytes
 
         device = self.timed.device
-        local_device = device_name(self.loaded.model.device)
+        local_device = device_name(self.pruned.model.device)
         if local_device != device:
             raise Unavailable(
                 f"timing is about {device}, and this machine has {local_device}: run it there, or "
                 "set timed.device"
             )
-        network, tokenizer = files.models.load(self.loaded.model)
+        network, tokenizer = files.models.load(self.pruned.model)
         model = self.deployed_model(network, files)
         tokens = torch.cat([ids[valid] for ids, valid in read_text(self.text, tokenizer, files)])
         # read before the measurement, because the measurement raises it
@@ -229,9 +206,10 @@ class Timing(Step):
         unpruned model."""
         from moe_lab.recovery.apply import recovered
 
-        if not (self.plan or self.storage):
+        pruned = self.pruned
+        if not (pruned.plan or pruned.storage):
             return network
-        return recovered(network, files.plan(self.plan), **self.pruned.recovery_arguments(files))
+        return recovered(network, files.plan(pruned.plan), **pruned.recovery_arguments(files))
 
 
 def timing_mistakes(

@@ -131,7 +131,7 @@ class Grading(StepFields):
 
     benchmark: IdentifiedBenchmark
     policy: Policy
-    runtime = frozenset({"policy"})
+    runtime = ("policy",)
 
     @property
     def start_checks(self) -> list[Check]:
@@ -205,7 +205,6 @@ class BenchmarkRun(Step):
             self.pruned.model,
             self.benchmarks,
             self.backend,
-            self.pruned.loaded.facts.id,
             # the weights with and without the changes
             copies=2 if self.pruned.is_changed else 1,
             installation_checks=[(engines.check_installed, self.backend)],

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from moe_lab.config import BackendConfig, CalibrationConfig, ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.json_files import write_json
 from moe_lab.machine import release_memory
+from moe_lab.models.files import local_folder
 from moe_lab.packs import packs_in
-from moe_lab.result_files import ID_DIGITS
+from moe_lab.pruning.plan import Plan
+from moe_lab.statistics import merge_passes, read
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
@@ -89,7 +91,6 @@ class Models:
     def skeleton(self, model: ModelConfig) -> Any:
         """The model on the meta device, that is, without weights, in eval mode."""
         from moe_lab.models import load
-        from moe_lab.models.files import local_folder
 
         def make() -> Any:
             folder = local_folder(model)
@@ -127,11 +128,11 @@ class Files:
     """File for the output of the step in a worker process."""
     store: Path
     """Folder of the store."""
-    models: Models = field(default_factory=Models, compare=False)
-    """Models that earlier steps of this process have loaded."""
+    models: ClassVar[Models] = Models()
+    """The models of this process, which all its steps share."""
 
     @classmethod
-    def of(cls, step: Step, store: Store, scratch: Path, models: Models | None = None) -> Files:
+    def of(cls, step: Step, store: Store, scratch: Path) -> Files:
         """The `Files` of `step`. `scratch`: folder to which the step writes its result."""
         return cls(
             out=scratch.absolute(),
@@ -139,7 +140,6 @@ class Files:
             folders={needed.id: store.path(needed).absolute() for needed in step.needs},
             log=store.log(step.folder).absolute(),
             store=store.root.absolute(),
-            models=models or Models(),
         )
 
     def path(self, step: Step, name: str) -> Path:
@@ -153,7 +153,7 @@ class Files:
         try:
             return (self.folders[step.id] / name).read_bytes()
         except FileNotFoundError:  # the step may be moved to a pack at any time
-            return packs_in(self.store).read(step.id[:ID_DIGITS], name)
+            return packs_in(self.store).read(step.id_start, name)
 
     def facts(self, step: Step) -> dict[str, Any]:
         """The result of a `Facts` step. The keys of "layers" are numbers."""
@@ -164,8 +164,6 @@ class Files:
     def sums(self, steps: Mapping[str, Step]) -> dict[str, dict[int, dict[str, Any]]]:
         """Role -> layer -> name of a sum -> array: the sums that input steps have computed.
         `steps`: role (such as "statistics") -> input step."""
-        from moe_lab.statistics import read
-
         return {
             role: read(self.path(steps[role], STATISTICS))
             for role in sorted(steps)
@@ -174,8 +172,6 @@ class Files:
 
     def evidence(self, steps: Mapping[str, Step]) -> dict[int, dict[str, Any]]:
         """Layer -> name of a sum -> array: the result of `sums`, merged over roles."""
-        from moe_lab.statistics import merge_passes
-
         return merge_passes(self.sums(steps).values())
 
     def expert_scores(self, step: Step) -> dict[int, list[float]]:
@@ -191,8 +187,6 @@ class Files:
 
     def plan(self, step: Step | None) -> Any:
         """The plan that `step` has made; None for the unpruned model."""
-        from moe_lab.pruning.plan import Plan
-
         if step is None:
             return None
         # plan.json and, if the plan has arrays, plan.npz

@@ -24,7 +24,7 @@ class Foreign(Step):
     content: str
     """Digest of `task`."""
     task: ForeignTask
-    runtime = frozenset({"task"})
+    runtime = ("task",)
 
     @classmethod
     def of(cls, task: ForeignTask) -> Self:

@@ -15,10 +15,20 @@ from moe_lab import calibration as calibrations
 from moe_lab import result_files
 from moe_lab.calibration import IdentifiedText
 from moe_lab.config import ModelConfig
+from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import experts_implementation
-from moe_lab.models.files import IdentifiedModel
+from moe_lab.models.files import IdentifiedModel, fingerprint, local_folder
+from moe_lab.statistics import (
+    FUNCTIONS,
+    WITH_BACKWARD,
+    Statistics,
+    header,
+    merge,
+    merge_means,
+    read,
+)
 from moe_lab.study.resources import (
     Bytes,
     Resources,
@@ -34,8 +44,6 @@ from moe_lab.study.steps.files import REPORT, STATISTICS, Files, Rows, read_text
 
 Table = tuple[str, tuple[str, ...], Callable[[tables.Layers], list[tables.Row]]]
 """Name of a file, its columns, and the function that computes its rows from the sums of layers."""
-LOSS_RISES = "moe_lab.search.ablation:loss_rises"
-"""MODULE:NAME of the function that computes the sums of `LossRise`."""
 
 
 class Facts(Step):
@@ -49,14 +57,10 @@ class Facts(Step):
     def label(self) -> str:
         return self.model.name
 
-    def resources(self) -> Resources:
-        return Resources(pace=[self.id], steps_per_job="short")
-
     def work(self, files: Files) -> None:
         """Write facts.json. Its "commit" on the Hugging Face hub is None for a model outside the
         hub's cache."""
         from moe_lab.models.facts import facts
-        from moe_lab.models.files import fingerprint, local_folder
 
         folder = local_folder(self.model)
         commit = None
@@ -85,12 +89,7 @@ class ModelIdentity(StepFields):
     facts: Facts
     arithmetic: Arithmetic
     model: ModelConfig
-    runtime = frozenset({"model"})
-
-    @property
-    def pace(self) -> list[Any]:
-        """What determines how fast the model runs, for `Resources.pace`."""
-        return [self.facts.id, self.model.device]
+    runtime = ("model",)
 
 
 class StepModel(IdentifiedModel):
@@ -126,12 +125,8 @@ def save_sums(sums: Any, tables: Iterable[Table], files: Files) -> None:
 class Measurement:
     """Settings of one kind of steps that compute sums."""
 
-    function: str
-    """MODULE:NAME of the hook that computes sums in a pass over a text, or of the function that
-    computes sums from a checkpoint."""
     tables: tuple[Table, ...] = ()
     """Small tables for figures."""
-    has_backward: bool = False
     can_divide: bool = True
     """Whether sums of several rows can be added, so that calibration.parts divides the pass."""
     per_layer: Bytes = no_bytes
@@ -145,7 +140,6 @@ class Pass(Step):
     kinds: ClassVar[Mapping[str, Measurement]] = {
         # one forward pass: all sums, tokens per expert, and tables for figures
         "statistics": Measurement(
-            "moe_lab.statistics.forward:ForwardHook",
             tables=(
                 ("coverage.parquet", result_files.COVERAGE, tables.coverage),
                 ("experts.parquet", result_files.EXPERTS, tables.experts),
@@ -155,22 +149,15 @@ class Pass(Step):
         ),
         # sums for each channel, of activations and of gradients of the loss
         "gradients": Measurement(
-            "moe_lab.statistics.gradients:GradientHook",
-            tables=(("gradients.parquet", result_files.GRADIENTS, tables.gradients),),
-            has_backward=True,
+            tables=(("gradients.parquet", result_files.GRADIENTS, tables.gradients),)
         ),
         # gradients of the experts' weights, reduced to a number per channel
-        "weight_gradients": Measurement(
-            "moe_lab.statistics.gradients:WeightGradientHook",
-            has_backward=True,
-            can_divide=False,
-            per_layer=expert_weight_bytes,
-        ),
+        "weight_gradients": Measurement(can_divide=False, per_layer=expert_weight_bytes),
         # the exact damage of removing each expert alone, when the next expert of each token
         # replaces it
-        "damage": Measurement("moe_lab.statistics.damage:DamageHook"),
+        "damage": Measurement(),
         # similarity of experts, from the outputs of every expert for every token
-        "similarity": Measurement("moe_lab.statistics.damage:SimilarityHook"),
+        "similarity": Measurement(),
     }
     reads_text = True
     kind: str = field()
@@ -199,23 +186,19 @@ class Pass(Step):
 
     def resources(self) -> Resources:
         model = self.loaded.model
-        pace = self.loaded.pace
         if self.merged_steps:
-            return merged_sums(model, self.text, pace)
+            return merged_sums(model, self.text)
         measurement = self.kinds[self.kind]
         return text_pass(
             model,
             self.text,
-            pace,
             rows=self.rows,
             engine="resident" if self.whole_model else self.text.engine,
-            backward=measurement.has_backward,
+            backward=self.kind in WITH_BACKWARD,
             per_layer=measurement.per_layer,
         )
 
     def work(self, files: Files) -> None:
-        from moe_lab.statistics import Statistics, header
-
         if self.merged_steps:
             shares = [files.path(step, STATISTICS) for step in self.merged_steps]
             # each share has the report on the whole text
@@ -228,19 +211,16 @@ class Pass(Step):
 
     def collect_statistics(self, files: Files) -> Any:
         """The sums over the rows of this step, as a `Statistics`."""
-        measurement = self.kinds[self.kind]
         passes = text_passes(self.loaded.model, self.text, files, self.rows)
-        hook = resolve_name(measurement.function)
+        hook = resolve_name(FUNCTIONS[self.kind])
         return (
             passes.collect_gradient_statistics(hook)
-            if measurement.has_backward
+            if self.kind in WITH_BACKWARD
             else passes.collect_statistics(hook)
         )
 
     def merge(self, shares: list[Path]) -> Any:
         """Layer -> name of a sum -> tensor: the totals of the sums in the files `shares`."""
-        from moe_lab.statistics import merge, read
-
         return merge(read(file, framework="pt") for file in shares)
 
 
@@ -251,10 +231,10 @@ class LossRise(Pass):
     kinds: ClassVar[Mapping[str, Measurement]] = {
         # the output of one expert is set to 0
         "ablation": Measurement(
-            LOSS_RISES, tables=(("ablation.parquet", result_files.ABLATIONS, tables.ablations),)
+            tables=(("ablation.parquet", result_files.ABLATIONS, tables.ablations),)
         ),
         # the routed output of one layer is scaled
-        "scaling": Measurement(LOSS_RISES),
+        "scaling": Measurement(),
     }
     whole_model = True
 
@@ -262,14 +242,14 @@ class LossRise(Pass):
         return super().resources()._replace(runs_layers=True)
 
     def collect_statistics(self, files: Files) -> Any:
+        from moe_lab.search.ablation import loss_rises
+
         network, tokenizer = files.models.load(self.loaded.model)
         text = read_text(self.text, tokenizer, files, self.rows)
-        return resolve_name(LOSS_RISES)(network, self.kind, text, out=files.partial)
+        return loss_rises(network, self.kind, text, out=files.partial)
 
     def merge(self, shares: list[Path]) -> Any:
         """Layer -> name of a mean -> tensor: means over the tokens of all files in `shares`."""
-        from moe_lab.statistics import Statistics, merge_means
-
         return merge_means([Statistics.load(file) for file in shares])
 
 
@@ -278,11 +258,10 @@ class WeightSums(Step):
 
     kinds: ClassVar[Mapping[str, Measurement]] = {
         "weights": Measurement(
-            "moe_lab.statistics.weights:expert_weight_sums",
             tables=(("weights.parquet", result_files.WEIGHTS, tables.weights),),
         ),
-        "channel_weights": Measurement("moe_lab.statistics.weights:channel_weight_sums"),
-        "weight_distances": Measurement("moe_lab.statistics.weights:compare_experts"),
+        "channel_weights": Measurement(),
+        "weight_distances": Measurement(),
     }
     kind: str = field()
     facts: Facts
@@ -296,24 +275,19 @@ class WeightSums(Step):
         return cls(kind, loaded_field(cell.model).facts)
 
     def resources(self) -> Resources:
-        return file_reading(self.facts.model, [self.facts.id])
+        return file_reading(self.facts.model)
 
     def work(self, files: Files) -> None:
-        from moe_lab.models.files import local_folder
-
         model = self.facts.model
-        measurement = self.kinds[self.kind]
-        sums = resolve_name(measurement.function)(
-            local_folder(model), device=device_for_sums(model)
-        )
-        save_sums(sums, measurement.tables, files)
+        compute_sums = resolve_name(FUNCTIONS[self.kind])
+        sums = compute_sums(local_folder(model), device=device_for_sums(model))
+        save_sums(sums, self.kinds[self.kind].tables, files)
 
 
 def device_for_sums(model: ModelConfig) -> str:
     """The device on which sums over the weights of a checkpoint are computed."""
     import torch
 
-    from moe_lab.config.pruning import DEVICE_MAPS
     from moe_lab.models.load import resolve_device
 
     # Slurm jobs for these sums have no GPU

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import numpy
 
@@ -24,6 +24,9 @@ from moe_lab.models.config_json import config_of, expert_shape
 from moe_lab.models.families import family_of
 from moe_lab.models.files import fingerprint
 from moe_lab.paths import resolve
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.selection import count_ties, plan_from_scores
+from moe_lab.statistics import merge_passes, read
 from moe_lab.study.resources import Resources, text_pass
 from moe_lab.study.step import KINDS, Step, StepFields
 from moe_lab.study.steps import tables
@@ -128,8 +131,6 @@ def plan_in(path: str | None, layers: Mapping[int, Mapping[str, Any]] | None = N
     """The plan (a `Plan`) in the file `path`, or None if the file has numbers of experts instead
     of a plan. A file with retained experts is a plan for a model with these `layers` (layer ->
     facts); without `layers`, the plan is None."""
-    from moe_lab.pruning.plan import Plan
-
     content = {} if path is None else list_file.read(path)
     if path is not None and list_file.is_plan(content):
         return Plan.load(path)
@@ -139,74 +140,47 @@ def plan_in(path: str | None, layers: Mapping[int, Mapping[str, Any]] | None = N
     return Plan.of_experts(retained, {layer: facts["n_experts"] for layer, facts in layers.items()})
 
 
-class PlanForm(NamedTuple):
-    """What the plans of cells have in common if they can be exported alike."""
-
-    granularity: str
-    is_uneven: bool
-    """Whether layers, or experts, differ in size."""
-    multiple_of: int
-    path: str | None
-    """The file allocation.path."""
-    scores: str | None
-    """The parameters of a criterion that reads a file with scores."""
-    replacement: str
-    """"mean_output" if dropped experts are replaced by constants, otherwise "none"."""
-
-    def trial_plan(
-        self,
-        ratio: float,
-        layers: Mapping[int, Mapping[str, Any]],
-        scores: Mapping[int, Any] | None = None,
-    ) -> Any:
-        """A `Plan` of this form, from its file, or else from `scores` (layer -> scores) or random
-        ones. `layers`: layer -> facts. UserError for a file that does not fit a model with these
-        layers."""
-        from moe_lab.pruning.selection import plan_from_scores
-
-        if scores is None:
-            sizes = ("n_experts", "width") if self.granularity == "channel" else ("n_experts",)
-            scores = {
-                layer: numpy.random.default_rng(layer).random([facts[size] for size in sizes])
-                for layer, facts in layers.items()
-            }
-        if plan := plan_in(self.path, layers):
-            plan.check(layers)
-            return plan
-        name = "global" if self.is_uneven else "uniform"
-        rule = AllocationConfig(
-            name=name if self.path is None else "list", multiple_of=self.multiple_of, path=self.path
-        )
-        settings = {**vars(rule), "ratio": ratio, "replacement": self.replacement}
-        sums = {
-            layer: {"tokens": [0], "output_sum": numpy.zeros((facts["n_experts"], facts["hidden"]))}
-            for layer, facts in layers.items()
-        }
-        return plan_from_scores(settings, scores, layers, {"statistics": sums}, provenance={})
+def trial_allocation(cell: Cell) -> AllocationConfig:
+    """A rule that needs no sums, whose plans can be exported if those of the cell can be."""
+    settings = cell.allocation
+    granularity = criteria.get(cell.criterion.name).granularity
+    # what replaces dropped experts is stored in layers that differ
+    is_uneven = (
+        granularity in allocation.get(settings.name).uneven or settings.replacement != "none"
+    )
+    name = "global" if is_uneven else "uniform"
+    return AllocationConfig(
+        name=name if settings.path is None else "list",
+        multiple_of=settings.multiple_of,
+        path=settings.path,
+        # experts that are merged are tried as dropped ones
+        replacement="none" if settings.replacement in GROUPINGS else settings.replacement,
+    )
 
 
 def trial_plan(cell: Cell, layers: Mapping[int, Mapping[str, Any]]) -> Any:
-    """`PlanForm.trial_plan` for the cell, with the scores in its file, if it has one."""
-    form = plan_form(cell)
-    scores = None if form.scores is None else score(cell, {}, layers)
-    return form.trial_plan(cell.ratio, layers, scores)
-
-
-def plan_form(cell: Cell) -> PlanForm:
-    """The form of the cell's plan."""
-    settings = cell.allocation
-    granularity = criteria.get(cell.criterion.name).granularity
-    is_uneven = granularity in allocation.get(settings.name).uneven
-    # what replaces dropped experts is stored in layers that differ
-    is_uneven |= settings.replacement != "none"
-    scores = None
+    """A `Plan` by the `trial_allocation` of the cell: from its file, or else from the scores in the
+    file of the cell's criterion, or from random ones. `layers`: layer -> facts. UserError for a
+    file that does not fit a model with these layers."""
+    rule = trial_allocation(cell)
     if cell.criterion.name in criteria.FROM_FILE:
-        scores = str(cell.criterion.parameters)
-    # experts that are merged are tried as dropped ones
-    replacement = "none" if settings.replacement in GROUPINGS else settings.replacement
-    return PlanForm(
-        granularity, is_uneven, settings.multiple_of, settings.path, scores, replacement
-    )
+        scores = score(cell, {}, layers)
+    else:
+        of_channels = criteria.get(cell.criterion.name).granularity == "channel"
+        sizes = ("n_experts", "width") if of_channels else ("n_experts",)
+        scores = {
+            layer: numpy.random.default_rng(layer).random([facts[size] for size in sizes])
+            for layer, facts in layers.items()
+        }
+    if plan := plan_in(rule.path, layers):
+        plan.check(layers)
+        return plan
+    sums = {
+        layer: {"tokens": [0], "output_sum": numpy.zeros((facts["n_experts"], facts["hidden"]))}
+        for layer, facts in layers.items()
+    }
+    settings = {**vars(rule), "ratio": cell.ratio}
+    return plan_from_scores(settings, scores, layers, {"statistics": sums}, provenance={})
 
 
 def drops_whole_experts(cell: Cell) -> bool:
@@ -274,7 +248,7 @@ class PlanSetup(StepFields):
     """Label of the step."""
     merges_experts: bool = False
     """Whether dropped experts are merged into retained ones."""
-    runtime = frozenset({"name", "merges_experts"})
+    runtime = ("name", "merges_experts")
 
     @property
     def allocation_settings(self) -> dict[str, Any]:
@@ -289,7 +263,6 @@ class PlanSetup(StepFields):
         if self.allocation_settings["protect"] is None:
             return facts
         from moe_lab.allocation import protection
-        from moe_lab.statistics import read
 
         statistics = read(
             files.path(self.evidence["statistics"], STATISTICS), only=protection.STATISTIC
@@ -359,9 +332,6 @@ class FromScores(CellPlan):
     facts: Facts
     scores: Scores
 
-    def resources(self) -> Resources:
-        return Resources(pace=[self.facts.id], steps_per_job="short")
-
     @classmethod
     def of(cls, cell: Cell) -> Self:
         return cls(
@@ -375,8 +345,6 @@ class FromScores(CellPlan):
         """Write the plan made from scores, or the plan in the file allocation.path. For scores of
         channels, also write a table of budgets."""
         from safetensors.numpy import load
-
-        from moe_lab.pruning.selection import count_ties, plan_from_scores
 
         facts = self.setup.facts_of(facts_step=self.facts, files=files)
         origin = {**self.setup.origin(facts), "scores": Path(self.scores.folder).name}
@@ -429,7 +397,7 @@ class Search(CellPlan):
         candidates = search.population + (search.generations - 1) * (
             search.population - search.elites
         )
-        one_pass = text_pass(self.loaded.model, self.text, self.loaded.pace, engine="resident")
+        one_pass = text_pass(self.loaded.model, self.text, engine="resident")
         # drafts are written by the whole model
         runs_layers = search.fitness != "spec_dec"
         return one_pass._replace(units=candidates * one_pass.units, runs_layers=runs_layers)
@@ -469,7 +437,7 @@ class Reconstruction(CellPlan):
     seed: int
 
     def resources(self) -> Resources:
-        return text_pass(self.loaded.model, self.text, self.loaded.pace)
+        return text_pass(self.loaded.model, self.text)
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
@@ -478,7 +446,6 @@ class Reconstruction(CellPlan):
 
     def work(self, files: Files) -> None:
         """Write the plan, and a table with the error of every set of experts that was compared."""
-        from moe_lab.pruning.plan import Plan
         from moe_lab.search.reconstruction import COLUMNS, reconstruct
 
         facts = self.setup.facts_of(facts_step=self.loaded.facts, files=files)
@@ -516,7 +483,7 @@ class Sequential(CellPlan):
     seed: int | None
 
     def resources(self) -> Resources:
-        return text_pass(self.loaded.model, self.text, self.loaded.pace, engine="streamed")
+        return text_pass(self.loaded.model, self.text, engine="streamed")
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
@@ -540,9 +507,7 @@ class Sequential(CellPlan):
 
     def work(self, files: Files) -> None:
         from moe_lab.models.streamed import open_streamed
-        from moe_lab.pruning.selection import count_ties, plan_from_scores
         from moe_lab.search.sequential import prune_sequentially
-        from moe_lab.statistics import merge_passes
 
         streamed, tokenizer = open_streamed(self.loaded.model)
         facts = self.setup.facts_of(facts_step=self.loaded.facts, files=files)

@@ -17,6 +17,7 @@ from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.config.pruning import Shape
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
+from moe_lab.models.files import local_folder, tokenizer_folder
 from moe_lab.paths import is_of_group
 from moe_lab.study import resources
 from moe_lab.study.resources import Resources, channel_product_bytes, expert_weight_bytes, text_pass
@@ -64,10 +65,10 @@ class Alignment(AlignedPlan):
     """A plan whose channels are matched by their weights. Of `text`, only the engine is used."""
 
     kind = "alignment"
-    runtime = frozenset({"text"})
+    runtime = ("text",)
 
     def resources(self) -> Resources:
-        return text_pass(self.loaded.model, self.text, self.loaded.pace)
+        return text_pass(self.loaded.model, self.text)
 
     def work(self, files: Files) -> None:
         from moe_lab.models.discover import moe_layers
@@ -97,7 +98,6 @@ class ActivationAlignment(AlignedPlan):
         return text_pass(
             self.loaded.model,
             self.text,
-            self.loaded.pace,
             per_layer=channel_product_bytes,
             extra_bytes=expert_weight_bytes,
         )
@@ -152,9 +152,7 @@ class Finetune(Step):
     def resources(self) -> Resources:
         # a loaded model that is only masked needs no second copy
         copies = 2 if self.recovery.train == "adapters" or self.plan.setup.merges_experts else 1
-        return resources.finetuning(
-            self.loaded.model, self.text, self.recovery, self.loaded.pace, copies=copies
-        )
+        return resources.finetuning(self.loaded.model, self.text, self.recovery, copies=copies)
 
     def work(self, files: Files) -> None:
         from moe_lab.recovery.finetune import finetune
@@ -178,7 +176,7 @@ class Pruned(StepFields):
     recovery: RecoveryConfig = NO_RECOVERY
     drops_whole_experts: bool = True
     """Whether the plan drops whole experts and does nothing else; True without a plan."""
-    runtime = frozenset({"recovery", "drops_whole_experts"})
+    runtime = ("recovery", "drops_whole_experts")
 
     @property
     def model(self) -> ModelConfig:
@@ -269,7 +267,7 @@ class Export(Step):
     """All settings of the export, such as its format and its shape."""
     verify: bool | None
     pruned: Pruned
-    runtime = frozenset({"pruned"})
+    runtime = ("pruned",)
 
     def label(self) -> str:
         return self.pruned.recovered_label
@@ -277,9 +275,8 @@ class Export(Step):
     def resources(self) -> Resources:
         pruned = self.pruned
         is_converted = self.shape.format == "gguf"
-        pace = [self.facts.id, self.shape.format]
         export_resources = resources.checkpoint_export(
-            pruned.model, pace, is_changed=pruned.is_changed, is_converted=is_converted
+            pruned.model, is_changed=pruned.is_changed, is_converted=is_converted
         )
         if not is_converted:
             return export_resources
@@ -291,7 +288,6 @@ class Export(Step):
         """Write up to three checkpoints, each from the one before: the pruned model, the recovered
         model, and the model converted to GGUF. The last checkpoint is the result. Earlier
         checkpoints are in `files.partial`, from which an interrupted step resumes."""
-        from moe_lab.models.files import local_folder, tokenizer_folder
         from moe_lab.pruning.export import export as write_pruned
 
         model = self.pruned.model

@@ -14,7 +14,6 @@ from moe_lab.criteria.experts import s_family_scores
 from moe_lab.errors import UserError, check_known
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import check_plain_weights, config_of, has_packed_experts
-from moe_lab.study.resources import Resources
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.files import Files
@@ -73,13 +72,10 @@ class Scores(Step):
     """The gate that weighs outputs of experts; None for criteria that do not use it."""
     seed: int | None
     """Seed of a random criterion; None for others."""
-    runtime = frozenset({"name"})
+    runtime = ("name",)
 
     def label(self) -> str:
         return self.name
-
-    def resources(self) -> Resources:
-        return Resources(pace=[self.facts.id], steps_per_job="short")
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
@@ -111,12 +107,7 @@ class Scores(Step):
                 tables.concentration(values),
             )
             return
-        rows = [
-            (layer, expert, float(value))
-            for layer, array in values.items()
-            for expert, value in enumerate(array)
-        ]
-        files.table("scores.parquet", result_files.SCORES, rows)
+        files.table("scores.parquet", result_files.SCORES, tables.scores(values))
 
 
 def gate_and_seed(cell: Cell) -> tuple[str | None, int | None]:
@@ -179,9 +170,6 @@ class Family(Step):
 
     def label(self) -> str:
         return self.statistics.label()
-
-    def resources(self) -> Resources:
-        return Resources(pace=[self.id], steps_per_job="short")
 
     @classmethod
     def of(cls, cell: Cell) -> Self:

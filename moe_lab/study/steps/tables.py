@@ -7,7 +7,8 @@ a text can be added.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -15,60 +16,76 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Row = tuple[Any, ...]
-Layers = Mapping[int, Mapping[str, Any]]
-"""Layer -> arrays by name, of numpy or of torch on the CPU."""
+Arrays = Mapping[str, Any]
+"""Arrays of a layer by name, of numpy or of torch on the CPU."""
+Layers = Mapping[int, Arrays]
+"""Layer -> its arrays."""
 
 POINTS = 21
 """Maximum number of points of an expert's concentration curve."""
 
 
-def _expert_rows(layer: int, *columns: Sequence[Any]) -> list[Row]:
-    """One row (layer, expert, value in each column) per expert of a layer."""
-    return [(layer, expert, *values) for expert, values in enumerate(zip(*columns, strict=True))]
+def of_experts(columns_of: Callable[[Any], Iterable[Sequence[Any]]]) -> Callable[[Any], list[Row]]:
+    """Decorator of a function that returns the columns of a layer's experts, each with one value
+    per expert. The decorated function takes layer -> argument of the function, and returns rows
+    (layer, expert, value of each column)."""
 
+    @wraps(columns_of)
+    def rows(layers: Mapping[int, Any]) -> list[Row]:
+        return [
+            (layer, expert, *values)
+            for layer, layer_values in layers.items()
+            for expert, values in enumerate(zip(*columns_of(layer_values), strict=True))
+        ]
 
-def coverage(layers: Layers) -> list[Row]:
-    """One row of COVERAGE per expert: (layer, expert, number of tokens routed to the expert)."""
-    return [
-        row
-        for layer, arrays in layers.items()
-        for row in _expert_rows(layer, list(map(int, arrays["tokens"])))
-    ]
-
-
-def experts(layers: Layers) -> list[Row]:
-    """One row of EXPERTS per expert, with sums over the tokens that are routed to the expert."""
-    rows = []
-    for layer, arrays in layers.items():
-        tokens = _array(arrays["tokens"])
-        # (E, 3, 3): the number [e, alpha, beta] is the sum over the tokens of expert e of
-        # gate^alpha |output|^beta
-        sums = _array(arrays["sums_model"])
-        # (E, I): sums over tokens of the squared activation of each channel
-        squares = _array(arrays["channel_square"])
-        columns = (
-            tokens,
-            sums[:, 1, 0],  # gates
-            sums[:, 0, 1],  # norms of outputs
-            _array(arrays["ala_first"]),
-            _array(arrays["ala_second"]),
-            squares.sum(axis=1),
-        )
-        widths = [squares.shape[1]] * len(squares)
-        rows += _expert_rows(
-            layer, *map(np.ndarray.tolist, columns), widths, _root_sums(squares, tokens)
-        )
     return rows
 
 
-def _root_sums(squares: Array, tokens: Array) -> list[float]:
+@of_experts
+def scores(values: Array) -> Iterable[Sequence[Any]]:
+    """SCORES of experts, from their scores (E,)."""
+    return [values.tolist()]
+
+
+@of_experts
+def coverage(arrays: Arrays) -> Iterable[Sequence[Any]]:
+    """COVERAGE: the number of tokens routed to each expert."""
+    return [list(map(int, arrays["tokens"]))]
+
+
+@of_experts
+def experts(arrays: Arrays) -> Iterable[Sequence[Any]]:
+    """EXPERTS: sums over the tokens that are routed to each expert."""
+    tokens = _array(arrays["tokens"])
+    # (E, 3, 3): the number [e, alpha, beta] is the sum over the tokens of expert e of
+    # gate^alpha |output|^beta
+    sums = _array(arrays["sums_model"])
+    # (E, I): sums over tokens of the squared activation of each channel
+    squares = _array(arrays["channel_square"])
+    columns = (
+        tokens,
+        sums[:, 1, 0],  # gates
+        sums[:, 0, 1],  # norms of outputs
+        _array(arrays["ala_first"]),
+        _array(arrays["ala_second"]),
+        squares.sum(axis=1),
+        _widths(squares),
+        _root_sums(squares, tokens),
+    )
+    return map(np.ndarray.tolist, columns)
+
+
+def _widths(squares: Array) -> NDArray[np.int64]:
+    """The number of channels I of each expert (E,). `squares`: (E, I)."""
+    return np.full(len(squares), squares.shape[1])
+
+
+def _root_sums(squares: Array, tokens: Array) -> Array:
     """For each expert, the sum over channels of sqrt(squares / tokens), or 0 without tokens.
     `squares` (E, I): for each channel, the sum over tokens of its squared values. `tokens` (E,):
     number of tokens of each expert."""
-    return [
-        float(np.sqrt(channel_squares / count).sum()) if count > 0 else 0.0
-        for channel_squares, count in zip(squares, tokens.tolist(), strict=True)
-    ]
+    counts = np.where(tokens > 0, tokens, np.inf)
+    return _array(np.sqrt(squares / counts[:, None]).sum(axis=1))
 
 
 def losses(layers: Layers) -> list[Row]:
@@ -88,38 +105,28 @@ def entropies(layers: Layers) -> list[Row]:
     return rows
 
 
-def gradients(layers: Layers) -> list[Row]:
-    """One row of GRADIENTS per expert, with sums over the tokens that are routed to the expert."""
-    rows = []
-    for layer, arrays in layers.items():
-        # (E, I): sums over tokens of the squared gradient at the activation of each channel
-        squares = _array(arrays["channel_gradient_square"])
-        tokens = _array(arrays["tokens"])
-        totals = [float(channel_squares.sum()) for channel_squares in squares]
-        widths = [squares.shape[1]] * len(squares)
-        rows += _expert_rows(layer, tokens.tolist(), totals, _root_sums(squares, tokens), widths)
-    return rows
+@of_experts
+def gradients(arrays: Arrays) -> Iterable[Sequence[Any]]:
+    """GRADIENTS: sums over the tokens that are routed to each expert."""
+    # (E, I): sums over tokens of the squared gradient at the activation of each channel
+    squares = _array(arrays["channel_gradient_square"])
+    tokens = _array(arrays["tokens"])
+    columns = (tokens, squares.sum(axis=1), _root_sums(squares, tokens), _widths(squares))
+    return map(np.ndarray.tolist, columns)
 
 
-def weights(layers: Layers) -> list[Row]:
-    """One row of WEIGHTS per expert: (layer, expert, sum of |w|, sum of w^2, number of weights)."""
-    rows = []
-    for layer, arrays in layers.items():
-        abs_sums = _array(arrays["abs_sum"]).tolist()
-        square_sums = _array(arrays["square_sum"]).tolist()
-        # all experts of a layer have the same number of weights
-        counts = [float(arrays["count"])] * len(abs_sums)
-        rows += _expert_rows(layer, abs_sums, square_sums, counts)
-    return rows
+@of_experts
+def weights(arrays: Arrays) -> Iterable[Sequence[Any]]:
+    """WEIGHTS: the sum of |w|, the sum of w^2, and the number of weights of each expert."""
+    # all experts of a layer have the same number of weights
+    sums = np.broadcast_arrays(arrays["abs_sum"], arrays["square_sum"], arrays["count"])
+    return [_array(values).tolist() for values in sums]
 
 
-def ablations(layers: Layers) -> list[Row]:
-    """One row of ABLATIONS per expert: (layer, expert, rise of the model's loss without it)."""
-    return [
-        row
-        for layer, arrays in layers.items()
-        for row in _expert_rows(layer, _array(arrays["ablation"]).tolist())
-    ]
+@of_experts
+def ablations(arrays: Arrays) -> Iterable[Sequence[Any]]:
+    """ABLATIONS: the rise of the model's loss without each expert."""
+    return [_array(arrays["ablation"]).tolist()]
 
 
 def concentration(scores: Mapping[int, Array]) -> list[Row]:
