@@ -165,7 +165,6 @@ def _write(requested: Sequence[str], publisher: Publisher) -> bool:
         return True
     # items: tables and figures of the output, none if the study has no data
     items_by_name, paths = publisher.publish(outputs() if "all" in requested else requested)
-    publisher.log_failures()
     for path in paths:
         print(path)
     names_without_items = [

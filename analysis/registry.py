@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
-from moe_lab.analysis import names
 from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import Table
@@ -76,22 +75,10 @@ class Results:
         return Results(study_of_column(self.study, "answer_loss", "bits per byte"))
 
     @cached_property
-    def baseline_winners(self) -> pd.DataFrame:
-        """As `winners`, but only the papers' five baselines compete."""
-        baselines = set(self.study.cells["method"]) & set(names.BASELINES)
-        return winner_map(self.comparisons, names.BASELINES) if baselines else pd.DataFrame()
-
-    @cached_property
     def overlaps(self) -> pd.DataFrame:
         """How far calibration sets agree on the experts with the lowest scores. Columns as in
         `overlap.calibration_overlap`."""
         return overlap.calibration_overlap(self.study.family)
-
-    @cached_property
-    def proxy_overlaps(self) -> pd.DataFrame:
-        """How far the score S(0, 1, 1) and the exact damage agree on the lowest experts. Columns as
-        in `overlap.proxy_overlap`."""
-        return overlap.proxy_overlap(self.study.family, self.study.damage)
 
 
 Item = Table | Figure

@@ -42,7 +42,7 @@ FAILED = "failed"
 class Publisher:
     """Writer of a study's outputs into the folder `out`, with figures in `figure_format`.
 
-    An output that fails does not stop the others; its traceback is kept in `attempted`.
+    An output that fails does not stop the others; its traceback is in OUT/failed/NAME.log.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Publisher:
         self.results = results
         self.out = out
         self.figure_format = figure_format
-        self.attempted: dict[str, str | None] = {}
-        """Name of an output, table or figure -> the traceback of its error, or None."""
+        self.failed: list[str] = []
+        """Names of the outputs, tables and figures that failed."""
         # draws figures while the next ones are computed
         self.process = ProcessPoolExecutor(1, get_context("spawn"))
 
@@ -62,24 +62,23 @@ class Publisher:
 
         name: name of an output, or of one of its tables and figures.
         """
-        # not an assignment, which would remove the traceback of an earlier attempt with this name
-        self.attempted.setdefault(name, None)
+        log = self.out / FAILED / f"{name}.log"
         try:
-            return make()
+            result = make()
         except Exception as error:
             if isinstance(error, OSError) and error.errno in UNWRITABLE:
                 raise
-            self.attempted[name] = traceback.format_exc()
+            self.failed.append(name)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text(traceback.format_exc(), encoding="utf-8")
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             self.results.study.reader.record_gap(
                 f"could not be made ({reason}), traceback in {FAILED}/{name}.log", name
             )
             return None
-
-    @property
-    def failed(self) -> list[str]:
-        """Names of the outputs, tables and figures that failed."""
-        return [name for name, error in self.attempted.items() if error]
+        if name not in self.failed:
+            log.unlink(missing_ok=True)  # of an earlier report
+        return result
 
     def publish(self, requested: Iterable[str]) -> tuple[dict[str, list[Item]], list[Path]]:
         """Make the outputs with the names `requested` and write their files. The output `gaps` is
@@ -117,17 +116,6 @@ class Publisher:
         drawn[path] = self.process.submit(vega.draw, path)
         return [path, path.with_suffix(".json")]
 
-    def log_failures(self) -> None:
-        """Write the traceback of every failed output to OUT/failed/NAME.log. The old log of an
-        output that succeeded is removed."""
-        for name, error in self.attempted.items():
-            log = self.out / FAILED / f"{name}.log"
-            if error is None:
-                log.unlink(missing_ok=True)
-            else:
-                log.parent.mkdir(parents=True, exist_ok=True)
-                log.write_text(error, encoding="utf-8")
-
 
 PAGE = "report.html"
 SUMMARY = "summary.txt"
@@ -163,7 +151,6 @@ def write_report(publisher: Publisher) -> Path:
     path.with_name(SUMMARY).unlink(missing_ok=True)
     if summary:
         path.with_name(SUMMARY).write_text(f"{summary}\n", encoding="utf-8")
-    publisher.log_failures()
     return path
 
 

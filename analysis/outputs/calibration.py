@@ -248,13 +248,13 @@ OVERLAP = "a run with overlap=true and two calibration sets"
 
 
 @output("unified.fig3", chapter="overlap", needs="a run with overlap=true")
-def proxy_and_damage(results: Results) -> list[Item]:
+def proxy_and_damage(results: Results) -> Figure | None:
     """Overlap of the proxy S(0,1,1) and exact damage.
 
     Unified Expert Pruning, Fig. 3: a panel per ratio, a row per model and calibration set."""
-    overlaps = results.proxy_overlaps
+    overlaps = overlap.proxy_overlap(results.study.family, results.study.damage)
     if overlaps.empty:
-        return []
+        return None
     rows = overlaps.sort_values("ratio", kind="stable")
     rows = rows.assign(
         panel=rows["ratio"].map(names.ratio) + " pruned",
@@ -275,18 +275,8 @@ def proxy_and_damage(results: Results) -> list[Item]:
         "S(0,1,1): mean over layers (point), the lowest layer (end of the line), and expectation "
         f"for random sets (tick). Based on {pass_setup(results.study)}"
     )
-    columns: Columns = {
-        "Model": "model",
-        "Calibration": "calibration",
-        "Pruned": "ratio",
-        "Overlap": ("overlap", SCORE),
-        "Lowest layer": ("lowest", SCORE),
-        "By chance": ("chance", SCORE),
-    }
     title = "Overlap of proxy and exact damage"
-    table = Table(title, caption, **frame_and_formats(overlaps, columns))
-    figure = Figure(title, caption, rows, layers, size=(260, {"step": 18}))
-    return [figure, table]
+    return Figure(title, caption, rows, layers, size=(260, {"step": 18}))
 
 
 @output("unified.fig4", chapter="overlap", needs=OVERLAP, aliases=("unified.fig5",))

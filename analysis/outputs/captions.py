@@ -67,7 +67,7 @@ def run_setup(study: Study) -> str:
     """Text for captions of numbers that describe cells: the seeds and gates of all pruned cells,
     and calibration tokens."""
     cells = study.pruned_cells
-    return _sentence([_seeds_in_words(cells), _gates_in_words(cells), _tokens(study)])
+    return _sentence([_values(cells, "seed"), _values(cells, "gate"), _tokens(study)])
 
 
 @lru_cache(maxsize=8)
@@ -79,10 +79,10 @@ def pass_setup(study: Study) -> str:
     cells = study.pruned_cells[study.pruned_cells["statistics_folder"].notna()]
     passes = shown_passes(cells)
     parts = []
-    for describe, column in ((_seeds_in_words, "seed"), (_gates_in_words, "gate")):
-        text = describe(passes)
+    for column in ("seed", "gate"):
+        text = _values(passes, column)
         if set(cells[column]) > set(passes[column]):
-            text += f" (of {_values_in_words(cells[column])})"
+            text += f" (of {_values(cells, column).partition('=')[2]})"
         parts.append(text)
     return _sentence([*parts, _tokens(study)])
 
@@ -92,19 +92,10 @@ def _sentence(parts: Iterable[str]) -> str:
     return "; ".join(filter(None, parts)) + "."
 
 
-def _seeds_in_words(cells: pd.DataFrame) -> str:
-    """Text with the seeds of these cells: `seed=1 and 2`."""
-    return f"seed={_values_in_words(cells['seed'])}" if len(cells) else ""
-
-
-def _gates_in_words(cells: pd.DataFrame) -> str:
-    """Text with the gates of these cells: `gate=raw`."""
-    return f"gate={_values_in_words(cells['gate'])}" if len(cells) else ""
-
-
-def _values_in_words(values: pd.Series) -> str:
-    """Enumeration of the distinct values."""
-    return names.enumeration(map(str, values.drop_duplicates()))
+def _values(cells: pd.DataFrame, column: str) -> str:
+    """Text with the distinct values of these cells: `seed=1 and 2`; "" without cells."""
+    values = names.enumeration(map(str, cells[column].drop_duplicates()))
+    return f"{column}={values}" if values else ""
 
 
 def _tokens(study: Study) -> str:

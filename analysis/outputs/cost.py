@@ -74,8 +74,8 @@ def average_and_costs(study: Study, comparison: Comparison) -> Numbers:
         {word: pareto_front(pruned[cost], pruned["merit"]) for word, cost in FRONTS.items()},
         pruned.index,
     )
-    words = fronts.apply(lambda is_on_front: ", ".join(fronts.columns[is_on_front]), axis=1)
-    cells["front"] = words.replace(", ".join(FRONTS), "all")
+    words = [", ".join(fronts.columns[is_on_front]) for is_on_front in fronts.to_numpy()]
+    cells["front"] = pd.Series(words, pruned.index, dtype=object).replace(", ".join(FRONTS), "all")
     cells["storage_mib"] = cells["storage_bytes"] / MEBIBYTE
     cells = cells.fillna({"front": ""})  # of the unpruned model
     text = {**CELL_COLUMNS, "Removes": "kind", **COST_COLUMNS, "Front": "front"}

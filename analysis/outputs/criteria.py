@@ -226,13 +226,15 @@ TEXT_COLUMNS = {"Model": "model", "Calibration": "calibration", "Criterion": "cr
     chapter="criteria",
     needs="the scores of its criteria in the store, with the steps they are from",
 )
-def scoring_table(results: Results) -> Table:
+def scoring_table(results: Results) -> Table | None:
     """AIMER's Table 4: time and memory of scores, and of the passes that they need.
 
     A row per step that computes scores."""
     study = results.study
     cells = study.cells[study.cells["scores_folder"].notna()].drop_duplicates("scores_folder")
     steps = _step_times(study, cells, "scores_folder")
+    if steps.empty:
+        return None
     by_cell = steps.groupby("cell")
     parameters = {model: facts["parameters"] for model, facts in study.models.items()}
     rows = cells.loc[steps["cell"].unique()].assign(
@@ -271,7 +273,7 @@ def scoring_table(results: Results) -> Table:
     needs="channel plans in the store, with the steps they are from",
     aliases=("coverage.table12",),
 )
-def allocation_table(results: Results) -> Table:
+def allocation_table(results: Results) -> Table | None:
     """MoE-Slimming's Tables 1 and 12: seconds of every step behind a plan of channels."""
     study = results.study
     cells = study.cells[
@@ -279,6 +281,8 @@ def allocation_table(results: Results) -> Table:
     ]
     all_but_ratio = ["model", "calibration", "criterion", "allocation", "gate", "seed"]
     steps = _step_times(study, cells.drop_duplicates(all_but_ratio), "plan_folder")
+    if steps.empty:
+        return None
     # steps of a kind without a column count in the total only
     columns_of_steps = steps["kind"].map(COLUMN_OF_STEP_KIND)
     seconds = steps.groupby(["cell", columns_of_steps])["seconds"].sum().unstack()

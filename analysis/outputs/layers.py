@@ -21,36 +21,27 @@ from moe_lab.analysis.outputs.score_rows import (
     SMOOTHING,
     coverage_cells,
     criterion_colours,
-    listed_cells,
 )
-from moe_lab.analysis.registry import Item, Results, output, per_model
+from moe_lab.analysis.registry import Results, output, per_model
 from moe_lab.analysis.render import charts
 from moe_lab.analysis.render.charts import Figure
-from moe_lab.analysis.render.table import CELL_COLUMNS, Columns, Table, frame_and_formats
 from moe_lab.analysis.stats.comparison import Comparison, Panel
 from moe_lab.analysis.stats.ranks import correlations
 from moe_lab.result_files import BUDGETS
 
-PROFILE = "a run with profile=true"
-"""Data that `aimer.fig6` needs."""
 
-
-@output("aimer.fig6", chapter="inside", needs=PROFILE)
-def token_variance(results: Results) -> list[Item | None]:
-    """Token variance of hidden states by layer."""
-    return [*variance_figure(results), profile_table(results)]
-
-
+@output("aimer.fig6", chapter="inside", needs="a run with profile=true")
 @per_model
 def variance_figure(results: Results, comparison: Comparison) -> Figure | None:
-    """Token variance of hidden states against layers: a panel per ratio and calibration set, a line
-    per method and for the unpruned model."""
+    """Token variance of hidden states by layer.
+
+    A panel per ratio and calibration set, a line per method and for the unpruned model."""
     cells = [panel_cells(comparison, panel) for panel in comparison.panels]
     profiles = results.study.profiles.dropna(subset=["variance"])
     points = pd.concat(cells).merge(profiles, on="cell").rename(columns={"variance": "y"})
     caption = (
         "Variance of the coordinates of the residual stream after each layer, mean over the tokens "
-        "of a text; dashed: the unpruned model."
+        f"of a text; dashed: the unpruned model. Based on {run_setup(results.study)}"
     )
     title = "Variance of hidden states by layer"
     y = charts.number("y", "token variance")
@@ -66,38 +57,6 @@ def panel_cells(comparison: Comparison, panel: Panel) -> pd.DataFrame:
     rows = [(title, method, names.method(method), cell) for method, cell in cells.items()]
     frame = pd.DataFrame(rows, columns=["panel", "method", "label", "cell"])
     return frame.assign(Pruned=panel.pruned_text, Calibration=names.calibration(panel.calibration))
-
-
-def profile_table(results: Results) -> Table | None:
-    """A row per layer of each cell that has a profile."""
-    study = results.study
-    frames = []
-    for comparison in results.pruned:
-        profiles = study.profiles[study.profiles["cell"].isin(comparison.cells.index)]
-        cells = listed_cells(comparison)[list(CELL_COLUMNS.values())]
-        unpruned = profiles[profiles["cell"] == comparison.unpruned_cell]
-        unpruned_variance = profiles["layer"].map(unpruned.set_index("layer")["variance"])
-        if len(profiles):
-            share = profiles["variance"] / unpruned_variance
-            frames.append(profiles.join(cells, on="cell").assign(unpruned_share=share))
-    if not frames:
-        return None
-    rows = pd.concat(frames, ignore_index=True)
-    # displayed column -> (column of `rows`, format)
-    columns: Columns = {
-        **CELL_COLUMNS,
-        "Layer": "layer",
-        "Token variance": ("variance", "{:.3f}"),
-        "Of the unpruned": ("unpruned_share", "{:.0%}"),
-    }
-    rows = rows.assign(layer=rows["layer"].astype(str))
-    return Table(
-        title="Variance of hidden states by layer",
-        caption="Token variance: of the coordinates of the residual stream after the layer, mean "
-        f"over the tokens of a text. Based on {run_setup(study)}",
-        **frame_and_formats(rows, columns),
-        optional=tuple(columns),
-    )
 
 
 QUARTILES = {"low": 0.25, "y": 0.5, "high": 0.75}

@@ -37,7 +37,7 @@ from moe_lab.analysis.published.numbers import (
 )
 from moe_lab.analysis.registry import Results, output
 from moe_lab.analysis.render.table import SCORE, Table
-from moe_lab.analysis.stats.comparison import NORMAL_QUANTILE, Comparison
+from moe_lab.analysis.stats.comparison import NORMAL_QUANTILE, Comparison, Target
 
 Number = tuple[float, float, float]
 """A value, and the lower and upper end of its interval."""
@@ -67,15 +67,11 @@ class Facts:
         return reader.json(reader.folder(name), file) or {}
 
     def add_protocol(
-        self, number: Number, sources: Mapping[str, int], caveats: Sequence[str]
+        self, number: Number, cell: int, benchmarks: Iterable[str], caveats: Sequence[str]
     ) -> MeasuredNumber:
-        """Add to a measured number how it was measured. The axes, calibration tokens and search are
-        those of the first cell in `sources`.
-
-        sources: benchmark that contributes to the number -> the cell evaluated on this benchmark.
-        """
-        first_cell = next(iter(sources.values()))
-        axes = self.cells[first_cell]
+        """Add to a measured number how it was measured: the axes, calibration tokens and search of
+        its cell, and the cell's evaluations on the benchmarks that contribute to the number."""
+        axes = self.cells[cell]
         # report of the calibration pass: `rows` rows of `length` positions
         report = self.study.calibrations.get(f"{axes['calibration']}@{axes['model']}", {})
         tokens = None
@@ -83,10 +79,10 @@ class Facts:
             tokens = int(report["rows"]) * int(report["length"])
         evaluations = [
             self._evaluation(cell, benchmark)
-            for benchmark, cell in sources.items()
+            for benchmark in benchmarks
             if (cell, benchmark) in self._results
         ]
-        return MeasuredNumber(*number, axes, tokens, self._search(first_cell), evaluations, caveats)
+        return MeasuredNumber(*number, axes, tokens, self._search(cell), evaluations, caveats)
 
     def _search(self, cell: int) -> tuple[str | None, int | None] | None:
         """How a cell's allocation was searched: (name of the text on which candidates were
@@ -161,42 +157,36 @@ def _score_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
         published_row = counterparts(table).get(published_key(facts.cells[cell]), ())
         for number in published_row:
             published_target = averaged_benchmarks(number, published_row)
-            measured_target = _filter_measured(comparison, published_target)
+            measured_target = _measured(comparison, published_target)
             if measured_target:
                 score, low, high = comparison.displayed_scores(measured_target)
-                # benchmark -> cell
-                sources = dict.fromkeys(comparison.weights(measured_target), cell)
                 seeds = len(comparison.plans_by_seed[cell])
                 caveats = [f"it is the mean of {seeds} seeds"] if seeds > 1 else []
                 caveats += _caveats_on_missing(comparison, published_target)
                 measured = (float(score[cell]), float(low[cell]), float(high[cell]))
-                yield number, facts.add_protocol(measured, sources, caveats)
+                yield (
+                    number,
+                    facts.add_protocol(
+                        measured, cell, comparison.weights(measured_target), caveats
+                    ),
+                )
 
 
-def _filter_measured(comparison: Comparison, columns: Iterable[str]) -> tuple[str, ...]:
-    """The displayed columns and benchmarks among `columns` for which the comparison has scores."""
-    return tuple(
-        name
-        for name in columns
-        if name in comparison.benchmarks_of or name in comparison.benchmark_scores
-    )
+def _measured(comparison: Comparison, target: Target) -> Target:
+    """The displayed columns and benchmarks of `target` for which the comparison has scores."""
+    known = {*comparison.benchmarks_of, *comparison.benchmark_scores}
+    return tuple(name for name in target if name in known)
 
 
-def _caveats_on_missing(comparison: Comparison, columns: Sequence[str]) -> list[str]:
-    """At most one caveat, which names the parts of a published average that were not measured.
-
-    columns: the displayed columns and benchmarks of the published average.
-    """
-    measured_columns = _filter_measured(comparison, columns)
-    missing = [name for name in columns if name not in measured_columns]
-    for column in measured_columns:
-        measured_benchmarks = comparison.benchmarks_of.get(column)
-        if measured_benchmarks is not None:  # None if `column` is itself a benchmark
-            published_benchmarks = names.COLUMNS.get(column, ())
-            missing += [name for name in published_benchmarks if name not in measured_benchmarks]
-    return (
-        [f"measured without {names.enumeration(map(names.benchmark, missing))}"] if missing else []
-    )
+def _caveats_on_missing(comparison: Comparison, target: Target) -> list[str]:
+    """At most one caveat, which names the parts of a published average that were not measured."""
+    missing = [name for name in target if not _measured(comparison, (name,))]
+    for column in filter(comparison.benchmarks_of.__contains__, target):
+        published_benchmarks = names.COLUMNS.get(column, ())
+        measured_benchmarks = comparison.benchmarks_of[column]
+        missing += [name for name in published_benchmarks if name not in measured_benchmarks]
+    listed = names.enumeration(map(names.benchmark, missing))
+    return [f"measured without {listed}"] if missing else []
 
 
 def _memory_pairs(study: Study, table: str) -> Pairs:

@@ -38,7 +38,7 @@ from moe_lab.analysis.stats.ranking import (
     overview,
 )
 from moe_lab.analysis.stats.uncertainty import LEVEL
-from moe_lab.analysis.stats.winners import CAPTION, SETTINGS, label
+from moe_lab.analysis.stats.winners import CAPTION, SETTINGS, label, winner_map
 
 TOOLTIP = ("Criterion", "Calibration", "Metric", "score", "low", "high", "unpruned", "status")
 
@@ -223,9 +223,10 @@ def all_winners(results: Results) -> list[Item]:
 @output("unified.fig2", needs="some of its five criteria, and several benchmarks or groups of them")
 def baseline_winners(results: Results) -> list[Item]:
     """The winner map of the five baselines of Unified Expert Pruning."""
-    return _map_and_table(
-        results, results.baseline_winners, "Leading baseline by task and calibration set"
-    )
+    if not set(results.study.cells["method"]) & set(names.BASELINES):
+        return []
+    wins = winner_map(results.comparisons, names.BASELINES)
+    return _map_and_table(results, wins, "Leading baseline by task and calibration set")
 
 
 def winner_table(study: Study, wins: pd.DataFrame, title: str) -> Table:

@@ -95,23 +95,6 @@ class Figure:
     name: str = ""
     """Stem of the figure's files, such as unified.fig2; see `Output.items`."""
 
-    @property
-    def spec(self) -> dict[str, Any]:
-        """The figure in Vega-Lite, without its data."""
-        panels = list(dict.fromkeys(self.rows[self.panel]))
-        width, height = self.size
-        return {
-            "facet": {"field": self.panel, "title": None, "sort": panels},
-            "columns": min(self.columns, len(panels)),
-            "spec": {"width": width, "height": height, "layer": list(self.layers)},
-            "resolve": {
-                "scale": dict.fromkeys(self.independent, "independent"),
-                # each map has labels above its columns
-                "axis": {"x": "independent"} if isinstance(width, dict) else {},
-            },
-            "config": CONFIG,
-        }
-
 
 def layer(
     mark: str, look: Mapping[str, Any] | None = None, where: str = "", **encoding: Any
@@ -202,9 +185,7 @@ def points(rows: pd.DataFrame, **encoding: Any) -> list[Layer]:
     ]
 
 
-def heat_map(
-    x: Mapping[str, Any], y: Mapping[str, Any], shade: Mapping[str, Any] | None = None
-) -> list[Layer]:
+def heat_map(x: Mapping[str, Any], y: Mapping[str, Any]) -> list[Layer]:
     """Labelled squares. Rows have columns "share" (from 0 for light to 1 for dark, NaN for a square
     without colour) and "text".
 
@@ -290,15 +271,25 @@ def document(figure: Figure) -> dict[str, Any]:
     figure shows while menus are on "all"."""
     schema = f"https://vega.github.io/schema/vega-lite/v{VEGA_LITE.partition('.')[0]}.json"
     values = json.loads(figure.rows.to_json(orient="records", double_precision=6))
-    filters = [
-        {"filter": f"datum.{menu} == {json.dumps(value)}"} for menu, value in figure.initial.items()
-    ]
+    panels = list(dict.fromkeys(figure.rows[figure.panel]))
+    width, height = figure.size
     return {
         "$schema": schema,
         "usermeta": dict(figure.initial),
         "data": {"values": values},
-        "transform": filters,
-        **figure.spec,
+        "transform": [
+            {"filter": f"datum.{menu} == {json.dumps(value)}"}
+            for menu, value in figure.initial.items()
+        ],
+        "facet": {"field": figure.panel, "title": None, "sort": panels},
+        "columns": min(figure.columns, len(panels)),
+        "spec": {"width": width, "height": height, "layer": list(figure.layers)},
+        "resolve": {
+            "scale": dict.fromkeys(figure.independent, "independent"),
+            # each map has labels above its columns
+            "axis": {"x": "independent"} if isinstance(width, dict) else {},
+        },
+        "config": CONFIG,
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,6 @@ class Table:
     """Number columns in which a missing number is not a gap, because not every row has one."""
     name: str = ""
     """Stem of the table's files, such as unified.table1; see `Output.items`."""
-
-    @cached_property
-    def texts(self) -> dict[str, str]:
-        """File suffix (csv, md, tex) -> the table as text in this format."""
-        return {suffix: render(self) for suffix, render in RENDERERS.items()}
 
 
 GAP = "–"
@@ -266,8 +261,10 @@ RENDERERS: dict[str, Callable[[Table], str]] = {
 def write(table: Table, folder: Path) -> list[Path]:
     """Write the table as NAME.csv, NAME.md and NAME.tex; returns the files' paths. An error in
     rendering leaves no files."""
-    paths = [folder / f"{table.name}.{suffix}" for suffix in table.texts]
+    texts = {
+        folder / f"{table.name}.{suffix}": render(table) for suffix, render in RENDERERS.items()
+    }
     folder.mkdir(parents=True, exist_ok=True)
-    for path, content in zip(paths, table.texts.values(), strict=True):
-        path.write_text(content, encoding="utf-8")
-    return paths
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
+    return list(texts)
