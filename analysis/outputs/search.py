@@ -36,7 +36,6 @@ from moe_lab.analysis.render.table import (
 from moe_lab.analysis.stats import uncertainty
 from moe_lab.analysis.stats.cell_scores import (
     CODE_BENCHMARKS,
-    GROUPS,
     WRITING_AND_MATH,
     Numbers,
     column_targets,
@@ -51,6 +50,17 @@ TEXT_COLUMNS = {**CELL_COLUMNS, "Criterion": "criterion"}
 GAIN = "Δ {}"
 """Name of a column with differences, from the name of the column of scores."""
 SIGNIFICANCE = "Significant"
+COLUMNS = (
+    "Eval+",
+    "LiveCode",
+    "Code",
+    "WildBench",
+    "GSM8K",
+    "MATH-500",
+    "Math",
+    "MC Avg",
+)
+"""The columns of EvoESAP's Tables 1, 2, 5 and 7."""
 COMPARED_AVERAGES = ("Code", "WildBench", "MC Avg")
 """The averages of EvoESAP's Tables 4 and 6."""
 FITNESSES = ("esap", "spec_dec")
@@ -92,14 +102,15 @@ _NO_TESTS = "Methods with one seed are not tested."
 
 def allocation_table(
     results: Results,
-    columns: Sequence[str] = GROUPS,
+    columns: Sequence[str] = COLUMNS,
     title_end: str = "group averages",
     domain: str | None = None,
 ) -> Table | None:
     """Group averages of searched and uniform allocations.
 
-    Each cell of a pair has a row with its scores. The row of a searched cell also has its paired
-    differences (searched minus uniform) and the names of the columns with a significant difference.
+    The first row of a model is that of the unpruned one, "Full" in the paper. Each cell of a pair
+    has a row with its scores. The row of a searched cell also has its paired differences (searched
+    minus uniform) and the names of the columns with a significant difference.
 
     title_end: last words of the title; domain: see `searched_pairs`.
     """
@@ -128,10 +139,13 @@ def allocation_table(
 def _pair_rows(
     comparison: Comparison, pairs: dict[int, int], columns: Sequence[str]
 ) -> Numbers | None:
-    """Rows of `allocation_table` for one model: each uniform cell, followed by its searched cells.
+    """Rows of `allocation_table` for one model: the unpruned model, then each uniform cell with its
+    searched cells.
 
     pairs: searched cell -> uniform cell."""
     cells_of_pairs = [cell for searched, uniform in pairs.items() for cell in (uniform, searched)]
+    if pairs and comparison.unpruned_cell is not None:
+        cells_of_pairs.insert(0, comparison.unpruned_cell)
     cells = listed_cells(comparison).loc[list(dict.fromkeys(cells_of_pairs))]
     targets = column_targets(comparison, list(cells.index), columns) if len(cells) else {}
     if not targets:
@@ -264,7 +278,7 @@ def _register(
 _register(
     "evoesap.table1",
     allocation_table,
-    GROUPS,
+    COLUMNS,
     "group averages",
     chapter="search",
     needs=SEARCHES,
@@ -282,7 +296,7 @@ _register(
 _register(
     "evoesap.table5",
     search_table,
-    GROUPS,
+    COLUMNS,
     "What the settings of a search change",
     _searched_and_uniform,
     chapter="search",
@@ -300,7 +314,7 @@ _register(
 _register(
     "evoesap.table7",
     allocation_table,
-    GROUPS,
+    COLUMNS,
     "calibrated on general text",
     "general",
     needs=f"{SEARCHES}, calibrated on general text (evoesap_table7 of sweeps)",

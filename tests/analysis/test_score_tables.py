@@ -371,9 +371,10 @@ class Searches(NamedTuple):
 def searches() -> Searches:
     comparison = searched(seeds=(1, 2))
     targets = {
-        "MC Avg": ("MC Avg",),
+        "GSM8K": ("GSM8K",),
+        "MATH-500": ("MATH-500",),
         "Math": ("GSM8K", "MATH-500"),
-        "Avg": tuple(comparison.benchmarks_of),
+        "MC Avg": ("MC Avg",),
     }
     table = search.allocation_table(results_of(study_of(comparison), [comparison]))
     return Searches(comparison, table, targets)
@@ -382,7 +383,8 @@ def searches() -> Searches:
 def test_searches_are_paired_with_uniform_cells(searches: Searches) -> None:
     assert search.searched_pairs(searches.comparison) == PAIRS
     table = searches.table
-    assert table.frame["Allocation"].tolist() == ["uniform", "evolutionary"] * 2
+    assert table.frame["Criterion"].tolist() == ["Unpruned", *["EAN"] * 2, *["REAP"] * 2]
+    assert table.frame["Allocation"].tolist() == ["none", *["uniform", "evolutionary"] * 2]
     assert table.low is not None
 
 
@@ -393,9 +395,9 @@ def test_gains_of_searches_are_differences_of_pairs(searches: Searches) -> None:
             low, _ = comparison.difference(target, *pair).interval
             scores = comparison.score(target)
             gains = table.frame[f"Δ {name}"]
-            assert gains.iloc[2 * row + 1] == pytest.approx(scores[pair[0]] - scores[pair[1]])
-            assert table.low[f"Δ {name}"].iloc[2 * row + 1] == low
-            assert np.isnan(gains.iloc[2 * row])
+            assert gains.iloc[2 * row + 2] == pytest.approx(scores[pair[0]] - scores[pair[1]])
+            assert table.low[f"Δ {name}"].iloc[2 * row + 2] == low
+            assert np.isnan(gains.iloc[2 * row + 1])
 
 
 def test_gains_of_a_model_are_corrected_together(searches: Searches) -> None:
@@ -411,14 +413,14 @@ def test_gains_of_a_model_are_corrected_together(searches: Searches) -> None:
     )
     for row, flags in enumerate(significant):
         expected = {name for name, flag in zip(targets, flags, strict=True) if flag}
-        shown = table.frame[search.SIGNIFICANCE].iloc[2 * row + 1]
+        shown = table.frame[search.SIGNIFICANCE].iloc[2 * row + 2]
         assert set(shown.replace(" and ", ", ").split(", ")) == (expected or {"none"})
 
 
 def test_gains_of_searches_with_one_seed_are_not_tested() -> None:
     comparison = searched(seeds=(1,))
     table = search.allocation_table(results_of(study_of(comparison), [comparison]))
-    assert table.frame["Δ Avg"].notna().sum() == 2
+    assert table.frame["Δ Math"].notna().sum() == 2
     assert search.SIGNIFICANCE not in table.frame
     assert "p-value" not in table.caption
 
