@@ -34,6 +34,7 @@ from moe_lab.allocation.problem import (
 from moe_lab.config import AllocationConfig
 from moe_lab.config.base import SETTINGS, Positive, identity_fields, validated
 from moe_lab.criteria import Granularity
+from moe_lab.criteria.channels import HEAPR, SLIMMING
 from moe_lab.errors import Registry, UserError, check_known
 from moe_lab.paths import check_name
 from moe_lab.source_code import function_digest
@@ -63,6 +64,8 @@ class Allocation:
     uneven: tuple[Granularity, ...] = ()
     """Granularities at which the retained numbers differ by design: of experts between layers, or
     of channels between experts."""
+    reference: str = ""
+    """The paper that introduces the allocation, with its number on arXiv if it has one."""
     zero_expert: str = "keep_null"
     """Default treatment of an expert without channels; see the function `zero_expert`."""
 
@@ -90,7 +93,7 @@ ALLOCATIONS: Registry[Allocation] = Registry(
             {"expert": shapes.global_experts, "channel": shapes.global_channels},
             uneven=BOTH,
         ),
-        Allocation("layerwise", {"channel": shapes.layerwise}, uneven=CHANNEL),
+        Allocation("layerwise", {"channel": shapes.layerwise}, uneven=CHANNEL, reference=HEAPR),
         Allocation(
             "u_shaped", {"expert": shapes.u_shaped, "channel": shapes.u_shaped}, uneven=BOTH
         ),
@@ -105,21 +108,32 @@ ALLOCATIONS: Registry[Allocation] = Registry(
             {"channel": coverage.coverage},
             coverage.needs,
             uneven=CHANNEL,
+            reference=SLIMMING,
             zero_expert="drop",
         ),
         # a plan in the file is used as it is; for channels, there is no other file
         Allocation("list", {"expert": list_file.removals, "channel": None}),
         Allocation(
-            "evolutionary", {"expert": None}, step="search", parameters=None, uneven=("expert",)
+            "evolutionary",
+            {"expert": None},
+            step="search",
+            parameters=None,
+            uneven=("expert",),
+            reference="EvoESAP: Non-Uniform Expert Pruning for Sparse MoE",
         ),
         Allocation(
             "reconstruction",
             {"expert": None},
             step="reconstruction",
             parameters={"limit": Positive},
+            reference="Not All Experts are Equal, arXiv 2402.14800",
         ),
         Allocation(
-            "sequential", {"expert": None, "channel": None}, step="sequential", uneven=CHANNEL
+            "sequential",
+            {"expert": None, "channel": None},
+            step="sequential",
+            uneven=CHANNEL,
+            reference="CAMERA, arXiv 2508.02322",
         ),
     )
 )

@@ -46,6 +46,8 @@ class Grouping:
     up, or only the rows of the retained experts, each of which owns a group."""
     align: Literal["weights", "activations_and_weights"] | None = None
     """Features by which channels of the members are matched before averaging."""
+    reference: str = ""
+    """The paper that introduces the grouping, with its number on arXiv."""
 
 
 def logit_distances(sums: Sums) -> Array:
@@ -138,12 +140,25 @@ def check_capacity(count: int, retained: int, *, group_size: int = GROUP_SIZE) -
         )
 
 
+M_SMOE = "M-SMoE, arXiv 2310.01334"
 GROUPINGS = {
     "m_smoe": Grouping(
-        ("statistics", "similarity"), logit_distances, nearest_groups, align="weights"
+        ("statistics", "similarity"),
+        logit_distances,
+        nearest_groups,
+        align="weights",
+        reference=M_SMOE,
     ),
-    "m_smoe_unaligned": Grouping(("statistics", "similarity"), logit_distances, nearest_groups),
-    "hc_smoe": Grouping(("statistics", "similarity"), output_distances, average_linkage),
+    # as in the authors' code for Mixtral
+    "m_smoe_unaligned": Grouping(
+        ("statistics", "similarity"), logit_distances, nearest_groups, reference=M_SMOE
+    ),
+    "hc_smoe": Grouping(
+        ("statistics", "similarity"),
+        output_distances,
+        average_linkage,
+        reference="HC-SMoE, arXiv 2410.08589",
+    ),
     "ream": Grouping(
         ("similarity",),
         output_and_logit_distances,
@@ -151,11 +166,16 @@ GROUPINGS = {
         weights="scores",
         rows="retained",
         align="activations_and_weights",
+        reference="REAM, arXiv 2604.04356",
     ),
-    "merge_moe": Grouping(("statistics", "weight_distances"), weight_distances, nearest_groups),
+    "merge_moe": Grouping(
+        ("statistics", "weight_distances"),
+        weight_distances,
+        nearest_groups,
+        reference="MergeMoE, arXiv 2510.14436",
+    ),
 }
-"""M-SMoE (arXiv 2310.01334; unaligned as in its code for Mixtral), HC-SMoE (2410.08589), REAM
-(2604.04356) and the groups of MergeMoE (2510.14436)."""
+"""Value of allocation.replacement -> the way of merging experts."""
 REPLACEMENTS: dict[str, tuple[str, ...]] = {
     "none": (),
     "mean_output": ("statistics",),

@@ -117,7 +117,7 @@ def mone(layer: Layer) -> Array:
 @criterion(
     "mone_freq",
     needs=("statistics",),
-    reference="MoNE in the prose of arXiv 2606.15716",
+    reference=UNIFIED,
     uses_gate=True,
 )
 def mone_freq(layer: Layer) -> Array:

@@ -12,10 +12,16 @@ from moe_lab import __main__ as command_line
 def test_the_papers_of_a_study_are_cited(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    write_store(tmp_path / "store", name="s", criteria=("reap", "mone_freq"))
+    write_store(
+        tmp_path / "store",
+        name="s",
+        criteria=("reap", "mone_freq"),
+        allocations=("evolutionary spec dec", "coverage, smoothing log"),
+    )
     assert command_line.main(["cite", "s", f"store={tmp_path / 'store'}"]) == 0
     output = capsys.readouterr().out
-    assert re.findall(r"eprint = {(.*)}", output) == ["2510.13999", "2606.15716"]
+    assert re.findall(r"eprint = {(.*)}", output) == ["2606.15716", "2606.18304", "2510.13999"]
+    assert "{{EvoESAP" in output
     assert "title = {{REAP}}" in output and "{{How to Score Experts" in output
     assert command_line.main(["cite"]) == 0
     keys = re.findall(r"^@\w+{(.*),$", capsys.readouterr().out, re.MULTILINE)
