@@ -7,6 +7,7 @@ import pytest
 from synthetic import write_store
 
 from moe_lab import __main__ as command_line
+from moe_lab.errors import UserError
 
 
 def test_the_papers_of_a_study_are_cited(
@@ -26,4 +27,5 @@ def test_the_papers_of_a_study_are_cited(
     assert command_line.main(["cite"]) == 0
     keys = re.findall(r"^@\w+{(.*),$", capsys.readouterr().out, re.MULTILINE)
     assert len(keys) == len(set(keys)) > 10
-    assert command_line.main(["cite", "other", f"store={tmp_path / 'store'}"]) == 2
+    with pytest.raises(UserError, match="study=other"):
+        command_line.main(["cite", "other", f"store={tmp_path / 'store'}"])
