@@ -3,10 +3,9 @@ and significance of both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import pandas as pd
 
 from moe_lab.analysis import names
@@ -147,9 +146,7 @@ def differences(
     rows = []
     for cell, reference in reference_of_cell.items():
         estimate = comparison.difference(target, cell, reference)
-        value_and_ends = np.array([estimate.value, *estimate.interval])
-        # for perplexities, the estimate is a difference of losses
-        rows.append([*quantity.displayed_difference(score[reference], value_and_ends), estimate.p])
+        rows.append([*quantity.displayed_estimate(score[reference], estimate), estimate.p])
     return pd.DataFrame(
         rows, index=list(reference_of_cell), columns=["difference", "low", "high", "p"], dtype=float
     )
@@ -171,14 +168,9 @@ def rank_block(
 
     criteria: keys of the methods in the block; None for all.
     """
-    cell_of_method = {
-        key: cell for key, cell in panel.cells.items() if criteria is None or key in criteria
-    }
-    cell_of_row = (
-        {"none": comparison.unpruned_cell, **cell_of_method}
-        if comparison.unpruned_cell is not None
-        else cell_of_method
-    )
+    cells = {key: cell for key, cell in panel.cells.items() if criteria is None or key in criteria}
+    unpruned = {} if comparison.unpruned_cell is None else {"none": comparison.unpruned_cell}
+    cell_of_row = {**unpruned, **cells}
     columns = panel.columns(comparison)
     average_columns = panel.average_columns(comparison)
     targets = {
@@ -187,7 +179,7 @@ def rank_block(
     }
     numbers = scores(comparison, list(cell_of_row.values()), targets)
     frame = numbers.frame
-    scores_of_methods = frame.loc[list(cell_of_method.values()), list(columns)]
+    scores_of_methods = frame.loc[list(cells.values()), list(columns)]
     frame["Avg Rank"] = ranks.average_rank(
         scores_of_methods, lower_is_better=comparison.lower_is_better
     )
@@ -222,33 +214,24 @@ def task_block(
     domains: domain -> panel of this domain, at least for `code` and `math`; criteria: keys of the
     methods in the block, None for all.
     """
-    # method -> cell
-    code = domains["code"].cells
-    math = domains["math"].cells
-    methods = [name for name in code if name in math and (criteria is None or name in criteria)]
+    methods = [
+        method
+        for method in domains["code"].cells
+        if method in domains["math"].cells and (criteria is None or method in criteria)
+    ]
     unpruned_cells = [] if comparison.unpruned_cell is None else [comparison.unpruned_cell]
-    # column -> method -> cell
-    cells_of_column = dict.fromkeys(names.CODE_COLUMNS, code) | dict.fromkeys(
-        names.MATH_COLUMNS, math
-    )
-
-    def gather(values: Callable[[str], pd.Series]) -> pd.DataFrame:
-        """Numbers (rows, columns of code and math). values: column -> its numbers by cell."""
-        frame = pd.DataFrame(
-            np.nan,
-            (["none"] if unpruned_cells else []) + methods,
-            list(cells_of_column),
-            dtype=float,
+    rows = [*(["none"] if unpruned_cells else []), *methods]
+    parts = []
+    for domain, columns in (("code", names.CODE_COLUMNS), ("math", names.MATH_COLUMNS)):
+        cells = [*unpruned_cells, *(domains[domain].cells[method] for method in methods)]
+        targets = {column: (column,) for column in columns if column in comparison.benchmarks_of}
+        numbers = scores(comparison, cells, targets)
+        parts.append(
+            [
+                frame.set_axis(rows).reindex(columns=columns)
+                for frame in (numbers.frame, numbers.low, numbers.high)
+            ]
         )
-        for column, cells in cells_of_column.items():
-            if column in comparison.benchmarks_of:
-                rows = unpruned_cells + [cells[name] for name in methods]
-                frame[column] = values(column).loc[rows].to_numpy()
-        return frame
-
-    frame = gather(lambda column: comparison.score((column,)))
-    low = gather(lambda column: comparison.interval((column,))[0])
-    high = gather(lambda column: comparison.interval((column,))[1])
-    scores_of_methods = frame.iloc[len(unpruned_cells) :]
-    frame["Avg Rank"] = ranks.average_rank(scores_of_methods)
+    frame, low, high = (pd.concat(frames, axis=1) for frames in zip(*parts, strict=True))
+    frame["Avg Rank"] = ranks.average_rank(frame.loc[methods])
     return Numbers(frame, low, high)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
+from typing import TypeVar
 
 import numpy as np
 import pandas as pd
@@ -30,6 +31,17 @@ NORMAL_QUANTILE = 1.96
 """Half the width of a 95 % interval, in standard errors of a normal distribution."""
 _REPLICATE_AXES = [axis for axis in settings.AXES if axis not in ("model", "seed")]
 """Plans of one model with equal values on these axes are replicates."""
+
+
+T = TypeVar("T")
+
+
+def _cached_by_target(
+    method: Callable[[Comparison, Target], T],
+) -> cached_property[Callable[[Target], T]]:
+    """Decorator of a method whose results are cached for each target, because many tables and
+    figures use the same targets."""
+    return cached_property(lambda comparison: cache(partial(method, comparison)))
 
 
 @dataclass(frozen=True)
@@ -111,13 +123,11 @@ class Comparison:
 
     @cached_property
     def plans_by_seed(self) -> dict[int, dict[int, int]]:
-        """Cell -> seed -> the cell's plan with this seed."""
-        # through str, because pandas' types allow any label in an index
-        replicates: dict[int, dict[int, int]] = {int(str(cell)): {} for cell in self.cells.index}
-        for plan, cell, seed in zip(
-            self.all_cells.index, self._representatives, self.all_cells["seed"], strict=True
-        ):
-            replicates[int(cell)][int(seed)] = int(str(plan))
+        """Cell -> seed -> row number of the cell's plan with this seed."""
+        replicates: dict[int, dict[int, int]] = {cell: {} for cell in self.cells.index.tolist()}
+        cells_and_seeds = zip(self._representatives, self.all_cells["seed"], strict=True)
+        for row, (cell, seed) in enumerate(cells_and_seeds):
+            replicates[cell][seed] = row
         return replicates
 
     def all_have_several_seeds(self, cells: Iterable[int]) -> bool:
@@ -195,36 +205,23 @@ class Comparison:
         return tuple(name for name in distinct_names if self.quantity((name,)).lower_is_better)
 
     @cached_property
-    def loss_benchmarks(self) -> list[str]:
-        """Benchmarks in which less is better, in the order of tables."""
-        return [name for name in map(str, self.results) if name in self.lower_is_better]
-
-    @cached_property
     def score_benchmarks(self) -> list[str]:
         """Benchmarks in which more is better, in the order of tables."""
         return [name for name in map(str, self.results) if name not in self.lower_is_better]
 
-    # Cached for each target, because many tables and figures use the same targets.
-    @cached_property
-    def plan_scores(self) -> Callable[[Target], pd.Series]:
-        """Function of a target that returns the score of each plan: the mean of its scores in the
-        target's columns; NaN when the plan lacks a benchmark of the target."""
-        return cache(self._plan_scores)
-
-    def _plan_scores(self, target: Target) -> pd.Series:
-        """The series over plans that `plan_scores` returns."""
+    @_cached_by_target
+    def plan_scores(self, target: Target) -> pd.Series:
+        """Score of each plan: the mean of its scores in the target's columns; NaN when the plan
+        lacks a benchmark of the target."""
         weights = self.weights(target)
         if not weights:
             return pd.Series(np.nan, self.all_cells.index)
         return (self.results[list(weights)] * pd.Series(weights)).sum(axis=1, skipna=False)
 
-    @cached_property
-    def score(self) -> Callable[[Target], pd.Series]:
-        """Function of a target that returns a series over cells: the mean of `plan_scores` over
-        each cell's plans with a score."""
-        return cache(
-            lambda target: self._seed_means(self.plan_scores(target).to_frame("score"))["score"]
-        )
+    @_cached_by_target
+    def score(self, target: Target) -> pd.Series:
+        """Score of each cell: the mean of `plan_scores` over the cell's plans with a score."""
+        return self._seed_means(self.plan_scores(target).to_frame("score"))["score"]
 
     def displayed_scores(self, target: Target) -> tuple[pd.Series, pd.Series, pd.Series]:
         """(score, low end, high end) of every cell, in the unit of tables and figures."""
@@ -232,25 +229,28 @@ class Comparison:
         low, high = self.interval(target)
         return to_displayed(self.score(target)), to_displayed(low), to_displayed(high)
 
-    @cached_property
-    def interval(self) -> Callable[[Target], tuple[pd.Series, pd.Series]]:
-        """Function of a target that returns the low and the high ends of the 95 % intervals of all
-        cells' scores.
+    @_cached_by_target
+    def interval(self, target: Target) -> tuple[pd.Series, pd.Series]:
+        """The low and the high ends of the 95 % intervals of all cells' scores.
 
         The interval of a cell with outcomes is that of `estimate`. Exception: on a benchmark of
         right-or-wrong items, the interval is Wilson's if the cell has one plan, or if all outcomes
         of its plans are equal. The interval of a cell without outcomes is computed from the
         reported standard errors.
         """
-        return cache(self._interval)
-
-    def _interval(self, target: Target) -> tuple[pd.Series, pd.Series]:
-        """The low and the high ends that `interval` returns, each a series over cells."""
-        cells = list(self.plans_by_seed)
-        intervals_from_items = [self._interval_from_items(target, cell) for cell in cells]
-        ends = pd.DataFrame(intervals_from_items, index=cells, dtype=float)
-        score = self.score(target)
         weights = pd.Series(self.weights(target))
+        # outcomes (plans, items) of a single benchmark with items of equal weights
+        outcomes = None
+        if len(weights) == 1 and weights.index[0] not in self.item_weights:
+            outcomes = self.outcomes.get(weights.index[0])
+        if outcomes is None or not evaluations.are_binary(outcomes):
+            intervals = [self.estimate(target, {cell: 1.0}).interval for cell in self.plans_by_seed]
+        else:
+            intervals = [
+                self._interval_of_shares(target, cell, outcomes) for cell in self.plans_by_seed
+            ]
+        ends = pd.DataFrame(intervals, index=list(self.plans_by_seed), dtype=float)
+        score = self.score(target)
         # for cells without outcomes: benchmarks count as independent samples
         errors = self._seed_means(self.standard_errors[list(weights.index)]) * weights
         half_width = NORMAL_QUANTILE * np.sqrt(errors.pow(2).sum(axis=1, skipna=False))
@@ -260,21 +260,22 @@ class Comparison:
             return low, high
         return low.clip(lower=0), high.clip(upper=1)
 
-    def _interval_from_items(self, target: Target, cell: int) -> tuple[float, float]:
-        """Low and high end of a cell's interval from the outcomes of its items; NaN without
-        outcomes."""
-        outcomes = self._binary_outcomes(target)
-        if outcomes is None:
-            return self.estimate(target, {cell: 1.0}).interval
-        plans = self.plans_by_seed[cell].values()
-        outcomes_by_plan = [outcomes[self._row_numbers[plan]] for plan in plans]
-        rows = [row for row in outcomes_by_plan if np.isfinite(row).any()]
+    def _interval_of_shares(
+        self, target: Target, cell: int, outcomes: np.ndarray
+    ) -> tuple[float, float]:
+        """Low and high end of a cell's interval on a benchmark of right-or-wrong items; NaN without
+        outcomes.
+
+        outcomes: (plans, items) of all plans.
+        """
+        rows = outcomes[list(self.plans_by_seed[cell].values())]
+        rows = rows[np.isfinite(rows).any(axis=1)]
+        several_plans = len(self.plans_by_seed[cell]) > 1
         # If all outcomes are equal, the standard error of `estimate` is 0, which gives no interval.
-        if not rows or (len(plans) > 1 and np.nanmin(rows) != np.nanmax(rows)):
+        if not len(rows) or (several_plans and np.nanmin(rows) != np.nanmax(rows)):
             return self.estimate(target, {cell: 1.0}).interval
         # one row is enough: there is only one plan, or the outcomes of all plans are equal
-        low, high = uncertainty.wilson(np.nansum(rows[0]), np.isfinite(rows[0]).sum())
-        return float(low), float(high)
+        return uncertainty.wilson(np.nansum(rows[0]), np.isfinite(rows[0]).sum())
 
     def estimate(self, target: Target, weights: Mapping[int, float]) -> Estimate:
         """Weighted sum of the scores of cells, with the standard error of the sum over seeds and
@@ -301,15 +302,8 @@ class Comparison:
         have the same seed. Otherwise the plans of a replicate have the same position among the
         plans of their cells.
         """
-        rows_by_seed = []  # for each cell: seed -> row number
-        for cell in cells:
-            scored_plans = self.scored_plans(target, cell)
-            row_of_seed = {
-                seed: self._row_numbers[plan]
-                for seed, plan in self.plans_by_seed[cell].items()
-                if plan in scored_plans
-            }
-            rows_by_seed.append(row_of_seed)
+        # for each cell: seed -> row number
+        rows_by_seed = [self._scored_rows(target, cell) for cell in cells]
         seeds_of_cells = [set(row_of_seed) for row_of_seed in rows_by_seed if len(row_of_seed) > 1]
         common_seeds = sorted(set.intersection(*seeds_of_cells)) if seeds_of_cells else []
         rows_of_cells = []  # for each cell: row numbers, in the order of the replicates
@@ -325,12 +319,6 @@ class Comparison:
         ]
         return np.array(rows_of_equal_length, int).T
 
-    @cached_property
-    def _row_numbers(self) -> dict[int, int]:
-        """Label of a plan in the index of `all_cells` -> position of the plan's row."""
-        # through str, because pandas' types allow any label in an index
-        return {int(str(plan)): number for number, plan in enumerate(self.all_cells.index)}
-
     def _strata(self, target: Target, rows: np.ndarray, cell_weights: np.ndarray) -> list[Stratum]:
         """Split the score of each replicate into contributions of the items that all plans were
         asked.
@@ -338,7 +326,7 @@ class Comparison:
         Benchmarks that grade the same answers (HumanEval and HumanEval+) share a stratum if they
         have equally many common items.
 
-        - rows: array (replicates, cells) with the `_row_numbers` of the plans
+        - rows: array (replicates, cells) with the row numbers of the plans
         - cell_weights: (cells,), for each cell the weight of its plan in the sum
         """
         strata: dict[str, Stratum] = {}
@@ -367,10 +355,15 @@ class Comparison:
         """Score of `cell` minus score of `other`, paired by seed and item."""
         return self.estimate(target, {cell: 1.0, other: -1.0})
 
-    def scored_plans(self, target: Target, cell: int) -> list[int]:
-        """The plans of a cell that have a score on the target."""
-        scores = self.plan_scores(target)
-        return [plan for plan in self.plans_by_seed[cell].values() if not np.isnan(scores[plan])]
+    def _scored_rows(self, target: Target, cell: int) -> dict[int, int]:
+        """Seed -> row number of a plan, for those of the cell's plans with a score."""
+        scores = self.plan_scores(target).to_numpy()
+        rows = self.plans_by_seed[cell]
+        return {seed: row for seed, row in rows.items() if not np.isnan(scores[row])}
+
+    def seed_scores(self, target: Target, cell: int) -> pd.Series:
+        """Scores of those of the cell's plans that have one."""
+        return self.plan_scores(target).iloc[list(self._scored_rows(target, cell).values())]
 
     def leads_of_best(self, target: Target, cells: Sequence[int]) -> list[Estimate]:
         """Score of the best cell minus the score of each other cell, on the items that all these
@@ -381,8 +374,8 @@ class Comparison:
         rows = []
         positions = []  # for each row, the position of its cell
         for position, cell in enumerate(cells):
-            for plan in self.scored_plans(target, cell):
-                rows.append(self._row_numbers[plan])
+            for row in self._scored_rows(target, cell).values():
+                rows.append(row)
                 positions.append(position)
         # each plan is a replicate of its own
         strata = self._strata(target, np.array(rows)[:, None], np.ones(1))
@@ -396,19 +389,6 @@ class Comparison:
             benchmarks = self.benchmarks_of.get(column, (column,))
             weights |= dict.fromkeys(benchmarks, 1 / len(benchmarks) / len(target))
         return weights
-
-    def _binary_outcomes(self, target: Target) -> np.ndarray | None:
-        """Outcomes (plans, items) if the target is a single benchmark in `_binary_benchmarks`."""
-        benchmarks = list(self.weights(target))
-        if len(benchmarks) == 1 and benchmarks[0] in self._binary_benchmarks:
-            return self.outcomes[benchmarks[0]]
-        return None
-
-    @cached_property
-    def _binary_benchmarks(self) -> set[str]:
-        """Benchmarks whose items have equal weights and are right or wrong."""
-        equal_weights = self.outcomes.keys() - self.item_weights.keys()
-        return {name for name in equal_weights if evaluations.are_binary(self.outcomes[name])}
 
     @cached_property
     def panels(self) -> list[Panel]:
@@ -429,17 +409,19 @@ def compare(
 
     cells, results, samples: see `Study`.
     """
-    comparisons = []
-    for model in dict.fromkeys(cells["model"]):
-        model_cells = cells[cells["model"] == model]
-        model_results = results[results["cell"].isin(model_cells.index)]
-        model_samples = samples[samples["cell"].isin(model_cells.index)]
-        comparisons.append(_comparison(model, model_cells, model_results, model_samples, reader))
-    return comparisons
+    return [
+        _comparison(
+            model_cells,
+            results[results["cell"].isin(model_cells.index)],
+            samples[samples["cell"].isin(model_cells.index)],
+            reader,
+        )
+        for _, model_cells in cells.groupby("model", sort=False)
+    ]
 
 
 def _comparison(
-    model: str, cells: pd.DataFrame, results: pd.DataFrame, samples: pd.DataFrame, reader: Reader
+    cells: pd.DataFrame, results: pd.DataFrame, samples: pd.DataFrame, reader: Reader
 ) -> Comparison:
     """Make the comparison of one model from its rows of the frames in `Study`."""
     # perplexities keep their kind, because tables display them as perplexities
@@ -462,7 +444,7 @@ def _comparison(
             f"the score of {benchmark} is not the mean of its items: it is not tested", labels[cell]
         )
     return Comparison(
-        model=model,
+        model=cells["model"].iloc[0],
         all_cells=cells,
         results=scores,
         benchmarks_of=ranks.displayed_columns(order),
@@ -522,13 +504,11 @@ def random_scores(
 
     If a kind has several random cells, only the cell with the most scored plans is used.
     """
-    plan_scores = comparison.plan_scores(target)
     scores: dict[Kind, np.ndarray] = {}
     random_cells = cells[cells["criterion"].isin(RANDOM)]
     for (granularity, recovery), kind_cells in random_cells.groupby(["granularity", "recovery"]):
         scores_of_cells = [
-            plan_scores[comparison.scored_plans(target, cell)].to_numpy(float)
-            for cell in kind_cells.index
+            comparison.seed_scores(target, cell).to_numpy() for cell in kind_cells.index
         ]
         largest_sample = max(scores_of_cells, key=len)
         # one score, or equal scores, would give no standard deviation of random plans

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from moe_lab.analysis import names
+from moe_lab.analysis.stats.uncertainty import Estimate
 from moe_lab.result_files import Scale
 
 AVG = "Avg"
@@ -90,6 +91,12 @@ class Quantity:
         if self.scale != "perplexity":
             return difference
         return self.to_displayed(reference + difference) - self.to_displayed(reference)
+
+    def displayed_estimate(self, reference: float, difference: Estimate) -> list[float]:
+        """Displayed value of a difference from `reference`, and the ends of its interval, each as
+        in `displayed_difference`."""
+        numbers = np.array([difference.value, *difference.interval])
+        return list(self.displayed_difference(reference, numbers))
 
 
 def common_quantity(quantities: Iterable[Quantity]) -> Quantity:

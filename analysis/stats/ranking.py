@@ -62,6 +62,7 @@ class Ranking:
     - behind, behind_low, behind_high, p: how much worse than the best method, with the ends of the
       interval and the p-value
     - chance: ABOVE_CHANCE, WITHIN_CHANCE or BELOW_CHANCE, "" if unknown
+    - chance_low, chance_high: for a single model, displayed ends of the band of random plans
     - verdict: BEST, TIED, SEPARATED or UNTESTED, "" for a method with one seed
     - status: chance, then the verdict unless the plan is within or below chance
     """
@@ -148,9 +149,8 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
     quantity = group.quantity
     score = comparison.score(target)
     low, high = comparison.interval(target)
-    plan_scores = comparison.plan_scores(target)
     order = quantity.sort_best_first(score[group.cells.index]).index
-    scores_of_seeds = [plan_scores[comparison.scored_plans(target, cell)] for cell in order]
+    scores_of_seeds = [comparison.seed_scores(target, cell) for cell in order]
     unpruned_score = np.nan
     if comparison.unpruned_cell is not None:
         unpruned_score = float(quantity.to_displayed(score[comparison.unpruned_cell]))
@@ -172,12 +172,10 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
     # a comparison with chance is corrected for the number of plans in all groups of the model
     plans_tested = sum(other.plans_tested for other in groups if other.comparison is comparison)
     chance = _chance(group, groups)
-    rows["chance"] = [
-        _compare_with_chance(row, chance, plans_tested, quantity) for row in records(rows)
-    ]
+    rows = _add_chance(rows, chance, plans_tested, quantity)
     methods = _comparable_methods(rows)
     leads = comparison.leads_of_best(target, methods) if len(methods) > 1 else []
-    rows = _add_status(_add_verdicts(rows, methods, leads, quantity))
+    rows = _add_verdicts(rows, methods, leads, quantity)
     return Ranking(
         comparison.model,
         group.request,
@@ -200,8 +198,8 @@ def _comparable_methods(rows: pd.DataFrame) -> list[int]:
 def _add_verdicts(
     rows: pd.DataFrame, methods: Sequence[int], leads: Sequence[Estimate], quantity: Quantity
 ) -> pd.DataFrame:
-    """Add the columns `rank`, `verdict`, `behind`, `behind_low`, `behind_high` and `p`, see
-    `Ranking.rows`. Convert the columns `score`, `low` and `high` by `Quantity.to_displayed`.
+    """Add the columns `rank`, `verdict`, `behind`, `behind_low`, `behind_high`, `p` and `status`,
+    see `Ranking.rows`. Convert the columns `score`, `low` and `high` by `Quantity.to_displayed`.
 
     - methods: labels of the rows to compare, best first
     - leads: for each method but the first, the first method's score minus this method's score,
@@ -218,21 +216,23 @@ def _add_verdicts(
         gap_to_best = replace(
             lead, value=0.0 if abs(lead.value) < 1e-9 else quantity.sign * lead.value
         )
-        value_and_interval = quantity.displayed_difference(
-            rows.loc[methods[0], "score"], np.array([gap_to_best.value, *gap_to_best.interval])
-        )
-        tests[method] = [*value_and_interval, gap_to_best.p]
+        best_score = float(rows.loc[methods[0], "score"])
+        tests[method] = [*quantity.displayed_estimate(best_score, gap_to_best), gap_to_best.p]
         # set in the loop, because a method without others to compare it with gets no verdict
         verdicts[methods[0]] = BEST
         verdicts[method] = _verdict(
             gap_to_best, printed_scores[method] == printed_scores[methods[0]]
         )
     test_columns = ["behind", "behind_low", "behind_high", "p"]
+    verdict = pd.Series([verdicts.get(label, "") for label in rows.index], rows.index)
+    stated_verdict = verdict.mask(rows["chance"].isin((WITHIN_CHANCE, BELOW_CHANCE)), "")
+    status = pd.Series(map(names.comma_joined, rows["chance"], stated_verdict), rows.index)
     return rows.assign(
         **displayed_columns,
         rank=(-quantity.sign * printed_scores).rank(method="min"),
-        verdict=[verdicts.get(label, "") for label in rows.index],
+        verdict=verdict,
         **pd.DataFrame.from_dict(tests, "index", float, test_columns).reindex(rows.index),
+        status=status.mask(rows["criterion"].isin(RANDOM), "random plans"),
     )
 
 
@@ -243,19 +243,6 @@ def _verdict(gap_to_best: Estimate, is_printed_equal: bool) -> str:
     if np.isnan(gap_to_best.p):
         return UNTESTED
     return SEPARATED if gap_to_best.p < LEVEL else TIED
-
-
-def _add_status(rows: pd.DataFrame) -> pd.DataFrame:
-    """Add the column `status`, see `Ranking.rows`."""
-    statuses = []
-    for row in records(rows):
-        parts = [row["chance"]]
-        if row["criterion"] in RANDOM:
-            parts = ["random plans"]
-        elif row["chance"] not in (WITHIN_CHANCE, BELOW_CHANCE):
-            parts.append(row["verdict"])
-        statuses.append(names.comma_joined(*parts))
-    return rows.assign(status=statuses)
 
 
 def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
@@ -275,22 +262,24 @@ def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
     }
 
 
-def _compare_with_chance(
-    row: Mapping[str, object], chance: Mapping[Kind, Chance], plans_tested: int, quantity: Quantity
-) -> str:
-    """ABOVE_CHANCE, WITHIN_CHANCE or BELOW_CHANCE; "" for a plan that cannot be compared.
-
-    row: the plan's row of `Ranking.rows`, with the score before conversion for display.
-    """
-    chance_of_kind = chance.get((str(row["granularity"]), str(row["recovery"])))
-    score = float(str(row["score"]))  # through str, because a row has values of any type
-    if chance_of_kind is None or np.isnan(score) or row["criterion"] in RANDOM:
-        return ""
-    lead = quantity.sign * (score - chance_of_kind.mean)
-    margin = chance_of_kind.margin(plans_tested)
-    if lead > margin:
-        return ABOVE_CHANCE
-    return BELOW_CHANCE if lead < -margin else WITHIN_CHANCE
+def _add_chance(
+    rows: pd.DataFrame, chance: Mapping[Kind, Chance], plans_tested: int, quantity: Quantity
+) -> pd.DataFrame:
+    """Add the columns `chance`, `chance_low` and `chance_high`, see `Ranking.rows`. Scores in
+    `rows` are not yet converted for display."""
+    limits = {kind: chance_of_kind.limits(plans_tested) for kind, chance_of_kind in chance.items()}
+    kinds = zip(rows["granularity"], rows["recovery"], strict=True)
+    low, high = np.transpose([limits.get(kind, (np.nan, np.nan)) for kind in kinds])
+    better = np.where(rows["score"] > high, 1, np.where(rows["score"] < low, -1, 0))
+    status = pd.Series(quantity.sign * better, rows.index).map(
+        {1: ABOVE_CHANCE, 0: WITHIN_CHANCE, -1: BELOW_CHANCE}
+    )
+    is_unknown = np.isnan(low) | rows["score"].isna() | rows["criterion"].isin(RANDOM)
+    return rows.assign(
+        chance=status.mask(is_unknown, ""),
+        chance_low=quantity.to_displayed(low),
+        chance_high=quantity.to_displayed(high),
+    )
 
 
 def _rankings_over_models(rankings: Sequence[Ranking]) -> Iterator[Ranking]:
@@ -337,7 +326,7 @@ def _ranking_over_models(
         )
     )
     scores = table.to_numpy(float)
-    means = [uncertainty.mean_estimate(row) for row in scores]
+    means = [uncertainty.crossed_estimate([uncertainty.blocks(row[None])]) for row in scores]
     low, high = np.transpose([mean.interval for mean in means])
     rows = table.index.to_frame(index=False).assign(
         seeds=seeds[table.index].to_numpy(),
@@ -350,14 +339,14 @@ def _ranking_over_models(
         chance="",
     )
     methods = _comparable_methods(rows)
-    # labels of `rows` are positions, so they also select rows of `scores`
-    scores_of_methods = scores[methods]
+    # labels of `rows` are positions, so they also select rows of `scores`; a model is a block
+    stratum = uncertainty.blocks(scores[methods])
     pairs = [
-        uncertainty.mean_estimate(scores_of_methods[0] - other) for other in scores_of_methods[1:]
+        uncertainty.crossed_estimate([uncertainty.blocks(scores[methods[:1]] - scores[[other]])])
+        for other in methods[1:]
     ]
-    # (1, methods, models): one replicate of each method; each model is a block
-    leads = uncertainty.leads_from_table(scores_of_methods[None], pairs) if pairs else []
-    rows = _add_status(_add_verdicts(rows, methods, leads, quantity)).rename_axis("cell")
+    leads = uncertainty.leads_of_best(pairs, [stratum], np.arange(len(methods))) if pairs else []
+    rows = _add_verdicts(rows, methods, leads, quantity).rename_axis("cell")
     pruned_text = " / ".join(dict.fromkeys(ranking.pruned_text for ranking in model_rankings))
     return Ranking(label, model_rankings[0].request, pruned_text, quantity, rows, unpruned_score)
 
@@ -507,16 +496,14 @@ def _scored_plans(ranking: Ranking, comparison: Comparison) -> pd.DataFrame:
         "Recovery": [names.recovery_name(recovery) for *_, recovery in parts],
         "method": plans["method"],
     }
-    limits_of_kind = {
-        kind: chance.limits(ranking.plans_tested) for kind, chance in ranking.chance.items()
-    }
-    kinds = zip(plans["granularity"], plans["recovery"], strict=True)
-    bands = [limits_of_kind.get(kind, (np.nan, np.nan)) for kind in kinds]
-    ends = pd.DataFrame(bands, plans.index, ["chance_low", "chance_high"])
-    average = plans[["score", "low", "high", "status"]].join(ends)
-    average["is_open"] = ~plans["status"].str.startswith((ABOVE_CHANCE, BEST, TIED))
+    average = plans[["score", "low", "high", "status", "chance_low", "chance_high"]]
     frames = [
-        average.assign(Metric=AVERAGE, unpruned=ranking.unpruned_score, sign=ranking.quantity.sign)
+        average.assign(
+            Metric=AVERAGE,
+            unpruned=ranking.unpruned_score,
+            sign=ranking.quantity.sign,
+            is_open=~plans["status"].str.startswith((ABOVE_CHANCE, BEST, TIED)),
+        )
     ]
     for column in comparison.benchmarks_of:
         score, low, high = comparison.displayed_scores((column,))

@@ -113,15 +113,11 @@ def crossed_estimate(strata: Sequence[Stratum]) -> Estimate:
     return Estimate(value, float(np.sqrt(variance)), float(degrees_of_freedom))
 
 
-def mean_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
-    """Mean of n independent values, with its standard error and n - 1 degrees of freedom. The error
-    is NaN for n < 2."""
-    numbers = np.asarray(values, float)
-    if len(numbers) < 2:
-        return Estimate(float(numbers.mean()) if len(numbers) else np.nan)
-    return Estimate(
-        float(numbers.mean()), float(numbers.std(ddof=1) / np.sqrt(len(numbers))), len(numbers) - 1
-    )
+def blocks(table: np.ndarray) -> Stratum:
+    """The stratum of a table of numbers (replicates, blocks), when the score of a replicate is the
+    mean of its numbers."""
+    count = table.shape[-1]
+    return Stratum(table / count, np.full(count, 1 / count))
 
 
 def leads_of_best(
@@ -156,19 +152,6 @@ def leads_of_best(
         )
         for pair, mean, error in zip(pairs, means[1:], errors, strict=True)
     ]
-
-
-def leads_from_table(table: np.ndarray, pairs: Sequence[Estimate]) -> list[Estimate]:
-    """The leads of `leads_of_best`, from a table of numbers. The first method must be the best.
-
-    - table: numbers (seeds, methods, blocks); a plan's score is the mean of its numbers over blocks
-    - pairs: see `leads_of_best`
-    """
-    seeds, methods, blocks = table.shape
-    # (methods x seeds, blocks): a row per plan, the plans of the first method first
-    numbers_by_plan = table.swapaxes(0, 1).reshape(methods * seeds, blocks)
-    stratum = Stratum(numbers_by_plan / blocks, np.full(blocks, 1 / blocks))
-    return leads_of_best(pairs, [stratum], np.repeat(np.arange(methods), seeds))
 
 
 def _pooled_variances(
@@ -262,8 +245,8 @@ def studentized_range(
     return np.asarray(np.maximum(p_values, 0))
 
 
-def wilson(successes: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Lower and upper ends of the 95 % Wilson interval of successes / items (arrays of one shape).
+def wilson(successes: float, items: float) -> tuple[float, float]:
+    """Lower and upper end of the 95 % Wilson interval of successes / items.
 
     The result equals statsmodels' `proportion_confint(successes, items, method="wilson")`, which
     imports all of scipy.stats.
@@ -275,9 +258,10 @@ def wilson(successes: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.nda
     low = (centre - half_width) / (1 + z**2 / items)
     high = (centre + half_width) / (1 + z**2 / items)
     # without rounding errors, the formula gives exactly 0 and 1 in these cases
-    low = np.where((items > 0) & (successes == 0), 0.0, low)
-    high = np.where((items > 0) & (successes == items), 1.0, high)
-    return low, high
+    return (
+        0.0 if successes == 0 else float(low),
+        1.0 if successes == items else float(high),
+    )
 
 
 def holm(p_values: np.ndarray) -> np.ndarray:

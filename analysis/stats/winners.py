@@ -19,6 +19,7 @@ from moe_lab.analysis import names
 from moe_lab.analysis.load.reader import groups
 from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.stats import uncertainty
+from moe_lab.analysis.stats.cell_scores import differences
 from moe_lab.analysis.stats.comparison import Comparison, Panel
 from moe_lab.analysis.stats.ranks import PRINTED_DECIMALS
 from moe_lab.analysis.stats.uncertainty import LEVEL
@@ -95,28 +96,23 @@ def _winner_columns(
 ) -> dict[str, object]:
     """Values of the columns _WINNER_COLUMNS of `winner_map`."""
     quantity = comparison.quantity((column,))
-    scores = comparison.score((column,))
-    methods = [key for key in panel.cells if criteria is None or key in criteria]
-    cells = {key: panel.cells[key] for key in methods}
-    scores_of_methods = pd.Series(cells, dtype=int).map(scores)
-    displayed_scores = quantity.sort_best_first(quantity.to_displayed(scores_of_methods).dropna())
-    if displayed_scores.empty:
-        return {"winners": (), "score": np.nan, "runner_up": "", "p": np.nan}
-    printed_scores = displayed_scores.round(PRINTED_DECIMALS)
+    cells = {key: cell for key, cell in panel.cells.items() if criteria is None or key in criteria}
+    scores = pd.Series(cells, dtype=int).map(quantity.to_displayed(comparison.score((column,))))
+    ranked_scores = quantity.sort_best_first(scores.dropna())
+    if ranked_scores.empty:
+        return {"winners": (), "runner_up": ""}
+    printed_scores = ranked_scores.round(PRINTED_DECIMALS)
     is_best = printed_scores == printed_scores.iloc[0]
     # `is_best` lacks methods without a score
-    winners = tuple(key for key in methods if is_best.get(key, False))
-    row = {"winners": winners, "score": displayed_scores[winners[0]], "runner_up": "", "p": np.nan}
-    losers = displayed_scores[~is_best]
+    winners = tuple(key for key in cells if is_best.get(key, False))
+    row = {"winners": winners, "score": ranked_scores[winners[0]], "runner_up": ""}
+    losers = ranked_scores[~is_best]
     if losers.empty:
         return row
     runner_up = str(losers.index[0])
-    lead = comparison.difference((column,), cells[winners[0]], cells[runner_up])
-    displayed_lead = quantity.displayed_difference(
-        scores[cells[runner_up]], np.array([lead.value, *lead.interval])
-    )
+    leads = differences(comparison, (column,), {cells[winners[0]]: cells[runner_up]})
     row |= {"runner_up": runner_up, "runner_up_score": losers.iloc[0]}
-    row |= dict(zip(("lead", "lead_low", "lead_high"), displayed_lead, strict=True))
+    row |= dict(zip(("lead", "lead_low", "lead_high"), leads.iloc[0], strict=False))
     if len(winners) == 1:
         row["p"] = _p_of_winner(
             comparison, column, [cells[key] for key in (*winners, *losers.index)]
@@ -129,7 +125,7 @@ def _p_of_winner(comparison: Comparison, column: str, cells: Sequence[int]) -> f
     cell; NaN if they cannot be tested."""
     criteria = comparison.cells["criterion"]
     methods = [cell for cell in cells if criteria[cell] not in RANDOM]
-    seeds = [len(comparison.scored_plans((column,), cell)) for cell in methods]
+    seeds = [len(comparison.seed_scores((column,), cell)) for cell in methods]
     # a random winner is not in `methods`
     if cells[0] not in methods or len(methods) < 2 or min(seeds) < 2:
         return np.nan
@@ -155,19 +151,12 @@ CAPTION = "Loss on right answers, in bits per byte of the answer: lower is bette
 def study_of_column(study: Study, column: str, unit: str) -> Study:
     """A copy of the study with the numbers in a column of `samples` in place of outcomes and
     scores. They count as losses in `unit`. Items without a number in this column are left out."""
-    samples = study.samples.dropna(subset=[column])
     # units NaN: all items have equal weights
+    samples = study.samples.dropna(subset=[column])
     samples = samples.assign(outcome=samples[column], units=np.nan)
-    summary = (
-        samples.groupby(["cell", "benchmark"])["outcome"].agg(["mean", "sem", "size"]).reset_index()
-    )
-    results_without_scores = study.results.drop(
-        columns=["metric", "score", "scale", "unit", "stderr", "n"]
-    )
-    results = results_without_scores.merge(summary, on=["cell", "benchmark"]).assign(
-        metric=column, scale="loss", unit=unit
-    )
-    results = results.rename(columns={"mean": "score", "sem": "stderr", "size": "n"})[
-        list(study.results.columns)
-    ]
+    outcomes = samples.groupby(["cell", "benchmark"])["outcome"]
+    summary = outcomes.agg(score="mean", stderr="sem", n="size").reset_index()
+    results = study.results.drop(columns=["score", "stderr", "n"])
+    results = results.merge(summary, on=["cell", "benchmark"])
+    results = results.assign(metric=column, scale="loss", unit=unit)
     return replace(study, results=results, samples=samples)
