@@ -3,8 +3,6 @@ damage: Figures 3 to 5 of Unified Expert Pruning."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pandas as pd
 
@@ -19,26 +17,26 @@ DEGENERATE_VARIANT = (1, 0, 0)
 """The variant (b, alpha, beta) whose score N^-1 N is the same for every expert."""
 
 
-def _is_low(scores: pd.Series, groups: Sequence[pd.Series], ratio: float) -> pd.Series:
+def _is_low(scores: pd.Series, group: list[str], ratio: float) -> pd.Series:
     """Whether each expert is in the bottom set of its group. The bottom set of n experts is the
     int(n x ratio) experts with the lowest scores. Of experts with equal scores, the first counts as
     the lowest.
 
-    groups: series with the index of `scores`; experts with equal values in all are a group.
+    group: levels of the index of `scores` in which experts of a group have equal values.
     """
-    grouped_scores = scores.groupby(list(groups))
+    grouped_scores = scores.groupby(level=group)
     sizes = (grouped_scores.transform("size") * ratio).astype(int)
     return grouped_scores.rank(method="first") <= sizes
 
 
-def _shares(is_common: pd.Series, layers: Sequence[pd.Series], ratio: float) -> pd.DataFrame:
+def _shares(is_common: pd.Series, layer: list[str], ratio: float) -> pd.DataFrame:
     """For each layer, `overlap`: share of a bottom set that is common, and `chance`: share of a
     bottom set among the layer's experts. Both are NaN if the bottom sets are empty.
 
     is_common: whether an expert is in all bottom sets of its layer that are compared.
-    layers: series with the index of `is_common` that identify the layer.
+    layer: levels of the index of `is_common` that identify a layer.
     """
-    common = is_common.groupby(list(layers)).agg(["sum", "size"])
+    common = is_common.groupby(level=layer).agg(["sum", "size"])
     size = (common["size"] * ratio).astype(int)
     size = size.where(size > 0)
     return pd.DataFrame({"overlap": common["sum"] / size, "chance": size / common["size"]})
@@ -55,19 +53,19 @@ def calibration_overlap(family: pd.DataFrame) -> pd.DataFrame:
     family: see `Study.family`.
     """
     frames = []
+    layer = [*VARIANT, "layer"]
     for key, group in groups(family, ["model"]):
-        # the first of experts with equal scores is the one with the lowest index
-        rows = group.sort_values("expert", kind="stable")
-        calibrations = rows["calibration"].nunique()
+        calibrations = group["calibration"].nunique()
         if calibrations < 2:
             continue
-        layers = [rows[name] for name in (*VARIANT, "layer")]
+        # the first of experts with equal scores is the one with the lowest index
+        experts = group.sort_values("expert", kind="stable")
+        scores = experts.set_index([*layer, "calibration", "expert"])["score"]
         means = {}
         for ratio in RATIOS:
-            is_low = _is_low(rows["score"], [*layers, rows["calibration"]], ratio)
-            is_common = is_low.groupby([*layers, rows["expert"]]).all()
-            levels = [is_common.index.get_level_values(layer.name) for layer in layers]
-            shares = _shares(is_common, levels, ratio)
+            is_low = _is_low(scores, [*layer, "calibration"], ratio)
+            is_common = is_low.groupby(level=[*layer, "expert"]).all()
+            shares = _shares(is_common, layer, ratio)
             # a random bottom set has an expert with the probability `chance` of one set
             shares["chance"] **= calibrations - 1
             means[ratio] = shares.groupby(level=VARIANT).mean()
@@ -122,13 +120,13 @@ def proxy_overlap(family: pd.DataFrame, damage: pd.DataFrame) -> pd.DataFrame:
     )
     rows = []
     for key, group in groups(pairs, ["model", "calibration"]):
-        experts = group.sort_values("expert")
-        layer = [experts["layer"]]
+        experts = group.sort_values("expert").set_index(["layer", "expert"])
         for ratio in RATIOS:
-            is_common = _is_low(experts["score_proxy"], layer, ratio) & _is_low(
-                experts["score_exact"], layer, ratio
-            )
-            shares = _shares(is_common, layer, ratio)
+            is_low = [
+                _is_low(experts[column], ["layer"], ratio)
+                for column in ("score_proxy", "score_exact")
+            ]
+            shares = _shares(is_low[0] & is_low[1], ["layer"], ratio)
             overlap, chance = shares.mean()
             row = {"overlap": overlap, "lowest": shares["overlap"].min(), "chance": chance}
             rows.append({**key, "ratio": ratio, **row})

@@ -171,6 +171,7 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
     )
     # a comparison with chance is corrected for the number of plans in all groups of the model
     plans_tested = sum(other.plans_tested for other in groups if other.comparison is comparison)
+    plans_tested = max(plans_tested, 1)  # 0 if all plans are random
     chance = _chance(group, groups)
     rows = _add_chance(rows, chance, plans_tested, quantity)
     methods = _comparable_methods(rows)
@@ -216,7 +217,7 @@ def _add_verdicts(
         gap_to_best = replace(
             lead, value=0.0 if abs(lead.value) < 1e-9 else quantity.sign * lead.value
         )
-        best_score = float(rows.loc[methods[0], "score"])
+        best_score = rows["score"][methods[0]]
         tests[method] = [*quantity.displayed_estimate(best_score, gap_to_best), gap_to_best.p]
         # set in the loop, because a method without others to compare it with gets no verdict
         verdicts[methods[0]] = BEST

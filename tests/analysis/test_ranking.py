@@ -302,6 +302,13 @@ def test_random_plans_of_equal_scores_give_no_chance() -> None:
     assert result.rows["chance"].eq("").all()
 
 
+def test_random_plans_alone_have_a_ranking() -> None:
+    random = [cell("random", seed=seed) for seed in range(3)]
+    outcomes = [first_solved(count, 100) for count in (90, 20, 30, 40)]
+    [result] = ranking.rankings([comparison_of([UNPRUNED, *random], {"gsm8k": outcomes})])
+    assert result.rows["status"].tolist() == ["random plans"]
+
+
 def test_two_random_plans_of_a_kind_have_scores() -> None:
     compared = with_random_plans("a", (20, 40))
     [scores] = random_scores(compared, compared.cells, ("gsm8k",)).values()

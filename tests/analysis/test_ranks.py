@@ -79,10 +79,10 @@ def test_the_studentised_range_is_scipys(methods: int) -> None:
 
 @pytest.mark.parametrize(("successes", "items"), [(0, 20), (7, 20), (20, 20), (63, 80)])
 def test_wilson_equals_scipy(successes: int, items: int) -> None:
-    low, high = uncertainty.wilson(np.array([successes]), np.array([items]))
+    low, high = uncertainty.wilson(successes, items)
     expected = binomtest(successes, items).proportion_ci(0.95, method="wilson")
-    assert low[0] == pytest.approx(expected.low, abs=1e-12)
-    assert high[0] == pytest.approx(expected.high, abs=1e-12)
+    assert low == pytest.approx(expected.low, abs=1e-12)
+    assert high == pytest.approx(expected.high, abs=1e-12)
 
 
 def test_holm_on_a_worked_example() -> None:
