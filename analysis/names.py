@@ -292,16 +292,18 @@ def methods_in_order(keys: Iterable[str]) -> list[str]:
     orders = [list(CRITERIA), list(REPLACEMENTS), ["", *ALLOCATIONS], ["", *RECOVERIES]]
 
     def sort_key(method_key: str) -> list[tuple[int, str]]:
-        """(position in the part's order, name) for each part of a method."""
+        """`_position` of each part of a method."""
         criterion_name, allocation, recovery = method_parts(method_key)
         kind, replacement = _split_replacement(allocation)
-        values = (criterion_name, replacement, kind, recovery)
-        return [
-            (order.index(value) if value in order else len(order), value)
-            for value, order in zip(values, orders, strict=True)
-        ]
+        return list(map(_position, (criterion_name, replacement, kind, recovery), orders))
 
     return sorted(set(keys), key=sort_key)
+
+
+def _position(value: str, order: list[str]) -> tuple[int, str]:
+    """A key that sorts values as they are listed in `order`; values that `order` lacks come last,
+    alphabetically."""
+    return order.index(value) if value in order else len(order), value
 
 
 def benchmark(name: str) -> str:
@@ -341,14 +343,14 @@ def ratio(value: float) -> str:
 def in_order(values: Iterable[str], order: Iterable[str]) -> list[str]:
     """Sort the different `values` as they are listed in `order`; values that `order` lacks come
     last, alphabetically."""
-    rank = {name: position for position, name in enumerate(order)}
-    return sorted(set(values), key=lambda value: (rank.get(value, len(rank)), value))
+    listed = list(order)
+    return sorted(set(values), key=lambda value: _position(value, listed))
 
 
 def calibrations_in_order(values: Iterable[str]) -> list[str]:
     """Sort the different calibration sets as the papers list their domains, then alphabetically."""
-    rank = {"general": 0, "code": 1, "math": 2, None: 3}  # None: a name without domain
-    return sorted(set(values), key=lambda value: (rank[domain(value)], value))
+    domains = ["general", "code", "math", None]  # None: a name without domain
+    return sorted(set(values), key=lambda value: (domains.index(domain(value)), value))
 
 
 def limits(numbers: pd.Series, form: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moe_lab.analysis.differences import compare
@@ -16,6 +16,16 @@ from moe_lab.paths import store_folder
 
 PRINTED_ROWS = 40
 """Most rows of a frame that `compare` prints."""
+
+
+STUDY = "one study, several separated by commas, or all"
+
+
+def _parser(verb: str, function: Callable[..., object]) -> Parser:
+    """The parser of a verb that calls `function`."""
+    parser = Parser(prog=f"moe-lab {verb}", description=function.__doc__)
+    parser.add_argument("--store", default="store", help="the folder a run wrote to")
+    return parser
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,9 +42,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _table(words: Sequence[str]) -> None:
     """Write the table of results of a study."""
-    parser = Parser(prog="moe-lab table", description=table.__doc__)
-    parser.add_argument("study", help="one study, several separated by commas, or all")
-    parser.add_argument("--store", default="store", help="the folder a run wrote to")
+    parser = _parser("table", table)
+    parser.add_argument("study", help=STUDY)
     parser.add_argument("--rows", default="item", help="item (the default), or cell")
     parser.add_argument("--out", type=Path, required=True, help="a file .parquet or .csv")
     request = parser.read(words)
@@ -44,9 +53,8 @@ def _table(words: Sequence[str]) -> None:
 
 def _export(words: Sequence[str]) -> None:
     """Write the results of a study as logs of lm-eval."""
-    parser = Parser(prog="moe-lab export", description=export.__doc__)
-    parser.add_argument("study", help="one study, several separated by commas, or all")
-    parser.add_argument("--store", default="store", help="the folder a run wrote to")
+    parser = _parser("export", export)
+    parser.add_argument("study", help=STUDY)
     parser.add_argument("--out", type=Path, required=True, help="a folder")
     request = parser.read(words)
     for folder in export(load(store_folder(request.store), request.study), request.out):
@@ -55,10 +63,9 @@ def _export(words: Sequence[str]) -> None:
 
 def _compare(words: Sequence[str]) -> None:
     """Print the differences between the cells that the first two words select."""
-    parser = Parser(prog="moe-lab compare", description=compare.__doc__)
+    parser = _parser("compare", compare)
     parser.add_argument("a", help="cells, such as reap or criterion=reap,ratio=0.25")
     parser.add_argument("b", help="the cells that A is compared with")
-    parser.add_argument("--store", default="store", help="the folder a run wrote to")
     parser.add_argument("--study", help="study of A and B, by default the newest")
     # placeholders, because criterion=reap is no option
     request = parser.read(["A", "B", *words[2:]] if len(words) > 1 else words)

@@ -54,14 +54,14 @@ def evaluations(
     origins: dict[str, dict[str, Any]] = {}
     _record_missing_tasks(entries, labels, reader)
     for cell, label in labels.items():
-        errors = entries[cell].get("errors") or {}
+        errors = entries[cell]["errors"]
         for kind in _OTHER_STEPS:
             # when a cell is in several studies, one study may have the error of a step, and another
             # study the finished step
             if kind in errors and not entries[cell].get(kind):
                 # records a gap
                 reader.step(None, f"{kind} of {label}", errors[kind])
-        for task, step_name in (entries[cell].get("evaluate") or {}).items():
+        for task, step_name in entries[cell]["evaluate"].items():
             folder = reader.step(step_name, f"{task} of {label}", errors.get(task))
             result = reader.json(folder, "result.json")
             if folder is None or result is None:
@@ -77,14 +77,15 @@ def evaluations(
                 origins[step_name] = _origin(step_name, result, reader.provenance(folder))
             table = reader.table(folder, "samples.parquet", _SAMPLES, optional=_OPTIONAL)
             if table is not None:
-                table = _items(table)
                 sample_tables.append(
                     table.append_column("cell", pa.array(np.full(len(table), cell, np.int64)))
                 )
     results = pd.DataFrame(rows, columns=["cell", "task", *_RESULT, "folder"])
     results[_NUMBERS] = results[_NUMBERS].apply(pd.to_numeric, errors="coerce")
     _record_missing_benchmarks(results, labels, reader)
-    results = _drop_duplicates(_drop_nan(results, reader), reader)
+    results = _drop(results, ~np.isfinite(results["score"]), "has no finite score", reader)
+    is_repeated = results.duplicated(["cell", "benchmark"])
+    results = _drop(results, is_repeated, "is reported twice, the first counts", reader)
     columns = ["folder", "seconds", *_ORIGIN, "versions"]
     samples = with_own_names(_samples(sample_tables), results, reader)
     return results, samples, pd.DataFrame(list(origins.values()), columns=columns)
@@ -101,23 +102,20 @@ def _problem(result: Mapping[str, Any]) -> str:
     return "" if is_valid else "result.json is damaged"
 
 
-def _items(table: pa.Table) -> pa.Table:
-    """The samples of an evaluation, with one row for each item: the means over its answers."""
-    if "replicate" not in table.column_names or not table["replicate"].to_numpy().any():
-        return table
-    rows = table.to_pandas().groupby(["benchmark", "item"], sort=False, as_index=False).mean()
-    return pa.Table.from_pandas(rows[table.column_names], preserve_index=False)
-
-
 def _samples(tables: list[pa.Table]) -> pd.DataFrame:
-    """Concatenate the samples of all evaluations. Of repeated items, the first counts."""
-    samples = pd.DataFrame(columns=["cell", *_SAMPLES])
+    """Concatenate the samples of all evaluations. Of repeated items, the first counts. Several
+    answers to an item become one row with their means."""
+    item = ["cell", "benchmark", "item"]
+    samples = pd.DataFrame(columns=[*item, "outcome"])
     if tables:
         samples = pa.concat_tables(tables, promote_options="permissive").to_pandas()
-        samples = samples.drop_duplicates(["cell", "benchmark", "item"], ignore_index=True)
     for column in _OPTIONAL:
         samples[column] = pd.to_numeric(samples[column]) if column in samples else np.nan
-    return samples
+    samples = samples.fillna({"replicate": 0})
+    samples = samples.drop_duplicates([*item, "replicate"], ignore_index=True)
+    if samples["replicate"].any():
+        samples = samples.groupby(item, sort=False, as_index=False).mean()
+    return samples.drop(columns="replicate")
 
 
 def _origin(
@@ -155,11 +153,8 @@ def _record_missing_tasks(entries: Entries, labels: Mapping[int, str], reader: R
     """Record a gap for every cell that was not evaluated on all tasks of its suite: all tasks on
     which the study evaluated any cell of the same model."""
     for cell, label in labels.items():
-        missing_tasks = [
-            task
-            for task in entries[cell]["suite"]
-            if task not in (entries[cell].get("evaluate") or {})
-        ]
+        entry = entries[cell]
+        missing_tasks = [task for task in entry["suite"] if task not in entry["evaluate"]]
         if missing_tasks:
             reader.record_gap(
                 f"not evaluated on {names.enumeration(missing_tasks)}, unlike other cells of the "
@@ -175,29 +170,21 @@ def _record_missing_benchmarks(
     task."""
     for key, task_results in groups(results, ["task"]):
         benchmarks = set(task_results["benchmark"])
-        for cell, cell_benchmarks in task_results.groupby("cell")["benchmark"].agg(set).items():
-            for benchmark in sorted(benchmarks - cell_benchmarks):
+        for cell, found in groups(task_results, ["cell"]):
+            for benchmark in sorted(benchmarks - set(found["benchmark"])):
                 reader.record_gap(
-                    f"{benchmark} is not among the results of {key['task']}",
-                    # through str, because pandas' types allow any label in an index
-                    labels[int(str(cell))],
+                    f"{benchmark} is not among the results of {key['task']}", labels[cell["cell"]]
                 )
 
 
-def _drop_nan(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """The results with a finite score."""
-    is_finite = np.isfinite(results["score"].astype(float))
-    for row in records(results[~is_finite]):
-        reader.record_gap(f"{row['benchmark']} has no finite score", row["folder"])
-    return results[is_finite]
-
-
-def _drop_duplicates(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """The first result of each cell and benchmark."""
-    is_repeated = results.duplicated(["cell", "benchmark"])
-    for row in records(results[is_repeated]):
-        reader.record_gap(f"{row['benchmark']} is reported twice, the first counts", row["folder"])
-    return results[~is_repeated].reset_index(drop=True)
+def _drop(
+    results: pd.DataFrame, is_dropped: pd.Series, reason: str, reader: Reader
+) -> pd.DataFrame:
+    """The results that are not dropped. A gap with the benchmark and `reason` is recorded for each
+    of the others."""
+    for row in records(results[is_dropped]):
+        reader.record_gap(f"{row['benchmark']} {reason}", row["folder"])
+    return results[~is_dropped].reset_index(drop=True)
 
 
 ROUNDING = 1e-3
@@ -247,11 +234,8 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
         is_explained = is_comparable & (np.abs(means - score) < ROUNDING)
         if not is_explained.any() or 2 * is_explained.sum() < is_comparable.sum():
             continue
-        outcomes.unexplained_scores.extend(
-            # through str, because pandas' types allow any label in an index
-            (int(str(cell)), name)
-            for cell in scores.index[is_comparable & ~is_explained]
-        )
+        unexplained_cells = scores.index[is_comparable & ~is_explained]
+        outcomes.unexplained_scores.extend((cell, name) for cell in unexplained_cells.tolist())
         matrix[~is_explained] = np.nan
         outcomes.matrices[name] = matrix
         if (units != 1).any():

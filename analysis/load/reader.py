@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from moe_lab.json_files import parse_sealed
 from moe_lab.packs import packs_in
+from moe_lab.result_files import ID_DIGITS
 
 SCHEMA = 1
 """Newest schema of a study's record that this code can read."""
@@ -23,8 +24,6 @@ SCHEMA = 1
 STEP = "step.json"
 FILES = {"files": {str: {"sha256": str}}}
 """Field of a step.json that this module needs -> type of the field."""
-ID = 12
-"""Length of the id at the end of a step's name."""
 
 
 @dataclass(frozen=True)
@@ -89,23 +88,19 @@ class Reader:
         path = self.root / name
         if path.is_dir():
             return path
-        if packed_path := self.packs.find(path.name[-ID:]):
+        if packed_path := self.packs.find(path.name[-ID_DIGITS:]):
             return self.root / packed_path
         kind_folder = path.parent
         kind = kind_folder.name
         if kind not in self._folders_by_id:
-            children = (
-                [child for child in kind_folder.iterdir() if not child.name.startswith(".")]
-                if kind_folder.is_dir()
-                else []
-            )
-            self._folders_by_id[kind] = {child.name[-ID:]: child for child in children}
-        return self._folders_by_id[kind].get(path.name[-ID:])
+            self._folders_by_id[kind] = {
+                child.name[-ID_DIGITS:]: child for child in kind_folder.glob("[!.]*")
+            }
+        return self._folders_by_id[kind].get(path.name[-ID_DIGITS:])
 
     def json(self, folder: Path | None, file: str) -> dict[str, Any] | None:
         """Read a JSON document; None, with a gap, when the file cannot be read."""
-        content = self.content(folder, file) if folder else None
-        if folder is None or content is None:
+        if folder is None or (content := self.content(folder, file)) is None:
             return None
         with contextlib.suppress(ValueError):
             document = json.loads(content)
@@ -178,14 +173,14 @@ class Reader:
 
     def has(self, folder: Path, file: str) -> bool:
         """Whether a step has a file."""
-        return (folder / file).is_file() or file in self.packs.files(folder.name[-ID:])
+        return (folder / file).is_file() or file in self.packs.files(folder.name[-ID_DIGITS:])
 
     def _read_unverified(self, folder: Path, file: str) -> bytes:
         """The content of a file of a step, from the step's folder or else from a pack."""
         try:
             return (folder / file).read_bytes()
         except FileNotFoundError:
-            return self.packs.read(folder.name[-ID:], file)
+            return self.packs.read(folder.name[-ID_DIGITS:], file)
 
     def _step(self, folder: Path) -> dict[str, Any]:
         """The content of a step's step.json; {} when the file is missing. Raises Damaged, a
@@ -201,7 +196,8 @@ class Reader:
         self.record_gap(reason, str(folder.relative_to(self.root)))
 
 
-_STEP_COLUMNS = ("folder", "kind", "seconds", "peak", "gpu_peak", "machine")
+_NUMBERS = {"seconds": "seconds", "peak": "peak_memory_bytes", "gpu_peak": "peak_gpu_memory_bytes"}
+"""Column of `time_and_memory` -> field of a step's provenance."""
 TIMELESS = ("model",)
 """Kinds of steps that only read a configuration, so that tables do not show their time."""
 
@@ -235,17 +231,11 @@ def time_and_memory(names: Iterable[str], reader: Reader) -> pd.DataFrame:
     rows = []
     for name in names:
         folder = reader.find_folder(name)
-        provenance = reader.provenance(folder) if folder else {}
-        if not provenance:
-            continue
-        numbers = [
-            provenance.get(key) for key in ("seconds", "peak_memory_bytes", "peak_gpu_memory_bytes")
-        ]
-        rows.append((name, step_kind(name), *numbers, str(provenance.get("machine", ""))))
-    # seconds, peak and gpu_peak are numbers
-    return pd.DataFrame(rows, columns=list(_STEP_COLUMNS)).astype(
-        dict.fromkeys(_STEP_COLUMNS[2:5], float)
-    )
+        if folder and (provenance := reader.provenance(folder)):
+            numbers = [provenance.get(field) for field in _NUMBERS.values()]
+            rows.append((name, step_kind(name), *numbers, str(provenance.get("machine", ""))))
+    frame = pd.DataFrame(rows, columns=["folder", "kind", *_NUMBERS, "machine"])
+    return frame.astype(dict.fromkeys(_NUMBERS, float))
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:

@@ -21,12 +21,8 @@ def removed_noun(cells: pd.DataFrame) -> str:
 
 def labels(cells: pd.DataFrame) -> dict[int, str]:
     """Cell -> label that identifies the cell in gaps."""
-    rows = zip(cells.index, records(cells), gate_and_seed(cells), strict=True)
-    return {
-        # through str, because pandas' types allow any label in an index
-        int(str(cell)): " ".join(filter(None, (_label(row), gate_and_seed_text)))
-        for cell, row, gate_and_seed_text in rows
-    }
+    rows = zip(cells.index.tolist(), records(cells), gate_and_seed(cells), strict=True)
+    return {cell: " ".join(filter(None, (_label(row), texts))) for cell, row, texts in rows}
 
 
 def _label(row: Mapping[str, Any]) -> str:
@@ -61,15 +57,14 @@ scores, `expert` or `channel`. allocation and recovery are spelled as in the stu
 def gate_and_seed(cells: pd.DataFrame) -> pd.Series:
     """For each cell, text with the gate and the seed: `gate raw, seed 43`. A value that all pruned
     cells of the model have is left out."""
-    texts = pd.Series("", cells.index, dtype=object)
-    for _, model_cells in cells[cells["criterion"] != "none"].groupby("model", sort=False):
-        for axis in ("gate", "seed"):
-            # `Comparison.cells` has no column `seed`
-            if axis in model_cells and model_cells[axis].nunique() > 1:
-                axis_texts = f"{axis} " + model_cells[axis].astype(str)
-                longer_texts = list(map(names.comma_joined, texts[model_cells.index], axis_texts))
-                texts.update(pd.Series(longer_texts, model_cells.index, dtype=object))
-    return texts
+    texts: dict[Any, str] = dict.fromkeys(cells.index, "")
+    pruned = cells[cells["criterion"] != "none"]
+    for axis in ("gate", "seed"):
+        if axis in pruned:  # `Comparison.cells` has no column `seed`
+            is_varied = pruned.groupby("model")[axis].transform("nunique") > 1
+            for cell, value in pruned.loc[is_varied, axis].items():
+                texts[cell] = names.comma_joined(texts[cell], f"{axis} {value}")
+    return pd.Series(texts, cells.index, dtype=object)
 
 
 def removed_share_texts(cells: pd.DataFrame) -> pd.Series:

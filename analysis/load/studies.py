@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_lab.analysis.load.reader import ID, SCHEMA
+from moe_lab.analysis.load.reader import SCHEMA
 from moe_lab.errors import UserError, unknown_name_error
 from moe_lab.json_files import Damaged
-from moe_lab.result_files import FIGURE_STEPS, RECORD, read_record
+from moe_lab.result_files import FIGURE_STEPS, ID_DIGITS, RECORD, read_record
 
 EVERY = "all"
 """A request for this name means all studies of the store, unless a study has the name."""
@@ -64,15 +65,15 @@ def combined_record(store: Path, names: Sequence[str]) -> dict[str, Any]:
     "config" has the config of each study, under the name of the study. All other fields are copied
     from the newest record.
     """
-    record_of_study = _distinguish_models({name: _read(store, name) for name in names})
-    records = [_add_suites(record) for record in record_of_study.values()]
+    records = _with_distinct_models([_read(store, name) for name in names])
     if len(records) == 1:
         return records[0]
     newest_record = max(records, key=lambda record: float(record["created"]))
+    configs = [record.get("config") for record in records]
     return {
         **newest_record,
-        "study": "+".join(record_of_study),
-        "config": {name: record.get("config") for name, record in record_of_study.items()},
+        "study": "+".join(names),
+        "config": dict(zip(names, configs, strict=True)),
         "cells": _join_cells(records),
         **{
             figure: [row for record in records for row in record[figure]] for figure in FIGURE_STEPS
@@ -100,52 +101,47 @@ def _read(store: Path, name: str) -> dict[str, Any]:
     return record
 
 
-def _add_id(name: str, step_id: str) -> str:
-    """Add the first digits of `step_id` to the name of a model: `qwen_top2` becomes
-    `qwen-3f2a91_top2`. step_id: id of the step that prepared the model."""
-    # the suffixes stay at the end of the name: `_top2`, or ` (heapr)` with a name of a protocol
-    return re.sub(r"((_top\d+)?( \(.*\))?)$", rf"-{step_id[:MODEL_ID_DIGITS]}\g<1>", name, count=1)
-
-
-def _distinguish_models(records: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Add ids to the names of models if different models have the same name.
-
-    records: name of a study -> record.
-    """
-    ids_by_name: dict[str, set[str]] = {}
-    for record in records.values():
+def _with_distinct_models(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of the records in which different models have different names, see
+    `_rename_models`."""
+    entries_of_name = defaultdict(list)
+    for record in records:
         for entry in record["cells"]:
-            name, step_id = _name_and_id(entry)
-            # an id "", of a missing step, does not count as another model
-            ids_by_name.setdefault(name, set()).update({step_id} - {""})
-    ambiguous_names = {name for name, ids in ids_by_name.items() if len(ids) > 1}
-    return {study: _add_ids(record, ambiguous_names) for study, record in records.items()}
+            entries_of_name[entry["cell"].get("model")].append(entry)
+    ambiguous_names = {
+        name
+        for name, entries in entries_of_name.items()
+        # an id "", of a missing step, does not count as another model
+        if len({_model_id(entry) for entry in entries} - {""}) > 1
+    }
+    return [_rename_models(record, ambiguous_names) for record in records]
 
 
-def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
-    """(name, id) of the model in `entry`, a cell's entry in a record.
-
-    - name: without the id that `_add_id` adds
-    - id: first MODEL_ID_DIGITS digits of the id of the model's step, "" when the step is missing
-    """
-    name = str(entry["cell"].get("model"))
-    folder = entry.get("model")
-    step_id = str(folder)[-ID:][:MODEL_ID_DIGITS] if folder else ""
-    return (name.replace(f"-{step_id}", "", 1) if step_id else name), step_id
+def _model_id(entry: Mapping[str, Any]) -> str:
+    """First MODEL_ID_DIGITS digits of the id of the step that prepared the model of a cell, "" when
+    the step is missing. entry: the cell's entry in a record."""
+    return (entry.get("model") or "")[-ID_DIGITS:][:MODEL_ID_DIGITS]
 
 
-def _add_ids(record: dict[str, Any], ambiguous_names: Collection[str]) -> dict[str, Any]:
-    """A copy of the record in which exactly the names in `ambiguous_names` have ids."""
+def _rename_models(record: Mapping[str, Any], ambiguous_names: Collection[str]) -> dict[str, Any]:
+    """A copy of the record in which ids are added to the names in `ambiguous_names`: `qwen_top2`
+    becomes `qwen-3f2a91_top2`. Each cell's entry also gets the field "suite": all tasks that the
+    study ran on any cell of the same model."""
     # name in the record -> name in the copy
-    new_names: dict[str, str] = {}
+    new_names: dict[str | None, str] = {}
+    # name in the copy -> tasks, as keys so that each is listed once and in order
+    suites: dict[str | None, dict[str, None]] = defaultdict(dict)
     cells = []
     for entry in record["cells"]:
-        name, step_id = _name_and_id(entry)
-        new_name = _add_id(name, step_id) if step_id and name in ambiguous_names else name
-        if "model" in entry["cell"]:
-            new_names[entry["cell"]["model"]] = new_name
-            entry = {**entry, "cell": {**entry["cell"], "model": new_name}}
-        cells.append(entry)
+        name = entry["cell"].get("model")
+        if name in ambiguous_names and (model_id := _model_id(entry)):
+            # the suffixes stay at the end: `_top2`, or ` (heapr)` with a name of a protocol
+            suffixes = r"((_top\d+)?( \(.*\))?)$"
+            new_names[name] = re.sub(suffixes, rf"-{model_id}\g<1>", name, count=1)
+            entry = {**entry, "cell": {**entry["cell"], "model": new_names[name]}}
+        suite = suites[entry["cell"].get("model")]
+        suite |= dict.fromkeys(entry["evaluate"])
+        cells.append({**entry, "suite": suite})
     figures = {
         figure: [
             {**row, "model": new_names.get(row["model"], row["model"])} for row in record[figure]
@@ -153,21 +149,6 @@ def _add_ids(record: dict[str, Any], ambiguous_names: Collection[str]) -> dict[s
         for figure in FIGURE_STEPS
     }
     return {**record, "cells": cells, **figures}
-
-
-def _add_suites(record: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the record, with the field "suite" in each cell's entry: all tasks that the study
-    ran on any cell of the same model."""
-    # model -> tasks, as keys so that each is listed once and in order
-    suites: dict[str, dict[str, None]] = {}
-    for entry in record["cells"]:
-        suites.setdefault(entry["cell"].get("model"), {}).update(
-            dict.fromkeys(entry.get("evaluate") or {})
-        )
-    cells = [
-        {**entry, "suite": list(suites[entry["cell"].get("model")])} for entry in record["cells"]
-    ]
-    return {**record, "cells": cells}
 
 
 def _join_cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -185,7 +166,7 @@ def joined_entry(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge entries of one cell, or of cells with equal results. Each field is copied from the
     first entry in which the field is not empty. The fields _DICTIONARIES are merged key by key."""
     dictionaries = {
-        name: _first_values([entry.get(name) or {} for entry in entries]) for name in _DICTIONARIES
+        name: _first_values([entry[name] for entry in entries]) for name in _DICTIONARIES
     }
     return {**_first_values(entries), **dictionaries}
 

@@ -317,10 +317,9 @@ def _has_default_allocation(row: Mapping[str, Any]) -> bool:
 
 def _models(cells: pd.DataFrame, reader: Reader) -> dict[str, Mapping[str, Any]]:
     """Model -> content of facts.json."""
-    models: dict[str, Mapping[str, Any]] = {}
-    for row in records(cells.drop_duplicates("model")):
-        folder = reader.folder(row["model_folder"]) if row["model_folder"] else None
-        facts = reader.json(folder, "facts.json")
+    models = {}
+    for row in records(cells.drop_duplicates("model").dropna(subset=["model_folder"])):
+        facts = reader.json(reader.folder(row["model_folder"]), "facts.json")
         if facts is not None:
             models[row["model"]] = facts
     return models

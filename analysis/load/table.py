@@ -38,7 +38,7 @@ def table(store: str | Path, study: str | None = None, rows: str = "item") -> pd
     scores = data.results[["cell", "benchmark", "metric", "scale", "score"]]
     items = scores.merge(data.samples, on=["cell", "benchmark"], how="left")
     items = items.rename(columns={"answer_loss": "loss"})
-    return cells.merge(items, left_index=True, right_on="cell").drop(columns=["cell", "replicate"])
+    return cells.merge(items, left_index=True, right_on="cell").drop(columns="cell")
 
 
 def write_table(frame: pd.DataFrame, file: Path) -> None:

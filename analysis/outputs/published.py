@@ -26,7 +26,6 @@ from moe_lab.analysis.published.numbers import (
     Key,
     MeasuredNumber,
     PublishedNumber,
-    Split,
     averaged_benchmarks,
     counterparts,
     published_name,
@@ -84,16 +83,17 @@ class Facts:
         ]
         return MeasuredNumber(*number, axes, tokens, self._search(cell), evaluations, caveats)
 
-    def _search(self, cell: int) -> tuple[str | None, int | None] | None:
-        """How a cell's allocation was searched: (name of the text on which candidates were
-        compared, number of generations). None if the allocation was not searched."""
+    def _search(self, cell: int) -> dict[str, Any]:
+        """`MeasuredNumber.search` of a cell. The search set is the text on which candidates were
+        compared."""
         searches = self.study.searches
         if cell not in searches.index:
-            return None
+            return {}
         plan = self._document(str(self.cells[cell]["plan_folder"]), "plan.json")
-        return (plan.get("provenance") or {}).get("search"), _integer(
-            searches.loc[cell, "generations"]
-        )
+        return {
+            "search set": (plan.get("provenance") or {}).get("search"),
+            "generations": _integer(searches.loc[cell, "generations"]),
+        }
 
     def _evaluation(self, cell: int, benchmark: str) -> Evaluation:
         """The items and settings with which a cell was evaluated on a benchmark."""
@@ -111,10 +111,7 @@ class Facts:
             for key in EVALUATION_SETTINGS
             if settings.get(key) is not None
         }
-        # number of items of the whole benchmark
-        split = Split(items=_integer(row["expected"]), settings=known_settings)
-        # n: number of graded items
-        return Evaluation(benchmark, int(row["n"]), split)
+        return Evaluation(benchmark, int(row["n"]), _integer(row["expected"]), known_settings)
 
 
 def _setting_text(value: Any) -> str:
@@ -260,10 +257,10 @@ def validation_table(results: Results) -> Table:
     facts = _facts(results.study)
     for comparison in results.comparisons:
         for number, measured in _score_pairs(facts, comparison, "unified.table5"):
-            items = split(number, number.benchmark).items
-            if items is None:
+            items = split(number, number.benchmark).get("items")
+            if not items:
                 continue
-            printed_variance = number.value * (1 - number.value) / items
+            printed_variance = number.value * (1 - number.value) / int(items)
             measured_error = (measured.high - measured.low) / (2 * NORMAL_QUANTILE)
             tolerance = 2 * math.hypot(measured_error, math.sqrt(printed_variance)) + POINT
             difference = measured.value - number.value

@@ -10,7 +10,7 @@ import csv
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
@@ -72,39 +72,12 @@ class PublishedNumber:
         """Lower and upper end of the range of numbers that the paper prints as this number."""
         number = Decimal(self.text)
         unit = Decimal(1).scaleb(int(number.as_tuple().exponent))
-        margin_below = unit / 2
-        margin_above = unit / 2
+        below = above = unit / 2
         if self.note.startswith(TRUNCATED):
-            margin_below = Decimal(0)
-            margin_above = unit
+            below, above = Decimal(0), unit
         elif self.note.startswith(ROUNDED_TWICE):
-            margin_below = unit
-            margin_above = unit
-        return float(number - margin_below), float(number + margin_above)
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """Calibration and search settings of a paper; None for a setting that the paper does not
-    state."""
-
-    tokens: int | None
-    """Positions of the calibration set (rows x length), including gaps between documents."""
-    gate: str | None
-    seed: int | None
-    search: str | None
-    """Calibration set on which allocations were searched."""
-    generations: int | None
-
-
-@dataclass(frozen=True)
-class Split:
-    """Settings and number of items of a benchmark, in a paper or here."""
-
-    items: int | None
-    """Number of items of the whole benchmark; None when unknown."""
-    settings: Mapping[str, str]
-    """Key of EVALUATION_SETTINGS -> value, for known settings."""
+            below = above = unit
+        return float(number - below), float(number + above)
 
 
 @cache
@@ -181,21 +154,22 @@ def averaged_benchmarks(number: PublishedNumber, row: Sequence[PublishedNumber])
     return tuple(printed.benchmark for printed in row_of_table if printed.benchmark in SCORES)
 
 
-def protocol(number: PublishedNumber) -> Protocol:
-    """The settings of calibration and search with which the paper obtained this number."""
-    row = _most_specific_row("protocols", number, criterion=number.key[2])
-    tokens, seed, generations = (
-        int(row[column]) if row.get(column) else None
-        for column in ("tokens", "seed", "generations")
-    )
-    return Protocol(tokens, row.get("gate") or None, seed, row.get("search") or None, generations)
+def protocol(number: PublishedNumber) -> Mapping[str, str]:
+    """The settings of calibration and search with which the paper obtained this number: the row of
+    protocols.csv, in which a setting that the paper does not state is "". {} for a paper without
+    protocol.
+
+    tokens: positions of the calibration set (rows x length), including gaps between documents.
+    search set: calibration set on which allocations were searched.
+    """
+    return _most_specific_row("protocols", number, criterion=number.key[2])
 
 
-def split(number: PublishedNumber, benchmark: str) -> Split:
-    """Number of items and settings with which the paper of this number measured a benchmark."""
-    row = _most_specific_row("splits", number, benchmark=benchmark)
-    items = int(row["items"]) if row.get("items") else None
-    return Split(items, {key: row[key] for key in EVALUATION_SETTINGS if row.get(key)})
+def split(number: PublishedNumber, benchmark: str) -> Mapping[str, str]:
+    """Number of items (key `items`) and EVALUATION_SETTINGS with which the paper of this number
+    measured a benchmark: the row of splits.csv, in which what the paper does not state is "". {}
+    for a benchmark without row."""
+    return _most_specific_row("splits", number, benchmark=benchmark)
 
 
 def published_name(axis: str, name: str) -> str:
@@ -228,8 +202,6 @@ GATE_CRITERIA = ("seer", "reap", "mone", "mone_freq", "gate_ean", "gate_energy",
 LOWEST_GRADED_SHARE = 0.99
 """Lowest share of graded items with which a benchmark counts as completely graded, because a judge
 may fail to grade a few items."""
-_SEARCH = ("search set", "generations")
-"""Names of the parts of `MeasuredNumber.search`."""
 _MOST_NAMED = 3
 """Largest number of benchmarks that a reason names."""
 
@@ -241,7 +213,10 @@ class Evaluation:
     benchmark: str
     n: int
     """Number of graded items."""
-    split: Split
+    items: int | None
+    """Number of items of the whole benchmark; None when unknown."""
+    settings: Mapping[str, str]
+    """Key of EVALUATION_SETTINGS -> value, for known settings."""
 
 
 @dataclass(frozen=True)
@@ -256,8 +231,8 @@ class MeasuredNumber:
     tokens: int | None
     """Positions of the calibration pass, including gaps between documents; None when the number is
     unknown, or when the criterion reads no data."""
-    search: tuple[str | None, int | None] | None = None
-    """Search set and generations of a searched allocation, each None when unknown; None for an
+    search: Mapping[str, Any] = field(default_factory=dict)
+    """`search set` and `generations` of a searched allocation, each None when unknown; {} for an
     allocation that was not searched."""
     evaluations: Sequence[Evaluation] = ()
     caveats: Sequence[str] = ()
@@ -308,29 +283,20 @@ def _calibration_differences(number: PublishedNumber, measured: MeasuredNumber) 
     cell = measured.cell
     if cell["criterion"] == "none":
         return
-    if (
-        cell["calibration"] != "none"
-        and published_protocol.tokens is not None
-        and measured.tokens != published_protocol.tokens
-    ):
+    tokens = published_protocol.get("tokens")
+    if cell["calibration"] != "none" and tokens and measured.tokens != int(tokens):
         measured_tokens = (
             "an unknown number of" if measured.tokens is None else f"{measured.tokens:,}"
         )
-        yield f"calibrated on {measured_tokens} tokens, published on {published_protocol.tokens:,}"
-    if cell["criterion"] in GATE_CRITERIA and published_protocol.gate not in (None, cell["gate"]):
-        yield f"gate {cell['gate']}, published with {published_protocol.gate}"
-    if published_protocol.seed not in (None, cell["seed"]):
-        yield f"seed {cell['seed']}, published with {published_protocol.seed}"
-    if measured.search is not None:
-        for name, value, published in zip(
-            _SEARCH,
-            measured.search,
-            (published_protocol.search, published_protocol.generations),
-            strict=True,
-        ):
-            if published is not None and value != published:
-                text = "unknown" if value is None else value
-                yield f"{name} {text}, published with {published}"
+        yield f"calibrated on {measured_tokens} tokens, published on {int(tokens):,}"
+    settings = {"seed": cell["seed"], **measured.search}
+    if cell["criterion"] in GATE_CRITERIA:
+        settings = {"gate": cell["gate"], **settings}
+    for name, value in settings.items():
+        published = published_protocol.get(name)
+        if published and str(value) != published:
+            text = "unknown" if value is None else value
+            yield f"{name} {text}, published with {published}"
 
 
 def _evaluation_differences(
@@ -343,14 +309,14 @@ def _evaluation_differences(
     for evaluation in evaluations:
         benchmark = names.benchmark(evaluation.benchmark)
         published_split = split(number, evaluation.benchmark)
-        items = _items_difference(evaluation, published_split.items)
+        items = _items_difference(evaluation, published_split.get("items"))
         if items:
             differences["items"].append(f"{benchmark} ({items})")
         for key, description in EVALUATION_SETTINGS.items():
             texts = differences.setdefault(description, [])
-            value = evaluation.split.settings.get(key, "unknown")
-            published = published_split.settings.get(key)
-            if published not in (None, value):  # None: the paper does not state the setting
+            value = evaluation.settings.get(key, "unknown")
+            published = published_split.get(key)
+            if published and published != value:
                 texts.append(f"{benchmark} ({value}, published {published})")
     for description, texts in differences.items():
         if len(texts) > _MOST_NAMED:
@@ -359,19 +325,19 @@ def _evaluation_differences(
             yield f"other {description}: {', '.join(texts)}"
 
 
-def _items_difference(evaluation: Evaluation, published: int | None) -> str:
+def _items_difference(evaluation: Evaluation, published: str | None) -> str:
     """Text on the number of items of a benchmark here and in the paper, "" without a difference.
     `95 of 100, published on 200`: 95 of 100 items were graded here, and the paper has 200 items.
 
-    published: number of items in the paper; None if the paper states none.
+    published: number of items in the paper; None or "" if the paper states none.
     """
     # if the number of items here is unknown, the graded items count as all items
-    items = evaluation.n if evaluation.split.items is None else evaluation.split.items
+    items = evaluation.n if evaluation.items is None else evaluation.items
     all_graded = evaluation.n >= LOWEST_GRADED_SHARE * items
-    if all_graded and published in (None, items):
+    if all_graded and (not published or int(published) == items):
         return ""
     all_items_text = "" if all_graded else f" of {items:,}"
-    comparison = "" if published is None else f", published on {published:,}"
+    comparison = f", published on {int(published):,}" if published else ""
     return f"{evaluation.n:,}{all_items_text}{comparison}"
 
 

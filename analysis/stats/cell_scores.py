@@ -197,7 +197,7 @@ def panels_by_domain(comparison: Comparison) -> dict[tuple[float, str], dict[str
     for panel in comparison.panels:
         domain = names.domain(panel.calibration)
         if domain:
-            panels.setdefault(panel.settings, {}).setdefault(domain, panel)
+            panels.setdefault((panel.ratio, panel.gate), {}).setdefault(domain, panel)
     return panels
 
 

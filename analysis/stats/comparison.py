@@ -6,7 +6,7 @@ for this plan only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import TypeVar
@@ -16,7 +16,7 @@ import pandas as pd
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load import evaluations, settings
-from moe_lab.analysis.load.reader import Reader, records
+from moe_lab.analysis.load.reader import Reader, groups, records
 from moe_lab.analysis.stats import ranks, uncertainty
 from moe_lab.analysis.stats.quantity import Quantity, common_quantity
 from moe_lab.analysis.stats.uncertainty import Estimate, Stratum
@@ -58,11 +58,6 @@ class Panel:
     """Key of a method -> cell of the method, in the order of tables."""
     pruned_text: str = ""
     """Removed share, and gate if the model's cells have several gates: `50 %, gate other`."""
-
-    @property
-    def settings(self) -> tuple[float, str]:
-        """Ratio and gate."""
-        return self.ratio, self.gate
 
     def columns(self, comparison: Comparison) -> Target:
         """The displayed columns on which at least one cell of the panel was evaluated; all
@@ -393,7 +388,27 @@ class Comparison:
     @cached_property
     def panels(self) -> list[Panel]:
         """Panels of this model's pruned cells, ordered by ratio, gate and calibration set."""
-        return list(_panels(self.model, self.pruned_cells))
+        panels = []
+        pruned_texts = settings.removed_share_texts(self.pruned_cells)
+        cells_by_setting = self.pruned_cells.sort_values(["ratio", "gate"], kind="stable")
+        for key, cells in groups(cells_by_setting, ["ratio", "gate"]):
+            calibrations = names.calibrations_in_order(set(cells["calibration"]) - {"none"})
+            for calibration in calibrations or ["none"]:
+                # methods with calibration "none" are in all panels
+                panel_cells = cells[cells["calibration"].isin([calibration, "none"])]
+                cell_of_method: dict[str, int] = dict(
+                    zip(panel_cells["method"], panel_cells.index.tolist(), strict=True)
+                )
+                methods = names.methods_in_order(cell_of_method)
+                panel = Panel(
+                    self.model,
+                    calibration=calibration,
+                    cells={method: cell_of_method[method] for method in methods},
+                    pruned_text=pruned_texts[cells.index[0]],
+                    **key,
+                )
+                panels.append(panel)
+        return panels
 
 
 def _columns_with_numbers(frame: pd.DataFrame) -> Target:
@@ -465,24 +480,6 @@ def _replace_perplexities(results: pd.DataFrame) -> pd.DataFrame:
         score=results["score"].mask(is_perplexity, np.log(perplexities)),
         stderr=results["stderr"] / perplexities,
     )
-
-
-def _panels(model: str, pruned_cells: pd.DataFrame) -> Iterator[Panel]:
-    """Yield the panels of a model, ordered by ratio, gate and calibration set."""
-    axes = ["ratio", "gate"]
-    pruned_texts = settings.removed_share_texts(pruned_cells)
-    for _, cells in pruned_cells.groupby(axes, sort=True):
-        ratio, gate = cells[axes].iloc[0]
-        calibrations = names.calibrations_in_order(set(cells["calibration"]) - {"none"}) or ["none"]
-        for calibration in calibrations:
-            # methods with calibration "none" are in all panels
-            panel_cells = cells[cells["calibration"].isin([calibration, "none"])]
-            cell_of_method = dict(
-                zip(panel_cells["method"].astype(str), panel_cells.index.astype(int), strict=True)
-            )
-            methods = names.methods_in_order(cell_of_method)
-            sorted_cells = {method: cell_of_method[method] for method in methods}
-            yield Panel(model, ratio, gate, calibration, sorted_cells, pruned_texts[cells.index[0]])
 
 
 def overall_columns(comparison: Comparison, cells: Sequence[int]) -> Target:

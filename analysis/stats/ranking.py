@@ -17,7 +17,7 @@ import pandas as pd
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load import settings
-from moe_lab.analysis.load.reader import records
+from moe_lab.analysis.load.reader import groups, records
 from moe_lab.analysis.stats import uncertainty
 from moe_lab.analysis.stats.chance import Chance, chance_by_model
 from moe_lab.analysis.stats.comparison import (
@@ -98,6 +98,8 @@ class _Group:
     """Pruned cells of one model, ratio and gate."""
 
     comparison: Comparison
+    request: tuple[float, str]
+    """Requested ratio, and gate."""
     cells: pd.DataFrame
     pruned_text: str
     target: Target
@@ -106,12 +108,6 @@ class _Group:
     @property
     def quantity(self) -> Quantity:
         return self.comparison.quantity(self.target)
-
-    @property
-    def request(self) -> tuple[float, str]:
-        """(requested ratio, gate)."""
-        ratio, gate = self.cells[["ratio", "gate"]].iloc[0]
-        return ratio, gate
 
     @property
     def plans_tested(self) -> int:
@@ -133,10 +129,14 @@ def _groups(comparison: Comparison) -> Iterator[_Group]:
     pruned_cells = comparison.pruned_cells
     pruned_cells = pruned_cells[pruned_cells["ratio"] > 0]
     pruned_texts = settings.removed_share_texts(pruned_cells)
-    for _, cells in pruned_cells.groupby(["ratio", "gate"], sort=True):
+    pruned_cells = pruned_cells.sort_values(["ratio", "gate"], kind="stable")
+    for request, cells in groups(pruned_cells, ["ratio", "gate"]):
         target = overall_columns(comparison, list(cells.index))
         if target and comparison.score(target)[cells.index].notna().any():
-            yield _Group(comparison, cells, pruned_texts[cells.index[0]], target)
+            pruned_text = pruned_texts[cells.index[0]]
+            yield _Group(
+                comparison, (request["ratio"], request["gate"]), cells, pruned_text, target
+            )
 
 
 def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
@@ -294,32 +294,31 @@ def _rankings_over_models(rankings: Sequence[Ranking]) -> Iterator[Ranking]:
         model_rankings = [ranking for ranking in rankings if ranking.request == request]
         if len(model_rankings) < 2 or len({ranking.quantity for ranking in model_rankings}) > 1:
             continue
-        frames = [
-            ranking.scored_rows.set_index(["criterion", "method", "calibration"])
-            for ranking in model_rankings
-        ]
-        scores, seeds = (
-            pd.concat([rows[column] for rows in frames], axis=1, join="inner")
-            for column in ("score", "seeds")
+        plans = pd.concat(
+            [
+                ranking.scored_rows.set_index(["criterion", "method", "calibration"])
+                for ranking in model_rankings
+            ],
+            axis=1,
+            join="inner",
         )
-        if len(scores) > 1:
+        if len(plans) > 1:
             label = ALL_MODELS
             if len(model_rankings) < len(models):
                 label = names.enumeration(ranking.model for ranking in model_rankings)
-            computed_scores = model_rankings[0].quantity.to_computed(scores)
-            yield _ranking_over_models(model_rankings, computed_scores, seeds.min(axis=1), label)
+            yield _ranking_over_models(model_rankings, plans, label)
 
 
 def _ranking_over_models(
-    model_rankings: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series, label: str
+    model_rankings: Sequence[Ranking], plans: pd.DataFrame, label: str
 ) -> Ranking:
     """Rank plans by the mean of their scores over models. Intervals and tests take the models as a
     sample of all models.
 
-    - table: scores (plans, models) before conversion for display (see `Quantity.to_computed`)
-    - seeds: for each plan, the smallest number of seeds that it has on a model
+    plans: the columns of `Ranking.rows` for each model, so that a name stands for several columns.
     """
     quantity = model_rankings[0].quantity
+    table = quantity.to_computed(plans["score"])
     table = table.loc[quantity.sort_best_first(table.mean(axis=1)).index]
     unpruned_score = float(
         quantity.to_displayed(
@@ -330,7 +329,8 @@ def _ranking_over_models(
     means = [uncertainty.crossed_estimate([uncertainty.blocks(row[None])]) for row in scores]
     low, high = np.transpose([mean.interval for mean in means])
     rows = table.index.to_frame(index=False).assign(
-        seeds=seeds[table.index].to_numpy(),
+        # the smallest number of seeds on a model
+        seeds=plans["seeds"].min(axis=1)[table.index].to_numpy(),
         over=names.count(len(model_rankings), "model"),
         score=[mean.value for mean in means],
         low=low,
@@ -486,15 +486,15 @@ def scored_plans(rankings: Iterable[Ranking], comparisons: Iterable[Comparison])
 def _scored_plans(ranking: Ranking, comparison: Comparison) -> pd.DataFrame:
     """The rows of `scored_plans` for one ranking."""
     plans = ranking.scored_rows
-    parts = [names.method_parts(method) for method in plans["method"]]
+    parts = plans["method"].map(names.method_parts)
     texts: dict[str, Any] = {
         "panel": f"{ranking.model}, {ranking.pruned_text} pruned",
         "Model": ranking.model,
         "Pruned": ranking.pruned_text,
         "Calibration": plans["calibration"].map(names.calibration),
         "Criterion": plans["method"].map(names.method),
-        "Allocation": [names.allocation_name(allocation) for _, allocation, _ in parts],
-        "Recovery": [names.recovery_name(recovery) for *_, recovery in parts],
+        "Allocation": parts.str[1].map(names.allocation_name),
+        "Recovery": parts.str[2].map(names.recovery_name),
         "method": plans["method"],
     }
     average = plans[["score", "low", "high", "status", "chance_low", "chance_high"]]

@@ -65,7 +65,8 @@ def winner_map(
     """
     rows = [
         {
-            **_settings(panel),
+            **{axis: getattr(panel, axis) for axis in (*SETTINGS, "calibration")},
+            "pruned": panel.pruned_text,
             "column": column,
             **_winner_columns(comparison, panel, column, criteria),
         }
@@ -83,12 +84,6 @@ def winner_map(
         winners.loc[group.index, "p_holm"] = uncertainty.holm(group["p"].to_numpy(float))
     winners["proved"] = winners["p_holm"] < LEVEL
     return winners
-
-
-def _settings(panel: Panel) -> dict[str, object]:
-    """Values of the columns of `winner_map` that describe a panel."""
-    settings = {name: getattr(panel, name) for name in (*SETTINGS, "calibration")}
-    return settings | {"pruned": panel.pruned_text}
 
 
 def _winner_columns(

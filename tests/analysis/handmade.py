@@ -142,11 +142,11 @@ def share(number: PublishedNumber) -> float:
     Means of numbers that were rounded to three decimals are off by up to 0.0005, which is enough to
     tie two methods or part them; 0.354 of 164 items can only be 58/164.
     """
-    items = split(number, number.benchmark).items
+    items = int(split(number, number.benchmark).get("items") or 0)
     low, high = number.rounding_range
     shares = (
         []
-        if items is None or items > 500
+        if items == 0 or items > 500
         else [k / items for k in range(items + 1) if low <= k / items <= high]
     )
     return shares[0] if len(shares) == 1 else number.value

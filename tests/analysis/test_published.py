@@ -138,11 +138,11 @@ def test_scores_are_shares_of_known_items() -> None:
         elif number.benchmark == RANK:
             assert 1 <= number.value <= 9
         if number.benchmark in names.BENCHMARKS:
-            assert split(number, number.benchmark).items, number
+            assert split(number, number.benchmark).get("items"), number
         # from another paper, that does not say it
         quoted = number.paper == "coverage" and number.key[2] == "mone"
         if number.benchmark in SCORES and number.key[2] in names.CRITERIA and number.key[5] in sets:
-            assert bool(protocol(number).tokens) != quoted, number
+            assert bool(protocol(number).get("tokens")) != quoted, number
 
 
 def test_tables_here_have_counterparts() -> None:
@@ -154,10 +154,9 @@ def test_full_splits_print_shares_of_their_items() -> None:
     """A score of a benchmark with few items is k/n; every one that is not is noted."""
     odd = []
     for number in numbers():
-        items = (
-            split(number, number.benchmark).items if number.benchmark in names.BENCHMARKS else None
-        )
-        if items is None or number.note.startswith(NOT_COMPARABLE):
+        items = int(split(number, number.benchmark).get("items") or 0)
+        is_score = number.benchmark in names.BENCHMARKS
+        if not items or not is_score or number.note.startswith(NOT_COMPARABLE):
             continue
         if number.benchmark != "wildbench" and items <= 10 ** (len(number.text) - 2):
             low, high = number.rounding_range

@@ -55,8 +55,7 @@ def printed(criterion: str, table: str = "5") -> dict[str, PublishedNumber]:
 
 def outcomes(number: PublishedNumber, *, off: int = 0) -> list[float]:
     """As many items as the split has, as many of them right as printed, or `off` more."""
-    items = split(number, number.benchmark).items
-    assert items is not None
+    items = int(split(number, number.benchmark)["items"])
     right = round(handmade.share(number) * items) + off
     return [1.0] * right + [0.0] * (items - right)
 
