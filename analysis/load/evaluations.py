@@ -324,9 +324,8 @@ def versions_of_libraries(
 ) -> dict[str, list[str]]:
     """Library -> all versions of the library with which the results, and the steps behind them,
     were computed; both sorted."""
-    steps = list(origins["folder"])
-    for kind in STEPS:
-        steps += list(cells[f"{kind}_folder"].dropna())
+    folders = cells[[f"{kind}_folder" for kind in STEPS]].to_numpy().ravel()
+    steps = [*origins["folder"], *pd.Series(folders).dropna()]
     versions_of_step = list(origins["versions"])
     for folder in steps_with_inputs(steps, reader).values():
         versions_of_step.append(reader.provenance(folder).get("versions") or {})

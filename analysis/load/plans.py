@@ -112,31 +112,26 @@ def _from_plans(
     for cell, document in _read_documents(cells, "plan", reader).items():
         try:
             results[cell] = compute(document)
-        except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):
+        except (AttributeError, LookupError, TypeError, ValueError, ZeroDivisionError):
             reader.record_gap("plan.json is damaged", str(cells.loc[cell, "plan_folder"]))
     return results
 
 
 def _removed(plan: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of `removed_shares` for one plan: the content of plan.json."""
-    all_experts = 0
-    retained_experts = 0.0
-    for layer in plan["layers"].values():
-        all_experts += layer["experts"]
-        # one mask per retained expert
-        if "channels" in layer:
-            retained_experts += sum(map(_channel_count, layer["channels"])) / layer["width"]
-        else:
-            retained_experts += len(layer["retained"])
-    return {
-        "removed": 1 - retained_experts / all_experts,
-        "plan": json.dumps(plan["layers"]),
-    }
+    shares = np.concatenate([_layer_shares(layer) for layer in plan["layers"].values()])
+    return {"removed": 1 - float(shares.mean()), "plan": json.dumps(plan["layers"])}
 
 
-def _channel_count(mask: str) -> int:
-    """Number of retained channels in an expert's hexadecimal mask."""
-    return int(mask, 16).bit_count()
+def _layer_shares(layer: Mapping[str, Any]) -> np.ndarray:
+    """The retained share of each expert of a layer of plan.json."""
+    shares = np.zeros(layer["experts"])
+    # one hexadecimal mask of channels per expert that the router can choose; a mask can be empty
+    masks = layer.get("channels")
+    shares[np.asarray(layer["retained"], int)] = (
+        1.0 if masks is None else [int(mask, 16).bit_count() / layer["width"] for mask in masks]
+    )
+    return shares
 
 
 def profiles(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
@@ -269,11 +264,7 @@ def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
         experts = np.arange(layer["experts"])
         # the experts that the router can choose
         is_routed = np.isin(experts, layer["retained"])
-        share = is_routed.astype(float)
-        # one mask per routed expert; a mask can be empty
-        if "channels" in layer:
-            share[np.asarray(layer["retained"], int)] = list(map(_channel_count, layer["channels"]))
-            share /= layer["width"]
+        share = _layer_shares(layer)
         # the representative is in its group, but is not dropped
         members = []
         for representative, group in layer.get("merged", {}).items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -87,12 +87,12 @@ def _read(name: str) -> tuple[dict[str, str], ...]:
         return tuple(csv.DictReader(lines))
 
 
-def _tables() -> dict[str, tuple[tuple[str, str], ...]]:
+def _tables() -> dict[str, list[tuple[str, str]]]:
     """The content of tables.csv, see TABLES."""
-    published: dict[str, list[tuple[str, str]]] = {}
+    published = defaultdict(list)
     for row in _read("tables"):
-        published.setdefault(row["name"], []).append((row["paper"], row["table"]))
-    return {name: tuple(tables) for name, tables in published.items()}
+        published[row["name"]].append((row["paper"], row["table"]))
+    return dict(published)
 
 
 TABLES = _tables()
@@ -128,14 +128,14 @@ def _key(row: Mapping[str, str]) -> Key:
 
 
 @cache
-def counterparts(name: str) -> Mapping[Key, tuple[PublishedNumber, ...]]:
+def counterparts(name: str) -> Mapping[Key, Sequence[PublishedNumber]]:
     """Key -> published numbers with this key in the published tables that correspond to the table
     `name` here."""
-    numbers_of_key: dict[Key, tuple[PublishedNumber, ...]] = {}
+    numbers_of_key = defaultdict(list)
     for number in numbers():
         if (number.paper, number.table) in TABLES[name]:
-            numbers_of_key[number.key] = (*numbers_of_key.get(number.key, ()), number)
-    return numbers_of_key
+            numbers_of_key[number.key].append(number)
+    return dict(numbers_of_key)
 
 
 def averaged_benchmarks(number: PublishedNumber, row: Sequence[PublishedNumber]) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from moe_lab.analysis import names
-from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.stats import ranks
 from moe_lab.analysis.stats.comparison import (
     Comparison,
@@ -117,12 +116,7 @@ def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, T
 
     targets: name of a column -> its target.
     """
-    index = list(cells)
-    numbers = Numbers(
-        frame=pd.DataFrame(index=index),
-        low=pd.DataFrame(index=index),
-        high=pd.DataFrame(index=index),
-    )
+    numbers = Numbers(*(pd.DataFrame(index=list(cells)) for _ in range(3)))
     for name, target in targets.items():
         numbers.frame[name], numbers.low[name], numbers.high[name] = comparison.displayed_scores(
             target
@@ -152,18 +146,14 @@ def differences(
     )
 
 
-def costs_of_cells(study: Study, cells: Sequence[int], column: str) -> pd.Series:
-    """The number `column` of `Study.costs` for each of `cells`; NaN if it was not counted."""
-    return study.costs[column].reindex(list(cells))
-
-
 def rank_block(
     comparison: Comparison, panel: Panel, criteria: Sequence[str] | None = None
 ) -> Numbers:
     """A block of Table 1 of Unified Expert Pruning: a row for the unpruned model, and a row for
     each method of the panel. The index is the cells.
 
-    Columns: the displayed columns of the panel; the mean over `panel.average_columns`; `Avg Rank`;
+    Columns: the displayed columns of the panel; the mean over those of
+    `Comparison.average_columns`; `Avg Rank`;
     `Model`, `Pruned`, `Calibration` and `Criterion`.
 
     criteria: keys of the methods in the block; None for all.
@@ -171,15 +161,14 @@ def rank_block(
     cells = {key: cell for key, cell in panel.cells.items() if criteria is None or key in criteria}
     unpruned = {} if comparison.unpruned_cell is None else {"none": comparison.unpruned_cell}
     cell_of_row = {**unpruned, **cells}
-    columns = panel.columns(comparison)
-    average_columns = panel.average_columns(comparison)
+    average_columns = comparison.average_columns(panel.columns)
     targets = {
-        **{column: (column,) for column in columns},
+        **{column: (column,) for column in panel.columns},
         comparison.quantity(average_columns).mean_name: average_columns,
     }
     numbers = scores(comparison, list(cell_of_row.values()), targets)
     frame = numbers.frame
-    scores_of_methods = frame.loc[list(cells.values()), list(columns)]
+    scores_of_methods = frame.loc[list(cells.values()), list(panel.columns)]
     frame["Avg Rank"] = ranks.average_rank(
         scores_of_methods, lower_is_better=comparison.lower_is_better
     )

@@ -36,7 +36,8 @@ class Chance:
 
         d = t(1 - .05 / further_plans) spread sqrt(1 + 1 / plans), where t is the quantile of
         Student's distribution. The division by `further_plans` is Bonferroni's correction."""
-        return _margin(self.spread, self.plans, self.degrees_of_freedom, LEVEL / further_plans)
+        quantile = stdtrit(self.degrees_of_freedom, 1 - LEVEL / further_plans)
+        return float(quantile * self.spread * np.sqrt(1 + 1 / self.plans))
 
     def limits(self, further_plans: int) -> tuple[float, float]:
         """The mean minus and plus `margin(further_plans)`."""
@@ -47,18 +48,11 @@ class Chance:
         `limits(further_plans)`, if mean and spread stayed the same; None if MOST_PLANS are too few.
         If `spread` is pooled, each of the models would have this number of plans.
         """
-        for random_plans in range(2, MOST_PLANS + 1):
-            degrees_of_freedom = self.models * (random_plans - 1)
-            margin = _margin(self.spread, random_plans, degrees_of_freedom, LEVEL / further_plans)
-            if margin < abs(score - self.mean):
-                return random_plans
+        for plans in range(2, MOST_PLANS + 1):
+            chance = replace(self, plans=plans, degrees_of_freedom=self.models * (plans - 1))
+            if chance.margin(further_plans) < abs(score - self.mean):
+                return plans
         return None
-
-
-def _margin(spread: float, plans: int, degrees_of_freedom: float, tail: float) -> float:
-    """Distance d such that the score of a further random plan is above the mean of the scores of
-    `plans` random plans by more than d with probability `tail`."""
-    return float(stdtrit(degrees_of_freedom, 1 - tail) * spread * np.sqrt(1 + 1 / plans))
 
 
 def chance_from_scores(scores: np.ndarray) -> Chance:

@@ -56,18 +56,11 @@ class Panel:
     calibration: str
     cells: dict[str, int]
     """Key of a method -> cell of the method, in the order of tables."""
-    pruned_text: str = ""
+    columns: Target
+    """The displayed columns on which at least one cell of the panel was evaluated; all displayed
+    columns if there are none."""
+    pruned_text: str
     """Removed share, and gate if the model's cells have several gates: `50 %, gate other`."""
-
-    def columns(self, comparison: Comparison) -> Target:
-        """The displayed columns on which at least one cell of the panel was evaluated; all
-        displayed columns if there are none."""
-        evaluated = comparison.evaluated_columns(self.cells.values())
-        return evaluated or tuple(comparison.benchmarks_of)
-
-    def average_columns(self, comparison: Comparison) -> Target:
-        """`Comparison.average_columns` of the panel's columns."""
-        return comparison.average_columns(self.columns(comparison))
 
 
 @dataclass(frozen=True)
@@ -404,6 +397,7 @@ class Comparison:
                     self.model,
                     calibration=calibration,
                     cells={method: cell_of_method[method] for method in methods},
+                    columns=self.evaluated_columns(panel_cells.index) or tuple(self.benchmarks_of),
                     pruned_text=pruned_texts[cells.index[0]],
                     **key,
                 )

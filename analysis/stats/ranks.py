@@ -11,6 +11,7 @@ by these rules, up to rounding:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -24,15 +25,18 @@ def correlations(experts: pd.DataFrame, measure: str, truth: str) -> dict[str, f
 
     NaN when fewer than three experts have both values, or when one of the columns is constant.
     """
-    pairs = experts[[measure, truth]].dropna().astype(float)
-    return {"linear": _correlation(pairs), "rank": _correlation(pairs.rank())}
+    return {
+        "linear": _correlation(experts, measure, truth, "pearson"),
+        "rank": _correlation(experts, measure, truth, "spearman"),
+    }
 
 
-def _correlation(pairs: pd.DataFrame) -> float:
-    """Pearson's correlation of two columns."""
-    if len(pairs) < 3 or (pairs.nunique() < 2).any():
-        return np.nan
-    return float(pairs.corr().to_numpy(float)[0, 1])
+def _correlation(
+    experts: pd.DataFrame, measure: str, truth: str, method: Literal["pearson", "spearman"]
+) -> float:
+    """One of `correlations`."""
+    pairs = experts[[measure, truth]].astype(float)
+    return float(pairs.corr(method, min_periods=3).iloc[0, 1])
 
 
 def rank_correlation_by_layer(experts: pd.DataFrame, measure: str, truth: str) -> float:
@@ -41,13 +45,10 @@ def rank_correlation_by_layer(experts: pd.DataFrame, measure: str, truth: str) -
 
     Layers with a correlation of NaN are left out.
     """
-    pairs = experts[["layer", measure, truth]].dropna().astype(float)
-    ranks = pairs.groupby("layer").rank()
     layer_correlations = [
-        _correlation(layer_ranks) for _, layer_ranks in ranks.groupby(pairs["layer"], sort=False)
+        _correlation(layer, measure, truth, "spearman") for _, layer in experts.groupby("layer")
     ]
-    numbers = [value for value in layer_correlations if not np.isnan(value)]
-    return float(np.mean(numbers)) if numbers else np.nan
+    return float(pd.Series(layer_correlations, dtype=float).mean())
 
 
 PRINTED_DECIMALS = 3
@@ -57,15 +58,15 @@ PRINTED_DECIMALS = 3
 def displayed_columns(evaluated_benchmarks: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Displayed column -> the column's benchmarks that were run. Each benchmark that is in no
     column of `names.COLUMNS` is a column of its own."""
-    columns = {}
-    remaining_benchmarks = dict.fromkeys(evaluated_benchmarks)
-    for column, benchmarks in COLUMNS.items():
-        column_benchmarks = tuple(name for name in benchmarks if name in remaining_benchmarks)
-        if column_benchmarks:
-            columns[column] = column_benchmarks
-        for name in column_benchmarks:
-            del remaining_benchmarks[name]
-    return columns | {name: (name,) for name in remaining_benchmarks}
+    columns = {
+        column: tuple(name for name in benchmarks if name in evaluated_benchmarks)
+        for column, benchmarks in COLUMNS.items()
+    }
+    other_benchmarks = set(evaluated_benchmarks).difference(*columns.values())
+    return {
+        **{column: benchmarks for column, benchmarks in columns.items() if benchmarks},
+        **{name: (name,) for name in evaluated_benchmarks if name in other_benchmarks},
+    }
 
 
 def column_ranks(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) -> pd.DataFrame:

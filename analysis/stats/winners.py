@@ -72,7 +72,7 @@ def winner_map(
         }
         for comparison in comparisons
         for panel in comparison.panels
-        for column in panel.columns(comparison)
+        for column in panel.columns
     ]
     winners = pd.DataFrame(
         rows, columns=[*SETTINGS, "pruned", "calibration", "column", *_WINNER_COLUMNS]
