@@ -83,7 +83,9 @@ def evaluations(
     results = pd.DataFrame(rows, columns=["cell", "task", *_RESULT, "folder"])
     results[_NUMBERS] = results[_NUMBERS].apply(pd.to_numeric, errors="coerce")
     _record_missing_benchmarks(results, labels, reader)
-    results = _drop(results, ~np.isfinite(results["score"]), "has no finite score", reader)
+    # float, because an empty column has no type
+    is_infinite = ~np.isfinite(results["score"].astype(float))
+    results = _drop(results, is_infinite, "has no finite score", reader)
     is_repeated = results.duplicated(["cell", "benchmark"])
     results = _drop(results, is_repeated, "is reported twice, the first counts", reader)
     columns = ["folder", "seconds", *_ORIGIN, "versions"]

@@ -500,10 +500,10 @@ def _scored_plans(ranking: Ranking, comparison: Comparison) -> pd.DataFrame:
     average = plans[["score", "low", "high", "status", "chance_low", "chance_high"]]
     frames = [
         average.assign(
+            is_open=~plans["status"].str.startswith((ABOVE_CHANCE, BEST, TIED)),
             Metric=AVERAGE,
             unpruned=ranking.unpruned_score,
             sign=ranking.quantity.sign,
-            is_open=~plans["status"].str.startswith((ABOVE_CHANCE, BEST, TIED)),
         )
     ]
     for column in comparison.benchmarks_of:
