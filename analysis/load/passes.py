@@ -54,10 +54,8 @@ def _shown(rows: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:
 
 def folders_of_passes(cells: pd.DataFrame, reader: Reader) -> Folders:
     """The folders of `shown_passes`."""
-    return {
-        (row["model"], row["calibration"]): reader.folder(row["statistics_folder"])
-        for row in records(shown_passes(cells))
-    }
+    steps = shown_passes(cells).rename(columns={"statistics_folder": "step"})
+    return _folders(steps, "calibration on", reader)
 
 
 def folders_of_steps(
@@ -72,11 +70,16 @@ def folders_of_steps(
     """
     # object, because None would become NaN in a column of strings
     rows = pd.DataFrame(steps, columns=[*PASS, "gate", "seed", "step"], dtype=object)
+    return _folders(_shown(rows, cells), purpose, reader)
+
+
+def _folders(steps: pd.DataFrame, purpose: str, reader: Reader) -> Folders:
+    """The folders of steps, each of another pass. steps: a frame with the columns PASS and step."""
     return {
         (row["model"], row["calibration"]): reader.step(
             row["step"], f"{purpose} {row['calibration']}@{row['model']}"
         )
-        for row in records(_shown(rows, cells))
+        for row in records(steps)
     }
 
 

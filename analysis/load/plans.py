@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,7 +13,6 @@ import pandas as pd
 from moe_lab.analysis.load.reader import Reader, stacked, step_kind
 from moe_lab.result_files import PROFILES, TIMINGS
 
-T = TypeVar("T")
 BYTES = 2
 """Bytes of one parameter in bfloat16."""
 
@@ -104,8 +103,8 @@ def removed_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def _from_plans(
-    compute: Callable[[Mapping[str, Any]], T], cells: pd.DataFrame, reader: Reader
-) -> dict[int, T]:
+    compute: Callable[[Mapping[str, Any]], Any], cells: pd.DataFrame, reader: Reader
+) -> dict[int, Any]:
     """Cell -> result of `compute` for the content of the cell's plan.json. Cells are left out if
     their plan is missing or damaged."""
     results = {}

@@ -22,16 +22,16 @@ def removed_noun(cells: pd.DataFrame) -> str:
 def labels(cells: pd.DataFrame) -> dict[int, str]:
     """Cell -> label that identifies the cell in gaps."""
     rows = zip(cells.index.tolist(), records(cells), gate_and_seed(cells), strict=True)
-    return {cell: " ".join(filter(None, (_label(row), texts))) for cell, row, texts in rows}
+    return {cell: " ".join(filter(None, (*_label_parts(row), text))) for cell, row, text in rows}
 
 
-def _label(row: Mapping[str, Any]) -> str:
-    """The label of a cell without its gate and seed."""
+def _label_parts(row: Mapping[str, Any]) -> Sequence[str]:
+    """The parts of a cell's label without its gate and seed."""
     criterion, allocation, recovery = names.method_parts(row["method"])
     if criterion == "none":
-        return " ".join(filter(None, (row["model"], "unpruned", recovery)))
-    parts = (row["model"], criterion, row["calibration"], f"{row['ratio']:g}", allocation, recovery)
-    return " ".join(filter(None, parts))
+        return row["model"], "unpruned", recovery
+    ratio = f"{row['ratio']:g}"
+    return row["model"], criterion, row["calibration"], ratio, allocation, recovery
 
 
 AXES = (
@@ -107,24 +107,14 @@ def has_replacement(text: str) -> bool:
 def method_labels(cells: pd.DataFrame) -> pd.Series:
     """Label of each cell: the display name of the cell's method. The calibration set and the gate
     are added if they differ between pruned cells."""
-    pruned = cells[cells["criterion"] != "none"]
-    # a method that reads no data has the calibration "none"; `nunique` does not count None
-    varying_axes = [
-        axis for axis in ("calibration", "gate") if pruned[axis].replace("none", None).nunique() > 1
-    ]
-    return pd.Series(
-        [_method_label(row, varying_axes) for row in records(cells)], cells.index, dtype=object
-    )
-
-
-def _method_label(row: dict[str, object], varying_axes: list[str]) -> str:
-    """Label of one cell, with its values on `varying_axes`."""
-    parts = [names.method(str(row["method"]))]
-    for axis in varying_axes:
-        if row[axis] != "none":
-            value = str(row[axis])
-            parts.append(names.calibration(value) if axis == "calibration" else value)
-    return ", ".join(parts)
+    is_pruned = cells["criterion"] != "none"
+    labels = cells["method"].map(names.method)
+    for axis, display_name in (("calibration", names.calibration), ("gate", str)):
+        # a method that reads no data has the calibration "none"
+        values = cells[axis].mask(cells[axis] == "none")
+        if values[is_pruned].nunique() > 1:
+            labels += (", " + values.map(display_name, na_action="ignore")).fillna("")
+    return labels
 
 
 SEARCHED = "evolutionary"

@@ -85,18 +85,14 @@ class Quantity:
         inverse of `to_computed`."""
         return np.exp(computed_numbers) if self.scale == "perplexity" else computed_numbers
 
-    def displayed_difference(self, reference: Any, difference: Any) -> Any:
-        """Displayed value of `reference + difference` minus displayed value of `reference`. For
-        perplexities, both arguments are losses."""
-        if self.scale != "perplexity":
-            return difference
-        return self.to_displayed(reference + difference) - self.to_displayed(reference)
-
     def displayed_estimate(self, reference: float, difference: Estimate) -> list[float]:
-        """Displayed value of a difference from `reference`, and the ends of its interval, each as
-        in `displayed_difference`."""
+        """Value and ends of the interval of a difference from `reference`, each as the displayed
+        value of `reference + difference` minus the displayed value of `reference`. Both arguments
+        are computed numbers: for perplexities, losses."""
         numbers = np.array([difference.value, *difference.interval])
-        return list(self.displayed_difference(reference, numbers))
+        if self.scale != "perplexity":
+            return list(numbers)
+        return list(self.to_displayed(reference + numbers) - self.to_displayed(reference))
 
 
 def common_quantity(quantities: Iterable[Quantity]) -> Quantity:
