@@ -84,9 +84,9 @@ def evaluations(
     results[_NUMBERS] = results[_NUMBERS].apply(pd.to_numeric, errors="coerce")
     _record_missing_benchmarks(results, labels, reader)
     # float, because an empty column has no type
-    is_infinite = ~np.isfinite(results["score"].astype(float))
+    is_infinite = ~np.isfinite(results["score"].to_numpy(float))
     results = _drop(results, is_infinite, "has no finite score", reader)
-    is_repeated = results.duplicated(["cell", "benchmark"])
+    is_repeated = results.duplicated(["cell", "benchmark"]).to_numpy()
     results = _drop(results, is_repeated, "is reported twice, the first counts", reader)
     columns = ["folder", "seconds", *_ORIGIN, "versions"]
     samples = with_own_names(_samples(sample_tables), results, reader)
@@ -180,7 +180,7 @@ def _record_missing_benchmarks(
 
 
 def _drop(
-    results: pd.DataFrame, is_dropped: pd.Series, reason: str, reader: Reader
+    results: pd.DataFrame, is_dropped: np.ndarray, reason: str, reader: Reader
 ) -> pd.DataFrame:
     """The results that are not dropped. A gap with the benchmark and `reason` is recorded for each
     of the others."""

@@ -317,7 +317,7 @@ def _has_default_allocation(row: Mapping[str, Any]) -> bool:
 
 def _models(cells: pd.DataFrame, reader: Reader) -> dict[str, Mapping[str, Any]]:
     """Model -> content of facts.json."""
-    models = {}
+    models: dict[str, Mapping[str, Any]] = {}
     for row in records(cells.drop_duplicates("model").dropna(subset=["model_folder"])):
         facts = reader.json(reader.folder(row["model_folder"]), "facts.json")
         if facts is not None:

@@ -116,11 +116,10 @@ def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, T
 
     targets: name of a column -> its target.
     """
-    numbers = Numbers(*(pd.DataFrame(index=list(cells)) for _ in range(3)))
+    frame, low, high = (pd.DataFrame(index=list(cells)) for _ in range(3))
+    numbers = Numbers(frame, low, high)
     for name, target in targets.items():
-        numbers.frame[name], numbers.low[name], numbers.high[name] = comparison.displayed_scores(
-            target
-        )
+        frame[name], low[name], high[name] = comparison.displayed_scores(target)
         # by display name, unlike the columns of `frame`, `low` and `high`
         numbers.best[names.benchmark(name)] = comparison.quantity(target).best
     return numbers

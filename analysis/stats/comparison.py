@@ -93,11 +93,9 @@ class Comparison:
     @cached_property
     def _representatives(self) -> pd.Series:
         """Number of a plan -> number of its cell."""
+        replicates = self.all_cells.groupby(_REPLICATE_AXES, sort=False)
         # the index of `all_cells` is the numbers of the plans
-        sorted_plans = self.all_cells.sort_values("seed", kind="stable")
-        plans = pd.Series(sorted_plans.index, sorted_plans.index)
-        replicates = plans.groupby([sorted_plans[axis] for axis in _REPLICATE_AXES], sort=False)
-        return replicates.transform("first").loc[self.all_cells.index]
+        return replicates["seed"].transform("idxmin")
 
     @cached_property
     def cells(self) -> pd.DataFrame:

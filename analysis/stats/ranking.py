@@ -318,7 +318,7 @@ def _ranking_over_models(
     plans: the columns of `Ranking.rows` for each model, so that a name stands for several columns.
     """
     quantity = model_rankings[0].quantity
-    table = quantity.to_computed(plans["score"])
+    table = quantity.to_computed(plans[["score"]])
     table = table.loc[quantity.sort_best_first(table.mean(axis=1)).index]
     unpruned_score = float(
         quantity.to_displayed(
@@ -330,7 +330,7 @@ def _ranking_over_models(
     low, high = np.transpose([mean.interval for mean in means])
     rows = table.index.to_frame(index=False).assign(
         # the smallest number of seeds on a model
-        seeds=plans["seeds"].min(axis=1)[table.index].to_numpy(),
+        seeds=plans[["seeds"]].min(axis=1)[table.index].to_numpy(),
         over=names.count(len(model_rankings), "model"),
         score=[mean.value for mean in means],
         low=low,

@@ -36,7 +36,7 @@ def _correlation(
 ) -> float:
     """One of `correlations`."""
     pairs = experts[[measure, truth]].astype(float)
-    return float(pairs.corr(method, min_periods=3).iloc[0, 1])
+    return float(pairs.corr(method, min_periods=3).to_numpy(float)[0, 1])
 
 
 def rank_correlation_by_layer(experts: pd.DataFrame, measure: str, truth: str) -> float:
