@@ -153,7 +153,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def _protocols(paper: str) -> str:
     """The settings of calibration and search that the paper states, and where."""
-    columns = ("table", "model", "criterion", "tokens", "gate", "seed", "search", "generations")
+    settings = ("tokens", "gate", "seed", "search set", "generations")
+    columns = ("table", "model", "criterion", *settings)
     rows = [
         [*(row[column] or "not stated" for column in columns), row["place"]]
         for row in _rows(ROOT / "analysis" / "published" / "protocols.csv")

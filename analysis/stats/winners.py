@@ -19,7 +19,6 @@ from moe_lab.analysis import names
 from moe_lab.analysis.load.reader import groups
 from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.stats import uncertainty
-from moe_lab.analysis.stats.cell_scores import differences
 from moe_lab.analysis.stats.comparison import Comparison, Panel
 from moe_lab.analysis.stats.ranks import PRINTED_DECIMALS
 from moe_lab.analysis.stats.uncertainty import LEVEL
@@ -105,9 +104,11 @@ def _winner_columns(
     if losers.empty:
         return row
     runner_up = str(losers.index[0])
-    leads = differences(comparison, (column,), {cells[winners[0]]: cells[runner_up]})
+    reference = cells[runner_up]
+    lead = comparison.difference((column,), cells[winners[0]], reference)
+    displayed_lead = quantity.displayed_estimate(comparison.score((column,))[reference], lead)
     row |= {"runner_up": runner_up, "runner_up_score": losers.iloc[0]}
-    row |= dict(zip(("lead", "lead_low", "lead_high"), leads.iloc[0], strict=False))
+    row |= dict(zip(("lead", "lead_low", "lead_high"), displayed_lead, strict=True))
     if len(winners) == 1:
         row["p"] = _p_of_winner(
             comparison, column, [cells[key] for key in (*winners, *losers.index)]
