@@ -231,38 +231,27 @@ def _raises(results: Results) -> list[Item]:
     raise KeyError("cell")
 
 
-class Failed(NamedTuple):
-    """The files and messages of a command two of whose outputs, and a chapter of the page, could
-    not be made; its exit code was 1."""
-
-    arguments: list[str]
-    folder: Path
-    errors: str
-
-
 FAILURES = {"ranks": "KeyError: 'cell'", "pareto": "ValueError: Unknown format code 'f'"}
 
 
-@pytest.fixture(params=["report", "all"])
-def failed(
-    request: pytest.FixtureRequest,
+@pytest.mark.parametrize("command", ["report", "all"])
+def test_failed_outputs_are_gaps_with_a_log_until_they_are_mended(
+    command: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> Failed:
+) -> None:
+    """Two outputs and a chapter of the page; others are made."""
     store = write_store(tmp_path / "store", criteria=("frequency", "man"), tasks=("gsm8k", "rte"))
-    arguments = [request.param, f"store={store}", f"out={tmp_path / 'out'}"]
+    folder = tmp_path / "out"
+    arguments = [command, f"store={store}", f"out={folder}"]
     unwritable = Table("Bad", "", pd.DataFrame({"x": ["a word"]}), {"x": "{:.3f}"})
     with monkeypatch.context() as broken:
         broken.setitem(REGISTERED, "ranks", replace(find("ranks"), make=_raises))
         broken.setitem(REGISTERED, "pareto", replace(find("pareto"), make=lambda *_: [unwritable]))
         broken.setattr(report, "published_chapter", _raises)
         assert main(arguments) == 1
-    return Failed(arguments, tmp_path / "out", capsys.readouterr().err)
-
-
-def test_failed_outputs_are_gaps_with_a_log(failed: Failed) -> None:
-    _, folder, errors = failed
+    errors = capsys.readouterr().err
     for name, reason in FAILURES.items():
         assert f"analysis: {name}: could not be made ({reason}" in errors
         assert not re.search(rf"\b{name} needs|no data for these.*\b{name}\b", errors)
@@ -270,20 +259,13 @@ def test_failed_outputs_are_gaps_with_a_log(failed: Failed) -> None:
         assert "Traceback (most recent call last)" in log
         assert name in (folder / "tables" / "gaps.csv").read_text()
         assert not (folder / "tables" / f"{name}.csv").exists()
-
-
-def test_other_outputs_are_made_beside_failed_ones(failed: Failed) -> None:
-    folder = failed.folder
     assert (folder / "figures" / "ranking.svg").exists()
     assert (folder / "tables" / "winners.csv").exists()
-    if failed.arguments[0] == "report":
+    if command == "report":
         assert "failed/ranks.log" in text(folder / "report.html")
         assert (folder / "failed" / "published.log").exists()
-
-
-def test_mended_outputs_leave_no_log(failed: Failed) -> None:
-    assert main(failed.arguments) == 0
-    assert not list((failed.folder / "failed").glob("*"))
+    assert main(arguments) == 0
+    assert not list((folder / "failed").glob("*"))
 
 
 def test_the_analysis_never_imports_torch(small: Path, tmp_path: Path) -> None:

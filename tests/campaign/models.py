@@ -139,6 +139,8 @@ DAMAGES = [
     *_config_damages("vocab_size", "all", -1, 10, float("inf")),
     *_config_damages("num_attention_heads", "some", 0, -4, 5),
     *_config_damages("hidden_act", "nobody", 7),
+    *_config_damages("dtype", "bf16"),
+    *_config_damages("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}),
     Damage(
         "quantised",
         lambda f: reconfigure(f, quantization_config={"quant_method": "gptq"}),

@@ -5,6 +5,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,21 +83,20 @@ def starting_like(text: list[int], tokens: int, then: list[int]) -> list[int]:
 class Loop(NamedTuple):
     """A model, prompts of several lengths, and the texts (20 tokens) that transformers writes."""
 
-    name: str
     model: Any
     prompts: list[list[int]]
     texts: list[list[int]]
 
 
-@pytest.fixture(scope="module")
-def loop(request: pytest.FixtureRequest) -> Loop:
-    model = tiny.build(request.param)
+@cache
+def looped(name: str) -> Loop:
+    model = tiny.build(name)
     generator = torch.Generator().manual_seed(4)
     prompts = [
         torch.randint(3, tiny.VOCABULARY, (length,), generator=generator).tolist()
         for length in (9, 3, 7, 7, 5, 6, 4)
     ]
-    return Loop(request.param, model, prompts, by_transformers(model, prompts))
+    return Loop(model, prompts, by_transformers(model, prompts))
 
 
 @pytest.fixture
@@ -107,8 +107,9 @@ def shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("shrinking")
-@pytest.mark.parametrize("loop", tiny.ARCHITECTURES, indirect=True)
-def test_loop_writes_what_transformers_does_whenever_rows_end(loop: Loop) -> None:
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_loop_writes_what_transformers_does_whenever_rows_end(name: str) -> None:
+    loop = looped(name)
     # rows end one after another, unless a model repeats one token
     first = {text[0] for text in loop.texts}
     ends = [loop.texts[2][0], *(text[8] for text in loop.texts if text[8] not in first)]
@@ -142,19 +143,19 @@ def answer_rows(prompts: list[list[int]], texts: list[list[int]]) -> list[Row | 
 @pytest.mark.slow
 @pytest.mark.usefixtures("shrinking")
 @pytest.mark.parametrize(
-    ("loop", "tokens", "pass_tokens"),
+    ("name", "tokens", "pass_tokens"),
     [
         ("olmoe", 80, 4096),
         ("olmoe", 10**6, 4096),
         *((name, 10**6, 70) for name in tiny.ARCHITECTURES),
     ],
-    indirect=["loop"],
 )
 def test_loop_writes_what_transformers_does_whatever_answers_are_read(
-    tokens: int, pass_tokens: int, loop: Loop, monkeypatch: pytest.MonkeyPatch
+    name: str, tokens: int, pass_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pass may give logits of so many tokens: too few to read answers, or enough. And it may read
     so many tokens of prompts: all, or a part."""
+    loop = looped(name)
     ends = [loop.texts[2][6]]
     rows = answer_rows(loop.prompts, loop.texts)
     monkeypatch.setattr(hf, "max_logit_tokens", lambda model: tokens)
@@ -166,7 +167,7 @@ def test_loop_writes_what_transformers_does_whatever_answers_are_read(
     written = [ended(text.tokens, ends) for text in texts]
     assert written == [ended(text, ends) for text in loop.texts]
     # whose caches cannot forget a token
-    read = tokens > 80 and loop.name not in ("qwen3_next", "minimax")
+    read = tokens > 80 and name not in ("qwen3_next", "minimax")
     assert (sizes[0][0] < len(loop.prompts)) == (read and pass_tokens == 70)
     assert [text.likelihood is not None for text in texts] == [bool(row and read) for row in rows]
     assert not warnings

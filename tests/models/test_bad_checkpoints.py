@@ -288,20 +288,6 @@ def test_fields_that_transformers_cannot_read_are_read(
     assert torch.equal(tiny.logits(load_model(settings(folder))[0]), expected)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"dtype": "bf16"}, "dtype=bf16"),
-        ({"model_type": None}, "model_type"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters.*factor"),
-        ({"num_experts": "8"}, "num_experts"),
-    ],
-)
-def test_damaged_fields_are_named(fields: dict[str, Any], message: str, folder: Path) -> None:
-    reconfigure(folder, **fields)
-    refused(lambda: load_model(settings(folder)), message)
-
-
 def test_kernels_for_eight_bits_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import choices
 import naive
@@ -375,56 +375,31 @@ def test_experts_are_found_in_a_module_without_configuration() -> None:
     assert len(moe_layers(layers)) == len(layers)
 
 
-class LowerTopK(NamedTuple):
-    """A model, and one of the same weights that was built with a lower number of experts a
-    token."""
-
-    name: str
-    model: Any
-    built: Any
-    top_k: int
-
-
-@pytest.fixture(params=[name for name in tiny.ARCHITECTURES if name != "phimoe"])
-def lower_top_k(request: pytest.FixtureRequest) -> LowerTopK:
-    model = tiny.build(request.param)
-    top_k = routed_layers(model)[0].top_k - 1
-    fields = tiny.ARCHITECTURES[request.param].keys() & set(TOP_K_FIELDS)
-    built = tiny.build(request.param, **dict.fromkeys(fields, top_k))
-    if routed_layers(built)[0].top_k != top_k:
-        pytest.skip("its number is not among the settings of the tiny model")
-    built.load_state_dict(model.state_dict())
-    return LowerTopK(request.param, model, built, top_k)
-
-
 def test_top_k_override_of_a_router_for_two_experts_is_refused() -> None:
     with pytest.raises(UserError, match=r"model\.top_k=1: .* made for 2"):
         set_top_k(tiny.build("phimoe"), 1)
 
 
 @torch.no_grad()
-def test_top_k_override_equals_a_model_built_so(lower_top_k: LowerTopK) -> None:
-    _, model, built, top_k = lower_top_k
-    ids = tiny.tokens()
-    original = model(ids).logits
+@pytest.mark.parametrize("name", [name for name in tiny.ARCHITECTURES if name != "phimoe"])
+def test_top_k_override_equals_a_model_built_so(name: str) -> None:
+    """Also masked, pruned and without weights."""
+    model = tiny.build(name)
+    top_k = routed_layers(model)[0].top_k - 1
+    fields = tiny.ARCHITECTURES[name].keys() & set(TOP_K_FIELDS)
+    built = tiny.build(name, **dict.fromkeys(fields, top_k))
+    if routed_layers(built)[0].top_k != top_k:
+        pytest.skip("its number is not among the settings of the tiny model")
+    built.load_state_dict(model.state_dict())
+    original = tiny.logits(model)
     set_top_k(model, top_k)
-    assert torch.equal(model(ids).logits, built(ids).logits)
-    assert not torch.allclose(original, model(ids).logits), "another number is another function"
-
-
-@torch.no_grad()
-def test_masks_and_pruned_models_have_the_top_k_override(lower_top_k: LowerTopK) -> None:
-    _, model, _, top_k = lower_top_k
-    set_top_k(model, top_k)
+    assert torch.equal(tiny.logits(model), tiny.logits(built))
+    assert not torch.allclose(original, tiny.logits(model)), "another number is another function"
     plan = tiny.plan(model, 0.25)
     with mask(model, plan):
         masked = tiny.logits(model)
     assert torch.equal(masked, tiny.logits(prune(model, plan)))
-
-
-def test_top_k_override_needs_no_weights(lower_top_k: LowerTopK) -> None:
-    name, _, _, top_k = lower_top_k
-    empty = tiny.build(name).to("meta")
+    empty = model.to("meta")
     set_top_k(empty, top_k - 1 or 1)
     assert {layer.top_k for layer in routed_layers(empty)} == {top_k - 1 or 1}
 
