@@ -85,29 +85,67 @@ _NUMPY_KINDS = "biufcUSmM"
 """Kinds of numpy's types whose values are bytes: numbers, texts and times."""
 
 
+def _decode_ratio(pair: list[str]) -> Fraction:
+    numerator, denominator = (int(part, 16) for part in pair)
+    return Fraction(numerator, denominator)
+
+
+def _decode_subclass(content: Any) -> Any:
+    base_value = decode(content)
+    return _SUBCLASSES[type(base_value)](base_value)
+
+
 class _Form(NamedTuple):
     """How values of a type are written as JSON and read again."""
 
+    kind: str
+    """The name of a type whose values are rebuilt, or another word."""
     to_json: Callable[[Any], Any]
-    """Uses methods of the base type, because a subclass may have overridden them."""
+    """Uses methods of the type, because a subclass may have overridden them."""
     from_json: Callable[[Any], Any]
 
 
 _FORMS: dict[type, _Form] = {
-    int: _Form(lambda value: hex(int.__index__(value)), lambda text: int(text, 16)),
-    float: _Form(float.__float__, float),
-    complex: _Form(lambda value: [value.real, value.imag], lambda pair: complex(*pair)),
-    str: _Form(str.__str__, str),
-    bytes: _Form(bytes.hex, bytes.fromhex),
-    list: _Form(_encode_items, _decode_items),
-    tuple: _Form(_encode_items, lambda items: tuple(_decode_items(items))),
-    set: _Form(_encode_items, lambda items: set(_decode_items(items))),
-    frozenset: _Form(_encode_items, lambda items: frozenset(_decode_items(items))),
-    dict: _Form(lambda value: _encode_pairs(dict.items(value)), _decode_pairs),
+    int: _Form("int", lambda value: hex(int.__index__(value)), lambda text: int(text, 16)),
+    float: _Form("float", float.__float__, float),
+    complex: _Form("complex", lambda value: [value.real, value.imag], lambda pair: complex(*pair)),
+    str: _Form("str", str.__str__, str),
+    bytes: _Form("bytes", bytes.hex, bytes.fromhex),
+    bytearray: _Form("bytearray", bytearray.hex, bytearray.fromhex),
+    list: _Form("list", _encode_items, _decode_items),
+    tuple: _Form("tuple", _encode_items, lambda items: tuple(_decode_items(items))),
+    set: _Form("set", _encode_items, lambda items: set(_decode_items(items))),
+    frozenset: _Form("frozenset", _encode_items, lambda items: frozenset(_decode_items(items))),
+    dict: _Form("dict", lambda value: _encode_pairs(dict.items(value)), _decode_pairs),
+    numbers.Rational: _Form(
+        "ratio", lambda value: [hex(value.numerator), hex(value.denominator)], _decode_ratio
+    ),
+    Decimal: _Form("decimal", Decimal.__str__, Decimal),
+    AbstractSet: _Form(
+        "like",
+        lambda value: {"kind": "set", "value": _encode_items(islice(value, HUGE))},
+        _decode_subclass,
+    ),
+    Mapping: _Form(
+        "mapping",
+        lambda value: _encode_pairs(islice(value.items(), HUGE)),
+        lambda pairs: MappingProxyType(_decode_pairs(pairs)),
+    ),
+    Iterable: _Form(
+        "stream",
+        lambda value: _encode_items(islice(value, HUGE)),
+        lambda items: Stream(_decode_items(items)),
+    ),
+    object: _Form("opaque", lambda _: None, lambda _: Opaque()),
 }
+"""Type -> form of its values. The first type of which a value is an instance counts."""
 # Base type -> class of decoded instances of its subclasses, such as a Counter or a named tuple:
 # these equal the plain value, but have another type.
-_SUBCLASSES = {base: type(f"Subclass_{base.__name__}", (base,), {}) for base in _FORMS}
+_SUBCLASSES = {
+    base: type(f"Subclass_{form.kind}", (base,), {})
+    for base, form in _FORMS.items()
+    if form.kind == base.__name__
+}
 
 
 def encode_result(value: Any, parts: int = HUGE) -> Any:
@@ -230,38 +268,14 @@ def encode(value: Any) -> Any:
         return _encode_items(value)
     if kind is int and value.bit_length() <= _SHORT_BITS:
         return value
-    if kind in _FORMS:
-        return {"kind": kind.__name__, "value": _FORMS[kind].to_json(value)}
     if _is_numpy(value) and value.dtype.kind in _NUMPY_KINDS:
         content = b64encode(value.tobytes()).decode()
         return {"kind": "numpy", "value": [value.dtype.str, list(value.shape), content]}
-    for base in _FORMS:
-        if isinstance(value, base):
-            return _encode_subclass(base, value)
-    return _encode_other(value)
-
-
-def _encode_subclass(base: type, value: Any) -> Any:
-    """Encode `value`, which equals a value of the type `base` but has another type."""
-    content = {"kind": base.__name__, "value": _FORMS[base].to_json(value)}
-    return {"kind": "like", "value": content}
-
-
-def _encode_other(value: Any) -> Any:
-    """Encode a value whose type is not derived from a type in `_FORMS`."""
-    if isinstance(value, numbers.Rational):
-        return {"kind": "ratio", "value": [hex(value.numerator), hex(value.denominator)]}
-    if isinstance(value, Decimal):
-        return {"kind": "decimal", "value": Decimal.__str__(value)}
-    if isinstance(value, bytearray):
-        return _encode_subclass(bytes, bytes(value))
-    if isinstance(value, AbstractSet):
-        return _encode_subclass(set, islice(value, HUGE))
-    if isinstance(value, Mapping):
-        return {"kind": "mapping", "value": _encode_pairs(islice(value.items(), HUGE))}
-    if isinstance(value, Iterable):
-        return {"kind": "stream", "value": _encode_items(islice(value, HUGE))}
-    return {"kind": "opaque", "value": None}
+    base = kind if kind in _FORMS else next(base for base in _FORMS if isinstance(value, base))
+    form = _FORMS[base]
+    encoded = {"kind": form.kind, "value": form.to_json(value)}
+    is_subclass = base is not kind and base in _SUBCLASSES
+    return {"kind": "like", "value": encoded} if is_subclass else encoded
 
 
 def decode(encoded: Any) -> Any:
@@ -277,16 +291,6 @@ def decode(encoded: Any) -> Any:
     return _DECODERS[encoded["kind"]](encoded["value"])
 
 
-def _decode_ratio(pair: list[str]) -> Fraction:
-    numerator, denominator = (int(part, 16) for part in pair)
-    return Fraction(numerator, denominator)
-
-
-def _decode_subclass(content: Any) -> Any:
-    base_value = decode(content)
-    return _SUBCLASSES[type(base_value)](base_value)
-
-
 def _decode_numpy(dtype: str, shape: list[int], content: str) -> Any:
     """A number of numpy, if the shape is (), or an array."""
     import numpy
@@ -298,16 +302,10 @@ def _decode_numpy(dtype: str, shape: list[int], content: str) -> Any:
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
-    "opaque": lambda _: Opaque(),
     "huge": lambda digest: Huge(str(digest)),
-    "stream": lambda items: Stream(_decode_items(items)),
-    "ratio": _decode_ratio,
-    "decimal": Decimal,
-    "mapping": lambda pairs: MappingProxyType(_decode_pairs(pairs)),
     "floats": lambda content: array("d", b64decode(content)).tolist(),
     "numpy": lambda value: _decode_numpy(*value),
-    "like": _decode_subclass,
-    **{base.__name__: form.from_json for base, form in _FORMS.items()},
+    **{form.kind: form.from_json for form in _FORMS.values()},
 }
 """Kind of an encoded value -> function that decodes its content."""
 
