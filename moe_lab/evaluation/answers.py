@@ -6,11 +6,13 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from itertools import chain, pairwise
 from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
 
 from moe_lab import progress
 from moe_lab.calibration.documents import TEMPLATE_ARGUMENTS, Tools, render, render_whole
@@ -23,6 +25,7 @@ from moe_lab.evaluation.engines import (
     GenerationSettings,
     Prompt,
     Row,
+    Tokens,
     appended_tokens,
     check_finite,
     encode,
@@ -54,6 +57,7 @@ _EXCERPT = 40
 """Characters of a question that an error quotes."""
 
 _T = TypeVar("_T")
+_Result = TypeVar("_Result", GeneratedText, Likelihood)
 
 
 @dataclass
@@ -63,13 +67,15 @@ class _Query:
     request: Request
     prompt: str
     """The prompt, context or document as the model reads it."""
-    tokens: tuple[int, ...] = ()
+    tokens: Tokens = ()
     """Tokens of the prompt or document; () for a Pair, whose row has its tokens."""
     rows: list[Row] = field(default_factory=list)
     """Rows to score: the reference after the prompt, the continuation after the context, or the
     windows of the document."""
     reference_bytes: int = 0
     """Bytes of the reference's scored tokens."""
+    prompts: list[Prompt] = field(default_factory=list)
+    """A prompt for each text to generate; [] for a prompt that is too long, or without a text."""
 
 
 def collect_answers(
@@ -88,79 +94,19 @@ def collect_answers(
     questions = [_Questions(engine, benchmark, items) for benchmark, items in items_of]
     first_benchmark, _ = items_of[0]
     batch_size = first_benchmark.batch_size
-    prompts = list(chain.from_iterable(asked.prompts.values() for asked in questions))
-    texts = _generate(engine, prompts, batch_size, cache)
+    queries = [query for asked in questions for query in asked.queries]
+    texts = _generate(
+        engine, {*chain.from_iterable(query.prompts for query in queries)}, batch_size, cache
+    )
     # an engine may score the right answer while it generates a text
     likelihoods = {
         prompt.answer: text.likelihood
         for prompt, text in texts.items()
         if prompt.answer and text.likelihood
     }
-    rows = {row for asked in questions for row in asked.rows if row not in likelihoods}
+    rows = {*chain.from_iterable(query.rows for query in queries)} - likelihoods.keys()
     likelihoods |= _score(engine, rows, batch_size, cache)
-    return [asked.answers(texts, likelihoods) for asked in questions]
-
-
-class _Questions:
-    """The items of a benchmark as queries and prompts for an engine."""
-
-    def __init__(self, engine: Engine, benchmark: BenchmarkConfig, items: Sequence[Item]) -> None:
-        self.items = items
-        self.sampling = resolved_sampling(engine, benchmark)
-        self.encoder = _Encoder(engine, benchmark)
-        self.queries = [self.encoder.query(request) for item in items for request in item.requests]
-        self.encoder.check_pairs(self.queries)
-        self.prompts = self._prompts()
-        """(index of a query, number of the answer) -> prompt."""
-
-    def _prompts(self) -> dict[tuple[int, int], Prompt]:
-        """Compute `prompts`: one for each answer to a query whose request is a `Text`."""
-        sampling = self.sampling
-        names = [
-            f"{item.name} {number}" for item in self.items for number in range(len(item.requests))
-        ]
-        prompts = {}
-        for index, prompt in self.encoder.prompts(self.queries, sampling).items():
-            for sample in range(sampling.samples):  # one sample if texts are greedy
-                if sampling.temperature:
-                    seed = _text_seed(sampling.seed, names[index], sample)
-                    # the likelihood of a right answer is computed only with a greedy text
-                    prompt = replace(prompt, answer=None, seed=seed)
-                prompts[index, sample] = prompt
-        return prompts
-
-    @property
-    def rows(self) -> Iterator[Row]:
-        """The rows whose likelihoods the answers need."""
-        return chain.from_iterable(query.rows for query in self.queries)
-
-    def answers(
-        self, texts: Mapping[Prompt, GeneratedText], likelihoods: Mapping[Row, Likelihood]
-    ) -> list[Answer]:
-        """The answers to the items."""
-        answers = []
-        start = 0  # index of the item's first query
-        for item in self.items:
-            indices = range(start, start + len(item.requests))
-            is_generated = any(isinstance(request, Text) for request in item.requests)
-            is_sampled = is_generated and bool(self.sampling.temperature)
-            for sample in range(self.sampling.samples if is_sampled else 1):
-                replies = []
-                for index in indices:
-                    prompt = self.prompts.get((index, sample))
-                    text = texts[prompt] if prompt else None
-                    replies.append(self.encoder.reply(self.queries[index], text, likelihoods))
-                answers.append(
-                    Answer(
-                        item.name,
-                        self.queries[start].prompt,
-                        tuple(replies),
-                        sample,
-                        asdict(self.sampling) if is_sampled else None,
-                    )
-                )
-            start += len(item.requests)
-        return answers
+    return [list(asked.answers(texts, likelihoods)) for asked in questions]
 
 
 # Sampling.
@@ -200,12 +146,6 @@ def thinks(engine: Engine) -> bool:
     return marks.are_in(render([question, message], arguments, tokenizer))
 
 
-def _text_seed(seed: int, name: str, sample: int) -> int:
-    """Seed of the random numbers of a text. `name`: unique name of its request."""
-    digest = hashlib.sha256(json.dumps([seed, name, sample]).encode()).digest()
-    return int.from_bytes(digest[:8]) >> 1  # the engines take signed numbers of 64 bits
-
-
 # Requests as the engine gets them.
 
 
@@ -236,13 +176,15 @@ def render_prompt(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
     )
 
 
-class _Encoder:
-    """Turns the requests of a benchmark into queries and prompts for an engine."""
+class _Questions:
+    """The items of a benchmark as queries for an engine."""
 
-    def __init__(self, engine: Engine, benchmark: BenchmarkConfig) -> None:
+    def __init__(self, engine: Engine, benchmark: BenchmarkConfig, items: Sequence[Item]) -> None:
         self.engine = engine
         self.benchmark = benchmark
+        self.items = items
         self.name = f"benchmark {benchmark.name}"
+        self.sampling = resolved_sampling(engine, benchmark)
         self.marks = ThoughtMarks.of(engine.tokenizer)
         limits = filter(None, (engine.max_length, benchmark.max_length))
         self.max_length: int | None = min(limits, default=None)
@@ -267,8 +209,15 @@ class _Encoder:
                 "text: prompts, answers and documents are evaluated without it",
                 stacklevel=2,
             )
+        self.queries_of_items = [
+            [self._query(request) for request in item.requests] for item in items
+        ]
+        """For each item, a query for each of its requests."""
+        self.queries = list(chain.from_iterable(self.queries_of_items))
+        self._check_pairs()
+        self._add_prompts()
 
-    def query(self, request: Request) -> _Query:
+    def _query(self, request: Request) -> _Query:
         """The query of a request."""
         if isinstance(request, Document):
             tokens = self._tokens(request.text)
@@ -286,7 +235,7 @@ class _Encoder:
             self._add_reference(query, request.reference)
         return query
 
-    def _tokens(self, text: str) -> tuple[int, ...]:
+    def _tokens(self, text: str) -> Tokens:
         """Token ids of `text`, with the tokenizer's leading special tokens. Appended tokens are
         dropped, because the model must continue the text."""
         # the text has its leading special tokens already
@@ -332,9 +281,9 @@ class _Encoder:
             )
         return Row(tokens, start)
 
-    def check_pairs(self, queries: Sequence[_Query]) -> None:
+    def _check_pairs(self) -> None:
         """Raise UserError if the row of a context and its continuation is too long."""
-        rows = [query.rows[0] for query in queries if isinstance(query.request, Pair)]
+        rows = [query.rows[0] for query in self.queries if isinstance(query.request, Pair)]
         longest = max((len(row.tokens) for row in rows), default=0)
         # one more, because the model does not read the last token of a row
         if self.max_length is not None and longest > self.max_length + 1:
@@ -367,25 +316,32 @@ class _Encoder:
             )
         return rows
 
-    def prompts(self, queries: Sequence[_Query], sampling: Sampling) -> dict[int, Prompt]:
-        """Index of a query -> its prompt, for the queries whose request is a `Text`.
+    def _add_prompts(self) -> None:
+        """Set the prompts of the queries whose request is a `Text`.
 
         UserError for a prompt that does not fit into `max_length` together with its answer. If its
-        request has `skip_long`, and another prompt fits, the prompt is left out instead.
+        request has `skip_long`, and another prompt fits, the query gets no prompt instead.
         """
-        prompts: dict[int, Prompt] = {}
         # (tokens of the prompt, request) of prompts that do not fit
         long_prompts: list[tuple[int, Text]] = []
-        for index, query in enumerate(queries):
-            if isinstance(query.request, Text):
-                settings = self._generation_settings(query.request, sampling)
+        for item, queries in zip(self.items, self.queries_of_items, strict=True):
+            for number, query in enumerate(queries):
+                if not isinstance(query.request, Text):
+                    continue
+                settings = self._generation_settings(query.request)
                 length = len(query.tokens)
-                if self.max_length is None or length + settings.max_tokens <= self.max_length:
-                    answer = query.rows[0] if query.rows else None
-                    prompts[index] = Prompt(query.prompt, query.tokens, settings, answer)
-                else:
+                if self.max_length is not None and length + settings.max_tokens > self.max_length:
                     long_prompts.append((length, query.request))
-        if prompts:
+                    continue
+                prompt = Prompt(query.prompt, query.tokens, settings)
+                if self.sampling.temperature:
+                    query.prompts = [
+                        replace(prompt, seed=self._text_seed(f"{item.name} {number}", sample))
+                        for sample in range(self.sampling.samples)
+                    ]
+                else:  # the likelihood of a right answer is computed with a greedy text
+                    query.prompts = [replace(prompt, answer=next(iter(query.rows), None))]
+        if any(query.prompts for query in self.queries):
             long_prompts = [entry for entry in long_prompts if not entry[1].skip_long]
         if self.max_length is not None and long_prompts:
             length, request = max(long_prompts, key=lambda entry: entry[0] + entry[1].max_tokens)
@@ -399,9 +355,8 @@ class _Encoder:
                 f" {'model' if self.max_length == self.engine.max_length else 'benchmark'}'s "
                 f"{self.max_length} tokens: {hint}"
             )
-        return prompts
 
-    def _generation_settings(self, request: Text, sampling: Sampling) -> GenerationSettings:
+    def _generation_settings(self, request: Text) -> GenerationSettings:
         """How the text of a request is generated."""
         return GenerationSettings(
             request.max_tokens + self.thinking_tokens,
@@ -409,10 +364,30 @@ class _Encoder:
             () if self.may_think else request.stop,
             self.benchmark.chat,
             self.kept_tokens(request.stop),
-            sampling,
+            self.sampling,
         )
 
-    def reply(
+    def _text_seed(self, name: str, sample: int) -> int:
+        """Seed of the random numbers of a text. `name`: unique name of its request."""
+        digest = hashlib.sha256(json.dumps([self.sampling.seed, name, sample]).encode()).digest()
+        return int.from_bytes(digest[:8]) >> 1  # the engines take signed numbers of 64 bits
+
+    def answers(
+        self, texts: Mapping[Prompt, GeneratedText], likelihoods: Mapping[Row, Likelihood]
+    ) -> Iterator[Answer]:
+        """Yield the answers to the items."""
+        for item, queries in zip(self.items, self.queries_of_items, strict=True):
+            is_generated = any(isinstance(request, Text) for request in item.requests)
+            is_sampled = is_generated and bool(self.sampling.temperature)
+            for sample in range(self.sampling.samples if is_sampled else 1):
+                replies = []
+                for query in queries:
+                    text = texts[query.prompts[sample]] if query.prompts else None
+                    replies.append(self._reply(query, text, likelihoods))
+                sampling = asdict(self.sampling) if is_sampled else None
+                yield Answer(item.name, queries[0].prompt, tuple(replies), sample, sampling)
+
+    def _reply(
         self, query: _Query, text: GeneratedText | None, likelihoods: Mapping[Row, Likelihood]
     ) -> Reply:
         """The reply to the request of `query`. `text`: the generated text; None for a request other
@@ -476,68 +451,64 @@ def _rolling_windows(tokens: Sequence[int], length: int) -> list[Row]:
 
 
 def _generate(
-    engine: Engine, prompts: Sequence[Prompt], batch_size: int, cache: ResultCache
+    engine: Engine, prompts: Set[Prompt], batch_size: int, cache: ResultCache
 ) -> dict[Prompt, GeneratedText]:
     """Prompt -> the text that is generated after it."""
-    texts: dict[Prompt, GeneratedText] = {}
-    # a total order, so that batches do not depend on the order of the benchmarks
-    ordered_prompts = sorted(
-        set(prompts), key=lambda prompt: (-len(prompt.tokens), prompt.tokens, repr(prompt))
-    )
-    for batch in _slices(ordered_prompts, batch_size * engine.batches):
-        progress.update(len(texts), len(ordered_prompts), "requests")
-        batch_texts = _generate_batch(engine, batch, batch_size, cache)
-        texts |= zip(batch, batch_texts, strict=True)
-    return texts
 
-
-def _generate_batch(
-    engine: Engine, batch: Sequence[Prompt], batch_size: int, cache: ResultCache
-) -> list[GeneratedText]:
-    """The generated text after each prompt, from the cache or else from the engine."""
-
-    def compute() -> list[Any]:
+    def compute(batch: Sequence[Prompt]) -> list[Any]:
         texts = engine.generate(batch, batch_size)
         for text in texts:
             if text.likelihood:
                 check_finite(text.likelihood.nats, "log-likelihood")
         return [asdict(text) for text in texts]
 
-    results = cache.result(["texts", *map(repr, batch)], compute)
-    texts = []
-    for fields in results:
-        likelihood = fields["likelihood"] and Likelihood(**fields["likelihood"])
-        texts.append(GeneratedText(**{**fields, "likelihood": likelihood}))
-    return texts
+    # a total order, so that batches do not depend on the order of the benchmarks
+    ordered_prompts = sorted(
+        prompts, key=lambda prompt: (-len(prompt.tokens), prompt.tokens, repr(prompt))
+    )
+    size = batch_size * engine.batches
+    return _results(GeneratedText, ordered_prompts, size, compute, cache)
 
 
 def _score(
     engine: Engine, rows: Set[Row], batch_size: int, cache: ResultCache
 ) -> dict[Row, Likelihood]:
-    """Row -> likelihood of the row, from the cache or else from the engine."""
-    likelihoods: dict[Row, Likelihood] = {}
-    for batch in _slices(_sorted_by_question(rows), batch_size * BATCHES_PER_CALL):
-        progress.update(len(likelihoods), len(rows), "requests")
-        key = ["likelihoods", batch_size, [[row.start, *row.tokens] for row in batch]]
-        results = cache.result(key, partial(_finite_scores, engine, batch, batch_size))
-        for row, fields in zip(batch, results, strict=True):
-            likelihoods[row] = Likelihood(**fields)
-    return likelihoods
+    """Row -> likelihood of the row."""
+
+    def compute(batch: Sequence[Row]) -> list[Any]:
+        likelihoods = engine.score(batch, batch_size)
+        for likelihood in likelihoods:
+            check_finite(likelihood.nats + likelihood.divergence, "log-likelihood")
+        return [asdict(likelihood) for likelihood in likelihoods]
+
+    size = batch_size * BATCHES_PER_CALL
+    return _results(Likelihood, _sorted_by_question(rows), size, compute, cache)
 
 
-def _finite_scores(engine: Engine, rows: Sequence[Row], batch_size: int) -> list[Any]:
-    """The engine's likelihood of each row, as JSON."""
-    likelihoods = engine.score(rows, batch_size)
-    for likelihood in likelihoods:
-        check_finite(likelihood.nats + likelihood.divergence, "log-likelihood")
-    return [asdict(likelihood) for likelihood in likelihoods]
+def _results(
+    kind: type[_Result],
+    requests: Sequence[_T],
+    size: int,
+    compute: Callable[[Sequence[_T]], list[Any]],
+    cache: ResultCache,
+) -> dict[_T, _Result]:
+    """Request -> its result of the class `kind`. The results of a batch of `size` requests come
+    from the cache, or else, as JSON, from `compute`."""
+    adapter = TypeAdapter(list[kind])  # type: ignore[valid-type]
+    results: dict[_T, _Result] = {}
+    for start in range(0, len(requests), size):
+        progress.update(start, len(requests), "requests")
+        batch: Sequence[_T] = requests[start : start + size]
+        content = cache.result([*map(repr, batch)], partial(compute, batch))
+        results |= zip(batch, adapter.validate_python(content), strict=True)
+    return results
 
 
 def _sorted_by_question(rows: Iterable[Row]) -> list[Row]:
     """The rows sorted by question, so that rows with the same question get into the same batch. The
     question of a row is the tokens before `row.start`."""
     # question -> number of tokens of its longest row
-    lengths: dict[tuple[int, ...], int] = {}
+    lengths: dict[Tokens, int] = {}
     for row in rows:
         question = row.tokens[: row.start]
         lengths[question] = max(lengths.get(question, 0), len(row.tokens))
@@ -545,8 +516,3 @@ def _sorted_by_question(rows: Iterable[Row]) -> list[Row]:
         rows,
         key=lambda row: (-lengths[row.tokens[: row.start]], row.tokens[: row.start], row.tokens),
     )
-
-
-def _slices(values: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
-    for start in range(0, len(values), size):
-        yield values[start : start + size]

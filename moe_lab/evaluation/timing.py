@@ -64,18 +64,13 @@ def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tu
 def _time_request(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
     """Generate tokens after the prompts `ids` (B, S). Returns (seconds until all prompts have their
     first new token, seconds for the `new_tokens` tokens after the first new token)."""
-    start = _now(model.device)
-    output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-    chosen_tokens = output.logits[:, -1:].argmax(-1)
-    first_token_time = _now(model.device)
-    for _ in range(new_tokens):
-        output = model(
-            input_ids=chosen_tokens,
-            **{CACHE: output[CACHE]},
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        chosen_tokens = output.logits[:, -1:].argmax(-1)
+    start = first_token_time = _now(model.device)
+    inputs = {"input_ids": ids}
+    for number in range(new_tokens + 1):
+        output = model(**inputs, use_cache=True, logits_to_keep=1)
+        inputs = {"input_ids": output.logits[:, -1:].argmax(-1), CACHE: output[CACHE]}
+        if number == 0:
+            first_token_time = _now(model.device)
     return first_token_time - start, _now(model.device) - first_token_time
 
 

@@ -29,6 +29,10 @@ EFFECT = 1e-3
 REPEAT_TOLERANCE = 1e-4
 """Largest change of a log-probability of the text when it is computed again without a mask."""
 
+RetainedExperts = Sequence[tuple[int, Sequence[int]]]
+"""Pairs (layer, ids of the experts that the layer retains). Layers without a pair retain all
+experts."""
+
 
 class Engine:
     """A vLLM engine that holds one checkpoint."""
@@ -62,10 +66,9 @@ class Engine:
             "dtype": str(config.dtype),
         }
 
-    def set_plan(self, retained_experts: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Mask the experts that a plan drops. `retained_experts`: pairs (layer, ids of the experts
-        that the layer retains). Layers without a pair retain all experts. ValueError if masks have
-        no effect on this engine, and for experts that the model does not have."""
+    def set_plan(self, retained_experts: RetainedExperts) -> None:
+        """Mask the experts that a plan drops. ValueError if masks have no effect on this engine,
+        and for experts that the model does not have."""
         if retained_experts and not self.masks_take_effect:
             self._prove_masks()
         # layer -> number of experts
@@ -78,7 +81,7 @@ class Engine:
                 )
         self._mask(retained_experts)
 
-    def _mask(self, retained_experts: Sequence[tuple[int, Sequence[int]]]) -> None:
+    def _mask(self, retained_experts: RetainedExperts) -> None:
         """Mask experts as `Engine.set_plan`, without its checks."""
         self._call_workers("set_plan", retained_experts)  # PlanWorker.set_plan
         # the cached values were computed with the earlier mask
@@ -205,7 +208,7 @@ class Engine:
         self.masks_take_effect = True
 
     def _log_probabilities(
-        self, tokens: list[int], retained_experts: list[tuple[int, list[int]]]
+        self, tokens: list[int], retained_experts: RetainedExperts
     ) -> list[float]:
         """Log-probability in nats of each of the `tokens` except the first. The mask of
         `retained_experts` stays."""

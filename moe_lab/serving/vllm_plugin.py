@@ -60,6 +60,8 @@ EXPERT = re.compile(r"\b(?<!mtp\.)layers\.(\d+)\..*\bexperts\.(\d+)\.(.+)$")
 predict further tokens are numbered by themselves if their names have mtp."""
 
 Layers = Mapping[int, Mapping[str, Any]]
+ExpertsOfTensor = dict[tuple[int, str], set[int]]
+"""(layer, name of a tensor in an expert) -> ids of the experts that have this tensor."""
 
 
 def register() -> None:
@@ -214,8 +216,7 @@ def _uneven_class(name: str) -> type:
                 )
 
     def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        # (layer, name of a tensor in an expert) -> ids of the experts that have this tensor
-        experts: dict[tuple[int, str], set[int]] = defaultdict(set)
+        experts: ExpertsOfTensor = defaultdict(set)
         # _record_experts fills `experts` while vLLM reads the weights
         names_of_weights = vllm_class.load_weights(self, _record_experts(weights, experts))
         _check_files(self.moe_lab_counts, experts)
@@ -281,10 +282,9 @@ def routers(model: torch.nn.Module) -> Iterator[tuple[int, Any]]:
 
 
 def _record_experts(
-    weights: Iterable[tuple[str, torch.Tensor]], experts: dict[tuple[int, str], set[int]]
+    weights: Iterable[tuple[str, torch.Tensor]], experts: ExpertsOfTensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield `weights` unchanged. Adds to `experts`: (layer, name of a tensor in an expert) -> ids
-    of the experts that have this tensor."""
+    """Yield `weights` unchanged, and add their experts to `experts`."""
     for name, tensor in weights:
         if match := EXPERT.search(name):
             layer, expert, name_in_expert = match.groups()
@@ -292,7 +292,7 @@ def _record_experts(
         yield name, tensor
 
 
-def _check_files(counts: Mapping[int, int], experts: Mapping[tuple[int, str], set[int]]) -> None:
+def _check_files(counts: Mapping[int, int], experts: ExpertsOfTensor) -> None:
     """ValueError when the experts in the files are not the experts that vLLM has built. `counts`:
     layer -> number of built experts. `experts`: what `_record_experts` found in the files."""
     for (layer, name), ids in experts.items():

@@ -45,13 +45,16 @@ a line of code."""
 CAUSE_MARK = "root cause"
 """Part of vLLM's messages of errors that another error caused."""
 
+Tokens = tuple[int, ...]
+"""Token ids."""
+
 
 @dataclass(frozen=True)
 class Row:
     """Tokens to score: the row's likelihood is that of all tokens from index `start` on. The last
     token is predicted, not read."""
 
-    tokens: tuple[int, ...]
+    tokens: Tokens
     start: int
     """Index of the first predicted token, at least 1."""
 
@@ -83,7 +86,7 @@ class Prompt:
     """A prompt that a text continues."""
 
     text: str
-    tokens: tuple[int, ...]
+    tokens: Tokens
     generation: GenerationSettings
     answer: Row | None = None
     """A right answer after the prompt. An engine may compute the answer's likelihood in the pass
@@ -165,7 +168,7 @@ def generated_text(
 
 # cached, because all plans of a model get the same questions
 @lru_cache(maxsize=1 << 13)
-def encode(tokenizer: Any, text: str, add_special: bool) -> tuple[int, ...]:
+def encode(tokenizer: Any, text: str, add_special: bool) -> Tokens:
     """Token ids of `text`. `add_special`: whether the tokenizer adds its special tokens."""
     return tuple(tokenizer([text], add_special_tokens=add_special, verbose=False).input_ids[0])
 

@@ -47,6 +47,9 @@ SHRINK = 0.75
 """Complete rows leave the batch once at most this share of its rows is incomplete. The cache
 is copied each time rows leave."""
 
+Inputs = dict[str, Any]
+"""Keyword arguments of a forward pass."""
+
 
 @dataclass(eq=False)
 class LoadedModel(Engine):
@@ -136,6 +139,19 @@ class Batch:
         """Tokens of the longest prompt."""
         return max(len(prompt.tokens) for prompt in self.prompts)
 
+    @cached_property
+    def starts(self) -> list[int]:
+        """Position of the first token of each prompt. All prompts end at the same position."""
+        return [self.longest - len(prompt.tokens) for prompt in self.prompts]
+
+    @cached_property
+    def first_position(self) -> int:
+        """Position from which logits are needed: they predict the token at the next position."""
+        # The first scored token of an answer may be inside the prompt, because white space at the
+        # end of a prompt counts as part of the answer.
+        rows = zip(self.starts, self.answers, strict=True)
+        return min([self.longest, *(start + row.start for start, row in rows if row)]) - 1
+
     def next_tokens(
         self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]
     ) -> tuple[torch.Tensor, list[float]]:
@@ -210,20 +226,18 @@ def generate_tokens(model: Any, batch: Batch) -> list[NewTokens]:
 
 
 def _padded_inputs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and attention mask, both (B, S), of the prompts with their right answers. All
-    prompts end at the same position."""
-    starts = [batch.longest - len(prompt.tokens) for prompt in batch.prompts]
+    """Token ids and attention mask, both (B, S), of the prompts with their right answers."""
     # the tokens of an answer's row begin with the prompt
     rows = [
         answer.tokens if answer else prompt.tokens
         for prompt, answer in zip(batch.prompts, batch.answers, strict=True)
     ]
-    ends = [start + len(row) for start, row in zip(starts, rows, strict=True)]
-    ids = torch.full((len(rows), max(ends)), batch.padding)
+    width = max(start + len(row) for start, row in zip(batch.starts, rows, strict=True))
+    ids = torch.full((len(rows), width), batch.padding)
     attention = torch.zeros_like(ids)
-    for number, (start, end, row) in enumerate(zip(starts, ends, rows, strict=True)):
-        ids[number, start:end] = torch.tensor(row)
-        attention[number, start:end] = 1
+    for number, (start, row) in enumerate(zip(batch.starts, rows, strict=True)):
+        ids[number, start : start + len(row)] = torch.tensor(row)
+        attention[number, start : start + len(row)] = 1
     return ids, attention
 
 
@@ -257,9 +271,8 @@ def _generate(
             return input_ids
         if len(incomplete_rows) <= SHRINK * len(rows):
             # indices in the batch
-            index_of = {row: index for index, row in enumerate(rows)}
             indices = torch.tensor(
-                [index_of[row] for row in incomplete_rows], device=input_ids.device
+                [rows.index(row) for row in incomplete_rows], device=input_ids.device
             )
             inputs[CACHE].reorder_cache(indices)
             # select the same rows of each tensor that has a row for each text
@@ -277,22 +290,25 @@ def _generate(
         output = model(**model_inputs, return_dict=True)
         positions = [len(texts[row].tokens) for row in rows]
         new_tokens, logits = batch.next_tokens(output.logits[:, -1], rows, positions)
-        incomplete = set(incomplete_rows)
         for row, token, logit in zip(rows, new_tokens.tolist(), logits, strict=True):
             # rows of complete texts may still be in the batch
-            if row in incomplete:
+            if row in incomplete_rows:
                 check_finite(logit, "logit")
                 texts[row].tokens.append(token)
         new_token_count = 1
 
 
 def _read_parts(
-    model: Any, ids: torch.Tensor, inputs: dict[str, Any], batch: Batch, texts: list[NewTokens]
-) -> tuple[Any, torch.Tensor, dict[str, Any]]:
+    model: Any, ids: torch.Tensor, inputs: Inputs, batch: Batch, texts: list[NewTokens]
+) -> tuple[Any, torch.Tensor, Inputs]:
     """Do as `_read`, with right answers if they can be removed from the cache. If the batch then
     has more than PASS_TOKENS tokens, it is read in several passes. Each pass reads prompts of
-    similar lengths, which need little padding, and takes little memory."""
-    if not _has_plain_inputs(model, inputs, _token_inputs(ids, inputs)):
+    similar lengths, which need little padding, and takes little memory. A pass that would give too
+    many logits reads no answers."""
+    token_inputs = [
+        name for name, value in inputs.items() if getattr(value, "shape", None) == ids.shape
+    ]
+    if not _has_plain_inputs(model, inputs, token_inputs):
         return _read(model, ids, inputs, batch.without_answers, texts)
     padded_ids, _ = _padded_inputs(batch)
     parts = math.ceil(padded_ids.numel() / PASS_TOKENS)
@@ -301,6 +317,9 @@ def _read_parts(
     for start in range(0, len(ids), rows):
         part = replace(batch, prompts=batch.prompts[start : start + rows])
         part_ids, attention = (tensor.to(ids.device) for tensor in _padded_inputs(part))
+        if attention[:, part.first_position :].numel() > max_logit_tokens(model):
+            part = part.without_answers
+            part_ids, attention = part_ids[:, : part.longest], attention[:, : part.longest]
         part_inputs = {**inputs, **_masking(attention)}
         part_inputs[CACHE] = deepcopy(inputs[CACHE])  # an empty cache
         part_texts: list[NewTokens] = []
@@ -321,10 +340,12 @@ def _joined(tensors: Sequence[torch.Tensor], dim: int = -1, padding: int = 0) ->
     """The rows of all `tensors`, with `padding` before the shorter ones in dimension `dim`."""
     width = max(tensor.shape[dim] for tensor in tensors)
     later_dims = [0, 0] * (-1 - dim)  # `pad` takes numbers of entries from the last dimension on
-    padded = []
-    for tensor in tensors:
-        padded.append(pad(tensor, [*later_dims, width - tensor.shape[dim], 0], value=padding))
-    return torch.cat(padded)
+    return torch.cat(
+        [
+            pad(tensor, [*later_dims, width - tensor.shape[dim], 0], value=padding)
+            for tensor in tensors
+        ]
+    )
 
 
 def _masking(attention: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -333,67 +354,40 @@ def _masking(attention: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"attention_mask": attention, "position_ids": positions}
 
 
-def _token_inputs(ids: torch.Tensor, inputs: Mapping[str, Any]) -> list[str]:
-    """Names of the `inputs` with one value per token."""
-    return [name for name, value in inputs.items() if getattr(value, "shape", None) == ids.shape]
-
-
 def _read(
-    model: Any, ids: torch.Tensor, inputs: dict[str, Any], batch: Batch, texts: list[NewTokens]
-) -> tuple[Any, torch.Tensor, dict[str, Any]]:
-    """Read the prompts, and append the beginning of each text to `texts`. `ids`: token ids of the
-    prompts with right answers. `inputs`: the other arguments of the forward pass.
+    model: Any, ids: torch.Tensor, inputs: Inputs, batch: Batch, texts: list[NewTokens]
+) -> tuple[Any, torch.Tensor, Inputs]:
+    """Read the prompts with their right answers, and append the beginning of each text to `texts`.
+    `ids`: token ids of the prompts and answers. `inputs`: the other arguments of the forward pass.
 
     Returns the model's output, and `ids` and `inputs` cut to the positions that are in the cache.
     The cache then has the prompts, and each text without its last token.
     """
-    token_inputs = _token_inputs(ids, inputs)
-    answers = batch.answers
-    longest = batch.longest
-    # Position of the first scored token of each answer. The position may be inside the prompt,
-    # because white space at the end of a prompt counts as part of the answer.
-    starts = [
-        longest - (len(prompt.tokens) - row.start)
-        for prompt, row in zip(batch.prompts, answers, strict=True)
-        if row
-    ]
-    # logits are needed from this position on: they predict the token at the next position
-    first_position = min([longest, *starts]) - 1
-    logit_count = len(ids) * (ids.shape[1] - first_position)
-    if not starts or logit_count > max_logit_tokens(model):
-        answers = [None] * len(ids)
-        first_position = longest - 1
-    width = ids.shape[1] if any(answers) else longest
-    ids = ids[:, :width]
-    inputs = inputs | {name: inputs[name][:, :width] for name in token_inputs}
-    if any(answers):
-        inputs["logits_to_keep"] = width - first_position
+    logit_count = ids.shape[1] - batch.first_position  # of each row
+    has_answers = any(batch.answers)
+    if has_answers:
+        inputs = {**inputs, "logits_to_keep": logit_count}
     model_inputs = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)
     output = model(**model_inputs, return_dict=True)
-    # row 0 of `logits` is at `first_position`, whether or not the model computes earlier logits
-    all_logits = output.logits[:, first_position - width :]
+    # the models compute at least these logits
+    logits = output.logits[:, -logit_count:]
     scored: dict[int, Prediction] = {}  # index of a row -> its answer
-    for row, (prompt, answer, logits) in enumerate(
-        zip(batch.prompts, answers, all_logits, strict=True)
-    ):
-        text = _beginning(batch, row, answer, logits[longest - 1 - first_position :])
+    for row, answer in enumerate(batch.answers):
+        texts.append(_beginning(batch, row, logits[row]))
         if answer:
             # index of the logits that predict the first scored token
-            answer_start = longest - len(prompt.tokens) + answer.start
-            start = row * len(logits) + answer_start - 1 - first_position
+            start = row * logit_count + batch.starts[row] + answer.start - 1 - batch.first_position
             targets = answer.tokens[answer.start :]
             scored[row] = Prediction(range(start, start + len(targets)), targets)
-        texts.append(text)
-    if scored:
-        results = likelihoods(all_logits.flatten(0, 1), [*scored.values()])
+    if has_answers:
+        results = likelihoods(logits.flatten(0, 1), [*scored.values()])
         for row, result in zip(scored, results, strict=True):
             texts[row].likelihood = result
-    if any(answers):
         ids, inputs = _remove_answers(output[CACHE], ids, inputs, batch, texts)
     return output, ids, inputs
 
 
-def _has_plain_inputs(model: Any, inputs: dict[str, Any], token_inputs: Collection[str]) -> bool:
+def _has_plain_inputs(model: Any, inputs: Inputs, token_inputs: Collection[str]) -> bool:
     """Whether right answers that are read with the prompts can be removed from the cache.
     `inputs`: arguments of the forward pass. `token_inputs`: names of the `inputs` with one value
     per token."""
@@ -410,15 +404,17 @@ def _has_plain_inputs(model: Any, inputs: dict[str, Any], token_inputs: Collecti
     return has_plain_cache and takes_arguments and has_full_attention(model)
 
 
-def _beginning(batch: Batch, row: int, answer: Row | None, logits: torch.Tensor) -> NewTokens:
+def _beginning(batch: Batch, row: int, logits: torch.Tensor) -> NewTokens:
     """The beginning of the text in a row of the batch: the tokens of the right answer up to the
-    first token that the model would not choose, and then the model's choice. Row i of `logits`
-    (n, V) predicts the token after the prompt and the first i tokens of the answer."""
+    first token that the model would not choose, and then the model's choice. `logits` (n, V): those
+    from batch.first_position on."""
     prompt = batch.prompts[row]
+    answer = batch.answers[row]
     tokens = answer.tokens[len(prompt.tokens) :] if answer else ()
-    positions = range(len(tokens) + 1)
+    positions = range(len(tokens) + 1)  # in the text
+    start = batch.longest - 1 - batch.first_position
     next_tokens, largest_logits = batch.next_tokens(
-        logits[: len(positions)], [row] * len(positions), positions
+        logits[start : start + len(positions)], [row] * len(positions), positions
     )
     choices = next_tokens.tolist()
     count = 0  # tokens that the text has in common with the answer
@@ -434,23 +430,22 @@ def _beginning(batch: Batch, row: int, answer: Row | None, logits: torch.Tensor)
 def _remove_answers(
     cache: DynamicCache,
     ids: torch.Tensor,
-    inputs: dict[str, Any],
+    inputs: Inputs,
     batch: Batch,
     texts: Sequence[NewTokens],
-) -> tuple[torch.Tensor, dict[str, Any]]:
+) -> tuple[torch.Tensor, Inputs]:
     """Remove the answer tokens that differ from the generated `texts`. Positions after the longest
     text are removed from the cache. The attention mask hides the other answer tokens. Returns `ids`
     and `inputs` for the remaining positions."""
-    longest = batch.longest
     # minus 1, as the model has chosen the last token of a text, but has not read it
-    ends = [longest + len(text.tokens) - 1 for text in texts]
+    ends = [batch.longest + len(text.tokens) - 1 for text in texts]
     width = max(ends)
     if width < ids.shape[1]:
         # the argument is negative: this many positions are removed from the end
         cache.crop(width - ids.shape[1])
     indices = torch.arange(width, device=ids.device)
-    starts = [longest - len(prompt.tokens) for prompt in batch.prompts]
-    start, end = (torch.tensor(bounds, device=ids.device)[:, None] for bounds in (starts, ends))
+    bounds = torch.tensor([batch.starts, ends], device=ids.device)
+    start, end = bounds[:, :, None]
     attention = ((indices >= start) & (indices < end)).long()
     return ids[:, :width], inputs | _masking(attention)
 

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from moe_lab import progress
-from moe_lab.evaluation.engines import Row
+from moe_lab.evaluation.engines import Row, Tokens
 from moe_lab.evaluation.items import Likelihood
 from moe_lab.models.experts import to_device
 from moe_lab.models.load import max_logit_tokens
@@ -43,8 +43,8 @@ class _Question:
     """A question and one or more answers to it. In a row, the tokens before index `Row.start` are
     the question, and the other tokens are an answer."""
 
-    tokens: tuple[int, ...]
-    answers: dict[tuple[int, ...], list[Row]] = field(default_factory=dict)
+    tokens: Tokens
+    answers: dict[Tokens, list[Row]] = field(default_factory=dict)
     """Tokens of an answer without the last token, which is not read -> rows with this answer."""
 
     def __len__(self) -> int:
@@ -97,7 +97,7 @@ def _questions(rows: Sequence[Row], *, can_share: bool) -> list[_Question]:
     separates the windows of a long document, because they share a question of at most one token.
     """
     # tokens of a question -> tokens of an answer without the last token -> rows
-    answers_by_question: dict[tuple[int, ...], dict[tuple[int, ...], list[Row]]] = {}
+    answers_by_question: dict[Tokens, dict[Tokens, list[Row]]] = {}
     for row in rows:
         answers = answers_by_question.setdefault(row.tokens[: row.start], {})
         answers.setdefault(row.tokens[row.start : -1], []).append(row)
@@ -152,25 +152,24 @@ def _separate_answers(
     """Arguments of the forward pass: position ids (B, S), and an attention mask (B, 1, S, S) that
     is added to the attention scores. The mask hides the answers to a question from each other.
     `longest`: S."""
-    positions = torch.zeros(len(questions), longest, dtype=torch.int64)
-    # for each token: 1 in the first answer, 2 in the second, ...; 0 in the question, -1 in padding
-    answer_of = torch.full((len(questions), longest), -1)
-    for row, question in enumerate(questions):
-        end = len(question.tokens)
-        positions[row, :end] = torch.arange(end)
-        answer_of[row, :end] = 0
+    # (positions, for each token: 0 in the question, 1 in the first answer, 2 in the second, ...)
+    rows = []
+    for question in questions:
+        length = len(question.tokens)
+        positions = [*range(length)]
+        answer_of = [0] * length
         for number, answer in enumerate(question.answers, start=1):
-            offsets = torch.arange(len(answer))
-            positions[row, end : end + len(answer)] = len(question.tokens) + offsets
-            answer_of[row, end : end + len(answer)] = number
-            end += len(answer)
-    positions, answer_of = to_device(torch.stack([positions, answer_of]), model.device)
+            positions += range(length, length + len(answer))
+            answer_of += [number] * len(answer)
+        padding = longest - len(positions)
+        rows.append((positions + [0] * padding, answer_of + [-1] * padding))
+    position_ids, answers = to_device(torch.tensor(rows), model.device).unbind(1)
     # (B, S, S): a token sees the earlier tokens of its own answer and of the question
-    visible = (answer_of[:, None, :] == answer_of[:, :, None]) | (answer_of[:, None, :] == 0)
+    visible = (answers[:, None, :] == answers[:, :, None]) | (answers[:, None, :] == 0)
     visible.tril_()
     lowest = torch.finfo(model.dtype).min
     mask = visible.new_full(visible.shape, lowest, dtype=model.dtype).masked_fill_(visible, 0)
-    return {"position_ids": positions, "attention_mask": mask[:, None]}
+    return {"position_ids": position_ids, "attention_mask": mask[:, None]}
 
 
 class Prediction(NamedTuple):

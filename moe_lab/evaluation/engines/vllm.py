@@ -170,13 +170,14 @@ class VllmModel(Engine):
             requests=requests,
             end_token_ids=self.end_token_ids,
         )
-        texts: dict[int, GeneratedText] = {}
-        for index, new_tokens, log_likelihood in replies:
+        texts = []
+        # sorted by the index of the prompt
+        for prompt, (_, new_tokens, log_likelihood) in zip(prompts, sorted(replies), strict=True):
             check_finite(log_likelihood, "log-likelihood")
-            texts[index] = generated_text(
-                self.tokenizer, new_tokens, prompts[index].generation, self.end_token_ids
+            texts.append(
+                generated_text(self.tokenizer, new_tokens, prompt.generation, self.end_token_ids)
             )
-        return [texts[index] for index in range(len(prompts))]
+        return texts
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
         """Implement `Engine.score`. `batch_size` is not used."""
@@ -186,11 +187,11 @@ class VllmModel(Engine):
             rows=[row.tokens for row in rows],
             starts=[row.start for row in rows],
         )
-        results: list[Likelihood] = []
-        # sorted by the index of the row
-        for row, (_, nats, is_likeliest) in zip(rows, sorted(replies), strict=True):
-            results.append(Likelihood(nats, len(row.tokens) - row.start, is_likeliest))
-        return results
+        return [
+            Likelihood(nats, len(row.tokens) - row.start, is_likeliest)
+            # sorted by the index of the row
+            for row, (_, nats, is_likeliest) in zip(rows, sorted(replies), strict=True)
+        ]
 
 
 class OpenEngine:
