@@ -13,7 +13,7 @@ from moe_lab.study.step import Step
 from moe_lab.study.steps.files import Files
 
 if TYPE_CHECKING:
-    from moe_lab.evaluation.foreign import ForeignTask
+    from moe_lab.study.foreign import ForeignTask
 
 
 class Foreign(Step):
