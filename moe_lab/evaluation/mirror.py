@@ -24,7 +24,7 @@ import yaml
 from moe_lab.calibration.sources import DataFile
 from moe_lab.config import BenchmarkConfig
 from moe_lab.config.base import Mistakes, validated
-from moe_lab.errors import UserError, check_known, run_and_exit, unknown_name_error
+from moe_lab.errors import UserError, check_known, unknown_name_error
 from moe_lab.json_files import Damaged, read_json, write_json
 from moe_lab.models.files import sha256_of
 from moe_lab.paths import conf
@@ -38,6 +38,8 @@ _SPLITS = {"train": "train", "validation": "validation|valid|val|dev", "test": "
 """Split -> regular expression of a part of the paths of its files, for a data set without a card.
 The package `datasets` has the same rule."""
 
+DataRow = dict[str, Any]
+"""A row of a data set."""
 Entry = dict[str, Any]
 """Subset, split, rows, sha256 and source of a file of a mirror."""
 
@@ -72,7 +74,7 @@ def check(benchmark: BenchmarkConfig) -> None:
             )
 
 
-def rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
+def rows(benchmark: BenchmarkConfig) -> list[DataRow]:
     """The rows of benchmark.subset (null: of all subsets) and benchmark.split, in order."""
     return [row for file in _entries(benchmark, benchmark.split) for row in read_rows(file)]
 
@@ -86,7 +88,7 @@ def subsets(benchmark: BenchmarkConfig) -> dict[str, dict[str, list[Path]]]:
     return by_subset
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
+def read_rows(file: Path) -> list[DataRow]:
     """The rows of a .parquet, .jsonl, .jsonl.gz, .json or .csv file. Raises UserError for a file
     that cannot be read."""
     rows_of_file = [row for _, row in DataFile(file, setting="data").rows()]
@@ -100,14 +102,13 @@ def read_manifest(path: Path) -> dict[str, Entry]:
     there is no manifest. Raises UserError for a manifest that cannot be read."""
     file = path / MANIFEST
     try:
-        entries: dict[str, Entry] = read_json(file, _SHAPE)["files"]
+        return dict(read_json(file, _SHAPE)["files"])
     except FileNotFoundError:
         return {}
     except Damaged:
         raise UserError(
             f"{file} is no manifest of a mirror: delete {path} and make it again"
         ) from None
-    return entries
 
 
 def _entries_read(benchmark: BenchmarkConfig) -> dict[Path, Entry]:
@@ -293,6 +294,7 @@ def _patterns(card: Path, subset: str | None) -> Iterator[tuple[str, str, str]]:
     the dataset `card`. A subset without a list has the files that are named by their split, in its
     `data_dir`. If `subset` is None, all subsets are yielded except the subset `all`, which repeats
     the files of the other subsets."""
+    from datasets.data_files import sanitize_patterns
     from fsspec.utils import glob_translate  # in which * does not match /, as on the hub
     from huggingface_hub import metadata_load
 
@@ -310,19 +312,8 @@ def _patterns(card: Path, subset: str | None) -> Iterator[tuple[str, str, str]]:
         if parts is None:
             for split, patterns in _SPLITS.items():
                 yield name, split, rf"{start}(?:.*[-_./])?(?:{patterns})[-_./]"
-        if isinstance(parts, dict):  # split -> paths
-            parts = [{"split": split, "path": paths} for split, paths in parts.items()]
-        for part in _as_list(parts or []):
-            # a part without a split belongs to the split train
-            split, paths = (
-                (part["split"], part["path"]) if isinstance(part, dict) else ("train", part)
-            )
-            yield from ((name, split, start + glob_translate(path)) for path in _as_list(paths))
-
-
-def _as_list(value: Any) -> list[Any]:
-    """The value as a list: a card may have a single value in place of a list."""
-    return value if isinstance(value, list) else [value]
+        for split, paths in sanitize_patterns(parts or []).items():
+            yield from ((name, split, start + glob_translate(path)) for path in paths)
 
 
 # The command.
@@ -392,7 +383,3 @@ def main(arguments: Sequence[str]) -> int:
         print(f"moe_lab: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    run_and_exit(partial(main, sys.argv[1:]))
