@@ -106,7 +106,7 @@ def main() -> int:
     """Judge each program both ways and print the numbers of passed tests; returns 1 when they
     differ for a program."""
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from moe_lab.evaluation.adapters.evalscope_code import Programs
+    from moe_lab.evaluation.adapters.evalscope_worker import Programs
 
     del sys.path[0]
     from evalscope.benchmarks.live_code_bench import evaluate_utils

@@ -80,7 +80,7 @@ def _arguments() -> argparse.Namespace:
 def _benchmark_fails(benchmark: BenchmarkConfig) -> bool:
     """Grade the three sets of answers of a benchmark and print the results; True when a bar
     fails."""
-    questions, wall, cpu = timed(lambda: HARNESS.items(benchmark))
+    questions, wall, cpu = timed(lambda: list(HARNESS.items(benchmark)))
     print(
         f"{benchmark.name}: {len(questions)} questions, {wall:.0f} s, {cpu:.0f} s of processor "
         "time",

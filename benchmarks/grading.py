@@ -203,12 +203,12 @@ def shipped_programs(plan: str) -> list[GradeRequest]:
     for name, dataset in SHIPPED.items():
         data = Path(resolve(f"pocket:benchmarks/{name}.jsonl"))
         problems = [json.loads(line) for line in data.read_text().splitlines()]
-        programs = {}
+        programs = []
         for number, problem in enumerate(problems):
             program = canonical(problem)
             if number % 4:
                 program = f"def {problem['entry_point']}(*given): return None\n"
-            programs[problem["task_id"]] = f"{program}\n# {plan}\n"
+            programs.append((problem["task_id"], f"{program}\n# {plan}\n"))
         requests.append(_request(dataset, data, programs))
     return requests
 
@@ -218,11 +218,11 @@ def canonical_solutions(plan: str, data: Path) -> GradeRequest:
     answers of a chat model. A comment with the name of the plan makes programs of plans differ."""
     file = (data / "HumanEvalPlus.jsonl.gz").resolve()
     problems = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
-    programs = {problem["task_id"]: f"{canonical(problem)}\n# {plan}\n" for problem in problems}
+    programs = [(problem["task_id"], f"{canonical(problem)}\n# {plan}\n") for problem in problems]
     return replace(_request("humaneval", file, programs), extract=True)
 
 
-def _request(dataset: str, data: Path, programs: dict[str, str]) -> GradeRequest:
+def _request(dataset: str, data: Path, programs: list[tuple[str, str]]) -> GradeRequest:
     return GradeRequest(dataset, str(data), programs, program_isolation())
 
 

@@ -122,7 +122,7 @@ def accepted(
         counts[item] += 1
     samples = harness_of(benchmark).grade(answers, benchmark, POLICY).samples
     outcomes = {(sample["item"], sample["replicate"]): sample["outcome"] for sample in samples}
-    return [outcomes[answer.key] == 1 for answer in answers]
+    return [outcomes[answer.item, answer.replicate] == 1 for answer in answers]
 
 
 @cache
@@ -291,7 +291,7 @@ def _judged_answers(
     engine: LoadedModel, benchmark: BenchmarkConfig, dataset: str
 ) -> Iterator[Judged]:
     """Yield the engine's answers to the items of a shipped benchmark, judged."""
-    items = harness_of(benchmark).items(benchmark)
+    items = list(harness_of(benchmark).items(benchmark))
     (answers,) = collect_answers(engine, [(benchmark, items)])
     outcomes = [
         sample["outcome"] == 1

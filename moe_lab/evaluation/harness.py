@@ -12,7 +12,7 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -23,13 +23,15 @@ from types import MappingProxyType
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import Unavailable, UserError, check_known, user_errors
+from moe_lab.errors import UserError, check_known, user_errors
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.items import Answer, Item
 from moe_lab.machine import package_version
 from moe_lab.paths import local_path
 from moe_lab.result_files import Result, Sample, Scale
 
+Fields = dict[str, Any]
+"""Name -> value, as JSON."""
 _OF_ANSWERS = re.compile(r"(?:(\w+)_)?(pass|maj|avg)@([1-9]\d*)(,.*)?")
 """Name of a metric for several answers to an item. A filter of lm-eval may follow."""
 
@@ -49,7 +51,7 @@ class Graded:
     """One result per entry of the benchmark's reports."""
     samples: list[Sample]
     """One sample per item and result."""
-    protocol: dict[str, Any] = field(default_factory=dict)
+    protocol: Fields = field(default_factory=dict)
     """Settings of the harness, as JSON."""
     max_unscored: int = 0
     """Number of items that may have no outcome."""
@@ -97,8 +99,8 @@ class Harness(ABC):
     many windows."""
 
     @abstractmethod
-    def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """The items of a benchmark; the same in every process."""
+    def items(self, benchmark: BenchmarkConfig) -> Iterator[Item]:
+        """Yield the items of a benchmark; the same in every process."""
 
     @abstractmethod
     def grade(
@@ -157,7 +159,7 @@ class Harness(ABC):
             digest.update(f"{len(content)}\n".encode() + content)
         return digest.hexdigest()
 
-    def item_identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
+    def item_identity(self, benchmark: BenchmarkConfig) -> Fields:
         """All settings that determine the items: name -> value."""
         # without a mirror, `data_digest` covers the file that benchmark.task names
         mirror_settings = ("task", "subset", "split") if benchmark.data is not None else ()
@@ -170,17 +172,25 @@ class Harness(ABC):
             "parameters": _parameters(benchmark, self.question_parameters),
         }
 
-    def question_identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
+    def question_identity(self, benchmark: BenchmarkConfig) -> Fields:
         """All settings that can change an answer: name -> value. The batch size can change answers,
         because it changes how sums are rounded."""
-        return {
+        identity = {
             **self.item_identity(benchmark),
             "max_length": benchmark.max_length,
             "batch_size": benchmark.batch_size,
-            **_generation_identity(benchmark),
         }
+        sampling = benchmark.sampling
+        may_sample = benchmark.chat if sampling.temperature is None else sampling.temperature > 0
+        if benchmark.max_new_tokens and may_sample:  # not if generation is greedy for every model
+            identity["sampling"] = sampling.identity
+        if benchmark.longest_text > benchmark.max_new_tokens:
+            identity["thinking_tokens"] = benchmark.thinking_tokens
+        if benchmark.system_prompt:
+            identity["system_prompt"] = benchmark.system_prompt
+        return identity
 
-    def identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
+    def identity(self, benchmark: BenchmarkConfig) -> Fields:
         """All settings that can change a result: name -> value."""
         keys = self.question_parameters + self.grading_parameters
         judge = {"judge": benchmark.judge.identity} if benchmark.judge else {}
@@ -193,14 +203,6 @@ class Harness(ABC):
         }
 
     # Checks.
-
-    def check(self, benchmark: BenchmarkConfig, policy: Policy) -> None:
-        """Raise UserError for wrong settings or files. Raise Unavailable for requirements that are
-        missing on this machine."""
-        if problems := list(self.setting_errors(benchmark)):
-            raise UserError("; ".join(problems))
-        if problems := list(self.missing_requirements(benchmark, policy)):
-            raise Unavailable("; ".join(problems))
 
     def setting_errors(self, benchmark: BenchmarkConfig) -> Iterator[str]:
         """Yield a sentence for each setting or file of the benchmark that is wrong on every
@@ -281,36 +283,23 @@ class Harness(ABC):
             from moe_lab.evaluation import mirror
 
             yield from user_errors(mirror.check, benchmark)
-        if self.judged:
-            from moe_lab.evaluation import judge
-
-            yield from judge.missing_requirements(benchmark, policy)
         if self.runs_programs(benchmark):
             yield from user_errors(policy.program_sandbox)
+        yield from self.further_requirements(benchmark, policy)
+
+    def further_requirements(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+        """Yield a sentence for each other requirement of the harness that is missing on this
+        machine. Called only if `package` is installed."""
+        yield from ()
 
     def runs_programs(self, benchmark: BenchmarkConfig) -> bool:
         """Whether grading runs programs that the model wrote."""
         return False
 
 
-def _parameters(benchmark: BenchmarkConfig, keys: Sequence[str]) -> dict[str, Any]:
+def _parameters(benchmark: BenchmarkConfig, keys: Sequence[str]) -> Fields:
     """The benchmark's parameters whose key is among `keys`."""
     return {key: value for key, value in benchmark.parameters.items() if key in keys}
-
-
-def _generation_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """Entries for the benchmark's sampling, unless generation is greedy for every model, and for
-    the tokens of thoughts and the system prompt, if there are any."""
-    sampling = benchmark.sampling
-    entries: dict[str, Any] = {}
-    may_sample = benchmark.chat if sampling.temperature is None else sampling.temperature > 0
-    if benchmark.max_new_tokens and may_sample:
-        entries["sampling"] = sampling.identity
-    if benchmark.longest_text > benchmark.max_new_tokens:
-        entries["thinking_tokens"] = benchmark.thinking_tokens
-    if benchmark.system_prompt:
-        entries["system_prompt"] = benchmark.system_prompt
-    return entries
 
 
 def check_count(benchmark: BenchmarkConfig, count: int) -> None:
@@ -321,6 +310,15 @@ def check_count(benchmark: BenchmarkConfig, count: int) -> None:
             f"benchmark {benchmark.name} has {count} items and should have {benchmark.expected}: "
             "its data is not the published set, or expected is wrong"
         )
+
+
+class ProgramHarness(Harness):
+    """A harness that can grade programs which a model wrote."""
+
+    numeric_parameters: Mapping[str, float] = {"seconds": 0.1, "memory_mib": 1, "processes": 1}
+    boolean_parameters = ("as_harness",)
+    grading_parameters = ("seconds", "memory_mib", "as_harness")
+    other_parameters = ("processes",)
 
 
 # Results.
@@ -359,24 +357,24 @@ def mean_result(
 def graded_by_mean(
     answers: Sequence[Answer],
     benchmark: BenchmarkConfig,
-    verdict: Callable[[Answer, str], tuple[float, str]],
-    protocol: dict[str, Any] | None = None,
+    verdicts: Mapping[str, Sequence[tuple[float, str]]],
+    protocol: Fields | None = None,
     max_unscored: int = 0,
 ) -> Graded:
-    """Grade answers so that each result is a mean outcome. `verdict`: (answer, metric) -> (outcome
-    of the answer, text that explains the outcome).
+    """Grade answers so that each result is a mean outcome. `verdicts`: metric of one answer ->
+    (outcome, text that explains the outcome) of each answer.
 
-    A metric may be pass@K, maj@K or avg@K, or METRIC_pass@K with a metric of the harness other than
-    its first. All answers to an item then have its outcome, see `_outcome_of_item`.
+    A reported metric may be pass@K, maj@K or avg@K, or METRIC_pass@K with a metric other than the
+    first. All answers to an item then have its outcome, see `_outcome_of_item`.
     """
-    first_metric, *_ = harness_of(benchmark).metrics or ("",)
+    first_metric = next(iter(verdicts))
     samples = []
     results = []
     for name, metric in benchmark.reports.items():
         single, *_ = parsed_metric(metric)
+        pairs = zip(answers, verdicts[single or first_metric], strict=True)
         of_result = with_item_outcomes(
-            [answer.sample(name, *verdict(answer, single or first_metric)) for answer in answers],
-            metric,
+            [answer.sample(name, *verdict) for answer, verdict in pairs], metric
         )
         results.append(mean_result(name, metric, of_result, benchmark))
         samples += of_result
@@ -441,18 +439,20 @@ def _vote(sample: Sample) -> str | Fraction:
 def loss_result(
     name: str,
     metric: str,
+    samples: Sequence[Sample],
+    benchmark: BenchmarkConfig,
     scale: Scale,
     unit: str,
-    losses: Sequence[float],
-    weights: Sequence[float],
-    benchmark: BenchmarkConfig,
 ) -> Result:
-    """The weighted mean loss over items or, for the scale "perplexity", exp of this mean.
+    """The weighted mean loss over the items in `samples` or, for the scale "perplexity", exp of
+    this mean.
 
-    `losses`: the loss of each item, in `unit`; `weights`: the number of tokens, words or bytes of
-    each item. The standard error is the square root of the variance of the mean loss; for a
+    The outcome of a sample is a loss in `unit`; its weight, "units", is a number of tokens, words
+    or bytes. The standard error is the square root of the variance of the mean loss; for a
     perplexity it is multiplied by exp(mean), the derivative.
     """
+    losses = [sample["outcome"] for sample in samples]
+    weights = [sample["units"] or 0.0 for sample in samples]
     mean = fmean(losses, weights)
     squares = math.fsum(
         (weight * (loss - mean)) ** 2 for weight, loss in zip(weights, losses, strict=True)
@@ -475,29 +475,20 @@ def loss_result(
 class ItemSource(BenchmarkConfig):
     """A benchmark that is identified by all that can change its items."""
 
-    @cached_property
-    def identity(self) -> dict[str, Any]:
-        """All settings that can change an item: name -> value."""
-        return harness_of(self).item_identity(self)
+    identity = cached_property(lambda self: harness_of(self).item_identity(self))
 
 
 class Questions(BenchmarkConfig):
     """A benchmark that is identified by all that can change what a model answers. Benchmarks that
     differ only in grading have equal identities."""
 
-    @cached_property
-    def identity(self) -> dict[str, Any]:
-        """All settings of the benchmark that can change what a model answers."""
-        return harness_of(self).question_identity(self)
+    identity = cached_property(lambda self: harness_of(self).question_identity(self))
 
 
 class IdentifiedBenchmark(BenchmarkConfig):
     """A benchmark that is identified by all that can change its results."""
 
-    @cached_property
-    def identity(self) -> dict[str, Any]:
-        """All settings that can change a result: name -> value."""
-        return harness_of(self).identity(self)
+    identity = cached_property(lambda self: harness_of(self).identity(self))
 
 
 def benchmark_errors(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:

@@ -136,11 +136,6 @@ class Answer:
     """Sampling settings of generated texts; None for greedy generation."""
 
     @property
-    def key(self) -> tuple[str, int]:
-        """The item and the replicate, which together identify the answer."""
-        return self.item, self.replicate
-
-    @property
     def reply(self) -> Reply:
         """The reply to the first request, the only one for which text is generated."""
         return self.replies[0]
@@ -305,11 +300,11 @@ def special_marks(
     """(token id, text) of each special token that is a part of a mark of a thought or of a text in
     `stop`."""
     added_tokens: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    tokens = [(number, token.content) for number, token in added_tokens.items() if token.special]
     return tuple(
-        (number, content)
-        for number, content in tokens
-        if marks.contain(content) or any(content in text for text in stop)
+        (number, token.content)
+        for number, token in added_tokens.items()
+        if token.special
+        and (marks.contain(token.content) or any(token.content in text for text in stop))
     )
 
 

@@ -9,7 +9,7 @@ from statistics import mode
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError
+from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.harness import check_count, harness_of
 from moe_lab.evaluation.items import Answer, Item, replace_surrogates
@@ -25,7 +25,7 @@ def list_items(benchmark: BenchmarkConfig) -> list[Item]:
     number of items is not benchmark.expected.
     """
     harness = harness_of(benchmark)
-    items = harness.items(benchmark)
+    items = list(harness.items(benchmark))
     if benchmark.limit is None and harness.counts_items:
         check_count(benchmark, len(items))
     names = [item.name for item in items]
@@ -43,7 +43,10 @@ def grade(
     machine.
     """
     harness = harness_of(benchmark)
-    harness.check(benchmark, policy)
+    if errors := list(harness.setting_errors(benchmark)):
+        raise UserError("; ".join(errors))
+    if missing := list(harness.missing_requirements(benchmark, policy)):
+        raise Unavailable("; ".join(missing))
     grades = harness.grade(answers, benchmark, policy)
     for result in grades.results:
         # `n`: graded items. If `expected` is None, `n` takes its place, and no item is missing.
@@ -59,12 +62,11 @@ def grade(
     }
     if answers[0].sampling:
         protocol["sampling"] = answers[0].sampling
-    long_items = [answer.item for answer in answers if answer.reply.ended == "too_long"]
-    unfinished_items = [answer.item for answer in answers if answer.reply.text is None]
-    if long_items:
-        protocol["too_long"] = list(dict.fromkeys(long_items))
-    if unfinished_items:
-        protocol["unfinished_thoughts"] = list(dict.fromkeys(unfinished_items))
+    listed_items = {
+        "too_long": [answer.item for answer in answers if answer.reply.ended == "too_long"],
+        "unfinished_thoughts": [answer.item for answer in answers if answer.reply.text is None],
+    }
+    protocol |= {name: list(dict.fromkeys(items)) for name, items in listed_items.items() if items}
     packages = ("torch", "transformers", harness.package)  # some harnesses have no package
     versions = {name: package_version(name) or "" for name in packages if name}
     if not benchmark.shareable:
@@ -98,12 +100,11 @@ def _write_samples(samples: Sequence[Sample], file: Path) -> None:
     numbers = ("outcome", "answer_loss", "units", *TextMeasures.__annotations__)
     types |= dict.fromkeys(numbers, arrow.float64())
     types["replicate"] = arrow.int64()
-    rows = []
-    for sample in samples:
-        texts = {
-            name: replace_surrogates(value)
+    rows = [
+        {
+            name: replace_surrogates(value) if isinstance(value, str) else value
             for name, value in sample.items()
-            if isinstance(value, str)
         }
-        rows.append({**sample, **texts})
+        for sample in samples
+    ]
     parquet.write_table(arrow.Table.from_pylist(rows, arrow.schema(types)), file)

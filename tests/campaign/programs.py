@@ -604,7 +604,7 @@ def failures(programs: Sequence[Program], isolation: str) -> list[str]:
         (folder / "secret").write_text("secret")
         (folder / "temporary").mkdir()
         traces_before = _traces(mark, folder)
-        texts = {}
+        texts = []
         rows = []
         for row in programs:
             text = row.text
@@ -619,7 +619,7 @@ def failures(programs: Sequence[Program], isolation: str) -> list[str]:
                 rows.append(
                     problem(len(rows), "f", SOLUTION, [[x + 1] for x in range(calls)], [[9]])
                 )
-                texts[rows[-1]["task_id"]] = body
+                texts.append((rows[-1]["task_id"], body))
         data = str(write_lines(folder / "data.jsonl", rows))
         limits = {"seconds": SECONDS, "memory_mib": MEMORY_MIB, "processes": 2}
         request = GradeRequest("humaneval", data, texts, isolation, **limits)
@@ -629,7 +629,7 @@ def failures(programs: Sequence[Program], isolation: str) -> list[str]:
             mock.patch.object(evalplus, "_COMPARISON_LIMITS", (1.0, 1 << 30)),
         ):
             grader = Grader()
-            verdicts = [verdict.plus for verdict in grader.grade(request).values()]
+            verdicts = [verdict.plus for verdict in grader.grade(request)]
         grader.close()
         seconds = time.monotonic() - start
         sentences = [*(_traces(mark, folder) - traces_before), *connections()]

@@ -222,14 +222,14 @@ FORMS = {
 
 def form_verdicts(folder: Path, texts: Iterable[str], **settings: Any) -> list[Verdict]:
     """The verdict on each text as the answer to a problem that the function f solves."""
-    programs = {f"HumanEval/{number}": text for number, text in enumerate(texts)}
+    programs = [(f"HumanEval/{number}", text) for number, text in enumerate(texts)]
     rows = [
         problem(number, "f", "return x + 1", [[1]], [[2], [3]]) for number in range(len(programs))
     ]
     data = write_lines(folder / "problems.jsonl", rows)
     isolation = program_isolation()
     request = GradeRequest("humaneval", str(data), programs, isolation, extract=True, **settings)
-    return [*GRADER.grade(request).values()]
+    return GRADER.grade(request)
 
 
 def test_programs_run_as_they_stand(tmp_path: Path) -> None:
@@ -331,9 +331,10 @@ def test_nothing_kills_the_sanitizer(tmp_path: Path) -> None:
 
     def sanitized_by_grader(text: str) -> str:
         request = GradeRequest(
-            "humaneval", data, {"HumanEval/900": text}, program_isolation(), extract=True
+            "humaneval", data, [("HumanEval/900", text)], program_isolation(), extract=True
         )
-        return GRADER.grade(request)["HumanEval/900"].program
+        (verdict,) = GRADER.grade(request)
+        return verdict.program
 
     program = "print(1)\ndef f(x): return x"
     broken = ["(" * 5000, "x = 1\0", "\ud800"]
@@ -344,7 +345,7 @@ GRADING = """
 import sys
 from moe_lab.evaluation.adapters.evalplus import GRADER, GradeRequest
 endless = "def f(x):\\n    while True: pass"
-answers = {"HumanEval/1": endless}
+answers = [("HumanEval/1", endless)]
 GRADER.grade(GradeRequest("humaneval", sys.argv[1], answers, sys.argv[2], seconds=50.0))
 """
 

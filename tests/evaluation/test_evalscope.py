@@ -42,7 +42,7 @@ from moe_lab.child_process import ChildProcess, ErrorReply
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, mirror
-from moe_lab.evaluation.adapters import evalscope_code, evalscope_worker
+from moe_lab.evaluation.adapters import evalscope_worker
 from moe_lab.evaluation.harnesses import evalscope
 from moe_lab.evaluation.harnesses.evalscope import HARNESS
 from moe_lab.evaluation.items import Answer, Reply
@@ -222,7 +222,7 @@ def test_evalscope_judges_programs_that_run_in_the_sandbox(tmp_path: Path) -> No
 @needs_evalscope
 def test_numbers_of_numpy_are_right() -> None:
     python = machine.interpreter("evalscope", None, "a test")
-    _, *arguments = command("moe_lab.child_process", evalscope_code.__name__)
+    _, *arguments = command("moe_lab.child_process", evalscope_worker.__name__)
     number = {"kind": "numpy", "value": ["<i8", [], "AgAAAAAAAAA="]}
     outcome = {"status": "ok", "error": "", "encoded": [json.dumps(number)], "seconds": [0.0]}
     with ChildProcess([python, *arguments], os.environ) as process:
@@ -324,9 +324,9 @@ class _Hostile:
 
 def test_only_text_comes_out_of_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert evalscope_code.TextUnpickler(io.BytesIO(pickle.dumps("[1]"))).load() == "[1]"
+    assert evalscope_worker.TextUnpickler(io.BytesIO(pickle.dumps("[1]"))).load() == "[1]"
     with pytest.raises(UserError, match=r"\.mkdir"):
-        evalscope_code.TextUnpickler(io.BytesIO(pickle.dumps(_Hostile()))).load()
+        evalscope_worker.TextUnpickler(io.BytesIO(pickle.dumps(_Hostile()))).load()
     assert not (tmp_path / "hostile").exists()
 
 
@@ -338,7 +338,7 @@ def test_the_process_needs_nothing_of_this_environment() -> None:
         ChildProcess([python, "-S", *arguments], {}) as process,
         pytest.raises(ErrorReply) as refused,
     ):
-        process.call("questions", name="gsm8k", folder="", dataset_args={}, limit=None, days=None)
+        process.call("questions", name="gsm8k", folder="", dataset_args={}, limit=None, days=[])
     assert (refused.value.kind, str(refused.value)) == (
         "ModuleNotFoundError",
         "No module named 'evalscope'",
@@ -375,7 +375,7 @@ def test_errors_of_evalscope_and_of_its_process(
     python.write_text(f"#!/bin/sh\nread line\n{code}\n")
     python.chmod(0o755)
     with pytest.raises(kind, match=f"^benchmark gsm8k: {re.escape(message)}$"):
-        HARNESS.items(benchmark)
+        next(HARNESS.items(benchmark))
 
 
 def test_incomparable_answers_are_wrong_and_not_all(

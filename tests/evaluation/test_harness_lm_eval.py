@@ -900,12 +900,12 @@ def test_every_file_that_makes_an_item_identifies_it(
     hint = "(Path(__file__).parent / 'hint.txt')"
     benchmark = task_of_files(tmp_path, {name: text.format(hint) for name, text in files.items()})
     identity = HARNESS.question_identity(benchmark)
-    items = HARNESS.items(benchmark)
+    items = [*HARNESS.items(benchmark)]
     (tmp_path / "more/tools/unrelated.py").write_text("A = 1\n")
     assert HARNESS.question_identity(benchmark) == identity
     (tmp_path / changed).write_text(content)
     assert HARNESS.question_identity(benchmark) != identity
-    assert HARNESS.items(benchmark) != items
+    assert [*HARNESS.items(benchmark)] != items
 
 
 HINT = "Path('..', 'hint' + '.txt')"
@@ -952,7 +952,7 @@ def test_task_that_reads_unidentified_files_is_refused(
         with pytest.raises(
             UserError, match=r"benchmark own.*(hint\.txt|hint\.db|hidden_helper\.py)"
         ):
-            HARNESS.items(benchmark)
+            next(HARNESS.items(benchmark))
 
 
 STARTED_PROGRAMS = {
@@ -978,7 +978,7 @@ def test_task_that_starts_a_program_is_refused(tmp_path: Path, event: str) -> No
         folder.mkdir()
         benchmark = task_of_files(folder, {"more/tools/utils.py": text + PROMPT, "hint.txt": ""})
         with pytest.raises(UserError, match=rf"benchmark own.*{re.escape(event)}"):
-            HARNESS.items(benchmark)
+            next(HARNESS.items(benchmark))
 
 
 def test_reads_of_earlier_threads_are_not_of_a_task(tmp_path: Path) -> None:

@@ -472,14 +472,10 @@ def verdicts(
     data = write_lines(folder / "data.jsonl", problems)
     tasks = {row["entry_point"]: row["task_id"] for row in problems}
     settings = {"isolation": program_isolation(), "seconds": 2.0, "memory_mib": 512}
-    programs = {tasks[name]: body for name, body in bodies.items()}
+    programs = [(tasks[name], body) for name, body in bodies.items()]
     request = GradeRequest(dataset, str(data), programs, **{**settings, **changes})
-    result = GRADER.grade(request)
-    return {
-        name: (result[task].base, result[task].plus)
-        for name, task in tasks.items()
-        if name in bodies
-    }
+    result = zip(bodies, GRADER.grade(request), strict=True)
+    return {name: (verdict.base, verdict.plus) for name, verdict in result}
 
 
 @pytest.mark.slow
@@ -585,9 +581,9 @@ def test_equal_programs_are_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def count_runs(text: str, **changes: Any) -> int:
         runs.clear()
-        programs = {row["task_id"]: text for row in ADDITIONS}
+        programs = [(row["task_id"], text) for row in ADDITIONS]
         request = GradeRequest("humaneval", str(data), programs, program_isolation(), **changes)
-        verdicts = [verdict.plus for verdict in grader.grade(request).values()]
+        verdicts = [verdict.plus for verdict in grader.grade(request)]
         assert verdicts == ["pass", "fail"]
         return len(runs)
 
@@ -620,8 +616,8 @@ def test_broken_canonical_solution_is_an_error(tmp_path: Path) -> None:
 def test_shipped_problems_are_passed_by_their_solutions_only(name: str, dataset: str) -> None:
     data = Path(resolve(f"pocket:benchmarks/{name}.jsonl"))
     problems = [json.loads(line) for line in data.read_text().splitlines()]
-    right = {row["task_id"]: row["prompt"] + row["canonical_solution"] for row in problems}
-    wrong = {row["task_id"]: f"def {row['entry_point']}(*a): return None" for row in problems}
+    right = [(row["task_id"], row["prompt"] + row["canonical_solution"]) for row in problems]
+    wrong = [(row["task_id"], f"def {row['entry_point']}(*a): return None") for row in problems]
     for programs, status in ((right, "pass"), (wrong, "fail")):
         request = GradeRequest(dataset, str(data), programs, program_isolation())
-        assert {verdict.plus for verdict in GRADER.grade(request).values()} == {status}
+        assert {verdict.plus for verdict in GRADER.grade(request)} == {status}

@@ -70,7 +70,7 @@ def test_a_text_depends_on_its_item_and_replicate_alone(subject: LoadedModel) ->
     def written(names: str, **changes: Any) -> dict[Any, Reply]:
         items = [Item(name, (Text(PROMPT, 12, reference=" of"),)) for name in names]
         (answers,) = collect_answers(subject, [(replace(BENCHMARK, **changes), items)])
-        return {answer.key: answer.reply for answer in answers}
+        return {(answer.item, answer.replicate): answer.reply for answer in answers}
 
     replies = written("abc")
     texts = {key: reply.text for key, reply in replies.items()}

@@ -148,12 +148,12 @@ def judged(published: BenchmarkConfig, judge: Endpoint) -> BenchmarkConfig:
 
 
 def test_items_are_the_conversations_with_the_tag(published: BenchmarkConfig) -> None:
-    contents = [turn["content"] for turn in HARNESS.items(published)[1].requests[0].prompt]
+    contents = [turn["content"] for turn in [*HARNESS.items(published)][1].requests[0].prompt]
     assert contents == ["A line, please.", "A line.", "Now tale 7, please."]
-    assert len(HARNESS.items(replace(published, parameters={}, expected=1024))) == 1024
-    assert len(HARNESS.items(replace(published, limit=3))) == 3
+    assert len([*HARNESS.items(replace(published, parameters={}, expected=1024))]) == 1024
+    assert len([*HARNESS.items(replace(published, limit=3))]) == 3
     with pytest.raises(UserError, match=r"parameters\.tag=Creative writing.*did you mean"):
-        HARNESS.items(replace(published, parameters={"tag": "Creative writing"}))
+        next(HARNESS.items(replace(published, parameters={"tag": "Creative writing"})))
 
 
 OUTPUTS = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,8 +43,8 @@ class GradeRequest:
     """humaneval or mbpp."""
     data: str
     """Path of the data file."""
-    programs: dict[str, str] = field(compare=False)
-    """Task id -> complete program, or the text that contains it."""
+    programs: Sequence[tuple[str, str]] = field(compare=False)
+    """(task id, complete program or the text that contains it)."""
     isolation: str
     """How programs are isolated; see `sandbox/isolation.py`."""
     extract: bool = False
@@ -83,9 +84,13 @@ class Verdict:
     def outcome(self, metric: str) -> tuple[float, str]:
         """(outcome, text) for `metric`, which is base or plus. The outcome is 1 if the program
         passes, else 0."""
-        status = self.base if metric == "base" else self.plus
+        status = getattr(self, metric)
         reason = f": {self.reason}" if self.reason and status != "pass" else ""
         return float(status == "pass"), f"{status}{reason}\n\n{self.program}"
+
+
+_Key = tuple[str, str, GradeRequest]
+"""Task id, program and settings, which determine a verdict."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,7 @@ class _DataFile:
     problems: dict[str, dict[str, Any]]
     canonical_results: dict[str, dict[str, Outcome]] = field(default_factory=dict)
     """Task id -> part -> outcome of the canonical solution on the tests of the part."""
-    verdicts: dict[tuple[str, str, GradeRequest], Verdict] = field(default_factory=dict)
-    """(task id, program, request) -> verdict."""
+    verdicts: dict[_Key, Verdict] = field(default_factory=dict)
 
 
 class Grader:
@@ -112,9 +116,9 @@ class Grader:
         self.files: dict[tuple[str, str], _DataFile] = {}
         """(data set, sha256 of the data file) -> problems and cached results."""
 
-    def grade(self, request: GradeRequest) -> dict[str, Verdict]:
-        """Task id -> verdict, for each program of the request. RuntimeError if a canonical
-        solution does not run."""
+    def grade(self, request: GradeRequest) -> list[Verdict]:
+        """The verdict on each program of the request. RuntimeError if a canonical solution does not
+        run."""
         key = (request.dataset, hashlib.sha256(Path(request.data).read_bytes()).hexdigest())
         if key not in self.files:
             problems = evalplus_rules.read_problems(request.dataset, request.data)
@@ -145,30 +149,28 @@ class _Grading:
     file: _DataFile
     grader: Grader
 
-    def verdicts(self) -> dict[str, Verdict]:
-        """Task id -> verdict, for each program of the request."""
-        request = self.request
+    def verdicts(self) -> list[Verdict]:
+        """The verdict on each program of the request."""
         canonical_results = self.file.canonical_results
         # the request, which is equal to another with other programs, has the settings of grading
-        keys = {task: (task, program, request) for task, program in request.programs.items()}
+        keys = [(task, text, self.request) for task, text in self.request.programs]
         cache = self.file.verdicts
-        verdicts = {task: cache[key] for task, key in keys.items() if key in cache}
-        new_tasks = [task for task in keys if task not in verdicts]
-        canonical_tasks = [task for task in new_tasks if task not in canonical_results]
-        with ThreadPoolExecutor(request.processes or cores()) as pool:
+        verdicts = {key: cache[key] for key in keys if key in cache}
+        new_keys = [key for key in dict.fromkeys(keys) if key not in verdicts]
+        canonical_tasks = list(dict.fromkeys(task for task, *_ in new_keys))
+        canonical_tasks = [task for task in canonical_tasks if task not in canonical_results]
+        with ThreadPoolExecutor(self.request.processes or cores()) as pool:
             results = pool.map(self._run_canonical, canonical_tasks)
             # this waits for all results, because `_verdict` reads them
             canonical_results.update(zip(canonical_tasks, results, strict=True))
-            verdicts.update(zip(new_tasks, pool.map(self._verdict, new_tasks), strict=True))
+            verdicts.update(zip(new_keys, pool.map(self._verdict, new_keys), strict=True))
         if len(cache) > _MOST_VERDICTS:
             cache.clear()
-        for task in new_tasks:
-            verdict = verdicts[task]
+        for key in new_keys:
             # a crash is not cached, because another program may have caused it
-            if "crash" not in (verdict.base, verdict.plus):
-                cache[keys[task]] = verdict
-        # in the order of the request
-        return {task: verdicts[task] for task in keys}
+            if "crash" not in (verdicts[key].base, verdicts[key].plus):
+                cache[key] = verdicts[key]
+        return [verdicts[key] for key in keys]
 
     def _inputs(self, task: str, part: str) -> list[Any]:
         """The encoded arguments of each test of a task. `part`: base or plus."""
@@ -205,11 +207,11 @@ class _Grading:
             outcomes[part] = outcome
         return outcomes
 
-    def _verdict(self, task: str) -> Verdict:
-        """The verdict on the request's text for a task. If the program that EvalPlus reads in the
+    def _verdict(self, key: _Key) -> Verdict:
+        """The verdict on a text. If the program that EvalPlus reads in the
         text does not pass, the program as it stands is run, and the better verdict counts. So no
         verdict is worse than EvalPlus's."""
-        text = self.request.programs[task]
+        task, text, _ = key
         if not self.request.extract:
             return self._program_verdict(task, text)
         arguments = [text, self.file.problems[task]["entry_point"]]
@@ -240,10 +242,8 @@ class _Grading:
         canonical = self.file.canonical_results[task][part]
         limits = [max(self.request.seconds, 4.0 * seconds) for seconds in canonical.seconds]
         outcome = self._run(task, part, program, limits, self.request.memory_mib << 20)
-        if outcome.status == "failed":
-            return "fail", outcome.error
         if outcome.status != "ok":
-            return outcome.status, outcome.error
+            return "fail" if outcome.status == "failed" else outcome.status, outcome.error
         problem = self.file.problems[task]
         problem_fields = {
             "entry_point": problem["entry_point"],

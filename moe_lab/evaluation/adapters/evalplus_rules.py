@@ -68,7 +68,7 @@ def _candidates(text: str) -> Iterator[list[str]]:
     for block in reversed(fenced_blocks):
         yield [block]
     # a closing fence may directly follow the code
-    yield _python_blocks(_FENCE.sub("\n", text))
+    yield list(_python_blocks(_FENCE.sub("\n", text)))
     yield [token.content for token in tokens if token.type == "code_block"]
 
 
@@ -103,16 +103,14 @@ def _guarded(program: str) -> str:
     return ast.unparse(tree)
 
 
-def _python_blocks(text: str) -> list[str]:
-    """The blocks of consecutive lines of `text` that are Python, each as long as possible."""
+def _python_blocks(text: str) -> Iterator[str]:
+    """Yield the blocks of consecutive lines of `text` that are Python, each as long as possible."""
     lines = text.split("\n")
-    blocks = []
     start = 0
     while start < len(lines):
         end = _end_of_python(lines, start)
-        blocks.append("\n".join(lines[start:end]))
+        yield "\n".join(lines[start:end])
         start = max(end, start + 1)
-    return blocks
 
 
 def longest_program(text: str) -> str:
@@ -177,8 +175,7 @@ def read_problems(dataset: str, data: str) -> dict[str, dict[str, Any]]:
         patch.object(humaneval, "HUMANEVAL_OVERRIDE_PATH", data),
         patch.object(mbpp, "MBPP_OVERRIDE_PATH", data),
     ):
-        problems: dict[str, dict[str, Any]] = get_problems()
-    return problems
+        return dict(get_problems())
 
 
 def compare(

@@ -63,6 +63,12 @@ _IGNORED = re.compile(r"[ ,./\-_*^]")
 _DECODER = json.JSONDecoder()
 _PARSE_ERRORS = (ValueError, SyntaxError, RecursionError, MemoryError, TypeError, AttributeError)
 """Errors of a text that is no JSON or no Python literal."""
+Description = Mapping[str, Any]
+"""BFCL's description of a function or of a parameter."""
+Options = Mapping[str, Sequence[Any]]
+"""Argument of a call, or key of a dict -> allowed values."""
+RightCall = Mapping[str, Options]
+"""A right call: one entry, name of the function -> allowed arguments."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class Undecodable(ValueError):
     """Raised for a text that is no list of calls."""
 
 
-def decode_calls(answer: str, functions: Sequence[Mapping[str, Any]] = ()) -> list[Call]:
+def decode_calls(answer: str, functions: Sequence[Description] = ()) -> list[Call]:
     """The calls in an answer. docs/evaluation.md lists the forms of calls. Raises Undecodable for
     an answer that has none of these forms.
 
@@ -93,7 +99,7 @@ def decode_calls(answer: str, functions: Sequence[Mapping[str, Any]] = ()) -> li
     return _marked_calls(answer, _descriptions_by_name(functions))
 
 
-def _descriptions_by_name(functions: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def _descriptions_by_name(functions: Sequence[Description]) -> dict[str, Description]:
     """Name of a function -> description."""
     # reversed, so that the first description replaces later ones
     return {function["name"]: function for function in reversed(functions)}
@@ -130,7 +136,7 @@ def _python_calls(text: str) -> list[Call] | None:
     return calls or None
 
 
-def _marked_calls(answer: str, descriptions: Mapping[str, Mapping[str, Any]]) -> list[Call]:
+def _marked_calls(answer: str, descriptions: Mapping[str, Description]) -> list[Call]:
     """The calls in an answer that marks them. A mark without a call is ignored, unless it is the
     header of a message. `descriptions`: name -> description of a function."""
     # Without the special tokens of the harmony format, nothing separates the name from a following
@@ -165,7 +171,7 @@ def _marked_calls(answer: str, descriptions: Mapping[str, Mapping[str, Any]]) ->
 
 
 def _tagged_arguments(
-    answer: str, start: int, description: Mapping[str, Any] | None
+    answer: str, start: int, description: Description | None
 ) -> tuple[dict[str, Any], int]:
     """(arguments in the tags from the index `start` on, index after them). `description`: that of
     the function; None for an unknown function. Raises Undecodable unless a closing tag follows."""
@@ -185,7 +191,7 @@ def _tagged_arguments(
     return arguments, end
 
 
-def _value(text: str, description: Mapping[str, Any]) -> Any:
+def _value(text: str, description: Description) -> Any:
     """The value of an argument that is written as `text` in tags."""
     if TYPES.get(str(description.get("type"))) is str:
         return text
@@ -216,8 +222,8 @@ def _call(document: Any) -> Call:
 
 def answer_mistake(
     answer: str | None,
-    functions: Sequence[Mapping[str, Any]],
-    right_calls: Sequence[Mapping[str, Mapping[str, Any]]],
+    functions: Sequence[Description],
+    right_calls: Sequence[RightCall],
 ) -> str | None:
     """A sentence that says why an answer is wrong; None if the answer is right.
 
@@ -243,7 +249,7 @@ def answer_mistake(
     return None
 
 
-def _looks_like_call(answer: str, functions: Sequence[Mapping[str, Any]]) -> bool:
+def _looks_like_call(answer: str, functions: Sequence[Description]) -> bool:
     """Whether an answer contains a call in any form, complete or not: marks of calls, or the name
     of one of the `functions` where calls have it."""
     names = "|".join(re.escape(function["name"]) for function in functions) or "(?!)"
@@ -262,8 +268,8 @@ def _looks_like_call(answer: str, functions: Sequence[Mapping[str, Any]]) -> boo
 
 def _calls_mistake(
     calls: Sequence[Call],
-    functions: Sequence[Mapping[str, Any]],
-    right_calls: Sequence[Mapping[str, Mapping[str, Any]]],
+    functions: Sequence[Description],
+    right_calls: Sequence[RightCall],
 ) -> str | None:
     """A sentence that says why `calls` are not the `right_calls`; None if they are."""
     if len(calls) != len(right_calls):
@@ -284,9 +290,7 @@ def _calls_mistake(
     return None
 
 
-def _call_mistake(
-    call: Call, name: str, options: Mapping[str, Sequence[Any]], parameters: Mapping[str, Any]
-) -> str | None:
+def _call_mistake(call: Call, name: str, options: Options, parameters: Description) -> str | None:
     """A sentence that says why `call` is not a call of the function `name` with allowed arguments;
     None if the call is right. `options`: argument -> allowed values. `parameters`: the schema of
     all arguments."""
@@ -309,7 +313,7 @@ def _call_mistake(
     return None
 
 
-def _is_allowed(value: Any, description: Mapping[str, Any], allowed_values: Sequence[Any]) -> bool:
+def _is_allowed(value: Any, description: Description, allowed_values: Sequence[Any]) -> bool:
     """Whether BFCL accepts the `value` of an argument.
 
     For some arguments, a right answer passes a variable. Then the allowed values are names of
@@ -332,7 +336,10 @@ def _is_allowed(value: Any, description: Mapping[str, Any], allowed_values: Sequ
     if declared_type is dict:
         return any(_is_dict_allowed(value, allowed) for allowed in typed_values)
     if declared_type is list and TYPES[description["items"]["type"]] is dict:
-        return any(_is_list_allowed(value, allowed) for allowed in typed_values)
+        return any(
+            len(value) == len(allowed) and all(map(_is_dict_allowed, value, allowed))
+            for allowed in typed_values
+        )
     if declared_type is list:
         return _normalize_list(value) in [_normalize_list(allowed) for allowed in typed_values] or (
             not value and "" in allowed_values
@@ -345,9 +352,7 @@ def _type_of_first(values: Iterable[Any]) -> type | None:
     return next((type(value) for value in values if value != ""), None)
 
 
-def _has_element_types(
-    value: Any, description: Mapping[str, Any], allowed_values: Sequence[Any]
-) -> bool:
+def _has_element_types(value: Any, description: Description, allowed_values: Sequence[Any]) -> bool:
     """Whether BFCL accepts the types of the elements of a list; True for a value that is no list.
     One of the allowed values must accept all elements."""
     if not isinstance(value, list):
@@ -369,23 +374,17 @@ def _normalize_list(values: Iterable[Any]) -> list[Any]:
     return [_normalize(value) for value in values]
 
 
-def _is_dict_allowed(value: Mapping[str, Any], option: Mapping[str, Any]) -> bool:
-    """Whether the dict `value` is allowed by `option` (key -> allowed values)."""
-    for key, entry in value.items():
-        if key not in option or _normalize(entry) not in _normalize_list(option[key]):
-            return False
-    return all(key in value or "" in values for key, values in option.items())
-
-
-def _is_list_allowed(value: Sequence[Any], option: Sequence[Any]) -> bool:
-    """Whether each dict in `value` is allowed by the dict at the same index in `option`."""
-    return len(value) == len(option) and all(
-        isinstance(entry, dict) and isinstance(allowed, dict) and _is_dict_allowed(entry, allowed)
-        for entry, allowed in zip(value, option, strict=True)
+def _is_dict_allowed(value: Any, options: Options) -> bool:
+    """Whether `value` is a dict with allowed values. `options`: those of an allowed dict."""
+    if not isinstance(value, dict) or not isinstance(options, dict) or value.keys() - options:
+        return False
+    return all(
+        _normalize(value[key]) in _normalize_list(allowed) if key in value else "" in allowed
+        for key, allowed in options.items()
     )
 
 
-def tool(function: Mapping[str, Any]) -> dict[str, Any]:
+def tool(function: Description) -> dict[str, Any]:
     """Convert BFCL's `function` to a tool for chat templates, with types named as in JSON
     schema."""
     description = f"{function.get('description', '')}{PYTHON_NOTE}"
@@ -396,7 +395,7 @@ def tool(function: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _schema(description: Mapping[str, Any]) -> dict[str, Any]:
+def _schema(description: Description) -> dict[str, Any]:
     """The description of a parameter, with types named as in JSON schema."""
     schema = {**description, "type": SCHEMA_TYPES.get(description["type"], description["type"])}
     if "properties" in schema:

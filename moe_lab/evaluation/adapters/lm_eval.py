@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,8 @@ from moe_lab.evaluation.harness import (
     parsed_metric,
     with_item_outcomes,
 )
-from moe_lab.evaluation.items import Answer, Document, Item, Pair, Text
+from moe_lab.evaluation.items import Answer, Document, Item, Pair, Reply, Text
+from moe_lab.json_files import fits
 from moe_lab.result_files import Result, Sample, Scale
 
 Aggregation = Callable[[Any], Any]
@@ -59,55 +60,43 @@ class _Row:
     metrics: Mapping[str, Any]
 
 
-def items(benchmark: BenchmarkConfig) -> list[Item]:
-    """The items of a task, or of a group of tasks.
+def items(benchmark: BenchmarkConfig) -> Iterator[Item]:
+    """Yield the items of a task, or of a group of tasks.
 
     Raises UserError for a metric whose standard error cannot be computed, for an empty document,
     and for a task that needs sampling, runs programs or shows images.
     """
-    tasks_by_name = tasks_and_groups(benchmark)["tasks"]
     for metric in benchmark.reports.values():
         # both functions raise UserError for a metric that cannot be reported
-        _aggregation(metric, tasks_by_name, benchmark)
+        _aggregation(metric, benchmark)
         weights_tasks_equally(benchmark, parsed_metric(metric)[0])
-    items = []
-    for questions in _questions_by_task(tasks_by_name, benchmark):
-        for question in questions:
-            requests = [_request(request, question, benchmark) for request in question.requests]
-            right_answer = _right_answer(question)
-            items.append(
-                Item(question.name, tuple(requests), right_answer, _doc_hash(question.doc))
-            )
-    return items
+    for question in _questions(benchmark):
+        requests = [_request(request, question, benchmark) for request in question.requests]
+        right_answer = _right_answer(question)
+        yield Item(question.name, tuple(requests), right_answer, _doc_hash(question.doc))
 
 
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
     """The results and samples of a benchmark. An answer whose thought does not end counts as
     wrong."""
-    tasks_by_name = tasks_and_groups(benchmark)["tasks"]
-    questions_by_task = _questions_by_task(tasks_by_name, benchmark)
-    rows = []
+    questions = _questions(benchmark)
+    rows: list[_Row] = []
     # the answers to an item one after another, as lm-eval has one response to a request
     for replicate in sorted({answer.replicate for answer in answers}):
         by_item = {answer.item: answer for answer in answers if answer.replicate == replicate}
-        rows += _graded_rows(questions_by_task, by_item)
+        rows += _graded_rows(questions, by_item)
     samples: list[Sample] = []
     results: list[Result] = []
     for result_name, metric in benchmark.reports.items():
-        aggregation = _aggregation(metric, tasks_by_name, benchmark)
-        single, *_ = parsed_metric(metric)
-        rows_of_metric = _rows_of_metric(single, rows, benchmark)
-        result, result_samples = _result(
-            result_name, metric, single, aggregation, rows_of_metric, benchmark
-        )
+        result, result_samples = _result(result_name, metric, rows, benchmark)
         results.append(result)
         samples += result_samples
-    evaluated_tasks = [questions[0].task for questions in questions_by_task]
+    config = questions[0].task.config
     protocol = {
         # without `data`, benchmark.task is a path
-        "task": benchmark.task if benchmark.data is not None else next(iter(tasks_by_name)),
-        "task_version": ", ".join(sorted({str(task.VERSION) for task in evaluated_tasks})),
-        "num_fewshot": evaluated_tasks[0].config.num_fewshot,
+        "task": benchmark.task if benchmark.data is not None else config.task,
+        "task_version": ", ".join(sorted({str(question.task.VERSION) for question in questions})),
+        "num_fewshot": config.num_fewshot,
     }
     return Graded(results, samples, protocol)
 
@@ -115,11 +104,10 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
 # Requests and replies.
 
 
-def _questions_by_task(
-    tasks_by_name: Mapping[str, Any], benchmark: BenchmarkConfig
-) -> list[list[_Question]]:
-    """The questions of each task, one list per task. `tasks_by_name`: name -> task."""
-    questions_by_task: list[list[_Question]] = []
+def _questions(benchmark: BenchmarkConfig) -> list[_Question]:
+    """The questions of all tasks, task by task."""
+    tasks_by_name = tasks_and_groups(benchmark)["tasks"]
+    questions: list[_Question] = []
     for task_name in indices_to_evaluate(tasks_by_name, benchmark.limit):
         task = tasks_by_name[task_name]
         requests_by_doc: dict[int, list[Instance]] = {}
@@ -130,14 +118,13 @@ def _questions_by_task(
             for number, requests in requests_by_doc.items()
         }
         names_differ = len(set(names.values())) == len(names)
-        questions_by_task.append([])
         for number, requests in requests_by_doc.items():
             name = names[number] if names_differ else str(number)
             if len(tasks_by_name) > 1:
                 name = f"{task_name}/{name}"
             requests = sorted(requests, key=lambda request: request.idx)
-            questions_by_task[-1].append(_Question(name, task, requests[0].doc, requests))
-    return questions_by_task
+            questions.append(_Question(name, task, requests[0].doc, requests))
+    return questions
 
 
 def _request(
@@ -236,36 +223,27 @@ def _limit_and_stop(
         )
     until = settings.get("until", [])
     texts = [until] if isinstance(until, str) else until
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+    if not fits(texts, [str]):
         raise UserError(f"{field}.until={until}: expected a text, or a list of texts")
     # lm-eval ignores empty stop texts too
     return int(max_tokens), tuple(text for text in texts if text)
 
 
-def _graded_rows(
-    questions_by_task: Sequence[Sequence[_Question]], answers: Mapping[str, Answer]
-) -> list[_Row]:
-    """One row for each filter of a task and each question. `answers`: name of a question ->
+def _graded_rows(questions: Sequence[_Question], answers: Mapping[str, Answer]) -> Iterator[_Row]:
+    """Yield a row for each question and each filter of its task. `answers`: name of a question ->
     answer."""
-    rows = []
-    for questions in questions_by_task:
-        for question in questions:
-            replies = answers[question.name].replies
-            for request, reply in zip(question.requests, replies, strict=True):
-                response: Any = reply.nats  # for a loglikelihood_rolling request
-                if request.request_type == "generate_until":
-                    response = reply.text or ""
-                elif request.request_type == "loglikelihood":
-                    response = (reply.nats, reply.windows[0].likeliest)
-                # a task's own repeats of a request have the same response
-                request.resps = [response] * (request.repeats or 1)
-                request.filtered_resps = {}
-        first_question = questions[0]
-        first_question.task.apply_filters()
+    for question in questions:
+        replies = answers[question.name].replies
+        for request, reply in zip(question.requests, replies, strict=True):
+            # a task's own repeats of a request have the same response
+            request.resps = [_response(request.request_type, reply)] * (request.repeats or 1)
+            request.filtered_resps = {}
+    for task in dict.fromkeys(question.task for question in questions):
+        task.apply_filters()
+    for question in questions:
+        answer = answers[question.name]
         # name of a filter -> response after the filter; the names are the same for each request
-        response_by_filter = first_question.requests[0].filtered_resps
-        for filter_name, question in product(response_by_filter, questions):
-            answer = answers[question.name]
+        for filter_name in question.requests[0].filtered_resps:
             extracted = [request.filtered_resps[filter_name] for request in question.requests]
             values = question.task.process_results(question.doc, extracted)
             # lm-eval has graded an unfinished thought as "", which some metrics count as right
@@ -274,8 +252,16 @@ def _graded_rows(
                 for metric, value in values.items():
                     if isinstance(value, int | float) and higher_is_better.get(metric, True):
                         values[metric] = 0.0
-            rows.append(_Row(question, answer, filter_name, extracted, values))
-    return rows
+            yield _Row(question, answer, filter_name, extracted, values)
+
+
+def _response(request_type: str, reply: Reply) -> Any:
+    """A reply as lm-eval's response to a request."""
+    if request_type == "generate_until":
+        return reply.text or ""
+    if request_type == "loglikelihood":
+        return reply.nats, reply.windows[0].likeliest
+    return reply.nats  # loglikelihood_rolling
 
 
 def _rows_of_metric(metric: str, rows: Sequence[_Row], benchmark: BenchmarkConfig) -> list[_Row]:
@@ -304,12 +290,10 @@ _LOSS_AGGREGATIONS: Mapping[Aggregation, tuple[Scale, str, float]] = {
 unit)."""
 
 
-def _aggregation(
-    metric: str, tasks_by_name: Mapping[str, Any], benchmark: BenchmarkConfig
-) -> Aggregation:
+def _aggregation(metric: str, benchmark: BenchmarkConfig) -> Aggregation:
     """lm-eval's function that computes the score of a metric from the values of all items.
-    `tasks_by_name`: name of a task -> task. UserError for functions whose standard error the
-    outcomes of `_outcomes` do not give."""
+    UserError for functions whose standard error the outcomes of `_outcomes` do not give."""
+    tasks_by_name = tasks_and_groups(benchmark)["tasks"]
     aggregation: Aggregation = metrics.mean
     single, *_ = parsed_metric(metric)
     for name, task in tasks_by_name.items():
@@ -331,15 +315,12 @@ def _aggregation(
 
 
 def _result(
-    result_name: str,
-    metric: str,
-    single: str,
-    aggregation: Aggregation,
-    rows: Sequence[_Row],
-    benchmark: BenchmarkConfig,
+    result_name: str, metric: str, all_rows: Sequence[_Row], benchmark: BenchmarkConfig
 ) -> tuple[Result, list[Sample]]:
-    """The result named `result_name` and its samples. `single`: the metric of one answer in
-    `metric`. `aggregation`: lm-eval's function for its score. `rows`: the rows of its filter."""
+    """The result named `result_name` and its samples. `all_rows`: the rows of all filters."""
+    single, *_ = parsed_metric(metric)  # the metric of one answer
+    rows = _rows_of_metric(single, all_rows, benchmark)
+    aggregation = _aggregation(metric, benchmark)
     metric_name = single.partition(",")[0]
     if aggregation not in _LOSS_AGGREGATIONS:
         outcomes = _outcomes(rows, metric_name, aggregation)
@@ -350,18 +331,12 @@ def _result(
         scale: Scale = (
             "score" if rows[0].question.task.higher_is_better().get(metric_name, True) else "loss"
         )
-        if not weights_tasks_equally(benchmark, single):
-            return mean_result(result_name, metric, samples, benchmark, scale), samples
-        samples_by_task = _samples_by_task(rows, samples)
-        task_results = [
-            mean_result(result_name, metric, task_samples, benchmark, scale)
-            for task_samples in samples_by_task
-        ]
-        return _mean_of_tasks(task_results), list(chain.from_iterable(samples_by_task))
+        is_mean_of_tasks = weights_tasks_equally(benchmark, single)
+        parts = _samples_by_task(rows, samples) if is_mean_of_tasks else [samples]
+        results = [mean_result(result_name, metric, part, benchmark, scale) for part in parts]
+        return _mean_of_results(results), list(chain.from_iterable(parts))
     scale, unit, factor_from_nats = _LOSS_AGGREGATIONS[aggregation]
     samples = []
-    losses = []
-    weights = []
     for row in rows:
         # A log-likelihood or, for a weighted perplexity, (log-likelihood, weight). The weight is a
         # number of units, such as words.
@@ -369,11 +344,9 @@ def _result(
         nats, weight = value if isinstance(value, tuple) else (value, 1.0)
         loss = -nats / weight * factor_from_nats
         samples.append({**_sample(result_name, metric_name, row, loss), "units": weight})
-        losses.append(loss)
-        weights.append(weight)
     # such as "nats per word" for word_perplexity
     unit = unit or f"nats per {metric_name.partition('_')[0]}"
-    return loss_result(result_name, metric, scale, unit, losses, weights, benchmark), samples
+    return loss_result(result_name, metric, samples, benchmark, scale, unit), samples
 
 
 def _outcomes(rows: Sequence[_Row], metric_name: str, aggregation: Aggregation) -> list[float]:
@@ -438,8 +411,8 @@ def _samples_by_task(rows: Sequence[_Row], samples: Sequence[Sample]) -> list[li
     return list(by_task.values())
 
 
-def _mean_of_tasks(results: Sequence[Result]) -> Result:
-    """One result for several tasks, from the result of each task. "stderr" is lm-eval's
+def _mean_of_results(results: Sequence[Result]) -> Result:
+    """One result for one or several tasks, from the result of each task. "stderr" is lm-eval's
     `unweighted_mean_stderr`, or None if a task has none."""
     stderrs = [result["stderr"] for result in results if result["stderr"] is not None]
     stderr = math.hypot(*stderrs) / len(results) if len(stderrs) == len(results) else None

@@ -32,7 +32,7 @@ def task_folder(benchmark: BenchmarkConfig) -> Path:
     default, the folder that is named like the task. UserError when the folder or the task does not
     exist."""
     package = find_spec("lm_eval")
-    # if lm-eval is not installed, `LmEval.missing_requirements` has reported this before
+    # if lm-eval is not installed, `Harness.missing_requirements` has reported this before
     assert package is not None and package.origin is not None
     root = Path(package.origin).parent / "tasks"
     name = str(benchmark.parameters.get("folder", benchmark.task))
@@ -95,7 +95,7 @@ def _references(file: Path) -> tuple[list[str], list[str]]:
         "!function", lambda loader, node: functions.append(loader.construct_scalar(node))
     )
     try:
-        definition: Any = yaml.load(file.read_bytes(), Loader)
+        definition = yaml.load(file.read_bytes(), Loader)
     except OSError as error:
         raise UserError(
             f"{file} cannot be read: {error.strerror}, expected a file of lm-eval's format"

@@ -26,23 +26,32 @@ from moe_lab.evaluation.harness import harness_of
 
 SEED = 1234
 """Default of parameters.fewshot_seed, by which examples are chosen: that of lm-eval."""
-_tasks_by_identity: dict[str, Mapping[str, Any]] = {}
+TasksAndGroups = Mapping[str, Any]
+"""{"tasks": name -> lm-eval's task, "groups": name -> group of tasks; a requested group comes
+first}."""
+_tasks_by_identity: dict[str, TasksAndGroups] = {}
 """Identity of a benchmark's questions, as JSON -> its tasks and groups."""
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 datasets.disable_progress_bars()
 
 
-def tasks_and_groups(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """{"tasks": name -> lm-eval's task with its requests, "groups": name -> group of tasks; a
-    requested group comes first}. A benchmark has one task, or all tasks of a group such as mmlu.
+def tasks_and_groups(benchmark: BenchmarkConfig) -> TasksAndGroups:
+    """The tasks, with their requests, and groups of a benchmark. A benchmark has one task, or all
+    tasks of a group such as mmlu.
 
     UserError when the task evaluates a split other than `benchmark.split`, when the task has fewer
     few-shot examples than it shows, and when an item to evaluate has no right answer.
     """
     key = json.dumps(harness_of(benchmark).question_identity(benchmark))
     if key not in _tasks_by_identity:
-        with patch.object(lm_eval.api.task, "tqdm", lambda iterable, **_: iterable):
-            _tasks_by_identity[key] = _load_with_requests(benchmark)
+        if benchmark.data is not None:  # items from a published data set
+            loaded = _load_published(benchmark)
+        else:
+            identifying_files, _ = harness_of(benchmark).hashed_files(benchmark)
+            with restrict_reads_to(identifying_files, f"benchmark {benchmark.name}"):
+                loaded = _load_defined(benchmark)
+        # tasks that have read another file do not get here
+        _tasks_by_identity[key] = loaded
     return _tasks_by_identity[key]
 
 
@@ -71,39 +80,8 @@ def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
     )
 
 
-def _load_with_requests(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """The result of `tasks_and_groups`."""
-    if benchmark.data is not None:  # items from a published data set
-        return _add_requests(_load_published(benchmark), benchmark)
-    identifying_files, _ = harness_of(benchmark).hashed_files(benchmark)
-    with restrict_reads_to(identifying_files, f"benchmark {benchmark.name}"):
-        return _add_requests(_load_defined(benchmark), benchmark)
-
-
-def _add_requests(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """Configure the tasks in `loaded`, build the requests of the items to evaluate, and return
-    `loaded`."""
-    tasks_by_name = loaded["tasks"]
-    for name, task in tasks_by_name.items():
-        _configure(task, name, benchmark)
-    for name, numbers in indices_to_evaluate(tasks_by_name, benchmark.limit).items():
-        task = tasks_by_name[name]
-        _check_labels(task, name, numbers, benchmark)
-        task.set_fewshot_seed(seed=benchmark.parameters.get("fewshot_seed", SEED))
-        task.build_all_requests(
-            samples=numbers,
-            apply_chat_template=benchmark.chat,
-            fewshot_as_multiturn=benchmark.chat,
-            # lm-eval expects a text from a chat template; `lm_eval._request` decodes the JSON
-            chat_template=(lambda messages, **_: json.dumps(messages)) if benchmark.chat else None,
-        )
-    return loaded
-
-
-def _load_published(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
+def _load_published(benchmark: BenchmarkConfig) -> TasksAndGroups:
     """Load a task or group of lm-eval with data from the benchmark's mirror."""
-    # lm-eval would need ten seconds to index all its tasks
-    manager = TaskManager(include_path=str(task_folder(benchmark)), include_defaults=False)
     subsets = mirror.subsets(benchmark)  # subset -> split -> files
 
     # replaces datasets.load_dataset, which takes the subset as `name`
@@ -116,42 +94,65 @@ def _load_published(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
             )
         return _Splits(defaultdict(list, subsets[subset]))
 
-    return _load(manager, benchmark.task, load_from_mirror)
+    return _load(benchmark, benchmark.task, load_from_mirror, str(task_folder(benchmark)))
 
 
-def _load_defined(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
+def _load_defined(benchmark: BenchmarkConfig) -> TasksAndGroups:
     """Load a task with items from a local file. Every split of the task has all items."""
     # definition_files: the file that defines the task; empty if parameters.definition is set
     *definition_files, items_file = harness_of(benchmark).data_files(benchmark)
-    manager = TaskManager(include_defaults=False)
     definition = (
         str(definition_files[0])
         if definition_files
         else {"task": benchmark.name, "test_split": "test", **benchmark.parameters["definition"]}
     )
-    loaded = _load(manager, definition, lambda *_, **__: _Splits(defaultdict(lambda: [items_file])))
-    for task in loaded["tasks"].values():
-        if _fewshot_split(task) is not None:
-            # lm-eval excludes an item from its own examples only if both splits have the same name
-            task.config.test_split = task.config.fewshot_config.split = _evaluated_split(task)
-    return loaded
+    return _load(benchmark, definition, lambda *_, **__: _Splits(defaultdict(lambda: [items_file])))
 
 
 def _load(
-    manager: TaskManager, task: str | dict[str, Any], load_dataset: Callable[..., Mapping[str, Any]]
-) -> Mapping[str, Any]:
-    """{"tasks": name -> task, "groups": name -> group of tasks}. `task`: name of a task or group,
-    path of a definition, or the definition itself. `load_dataset` replaces
-    `datasets.load_dataset`."""
-    with patch.object(datasets, "load_dataset", load_dataset):
+    benchmark: BenchmarkConfig,
+    task: str | dict[str, Any],
+    load_dataset: Callable[..., Mapping[str, Any]],
+    folder: str | None = None,
+) -> TasksAndGroups:
+    """The tasks with their requests. `task`: name of a task or group in `folder`, path of a
+    definition, or the definition itself. `load_dataset` replaces `datasets.load_dataset`."""
+    # lm-eval would need ten seconds to index all its tasks
+    manager = TaskManager(include_path=folder, include_defaults=False)
+    with (
+        patch.object(datasets, "load_dataset", load_dataset),
+        patch.object(lm_eval.api.task, "tqdm", lambda iterable, **_: iterable),
+    ):
         try:
-            loaded: Mapping[str, Any] = manager.load([task])
+            loaded: TasksAndGroups = manager.load([task])
         except IndexError as error:  # lm-eval reads the first item when it builds a task
             raise UserError(
                 f"task={task}: the first item cannot be read: expected one or more items, a label "
                 "that is one of the choices, and no empty choice"
             ) from error
+        _add_requests(loaded["tasks"], benchmark)
     return loaded
+
+
+def _add_requests(tasks_by_name: Mapping[str, Any], benchmark: BenchmarkConfig) -> None:
+    """Configure the tasks, and build the requests of the items to evaluate. `tasks_by_name`: name
+    of a task -> task."""
+    for name, task in tasks_by_name.items():
+        if benchmark.data is None and _fewshot_split(task) is not None:
+            # lm-eval excludes an item from its own examples only if both splits have the same name
+            task.config.test_split = task.config.fewshot_config.split = _evaluated_split(task)
+        _configure(task, name, benchmark)
+    for name, numbers in indices_to_evaluate(tasks_by_name, benchmark.limit).items():
+        task = tasks_by_name[name]
+        _check_labels(task, name, numbers, benchmark)
+        task.set_fewshot_seed(seed=benchmark.parameters.get("fewshot_seed", SEED))
+        task.build_all_requests(
+            samples=numbers,
+            apply_chat_template=benchmark.chat,
+            fewshot_as_multiturn=benchmark.chat,
+            # lm-eval expects a text from a chat template; `lm_eval._request` decodes the JSON
+            chat_template=(lambda messages, **_: json.dumps(messages)) if benchmark.chat else None,
+        )
 
 
 class _Splits(dict[str, Any]):

@@ -7,15 +7,14 @@ EvalPlus's models behind an API.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, mirror
-from moe_lab.evaluation.harness import Graded, Harness, graded_by_mean
+from moe_lab.evaluation.harness import Graded, ProgramHarness, graded_by_mean
 from moe_lab.evaluation.items import Answer, Item, Text
 
 _INSTRUCTION = (
@@ -24,22 +23,17 @@ _INSTRUCTION = (
 )
 
 
-class EvalPlus(Harness):
+class EvalPlus(ProgramHarness):
     """HumanEval+ and MBPP+, and problems in their format."""
 
     package = "evalplus"
     metrics = ("base", "plus")
-    numeric_parameters: Mapping[str, float] = {"seconds": 0.1, "memory_mib": 1, "processes": 1}
-    boolean_parameters = ("as_harness",)
-    grading_parameters = ("seconds", "memory_mib", "as_harness")
-    other_parameters = ("processes",)
 
-    def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """An item for each problem. A chat has no reference, because the canonical solution is only
-        the text after the prompt."""
+    def items(self, benchmark: BenchmarkConfig) -> Iterator[Item]:
+        """Yield an item for each problem. A chat has no reference, because the canonical solution
+        is only the text after the prompt."""
         max_tokens = benchmark.max_new_tokens
         stop = self.stop_texts(benchmark)
-        items = []
         for task, problem in self.problems(benchmark).items():
             prompt = problem["prompt"].strip()
             if benchmark.chat:
@@ -47,8 +41,7 @@ class EvalPlus(Harness):
                 request = Text([message], max_tokens)
             else:
                 request = Text(f"{prompt}\n", max_tokens, stop, problem["canonical_solution"])
-            items.append(Item(task, (request,), problem["canonical_solution"]))
-        return items
+            yield Item(task, (request,), problem["canonical_solution"])
 
     def stop_texts(self, benchmark: BenchmarkConfig) -> tuple[str, ...]:
         """Stop texts of a completion; () for answers in a chat."""
@@ -77,35 +70,27 @@ class EvalPlus(Harness):
         request = evalplus.GradeRequest(
             dataset=dataset_of(problems),
             data=str(self.data_file(benchmark)),
-            programs={},
+            programs=[(answer.item, _program(answer, chat=benchmark.chat)) for answer in answers],
             isolation=policy.program_sandbox(),
             extract=benchmark.chat or benchmark.data is not None,
             **benchmark.parameters,
         )
-        verdicts: dict[tuple[str, int], evalplus.Verdict] = {}
-        for replicate in sorted({answer.replicate for answer in answers}):
-            programs = {
-                answer.item: _program(answer, chat=benchmark.chat)
-                for answer in answers
-                if answer.replicate == replicate
-            }
-            graded = evalplus.GRADER.grade(replace(request, programs=programs))
-            verdicts |= {(task, replicate): verdict for task, verdict in graded.items()}
+        graded = evalplus.GRADER.grade(request)
         protocol = {
             "seconds": request.seconds,
             "memory_mib": request.memory_mib,
             "sandbox": request.isolation,
             "stop": list(self.stop_texts(benchmark)),
             "unlike_harness": [
-                answer.item for answer in answers if verdicts[answer.key].unlike_harness
+                answer.item
+                for answer, verdict in zip(answers, graded, strict=True)
+                if verdict.unlike_harness
             ],
         }
-        return graded_by_mean(
-            answers,
-            benchmark,
-            lambda answer, metric: verdicts[answer.key].outcome(metric),
-            protocol,
-        )
+        verdicts = {
+            metric: [verdict.outcome(metric) for verdict in graded] for metric in self.metrics
+        }
+        return graded_by_mean(answers, benchmark, verdicts, protocol)
 
     def runs_programs(self, benchmark: BenchmarkConfig) -> bool:
         """True, because every answer is a program."""

@@ -17,7 +17,7 @@ from moe_lab.child_process import ChildProcess, ErrorReply, ProcessEnded, enviro
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown_name_error, user_errors
 from moe_lab.evaluation import Policy, mirror
-from moe_lab.evaluation.harness import Graded, Harness, graded_by_mean
+from moe_lab.evaluation.harness import Graded, ProgramHarness, graded_by_mean
 from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates
 from moe_lab.machine import check_has, cores, interpreter, package_version_in
 from moe_lab.start import command
@@ -35,29 +35,23 @@ CODE = "live_code_bench"
 """The task whose answers are programs."""
 
 
-class EvalScope(Harness):
+class EvalScope(ProgramHarness):
     """The harness that calls EvalScope. EvalScope runs in a separate interpreter, because its
     requirements contradict moe_lab's."""
 
     metrics = ("acc",)
     question_parameters = ("start_date", "end_date")
-    numeric_parameters: Mapping[str, float] = {"seconds": 0.1, "memory_mib": 1, "processes": 1}
-    boolean_parameters = ("as_harness",)
-    grading_parameters = ("seconds", "memory_mib", "as_harness")
-    other_parameters = ("processes",)
     mirrored = True
     shows_examples = True
     votes = True
 
-    def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """Items with EvalScope's prompts."""
-        items = []
+    def items(self, benchmark: BenchmarkConfig) -> Iterator[Item]:
+        """Yield items with EvalScope's prompts."""
         for question in _call_worker(benchmark, "questions"):
             messages = question["messages"]
             text = "\n\n".join(message["content"] for message in messages) + "\n"
             request = Text(messages if benchmark.chat else text, benchmark.max_new_tokens)
-            items.append(Item(question["item"], (request,), question["right_answer"]))
-        return items
+            yield Item(question["item"], (request,), question["right_answer"])
 
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
@@ -65,7 +59,14 @@ class EvalScope(Harness):
         """Let EvalScope grade the answers. A mathematical answer is right, too, if only Math-Verify
         accepts it, except with the parameter `as_harness`. An answer counts as wrong if EvalScope
         cannot compare it within its time limit. RuntimeError if that is so for all answers."""
-        limits = _program_limits(benchmark, policy) if self.runs_programs(benchmark) else None
+        limits = None
+        if self.runs_programs(benchmark):  # arguments of `evalscope_worker.Programs`
+            settings = benchmark.parameters.items()
+            limits = {
+                "processes": cores(),
+                **{key: value for key, value in settings if key in self.numeric_parameters},
+                "isolation": policy.program_sandbox(),
+            }
         texts = [(answer.item, replace_surrogates(answer.reply.text or "")) for answer in answers]
         graded = _call_worker(
             benchmark,
@@ -74,27 +75,29 @@ class EvalScope(Harness):
             as_harness=benchmark.parameters.get("as_harness", False),
             limits=limits,
         )
-        keys = [answer.key for answer in answers]
-        samples = dict(zip(keys, graded["samples"], strict=True))
-        unscored_items = [key[0] for key in keys if samples[key]["outcome"] is None]
+        samples = graded["samples"]
+        unscored_items = []
+        unlike_harness = []
+        for answer, sample in zip(answers, samples, strict=True):
+            if sample["outcome"] is None:
+                unscored_items.append(answer.item)
+            if sample.get("unlike_harness"):
+                unlike_harness.append(answer.item)
         if len(unscored_items) == len(answers):
             raise RuntimeError(
                 f"benchmark {benchmark.name}: EvalScope could compare no answer, such as that to "
                 f"{unscored_items[0]}"
             )
 
-        def verdict(answer: Answer, metric: str) -> tuple[float, str]:
-            sample = samples[answer.key]
-            return sample["outcome"] or 0.0, sample["extracted"]
-
         protocol = {
             "evalscope": graded["versions"],
             "unscored": unscored_items,
-            "unlike_harness": [key[0] for key in keys if samples[key].get("unlike_harness")],
+            "unlike_harness": unlike_harness,
         }
         if limits:
             protocol["sandbox"] = limits["isolation"]
-        return graded_by_mean(answers, benchmark, verdict, protocol)
+        verdicts = [(sample["outcome"] or 0.0, sample["extracted"]) for sample in samples]
+        return graded_by_mean(answers, benchmark, {"acc": verdicts}, protocol)
 
     def version(self, benchmark: BenchmarkConfig) -> str | None:
         """EvalScope's version in the benchmark's interpreter; None if the interpreter or EvalScope
@@ -127,10 +130,8 @@ class EvalScope(Harness):
                 except ValueError:
                     yield f"{name}: parameters.{key}={value}: expected a day, such as 2025-01-31"
 
-    def missing_requirements(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-        """Do as `Harness.missing_requirements`, and check that there is EvalScope and that pickled
-        tests are allowed."""
-        yield from super().missing_requirements(benchmark, policy)
+    def further_requirements(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+        """Check that there is EvalScope and that pickled tests are allowed."""
         # a lambda, so that a UserError of `_python` is yielded, too
         yield from user_errors(lambda: check_has("evalscope", _python(benchmark)))
         if benchmark.task == CODE and not policy.allow_pickled_data:
@@ -169,11 +170,12 @@ def _call_worker(benchmark: BenchmarkConfig, method: str, **arguments: Any) -> A
             "folder": str(_link_data(benchmark, folder / "data")),
             "dataset_args": dataset_args,
             "limit": benchmark.limit,
-            "days": None,
+            "days": [
+                str(benchmark.parameters[key])
+                for key in HARNESS.question_parameters
+                if benchmark.task == CODE
+            ],
         }
-        if benchmark.task == CODE:
-            days = [str(benchmark.parameters[key]) for key in HARNESS.question_parameters]
-            arguments["days"] = days
         worker = "moe_lab.evaluation.adapters.evalscope_worker"
         line = command("moe_lab.child_process", worker, python=_python(benchmark))
         with ChildProcess(line, _environment(folder), folder) as process:
@@ -213,10 +215,3 @@ def _link_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
             card += [f"  - split: {split}", f"    path: {subset}/{split}/*"]
     (folder / "README.md").write_text("\n".join([*card, "---", ""]))
     return folder
-
-
-def _program_limits(benchmark: BenchmarkConfig, policy: Policy) -> dict[str, Any]:
-    """The arguments of `evalscope_code.Programs`."""
-    parameters = benchmark.parameters
-    limits = {key: parameters[key] for key in HARNESS.numeric_parameters if key in parameters}
-    return {"processes": cores(), **limits, "isolation": policy.program_sandbox()}

@@ -4,7 +4,7 @@ compared, never run."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,13 @@ from moe_lab.calibration.sources import DataFile
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, check_known
 from moe_lab.evaluation import Policy
-from moe_lab.evaluation.adapters.function_call_rules import TYPES, answer_mistake, tool
+from moe_lab.evaluation.adapters.function_call_rules import (
+    TYPES,
+    Description,
+    RightCall,
+    answer_mistake,
+    tool,
+)
 from moe_lab.evaluation.harness import Graded, Harness, check_count, graded_by_mean
 from moe_lab.evaluation.items import Answer, Item, Text
 from moe_lab.json_files import fits
@@ -41,10 +47,9 @@ class Question:
 
     name: str
     messages: Sequence[Mapping[str, str]]
-    functions: Sequence[Mapping[str, Any]]
-    right_calls: Sequence[Mapping[str, Mapping[str, Any]]]
-    """The calls of a right answer, each {name: {argument: allowed values}}; empty if no call helps
-    to answer the question."""
+    functions: Sequence[Description]
+    right_calls: Sequence[RightCall]
+    """The calls of a right answer; empty if no call helps to answer the question."""
 
 
 class FunctionCalls(Harness):
@@ -57,14 +62,12 @@ class FunctionCalls(Harness):
     gives_tools = True
     reads_path = True
 
-    def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """An item for each question."""
-        items = []
+    def items(self, benchmark: BenchmarkConfig) -> Iterator[Item]:
+        """Yield an item for each question."""
         for question in self.questions(benchmark)[: benchmark.limit]:
             tools = tuple(map(tool, question.functions))
             request = Text(question.messages, benchmark.max_new_tokens, tools=tools)
-            items.append(Item(question.name, (request,), json.dumps(question.right_calls)))
-        return items
+            yield Item(question.name, (request,), json.dumps(question.right_calls))
 
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
@@ -72,13 +75,12 @@ class FunctionCalls(Harness):
         """The outcome of an answer is 1 if all its calls are right, else 0. The field "extracted"
         of a sample says what is wrong with the answer, or "right"."""
         questions = {question.name: question for question in self.questions(benchmark)}
-
-        def verdict(answer: Answer, metric: str) -> tuple[float, str]:
+        verdicts = []
+        for answer in answers:
             question = questions[answer.item]
             reason = answer_mistake(answer.reply.text, question.functions, question.right_calls)
-            return float(reason is None), reason or "right"
-
-        return graded_by_mean(answers, benchmark, verdict)
+            verdicts.append((float(reason is None), reason or "right"))
+        return graded_by_mean(answers, benchmark, {"acc": verdicts})
 
     def paths(self, benchmark: BenchmarkConfig) -> list[Path]:
         """The file of right answers, if parameters.answers is set, and the file of questions."""

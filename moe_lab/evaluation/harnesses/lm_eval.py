@@ -24,8 +24,8 @@ class LmEval(Harness):
     shows_examples = True
     votes = True
 
-    def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """The items of lm-eval's task or group of tasks."""
+    def items(self, benchmark: BenchmarkConfig) -> Iterator[Item]:
+        """Yield the items of lm-eval's task or group of tasks."""
         from moe_lab.evaluation.adapters import lm_eval
 
         return lm_eval.items(benchmark)
@@ -78,13 +78,9 @@ class LmEval(Harness):
                 "computed"
             )
 
-    def missing_requirements(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-        """Do as `Harness.missing_requirements`, and check that the installed lm-eval has the
-        task."""
-        yield from super().missing_requirements(benchmark, policy)
-        # Tasks of lm-eval itself have `data`. `task_folder` can only be called if lm-eval is
-        # installed.
-        if benchmark.data is not None and self.version(benchmark) is not None:
+    def further_requirements(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+        """Check that the installed lm-eval has the task."""
+        if benchmark.data is not None:  # a task of lm-eval itself
             yield from user_errors(task_folder, benchmark)
 
 

@@ -42,20 +42,19 @@ class Perplexity(Harness):
     reads_path = True
     counts_items = False
 
-    def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """One item: the whole text. Rows of a mirror are joined by blank lines, as papers do with
-        WikiText."""
+    def items(self, benchmark: BenchmarkConfig) -> Iterator[Item]:
+        """Yield one item: the whole text. Rows of a mirror are joined by blank lines, as papers do
+        with WikiText."""
         if benchmark.data is not None:
             text = BLANK_LINE.join(row["text"] for row in mirror.rows(benchmark))
         elif benchmark.held_out:
             text = held_out_text(
-                benchmark.held_out, int(benchmark.parameters.get("characters", CHARACTERS))
+                benchmark.held_out, benchmark.parameters.get("characters", CHARACTERS)
             )
         else:
             text = self._text(benchmark)
         length = benchmark.parameters.get("length")
-        window_length = None if length is None else int(length)
-        return [Item("text", (Document(text, window_length, windows=benchmark.limit),))]
+        yield Item("text", (Document(text, length, windows=benchmark.limit),))
 
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
@@ -70,13 +69,12 @@ class Perplexity(Harness):
         (answer,) = answers
         text = answer.prompt
         windows = answer.reply.windows
-        counts = [window.tokens for window in windows]
         # factor from nats per token to bits per byte
         factor = answer.reply.tokens / len(text.encode("utf-8")) / math.log(2)
         samples: list[Sample] = []
         results = []
         for name, metric in benchmark.reports.items():
-            losses = []
+            of_result: list[Sample] = []
             for number, window in enumerate(windows):
                 totals = {
                     "kl": window.divergence,
@@ -84,16 +82,14 @@ class Perplexity(Harness):
                     "bits_per_byte": -window.nats * factor,
                 }
                 loss = totals.get(metric, -window.nats) / window.tokens
-                losses.append(loss)
                 sample = answer.sample(name, loss, extracted="", output="")
-                samples.append({**sample, "item": str(number), "units": window.tokens})
+                of_result.append({**sample, "item": str(number), "units": window.tokens})
             scale: Scale = "perplexity" if metric == "perplexity" else "loss"
-            results.append(
-                loss_result(name, metric, scale, UNITS[metric], losses, counts, benchmark)
-            )
+            results.append(loss_result(name, metric, of_result, benchmark, scale, UNITS[metric]))
+            samples += of_result
         protocol = {
-            "length": counts[0] + 1,  # with the first token, which is not predicted
-            "predicted_tokens": sum(counts),
+            "length": windows[0].tokens + 1,  # with the first token, which is not predicted
+            "predicted_tokens": sum(window.tokens for window in windows),
             "prompt": text[:200],
         }
         return Graded(results, samples, protocol)

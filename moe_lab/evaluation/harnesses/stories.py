@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
@@ -26,14 +26,12 @@ class Stories(Harness):
     mirrored = False
     chat = False
 
-    def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """An item for each row of the data file."""
-        items = []
+    def items(self, benchmark: BenchmarkConfig) -> Iterator[Item]:
+        """Yield an item for each row of the data file."""
         for row in self._rows(benchmark):
             reference = row.get("reference")
             request = Text(row["prompt"], benchmark.max_new_tokens, reference=reference)
-            items.append(Item(str(row["id"]), (request,), reference or ""))
-        return items
+            yield Item(str(row["id"]), (request,), reference or "")
 
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
@@ -41,13 +39,13 @@ class Stories(Harness):
         """A story's outcome is the share of the rules on its checklist that the story follows."""
         rows = {str(row["id"]): row for row in self._rows(benchmark)}
 
-        def verdict(answer: Answer, metric: str) -> tuple[float, str]:
+        scores = []
+        for answer in answers:
             results = rules_followed(answer.reply.text or "", rows[answer.item]["checklist"])
-            return sum(results) / len(results), json.dumps(results)
+            scores.append((sum(results) / len(results), json.dumps(results)))
+        return graded_by_mean(answers, benchmark, {"score": scores})
 
-        return graded_by_mean(answers, benchmark, verdict)
-
-    def _rows(self, benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
+    def _rows(self, benchmark: BenchmarkConfig) -> list[mirror.DataRow]:
         """The first benchmark.limit rows of the data file."""
         (file,) = self.data_files(benchmark)
         rows = mirror.read_rows(file)[: benchmark.limit]

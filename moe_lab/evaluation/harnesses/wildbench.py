@@ -15,10 +15,9 @@ from typing import Any
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown_name_error, user_errors
-from moe_lab.evaluation import Policy, mirror
+from moe_lab.evaluation import Policy, judge, mirror
 from moe_lab.evaluation.harness import Graded, Harness, graded_by_mean
 from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates
-from moe_lab.evaluation.judge import HIGHEST, LOWEST, Verdict, verdicts
 from moe_lab.paths import cache_folder
 
 UNSCORED_AT_MOST = 0.01
@@ -27,7 +26,7 @@ PLACEHOLDERS = ("{$history}", "{$user_query}", "{$model_output}", "{$checklist}"
 """Placeholders of a template. All but the history are required."""
 _DEFAULT_TEMPLATE = Path(__file__).parents[1] / "wildbench_template.md"
 _PLACEHOLDER = re.compile(r"\{\$\w+\}")
-_EMPTY = Verdict(LOWEST, "the answer is empty: 1 without a request")
+_EMPTY = judge.Verdict(judge.LOWEST, "the answer is empty: 1 without a request")
 """The column `ended` of samples.parquet has the reason why an answer is empty."""
 
 
@@ -41,14 +40,16 @@ class WildBench(Harness):
     chat = True
     judged = True
 
-    def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """An item for each conversation. A conversation that is too long for the model gets an
-        empty answer, as in HELM."""
-        items = []
+    def items(self, benchmark: BenchmarkConfig) -> Iterator[Item]:
+        """Yield an item for each conversation. A conversation that is too long for the model gets
+        an empty answer, as in HELM."""
         for row in _rows(benchmark):
-            request = Text(_messages(row), benchmark.max_new_tokens, skip_long=True)
-            items.append(Item(row["session_id"], (request,)))
-        return items
+            messages = [
+                {"role": message["role"], "content": message["content"]}
+                for message in row["conversation_input"]
+            ]
+            request = Text(messages, benchmark.max_new_tokens, skip_long=True)
+            yield Item(row["session_id"], (request,))
 
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
@@ -62,68 +63,52 @@ class WildBench(Harness):
         assert benchmark.judge is not None
         rows = {row["session_id"]: row for row in _rows(benchmark)}
         judge_template = template(benchmark)
-        # the keys are those of answers
-        judge_prompts: dict[tuple[str, int], str] = {}
-        for answer in answers:
+        judge_prompts = {}  # index of an answer -> prompt
+        for index, answer in enumerate(answers):
             row = rows[answer.item]
             text = replace_surrogates(answer.reply.text or "")
             if text.strip():
-                judge_prompts[answer.key] = question(
+                judge_prompts[index] = question(
                     judge_template, row["conversation_input"], text, row["checklist"]
                 )
         max_unscored = math.floor(UNSCORED_AT_MOST * len(answers))
-        judge_verdicts = verdicts(
+        judge_verdicts = judge.verdicts(
             benchmark.judge, cache_folder("judge"), list(judge_prompts.values()), max_unscored
         )
-        verdict_of_answer = {answer.key: _EMPTY for answer in answers}
-        verdict_of_answer.update(zip(judge_prompts, judge_verdicts, strict=True))
-        scores = {
-            key: verdict.score
-            for key, verdict in verdict_of_answer.items()
-            if verdict.score is not None
-        }
-
-        def outcome_and_reply(answer: Answer, metric: str) -> tuple[float, str]:
-            outcome = (scores[answer.key] - LOWEST) / (HIGHEST - LOWEST)
-            return outcome, verdict_of_answer[answer.key].reply
-
+        verdict_of_answer = dict(zip(judge_prompts, judge_verdicts, strict=True))
+        scored_answers = []
+        scores = []
+        unscored = {}
+        for index, answer in enumerate(answers):
+            verdict = verdict_of_answer.get(index, _EMPTY)
+            if verdict.score is None:
+                unscored[answer.item] = verdict.reply
+            else:
+                scored_answers.append(answer)
+                outcome = (verdict.score - judge.LOWEST) / (judge.HIGHEST - judge.LOWEST)
+                scores.append((outcome, verdict.reply))
         protocol = {
             "unasked": len(answers) - len(judge_prompts),
-            "unscored": {
-                key[0]: verdict.reply
-                for key, verdict in verdict_of_answer.items()
-                if key not in scores
-            },
+            "unscored": unscored,
             "judge_prompt": next(iter(judge_prompts.values()), None),
         }
-        scored_answers = [answer for answer in answers if answer.key in scores]
-        return graded_by_mean(
-            scored_answers, benchmark, outcome_and_reply, protocol, max_unscored=max_unscored
-        )
+        return graded_by_mean(scored_answers, benchmark, {"score": scores}, protocol, max_unscored)
 
     def identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
         """Do as `Harness.identity`, and add the hash of the judge's template."""
         digest = hashlib.sha256(template(benchmark).encode()).hexdigest()
         return {**super().identity(benchmark), "template": digest}
 
-    def missing_requirements(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-        """Do as `Harness.missing_requirements`, and check the judge's template."""
-        yield from super().missing_requirements(benchmark, policy)
+    def further_requirements(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+        """Check the judge and its template."""
+        yield from judge.missing_requirements(benchmark, policy)
         yield from user_errors(template, benchmark)
 
 
 HARNESS = WildBench()
 
 
-def _messages(row: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The conversation of a row: role and content of each message."""
-    return [
-        {"role": message["role"], "content": message["content"]}
-        for message in row["conversation_input"]
-    ]
-
-
-def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
+def _rows(benchmark: BenchmarkConfig) -> list[mirror.DataRow]:
     """The rows with the tag parameters.tag (not set: all rows), at most benchmark.limit."""
     rows = mirror.rows(benchmark)
     tag = benchmark.parameters.get("tag")

@@ -284,9 +284,8 @@ class Evaluate(BenchmarkRun):
             return None
         from moe_lab.evaluation.fidelity import TOP, Comparison
 
-        top = int(benchmark.parameters.get("top", TOP))
         read = partial(files.read, self.reference) if self.reference else None
-        return Comparison(top, files.partial, read)
+        return Comparison(benchmark.parameters.get("top", TOP), files.partial, read)
 
     def work(self, files: Files) -> None:
         benchmark = self.grading.benchmark
