@@ -84,16 +84,10 @@ def agreement_table(results: Results) -> Table:
                     rank_in_layer = rank_correlation_by_layer(experts, measure, truth)
                     numbers += [correlation["linear"], correlation["rank"], rank_in_layer]
                 numbers.append(channel_agreement(plans_with_priors, study.retained, measure, truth))
+            calibration = names.calibration(key["calibration"])
+            estimate = names.capitalised(MEASURES[measure])
             time = seconds["ablation" if measure == "ablation" else "pass"]
-            rows.append(
-                (
-                    key["model"],
-                    names.calibration(key["calibration"]),
-                    names.capitalised(MEASURES[measure]),
-                    *numbers,
-                    time,
-                )
-            )
+            rows.append((key["model"], calibration, estimate, *numbers, time))
     text_columns = ["Model", "Calibration", "Estimate"]
     return Table(
         title="Agreement of attributions with the effect of removing an expert",
@@ -134,8 +128,7 @@ def channel_agreement(
                 shares[column] = plan_shares.set_index(["layer", "expert"])["share"]
         if len(shares) == 2:
             values.append(correlations(pd.DataFrame(shares), "measure", "truth")["linear"])
-    defined = [value for value in values if not np.isnan(value)]
-    return float(np.mean(defined)) if defined else np.nan
+    return float(pd.Series(values, dtype=float).mean())
 
 
 def seconds_and_machines(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float], list[str]]:
@@ -327,24 +320,6 @@ def expert_stacks(
     return stacks.assign(kept=shares, attribution=attributions / scale)
 
 
-def stacks_by_layer(study: Study, comparison: Comparison, cell: int) -> dict[int, pd.DataFrame]:
-    """Layer -> `expert_stacks` from the channel scores and the plan of `cell`, for a shallow, a
-    middle and a deep layer."""
-    row = comparison.cells.loc[cell]
-    curves = concentration(study, str(row["scores_folder"]))
-    if curves is None:
-        return {}
-    experts = study.experts
-    experts = experts[
-        (experts["model"] == comparison.model) & (experts["calibration"] == row["calibration"])
-    ]
-    retained = study.retained[study.retained["cell"] == cell]
-    return {
-        layer: expert_stacks(curves, retained, experts, layer)
-        for layer in shallow_middle_deep_layers(list(curves["layer"]))
-    }
-
-
 @output(
     "coverage.fig15",
     chapter="attribution",
@@ -357,24 +332,26 @@ def expert_bars(results: Results, comparison: Comparison) -> Figure | None:
     """Channel scores, kept channels and attribution of each expert, by layer and by score.
 
     A panel for a shallow, a middle and a deep layer of the first plan of each of FIGURE_SCORES."""
+    study = results.study
     cells = coverage_cells(comparison).drop_duplicates("criterion")
-    labels = settings.method_labels(cells)
-    stacks_of_title = {
-        f"{labels[cell]}, layer {layer}": stacks
-        for cell in cells.index[cells["criterion"].isin(FIGURE_SCORES)]
-        for layer, stacks in stacks_by_layer(results.study, comparison, int(cell)).items()
-    }
-    if not stacks_of_title:
+    cells = cells.assign(cell=cells.index, label=settings.method_labels(cells))
+    frames = []
+    for row in records(cells[cells["criterion"].isin(FIGURE_SCORES)]):
+        curves = concentration(study, row["scores_folder"])
+        if curves is None:
+            continue
+        of_pass = study.experts[["model", "calibration"]] == (comparison.model, row["calibration"])
+        experts = study.experts[of_pass.all(axis=1)]
+        retained = study.retained[study.retained["cell"] == row["cell"]]
+        for layer in shallow_middle_deep_layers(list(curves["layer"])):
+            stacks = expert_stacks(curves, retained, experts, layer)
+            pieces = stacks.melt(
+                ["kept", "attribution"], var_name="piece", value_name="score", ignore_index=False
+            )
+            panel = f"{row['label']}, layer {layer}"
+            frames.append(pieces.rename_axis("expert").reset_index().assign(panel=panel))
+    if not frames:
         return None
-    frames = [
-        stacks.melt(
-            ["kept", "attribution"], var_name="piece", value_name="score", ignore_index=False
-        )
-        .rename_axis("expert")
-        .reset_index()
-        .assign(panel=title)
-        for title, stacks in stacks_of_title.items()
-    ]
     rows = pd.concat(frames)
     # once for each expert, not for each piece
     rows[["kept", "attribution"]] = rows[["kept", "attribution"]].where(rows["piece"] == 0)

@@ -11,7 +11,6 @@ import pandas as pd
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load import plans, settings
-from moe_lab.analysis.load.reader import groups
 from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.outputs.captions import MEBIBYTE, TIMINGS, run_setup, score_setup
 from moe_lab.analysis.outputs.score_rows import (
@@ -256,22 +255,15 @@ def blocks_figure(results: Results, comparison: Comparison) -> Figure | None:
     timed_blocks = timed_blocks[prompt_tokens == prompt_tokens.max()]
     if len(timed_blocks) < 2:
         return None
-    frames = []
-    for key, blocks in groups(timed_blocks, ["ratio", "recovery", "device"]):
-        recovery = names.recovery_name(key["recovery"])
-        pruned = names.comma_joined(f"{comparison.removed_text(key['ratio'])} pruned", recovery)
-        for column, title in BLOCK_MAPS.items():
-            form = "{:,.1f}" if blocks[column].max() < 100 else "{:,.0f}"
-            text = [format_number(value, form) for value in blocks[column]]
-            frames.append(
-                blocks.assign(
-                    panel=f"{pruned}: {title}",
-                    text=text,
-                    value=blocks[column],
-                )
-            )
-    rows = pd.concat(frames, ignore_index=True)
+    removed = timed_blocks["ratio"].map(comparison.removed_text) + " pruned"
+    recoveries = timed_blocks["recovery"].map(names.recovery_name)
+    timed_blocks["pruned"] = list(map(names.comma_joined, removed, recoveries))
+    columns = ["ratio", "recovery", "device", "pruned", "block", "smallest"]
+    rows = timed_blocks.melt(columns, list(BLOCK_MAPS), "measure")
+    rows = rows.sort_values(columns[:3], kind="stable")
+    rows["panel"] = rows["pruned"] + ": " + rows["measure"].map(BLOCK_MAPS)
     rows["share"] = charts.shares_of_range(rows, "panel", "value").fillna(0.5)
+    rows["text"] = [format_number(value, "{:,.1f}") for value in rows["value"]]
     layers = charts.heat_map(
         {"field": "block", "type": "ordinal", "title": "block size"},
         {"field": "smallest", "type": "ordinal", "title": "smallest expert"},
@@ -317,25 +309,20 @@ def architecture_table(results: Results) -> Table | None:
     """Unified Expert Pruning's Table 4: numbers of layers, experts and parameters of each model."""
     rows = []
     for model, facts in results.study.models.items():
-        layers = list(facts["layers"].values())  # only layers with experts
-        maximum = {
-            key: max(layer[key] for layer in layers)
-            for key in ("n_experts", "top_k", "hidden", "width")
-        }
-        inactive_parameters = sum(
-            (layer["n_experts"] - layer["top_k"]) * layer["expert_parameters"] for layer in layers
-        )
+        layers = pd.DataFrame(facts["layers"].values())  # only layers with experts
+        largest = layers[["n_experts", "top_k", "hidden", "width"]].max()
+        inactive = (layers["n_experts"] - layers["top_k"]) * layers["expert_parameters"]
         counts = {
             "Parameters (M)": facts["parameters"] / 1e6,
-            "Active (M)": (facts["parameters"] - inactive_parameters) / 1e6,
-            "Experts": maximum["n_experts"],
-            "Top-k": maximum["top_k"],
+            "Active (M)": (facts["parameters"] - inactive.sum()) / 1e6,
+            "Experts": largest["n_experts"],
+            "Top-k": largest["top_k"],
             # the channels of all shared experts, in units of a routed expert's channels
-            "Shared experts": facts.get("shared_width", np.nan) / maximum["width"],
+            "Shared experts": facts.get("shared_width", np.nan) / largest["width"],
             "MoE layers": len(layers),
             "Dense layers": facts.get("decoder_layers", np.nan) - len(layers),
-            "Hidden size": maximum["hidden"],
-            "Channels": maximum["width"],
+            "Hidden size": largest["hidden"],
+            "Channels": largest["width"],
         }
         rows.append({"Model": model, "Type": str(facts.get("model_type", "")), **counts})
     formats = {"Parameters (M)": "{:,.2f}", "Active (M)": "{:,.2f}", "Shared experts": "{:g}"}

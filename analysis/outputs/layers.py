@@ -3,7 +3,6 @@ layers, and the loss without an expert (MoE-Slimming, Figs. 2, 3, 7, 11, 13 and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -115,34 +114,21 @@ def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
     the layer's channels), "cell", "calibration", "label" (of the method) and "smoothing" (of layer
     losses)."""
     cells = coverage_cells(comparison)
-    labels = settings.method_labels(cells)
+    cells = cells.assign(cell=cells.index, label=settings.method_labels(cells))
+    columns = ["cell", "calibration", "label"]
     frames = []
-    # strict=False, because only the first MOST_PLANS cells are drawn
-    for cell, row in zip(cells.index[:MOST_PLANS].map(int), records(cells), strict=False):
+    for row in records(cells[:MOST_PLANS]):
         folder = study.reader.find_folder(str(row["plan_folder"]))
         budgets = passes.read_table(folder, "budgets.parquet", study.reader)
         if budgets is not None:
-            frames.append(
-                budgets.assign(
-                    cell=cell,
-                    calibration=row["calibration"],
-                    label=labels[cell],
-                    smoothing=_smoothing(study, row),
-                )
-            )
-    return stacked(frames, [*BUDGETS, "cell", "calibration", "label", "smoothing"])
-
-
-def _smoothing(study: Study, cell: Mapping[str, Any]) -> str:
-    """Smoothing of layer losses in the plan of `cell`, a row of `Study.cells`."""
-    folder = study.reader.find_folder(str(cell["plan_folder"]))
-    plan = study.reader.json(folder, "plan.json") or {}
-    _, parameters = names.name_and_settings(str(cell["allocation"]))
-    parameters |= plans.allocation_of(plan).get("parameters") or {}
-    for setting in SMOOTHING:  # its name differs between allocations
-        if setting in parameters:
-            return str(parameters[setting])
-    return DEFAULT_SMOOTHING
+            plan = study.reader.json(folder, "plan.json") or {}
+            parameters = row["parameters"] | (plans.allocation_of(plan).get("parameters") or {})
+            # the name of the setting differs between allocations
+            smoothings = [parameters[name] for name in SMOOTHING if name in parameters]
+            texts = {name: row[name] for name in columns}
+            smoothing = str([*smoothings, DEFAULT_SMOOTHING][0])
+            frames.append(budgets.assign(**texts, smoothing=smoothing))
+    return stacked(frames, [*BUDGETS, *columns, "smoothing"])
 
 
 def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:

@@ -301,10 +301,9 @@ def cost_figure(
             points = model_rows.assign(panel=f"{model}: {cost}", x=model_rows[cost], cost=cost)
             # each block of a table has a row for the unpruned model
             points = points.dropna(subset=["x", "y"]).drop_duplicates(["line", "x", "y"])
-            pruned = points[points["is_pruned"]]
-            if pruned["x"].max() - pruned["x"].min() > LEAST_RANGE * pruned["x"].max():
-                points["front"] = False
-                points.loc[pruned.index, "front"] = pareto_front(pruned["x"], sign * pruned["y"])
+            costs_of_pruned = points["x"].where(points["is_pruned"])
+            if np.ptp(costs_of_pruned.dropna()) > LEAST_RANGE * costs_of_pruned.max():
+                points["front"] = pareto_front(costs_of_pruned, sign * points["y"])
                 frames.append(points.sort_values("x", kind="stable"))
     if not frames:
         return None
@@ -321,8 +320,7 @@ def cost_figure(
         f"{score} of each model with its 95 % interval; a line joins the ratios of a method. "
         "Steps: the Pareto front, pruned models that no other beats at their cost or less."
     )
-    drawn = dict.fromkeys(panel["cost"].iloc[0] for panel in frames)
-    title = f"{score} against {names.enumeration(drawn)}"
+    title = f"{score} against {names.enumeration(dict.fromkeys(points['cost']))}"
     columns = ["panel", "label", "line", "x", "y", "low", "high", "front"]
     columns += table.frame.columns.intersection(list(MENUS)).tolist()
     return Figure(title, caption, points[columns], layers, independent=("x",))
