@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 import shutil
-import sys
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -357,7 +356,7 @@ def shipped_settings(group: str) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     """NAME ... data_root=FOLDER [from=FOLDER|FILE]: make the mirrors of benchmarks or whole suites.
 
-    Returns 0; or 2 after printing all errors.
+    A mirror that cannot be made is reported after all others are made. Returns the exit code.
     """
     from moe_lab.arguments import Parser  # only this command parses arguments
 
@@ -365,21 +364,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("names", nargs="+", help="benchmarks or suites")
     parser.add_argument("--data_root", required=True, help="the folder of all mirrors")
     parser.add_argument("--from", help="a folder or file instead of the hub")
-    try:
-        request = parser.read(arguments)
-        origin = vars(request)["from"]
-        source = Path(origin).expanduser().absolute() if origin else None
-        if source is not None and not source.exists():
-            raise UserError(f"from={source}: there is no such file or folder")
-        with Mistakes() as mistakes:
-            for benchmark in benchmarks(request.names, request.data_root):
-                with mistakes.caught():
-                    try:
-                        line = make(benchmark, source)
-                    except OSError as error:
-                        raise UserError(f"benchmark {benchmark.name}: {error}") from error
-                    print(line, flush=True)
-    except UserError as error:
-        print(f"moe_lab: {error}", file=sys.stderr)
-        return 2
+    request = parser.read(arguments)
+    origin = vars(request)["from"]
+    source = Path(origin).expanduser().absolute() if origin else None
+    if source is not None and not source.exists():
+        raise UserError(f"from={source}: there is no such file or folder")
+    with Mistakes() as mistakes:
+        for benchmark in benchmarks(request.names, request.data_root):
+            with mistakes.caught():
+                try:
+                    line = make(benchmark, source)
+                except OSError as error:
+                    raise UserError(f"benchmark {benchmark.name}: {error}") from error
+                print(line, flush=True)
     return 0

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -108,17 +107,12 @@ def import_results(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`moe-lab import PATH model=NAME [AXIS=VALUE ...]`. Returns the exit code, 2 after an error
-    that is printed as a sentence."""
+    """`moe-lab import PATH model=NAME [AXIS=VALUE ...]`. Returns the exit code."""
     parser = Parser(prog="moe-lab import", description=import_results.__doc__)
     parser.add_argument("path", help="a file of lm-eval, EvalPlus or EvalScope, or a folder")
     for name in ("store", "study", "model", *UNPRUNED):
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS)
-    try:
-        print(import_results(**vars(parser.read(arguments))))
-    except UserError as error:
-        print(f"moe_lab: {error}", file=sys.stderr)
-        return 2
+    print(import_results(**vars(parser.read(arguments))))
     return 0
 
 
