@@ -16,7 +16,6 @@ from moe_lab.analysis.__main__ import main
 from moe_lab.analysis.load.settings import labels
 from moe_lab.analysis.load.studies import combined_record, requested_studies
 from moe_lab.analysis.load.study import Study, load
-from moe_lab.analysis.outputs import captions
 from moe_lab.analysis.registry import Results, find
 from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import Table
@@ -187,18 +186,23 @@ def test_passes_are_shown_for_the_first_gate(two_gates: Study) -> None:
     assert set(two_gates.family["calibration"]) == {"pocket_code", "pocket_math"}
 
 
-@pytest.fixture
-def two_models(tmp_path: Path) -> Study:
-    """Model b with two calibration sets, and a with one."""
+def test_overlaps_rows_and_figures_of_two_models(tmp_path: Path) -> None:
+    """Model b with two calibration sets, and a with one: overlaps are pooled, rows of a model stand
+    together, and a figure of layers is drawn for each."""
     few = {"criteria": ("frequency", "magnitude"), "tasks": ("gsm8k",), "overlap": True}
     sets = {"b": ("pocket_general", "pocket_code"), "a": ("pocket_general",)}
     for model, calibrations in sets.items():
         write_store(tmp_path, name=model, models=(model,), calibrations=calibrations, **few)
-    return load(tmp_path, "all")
-
-
-def test_overlaps_of_two_models_are_pooled(two_models: Study) -> None:
-    results = Results(two_models)
+    study = load(tmp_path, "all")
+    shuffled = study.damage.sample(frac=1, random_state=0)
+    proxy = proxy_overlap(study.family.sort_values("layer", kind="stable"), shuffled)
+    names = proxy["model"].tolist()
+    assert names == sorted(names, key=names.index)
+    assert set(names) == {"a", "b"}
+    results = Results(study)
+    items = find("aimer.fig6").items(results)
+    figures = [item.name for item in items if isinstance(item, Figure)]
+    assert sorted(figures) == ["aimer.fig6.a", "aimer.fig6.b"]
     both = pd.concat([results.overlaps, results.overlaps.assign(model="a")])
     for overlaps, models in ((results.overlaps, ["b"]), (both, ["all models", "b", "a"])):
         results.__dict__["overlaps"] = overlaps
@@ -206,25 +210,3 @@ def test_overlaps_of_two_models_are_pooled(two_models: Study) -> None:
         assert isinstance(figure, Figure)
         titles = [panel.partition(",")[0] for panel in figure.rows["panel"].unique()]
         assert list(dict.fromkeys(titles)) == models
-
-
-def test_rows_of_a_model_stand_together(two_models: Study) -> None:
-    shuffled = two_models.damage.sample(frac=1, random_state=0)
-    proxy = proxy_overlap(two_models.family.sort_values("layer", kind="stable"), shuffled)
-    models = proxy["model"].tolist()
-    assert models == sorted(models, key=models.index)
-    assert set(models) == {"a", "b"}
-
-
-@pytest.mark.parametrize(
-    ("machines", "sentence"),
-    [(["a", "", "b", "a"], "Measured on a and b. "), ([""], ""), ([], "")],
-)
-def test_captions_name_the_recorded_machines(machines: list[str], sentence: str) -> None:
-    assert captions.machines_sentence(machines) == sentence
-
-
-def test_figure_of_layers_is_drawn_for_each_model(two_models: Study) -> None:
-    items = find("aimer.fig6").items(Results(two_models))
-    figures = [item.name for item in items if isinstance(item, Figure)]
-    assert sorted(figures) == ["aimer.fig6.a", "aimer.fig6.b"]

@@ -161,29 +161,27 @@ def test_loading_memory_is_that_of_costs(golden: Study) -> None:
 ALLOCATIONS = ("uniform", "uniform, replacement=mean_output", "evolutionary", "global")
 
 
-@pytest.fixture
-def damaged(tmp_path: Path) -> Study:
-    """The unpruned model and a cell of each allocation: the second plan, the third's search, the
+def test_damaged_plan_cost_and_search_are_left_out_and_gaps(tmp_path: Path) -> None:
+    """Of the unpruned model and a cell of each allocation: the second plan, the third's search, the
     last cost and all scores are damaged or gone."""
     store = write_store(
         tmp_path / "store", criteria=("magnitude",), allocations=ALLOCATIONS, tasks=("rte",)
     )
-    study = load(store, "made_up")
-    folders = study.cells["plan_folder"].tolist()
+    damaged = load(store, "made_up")
+    folders = damaged.cells["plan_folder"].tolist()
     (store / folders[2] / "plan.json").write_text('{"layers": {"0": {}}}')
     (store / folders[3] / "search.json").unlink()
-    (store / study.cells["cost_folder"].iloc[4] / "cost.json").write_text("[]")
-    return study
-
-
-def test_damaged_plan_cost_and_search_are_left_out(damaged: Study) -> None:
+    (store / damaged.cells["cost_folder"].iloc[4] / "cost.json").write_text("[]")
     assert set(damaged.retained["cell"]) == {1, 3, 4}
     assert damaged.searches.empty
     assert damaged.costs.index.tolist() == [0, 1, 2, 3]
     assert weight_scores(damaged).empty
-
-
-def test_table_has_no_replacement_of_a_damaged_plan(damaged: Study) -> None:
+    assert sorted(gap.reason for gap in damaged.gaps) == [
+        "cost.json is damaged",
+        "plan.json is damaged",
+        "search.json is missing",
+        "the folder is gone from the store",
+    ]
     table = find("pareto").items(Results(damaged))[-1]
     assert isinstance(table, Table)
     assert table.frame.set_index("Criterion")["Removes"].isna().to_dict() == {
@@ -192,17 +190,6 @@ def test_table_has_no_replacement_of_a_damaged_plan(damaged: Study) -> None:
         "Magnitude, novices": True,
         "Magnitude, evolutionary": False,
     }
-
-
-def test_damaged_files_are_gaps(damaged: Study) -> None:
-    for part in (damaged.retained, damaged.searches, damaged.costs, weight_scores(damaged)):
-        assert part is not None  # each is read when it is asked for
-    assert sorted(gap.reason for gap in damaged.gaps) == [
-        "cost.json is damaged",
-        "plan.json is damaged",
-        "search.json is missing",
-        "the folder is gone from the store",
-    ]
 
 
 DAMAGES = {

@@ -458,11 +458,16 @@ STUDY_OF_COLOURS = (
 )
 
 
-@pytest.fixture(scope="module")
-def extended_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the repository with the benchmark that docs/evaluation.md#adding-a-benchmark adds,
-    and the store of a study of it."""
-    folder = tmp_path_factory.mktemp("repository")
+def run_command(folder: Path, *arguments: str) -> None:
+    process = preloaded.run(folder, *arguments, PYTHONPATH=str(folder))
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+@pytest.mark.slow
+def test_added_benchmark_is_asked_graded_and_reported(tmp_path: Path) -> None:
+    """In a copy of the repository, the benchmark that docs/evaluation.md#adding-a-benchmark
+    adds."""
+    folder = tmp_path / "repository"
     for name in ("moe_lab", "analysis", "conf", "hydra_plugins"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True)
     page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
@@ -473,32 +478,12 @@ def extended_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert not (folder / file).exists()
         (folder / file).write_text(text, encoding="utf-8")
     run_command(folder, "moe_lab", *STUDY_OF_COLOURS)
-    return folder
-
-
-def run_command(folder: Path, *arguments: str) -> None:
-    process = preloaded.run(folder, *arguments, PYTHONPATH=str(folder))
-    assert process.returncode == 0, process.stdout + process.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("criterion", ["frequency", "man"])
-def test_added_benchmark_is_asked_and_graded(criterion: str, extended_repository: Path) -> None:
-    (folder,) = (extended_repository / "store" / "evaluate").glob(f"*-{criterion}-*-colours-*")
-    assert [sample["item"] for sample in samples(folder)] == ["grass", "blood", "snow"]
-    assert {sample["outcome"] for sample in samples(folder)} <= {0.0, 1.0}
-
-
-@pytest.mark.slow
-def test_added_benchmark_is_in_the_report(extended_repository: Path, tmp_path: Path) -> None:
-    run_command(
-        extended_repository,
-        "moe_lab.analysis",
-        "unified.table1",
-        "winners",
-        "store=store",
-        f"out={tmp_path / 'tables'}",
-    )
+    for criterion in ("frequency", "man"):
+        (evaluation,) = (folder / "store" / "evaluate").glob(f"*-{criterion}-*-colours-*")
+        assert [sample["item"] for sample in samples(evaluation)] == ["grass", "blood", "snow"]
+        assert {sample["outcome"] for sample in samples(evaluation)} <= {0.0, 1.0}
+    tables = ("unified.table1", "winners", "store=store", f"out={tmp_path / 'tables'}")
+    run_command(folder, "moe_lab.analysis", *tables)
     for name, column in (("unified.table1", None), ("winners", "Column")):
         with next((tmp_path / "tables").rglob(f"{name}.csv")).open(newline="") as file:
             rows = list(csv.DictReader(file))

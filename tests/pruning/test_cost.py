@@ -98,26 +98,15 @@ def test_attention_with_the_name_of_the_moe_block_is_attention() -> None:
     assert flops["dense"] == 2 * sum(weight.numel() for weight in dense.parameters())
 
 
-class FlopsCase(NamedTuple):
-    """The FLOPs of a plan, by part, with its routing as counted and, if it is certain, as known."""
-
-    model: Any
-    plan: Plan | None
-    even: Routing | None
-    measured: Routing
-    flops: dict[str, float]
-
-
 FLOPS_CASES = [
     *((name, way) for name in tiny.ARCHITECTURES for way in ("unpruned", "experts", "uneven")),
     *((name, way) for name in CHANNELS for way in ("one width", "channels")),
 ]
 
 
-@pytest.fixture(scope="module", params=FLOPS_CASES, ids="-".join)
-def flops_case(request: pytest.FixtureRequest) -> FlopsCase:
-    """Computed from a model without weights, unless the routing has to be counted."""
-    name, way = request.param
+@pytest.mark.parametrize(("name", "way"), FLOPS_CASES)
+def test_flops_are_those_that_torch_counts(name: str, way: str) -> None:
+    """Of a model without weights, unless the routing has to be counted, which leaves no hooks."""
     model = tiny.build(name)
     plan = planned(model, way)
     with torch.device("meta"):
@@ -125,9 +114,19 @@ def flops_case(request: pytest.FixtureRequest) -> FlopsCase:
     pruned = layers_of(empty, plan)
     even = even_routing(pruned)
     routing = measured(model, plan, [batch()])
-    row = row_flops(empty, batch()[0].shape[1])
+    assert not any("forward" in vars(layer.experts) for layer in moe_layers(model))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert (even is None) == (way == "channels")
+    if even is not None:
+        tokens = routing.tokens
+        used = {index: channels * tokens for index, channels in even.channels.items()}
+        assert routing.channels == used
+    ids, _ = batch()
+    row = row_flops(empty, ids.shape[1])
     flops = flops_per_token(routed_layers(empty), pruned, row, even or routing)
-    return FlopsCase(model, plan, even, routing, flops)
+    total = sum(flops.values()) * ids.numel()
+    expected = counted_flops(model if plan is None else prune(model, plan), ids)
+    assert (round(total) if even is None else total) == expected
 
 
 def planned(model: Any, way: str) -> Plan | None:
@@ -146,33 +145,6 @@ def layers_of(model: Any, plan: Plan | None) -> Any:
 
 def measured(model: Any, plan: Plan | None, batches: Any) -> Routing:
     return measured_routing(model, plan, layers_of(model, plan), batches)
-
-
-def test_flops_are_those_that_torch_counts(flops_case: FlopsCase) -> None:
-    model = flops_case.model
-    ids, _ = batch()
-    total = sum(flops_case.flops.values()) * ids.numel()
-    expected = counted_flops(
-        model if flops_case.plan is None else prune(model, flops_case.plan), ids
-    )
-    assert (round(total) if flops_case.even is None else total) == expected
-
-
-def test_routing_to_experts_of_one_width_is_known_without_weights(flops_case: FlopsCase) -> None:
-    plan, even = flops_case.plan, flops_case.even
-    assert (even is None) == (plan is not None and plan.provenance.get("way") == "ragged")
-    if even is not None:
-        tokens = flops_case.measured.tokens
-        used = {index: channels * tokens for index, channels in even.channels.items()}
-        assert flops_case.measured.channels == used
-
-
-def test_measuring_routing_leaves_no_hooks(flops_case: FlopsCase) -> None:
-    model = flops_case.model
-    assert not any("forward" in vars(layer.experts) for layer in moe_layers(model)), (
-        "hooks are gone afterwards"
-    )
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_flops_equal_a_computation_by_hand() -> None:

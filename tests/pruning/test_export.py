@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -44,27 +44,15 @@ from moe_lab.study.steps.plans import plan_in
 from tests.campaign.models import reconfigure
 
 
-class Exported(NamedTuple):
-    """An export of half the experts of OLMoE, beside its checkpoint in several files."""
-
-    source: Path
-    plan: Plan
-    folder: Path
-
-
-@pytest.fixture(scope="module")
-def sharded_export(tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    source = tmp_path_factory.mktemp("sharded") / "model"
+def test_export_has_a_card_an_index_and_the_files_of_the_checkpoint(tmp_path: Path) -> None:
+    source = tmp_path / "model"
     model = tiny.save("olmoe", source, shard="60KB")
-    card = "---\nlicense: mit\nbase_model: a/b\n---\n# Nice model\nIt talks.\n"
-    (source / "README.md").write_text(card)
+    (source / "README.md").write_text(
+        "---\nlicense: mit\nbase_model: a/b\n---\n# Nice model\nIt talks.\n"
+    )
     (source / "pytorch_model.bin").write_bytes(b"old")
     plan = replace(tiny.plan(model, 0.5), provenance={"criterion": "man"})
-    return Exported(source, plan, export(source, plan, source.parent / "deep" / "pruned"))
-
-
-def test_export_has_the_files_of_the_checkpoint_and_the_plan(sharded_export: Exported) -> None:
-    source, plan, folder = sharded_export
+    folder = export(source, plan, tmp_path / "deep" / "pruned")
     names = {file.name for file in source.iterdir()} - {"pytorch_model.bin"} | {*PLAN_FILES}
     names -= {"plan.npz"}
     assert {file.name for file in folder.iterdir()} == names
@@ -75,21 +63,14 @@ def test_export_has_the_files_of_the_checkpoint_and_the_plan(sharded_export: Exp
     assert plan_in(str(folder / KEEP_LIST), layers) == plan
     with pytest.raises(UserError, match="layers"):
         plan_in(str(folder / KEEP_LIST), {0: {"n_experts": 16}})
-
-
-def test_card_says_what_was_pruned_and_quotes_the_original(sharded_export: Exported) -> None:
-    card = (sharded_export.folder / "README.md").read_text()
+    card = (folder / "README.md").read_text()
     assert card.startswith(
         "---\nlicense: mit\n---\n\n# model, pruned\n\n24 of 48 routed experts are retained: 8 in "
         "each of 3"
     )
     assert '"criterion": "man"' in card
-    assert sharded_export.plan.digest in card
+    assert plan.digest in card
     assert card.endswith("# Nice model\nIt talks.\n")
-
-
-def test_index_lists_the_tensors_of_each_shard(sharded_export: Exported) -> None:
-    folder = sharded_export.folder
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     shards = {name: load_file(folder / name) for name in set(index["weight_map"].values())}
     assert index["weight_map"] == {key: name for name in shards for key in shards[name]}

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import preloaded
 import pytest
@@ -396,43 +396,11 @@ json.dump({"likely": likely, "tokens": tokens}, open(sys.argv[1], "w"))
 """
 
 
-class Served(NamedTuple):
-    """The reply of llama.cpp, and the model and texts that it was given."""
-
-    pruned: Any
-    texts: list[str]
-    tokenizer: Any
-    reply: dict[str, Any]
-
-
 def random_texts() -> list[str]:
     letters = random.Random(0)
     alphabet = "ab  \n\n\n\t\r 12½².,'s't é日\u00a0\u2003_-()"
     texts = ["".join(letters.choices(alphabet, k=letters.randint(1, 60))) for _ in range(400)]
     return [*texts, "a special token: <|pad|>", *PROMPTS]
-
-
-@pytest.fixture(scope="module", params=["olmoe", "qwen3_moe"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """In fp32, since llama.cpp also rounds activations when weights are in bf16."""
-    folder = tmp_path_factory.mktemp(request.param)
-    source = resolve(f"pocket:{request.param}")
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    model.save_pretrained(folder / "model")
-    written, path = converted(folder, tiny.plan(model, 0.5), request.param)
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    texts = random_texts()
-    prompts = [tokenizer.encode(text) for text in PROMPTS]
-    subprocess.run(
-        [sys.executable, "-c", SERVE, str(folder / "reply.json")],
-        input=json.dumps([str(path), prompts, texts]),
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(gguf.PACKAGES)},
-    )
-    reply = json.loads((folder / "reply.json").read_text())
-    pruned = AutoModelForCausalLM.from_pretrained(written).eval()
-    return Served(pruned, texts, tokenizer, reply)
 
 
 needs_llama_cpp = pytest.mark.skipif(
@@ -442,17 +410,31 @@ needs_llama_cpp = pytest.mark.skipif(
 
 @needs_converter
 @needs_llama_cpp
-def test_llama_cpp_reads_text_as_transformers_does(served: Served) -> None:
-    assert served.reply["tokens"] == [served.tokenizer.encode(text) for text in served.texts]
-
-
-@needs_converter
-@needs_llama_cpp
-def test_llama_cpp_computes_logits_as_transformers_does(served: Served) -> None:
-    for prompt, likely in zip(PROMPTS, served.reply["likely"], strict=True):
-        ids = torch.tensor([served.tokenizer.encode(prompt)])
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe"])
+def test_llama_cpp_reads_text_and_computes_logits_as_transformers_does(
+    family: str, tmp_path: Path
+) -> None:
+    """In fp32, since llama.cpp also rounds activations when weights are in bf16."""
+    source = resolve(f"pocket:{family}")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "model")
+    written, path = converted(tmp_path, tiny.plan(model, 0.5), family)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    texts = random_texts()
+    prompts = [tokenizer.encode(text) for text in PROMPTS]
+    subprocess.run(
+        [sys.executable, "-c", SERVE, str(tmp_path / "reply.json")],
+        input=json.dumps([str(path), prompts, texts]),
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(gguf.PACKAGES)},
+    )
+    reply = json.loads((tmp_path / "reply.json").read_text())
+    assert reply["tokens"] == [tokenizer.encode(text) for text in texts]
+    pruned = AutoModelForCausalLM.from_pretrained(written).eval()
+    for prompt, likely in zip(prompts, reply["likely"], strict=True):
         with torch.no_grad():
-            expected = served.pruned(ids).logits[0, -1].log_softmax(-1)
+            expected = pruned(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
         assert len(likely) == 20
         for token, value in likely:
             assert value == pytest.approx(expected[token].item(), abs=1e-4)

@@ -367,47 +367,24 @@ def test_plan_file_with_wrong_text_is_refused(
 # ---- replaced experts
 
 
-class ExpertsCall(NamedTuple):
-    """The arguments and the result of the experts of a layer."""
-
-    hidden: torch.Tensor
-    index: torch.Tensor
-    gates: torch.Tensor
-    result: torch.Tensor
-
-
-class Replaced(NamedTuple):
-    """A layer whose dropped experts are merged or constant, and a call of it under its plan."""
-
-    layer: Any
-    plan: LayerPlan
-    call: ExpertsCall
-
-
-@pytest.fixture(params=["merged", "constants"])
-def replaced(request: pytest.FixtureRequest) -> Replaced:
+@pytest.mark.parametrize("way", ["merged", "constants"])
+def test_each_routed_pair_adds_the_replacement_of_its_expert(way: str) -> None:
+    """m = sum_j g_j f_G(j) with W_G = sum_i w_i W_i, or sum_j g_j c_j. The router is that of the
+    original model."""
     model = tiny.build("qwen3_moe", dtype=torch.float64)
-    plan = plan_without_alignment(random_plan(model, request.param, share=0.5))
+    plan = plan_without_alignment(random_plan(model, way, share=0.5))
     layer = moe_layers(model)[1]
-    calls: list[ExpertsCall] = []
+    layer_plan = plan.layers[layer.index]
+    calls: list[Any] = []
     hook = layer.experts.register_forward_hook(
-        lambda _, args, result: calls.append(ExpertsCall(*args, result))
+        lambda _, args, result: calls.append((*args, result))
     )
     with hook, mask(model, plan):
         logits(model)
-    return Replaced(layer, plan.layers[layer.index], calls[0])
-
-
-def test_router_of_replaced_experts_is_that_of_the_original(replaced: Replaced) -> None:
-    call = replaced.call
-    _, gates, index, *_ = replaced.layer.router(call.hidden)
-    assert torch.equal(index, call.index)
-    assert torch.equal(gates, call.gates)
-
-
-def test_each_routed_pair_adds_the_replacement_of_its_expert(replaced: Replaced) -> None:
-    """m = sum_j g_j f_G(j) with W_G = sum_i w_i W_i, or sum_j g_j c_j."""
-    layer, layer_plan, (hidden, index, gates, result) = replaced
+    hidden, index, gates, result = calls[0]
+    _, gates_of_router, index_of_router, *_ = layer.router(hidden)
+    assert torch.equal(index_of_router, index)
+    assert torch.equal(gates_of_router, gates)
     experts = layer.experts
     group_of = {expert: group for group in layer_plan.merged.values() for expert in group}
     constants = {} if layer_plan.constants is None else null_outputs(layer_plan)

@@ -508,61 +508,30 @@ PASSAGES = [
 """The calibration text: items 0, 2 and 5, in other case and punctuation, and 12 words of item 7."""
 
 
-@pytest.fixture
-def stories(tmp_path: Path) -> BenchmarkConfig:
-    """A benchmark of all PROMPTS; of the third, a part is the reference answer."""
+def test_contamination_counts_the_planted_items(tmp_path: Path) -> None:
+    """Case and punctuation do not matter; paragraphs of a document are counted. Of the third story,
+    a part is the reference answer. The step depends on tokens, and not on batches."""
     rows: list[dict[str, Any]] = [
         {"id": str(number), "prompt": prompt, "checklist": [{}]}
         for number, prompt in enumerate(PROMPTS)
     ]
     rows[2] |= {"prompt": ITEMS[2][:30], "reference": ITEMS[2][30:]}
-    (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return BenchmarkConfig(
-        "s", "stories", str(tmp_path / "items.jsonl"), reports={"s": "score"}, max_new_tokens=1
+    items, document, passages = (tmp_path / name for name in ("a.jsonl", "a.txt", "b.jsonl"))
+    items.write_text("\n".join(map(json.dumps, rows)))
+    document.write_text("\n\n".join(ITEMS))
+    passages.write_text("\n".join(json.dumps({"text": passage}) for passage in PASSAGES))
+    stories = BenchmarkConfig("s", "stories", str(items), reports={"s": "score"}, max_new_tokens=1)
+    one_document = BenchmarkConfig(
+        "w", "perplexity", str(document), reports={"w": "loss"}, max_new_tokens=1
     )
-
-
-@pytest.fixture
-def one_document(tmp_path: Path) -> BenchmarkConfig:
-    """A benchmark whose only item is a document with ITEMS as paragraphs."""
-    (tmp_path / "document.txt").write_text("\n\n".join(ITEMS))
-    return BenchmarkConfig(
-        "w",
-        "perplexity",
-        str(tmp_path / "document.txt"),
-        reports={"w": "loss"},
-        max_new_tokens=1,
-    )
-
-
-@pytest.fixture
-def planted(tmp_path: Path) -> CalibrationConfig:
-    """A calibration text of PASSAGES."""
-    path = tmp_path / "text.jsonl"
-    path.write_text("\n".join(json.dumps({"text": passage}) for passage in PASSAGES))
-    return replace(TEXT, path=str(path), packing="none", length=512, tokens=6 * 512, order="first")
-
-
-def test_contamination_counts_the_planted_items(
-    tmp_path: Path,
-    stories: BenchmarkConfig,
-    one_document: BenchmarkConfig,
-    planted: CalibrationConfig,
-) -> None:
-    """Case and punctuation do not matter; paragraphs of a document are counted."""
+    text: Any = {"path": str(passages), "packing": "none", "length": 512, "order": "first"}
+    planted = replace(TEXT, tokens=6 * 512, **text)
     step = Contamination.of(MODEL, planted, [stories, one_document])
     folder = perform_with_inputs(Store(tmp_path / "store").create(), step)
     counts = json.loads((folder / "contamination.json").read_text())
     assert counts["s"] == {"comparable": 21, "found": 3}
     assert counts["w"] == {"comparable": 10, "found": 3}
-
-
-def test_contamination_id_depends_on_tokens_not_on_batches(
-    stories: BenchmarkConfig, one_document: BenchmarkConfig, planted: CalibrationConfig
-) -> None:
-    step = Contamination.of(MODEL, planted, [stories, one_document])
     other_batches = [one_document, replace(stories, batch_size=2)]
     assert Contamination.of(MODEL, replace(planted, batch_tokens=1), other_batches).id == step.id
     fewer_tokens = replace(planted, tokens=512)
-    shorter = Contamination.of(MODEL, fewer_tokens, [stories, one_document])
-    assert shorter.id != step.id
+    assert Contamination.of(MODEL, fewer_tokens, [stories, one_document]).id != step.id
