@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import pandas as pd
@@ -361,18 +361,9 @@ def test_output_loss_of_a_layer_is_that_of_pruning_it_alone(name: str) -> None:
 TIMED = TimingConfig(batch_sizes=[1, 3], prompt_lengths=[4, 10], new_tokens=5)
 
 
-class Measurement(NamedTuple):
-    """What `measure` returns for a model whose forward passes take known seconds, and the ids that
-    the model reads in each request (a prompt, then five tokens)."""
-
-    model: Any
-    text: torch.Tensor
-    rows: pd.DataFrame
-    requests: list[list[torch.Tensor]]
-
-
-@pytest.fixture(scope="module")
-def measurement() -> Measurement:
+def test_prefill_and_decoding_are_timed_apart() -> None:
+    """In requests of each batch size and prompt length, which write what `generate` does; working
+    bytes are the peak of a request."""
     model = tiny.build("olmoe")
     read: list[torch.Tensor] = []
     now = [0.0]
@@ -392,43 +383,28 @@ def measurement() -> Measurement:
         patch.setattr(model, "forward", slow)
         patch.setattr(evaluation_timing, "time", clock)
         rows = pd.DataFrame(measure(model, text, TIMED), columns=list(TIMINGS))
-    requests = [read[start : start + 6] for start in range(0, len(read), 6)]
-    return Measurement(model, text, rows, requests)
-
-
-def test_prefill_and_decoding_are_timed_apart(measurement: Measurement) -> None:
-    rows = measurement.rows
     assert rows.groupby(["batch_size", "prompt_length"]).size().tolist() == [7] * 4
     assert (rows["new_tokens"] == 5).all()
     assert rows["prefill_seconds"].tolist() == pytest.approx([0.2] * 28)
     assert rows["decode_seconds"].tolist() == pytest.approx([5 * 0.004] * 28)
-
-
-def test_working_bytes_are_the_peak_of_a_request(measurement: Measurement) -> None:
-    held = measurement.rows["working_bytes"][0]
+    held = rows["working_bytes"][0]
     assert math.isnan(held) or held == pytest.approx(4 * (32 << 20), rel=0.1)
-
-
-def test_timed_requests_are_of_each_batch_size_and_prompt_length(measurement: Measurement) -> None:
-    requests, text = measurement.requests, measurement.text
+    # a prompt, then five tokens
+    requests = [read[start : start + 6] for start in range(0, len(read), 6)]
     shapes = [shape for shape in ((1, 4), (1, 10), (3, 4), (3, 10)) for _ in range(9)]
     assert [tuple(request[0].shape) for request in requests] == shapes
-    assert torch.equal(requests[-1][0].flatten(), torch.cat([text, text])[:30])
+    last_prompt = requests[-1][0]
+    assert torch.equal(last_prompt.flatten(), torch.cat([text, text])[:30])
+    written = model.generate(last_prompt, do_sample=False, max_new_tokens=5, min_new_tokens=5)
+    assert torch.equal(torch.cat(requests[-1], dim=1), written)
 
 
-def test_timed_requests_write_what_generate_does(measurement: Measurement) -> None:
-    request = measurement.requests[-1]
-    lengths = {"max_new_tokens": 5, "min_new_tokens": 5}
-    expected = measurement.model.generate(request[0], do_sample=False, **lengths)
-    assert torch.equal(torch.cat(request, dim=1), expected)
-
-
-def test_prompts_that_do_not_fit_a_model_are_not_timed(measurement: Measurement) -> None:
-    model = measurement.model
+def test_prompts_that_do_not_fit_a_model_are_not_timed() -> None:
+    model = tiny.build("olmoe")
     longest = model.config.max_position_embeddings
     message = f"timed.prompt_lengths={longest} with timed.new_tokens=5 makes {longest + 6} tokens"
     with pytest.raises(UserError, match=re.escape(message)):
-        measure(model, measurement.text, replace(TIMED, prompt_lengths=[longest]))
+        measure(model, tiny.tokens()[0], replace(TIMED, prompt_lengths=[longest]))
 
 
 TEXT = CalibrationConfig(
