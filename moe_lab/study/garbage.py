@@ -112,7 +112,8 @@ def find_garbage(store: Store) -> tuple[list[Garbage], str]:
         garbage += filter(None, map(_garbage_step, folders_of[start]))
     for start, size in sizes.items():  # the name of a packed step is KIND/LABEL-START
         garbage.append(Garbage(None, packed_names[start].partition("/")[0], size, start))
-    return [*garbage, *_leftovers(store, referenced)], queue_error
+    unfinished = referenced - folders_of.keys() - packed_names.keys()
+    return [*garbage, *_leftovers(store, unfinished)], queue_error
 
 
 def _needed_steps(store: Store, starts: Set[str], folders_of: Mapping[str, list[Path]]) -> set[str]:
@@ -133,9 +134,9 @@ def _needed_steps(store: Store, starts: Set[str], folders_of: Mapping[str, list[
     return needed
 
 
-def _leftovers(store: Store, referenced: Set[str]) -> Iterator[Garbage]:
-    """Scratch folders of all steps, and folders of resume files of unreferenced steps.
-    `referenced`: starts of the ids of referenced steps."""
+def _leftovers(store: Store, unfinished: Set[str]) -> Iterator[Garbage]:
+    """Scratch folders of all steps, and folders of resume files that nobody will need.
+    `unfinished`: starts of the ids of referenced steps that are not finished."""
     scratch_matches = [(path, SCRATCH.fullmatch(path.name)) for path in store.root.glob("*/.*")]
     resume_folders = list((store.root / "partial").glob("[!.]*"))
     claimed = store.claims.active()  # read last, as a step is claimed before its folders are made
@@ -143,7 +144,7 @@ def _leftovers(store: Store, referenced: Set[str]) -> Iterator[Garbage]:
         if match and match[1] not in claimed:  # group 1 is the start of the step's id
             yield Garbage(path, LEFTOVERS, _folder_bytes(path), "")
     for path in resume_folders:  # the name of such a folder is the start of the step's id
-        if path.name not in referenced and path.name not in claimed:
+        if path.name not in unfinished and path.name not in claimed:
             yield Garbage(path, LEFTOVERS, _folder_bytes(path), path.name)
 
 

@@ -120,7 +120,6 @@ def _run(study: Study) -> int:
         if len(steps) < len(all_steps):
             new_run.write_plan(steps)
         missing = [step for step in steps if step.id not in done]
-        store.remove_resume_files({step.id for step in all_steps} - {step.id for step in missing})
         if problems := failure_forecast(store.root, missing, config.launcher):
             new_run.remove()
             raise SettingsError(problems)

@@ -10,7 +10,7 @@ import shutil
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -291,17 +291,6 @@ class Store:
     def partial(self, step: Step) -> Path:
         """Folder in which an unfinished step saves files to resume from."""
         return self.root / "partial" / step.id_start
-
-    def remove_resume_files(self, finished: Set[str]) -> None:
-        """Remove the resume files of finished steps. `finished`: ids of the steps. Resume files
-        remain if a process is killed right after it has published a step."""
-        paths = list((self.root / "partial").glob("*"))
-        if not paths:
-            return
-        starts = {step_id[:ID_DIGITS] for step_id in finished}
-        for path in paths:
-            if path.name in starts:
-                shutil.rmtree(path, ignore_errors=True)
 
     def is_finished(self, step: Step) -> bool:
         """Whether the step is finished and undamaged. A damaged step is set aside. A step in a pack

@@ -185,6 +185,17 @@ def test_files_of_a_killed_run_are_garbage(root: Path, killed_step: Step) -> Non
     assert [item.bytes for item in garbage_items] == [4, 4]
 
 
+def test_resume_files_of_a_finished_step_are_garbage(root: Path) -> None:
+    """A process may be killed right after it has published a step."""
+    store = Store(root).create()
+    finished, unfinished = Example(number=0), Example(number=1)
+    with create_run(store, "study", [finished, unfinished]), store.claim(finished):
+        pass
+    for step in (finished, unfinished):
+        store.partial(step).mkdir(parents=True)
+    assert [item.path for item in find_garbage(store)[0]] == [store.partial(finished)]
+
+
 def test_gc_keeps_files_of_a_step_that_is_computed(root: Path, killed_step: Step) -> None:
     store = Store(root)
     runs(store, "study")[0].remove()

@@ -66,18 +66,6 @@ def test_a_published_step_is_a_folder_with_identity_provenance_and_checksums(
     assert set(document["files"]) == {"result.txt"}
 
 
-def test_resume_files_of_finished_steps_are_removed(
-    store: Store,
-) -> None:
-    finished = Example(number=0)
-    unfinished = Example(number=1)
-    publish(store, finished)
-    for step in (finished, unfinished):
-        store.partial(step).mkdir(parents=True)
-    store.remove_resume_files({finished.id})
-    assert [path.name for path in (store.root / "partial").iterdir()] == [unfinished.id[:12]]
-
-
 @pytest.mark.parametrize(
     ("name", "is_before"),
     [

@@ -240,18 +240,14 @@ class Resident:
     text: Any
     out: Path
 
-    def collect_statistics(self, hook: type) -> Any:
-        """The sums that hooks of class `hook` compute in a forward pass, as a `Statistics`."""
+    def collect_statistics(self, hook: type, *, backward: bool = False) -> Any:
+        """The sums that hooks of class `hook` compute in a forward pass and, with `backward`, a
+        backward pass, as a `Statistics`."""
+        from moe_lab.statistics.gradients import collect_gradient_statistics
         from moe_lab.statistics.observe import collect_statistics
 
-        return collect_statistics(self.model, hook, self.text, out=self.out)
-
-    def collect_gradient_statistics(self, hook: type) -> Any:
-        """The sums that hooks of class `hook` compute in a forward and a backward pass, as a
-        `Statistics`."""
-        from moe_lab.statistics.gradients import collect_gradient_statistics
-
-        return collect_gradient_statistics(self.model, hook, self.text, out=self.out)
+        collect = collect_gradient_statistics if backward else collect_statistics
+        return collect(self.model, hook, self.text, out=self.out)
 
     def routing(self, plan: Any, pruned: Any) -> Any:
         """How many channels the text's tokens use in each MoE layer, as a `pruning.cost.Routing`.
@@ -266,15 +262,11 @@ class Streamed(Resident):
     """Runs a model over a text as `Resident` does, but with one decoder layer in memory at a
     time."""
 
-    def collect_statistics(self, hook: type) -> Any:
-        from moe_lab.statistics.streaming import stream
+    def collect_statistics(self, hook: type, *, backward: bool = False) -> Any:
+        from moe_lab.statistics.streaming import stream, stream_gradients
 
-        return stream(self.model, hook, self.text, out=self.out)
-
-    def collect_gradient_statistics(self, hook: type) -> Any:
-        from moe_lab.statistics.streaming import stream_gradients
-
-        return stream_gradients(self.model, hook, self.text, out=self.out)
+        collect = stream_gradients if backward else stream
+        return collect(self.model, hook, self.text, out=self.out)
 
     def routing(self, plan: Any, pruned: Any) -> Any:
         from moe_lab.pruning.cost import layered_routing

@@ -213,11 +213,7 @@ class Pass(Step):
         """The sums over the rows of this step, as a `Statistics`."""
         passes = text_passes(self.loaded.model, self.text, files, self.rows)
         hook = resolve_name(FUNCTIONS[self.kind])
-        return (
-            passes.collect_gradient_statistics(hook)
-            if self.kind in WITH_BACKWARD
-            else passes.collect_statistics(hook)
-        )
+        return passes.collect_statistics(hook, backward=self.kind in WITH_BACKWARD)
 
     def merge(self, shares: list[Path]) -> Any:
         """Layer -> name of a sum -> tensor: the totals of the sums in the files `shares`."""
