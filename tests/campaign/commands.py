@@ -200,7 +200,7 @@ moe_lab verify sweep store=README.md | README.md
 moe_lab status sweep stor=STORE | stor
 moe_lab gc store=/no/such/store | /no/such/store
 moe_lab status '' store=STORE | unknown
-moe_lab status --no-such-option | --no-such-option
+moe_lab status sweep --no-such-option | --no-such-option
 moe_lab inspect nobody | nobody
 moe_lab inspect model=pocket_olmo | did you mean pocket_olmoe?
 moe_lab inspect model=local model.path=/no/such/folder | /no/such/folder
