@@ -282,11 +282,24 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Document]) -> Documen
     no record."""
     config = study.config
     graph = study.graph
-    names = study.store.finished_names()
+    store = study.store
+    # start of a step's id -> KIND/NAME, or None if the step is not finished
+    names: dict[str, str | None] = {**store.packs.steps()}
 
     def name_of(step: Step | None) -> str | None:
         """KIND/NAME of a finished step, otherwise None."""
-        return names.get(step.id_start) if step else None
+        if step is None:
+            return None
+        start = step.id_start
+        if start not in names:
+            names[start] = step.folder
+            # most folders have the step's own label, and this check takes one system call
+            if not (store.root / step.folder).exists():
+                folder = store.path(step)
+                name = f"{step.kind}/{folder.name}"
+                # `find` looks for new packs, too
+                names[start] = name if folder.exists() else store.packs.find(start)
+        return names[start]
 
     model_names = _model_names(graph)
     cells = []
