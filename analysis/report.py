@@ -210,13 +210,14 @@ def _chapters(
     chapters += filter(None, [publisher.attempt(PUBLISHED, partial(published_chapter, results))])
     gap_items, _ = publisher.publish([GAPS])
     text = [completeness(study), *study.notes]
+    config = study.document.get("config")
     provenance = Chapter(
         PROVENANCE,
         "Provenance and files",
         [setup(study) for setup in (score_setup, pass_setup)],
         items=items.get(PROVENANCE, ()),
         facts=_facts(study),
-        details=_details(study),
+        details=[("Configuration of the study", json.dumps(config, indent=2))] if config else (),
     )
     gaps = Chapter(GAPS, "Missing results", text, gap_items[GAPS])
     return [*chapters, gaps, provenance]
@@ -264,40 +265,29 @@ def published_chapter(results: Results) -> Chapter | None:
 def _facts(study: Study) -> list[tuple[str, str]]:
     """Pairs (label, text) on the provenance of a study."""
     seconds = pd.to_numeric(study.origins["seconds"], errors="coerce").sum()
-    facts = [
-        ("Study", study.name),
-        ("Store", str(study.store.resolve())),
+    versions = versions_of_libraries(study.origins, study.cells, study.reader)
+    # column -> the distinct values of all evaluations
+    origins = {
+        str(column): ", ".join(dict.fromkeys(map(str, values.dropna())))
+        for column, values in study.origins.items()
+    }
+    facts = {
+        "Study": study.name,
+        "Store": str(study.store.resolve()),
         # without evaluations, the version that wrote the study's record
-        ("moe_lab", _distinct_values(study, "moe_lab") or str(study.document.get("moe_lab", ""))),
-        ("Commit", _distinct_values(study, "commit")),
-        (
-            "Computed on",
-            "; ".join(filter(None, (_distinct_values(study, key) for key in ("host", "machine")))),
-        ),
-        ("Python", _distinct_values(study, "python")),
-        (
-            "Libraries",
-            ", ".join(
-                f"{library} {'/'.join(versions)}"
-                for library, versions in versions_of_libraries(
-                    study.origins, study.cells, study.reader
-                ).items()
-            ),
-        ),
-        (
-            "Time of all evaluations",
-            f"{seconds / 60:,.1f} minutes of one process" if seconds else "",
-        ),
-        *(  # a key is the calibration set and the model: "code@OLMoE"
-            (f"Calibration {key.replace('@', ' of ')}", _pass_in_words(report))
+        "moe_lab": origins["moe_lab"] or str(study.document.get("moe_lab", "")),
+        "Commit": origins["commit"],
+        "Computed on": "; ".join(filter(None, (origins["host"], origins["machine"]))),
+        "Python": origins["python"],
+        "Libraries": ", ".join(f"{name} {'/'.join(texts)}" for name, texts in versions.items()),
+        "Time of all evaluations": f"{seconds / 60:,.1f} minutes of one process" if seconds else "",
+        # a key is the calibration set and the model: "code@OLMoE"
+        **{
+            f"Calibration {key.replace('@', ' of ')}": _pass_in_words(report)
             for key, report in study.calibrations.items()
-        ),
-    ]
-    return [(label, text) for label, text in facts if text]
-
-
-def _distinct_values(study: Study, column: str) -> str:
-    return ", ".join(dict.fromkeys(str(value) for value in study.origins[column].dropna()))
+        },
+    }
+    return [(label, text) for label, text in facts.items() if text]
 
 
 def _pass_in_words(report: Mapping[str, Any]) -> str:
@@ -311,12 +301,6 @@ def _pass_in_words(report: Mapping[str, Any]) -> str:
     if "rows" in report and "length" in report:
         parts.append(f"{report['rows']:,} rows of {report['length']:,}")
     return "; ".join(filter(None, parts))
-
-
-def _details(study: Study) -> list[tuple[str, str]]:
-    """Pairs (title, text) that the page shows folded."""
-    config = study.document.get("config")
-    return [("Configuration of the study", json.dumps(config, indent=2))] if config else []
 
 
 def what_was_run(study: Study) -> str:

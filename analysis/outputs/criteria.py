@@ -384,13 +384,14 @@ def profile_figure(results: Results) -> Figure | None:
     rows = scores.rename(columns={"model": "Model"})[
         ["Model", "panel", "layer", "position", "profile"]
     ]
-    scale = {"scheme": charts.SEQUENTIAL, "domain": [0, 1]}
     layers = [
         charts.layer(
             "rect",
             x={"field": "position", "type": "ordinal", "title": "rank of the expert in its layer"},
             y={"field": "layer", "type": "ordinal", "sort": "descending"},
-            color=charts.number("profile", "score, from the lowest of the layer", scale=scale),
+            color=charts.number(
+                "profile", "score, from the lowest of the layer", scale=charts.SHADE
+            ),
         )
     ]
     caption = (

@@ -291,18 +291,20 @@ def winner_figure(wins: pd.DataFrame, title: str) -> Figure:
     """A map for each model, ratio and gate, with a row per displayed column and a column per
     calibration set. wins: rows of `winner_map`."""
     wins = sort_cells(wins, *SETTINGS, "calibration")
-    frame = {
-        "panel": wins["model"] + ", " + wins["pruned"] + " pruned",
-        "Model": wins["model"],
-        "Pruned": wins["pruned"],
-        "Calibration": wins["calibration"].map(names.calibration),
-        "Metric": wins["column"].map(names.benchmark),
-        "winner": list(map(_text, wins["winners"], wins["score"])),
-        "score": wins["score"],
-        "lead": wins["lead"],
-        "verdict": [verdict(win) for win in records(wins)],
-        "colour": [charts.colour(winners[0]) if winners else None for winners in wins["winners"]],
+    columns = {
+        "Model": "model",
+        "Pruned": "pruned",
+        "Calibration": "calibration",
+        "Metric": "column",
+        "score": "score",
+        "lead": "lead",
     }
+    rows = display_frame(wins, columns).assign(
+        panel=wins["model"] + ", " + wins["pruned"] + " pruned",
+        winner=list(map(_text, wins["winners"], wins["score"])),
+        verdict=[verdict(win) for win in records(wins)],
+        colour=wins["winners"].map(lambda keys: charts.colour(keys[0]) if keys else None),
+    )
     place: dict[str, Any] = {
         "x": charts.label("Calibration", axis=charts.TOP),
         "y": charts.label("Metric"),
@@ -327,7 +329,7 @@ def winner_figure(wins: pd.DataFrame, title: str) -> Figure:
         "tested."
     )
     width, height = ({"step": step} for step in SQUARE)
-    return Figure(title, caption, pd.DataFrame(frame), layers, 4, (width, height))
+    return Figure(title, caption, rows, layers, 4, (width, height))
 
 
 SQUARE = (90, 24)

@@ -177,11 +177,10 @@ def _significant_columns(
     ]
     p_values = pd.DataFrame({column: gain["p"][cells] for column, gain in gains.items()})
     p_holm = uncertainty.holm(p_values.to_numpy(float).ravel()).reshape(p_values.shape)
-    texts = {}
-    for cell, cell_p_values in zip(cells, p_holm, strict=True):
-        columns = [column for column, p in zip(gains, cell_p_values, strict=True) if p < LEVEL]
-        texts[cell] = names.enumeration(columns) or "none"
-    return texts
+    return {
+        cell: names.enumeration(p_values.columns[is_significant]) or "none"
+        for cell, is_significant in zip(cells, p_holm < LEVEL, strict=True)
+    }
 
 
 Select = Callable[[pd.DataFrame], pd.DataFrame]
@@ -392,13 +391,13 @@ def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
     Columns: "line" (the cell), "layer", "y" (the share, 0..1), "criterion", "allocation", and
     "panel" (ratio and calibration set)."""
     cells = comparison.cells[comparison.cells["granularity"] == "expert"]
-    panels = cells["removed_text"] + " pruned, " + cells["calibration"].map(names.calibration)
-    columns = cells[["criterion", "allocation", "ratio"]].assign(
-        panel=panels,
-        Pruned=cells["removed_text"],
-        Calibration=cells["calibration"].map(names.calibration),
-        Allocation=cells["allocation"].map(names.allocation_name),
+    columns = cells[["criterion", "allocation", "ratio"]].join(
+        display_frame(
+            cells,
+            {"Pruned": "removed_text", "Calibration": "calibration", "Allocation": "allocation"},
+        )
     )
+    columns["panel"] = columns["Pruned"] + " pruned, " + columns["Calibration"]
     # a row per expert, with share 0 or 1 here
     shares = study.retained.groupby(["cell", "layer"])["share"].mean().rename("y").reset_index()
     rows = shares.join(columns, on="cell", how="inner").sort_values("ratio", kind="stable")
@@ -406,6 +405,8 @@ def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
 
 
 EXPERTS_KEPT = charts.number("y", "experts kept", **charts.PERCENT)
+_DENSITIES = "Share of the experts each layer keeps"
+_EQUAL_NUMBERS = "All schedules of a panel remove the same number of experts."
 
 
 @output("evoesap.fig1", chapter="search", needs=SEARCHES)
@@ -425,13 +426,9 @@ def allocations_figure(results: Results, comparison: Comparison) -> Figure | Non
     candidates = names.in_order(counts.index[counts == counts.max()], names.CRITERIA)
     criterion = "reap" if "reap" in candidates else candidates[0]
     shares = shares[shares["criterion"] == criterion]
-    caption = (
-        f"Share of the experts each layer keeps when {names.criterion(criterion)} chooses which. "
-        "All schedules of a panel remove the same number of experts."
-    )
-    labels = shares["allocation"].map(names.allocation_name)
-    title = "Density schedules"
-    return charts.layer_figure(title, caption, shares.assign(label=labels), EXPERTS_KEPT)
+    caption = f"{_DENSITIES} when {names.criterion(criterion)} chooses which. {_EQUAL_NUMBERS}"
+    rows = shares.assign(label=shares["allocation"].map(names.allocation_name))
+    return charts.layer_figure("Density schedules", caption, rows, EXPERTS_KEPT)
 
 
 @output("evoesap.fig3", chapter="search", needs=SEARCHES)
@@ -445,13 +442,8 @@ def criteria_figure(results: Results, comparison: Comparison) -> Figure | None:
     shares = shares[shares["allocation"].map(is_searched).astype(bool)]
     if shares.empty:
         return None
-    shares = shares.assign(
-        label=shares["criterion"].map(names.criterion), method=shares["criterion"]
-    )
-    caption = (
-        "Share of the experts each layer keeps under the searched allocation of each criterion. "
-        "All schedules of a panel remove the same number of experts."
-    )
-    title = "Searched densities"
-    shown = criterion_colours(shares)
-    return charts.layer_figure(title, caption, shares, EXPERTS_KEPT, shown)
+    labels = shares["criterion"].map(names.criterion)
+    rows = shares.assign(label=labels, method=shares["criterion"])
+    caption = f"{_DENSITIES} under the searched allocation of each criterion. {_EQUAL_NUMBERS}"
+    shown = criterion_colours(rows)
+    return charts.layer_figure("Searched densities", caption, rows, EXPERTS_KEPT, shown)

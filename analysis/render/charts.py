@@ -51,6 +51,8 @@ SHADES = ("#2277bb", "#ee7733", "#117733", "#aa4499", "#b39a25", "#cc6677", "#44
 """Colours of lines that do not stand for criteria."""
 SEQUENTIAL = "yellowgreenblue"
 """Colour scheme from light to dark, also when printed in grey."""
+SHADE = {"scheme": SEQUENTIAL, "domain": [0, 1], "clamp": True}
+"""Scale of shades from 0 for light to 1 for dark."""
 CONFIG: dict[str, Any] = {
     "background": SURFACE,
     "font": "system-ui, sans-serif",
@@ -191,16 +193,20 @@ def heat_map(x: Mapping[str, Any], y: Mapping[str, Any]) -> list[Layer]:
 
     x, y: see `label`.
     """
-    scale = {"scheme": SEQUENTIAL, "domain": [0, 1]}
     x = {"axis": TOP, **x}
-    ink = {"condition": {"test": "datum.share > 0.55", "value": "white"}, "value": "black"}
+    ink = _ink("share")
     has_colour = "isValid(datum.share)"
     place: dict[str, Any] = {"x": x, "y": y, "tooltip": [x, y, {"field": "text"}]}
     return [
-        layer("rect", {}, has_colour, color=number("share", scale=scale, legend=None), **place),
+        layer("rect", {}, has_colour, color=number("share", scale=SHADE, legend=None), **place),
         layer("text", {"fontSize": 10}, has_colour, text="text", color=ink, **place),
         layer("text", {"fontSize": 10}, f"!{has_colour}", text="text", **place),
     ]
+
+
+def _ink(shade: str) -> dict[str, Any]:
+    """The colour of text on squares: white where their shade, a column, is dark."""
+    return {"condition": {"test": f"datum.{shade} > 0.55", "value": "white"}, "value": "black"}
 
 
 def mean_map(x: Mapping[str, Any], y: Mapping[str, Any], shade: str, text: str) -> list[Layer]:
@@ -210,14 +216,13 @@ def mean_map(x: Mapping[str, Any], y: Mapping[str, Any], shade: str, text: str) 
     x, y: see `label`."""
     shown = number(text, text, aggregate="mean", format=".2f")
     mean = number(shade, f"{shade}, mean", aggregate="mean")
-    scale = {"scheme": SEQUENTIAL, "domain": [0, 1], "clamp": True}
     axis = {**TOP, "labelAngle": -30}
     place: dict[str, Any] = {"x": {**x, "axis": axis}, "y": y, "tooltip": [x, y, shown, mean]}
-    is_dark = f"datum.mean_{shade} > 0.55"
-    ink = {"condition": {"test": is_dark, "value": "white"}, "value": "black"}
     return [
-        layer("rect", color={**mean, "scale": scale, "legend": {"format": ".0%"}}, **place),
-        layer("text", {"fontSize": 10}, text=shown, color=ink, detail=mean, **place),
+        layer("rect", color={**mean, "scale": SHADE, "legend": {"format": ".0%"}}, **place),
+        layer(
+            "text", {"fontSize": 10}, text=shown, color=_ink(f"mean_{shade}"), detail=mean, **place
+        ),
     ]
 
 
