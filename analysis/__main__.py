@@ -115,8 +115,10 @@ def _run(request: argparse.Namespace) -> int:
     from moe_lab.analysis.load.studies import studies
     from moe_lab.analysis.load.study import load
     from moe_lab.analysis.registry import Results, find
-    from moe_lab.analysis.report import Publisher
+    from moe_lab.analysis.report import Publisher, start_second_process
 
+    if "report" in request.names:
+        start_second_process()
     # the first study is the newest
     study = load(request.store, request.study or studies(request.store)[0])
     _import_plugins(study)

@@ -1,18 +1,25 @@
-"""Differences between two sets of cells, A and B, of one or two studies or stores."""
+"""Differences between two sets of cells, A and B, of one or two studies or stores, and the data
+from which the page computes the differences between any two cells of its study."""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
+from scipy.special import stdtrit
 
+from moe_lab.analysis import names
 from moe_lab.analysis.load.items import answers
-from moe_lab.analysis.load.reader import records, stacked
+from moe_lab.analysis.load.reader import Reader, records
 from moe_lab.analysis.load.settings import AXES, labels
 from moe_lab.analysis.load.studies import studies
 from moe_lab.analysis.load.study import Study, load
+from moe_lab.analysis.render.page import packed
 from moe_lab.analysis.stats import uncertainty
 from moe_lab.errors import UserError, check_known
 from moe_lab.paths import store_folder
@@ -130,13 +137,16 @@ def _selected(text: str, store: str | Path, study: str | None) -> tuple[Study, p
 def _plan(study: Study, cell: int) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """(answers, retained, costs) of a plan: `load.items.answers` of all its benchmarks, its rows of
     `Study.retained`, and its costs with the columns cost and value."""
-    results = study.results[study.results["cell"] == cell].drop_duplicates("folder")
-    frames = [answers(row["folder"], row["task"], study.reader) for row in records(results)]
+    results = study.results[study.results["cell"] == cell]
     columns = [*KEYS[0], "item", "prompt", "right_answer", "outcome", "units", "output"]
     retained = study.retained.loc[study.retained["cell"] == cell, ["layer", "expert", "share"]]
     # without columns that NaN would fill, as a cell may have no costs
     costs = study.costs.reindex([cell]).T.dropna().set_axis(["value"], axis="columns")
-    return stacked(frames, columns), retained, costs.rename_axis("cost").reset_index()
+    return (
+        answers(results, study.reader)[columns],
+        retained,
+        costs.rename_axis("cost").reset_index(),
+    )
 
 
 def _scores(answers: pd.DataFrame) -> pd.DataFrame:
@@ -174,3 +184,92 @@ def _flips(answers: pd.DataFrame) -> pd.DataFrame:
     }
     columns = ["benchmark", *texts, *outcomes, "output_a", "output_b"]
     return flips.assign(**texts)[columns]
+
+
+MOST_OUTCOMES, MOST_CHARACTERS = 10_000_000, 15_000_000
+"""Most outcomes, and most characters of prompts and answers, that the page gets. Of more it gets a
+sample. Packed, these are at most about 3 and 8 MB."""
+
+
+def page_plans(study: Study) -> dict[str, Any]:
+    """The numbers from which the page computes the differences between two cells, as `compare`
+    does. Frames with a column for each cell:
+
+    - outcomes: benchmark (display name), outcomes, and "units CELL" with the weights of the items
+      for a cell unless they are equal; a row for each item
+    - retained: layer, expert, retained shares
+    - costs: cost (see `plans.COSTS`), values
+
+    and
+
+    - cells: cell, label, and cell of its unpruned model
+    - quantiles: 0.975 quantiles of Student's t with 1, 2, ... degrees of freedom
+    - note: a sentence if the items are a sample, otherwise ""
+    """
+    cells = study.cells.reset_index("cell")
+    unpruned = cells["cell"].where(cells["criterion"] == "none")
+    samples, keys = study.samples, ["benchmark", "item"]
+    outcomes = samples.pivot(index=keys, columns="cell", values="outcome")
+    units = samples.dropna(subset="units").pivot(index=keys, columns="cell", values="units")
+    outcomes, note = _sample(
+        outcomes.join(units.add_prefix("units ")), outcomes.size / MOST_OUTCOMES
+    )
+    outcomes = outcomes.rename(index=names.benchmark)
+    retained = study.retained.pivot(index=KEYS[1], columns="cell", values="share")
+    degrees_of_freedom = np.arange(1, max(2, len(outcomes)))
+    return {
+        "outcomes": outcomes.reset_index(),
+        "retained": retained.reset_index(),
+        "costs": study.costs.T.rename_axis(KEYS[2]).reset_index(),
+        "cells": cells[["cell"]].assign(
+            label=cells["cell"].map(labels(study.cells)),
+            unpruned=unpruned.groupby(cells["model"]).transform("first"),
+        ),
+        "quantiles": stdtrit(degrees_of_freedom, (1 + uncertainty.CONFIDENCE) / 2).tolist(),
+        "note": note,
+    }
+
+
+def page_answers(results: pd.DataFrame, root: Path) -> dict[str, str]:
+    """Display name of a benchmark -> the its answers, packed. Benchmarks without texts, or
+    with texts that are not shareable, are left out. Of several answers to an item the first counts.
+
+    results: `Study.results`. root: folder of the store.
+
+    - items: frame with key, item, prompt, right_answer
+    - answers: for each distinct answer to an item [key, verdict, answer, list of cells]
+    - note: as in `page_plans`
+    """
+    reader = Reader(root)
+    columns = ["benchmark", "item", "outcome", "output", "extracted", "limit", "loop"]
+    documents = {}
+    for benchmark, rows in results.groupby("benchmark", sort=False):
+        frame = answers(rows, reader, columns)
+        frame = frame[frame["benchmark"] == benchmark].drop_duplicates(["folder", "key"])
+        if (frame["answer"] == "").all():
+            continue
+        verdict = frame["outcome"].map({0: "wrong", 1: "right"}).fillna(frame["outcome"].map(str))
+        for column, remark in (("limit", ", cut off"), ("loop", ", loops")):
+            verdict += np.where(frame[column] == 1, remark, "")
+        items = frame[["key", "item", "prompt", "right_answer"]].drop_duplicates("key")
+        frame = rows[["cell", "folder"]].merge(frame.assign(verdict=verdict), on="folder")
+        cells: dict[tuple[str, ...], list[int]] = {}
+        for cell, *distinct in frame[["cell", "key", "verdict", "answer"]].to_numpy(object):
+            cells.setdefault(tuple(distinct), []).append(cell)
+        characters = items["prompt"].str.len().sum() + sum(len(answer) for _, _, answer in cells)
+        share = characters * results["benchmark"].nunique() / MOST_CHARACTERS
+        items, note = _sample(items, share)
+        keys = set(items["key"])
+        distinct_answers = [
+            [*distinct, cells[distinct]] for distinct in cells if distinct[0] in keys
+        ]
+        documents[names.benchmark(str(benchmark))] = packed(
+            {"items": items, "answers": distinct_answers, "note": note}
+        )
+    return documents
+
+
+def _sample(items: pd.DataFrame, size: float) -> tuple[pd.DataFrame, str]:
+    """The items, or a sample if `size` is more than 1, and a sentence that says so."""
+    step = max(1, math.ceil(size))
+    return items[::step], f"A sample: one of {step} items. " if step > 1 else ""

@@ -16,7 +16,7 @@ from moe_lab.analysis.load.reader import records
 from moe_lab.analysis.load.settings import AXES, labels
 from moe_lab.analysis.load.study import Study
 from moe_lab.paths import shorten, valid_name
-from moe_lab.result_files import Result
+from moe_lab.result_files import Result, Sample
 
 
 def export(study: Study, out: Path) -> list[Path]:
@@ -81,25 +81,25 @@ def _document(axes: Mapping[str, Any], results: list[dict[str, Any]]) -> dict[st
 
 def _samples(study: Study, result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the lines of samples_BENCHMARK_TIME.jsonl for a row of `Study.results`."""
-    frame = answers(result["folder"], result["task"], study.reader)
+    frame = answers(pd.DataFrame([result]), study.reader)
     frame = frame[frame["benchmark"] == result["benchmark"]]
     metric, _, filter_name = result["metric"].partition(",")
     for number, row in enumerate(records(frame)):
-        target = row.pop("right_answer")
+        target = row["right_answer"]
         yield {
             "doc_id": number,
             "doc": {},
             "target": target,
-            "arguments": {"gen_args_0": {"arg_0": row.pop("prompt")}},
+            "arguments": {"gen_args_0": {"arg_0": row["prompt"]}},
             "resps": [[row["output"]]],
             "filtered_resps": [row["extracted"]],
             "filter": filter_name or "none",
             "metrics": [metric],
-            "doc_hash": row.pop("key"),
+            "doc_hash": row["key"],
             "prompt_hash": row["prompt_hash"],
             "target_hash": sha256(target.encode()).hexdigest(),
             metric: row["outcome"],
-            "moe_lab": _without_nan(row),
+            "moe_lab": _without_nan({name: row[name] for name in Sample.__annotations__}),
         }
 
 

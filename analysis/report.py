@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ import pandas as pd
 
 from moe_lab import progress
 from moe_lab.analysis import names
+from moe_lab.analysis.differences import page_answers, page_plans
 from moe_lab.analysis.load.evaluations import versions_of_libraries
 from moe_lab.analysis.load.settings import removed_noun
 from moe_lab.analysis.load.study import Study, load
@@ -39,6 +41,19 @@ FAILED = "failed"
 """Subfolder of the output folder with a traceback, NAME.log, for each output that failed."""
 
 
+@cache
+def second_process() -> ProcessPoolExecutor:
+    """The process that draws figures, and reads the answers for the page, while this one computes
+    the next figures."""
+    return ProcessPoolExecutor(1, get_context("spawn"))
+
+
+def start_second_process() -> None:
+    """Let the second process load what it needs for a page while this one loads the study."""
+    second_process().submit(import_module, page_answers.__module__)
+    second_process().submit(vega.library)
+
+
 class Publisher:
     """Writer of a study's outputs into the folder `out`, with figures in `figure_format`.
 
@@ -53,8 +68,7 @@ class Publisher:
         self.figure_format = figure_format
         self.failed: list[str] = []
         """Names of the outputs, tables and figures that failed."""
-        # draws figures while the next ones are computed
-        self.process = ProcessPoolExecutor(1, get_context("spawn"))
+        self.process = second_process()
 
     def attempt(self, name: str, make: Callable[[], T]) -> T | None:
         """Call `make` and return its result. If `make` raises an error, record a gap and return
@@ -130,6 +144,7 @@ ItemsByOutput = Mapping[str, Sequence[Item]]
 
 def write(store: Path | str, study: str, out: Path | str) -> Path:
     """Load a study and write its page, tables and figures into `out`; returns the page's path."""
+    start_second_process()
     return write_report(Publisher(Results(load(Path(store), study)), Path(out)))
 
 
@@ -140,13 +155,15 @@ def write_report(publisher: Publisher) -> Path:
     An output that fails is a gap on the page, with its traceback in OUT/failed.
     """
     library = publisher.process.submit(vega.library)
+    study = publisher.results.study
+    answers = publisher.process.submit(page_answers, study.results, study.store)
     # the output `gaps` is left for `_sections`, which publishes it when all gaps are known
     shown = [name for name, output in outputs().items() if output.chapter and name != GAPS]
     items_by_output, _ = publisher.publish(shown)
     path = publisher.out / PAGE
     results = publisher.results
     text = publisher.attempt(SUMMARY, lambda: ranking_text(results.rankings)) or ""
-    page.write(_page(publisher, items_by_output, text), path, library.result())
+    page.write(_page(publisher, items_by_output, text, answers), path, library.result())
     summary = "\n\n".join(filter(None, [text, "\n".join(results.study.notes)]))
     path.with_name(SUMMARY).unlink(missing_ok=True)
     if summary:
@@ -158,8 +175,13 @@ FIRST = ("ranking", "benchmark_groups", "winners")
 """Outputs whose figures are at the top of the page."""
 
 
-def _page(publisher: Publisher, items_by_output: ItemsByOutput, rankings: str) -> Page:
-    """The page. rankings: the rankings as text."""
+def _page(
+    publisher: Publisher,
+    items_by_output: ItemsByOutput,
+    rankings: str,
+    answers: Future[dict[str, str]],
+) -> Page:
+    """The page. rankings: the rankings as text. answers: see `page_answers`."""
     results = publisher.results
     study = results.study
     moment = datetime.fromtimestamp(float(study.document["created"]), UTC)
@@ -172,6 +194,8 @@ def _page(publisher: Publisher, items_by_output: ItemsByOutput, rankings: str) -
         verdict=publisher.attempt(PAGE, lambda: headline(results.rankings)) or "",
         lead=what_was_run(study),
         first=first,
+        plans=publisher.attempt("plans", partial(page_plans, study)) or {},
+        answers=publisher.attempt("answers", answers.result) or {},
         chapters=_chapters(publisher, items_by_output, rankings, first),
         menus=_menus(results),
         hidden=[setup(study) for setup in (score_setup, pass_setup, run_setup)],

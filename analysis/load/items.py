@@ -4,58 +4,105 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 
 from moe_lab.analysis.load.reader import Reader, records, step_kind
 from moe_lab.result_files import FOREIGN, ITEMS, SHAREABLE, Sample, document_keys
 
-TEXTS = ("prompt", "right_answer", "thought", "output", "extracted")
+TEXTS = ("prompt", "right_answer", "thought", "output", "extracted", "answer")
 """Columns of `answers` that are empty if a benchmark is not shareable."""
 _NO_STEP = "items/none"
 """Name of a step that no store has."""
 
 
-def answers(evaluation: str, task: str, reader: Reader) -> pd.DataFrame:
-    """The answers of an evaluation: the columns of `Sample`, key, prompt and right_answer. key is
-    equal for answers to the same document. TEXTS are "" if the benchmark is not shareable, or the
-    store does not have them. No rows for an evaluation that cannot be read.
+def answers(
+    evaluations: pd.DataFrame,
+    reader: Reader,
+    columns: Sequence[str] = tuple(Sample.__annotations__),
+) -> pd.DataFrame:
+    """The answers of evaluations, without evaluations that cannot be read.
 
-    evaluation: name of the step. task: name of the benchmark in the record.
+    evaluations: rows of `Study.results`. columns: those of `Sample` to read, with item, output and
+    extracted; NaN if a file lacks them.
+
+    Returns `columns`, and folder (name of the evaluation's step), key (equal for answers to the
+    same document), prompt, right_answer, and answer (the choice that the model took, or else its
+    output). TEXTS are "" if the benchmark is not shareable, or the store does not have them.
     """
-    columns = list(Sample.__annotations__)
-    folder = reader.folder(evaluation)
-    result = reader.json(folder, "result.json")
-    frame = reader.frame(folder, "samples.parquet", columns)
-    if folder is None or result is None or frame is None:
-        return pd.DataFrame(columns=[*columns, "key", "prompt", "right_answer"])
-    frame = frame.merge(_items(folder, task, reader), on="item", how="left")
-    if not result["protocol"].get(SHAREABLE, True):
-        frame[list(TEXTS)] = ""
+    samples = []
+    items = {}
+    for row in records(evaluations.drop_duplicates("folder")):
+        folder = reader.folder(row["folder"])
+        result = reader.json(folder, "result.json")
+        if folder is None or result is None:
+            continue
+        is_shareable = result["protocol"].get(SHAREABLE, True)
+        shown = [name for name in columns if is_shareable or name not in TEXTS]
+        table = reader.table(folder, "samples.parquet", (), optional=shown)
+        if table is None:
+            continue
+        samples.append(table.append_column("folder", pa.array([row["folder"]] * len(table))))
+        items_of_task = _items(_items_folder(folder, row["task"], reader), reader)
+        if not is_shareable:
+            items_of_task = items_of_task.assign(prompt="", right_answer="", choices=None)
+        items[row["folder"]] = items_of_task
+    if not samples:
+        return pd.DataFrame(columns=[*columns, "folder", "key", *TEXTS])
+    frame = pa.concat_tables(samples, promote_options="permissive").to_pandas()
+    frame = frame.reindex(columns=[*columns, "folder"]).merge(
+        pd.concat(items, names=["folder"]).reset_index("folder"), on=["folder", "item"], how="left"
+    )
+    frame["answer"] = [
+        _choice(extracted, choices) or output
+        for output, extracted, choices in frame[["output", "extracted", "choices"]].to_numpy()
+    ]
     frame["key"] = frame["key"].fillna(frame["item"])
-    return frame.fillna(dict.fromkeys(TEXTS, ""))
+    return pd.DataFrame(frame.drop(columns="choices").fillna(dict.fromkeys(TEXTS, "")))
 
 
-def _items(folder: Path, task: str, reader: Reader) -> pd.DataFrame:
-    """The items of the evaluation in `folder`: item, key (see `document_keys`; the item without a
-    hash), prompt and right_answer. task: as in `answers`."""
+def _choice(extracted: str, choices: object) -> str:
+    """The choice that the model took; "" if it had none. choices: those of the item, NaN for an
+    unknown item."""
+    if isinstance(choices, list) and len(choices) > 1 and extracted.isdigit():
+        return str(choices[int(extracted)])
+    return ""
+
+
+def _items_folder(folder: Path, task: str, reader: Reader) -> Path | None:
+    """The folder with the items of the evaluation in `folder`. task: name of the benchmark in the
+    record."""
+    if step_kind(str(folder.relative_to(reader.root))) == FOREIGN:
+        return folder
     inputs = reader.step_document(folder).get("inputs", {})
     # an evaluation that grades generated texts has its items from the step that generated them
     if generate := reader.find_folder(inputs.get("generate", _NO_STEP)):
         inputs = reader.step_document(generate).get("inputs", {})
-    items = reader.find_folder(inputs.get(f"items of {task}", _NO_STEP))
-    if step_kind(str(folder.relative_to(reader.root))) == FOREIGN:
-        items = folder
-    content = reader.content(items, ITEMS) if items else None
+    return reader.find_folder(inputs.get(f"items of {task}", _NO_STEP))
+
+
+# evaluations of a benchmark are read one after the other
+@lru_cache(maxsize=1)
+def _items(folder: Path | None, reader: Reader) -> pd.DataFrame:
+    """The items in a folder: item, key (see `document_keys`; the item without a hash), prompt,
+    right_answer, and choices (list of texts, one if a text is asked for). None has no items."""
+    content = reader.content(folder, ITEMS) if folder else None
     rows = []
     for line in gzip.decompress(content).splitlines() if content else ():
         item = json.loads(line)
+        prompts = [_prompt(request) for request in item["requests"]]
+        choices = [request.get("continuation", "").strip() for request in item["requests"]]
+        # the choices of Winogrande are beginnings with one continuation
+        if len(set(choices)) == 1:
+            choices = prompts
         key = item["doc_hash"] or item["name"]
-        rows.append((item["name"], key, _prompt(item["requests"][0]), item["right_answer"]))
-    frame = pd.DataFrame(rows, columns=["item", "key", "prompt", "right_answer"])
+        rows.append((item["name"], key, prompts[0], item["right_answer"], choices))
+    frame = pd.DataFrame(rows, columns=["item", "key", "prompt", "right_answer", "choices"])
     return frame.assign(key=document_keys(frame["key"]))
 
 
@@ -68,7 +115,7 @@ def with_own_names(samples: pd.DataFrame, results: pd.DataFrame, reader: Reader)
         name_of_key: dict[str, str] = {}
         for row in records(results[~is_foreign & (results["benchmark"] == benchmark)]):
             if folder := reader.find_folder(row["folder"]):
-                items = _items(folder, row["task"], reader)
+                items = _items(_items_folder(folder, row["task"], reader), reader)
                 name_of_key |= dict(zip(items["key"], items["item"], strict=True))
         rows = is_renamed & (samples["benchmark"] == benchmark)
         names = samples.loc[rows, "item"]

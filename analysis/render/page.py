@@ -3,12 +3,15 @@ of long ones."""
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from moe_lab.analysis.render import charts, table
@@ -53,6 +56,10 @@ class Page:
     """What was studied."""
     first: Sequence[Figure]
     """Figures that are always shown: the first on the first screen, the others below it."""
+    plans: Mapping[str, Any]
+    """The numbers behind the differences between plans, see `differences.page_plans`."""
+    answers: Mapping[str, str]
+    """See `differences.page_answers`."""
     chapters: Sequence[Chapter]
     """Chapters, which are folded until they are opened."""
     menus: Mapping[str, Sequence[str]]
@@ -77,16 +84,14 @@ def write(page: Page, path: Path, library: str) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"bind": _bind_percent_signs, "caption": _caption}
+    environment.filters |= {"bind": _bind_percent_signs, "caption": _caption, "id": identifier}
     files = {
         name: (_TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
     }
-    shown = [*page.first, *(item for chapter in page.chapters for item in chapter.items)]
-    scripts = _write_data(shown, path.parent / DATA)
-    settings = {"menus": page.menus, "colours": _THEME}
+    scripts = _write_data(page, path.parent / DATA)
     text = environment.get_template("page.html.j2").render(
         page=page, css=files["page.css"], code=files["page.js"], library=library, scripts=scripts,
-        settings=_script_json(settings), footnotes=table.footnotes,
+        menus=_script_json(page.menus), theme=_THEME, footnotes=table.footnotes,
     )  # fmt: skip
     path.write_text(text, encoding="utf-8")
 
@@ -105,25 +110,49 @@ def identifier(item: Table | Figure) -> str:
     return f"table-{item.name}" if isinstance(item, Table) else item.name
 
 
-def _write_data(items: Iterable[Table | Figure], folder: Path) -> str:
-    """Write the data of long items into `folder`; returns the script with that of the others."""
+def packed(document: Mapping[str, Any]) -> str:
+    """A document as JSON, compressed by gzip, in base64. Frames have a list of columns, and data, a
+    list of rows."""
+    # without a time, so that equal documents are equal files
+    return b64encode(gzip.compress(_json(document).encode(), mtime=0)).decode()
+
+
+def _json(document: Mapping[str, Any]) -> str:
+    """A document as JSON, see `packed`."""
+    entries = []
+    for name, value in document.items():
+        if isinstance(value, pd.DataFrame):
+            text = value.to_json(orient="split", index=False)
+        else:
+            text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        entries.append(f'"{name}":{text}')
+    return "{" + ",".join(entries) + "}"
+
+
+def _write_data(page: Page, folder: Path) -> str:
+    """Write the data of long items, of plans and of answers into `folder`; returns the script with
+    that of the other items."""
+    files = {f"answers-{number}": text for number, text in enumerate(page.answers.values())}
+    files["plans"] = packed(page.plans)
     inline = []
+    for item in [*page.first, *(item for chapter in page.chapters for item in chapter.items)]:
+        content = table.content(item) if isinstance(item, Table) else charts.document(item)
+        text = _script_json(content)
+        if len(text) <= LONG:
+            inline.append(f'contents["{identifier(item)}"] = {text};\n')
+        else:
+            files[identifier(item)] = packed(content)
+    folder.mkdir(exist_ok=True)
     for old in folder.glob("*.js"):
         old.unlink()
-    for item in items:
-        content = table.content(item) if isinstance(item, Table) else charts.document(item)
-        script = f"addItem({json.dumps(identifier(item))}, {_script_json(content)});\n"
-        if len(script) <= LONG:
-            inline.append(script)
-        else:
-            folder.mkdir(exist_ok=True)
-            (folder / f"{identifier(item)}.js").write_text(script, encoding="utf-8")
+    for name, text in files.items():
+        (folder / f"{name}.js").write_text(f'packed["{name}"] = "{text}";\n')
     return "".join(inline)
 
 
-def _script_json(value: Any) -> str:
+def _script_json(document: Mapping[str, Any]) -> str:
     """JSON that is safe inside an HTML script."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+    return _json(document).replace("</", "<\\/")
 
 
 def _bind_percent_signs(sentence: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 VEGA_LITE = "6.4"
 """Version of Vega-Lite for which charts are declared; vl-convert brings it."""
 
 
+@cache
 def library() -> str:
     """The JavaScript of Vega, Vega-Lite and vega-embed, for a page without network."""
     import vl_convert

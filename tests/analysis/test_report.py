@@ -1,24 +1,27 @@
 """The report: what its files say and need, what happens when an output cannot be made, and how a
 browser shows it."""
 
-import html
+import gzip
 import json
 import math
 import re
 import shutil
 import subprocess
 import sys
+from base64 import b64decode
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlencode
 
 import pandas as pd
 import pytest
+from pages import page_text
 from processes import time_limit
 from synthetic import CALIBRATIONS, CRITERIA, edited_document, record_path, write_store
 
-from moe_lab.analysis import names, report
+from moe_lab.analysis import differences, names, report
 from moe_lab.analysis.__main__ import main
 from moe_lab.analysis.load.study import Study, load
 from moe_lab.analysis.registry import REGISTERED, Item, Results, find
@@ -29,17 +32,8 @@ pytestmark = pytest.mark.slow
 NETWORK = re.compile(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(["']?http""")
 
 
-def text(page: Path) -> str:
-    """The page with the data beside it, without the library of charts."""
-    source = re.sub(
-        r"<script>.*?vegaEmbed.*?</script>", "", page.read_text(encoding="utf-8"), count=1
-    )
-    beside = [path.read_text(encoding="utf-8") for path in page.parent.glob("data/*.js")]
-    return html.unescape("".join([source, *beside])).replace("\u00a0", " ")
-
-
 def test_the_page_says_what_was_run_and_where(small_report: Path) -> None:
-    content = text(small_report)
+    content = page_text(small_report)
     for sentence in (
         "4 criteria chose which experts of pocket_olmoe to remove",
         "Nothing is missing",
@@ -91,7 +85,7 @@ def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     many = [name for name in CRITERIA if name not in ("aimer", "magnitude")]
     criteria = many if "cells" in kind else ("frequency", "man", "random")
     store = write_store(root / "store", items=12, criteria=criteria, **KINDS[kind])
-    content = text(report.write(store, "made_up", root / "out"))
+    content = page_text(report.write(store, "made_up", root / "out"))
     # several of a thousand cells remove the same experts
     assert not list((root / "out").glob("failed/*"))
     chapter = content[content.index('<details class="chapter" id="ranking">') :]
@@ -160,7 +154,7 @@ def test_perplexities_are_in_tables_and_summary(page: Page) -> None:
 
 
 def test_page_loads_no_other_file(small_report: Path) -> None:
-    source = text(small_report)
+    source = page_text(small_report)
     assert not NETWORK.search(source)
     assert "vegaEmbed" in small_report.read_text(encoding="utf-8"), "the library is in the page"
     figures = {path.name for path in (small_report.parent / "figures").iterdir()}
@@ -262,7 +256,7 @@ def test_failed_outputs_are_gaps_with_a_log_until_they_are_mended(
     assert (folder / "figures" / "ranking.svg").exists()
     assert (folder / "tables" / "winners.csv").exists()
     if command == "report":
-        assert "failed/ranks.log" in text(folder / "report.html")
+        assert "failed/ranks.log" in page_text(folder / "report.html")
         assert (folder / "failed" / "published.log").exists()
     assert main(arguments) == 0
     assert not list((folder / "failed").glob("*"))
@@ -420,12 +414,18 @@ def test_menus_rule_charts_and_tables_and_the_address(wide: Any, small_report: P
 def test_tables_are_searched_and_sorted(wide: Any) -> None:
     code = """
     const click = () => all("#table-ranks th button").at(-1).click();
+    const sorted = (order) => until(() => all(`#table-ranks [aria-sort=${order}]`).length);
+    const total = rows().length;
     choose("search", "frequency");
+    await until(() => rows().length < total);
     const found = rows().map((row) => row[3]);
     choose("search", "");
+    await until(() => rows().length === total);
     click();
+    await sorted("descending");
     const down = rows().map((row) => row.at(-1));
     click();
+    await sorted("ascending");
     return [found, down, rows().map((row) => row.at(-1))];
     """
     found, down, up = script(wide, OPEN + code)
@@ -466,3 +466,164 @@ def test_text_of_charts_is_text_in_the_colour_of_the_theme(
         )
         shades.append(script(browser, f"{OPEN} return getComputedStyle({label}).fill"))
     assert shades[0] != shades[1]
+
+
+# ---- two plans compared, and answers
+
+
+class Plans(NamedTuple):
+    """A report with its store. The items of GSM8K that MAN answered: the first was cut off, the
+    second loops, and the third has a long answer with a tag. MAN retains the first experts of layer
+    0, and the others the last ones."""
+
+    store: Path
+    page: Path
+
+    def outcomes(self, criterion: str) -> pd.Series:
+        """Outcomes of the items of GSM8K."""
+        [folder] = self.store.glob(f"evaluate/*-{criterion}-*gsm8k-*")
+        return pd.read_parquet(folder / "samples.parquet")["outcome"]
+
+
+PLANS = ["pocket_olmoe man pocket_code 0.5", "pocket_olmoe reap pocket_code 0.5"]
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Plans:
+    root = tmp_path_factory.mktemp("plans")
+    tasks = ("gsm8k", "perplexity")
+    store = write_store(root / "store", criteria=("reap", "man", "random"), tasks=tasks)
+    [folder] = store.glob("evaluate/*-man-*gsm8k-*")
+    samples = pd.read_parquet(folder / "samples.parquet")
+    first, second, third = [1.0] + [0.0] * 19, [0.0, 1.0] + [0.0] * 18, "<b>tag</b>" + "x" * 5000
+    samples["output"] = ["short", "short", third] + ["short"] * 17
+    samples.assign(limit=first, loop=second).to_parquet(folder / "samples.parquet")
+    [plan] = store.glob("plan/*-man-*/plan.json")
+    with edited_document(plan) as document:
+        layer = document["layers"]["0"]
+        layer["retained"] = list(range(len(layer["retained"])))
+    return Plans(store, report.write(store, "made_up", root / "out"))
+
+
+PLAN_ROWS = """
+document.querySelector("#plans").open = true;
+await until(() => all("#plans-answers td").length);
+const table = (id) => all(`#plans-${id} tbody tr`).map(texts);
+"""
+
+
+def test_page_compares_two_plans_as_the_command(browser: Any, plans: Plans) -> None:
+    show(browser, plans.page, 1400, address="#" + urlencode(dict(zip("AB", PLANS, strict=True))))
+    code = "return [table('scores'), table('costs'), table('experts')]"
+    scores, costs, experts = script(browser, f"{OPEN}{PLAN_ROWS}{code}")
+    expected = differences.compare("man", "reap", plans.store)
+    columns = ["items", "score_a", "score_b", "difference", "low", "high"]
+    numbers = expected.scores.set_index("benchmark")[columns]
+    shown = {name: [float(text.replace("−", "-")) for text in row] for name, *row in scores}
+    assert shown["GSM8K"] == pytest.approx(numbers.loc["gsm8k"], abs=6e-4)
+    assert shown["perplexity"] == pytest.approx(numbers.loc["perplexity"], abs=6e-4)
+    assert [name for name, *_ in costs] == list(expected.costs["cost"])
+    shares = expected.experts.query("layer == 0")
+    lists = [
+        ", ".join(map(str, shares.loc[shares[f"share_{plan}"] == 1, "expert"])) for plan in "ab"
+    ]
+    assert experts[0] == ["0", *lists] and all(lists)
+
+
+def test_answers_are_filtered(browser: Any, plans: Plans) -> None:
+    show(browser, plans.page, 1400, address="#" + urlencode(dict(zip("AB", PLANS, strict=True))))
+    code = """
+    const names = [...document.querySelector("[name=Show]").options].map((option) => option.text);
+    const items = {};
+    for (const name of names.toReversed()) {
+      document.querySelector("#plans-answers table").id = "old";
+      choose("Show", name === names[0] ? "" : name);
+      await until(() => !document.querySelector("#old"));
+      items[name] = table("answers").map((row) => Number(row[0].split("\\n")[0].split("/")[1]));
+    }
+    return [items, table("answers")[2]];
+    """
+    items, third = script(browser, f"{OPEN}{PLAN_ROWS}{code}")
+    a, b, before = (plans.outcomes(name) for name in ("man", "reap", "none-none"))
+    right_before = (before == 1) & ((a == 0) | (b == 0))
+    assert items == {
+        "all items": list(range(20)),
+        "right before, wrong after": list(right_before[right_before].index),
+        "differs between A and B": list(a[a != b].index),
+        "cut off": [0],
+        "loops": [1],
+    }
+    assert 0 < len(items["differs between A and B"]) < 20
+    assert "<b>tag</b>xxx" in third[3] and "<b>" not in third[4]
+    assert all(plan in third[5] for plan in PLANS)
+
+
+def test_many_answers_are_sampled(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = load(plans.store, "made_up")
+    monkeypatch.setattr(differences, "MOST_CHARACTERS", 4000)
+    monkeypatch.setattr(differences, "MOST_OUTCOMES", 100)
+    text = differences.page_answers(study.results, study.store)["GSM8K"]
+    document = json.loads(gzip.decompress(b64decode(text)))
+    assert document["note"] == "A sample: one of 3 items. "
+    assert [item for _, item, *_ in document["items"]["data"]] == [
+        f"gsm8k/{number}" for number in range(0, 20, 3)
+    ]
+    numbers = differences.page_plans(study)
+    assert numbers["note"] and len(numbers["outcomes"]) == 20
+
+
+# ---- the keyboard, paper, and no script
+
+
+def test_everything_is_reached_by_tab_with_a_visible_focus(wide: Any) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    script(wide, f"{OPEN}{PLAN_ROWS} document.activeElement.blur()")
+    code = "const e = document.activeElement; return [e, getComputedStyle(e).outlineStyle]"
+    reached = []
+    body = wide.find_element("tag name", "body")
+    for _ in range(200):
+        body.send_keys(Keys.TAB)
+        element, outline = wide.execute_script(code)
+        if element.tag_name == "body":  # after the last one
+            break
+        assert outline != "none", element.get_attribute("outerHTML")[:100]
+        reached.append(element)
+    selectors = "select, input, .bar button, summary, details[open] .scroll, .first .scroll"
+    missing = [
+        element.get_attribute("outerHTML")[:100]
+        for element in wide.find_elements("css selector", selectors)
+        if element.is_displayed() and element not in reached
+    ]
+    assert not missing
+
+
+def test_paper_is_light_and_shows_all_chapters(browser: Any, small_report: Path) -> None:
+    show(browser, small_report, 1400, "dark")
+    paper = {"media": "print", "features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", paper)
+    visible = "(selector) => document.querySelector(selector).checkVisibility()"
+    code = f"const visible = {visible}; return [visible('.bar'), visible('#ranks .items')]"
+    assert script(browser, code) == [False, True], "before the chapter was opened"
+    code = """
+    let printed = 0;
+    window.print = () => { printed = document.querySelectorAll("figure :is(svg, table)").length; };
+    const press = new KeyboardEvent("keydown", { key: "p", ctrlKey: true, cancelable: true });
+    dispatchEvent(press);
+    await until(() => printed);
+    const colour = getComputedStyle(document.body).backgroundColor;
+    return [printed, document.querySelectorAll("figure").length, press.defaultPrevented, colour];
+    """
+    printed, figures, is_prevented, colour = script(browser, code)
+    assert printed >= figures > 10 and is_prevented
+    assert sum(map(int, re.findall(r"\d+", colour)[:3])) > 700
+
+
+def test_page_without_javascript_says_so(browser: Any, small_report: Path) -> None:
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    show(browser, small_report, 400)
+    snapshot = browser.execute_cdp_cmd("DOMSnapshot.captureSnapshot", {"computedStyles": []})
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+    [document] = snapshot["documents"]
+    shown = [snapshot["strings"][index] for index in document["layout"]["text"] if index >= 0]
+    assert any("JavaScript, which is switched off here" in text for text in shown)

@@ -9,6 +9,7 @@ import pandas as pd
 import polars
 import preloaded
 import pytest
+from pages import page_text
 from studies import run_on_boolq
 
 import moe_lab
@@ -147,6 +148,9 @@ def test_texts_that_are_not_shareable_stay_in_the_store(store: Path, tmp_path: P
     differences.flips.to_csv(tmp_path / "flips.csv")
     assert {"boolq", "gsm8k"} <= set(differences.flips["benchmark"])
     files = [file.read_text(errors="replace") for file in tmp_path.rglob("*") if file.is_file()]
+    page = page_text(tmp_path / "page" / "report.html")
+    assert [text for text in shown if text in page], "answers are on the page"
+    files.append(page)
     assert len(files) > 20
     assert not [text for text in planted if any(text in file for file in files)]
     assert [text for text in shown if any(text in file for file in files)]
