@@ -253,15 +253,6 @@ def test_tests_are_of_the_common_items_of_cells(sets: ItemSets) -> None:
     assert row["low"] - 1e-6 <= row["difference"] <= row["high"] + 1e-6
 
 
-class Inconsistent(NamedTuple):
-    """A study with a score of REAP (cell 2) that is not the mean of its items, and its comparison;
-    that of the same study with the mean."""
-
-    study: Study
-    comparison: Comparison
-    consistent: Comparison
-
-
 CONSISTENT = {
     "gsm8k": [right(38), right(10), right(18), right(30)],
     "mmlu": [right(40), right(20), right(24), right(36)],
@@ -269,48 +260,32 @@ CONSISTENT = {
 TARGETS = (("GSM8K",), ("GSM8K", "MC Avg"))
 
 
-@pytest.fixture(params=["score", "item"])
-def inconsistent(request: pytest.FixtureRequest) -> Inconsistent:
+@pytest.mark.parametrize("what", ["score", "item"])
+def test_score_that_is_not_the_mean_of_its_items_has_its_reported_error(what: str) -> None:
+    """That of REAP (cell 2), which is a gap. Other intervals and tests stay."""
     consistent = study_of(CONSISTENT)
-    assert not consistent.gaps
-    if request.param == "score":
+    if what == "score":
         study = study_of(CONSISTENT, {(2, "gsm8k"): 0.99})
     else:
         answers = [right(38), right(10), {**right(18), 0: np.nan}, right(30)]
         study = study_of({**CONSISTENT, "gsm8k": answers}, {(2, "gsm8k"): 18 / 40})
     [comparison] = Results(study).measured
-    return Inconsistent(study, comparison, Results(consistent).measured[0])
-
-
-def test_score_that_is_not_the_mean_of_its_items_is_a_gap(inconsistent: Inconsistent) -> None:
-    [gap] = inconsistent.study.gaps
+    [expected] = Results(consistent).measured
+    assert not consistent.gaps
+    [gap] = study.gaps
     assert gap.location == "m reap pocket_code 0.5"
     assert "gsm8k is not the mean of its items" in gap.reason
-    assert ranked(inconsistent.study)["Avg"].notna().all()
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_inconsistent_score_has_the_interval_of_its_reported_error(
-    target: tuple[str, ...], inconsistent: Inconsistent
-) -> None:
-    comparison = inconsistent.comparison
-    low, high = comparison.interval(target)
-    assert 0 < high[2] - low[2] < 0.05
-    assert np.isnan(comparison.difference(target, 2, 1).p)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_inconsistent_score_leaves_other_intervals_and_tests(
-    target: tuple[str, ...], inconsistent: Inconsistent
-) -> None:
-    _, comparison, consistent = inconsistent
+    assert ranked(study)["Avg"].notna().all()
     others = [0, 1, 3]
-    bounds = zip(consistent.interval(target), comparison.interval(target), strict=True)
-    for expected, bound in bounds:
-        assert expected[others].tolist() == pytest.approx(bound[others].tolist())
-    for other in (0, 1):
-        p = consistent.difference(target, 3, other).p
-        assert comparison.difference(target, 3, other).p == pytest.approx(p)
+    for target in TARGETS:
+        low, high = bounds = comparison.interval(target)
+        assert 0 < high[2] - low[2] < 0.05
+        assert np.isnan(comparison.difference(target, 2, 1).p)
+        for right_bound, bound in zip(expected.interval(target), bounds, strict=True):
+            assert right_bound[others].tolist() == pytest.approx(bound[others].tolist())
+        for other in (0, 1):
+            p = expected.difference(target, 3, other).p
+            assert comparison.difference(target, 3, other).p == pytest.approx(p)
 
 
 def test_most_scores_decide_whether_a_benchmark_is_a_mean() -> None:

@@ -151,31 +151,21 @@ def test_sums_depend_on_the_size_of_batches_only_by_rounding(
         assert_close(read(store.path(step) / SUMS), expected, tolerance=1e-5)
 
 
-@pytest.fixture
-def killed_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Store, Step]:
-    """A pass in two parts of which the second was killed."""
+@pytest.mark.slow
+def test_only_the_killed_part_of_a_pass_is_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two, the second. Afterwards no part is needed, neither by a run nor by
+    `update_from_store`, which the last job of a submission calls."""
     store = Store(tmp_path).create()
     step = step_of(parts=2)
     with monkeypatch.context() as patch:
         tiny.count_calls(patch, Observer, "run_batch", kill_at=4)
         with pytest.raises((tiny.SimulatedKill, StepError)):
             do(store, step)
-    return store, step
-
-
-@pytest.mark.slow
-def test_only_the_killed_part_of_a_pass_is_computed_again(killed_pass: tuple[Store, Step]) -> None:
-    store, step = killed_pass
     assert [store.is_finished(part) for part in step.merged_steps] == [True, False]
     assert not store.is_finished(step)
     assert do(store, step) == [step.merged_steps[1], step]
-
-
-@pytest.mark.slow
-def test_parts_of_a_finished_merge_are_not_needed(killed_pass: tuple[Store, Step]) -> None:
-    """Neither by a run nor by `update_from_store`, which the last job of a submission calls."""
-    store, step = killed_pass
-    do(store, step)
     for part in step.merged_steps:
         shutil.rmtree(store.path(part))
     assert do(store, step) == []
