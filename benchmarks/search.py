@@ -23,11 +23,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.measure import cpu_seconds, misses, parser
 from moe_lab.allocation.problem import Limits
 from moe_lab.calibration.batches import AnswerBatch
+from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.mask import mask
 from moe_lab.search.candidates import Candidates, Plans, PrefixStates
-from moe_lab.search.evolution import SearchSettings, evolve
+from moe_lab.search.evolution import Schedule, SearchSettings, evolve, feasible_space
 from moe_lab.search.fitness import fitness_row_sums, log_probabilities
-from moe_lab.search.schedules import Schedule, feasible_space
 
 BAR_CHILD = 0.75
 
@@ -44,7 +44,7 @@ def main() -> int:
         layer: torch.rand(64, generator=torch.Generator().manual_seed(layer)).tolist()
         for layer in range(16)
     }
-    plans = Plans(model, scores)
+    plans = Plans({layer.index: vars(layer) for layer in moe_layers(model)}, scores)
     candidates = Candidates(model, plans, rows, SearchSettings(seed=0))
     generations: list[Sequence[Schedule]] = []
     forwards_of_generations: list[float] = []

@@ -397,6 +397,11 @@ def routers(
     return {layer: router for layer in layers}
 
 
+def routers_of(model: Any) -> Any:
+    """Layer -> facts of `model`."""
+    return {layer.index: vars(layer) for layer in moe_layers(model)}
+
+
 def tokenizer(**fields: Any) -> PreTrainedTokenizerFast:
     """A tokenizer whose token 3 is the word w3. It does not split texts into words."""
     words = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(3, VOCABULARY))]

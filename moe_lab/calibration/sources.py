@@ -35,9 +35,7 @@ _SETTING = "calibration.path"
 def read(settings: CalibrationConfig) -> Documents:
     """The documents of a set. With calibration.joined, they are joined into a single document.
     UserError if no record has words."""
-    documents = Documents(settings)
-    for location, record in _rows(settings):
-        documents.add(record, location)
+    documents = _documents(_rows(settings), settings)
     files = local_files(settings)
     for file in _visible_files(local_path(settings.path)):
         if file not in files:
@@ -65,17 +63,17 @@ def check_answers(settings: CalibrationConfig) -> None:
 
 def first_document(settings: CalibrationConfig) -> list[Document]:
     """A list with the first document of a local source; [] for a source on the hub."""
-    return _first(_rows(settings), settings) if local_files(settings) else []
+    return _documents(_rows(settings), settings, most=1).documents if local_files(settings) else []
 
 
-def _first(rows: Rows, settings: CalibrationConfig) -> list[Document]:
-    """A list with the first document of the `rows`; [] if there is none."""
+def _documents(rows: Rows, settings: CalibrationConfig, most: int | None = None) -> Documents:
+    """The documents of the `rows`, or the first `most`."""
     documents = Documents(settings)
     for location, record in rows:
         documents.add(record, location)
-        if documents.documents:
+        if len(documents.documents) == most:
             break
-    return documents.documents
+    return documents
 
 
 def _rows(settings: CalibrationConfig) -> Rows:
@@ -119,7 +117,14 @@ def local_files(settings: CalibrationConfig) -> list[DataFile]:
     if not file.path.exists():
         if _may_be_hub_id(path):
             return []
-        raise _missing_error(path, file.path)
+        names = (neighbour.name for neighbour in file.path.parent.glob("*"))
+        nearest_name = nearest(file.path.name, names)
+        hint = (
+            f"did you mean {file.path.parent / nearest_name}?"
+            if nearest_name
+            else "expected a text or JSON lines file, or a hub id"
+        )
+        raise UserError(f"{_SETTING}={path} does not exist: {hint}")
     return [file]
 
 
@@ -129,7 +134,7 @@ def _has_records(file: DataFile, settings: CalibrationConfig) -> bool:
     if file.suffix not in UNCERTAIN or settings.field or settings.template:
         return file.suffix in READERS
     try:
-        return bool(_first(file.rows(), settings))
+        return bool(_documents(file.rows(), settings, most=1).documents)
     except UserError:
         return False
 
@@ -153,17 +158,6 @@ def _may_be_hub_id(path: str) -> bool:
     return HUB_ID.fullmatch(path) is not None and not looks_like_file and not folder_exists
 
 
-def _missing_error(path: str, file: Path) -> UserError:
-    """The error for a `file` that does not exist. `path`: the file as the user typed it."""
-    nearest_name = nearest(file.name, (neighbour.name for neighbour in file.parent.glob("*")))
-    hint = (
-        f"did you mean {file.parent / nearest_name}?"
-        if nearest_name
-        else "expected a text or JSON lines file, or a hub id"
-    )
-    return UserError(f"calibration.path={path} does not exist: {hint}")
-
-
 def wikitext_lines(text: str) -> list[str]:
     """The lines of a text, in the form that rows of WikiText have on the hub. A blank line is "".
     Any other line ends with a line feed."""
@@ -176,9 +170,8 @@ def read_as_one_text(file: Path, setting: str) -> str:
     records, joined by blank lines. `setting`: name of the setting that names the file. UserError
     for a conversation that only a chat template can turn into text."""
     # `joined`: empty records are not left out
-    documents = Documents(CalibrationConfig("text", str(file), joined=True))
-    for location, record in DataFile(file, setting).rows():
-        documents.add(record, location)
+    settings = CalibrationConfig("text", str(file), joined=True)
+    documents = _documents(DataFile(file, setting).rows(), settings)
     return joined_texts(documents.documents, f"{setting}={file}")
 
 

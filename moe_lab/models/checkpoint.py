@@ -82,15 +82,14 @@ def read_header(folder: Path, shard: str) -> tuple[dict[str, str], dict[str, Ent
     path = folder / shard
     try:
         check_no_pointer(path)
-        with safe_open(path, framework="np") as safe_file:
-            metadata: dict[str, str] = safe_file.metadata() or {}
+        safe_open(path, framework="np")  # checks the file
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} is damaged: expected a safetensors file ({error})") from None
     with path.open("rb") as file:
         # the first 8 bytes are the length of the header; the data follow the header, from `base`
         base = 8 + int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(base - 8))
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
     entries = {}
     for name, fields in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         start, end = fields["data_offsets"]  # counted from `base`

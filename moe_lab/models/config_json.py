@@ -233,10 +233,11 @@ def check_plain_weights(model: ModelConfig, setting: str) -> None:
         )
 
 
-def check_dequantised(model: ModelConfig, setting: str) -> None:
-    """Like `check_plain_weights`, but weights in one of the formats DEQUANTISED are fine."""
+def check_dequantised(model: ModelConfig) -> None:
+    """Like `check_plain_weights` for calibration.engine=streamed, but weights in one of the formats
+    DEQUANTISED are fine."""
     if not is_readable(model):
-        check_plain_weights(model, setting)
+        check_plain_weights(model, "calibration.engine=streamed")
 
 
 def is_readable(model: ModelConfig) -> bool:
@@ -308,7 +309,7 @@ class Size:
         parameters of the vocabulary head."""
         return min(LOGITS, 4 * self.parameters / self.hidden)
 
-    def layer_weights(self, layers: int = 1) -> float:
+    def layer_weights(self, layers: int) -> float:
         """Estimated bytes of the weights of `layers` decoder layers, of the embeddings and of the
         vocabulary head."""
         # the values of the variables are numbers of parameters
@@ -342,31 +343,29 @@ class Size:
 def size_of(settings: ModelConfig) -> Size | None:
     """The size of a model, from `model.expected` or else from the model's files. None if a number
     is missing."""
-    numbers = expected_numbers(settings) or _numbers_from_files(settings.path, settings.revision)
+    numbers = expected_numbers(settings)
+    if not numbers:
+        numbers |= _numbers_from_files(settings.path, settings.revision)
+    numbers["bytes_per_parameter"] = BYTES.get(
+        settings.dtype, numbers.get("bytes_per_parameter", 2)
+    )
+    if settings.top_k:
+        numbers["top_k"] = settings.top_k
     try:
-        return Size(
-            parameters=numbers["parameters"],
-            layers=numbers["layers"],
-            moe_layers=numbers["moe_layers"],
-            experts=numbers["experts"],
-            top_k=settings.top_k or numbers["top_k"],
-            hidden=numbers["hidden"],
-            width=numbers["width"],
-            bytes_per_parameter=BYTES.get(settings.dtype, numbers.get("bytes", 2)),
-        )
+        return Size(**{name: numbers[name] for name in Size.__dataclass_fields__})
     except KeyError:
         return None
 
 
 @lru_cache(maxsize=64)
 def _numbers_from_files(path: str, revision: str | None) -> dict[str, int]:
-    """Name in model.expected -> number, and "bytes" -> bytes of a weight in the precision that
-    config.json states. If the model is not downloaded, its number of parameters is estimated from
+    """Name in `Size` -> number, with the bytes of a parameter in the precision that config.json
+    states. If the model is not downloaded, its number of parameters is estimated from
     the size of its weight files."""
     folder = local_path(path) if local_path(path).is_dir() else cached_folder(path, revision)
     config = read_json(folder / "config.json") if folder else hub_json(path, revision)
     numbers = stated_numbers(config)
-    numbers["bytes"] = BYTES.get(stated_dtype(config.get("text_config", config)), 4)
+    numbers["bytes_per_parameter"] = BYTES.get(stated_dtype(config.get("text_config", config)), 4)
     if folder:
         tensors = open_checkpoint(folder).tensors
         is_packed = quantization_section(config, folder).get("method") in DEQUANTISED
@@ -381,7 +380,7 @@ def _numbers_from_files(path: str, revision: str | None) -> dict[str, int]:
         shards = shards_in(files, hub_json(path, revision, INDEX))
         size = sum(files[name][0] for name in shards if name in files)
         # about one byte for each quantised weight
-        weight_bytes = 1 if quantization_section(config) else numbers["bytes"]
+        weight_bytes = 1 if quantization_section(config) else numbers["bytes_per_parameter"]
         if size:
             numbers |= {"parameters": size // weight_bytes, "moe_layers": numbers["layers"]}
     return numbers

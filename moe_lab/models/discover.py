@@ -40,9 +40,8 @@ class RoutingTensor:
     @property
     def tensor(self) -> torch.Tensor:
         """The tensor that `module` has now: pruning replaces it by a slice."""
-        value = getattr(self.module, self.name)
-        assert isinstance(value, torch.Tensor)
-        return value
+        tensor: torch.Tensor = getattr(self.module, self.name)
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -242,7 +241,7 @@ def is_experts(module: nn.Module) -> bool:
 
 def is_ragged(module: nn.Module) -> bool:
     """Whether the experts are ragged: of unequal width, packed into two matrices."""
-    return hasattr(module, "gate_up_packed") and hasattr(module, "widths")
+    return hasattr(module, "gate_up_packed")
 
 
 def _model_type(model: nn.Module) -> str:
@@ -310,21 +309,14 @@ def _widths_and_hidden(experts: Any, family: Family, refusal: Any) -> tuple[tupl
         return tuple(experts.widths), experts.down_packed.shape[1]
     # the first stack holds the projections before the activation
     inward_axes = next(iter(family.stacks.values()))
-    expected = (
-        inward_axes.channels == -1,
-        not inward_axes.interleaved,
-        "gate" in inward_axes.roles,
-        "down_bias" in family.roles,
-        False,
-    )
-    actual = (
-        experts.is_transposed,
-        experts.is_concatenated,
-        experts.has_gate,
-        getattr(experts, "has_bias", False),
-        getattr(experts, "has_post_expert_norm", False),
-    )
-    if actual != expected:
+    expected = {
+        "is_transposed": inward_axes.channels == -1,
+        "is_concatenated": not inward_axes.interleaved,
+        "has_gate": "gate" in inward_axes.roles,
+        "has_bias": "down_bias" in family.roles,
+        "has_post_expert_norm": False,
+    }
+    if any(getattr(experts, name, False) != value for name, value in expected.items()):
         raise refusal(
             f"({type(experts).__name__}) has experts of a form that moe_lab does not know"
         )

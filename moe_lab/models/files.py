@@ -400,20 +400,11 @@ def folder_with_weights(settings: ModelConfig) -> Path | None:
     return path if path.is_dir() else cached_folder(settings.path, settings.revision)
 
 
-def model_fingerprint(settings: ModelConfig) -> str | None:
-    """The fingerprint of a model in a folder or on the hub. None for a model that is neither in the
-    cache nor on a hub that can be reached. UserError for a path that is neither a folder nor a hub
-    id."""
-    folder = local_path(settings.path)
-    if folder.is_dir():
-        return fingerprint(folder)
-    return _hub_fingerprint(settings.path, settings.revision)
-
-
 @lru_cache(maxsize=256)
-def _hub_fingerprint(path: str, revision: str | None) -> str | None:
+def hub_fingerprint(path: str, revision: str | None) -> str | None:
     """The fingerprint of the hub model `path`, from the cache or from the digests that the hub
-    states."""
+    states. None for a model that is neither in the cache nor on a hub that can be reached.
+    UserError for a path that is no hub id."""
     if (cached := cached_folder(path, revision)) is not None:
         return fingerprint(cached)
     folder = configuration_folder(ModelConfig(name="any", path=path, revision=revision))
@@ -452,7 +443,11 @@ class IdentifiedModel(ModelConfig):
         value of "path" is {"sha256": fingerprint}, or {UNRESOLVED: path, "revision": revision} if
         the fingerprint is not known. "tokenizer" is a hash of the files of model.tokenizer, and
         left out if that is not set."""
-        sha256 = model_fingerprint(self)
+        sha256 = (
+            fingerprint(self.path)
+            if local_path(self.path).is_dir()
+            else hub_fingerprint(self.path, self.revision)
+        )
         files = {"sha256": sha256} if sha256 else {UNRESOLVED: self.path, "revision": self.revision}
         fields = {**identity_fields(self, "path", "tokenizer"), "path": files}
         if self.tokenizer is not None:

@@ -45,12 +45,7 @@ from moe_lab.models.families import (
 )
 from moe_lab.models.files import described_model, local_folder, tokenizer_folder
 from moe_lab.models.stored_weights import StoredRouting, StoredWeights
-from moe_lab.models.transformers_private import (
-    NameMapping,
-    configuration,
-    loaded_from,
-    set_experts_implementation,
-)
+from moe_lab.models.transformers_private import NameMapping, configuration, loaded_from
 
 
 def load_model(settings: ModelConfig) -> tuple[Any, Any]:
@@ -217,7 +212,6 @@ def _load_weights(
     folder = weights.stored.folder
     source = f"{folder}, stored as {weights.method}" if weights.method else str(folder)
     config = _configuration(folder, settings.trust_remote_code)
-    set_experts_implementation(config, experts_implementation(device))
     try:
         with ExitStack() as files:
             if weights.method and not weights.is_opaque:
@@ -234,6 +228,7 @@ def _load_weights(
                 config=config,
                 dtype=dtype,
                 device_map=device,
+                experts_implementation=experts_implementation(device),
                 trust_remote_code=settings.trust_remote_code,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # `check_shapes` below reports them
@@ -249,12 +244,7 @@ def _load_weights(
         ) from None
     model, report = result
     check_shapes(source, report["mismatched_keys"])
-    if missing := sorted(report["missing_keys"]):
-        raise UserError(
-            f"{source}: {len(missing)} weights are missing that config.json asks for, the first is "
-            f"{missing[0]}"
-        )
-    check_unused(source, report["unexpected_keys"])
+    check_names(source, report["unexpected_keys"], report["missing_keys"])
     # with a device map, weights that do not fit on the GPUs are on the CPU or on the disk
     if device != "cpu" and any(weight.device.type != "cuda" for weight in model.parameters()):
         raise UserError(
@@ -264,10 +254,10 @@ def _load_weights(
     return model
 
 
-def check_unused(source: Path | str, unused: Iterable[str]) -> None:
-    """Raise UserError if a checkpoint has tensors that its model lacks, unless they are tensors of
-    multi-token prediction layers or have names that NOT_LOADED matches. `unused`: names of all
-    tensors in the checkpoint that the model lacks."""
+def check_names(source: Path | str, unused: Iterable[str], missing: Iterable[str]) -> None:
+    """Raise UserError if a checkpoint lacks tensors of its model (`missing`: their names), or has
+    tensors that its model lacks (`unused`: names of all), unless they are tensors of multi-token
+    prediction layers or have names that NOT_LOADED matches."""
     names = list(unused)
     if any(name.endswith(NOVICE_TENSOR) for name in names):
         raise UserError(
@@ -283,25 +273,24 @@ def check_unused(source: Path | str, unused: Iterable[str]) -> None:
             f"weights in the files, the first is {disallowed[0]}: expected the config.json that "
             "was stored with them"
         )
+    if lacking := sorted(missing):
+        raise UserError(
+            f"{source}: {len(lacking)} weights are missing that config.json asks for, the first is "
+            f"{lacking[0]}"
+        )
 
 
 def checked_names(weights: StoredWeights, model: Any) -> NameMapping:
-    """The mapping from `weights.plain` to `model`. UserError if the checkpoint lacks tensors that
-    config.json asks for, or experts of a layer, and if a tensor has the wrong number of elements.
-    UserError also as from `check_unused`. Shapes are not compared, because some experts are stored
+    """The mapping from `weights.plain` to `model`. UserError if the checkpoint lacks experts of a
+    layer, and if a tensor has the wrong number of elements. UserError also as from `check_names`.
+    Shapes are not compared, because some experts are stored
     transposed."""
     folder = weights.plain.folder
     stored = weights.plain.tensors
     names = NameMapping(model, stored)
     if weights.is_opaque:
         return names
-    unused, missing = names.unmatched()
-    check_unused(folder, unused)
-    if missing:
-        raise UserError(
-            f"{folder}: {len(missing)} weights that config.json asks for are missing, first "
-            f"{missing[0]}"
-        )
+    check_names(folder, *names.unmatched())
     # name in the model -> number of weights in the tensors that are converted to it
     counts: Counter[str] = Counter()
     for name, renamed, _ in names.renamed:

@@ -17,7 +17,6 @@ from torch import nn
 
 from moe_lab.config import ModelConfig
 from moe_lab.config.pruning import DEVICE_MAPS
-from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.config_json import check_dequantised, experts_implementation
 from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
@@ -51,7 +50,7 @@ def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
     """(model that is read layer by layer, tokenizer) for `settings`. A device map as model.device
     means the first GPU. UserError as from `load_model` and `check_dequantised`."""
     folder = local_folder(settings)
-    check_dequantised(settings, "calibration.engine=streamed")
+    check_dequantised(settings)
     tokenizer = load_tokenizer(folder, settings)
     if settings.device in DEVICE_MAPS:
         settings = replace(settings, device="auto")
@@ -132,10 +131,7 @@ class StreamedModel:
         layer `next_number` (-1: none) are read from the disk and copied to the device. UserError
         for a weight that is missing, of the wrong shape, NaN or infinite."""
         module: nn.Module = self.layers[number]
-        if 0 <= next_number < len(self.layers):
-            self._request(number, next_number)
-        else:
-            self._request(number)
+        self._request(*(n for n in (number, next_number) if 0 <= n < len(self.layers)))
         compute_buffers(self.model, module, self.device)
         self._fill(number, module)
         try:
@@ -205,17 +201,8 @@ class StreamedModel:
         if number in self.moe_layers:
             self.routing.restore(self.moe_layers[number])
         module.requires_grad_(False)
-        # the names of OUTSIDE do not begin with the prefix of all decoder layers
-        prefix = f"{self.layers_path}." if is_outside else f"{self.layers_path}.{number}."
-        for name, tensor in self.model.state_dict().items():
-            is_in_module = name.startswith(prefix) != is_outside
-            if is_in_module and tensor.is_meta:
-                raise UserError(
-                    f"{self.checkpoint.folder}: weights are missing that config.json asks for: "
-                    f"{name}"
-                )
         # for OUTSIDE, all tensors; those of decoder layers are on the meta device, and skipped
-        check_finite(self.model, prefix="" if is_outside else prefix)
+        check_finite(self.model, prefix="" if is_outside else f"{self.layers_path}.{number}.")
 
     def _request(self, *numbers: int) -> None:
         """Start to read the tensors of `numbers`, layers or OUTSIDE, unless they are being read.

@@ -75,11 +75,6 @@ def experts_implementation(experts: Any) -> str | None:
     return name
 
 
-def set_experts_implementation(config: Any, name: str) -> None:
-    """Set the function that computes the experts of a model that is built from `config`."""
-    config._experts_implementation = name
-
-
 def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Products (S, N) of each of `rows` (S, M) with the matrix of its group. `weights` (G, M, N).
     `ends` (G,) int32: the end of each group's rows."""
@@ -213,7 +208,7 @@ class NameMapping:
         report: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=set(unused))
         self.model._adjust_missing_and_unexpected_keys(report)
         missing = report.missing_keys - self.model.all_tied_weights_keys.keys()
-        return [unused[renamed] for renamed in report.unexpected_keys], sorted(missing)
+        return [unused[renamed] for renamed in report.unexpected_keys], list(missing)
 
     def to_checkpoint(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Name in the checkpoint -> tensor in the checkpoint's layout; without names of a

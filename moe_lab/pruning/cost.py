@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -142,14 +142,6 @@ not routed; dense: blocks of layers without experts."""
 
 aten = torch.ops.aten
 PROJECTIONS = (aten.mm, aten.addmm, aten.convolution)
-FUSED_ATTENTION = (
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_efficient_attention,
-    aten._scaled_dot_product_cudnn_attention,
-)
-"""Attention kernels that torch's counter does not support on every device or with shared key
-heads."""
 
 
 @dataclass(frozen=True)
@@ -163,24 +155,22 @@ class Routing:
 
 
 def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
-    """Name of a part (PARTS) -> FLOPs per token of the unpruned `model`, which runs on one row of
-    `length` tokens. Routed experts count as 0."""
+    """Name of a part (PARTS) -> FLOPs per token of the unpruned `model`, which is on the meta
+    device and runs on one row of `length` tokens. Routed experts count as 0."""
     layers = routed_layers(model)
-    device = layers[0].routing[0].tensor.device
-    ids = torch.zeros(1, length, dtype=torch.int64, device=device)
+    # Only on the meta device is attention made of matrix products, which torch's counter counts: it
+    # does not know the fused kernels of every other device.
+    ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
     # transformers uses a mask with four axes as it is. It would read the values of any other mask,
     # and tensors on the meta device have none.
-    mask = torch.zeros(1, 1, length, length, dtype=model.dtype, device=device)
+    mask = torch.zeros(1, 1, length, length, dtype=model.dtype, device="meta")
     with ExitStack() as undo, torch.no_grad():
         for layer in layers:
             # the FLOPs of routed experts depend on the routing, so they are left out here
             replace_experts(
                 layer, lambda _: lambda hidden, index, gates: torch.zeros_like(hidden), undo
             )
-        counter = FlopCounterMode(
-            display=False, custom_mapping=dict.fromkeys(FUSED_ATTENTION, _fused_attention)
-        )
-        with counter:
+        with FlopCounterMode(display=False) as counter:
             model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
     head: Any = model.get_output_embeddings()
     head_weights = 0 if head is None else int(head.weight.numel())
@@ -250,7 +240,7 @@ def measured_routing(
     counted."""
     layers = routed_layers(model)
     with (
-        mask(model, plan) if plan is not None else nullcontext(),
+        mask(model, plan),
         Observer(model, LoadHook, layers=layers) as observer,
     ):
         for ids, valid in batches:
@@ -343,16 +333,3 @@ def _by_part(
     # torch's counter calls the whole model "Global"
     by_part["other"] = sum(counts["Global"].values()) - sum(by_part.values())
     return by_part
-
-
-def _fused_attention(
-    query: torch.Size,
-    key: torch.Size,
-    value: torch.Size,
-    *args: Any,
-    out_shape: Any = None,
-    **kwargs: Any,
-) -> int:
-    """FLOPs of a fused attention operation, from the shapes (B, heads, S, d) of its inputs. Counted
-    are the products of queries with all keys, and of attention weights with all values."""
-    return 2 * query[0] * query[1] * query[2] * key[2] * (query[3] + value[3])

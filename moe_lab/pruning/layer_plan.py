@@ -57,27 +57,25 @@ class StoredExpert(NamedTuple):
         channels = self.members[0].channels if self.members else None
         return 0 if channels is None else int((channels < 0).sum())
 
-    def projection(
-        self,
-        read: Callable[[int], Any],
-        widen: Callable[[Any], Any],
-        narrow: Callable[[Any, Any], Any],
-    ) -> Any:
+    @property
+    def is_sum(self) -> bool:
+        """Whether the stored expert is a weighted sum, and no copy. It must have members."""
+        return self.members[0].weight is not None
+
+    def projection(self, read: Callable[[int], Any]) -> Any:
         """One projection (gate, up or down) of the stored expert, with channels as rows: (stored
         channels, H). The stored expert must have members.
 
         `read(expert)` returns the projection (I, H) of a source expert: a torch tensor, or an array
-        of numbers or of their bits. `widen(values)` converts a projection for the sum: fp64 stays
-        fp64, all other types become fp32. `narrow(total, values)` rounds the sum `total` to the
-        type of the projection `values`.
-        """
+        of numbers, or of their bits unless `is_sum`. A sum is computed in the type of these
+        projections, which is fp32 or fp64."""
         total: Any = 0
         for expert, weight, channels in self.members:
             values = _select_rows(read(expert), channels)
             if weight is None:  # the only member
                 return values
-            total = total + widen(values) * weight
-        return narrow(total, values)  # all members have the type of the last
+            total = total + values * weight
+        return total
 
 
 def _select_rows(values: Any, channels: Channels | None) -> Any:

@@ -22,8 +22,9 @@ from moe_lab.pruning.prune import merged_weights
 
 
 @contextmanager
-def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
-    """A context in which `model` computes what `prune(model, plan)` would compute.
+def mask(model: PreTrainedModel, plan: Plan | None) -> Iterator[None]:
+    """A context in which `model` computes what `prune(model, plan)` would compute; without a plan,
+    what it always computes.
 
     Results are equal bit for bit under eager experts for plans of whole experts, and within 1e-5
     (fp32) for plans of channels. Expert weights are not changed. If the plan merges experts, their
@@ -31,6 +32,9 @@ def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
     Contexts of one model cannot be nested. UserError when the plan does not fit the model or still
     has to be aligned, or when weights of MoE blocks are offloaded.
     """
+    if plan is None:
+        yield
+        return
     layers = moe_layers(model)
     plan.check_model(layers)
     plan.check_aligned()
@@ -42,26 +46,19 @@ def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
 def mask_layers(layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
     """A context in which the MoE layers `layers` are masked. `plan` may have more layers. It is not
     checked whether the plan fits."""
-    with ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(_mask_layer(layer, plan.layers[layer.index]))
-        yield
-
-
-@contextmanager
-def _mask_layer(layer: MoELayer, plan: LayerPlan) -> Iterator[None]:
-    """A context in which one layer is masked."""
     with ExitStack() as undo:
-        if plan.channels is not None:
-            if are_replaced(layer):
-                raise RuntimeError(
-                    f"{layer.name} is observed already, or under another plan of channels"
-                )
-            function = planned_experts(layer, plan)
-            # the argument is the experts' own function, which is not called
-            replace_experts(layer, lambda _: function, undo)
-        with masked_router(layer, plan.retained):
-            yield
+        for layer in layers:
+            layer_plan = plan.layers[layer.index]
+            if layer_plan.channels is not None:
+                if are_replaced(layer):
+                    raise RuntimeError(
+                        f"{layer.name} is observed already, or under another plan of channels"
+                    )
+                function = planned_experts(layer, layer_plan)
+                # the argument is the experts' own function, which is not called
+                replace_experts(layer, lambda _: function, undo)  # noqa: B023 - called at once
+            undo.enter_context(masked_router(layer, layer_plan.retained))
+        yield
 
 
 def planned_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
@@ -71,7 +68,17 @@ def planned_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
     function = (_grouped_experts if is_grouped(layer) else _sequential_experts)(layer, plan)
     if plan.constants is None:
         return function
-    return _add_constants(function, layer, plan)
+    weights = cast(torch.Tensor, layer.experts.down_proj)
+    device = layer.routing[0].tensor.device
+    constants = torch.from_numpy(plan.constants).to(device, weights.dtype)
+
+    def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        # in `function`, null experts put out 0
+        output = function(hidden, index, gates)
+        output += constant_output(index, gates, layer.n_experts, plan.null_experts, constants)
+        return output
+
+    return compute
 
 
 def _dropped_channels(layer: MoELayer, plan: LayerPlan) -> torch.Tensor:
@@ -104,22 +111,6 @@ def _sequential_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         return Rows(index, layer.n_experts).output(hidden, gates, compute_expert)
-
-    return compute
-
-
-def _add_constants(function: ExpertsFunction, layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
-    """A function that adds the constants of null experts to the output of `function`, in which null
-    experts put out 0."""
-    weights = cast(torch.Tensor, layer.experts.down_proj)
-    device = layer.routing[0].tensor.device
-    vectors = torch.from_numpy(plan.constants).to(device, weights.dtype)
-    null_experts = plan.null_experts
-
-    def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        output = function(hidden, index, gates)
-        output += constant_output(index, gates, layer.n_experts, null_experts, vectors)
-        return output
 
     return compute
 

@@ -23,6 +23,7 @@ import numpy
 from moe_lab.errors import UserError
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import fewest_experts
+from moe_lab.models.families import Family
 from moe_lab.pruning.layer_plan import ARRAYS, LayerPlan
 
 if TYPE_CHECKING:
@@ -155,12 +156,16 @@ class Plan:
 
     def check_model(self, layers: Sequence[MoELayer]) -> None:
         """Raise UserError unless the plan fits a model with the MoE layers `layers`."""
-        # number of a layer -> its attributes by name, among them those that `check` needs
-        routers = {layer.index: vars(layer) for layer in layers}
-        self._check_layer_numbers(routers)
-        for layer in layers:
-            _check_shape(self.layers[layer.index], layer)
-        self.check(routers)
+        facts = {layer.index: {**vars(layer), "width": layer.width} for layer in layers}
+        self.check_facts(facts, layers[0].family)
+
+    def check_facts(self, facts: Routers, family: Family) -> None:
+        """Raise UserError unless the plan fits a model of `family`. `facts`: layer -> facts, among
+        them n_experts, width and hidden."""
+        self._check_layer_numbers(facts)
+        for number, layer in self.layers.items():
+            _check_shape(number, layer, facts[number], family)
+        self.check(facts)
 
     def _check_layer_numbers(self, numbers: Collection[int]) -> None:
         """Raise UserError unless the plan has exactly the layers `numbers`."""
@@ -189,25 +194,23 @@ class Plan:
         name of the given model in messages.
         """
         for name, compute_digest in identity:
-            expected = self.provenance.get(name)
-            if not expected:
-                continue
-            if (digest := compute_digest()) != expected:
-                raise self._origin_error(name, f"{model} has {digest[:12]}")
-            return
-        # the given model has none of the digests that the plan states
-        if self.provenance.get("model_sha256"):
-            raise self._origin_error("model_sha256", f"{model} was not loaded from a checkpoint")
-        warnings.warn(
-            f"plan {self.digest[:12]} states no model_sha256, so only its layers and counts are "
-            f"compared with {model}",
-            stacklevel=2,
-        )
-
-    def _origin_error(self, name: str, actual: str) -> UserError:
-        """The error that the plan was made for another model. `name`: key of that model's digest in
-        `provenance`. `actual`: clause of the message about the given model."""
-        return UserError(
+            if expected := self.provenance.get(name):
+                digest = compute_digest()
+                if digest == expected:
+                    return
+                actual = f"{model} has {digest[:12]}"
+                break
+        else:  # the given model has none of the digests that the plan states
+            name = "model_sha256"
+            if not self.provenance.get(name):
+                warnings.warn(
+                    f"plan {self.digest[:12]} states no model_sha256, so only its layers and "
+                    f"counts are compared with {model}",
+                    stacklevel=2,
+                )
+                return
+            actual = f"{model} was not loaded from a checkpoint"
+        raise UserError(
             "plan is for another model: it was made for the one of "
             f"{name}={str(self.provenance[name])[:12]}, and {actual}: give that model, or try the "
             f"plan on another with any_model=True, or without {name} in the plan"
@@ -363,21 +366,21 @@ def _check_router(number: int, layer: LayerPlan, router: Mapping[str, Any]) -> N
             )
 
 
-def _check_shape(plan: LayerPlan, layer: MoELayer) -> None:
-    """Raise UserError if `plan` has other sizes than `layer`, or removes channels of experts that
-    cannot lose channels."""
+def _check_shape(number: int, plan: LayerPlan, facts: Mapping[str, Any], family: Family) -> None:
+    """Raise UserError if `plan` has other sizes than layer `number`, which has these `facts`, or
+    removes channels of experts that cannot lose channels."""
     # a plan without channels fits any width, a plan without constants fits any hidden size
-    width = layer.width if plan.width is None else plan.width
-    hidden = layer.hidden if plan.constants is None else plan.constants.shape[1]
+    width = facts["width"] if plan.width is None else plan.width
+    hidden = facts["hidden"] if plan.constants is None else plan.constants.shape[1]
     plan_sizes = (plan.n_experts, width, hidden)
-    model_sizes = (layer.n_experts, layer.width, layer.hidden)
+    model_sizes = (facts["n_experts"], facts["width"], facts["hidden"])
     if plan_sizes != model_sizes:
         raise UserError(
             "plan is for another model: experts, channels of each and hidden size of layer "
-            f"{layer.index} are {plan_sizes} in the plan, and {model_sizes} in this model"
+            f"{number} are {plan_sizes} in the plan, and {model_sizes} in this model"
         )
-    if plan.channels is not None and layer.family.channel_obstacle:
+    if plan.channels is not None and family.channel_obstacle:
         raise UserError(
-            f"plan: channels of {layer.name} ({type(layer.experts).__name__}) cannot be removed, "
-            f"because its experts {layer.family.channel_obstacle}: use a criterion of whole experts"
+            f"plan: channels of layer {number} cannot be removed, because its experts "
+            f"{family.channel_obstacle}: use a criterion of whole experts"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def profile(
     # each layer has the same `stack`, the path of the list of decoder layers
     decoder_layers = list(model.get_submodule(routed_layers(model)[0].stack).children())
     observers = [_Variance(index) for index in range(len(decoder_layers))]
-    with mask(model, plan) if plan is not None else nullcontext(), ExitStack() as hooks:
+    with mask(model, plan), ExitStack() as hooks:
         for observer, module in zip(observers, decoder_layers, strict=True):
             hooks.callback(module.register_forward_hook(observer.after_layer).remove)
         _run(model, batches, observers)

@@ -150,13 +150,9 @@ def write_expert(views: Mapping[str, torch.Tensor], stored: StoredExpert, layer:
     sources = {member.expert: layer.projections(member.expert) for member in stored.members}
     for role, view in views.items():
         projections = {expert: roles[role].detach() for expert, roles in sources.items()}
-        view.copy_(
-            stored.projection(
-                read=projections.__getitem__,
-                widen=at_least_fp32,
-                narrow=lambda total, tensor: total.to(tensor.dtype),
-            )
-        )
+        if stored.is_sum:
+            projections = {expert: at_least_fp32(part) for expert, part in projections.items()}
+        view.copy_(stored.projection(projections.__getitem__))
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:

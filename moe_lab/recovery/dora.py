@@ -42,16 +42,16 @@ class Dora(nn.Module):
     """The adapter of a linear map W (out, in). The adapted map W' has the rows
     m (W + s B A) / ||W + s B A||, with the norm of each row.
 
-    A (rank, in), B (out, rank) and m (out,) are trained in at least fp32; s is the constant
-    `scaling`. Before training, W' = W. As in peft, no gradient flows into the norm, and the output
-    W' x is computed as W x + (W' - W) x, where dropout only acts on the x of the second term.
+    A (rank, in), B (out, rank) and m (out,) are trained in at least fp32; s is SCALING. Before
+    training, W' = W. As in peft, no gradient flows into the norm, and the output W' x is computed
+    as W x + (W' - W) x, where dropout only acts on the x of the second term.
     """
 
     def __init__(
-        self, weight: torch.Tensor, rank: int, scaling: float, dropout: float = 0.0, maps: int = 1
+        self, weight: torch.Tensor, rank: int, dropout: float = 0.0, maps: int = 1
     ) -> None:
-        """`weight`: W. `scaling`: s. `dropout`: share of the inputs of W' - W that are set to 0.
-        `maps`: number of matrices A."""
+        """`weight`: W. `dropout`: share of the inputs of W' - W that are set to 0. `maps`: number
+        of matrices A."""
         super().__init__()
         matrix = at_least_fp32(weight.detach())
         a = matrix.new_empty(*matrix.shape[:-2], maps * rank, matrix.shape[-1])
@@ -59,13 +59,12 @@ class Dora(nn.Module):
         self.a = nn.Parameter(a)
         self.b = nn.Parameter(matrix.new_zeros(*matrix.shape[:-1], rank))
         self.magnitude = nn.Parameter(matrix.norm(dim=-1))
-        self.scaling = scaling
         self.dropout = dropout
 
     def weight(self, weight: torch.Tensor) -> torch.Tensor:
         """The adapted weight W' in the dtype of `weight`, which is W."""
-        adapted = self._adapted(weight, self._b())
-        return (self._factor(adapted.detach())[..., None] * adapted).to(weight.dtype)
+        adapted, factor = self._adapted(weight)
+        return (factor[..., None] * adapted).to(weight.dtype)
 
     def forward(
         self,
@@ -84,10 +83,9 @@ class Dora(nn.Module):
         if self.training and self.dropout:
             inputs = dropout(inputs, self.dropout)
             plain_output = part.linear(inputs, weight.to(dtype))
-        b = self._b()
-        factor = self._factor(self._adapted(weight, b).detach())
+        _, factor = self._adapted(weight)
         # W' is factor (W + s B A), so (W' - W) x is (factor - 1) W x + (factor s B) A x
-        scaled_b = (self.scaling * factor[..., None] * b).to(dtype)
+        scaled_b = (SCALING * factor[..., None] * self._b()).to(dtype)
         low_rank_output = part.linear(part.linear(inputs, self.a.to(dtype)), scaled_b)
         addition = part.spread(factor - 1).to(dtype) * plain_output + low_rank_output
         output = (output + addition).to(output.dtype)
@@ -101,15 +99,11 @@ class Dora(nn.Module):
         """B."""
         return self.b
 
-    def _adapted(self, weight: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """W + s B A in at least fp32. `weight`: W. `b`: B."""
-        return weight.to(self.a.dtype) + self.scaling * (b @ self.a)
-
-    def _factor(self, adapted: torch.Tensor) -> torch.Tensor:
-        """The factor m / ||adapted|| of each row. `adapted`: W + s B A."""
-        norm = adapted.norm(dim=-1).clamp(min=torch.finfo(adapted.dtype).tiny)
-        factor: torch.Tensor = self.magnitude / norm
-        return factor
+    def _adapted(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(W + s B A in at least fp32, the factor m / ||W + s B A|| of each row). `weight`: W."""
+        adapted = weight.to(self.a.dtype) + SCALING * (self._b() @ self.a)
+        norm = adapted.detach().norm(dim=-1).clamp(min=torch.finfo(adapted.dtype).tiny)
+        return adapted, self.magnitude / norm
 
 
 class GroupedDora(Dora):
@@ -127,7 +121,7 @@ class GroupedDora(Dora):
         """`weight`: W. `is_concatenated`: whether the rows of the maps come one after the other,
         not in turns."""
         rank = math.ceil(settings.rank / ALIGNMENT) * ALIGNMENT
-        super().__init__(weight, rank, SCALING, settings.dropout, maps)
+        super().__init__(weight, rank, settings.dropout, maps)
         # inputs by which experts are filled up to one width must not add to the norm
         self.a.data *= (weight != 0).any(1)[:, None]
         rows = torch.arange(weight.shape[1], device=weight.device)
@@ -153,7 +147,7 @@ class DoraLinear(nn.Module):
     def __init__(self, plain: nn.Linear, settings: RecoveryConfig) -> None:
         super().__init__()
         self.__dict__["plain"] = plain  # self.plain = plain would make a submodule
-        self.adapter = Dora(plain.weight, settings.rank, SCALING, settings.dropout)
+        self.adapter = Dora(plain.weight, settings.rank, settings.dropout)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
@@ -167,7 +161,7 @@ class DoraWeight(nn.Module):
 
     def __init__(self, weight: torch.Tensor, settings: RecoveryConfig) -> None:
         super().__init__()
-        self.adapter = Dora(weight, settings.router_rank, SCALING)
+        self.adapter = Dora(weight, settings.router_rank)
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         """The adapted weight (E, H)."""
@@ -192,7 +186,7 @@ class DoraExperts(nn.Module):
     def _adapter(self, name: str, weight: torch.Tensor, settings: RecoveryConfig) -> Dora:
         """A new adapter of the map `name` with `weight`."""
         if weight.dim() == 2:
-            return Dora(weight, settings.rank, SCALING, settings.dropout)
+            return Dora(weight, settings.rank, settings.dropout)
         experts: Any = self.layer.experts
         maps = 2 if name == "inward" and experts.has_gate else 1
         return GroupedDora(weight, maps, experts.is_concatenated, settings)

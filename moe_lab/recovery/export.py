@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import bits_of, open_checkpoint
+from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.discover import linear_modules
 from moe_lab.models.streamed import OUTSIDE, StreamedModel
 from moe_lab.pruning import fits_family_module
 from moe_lab.pruning.cost import NF4_BLOCK
-from moe_lab.pruning.export.layout import expert_type
+from moe_lab.pruning.export.layout import bytes_of_weight
 from moe_lab.pruning.export.rewrite import Changes
 from moe_lab.pruning.plan import Plan
 from moe_lab.recovery.apply import TENSORS, load_tuned, nf4_rounded, nf4_tensors, rounded_experts
@@ -64,8 +64,7 @@ def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
     """Raise UserError if experts of a layer are stacked in the recovered model but packed in the
     exported model, or the other way round. The recovered model is in `dtype`, the exported model in
     the precision of the files in `source`."""
-    # bytes of one weight in the files
-    stored_bytes = bits_of(expert_type(open_checkpoint(source))) // 8
+    stored_bytes = bytes_of_weight(open_checkpoint(source))
     for number, layer in plan.layers.items():
         if layer.width is None or min(layer.widths) == layer.width:
             continue  # no channels are dropped

@@ -11,8 +11,8 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -86,7 +86,7 @@ def finetune(
     folder. UserError when `text` has no token to learn, and for a loss that is not finite.
     """
     is_distilled = settings.distill is not None
-    rows = text_rows(text, tokenizer) if is_distilled else answer_rows(text, tokenizer)
+    rows = rows_to_learn(text, tokenizer, answers=not is_distilled)
     distillation = functools.partial(
         distillation_loss, teacher=model, temperature=settings.temperature
     )
@@ -120,32 +120,21 @@ def finetune(
     save_tuned(out, tuned_tensors, report)
 
 
-def answer_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
-    """The rows of an instruction set with an answer token after the first token. UserError for a
-    set without such rows."""
-    reason = "no row holds an answer after its first token: expected answers"
-    # with `header`, the text that the chat template writes around an answer is learnt, too
-    return _rows_to_learn(answer_batches(text, tokenizer, header=True), text, reason)
-
-
-def text_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
-    """The rows of a text. The model learns each valid token that follows a valid token. UserError
-    when no row has such a token."""
-    marked_batches = []
-    for ids, valid in batches(text, tokenizer).batches:
-        # the first column has no effect, because the first token of a row is never learnt
-        follows_valid = pad(valid[:, :-1], (1, 0), value=True)
-        marked_batches.append((ids, valid, valid & follows_valid))
-    return _rows_to_learn(
-        marked_batches, text, "no token follows another one: expected longer documents"
-    )
-
-
-def _rows_to_learn(
-    marked_batches: Iterable[Sequence[torch.Tensor]], text: CalibrationConfig, reason: str
-) -> list[Row]:
-    """The rows of the batches (ids, valid, learnt) that have a learnt token after their first
-    token."""
+def rows_to_learn(text: CalibrationConfig, tokenizer: Any, *, answers: bool) -> list[Row]:
+    """The rows of a text with a learnt token after their first token. The model learns the tokens
+    of `answers` in an instruction set; otherwise each valid token that follows a valid token.
+    UserError when no row has such a token."""
+    if answers:
+        # with `header`, the text that the chat template writes around an answer is learnt, too
+        marked_batches = answer_batches(text, tokenizer, header=True)
+        reason = "no row holds an answer after its first token: expected answers"
+    else:
+        marked_batches = []
+        for ids, valid in batches(text, tokenizer).batches:
+            # the first column has no effect, because the first token of a row is never learnt
+            follows_valid = pad(valid[:, :-1], (1, 0), value=True)
+            marked_batches.append((ids, valid, valid & follows_valid))
+        reason = "no token follows another one: expected longer documents"
     rows: list[Row] = []
     for batch in marked_batches:
         for ids, valid, learnt in zip(*batch, strict=True):
@@ -208,13 +197,15 @@ def train(
         progress.update(step + 1, steps, "steps")
         if (step + 1) % SAVE_EVERY == 0 and step + 1 < steps:
             values = {name: parameter.detach() for name, parameter in parameters.items()}
-            content = {
-                "about": identity,
-                "losses": losses,
-                "parameters": values,
-                "optimizer": optimizer.state_dict(),
-            }
-            save_progress(partial, content)
+            save_progress(
+                partial,
+                {
+                    "about": identity,
+                    "losses": losses,
+                    "parameters": values,
+                    "optimizer": optimizer.state_dict(),
+                },
+            )
     return losses
 
 
@@ -364,21 +355,19 @@ class Student:
     tensor."""
 
 
-@contextmanager
 def student(
     model: Any, plan: Plan | None, settings: RecoveryConfig, seed: int
-) -> Iterator[Student]:
-    """A context that yields a copy of `model` and the copy's parameters to train. With
+) -> AbstractContextManager[Student]:
+    """A context with a copy of `model` and the copy's parameters to train. With
     recovery.train=routers, the copy is masked by `plan`, and its router weights are trained.
     Otherwise the copy is pruned by `plan`, and DoRA adapters on its MoE blocks are trained. If
     `plan` is None, the copy has all experts."""
     if settings.train == "routers":
-        with trained_routers(model, plan) as learner:
-            yield learner
-    else:
-        copy = pruned(model, plan)
-        adapted = attach(copy, settings, seed)
-        yield Student(copy, trainable(adapted), finish=functools.partial(merge, copy, adapted))
+        return trained_routers(model, plan)
+    copy = pruned(model, plan)
+    adapted = attach(copy, settings, seed)
+    finish = functools.partial(merge, copy, adapted)
+    return nullcontext(Student(copy, trainable(adapted), finish))
 
 
 @contextmanager
@@ -395,8 +384,7 @@ def trained_routers(model: Any, plan: Plan | None) -> Iterator[Student]:
     modules = {layer.index: router_weight(layer) for layer in routed_layers(masked)}
     paths = {module: path for path, module in masked.named_modules()}
     with ExitStack() as stack:
-        if plan is not None:
-            stack.enter_context(mask(masked, plan))
+        stack.enter_context(mask(masked, plan))
         copies = {}
         for layer, module in modules.items():
             copies[layer] = PreciseWeight(module.weight)  # type: ignore[arg-type]

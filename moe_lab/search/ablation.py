@@ -132,11 +132,10 @@ class _BatchLosses:
         unpruned = (0,) * len(self.layers)  # the schedule in which no layer loses experts
         is_evaluated = _is_predictor(self.valid)
         logits, _ = self.decoder.logits(self.ids, self.valid, is_evaluated, unpruned, states)
-        rows = is_evaluated.nonzero()[:, 0]
         # the token after each position; the last position of a row is never evaluated
         targets = self.ids.roll(-1, 1)[is_evaluated]
         # "nll" does not use the random numbers of the positions, so zeros will do
-        positions = Positions(is_evaluated, rows, targets, torch.zeros(len(rows)))
+        positions = Positions(is_evaluated, targets, torch.zeros(len(targets)))
         return fitness_row_sums("nll", None, logits, positions).sum()
 
 

@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.experts import check_output, replace_output, to_device
 from moe_lab.pruning.mask import mask
-from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.plan import Plan, Routers
 from moe_lab.pruning.selection import make_plan
-from moe_lab.search.evolution import SearchSettings
+from moe_lab.search.evolution import Schedule, SearchSettings
 from moe_lab.search.fitness import (
     Positions,
     average,
@@ -28,7 +28,6 @@ from moe_lab.search.fitness import (
     fitness_row_sums,
     log_probabilities,
 )
-from moe_lab.search.schedules import Schedule
 
 
 @dataclass
@@ -46,25 +45,17 @@ class Cost:
 
 class Plans:
     """Converts schedules (number of experts that each layer loses) to plans. Each layer drops the
-    experts with the lowest `scores` (layer -> a score per expert), but no expert of `protected`
-    (layer -> ids)."""
+    experts with the lowest `scores` (layer -> a score per expert), but no expert that `routers`
+    protects."""
 
-    def __init__(
-        self,
-        model: Any,
-        scores: Mapping[int, Sequence[float]],
-        protected: Mapping[int, Sequence[int]] | None = None,
-    ) -> None:
-        self.layers = moe_layers(model)
-        self.scores = {layer.index: list(scores[layer.index]) for layer in self.layers}
-        self.routers = {
-            layer.index: {**vars(layer), "protected": (protected or {}).get(layer.index, ())}
-            for layer in self.layers
-        }
+    def __init__(self, routers: Routers, scores: Mapping[int, Sequence[float]]) -> None:
+        self.layers = sorted(routers)
+        self.routers = routers
+        self.scores = {layer: scores[layer] for layer in self.layers}
 
     def plan(self, schedule: Schedule, provenance: Mapping[str, Any] | None = None) -> Plan:
         """The plan of one schedule. UserError when a layer retains too few experts."""
-        counts = {layer.index: count for layer, count in zip(self.layers, schedule, strict=True)}
+        counts = dict(zip(self.layers, schedule, strict=True))
         return make_plan(self.scores, counts, self.routers, provenance=provenance or {})
 
 
@@ -109,11 +100,7 @@ class Candidates:
         self.fitness: dict[Schedule, float] = {}
         """Fitness of all schedules that were evaluated."""
         # positions at which log-probabilities of the unpruned model are read; "nll" reads none
-        n_positions = (
-            0
-            if settings.fitness == "nll"
-            else sum(len(batch.positions.rows) for batch in self.batches)
-        )
+        n_positions = 0 if settings.fitness == "nll" else sum(self._counts)
         needed_bytes = n_positions * int(model.get_output_embeddings().weight.shape[0]) * FP32_BYTES
         self._log_p: dict[int, torch.Tensor] = {}
         """Batch number -> log-probabilities of the unpruned model."""
@@ -194,11 +181,9 @@ def _batches(marked_batches: Sequence[AnswerBatch], settings: SearchSettings) ->
     batches = []
     for ids, valid, answers in marked_batches:
         positions = evaluated_positions(ids, answers, shift=settings.shift, generator=generator)
-        if len(positions.rows):
+        if len(positions.targets):
             end = int(positions.is_evaluated.any(0).nonzero().max()) + 1
-            positions = Positions(
-                positions.is_evaluated[:, :end], positions.rows, positions.targets, positions.draws
-            )
+            positions = replace(positions, is_evaluated=positions.is_evaluated[:, :end])
             batches.append(Batch(ids[:, :end], valid[:, :end], positions))
     if not batches:
         raise UserError(
@@ -255,15 +240,12 @@ class Decoder:
                 state = states[schedule[:start]].clone()  # layers may write into their input
                 for layer in self.layers[:first_layer]:
                     replace_output(layer, state, undo)
-            # later runs may replace the output of these layers by a tensor
             for k in range(max(start, 0), n_layers):
-                undo.callback(
-                    self.layers[self.moe_indices[k]].register_forward_hook(check_output).remove
-                )
-            for k in range(start + 1, n_layers):
-                undo.callback(
-                    _store_input(self.layers[self.moe_indices[k]], schedule[:k], states).remove
-                )
+                layer = self.layers[self.moe_indices[k]]
+                # later runs may replace the output of the layer by a tensor
+                undo.callback(layer.register_forward_hook(check_output).remove)
+                if k > start:
+                    undo.callback(_store_input(layer, schedule[:k], states).remove)
             head = self.model.get_output_embeddings().register_forward_pre_hook(
                 # the head gets the hidden states of the evaluated positions only: (1, N, H)
                 lambda module, args: (args[0][is_evaluated.to(args[0].device)][None],)
@@ -290,7 +272,7 @@ class PrefixStates:
 
     def __init__(self, batches: int, budget: int) -> None:
         self.states: list[States] = [{} for _ in range(batches)]
-        self.budget = budget // max(batches, 1)
+        self.budget = budget // batches
         """Bytes for the states of one batch."""
 
     def iterate(

@@ -25,8 +25,6 @@ class Positions:
 
     is_evaluated: torch.Tensor
     """(B, S) bool: whether a position is one of these N."""
-    rows: torch.Tensor
-    """(N,) row of each position."""
     targets: torch.Tensor
     """(N,) token that follows each position; 0 at the last position of a row."""
     draws: torch.Tensor
@@ -93,7 +91,7 @@ def evaluated_positions(
     is_evaluated = pad(answers[:, 1:], (0, 1)) if shift else answers.clone()
     draws = torch.rand(int(is_evaluated.sum()), generator=generator, dtype=torch.float64)
     targets = pad(ids[:, 1:], (0, 1))[is_evaluated]
-    return Positions(is_evaluated, is_evaluated.nonzero()[:, 0], targets, draws)
+    return Positions(is_evaluated, targets, draws)
 
 
 def fitness_row_sums(
@@ -105,19 +103,19 @@ def fitness_row_sums(
     function = POSITION_FITNESS[name]
     device = logits.device
     values = []
-    for indices in torch.arange(len(positions.rows)).split(CHUNK):
+    for indices in torch.arange(len(positions.targets)).split(CHUNK):
         log_q = log_probabilities(logits[indices.to(device)])
         # without `log_p`, the function ignores its first argument, so any tensor will do
         chunk_log_p = log_q if log_p is None else log_p[indices].to(device)
         chunk = Positions(
             positions.is_evaluated,
-            positions.rows[indices],
             positions.targets[indices].to(device),
             positions.draws[indices].to(device),
         )
         values.append(function(chunk_log_p, log_q, chunk).cpu())
+    rows = positions.is_evaluated.nonzero()[:, 0]  # of each position
     return torch.zeros(len(positions.is_evaluated), dtype=torch.float64).index_add_(  # ordered: CPU
-        0, positions.rows, torch.cat(values)
+        0, rows, torch.cat(values)
     )
 
 

@@ -19,8 +19,7 @@ from moe_lab.config import CalibrationConfig
 from moe_lab.json_files import ResultCache
 from moe_lab.models.config_json import eos_tokens
 from moe_lab.search.candidates import Candidates, Cost, Plans
-from moe_lab.search.evolution import Outcome, SearchSettings, evolve, parse, space_to_search
-from moe_lab.search.schedules import Space
+from moe_lab.search.evolution import SearchSettings, Space, evolve, parse, space_to_search
 from moe_lab.search.speculative_decoding import DraftingCandidates
 
 FITNESS_CACHE = "answers.jsonl"
@@ -56,10 +55,7 @@ def search(
     parameters = parse(settings["parameters"], seed)
     space = space_to_search(settings, facts, parameters)
     rows = answer_batches(text, tokenizer, header=parameters.header)
-    protected = {
-        int(layer): router.get("protected", ()) for layer, router in facts["layers"].items()
-    }
-    plans = Plans(model, scores, protected)
+    plans = Plans({int(layer): router for layer, router in facts["layers"].items()}, scores)
     candidates: Candidates | DraftingCandidates
     if parameters.fitness == "spec_dec":
         end_tokens = frozenset(eos_tokens(model.generation_config.eos_token_id, tokenizer))
@@ -68,29 +64,30 @@ def search(
         candidates = Candidates(model, plans, rows, parameters)
     start = time.perf_counter()
     cache = ResultCache(partial / FITNESS_CACHE)
-    outcome = evolve(
+    history = evolve(
         space,
         parameters,
         lambda schedules: cache.result(schedules, lambda: list(candidates.evaluate(schedules))),
     )
+    best = max(history, key=lambda row: row["fitness"])  # the first of equal ones
     provenance = {
         "allocation": dict(settings),
-        "fitness": outcome.fitness,
+        "fitness": best["fitness"],
         "search": text.name,
         "seed": seed,
         **protected_entry(facts),
         "model_sha256": facts.get("sha256"),
     }
-    plans.plan(outcome.best, provenance).save(out / "plan.json")
-    parquet.write_table(arrow.Table.from_pylist(outcome.history), out / "history.parquet")
-    report = _report(
-        outcome, space, parameters, plans, candidates.cost, time.perf_counter() - start
-    )
+    plans.plan(best["schedule"], provenance).save(out / "plan.json")
+    parquet.write_table(arrow.Table.from_pylist(history), out / "history.parquet")
+    seconds = time.perf_counter() - start
+    report = _report(history, best, space, parameters, plans, candidates.cost, seconds)
     (out / "search.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _report(
-    outcome: Outcome,
+    history: Sequence[Mapping[str, Any]],
+    best: Mapping[str, Any],
     space: Space,
     parameters: SearchSettings,
     plans: Plans,
@@ -99,14 +96,25 @@ def _report(
 ) -> dict[str, Any]:
     """The content of search.json. `cost` and `seconds` only count this process, not the earlier
     runs of a resumed search."""
-    uniform = next((row for row in outcome.history if row["origin"] == "uniform"), None)
+    uniform = next((row for row in history if row["origin"] == "uniform"), None)
+    evaluated = sum(row["evaluated"] for row in history)
     return {
         "schema": SCHEMA,
-        "layers": [layer.index for layer in plans.layers],
+        "layers": plans.layers,
         "budget": space.budget,
         "settings": asdict(parameters),
-        "best": {"schedule": list(outcome.best), "fitness": outcome.fitness},
-        "uniform": ({name: uniform[name] for name in ("schedule", "fitness")} if uniform else None),
-        "counts": outcome.counts,
+        "best": _result(best),
+        "uniform": uniform and _result(uniform),
+        "counts": {
+            "generations": history[-1]["generation"] + 1,
+            "made": len(history),
+            "evaluated": evaluated,
+            "known": len(history) - evaluated,
+        },
         "cost": {**asdict(cost), "seconds": round(seconds, 3)},
     }
+
+
+def _result(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The schedule in a row of the history, and its fitness."""
+    return {name: row[name] for name in ("schedule", "fitness")}

@@ -19,9 +19,8 @@ from moe_lab.calibration.batches import AnswerBatch
 from moe_lab.errors import UserError
 from moe_lab.pruning.mask import mask
 from moe_lab.search.candidates import Cost, Decoder, Plans
-from moe_lab.search.evolution import SearchSettings
+from moe_lab.search.evolution import Schedule, SearchSettings
 from moe_lab.search.fitness import average, draw_tokens
-from moe_lab.search.schedules import Schedule
 
 Probabilities = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """ids (B, S), valid (B, S), is_evaluated (B, S) bool -> next-token probabilities (N, V) at the

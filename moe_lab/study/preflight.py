@@ -267,9 +267,7 @@ def _text_problems(cells: Iterable[Cell]) -> Iterator[str]:
             if role != "flops":
                 yield from user_errors(calibrations.check_first_document, single_set, model)
         if role == "calibration" and text.engine == "streamed":
-            yield from user_errors(
-                config_json.check_dequantised, model, "calibration.engine=streamed"
-            )
+            yield from user_errors(config_json.check_dequantised, model)
 
 
 def _held_out_problems(

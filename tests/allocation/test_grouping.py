@@ -378,14 +378,13 @@ def test_without_protected_experts_nothing_changes() -> None:
 
 
 def test_schedules_of_a_search_leave_room_for_them() -> None:
-    model = tiny.build("olmoe")
     facts = {number: layer(16, top_k=4) for number in range(3)}
     facts[1]["protected"] = list(range(10))
     chosen = settings("evolutionary", 0.5)
     space = space_to_search(chosen, {"layers": facts}, SearchSettings(granularity=1))
     assert space.capacity == (12, 6, 12)
     orders = {number: list(range(16)) for number in range(3)}
-    plans = Plans(model, orders, {1: range(10)})
+    plans = Plans(facts, orders)
     assert plans.plan((8, 6, 8)).retained[1] == tuple(range(10))
 
 

@@ -39,9 +39,9 @@ from moe_lab.models.files import (
     IdentifiedModel,
     check_model_path,
     fingerprint,
+    hub_fingerprint,
     local_folder,
     model_files,
-    model_fingerprint,
 )
 from moe_lab.models.load import load_model
 from moe_lab.models.streamed import StreamedModel
@@ -502,13 +502,13 @@ def snapshot(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
         shutil.copy(file, blob)
         (root / "snapshots" / commit / file.name).symlink_to(blob)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    files._hub_fingerprint.cache_clear()
+    hub_fingerprint.cache_clear()
     return root / "snapshots" / commit
 
 
 @pytest.mark.usefixtures("snapshot")
 def test_model_in_the_hub_cache_has_the_identity_of_a_folder(folder: Path) -> None:
-    assert model_fingerprint(ON_THE_HUB) == fingerprint(folder)
+    assert hub_fingerprint(ON_THE_HUB.path, ON_THE_HUB.revision) == fingerprint(folder)
     size = size_of(ModelConfig(name="n", path=str(folder)))
     assert size
     assert size_of(ON_THE_HUB) == size
@@ -528,7 +528,7 @@ def remote(
     monkeypatch.setattr(files, "configuration_folder", lambda _: snapshot)
     for module in (files, config_json):
         monkeypatch.setattr(module, "stated_files", lambda *_: stated if request.param else None)
-    files._hub_fingerprint.cache_clear()
+    hub_fingerprint.cache_clear()
     config_json._numbers_from_files.cache_clear()
     return bool(request.param)
 
@@ -536,7 +536,8 @@ def remote(
 def test_model_on_the_hub_has_the_fingerprint_and_about_the_size_of_a_folder(
     remote: bool, folder: Path
 ) -> None:
-    assert model_fingerprint(ON_THE_HUB) == (fingerprint(folder) if remote else None)
+    expected = fingerprint(folder) if remote else None
+    assert hub_fingerprint(ON_THE_HUB.path, ON_THE_HUB.revision) == expected
 
     local = size_of(ModelConfig(name="n", path=str(folder)))
     size = size_of(ON_THE_HUB)

@@ -31,7 +31,7 @@ from moe_lab.recovery.finetune import (
     answer_loss,
     distillation_loss,
     finetune,
-    text_rows,
+    rows_to_learn,
     train,
     trained_routers,
 )
@@ -168,7 +168,7 @@ def test_padding_and_tokens_after_a_gap_are_not_learnt(
 ) -> None:
     for settings in (text(folder), replace(text(folder), packing="chunk", gap="zero", tokens=72)):
         gaps = 0
-        for ids, valid, learnt in text_rows(settings, tokenizer):
+        for ids, valid, learnt in rows_to_learn(settings, tokenizer, answers=False):
             assert [bool(flag) for flag in learnt[1:]] == [
                 bool(valid[position] and valid[position - 1]) for position in range(1, len(ids))
             ]
@@ -176,7 +176,7 @@ def test_padding_and_tokens_after_a_gap_are_not_learnt(
         assert gaps
     (tmp_path / "text.jsonl").write_text('{"text": "w3"}\n{"text": "w4"}\n')
     with pytest.raises(UserError, match=r"text\.jsonl: no token"):
-        text_rows(replace(text(tmp_path), length=2, tokens=4), tokenizer)
+        rows_to_learn(replace(text(tmp_path), length=2, tokens=4), tokenizer, answers=False)
 
 
 @pytest.mark.parametrize("train_what", ["routers", "adapters"])

@@ -124,11 +124,11 @@ def test_outputs_gradients_and_merged_weights_are_those_of_peft(is_training: boo
     plain = nn.Linear(24, 16).double()
     holder = nn.ModuleDict({"map": copy.deepcopy(plain)})
     adapter = peft.LoraConfig(
-        r=4, lora_alpha=8, lora_dropout=0.4, target_modules=["map"], use_dora=True
+        r=4, lora_alpha=16, lora_dropout=0.4, target_modules=["map"], use_dora=True
     )
     theirs: Any = peft.inject_adapter_in_model(adapter, holder)["map"].double()
     theirs.train(is_training)
-    ours = Dora(plain.weight, rank=4, scaling=2.0, dropout=0.4).train(is_training)
+    ours = Dora(plain.weight, rank=4, dropout=0.4).train(is_training)
     parts = (theirs.lora_A, theirs.lora_B, theirs.lora_magnitude_vector)
     peft_weights = [part["default"].weight for part in parts]
     pairs = list(zip((ours.a, ours.b, ours.magnitude), peft_weights, strict=True))
@@ -152,7 +152,7 @@ def test_outputs_gradients_and_merged_weights_are_those_of_peft(is_training: boo
 def test_dora_keeps_a_row_of_zeros() -> None:
     weight = torch.zeros(2, 3)
     weight[0] = 1
-    adapter = Dora(weight, rank=1, scaling=1.0)
+    adapter = Dora(weight, rank=1)
     assert torch.equal(adapter.weight(weight), weight)
     assert torch.equal(adapter(torch.ones(1, 3), weight), torch.tensor([[3.0, 0.0]]))
 

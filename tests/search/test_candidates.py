@@ -30,10 +30,9 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.pruning.selection import plan_from_scores
 from moe_lab.search.candidates import Candidates, Decoder, Plans, PrefixStates
-from moe_lab.search.evolution import SearchSettings, space_to_search
+from moe_lab.search.evolution import Schedule, SearchSettings, space_to_search
 from moe_lab.search.fitness import POSITION_FITNESS, average, evaluated_positions
 from moe_lab.search.run import search
-from moe_lab.search.schedules import Schedule
 from moe_lab.search.sequential import Sums, prune_sequentially
 from moe_lab.search.speculative_decoding import DraftingCandidates, accepted_and_proposed, prompts
 from moe_lab.statistics import observe
@@ -88,12 +87,14 @@ def make_plans(model: Any, seed: int = 0) -> Plans:
         layer.index: torch.rand(layer.n_experts, generator=generator)
         for layer in tiny.moe_layers(model)
     }
-    return Plans(model, {index: scores.tolist() for index, scores in draws.items()})
+    return Plans(
+        tiny.routers_of(model), {index: scores.tolist() for index, scores in draws.items()}
+    )
 
 
 def some_schedules(plans: Plans) -> list[Schedule]:
     """A family: relatives that differ early, late, and in between; feasible for groups of four."""
-    half = [(layer.n_experts // 2) // 4 * 4 for layer in plans.layers]
+    half = [len(scores) // 2 // 4 * 4 for scores in plans.scores.values()]
     steps = list(itertools.product((0, 4), repeat=len(half)))
     schedules = []
     for step in reversed(steps):
@@ -387,7 +388,7 @@ def test_search_finds_the_optimum_of_enumeration(name: str, tmp_path: Path) -> N
     folder = world.run("found", generations=20)
     space = space_to_search(world.settings(), world.facts, SearchSettings())
     schedules = [space.schedule_at(number) for number in range(space.size)]
-    plans = Plans(world.model, world.scores)
+    plans = Plans(tiny.routers_of(world.model), world.scores)
     tasks = answer_batches(world.text, world.tokenizer)
     values = Candidates(world.model, plans, tasks, SearchSettings(seed=5)).evaluate(schedules)
     fitness = dict(zip(schedules, values, strict=True))

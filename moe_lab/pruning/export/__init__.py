@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
-from moe_lab.models.checkpoint import INDEX, Checkpoint, bits_of, open_checkpoint, read_json
+from moe_lab.errors import UserError
+from moe_lab.models.checkpoint import INDEX, Checkpoint, open_checkpoint, read_json
 from moe_lab.models.config_json import LAYERS_FIELD, quantization_of
 from moe_lab.models.families import NOVICES, family_of
 from moe_lab.models.files import fingerprint, torch_functions
@@ -22,7 +23,7 @@ from moe_lab.pruning.export.chunks import ExportedTensor
 from moe_lab.pruning.export.config import describe_export, renumbered_files
 from moe_lab.pruning.export.layout import (
     Block,
-    expert_type,
+    bytes_of_weight,
     exported_tensors,
     predicting_blocks,
 )
@@ -43,6 +44,8 @@ from moe_lab.pruning.plan import Plan
 
 CHECK = "moe_lab.pruning.export.check"
 """The module that needs torch."""
+ROUTING_FIELDS = ("n_experts", "top_k", "n_group", "topk_group")
+"""Facts of a layer that config.json has to state for the export."""
 Call = Callable[..., Any]
 """Name of a function of `CHECK`, and its arguments -> its result."""
 
@@ -72,32 +75,30 @@ def export(
     folder = Path(source)
     target = Path(out).expanduser().resolve()
     check_target(target)
-    config, checkpoint = _open_source(folder, plan, shape, any_model)
+    checkpoint = _open_source(folder, plan, shape, any_model)
     with (
         torch_functions(CHECK, source=str(source), trust_remote_code=trust_remote_code) as call,
         new_folder(target) as work,
     ):
         described = call("describe")
-        layout = _describe(config, checkpoint, described, plan, shape, work, call)
+        shards, kind, predicting = _describe(checkpoint, described, plan, shape, work, call)
         replace_tokenizer(work, tokenizer or folder)
-        write_weights(checkpoint, layout.shards, work)
-        tensors = [tensor for content in layout.shards.values() for tensor in content]
+        write_weights(checkpoint, shards, work)
+        tensors = [tensor for content in shards.values() for tensor in content]
         size = sum(tensor.size for tensor in tensors)
         if (folder / INDEX).exists():
-            shard_of = {
-                tensor.name: file for file, content in layout.shards.items() for tensor in content
-            }
+            shard_of = {tensor.name: file for file, content in shards.items() for tensor in content}
             write_index(work, shard_of, size)
         card = model_card(
             plan,
             _model_name(folder),
             _card_of(folder),
             shape=shape,
-            kind=layout.kind,
+            kind=kind,
             unpruned_bytes=sum(entry.size for entry in checkpoint.tensors.values()),
             written=size,
             padding_bytes=sum(tensor.padding_bytes for tensor in tensors),
-            predicting=[f"{block.prefix}experts" for block in layout.predicting],
+            predicting=[f"{block.prefix}experts" for block in predicting],
         )
         (work / CARD).write_text(card, encoding="utf-8")
     return target
@@ -117,44 +118,34 @@ def check_export(
         TemporaryDirectory() as work,
     ):
         described = call("describe")
-        plan = make_plan({int(layer): facts for layer, facts in described["layers"].items()})
+        plan = make_plan(_by_number(described["layers"]))
         if shape is None:
             return
-        config, checkpoint = _open_source(folder, plan, shape, any_model=True)
-        _describe(config, checkpoint, described, plan, shape, Path(work), call)
-
-
-class _Layout(NamedTuple):
-    """What an export consists of, apart from small files."""
-
-    shards: Mapping[str, Sequence[ExportedTensor]]
-    """Path of a weight file of the export -> its tensors."""
-    kind: str
-    """A key of `card.LOADING`."""
-    predicting: Sequence[Block]
-    """The MoE blocks of layers that predict further tokens, if the export prunes them."""
+        checkpoint = _open_source(folder, plan, shape, any_model=True)
+        _describe(checkpoint, described, plan, shape, Path(work), call)
 
 
 def _describe(
-    config: dict[str, Any],
     checkpoint: Checkpoint,
     described: Mapping[str, Any],
     plan: Plan,
     shape: str,
     work: Path,
     call: Call,
-) -> _Layout:
+) -> tuple[Mapping[str, Sequence[ExportedTensor]], str, Sequence[Block]]:
     """Write all files of an export other than weights, index and card into the folder `work`, and
-    check that the export can be loaded. `config`: config.json of the original. `described`: result
-    of `check.describe`. `call`: as from `torch_functions`."""
+    check that the export can be loaded. Returns (path of a weight file of the export -> its
+    tensors, a key of `card.LOADING`, the pruned MoE blocks of layers that predict further tokens).
+    `described`: result of `check.describe`. `call`: as from `torch_functions`."""
     folder = checkpoint.folder
-    form = make_form(plan, shape, max(1, bits_of(expert_type(checkpoint)) // 8))  # 4 bits: 1 byte
+    config = read_json(folder / "config.json")
+    layers = _by_number(described["layers"])
     family = family_of(config.get("text_config", config).get("model_type"))
+    form = make_form(plan, shape, bytes_of_weight(checkpoint))
     new_config, code = describe_export(config, described["fields"], form, checkpoint.tensors)
-    experts = {index: layer.experts for index, layer in form.items()}
-    documents = {**renumbered_files(folder, experts), "config.json": new_config}
-    facts = next(iter(described["layers"].values()))
-    predicting = predicting_blocks(checkpoint, family, form, facts)
+    plan.check_facts(layers, family)
+    documents = {**renumbered_files(folder, form), "config.json": new_config}
+    predicting = predicting_blocks(checkpoint, family, form, next(iter(layers.values())))
     shards = exported_tensors(checkpoint, family, described["routing"], plan, form, predicting)
     copy_others(folder, work)
     for name in PLAN_FILES:  # the plan of `folder`, if that is an export
@@ -172,22 +163,34 @@ def _describe(
         for content in shards.values()
         for tensor in content
     }
-    call("check", written=str(work), shape=shape, tensors=types_and_shapes)
-    return _Layout(shards, _kind(new_config, code), predicting)
+    loaded = _by_number(
+        call("loaded_layers", written=str(work), shape=shape, tensors=types_and_shapes)
+    )
+    for number, layer in form.items():
+        expected = {**layers[number], "n_experts": len(layer.experts)}
+        for field in ROUTING_FIELDS:
+            if (value := loaded.get(number, {}).get(field)) != expected[field]:
+                raise UserError(
+                    f"export: layer {number} would be loaded with {field}={value}, expected "
+                    f"{expected[field]}: state {field} in {folder / 'config.json'}"
+                )
+    return shards, _kind(new_config, code), predicting
 
 
-def _open_source(
-    folder: Path, plan: Plan, shape: str, any_model: bool
-) -> tuple[dict[str, Any], Checkpoint]:
-    """(content of config.json, checkpoint) in the `folder` of the original model. UserError unless
-    `plan` suits the model and the checkpoint can be written in this `shape`."""
-    config = read_json(folder / "config.json")
+def _by_number(layers: Mapping[Any, Any]) -> dict[int, Any]:
+    """`layers`, whose keys a child process may have sent as text."""
+    return {int(number): facts for number, facts in layers.items()}
+
+
+def _open_source(folder: Path, plan: Plan, shape: str, any_model: bool) -> Checkpoint:
+    """The checkpoint in the `folder` of the original model. UserError unless `plan` suits the model
+    and the checkpoint can be written in this `shape`."""
     plan.check_aligned()
     checkpoint = open_checkpoint(folder)
     if not any_model:
         plan.check_origin([("model_sha256", partial(fingerprint, folder))], folder)
     check_quantised(quantization_of(checkpoint), shape, channels=plan.has_channels)
-    return config, checkpoint
+    return checkpoint
 
 
 def _kind(new_config: Mapping[str, Any], code: Mapping[str, str]) -> str:

@@ -10,15 +10,11 @@ from typing import Any
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint, read_json
 from moe_lab.models.config_json import LAYERS_FIELD, quantization_of
-from moe_lab.models.discover import routed_layers
 from moe_lab.models.facts import model_facts
 from moe_lab.models.families import COUNT_FIELDS, NOVICE_TENSOR, WIDTH_FIELDS
 from moe_lab.models.load import checked_names, skeleton
 from moe_lab.models.stored_weights import StoredWeights, stored_routing
 from moe_lab.models.transformers_private import NameMapping
-from moe_lab.pruning.plan import Plan
-
-ROUTING_FIELDS = ("n_experts", "top_k", "n_group", "topk_group")
 
 
 def describe(source: str, trust_remote_code: bool) -> dict[str, Any]:
@@ -32,12 +28,12 @@ def describe(source: str, trust_remote_code: bool) -> dict[str, Any]:
     UserError for a model that is not supported or whose weight files do not fit its config.json,
     and for tensors of experts or routers that moe_lab does not know."""
     model = skeleton(Path(source), trust_remote_code=trust_remote_code)
-    text_config = model.config.get_text_config().to_dict()
-    names = (*COUNT_FIELDS, *WIDTH_FIELDS, "num_hidden_layers")
-    fields = {name: text_config.get(name) for name in names}
     checkpoint = open_checkpoint(Path(source))
     routing = stored_routing(NameMapping(model, checkpoint.tensors))
     _check_sizes(checkpoint, model)
+    text_config = model.config.get_text_config().to_dict()
+    names = (*COUNT_FIELDS, *WIDTH_FIELDS, "num_hidden_layers")
+    fields = {name: text_config.get(name) for name in names}
     return {
         "layers": model_facts(model)["layers"],
         "fields": {
@@ -48,22 +44,18 @@ def describe(source: str, trust_remote_code: bool) -> dict[str, Any]:
     }
 
 
-def check(
+def loaded_layers(
     source: str,
     written: str,
     shape: str,
     tensors: Mapping[str, tuple[str, Sequence[int]]],
     trust_remote_code: bool,
-) -> None:
-    """Raise UserError unless transformers could load the export in folder `written`, which has no
-    weights yet.
+) -> dict[int, dict[str, Any]]:
+    """Layer -> facts, as from `model_facts`, of the export in folder `written`, which has no
+    weights yet, as transformers would load it. `tensors`: its tensors, name -> (type, shape). An
+    export in the shape "masked" also has all other tensors of the original, in folder `source`.
 
-    The plan in `written` must fit the model in folder `source`. The model that config.json in
-    `written` describes must have the experts and routers of the pruned model in `shape`. This model
-    must be able to load `tensors`: name -> (type, shape)."""
-    plan = Plan.load(Path(written, "plan.json"))
-    layers = routed_layers(skeleton(Path(source), trust_remote_code=trust_remote_code))
-    plan.check_model(layers)
+    UserError if the model that config.json in `written` describes could not load these tensors."""
     # weights are not written yet: no shards, start 0 and size 0
     entries = {
         name: Entry("", dtype, tuple(lengths), 0, 0)
@@ -77,23 +69,12 @@ def check(
         code_is_ours = LAYERS_FIELD in read_json(Path(written, "config.json"))
         model = skeleton(Path(written), trust_remote_code=trust_remote_code or code_is_ours)
         _check_sizes(Checkpoint(Path(written), (), {}, entries), model)
-        actual = {
-            layer.index: tuple(getattr(layer, field) for field in ROUTING_FIELDS)
-            for layer in routed_layers(model)
-        }
+        layers: dict[int, dict[str, Any]] = model_facts(model)["layers"]
+        return layers
     except UserError as error:
         # the path of `written` is removed from the message, because the folder is temporary
         reason = str(error).replace(f"{written}/", "").replace(f"{written}: ", "")
         raise UserError(f"export: nothing could load what would be written: {reason}") from None
-    for layer in layers:
-        n_experts = layer.n_experts if shape == "masked" else len(plan.layers[layer.index].retained)
-        expected = (n_experts, layer.top_k, layer.n_group, layer.topk_group)
-        if actual.get(layer.index) != expected:
-            raise UserError(
-                f"export: layer {layer.index} would be loaded with {', '.join(ROUTING_FIELDS)} = "
-                f"{actual.get(layer.index)}, expected {expected}: state these fields in "
-                f"{source}/config.json"
-            )
 
 
 def _check_sizes(checkpoint: Checkpoint, model: Any) -> None:

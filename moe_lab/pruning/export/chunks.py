@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy
 from numpy.typing import NDArray
 
+from moe_lab.models.checkpoint import Entry
 from moe_lab.pruning.layer_plan import StoredExpert
 
 UNSIGNED: dict[str, Any] = {
@@ -23,8 +25,6 @@ UNSIGNED: dict[str, Any] = {
 types, numbers share scales."""
 FLOATS: dict[str, Any] = {"F64": numpy.float64, "F32": numpy.float32, "F16": numpy.float16}
 """The types of `UNSIGNED` that numpy can compute with -> numpy's type."""
-BLOCK = 1 << 18
-"""Bytes of a `Constant` that are in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -53,29 +53,17 @@ class Constant:
         return 0 if any(self.pattern) else self.size
 
     def read(self, folder: Path) -> Iterator[bytes]:
-        """The repeated pattern, in blocks of about BLOCK bytes."""
-        repeats = self.size // len(self.pattern)
-        per_block = max(BLOCK // len(self.pattern), 1)
-        for start in range(0, repeats, per_block):
-            yield self.pattern * min(per_block, repeats - start)
+        """The repeated pattern, in one block."""
+        yield self.pattern * (self.size // len(self.pattern))
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A row-major matrix in the file `shard`, from byte `start`."""
-
-    shard: str
-    start: int
-    rows: int
-    columns: int
-    dtype: str
-
-    def read(self, folder: Path) -> NDArray[Any]:
-        """(rows, columns): the bits of each number, as an unsigned integer of the same size."""
-        bits = numpy.fromfile(
-            folder / self.shard, UNSIGNED[self.dtype], self.rows * self.columns, offset=self.start
-        )
-        return bits.reshape(self.rows, self.columns)
+def read_bits(matrix: Entry, folder: Path) -> NDArray[Any]:
+    """The numbers of a `matrix` in `folder`, in its shape: the bits of each, as an unsigned integer
+    of the same size."""
+    bits = numpy.fromfile(
+        folder / matrix.shard, UNSIGNED[matrix.dtype], prod(matrix.shape), offset=matrix.start
+    )
+    return bits.reshape(matrix.shape)
 
 
 @dataclass(frozen=True)
@@ -83,7 +71,7 @@ class Projection:
     """One projection (gate, up or down) of one expert in the export."""
 
     stored: StoredExpert
-    matrices: Mapping[int, Matrix]
+    matrices: Mapping[int, Entry]
     """Id of a member -> its projection in the original; all have the same shape and type."""
     dtype: str
     """The type of the projection in the export."""
@@ -93,7 +81,7 @@ class Projection:
     """Whether channels are rows in the export in any case, as in packed experts."""
 
     @property
-    def matrix(self) -> Matrix:
+    def matrix(self) -> Entry:
         """The matrix of the first member."""
         return self.matrices[self.stored.members[0].expert]
 
@@ -110,35 +98,31 @@ class Projection:
     @property
     def _width(self) -> int:
         """Number of channels in the export."""
-        original_width = self.matrix.columns if self.channels_are_columns else self.matrix.rows
+        original_width = self.matrix.shape[1 if self.channels_are_columns else 0]
         channels = self.stored.members[0].channels  # all members have equally many
         return original_width if channels is None else len(channels)
 
     @property
     def _bytes_of_channel(self) -> int:
         """Bytes of one channel in the export."""
-        hidden = self.matrix.rows if self.channels_are_columns else self.matrix.columns
+        hidden = self.matrix.shape[0 if self.channels_are_columns else 1]
         return hidden * int(numpy.dtype(UNSIGNED[self.dtype]).itemsize)
 
     def read(self, folder: Path) -> Iterator[memoryview]:
         """Yields the bytes of the projection in the export, row-major, in one block. `folder`: the
         folder of the original."""
-        is_sum = self.stored.members[0].weight is not None
-        converts = is_sum or self.matrix.dtype != self.dtype
+        converts = self.stored.is_sum or self.matrix.dtype != self.dtype
 
         def read_member(expert: int) -> NDArray[Any]:
             """(I, H): the projection of a member, with channels as rows."""
             matrix = self.matrices[expert]
-            values = matrix.read(folder)
+            values = read_bits(matrix, folder)
             if converts:
                 values = numbers_of(values, matrix.dtype)
             return values.T if self.channels_are_columns else values
 
         if self._width:
-            # the two functions change nothing: `read_member` has widened, and `_bits` will round
-            result = self.stored.projection(
-                read_member, widen=lambda numbers: numbers, narrow=lambda total, _: total
-            )
+            result = self.stored.projection(read_member)
             if converts:
                 result = _bits(result, self.dtype)
             # in `result`, channels are rows

@@ -4,7 +4,7 @@ one new width."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,7 @@ def describe_export(
             f"(model_type={config.get('model_type')}, {LAYERS_FIELD} in config.json): export from "
             "the original model"
         )
-    edited: dict[str, Any] = renumbered(
-        config, {index: layer.experts for index, layer in form.items()}
-    )
+    edited: dict[str, Any] = renumbered(config, form)
     text_config = edited.get("text_config", edited)
     defaults = {name: value for name, value in fields.items() if name not in text_config}
     text_config.update(defaults)
@@ -218,22 +216,20 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 # Lists of modules in the description of a quantised checkpoint, which name experts.
 
 
-def renumbered(content: Any, written: Mapping[int, Sequence[int]]) -> Any:
-    """A copy of the JSON `content` in which names of modules have the new numbers of experts.
-
-    `written`: layer -> original ids of the experts that the export has, in their new order. Keys
-    and items that name an expert which the export does not have are removed. A name may be a
-    regular expression; UserError if it names experts of several layers by number."""
+def renumbered(content: Any, form: Form) -> Any:
+    """A copy of the JSON `content` in which names of modules have the numbers of experts in an
+    export of `form`. Keys and items that name an expert which the export does not have are removed.
+    A name may be a regular expression; UserError if it names experts of several layers by
+    number."""
     if isinstance(content, dict):
         renamed = {
-            _renumbered_name(key, written): renumbered(value, written)
-            for key, value in content.items()
+            _renumbered_name(key, form): renumbered(value, form) for key, value in content.items()
         }
         renamed.pop(None, None)  # None: the new name of every expert that is not written
         return renamed
     if isinstance(content, list):
         items = [
-            _renumbered_name(item, written) if isinstance(item, str) else renumbered(item, written)
+            _renumbered_name(item, form) if isinstance(item, str) else renumbered(item, form)
             for item in content
         ]
         # None is an expert that is not written, unless the original item is null
@@ -245,21 +241,19 @@ def renumbered(content: Any, written: Mapping[int, Sequence[int]]) -> Any:
     return content
 
 
-def renumbered_files(
-    folder: Path, written: Mapping[int, Sequence[int]]
-) -> dict[str, dict[str, Any]]:
+def renumbered_files(folder: Path, form: Form) -> dict[str, dict[str, Any]]:
     """File name -> content as `renumbered` returns it, for each of QUANTISATION_FILES in
     `folder`."""
     return {
-        name: renumbered(read_json(folder / name), written)
+        name: renumbered(read_json(folder / name), form)
         for name in QUANTISATION_FILES
         if (folder / name).is_file()
     }
 
 
-def _renumbered_name(name: str, written: Mapping[int, Sequence[int]]) -> str | None:
-    """`name` with the new number of the expert that it names. None if this expert is not
-    written."""
+def _renumbered_name(name: str, form: Form) -> str | None:
+    """`name` with the number of the expert that it names, in an export of `form`. None if this
+    expert is not written."""
     match = EXPERT_NAME.search(name)
     # A number that is left in the rest of the name would name an expert in several layers. The text
     # [0-9] is no such number: in a regular expression, it stands for any digit.
@@ -270,9 +264,9 @@ def _renumbered_name(name: str, written: Mapping[int, Sequence[int]]) -> str | N
             "pruning gives them other numbers in each: expected one name for each layer and "
             "expert, such as model.layers.0.mlp.experts.3"
         )
-    if match is None or int(match["layer"]) not in written:
+    if match is None or int(match["layer"]) not in form:
         return name
-    experts = written[int(match["layer"])]
+    experts = form[int(match["layer"])].experts
     expert = int(match["expert"])
     if expert not in experts:
         return None

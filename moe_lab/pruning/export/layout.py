@@ -4,12 +4,13 @@ torch."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import Checkpoint, Entry
+from moe_lab.models.checkpoint import Checkpoint, Entry, bits_of
 from moe_lab.models.families import DISK_SHARED, NOVICE_TENSOR, Axes, ExpertTensor, Family
 from moe_lab.pruning import FORMS, Form, LayerForm
 from moe_lab.pruning.export.chunks import (
@@ -17,10 +18,10 @@ from moe_lab.pruning.export.chunks import (
     Chunk,
     Constant,
     ExportedTensor,
-    Matrix,
     Projection,
     Span,
     numbers_of,
+    read_bits,
 )
 from moe_lab.pruning.layer_plan import Constants, StoredExpert
 from moe_lab.pruning.plan import Plan
@@ -54,23 +55,16 @@ class Block:
         self.n_experts = n_experts
         self.prefix = next(expert_tensor.block for _, expert_tensor in tensors.values())
         """Prefix of the names of all tensors of the block, ending in a dot."""
-        self.matrices: dict[tuple[str, int], Matrix] = {}
+        self.matrices: dict[tuple[str, int], Entry] = {}
         """(role, expert) -> projection in the original's files. A role is gate, up or down."""
 
-    def read_matrices(self, family: Family, width: int | None) -> None:
+    def read_matrices(self, width: int | None) -> None:
         """Fill `matrices` with the projections of all experts, each of `width` channels. `width` is
         None for a plan of whole experts."""
         if width is None or not self.form.has_computed_experts:
             return
-        if family.channel_obstacle:
-            raise UserError(
-                f"plan: channels of {self.prefix}experts cannot be removed, because its experts "
-                f"{family.channel_obstacle}: use a criterion of whole experts"
-            )
         for name, (entry, expert_tensor) in self.tensors.items():
-            matrices = _matrices(name, entry, expert_tensor, self.n_experts, width)
-            for role, expert, matrix in matrices:
-                self.matrices[role, expert] = matrix
+            self.matrices |= _matrices(name, entry, expert_tensor, self.n_experts, width)
 
     def exported_routing(self, name: str, entry: Entry) -> ExportedTensor:
         """The tensor of the export that is made from the router's tensor `name` of the original: a
@@ -152,7 +146,7 @@ class Block:
             self._projection(expert, "down", dtype, packs_channels_as_rows=True)
             for expert in experts
         )
-        hidden = down[0].matrix.rows  # H: in the original's files, down is (H, I)
+        hidden = down[0].matrix.shape[0]  # H: in the original's files, down is (H, I)
         yield ExportedTensor(
             f"{self.prefix}experts.gate_up_packed", dtype, (2 * total, hidden), gate_up
         )
@@ -231,9 +225,7 @@ def predicting_blocks(
                 f"export: {prefix} predicts further tokens, and its router is stored as "
                 f"{weight.dtype}: expected export=masked, or allocation=global"
             )
-        rows, columns = weight.shape
-        matrix = Matrix(weight.shard, weight.start, rows, columns, weight.dtype)
-        norms = abs(numbers_of(matrix.read(checkpoint.folder), weight.dtype)).sum(1)
+        norms = abs(numbers_of(read_bits(weight, checkpoint.folder), weight.dtype)).sum(1)
         plan = make_plan({0: norms}, {0: n_dropped}, {0: facts}, provenance={})
         layer = FORMS["natural"](plan.layers[0], 1)
         blocks.append(Block(experts, layer, facts["n_experts"], list(routing)))
@@ -277,27 +269,21 @@ def exported_tensors(
 def _blocks(
     checkpoint: Checkpoint, family: Family, routing: Mapping[str, int], plan: Plan, form: Form
 ) -> Iterator[Block]:
-    """The MoE block of each layer. UserError unless the checkpoint has experts in the layers of the
-    plan."""
+    """The MoE block of each layer."""
     tensors: dict[int, dict[str, tuple[Entry, ExpertTensor]]] = {}
     for name, expert_tensor in family.expert_tensors(checkpoint.tensors).items():
         tensors.setdefault(expert_tensor.layer, {})[name] = checkpoint.tensors[name], expert_tensor
-    if sorted(tensors) != sorted(plan.layers):
-        raise UserError(
-            f"plan is for another model: it has layers {sorted(plan.layers)}, and "
-            f"{checkpoint.folder} has experts in layers {sorted(tensors)}"
-        )
     for number, layer in plan.layers.items():
         names = [name for name, routed_layer in routing.items() if routed_layer == number]
         block = Block(tensors[number], form[number], layer.n_experts, names)
-        block.read_matrices(family, layer.width)
+        block.read_matrices(layer.width)
         yield block
 
 
 def _matrices(
     name: str, entry: Entry, expert_tensor: ExpertTensor, n_experts: int, width: int
-) -> Iterator[tuple[str, int, Matrix]]:
-    """(role, expert, matrix) for each projection in the tensor `name`. A role is gate, up or down.
+) -> dict[tuple[str, int], Entry]:
+    """(role, expert) -> projection, for each in the tensor `name`. A role is gate, up or down.
     `width`: number of channels of each expert."""
     if expert_tensor.axes is None or expert_tensor.axes.is_bias or entry.dtype not in UNSIGNED:
         raise UserError(
@@ -314,14 +300,15 @@ def _matrices(
             f"plan is for another model: it is about {n_experts} experts of {width} channels, and "
             f"{name} has shape {entry.shape}"
         )
-    rows = entry.shape[-2] // len(roles)
-    columns = entry.shape[-1]
+    shape = (entry.shape[-2] // len(roles), entry.shape[-1])
     experts = range(n_experts) if expert_tensor.expert is None else (expert_tensor.expert,)
     size = entry.size // len(experts) // len(roles)  # bytes of one projection
+    matrices = {}
     for expert_position, expert in enumerate(experts):
         for role_position, role in enumerate(roles):
             start = entry.start + (expert_position * len(roles) + role_position) * size
-            yield role, expert, Matrix(entry.shard, start, rows, columns, entry.dtype)
+            matrices[role, expert] = replace(entry, shape=shape, start=start, size=size)
+    return matrices
 
 
 def _common_type(types: set[str]) -> str:
@@ -331,11 +318,11 @@ def _common_type(types: set[str]) -> str:
     return "F64" if "F64" in types else "F32"
 
 
-def expert_type(checkpoint: Checkpoint) -> str:
-    """The type of the weights of routed experts."""
+def bytes_of_weight(checkpoint: Checkpoint) -> int:
+    """Bytes of one weight of routed experts; 1 for weights of less than 8 bits."""
     # any family will do: the names of tensors do not depend on it
     for name in Family().expert_tensors(checkpoint.tensors):
-        return checkpoint.tensors[name].dtype
+        return max(1, bits_of(checkpoint.tensors[name].dtype) // 8)
     raise UserError(f"{checkpoint.folder} has no routed experts that moe_lab knows")
 
 

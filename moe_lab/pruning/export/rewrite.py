@@ -11,7 +11,14 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import safe_open
 
-from moe_lab.models.checkpoint import INDEX, Checkpoint, open_checkpoint, read_header, read_json
+from moe_lab.models.checkpoint import (
+    INDEX,
+    Checkpoint,
+    Entry,
+    open_checkpoint,
+    read_header,
+    read_json,
+)
 from moe_lab.pruning.export.card import with_section
 from moe_lab.pruning.export.write import (
     ALIGNMENT,
@@ -53,26 +60,19 @@ def rewrite(folder: Path, changes: Changes, out: Path) -> Path:
     `out`. `out` only appears when it is complete."""
     checkpoint = open_checkpoint(folder)
     with new_folder(out) as work:
+        entries: dict[str, Entry] = {}
         for shard in checkpoint.shards:
             _write_shard(checkpoint, shard, changes, work)
+            entries |= read_header(work, shard)[1]
         copy_others(folder, work)
-        _describe(folder, checkpoint.shards, changes, work)
+        total = sum(entry.size for entry in entries.values())
+        write_json(work / "config.json", {**read_json(folder / "config.json"), **changes.config})
+        if (folder / INDEX).exists():
+            write_index(work, {name: entry.shard for name, entry in entries.items()}, total)
+        card = (folder / CARD).read_text(encoding="utf-8")
+        text = f"{changes.summary} The weights of this folder take {total:,} bytes."
+        (work / CARD).write_text(with_section(card, "Changes after pruning", text), "utf-8")
     return out
-
-
-def _describe(folder: Path, shards: tuple[str, ...], changes: Changes, target: Path) -> None:
-    """Write config.json, the model card and the index into `target`, which already has the changed
-    `shards`."""
-    entries = {
-        name: entry for shard in shards for name, entry in read_header(target, shard)[1].items()
-    }
-    total = sum(entry.size for entry in entries.values())
-    write_json(target / "config.json", {**read_json(folder / "config.json"), **changes.config})
-    if (folder / INDEX).exists():
-        write_index(target, {name: entry.shard for name, entry in entries.items()}, total)
-    card = (folder / CARD).read_text(encoding="utf-8")
-    text = f"{changes.summary} The weights of this folder take {total:,} bytes."
-    (target / CARD).write_text(with_section(card, "Changes after pruning", text), encoding="utf-8")
 
 
 def _write_shard(checkpoint: Checkpoint, shard: str, changes: Changes, folder: Path) -> None:

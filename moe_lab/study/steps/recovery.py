@@ -343,9 +343,8 @@ class Export(Step):
         from moe_lab.pruning.export.verify import verify
 
         trust = self.pruned.model.trust_remote_code
-        difference = verify(
-            source, files.plan(self.plan), pruned_folder, device="cpu", trust_remote_code=trust
-        )
+        plan = files.plan(self.plan)
+        difference = verify(source, plan, pruned_folder, trust_remote_code=trust)
         write_json(files.out / "verified.json", {"difference": difference})
 
     def _write_recovered(self, pruned_folder: Path, out: Path, files: Files) -> None:
