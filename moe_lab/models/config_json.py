@@ -360,8 +360,8 @@ def size_of(settings: ModelConfig) -> Size | None:
 @lru_cache(maxsize=64)
 def _numbers_from_files(path: str, revision: str | None) -> dict[str, int]:
     """Name in `Size` -> number, with the bytes of a parameter in the precision that config.json
-    states. If the model is not downloaded, its number of parameters is estimated from
-    the size of its weight files."""
+    states. If the model is not downloaded, its number of parameters is estimated from the size of
+    its weight files."""
     folder = local_path(path) if local_path(path).is_dir() else cached_folder(path, revision)
     config = read_json(folder / "config.json") if folder else hub_json(path, revision)
     numbers = stated_numbers(config)
