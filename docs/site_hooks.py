@@ -21,18 +21,26 @@ PACKAGES = ("moe_lab", "moe_lab/analysis")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """The order of pages: README.md, guides in the order in which it names them, then the
-    reference."""
-    readme = (ROOT / "README.md").read_text("utf-8")
-    linked = re.findall(r"\]\(docs/([^)\s#/]+\.md)", readme)
-    others = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
-    guides = list(dict.fromkeys([*linked, *others]))
+    """The order of pages: README.md, guides in the groups of its table, then the reference."""
     config.nav = [
         "index.md",
-        {"Guides": guides},
+        *({group: pages} for group, pages in guides().items()),
         {"Reference": [f"reference/{name}.md" for name in reference()]},
     ]
     return config
+
+
+def guides() -> dict[str, list[str]]:
+    """Group -> its guides, from the table of README.md whose rows are (group, or "" for that of the
+    row above; purpose; links)."""
+    groups: dict[str, list[str]] = {}
+    rows = re.findall(
+        r"^\|([^|]*)\|[^|]*\|(.*docs/.*)\|$", (ROOT / "README.md").read_text("utf-8"), re.M
+    )
+    for group, links in rows:
+        pages = groups.setdefault(group.strip() or [*groups][-1], [])
+        pages += re.findall(r"\]\(docs/([^)\s#/]+\.md)", links)
+    return groups
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

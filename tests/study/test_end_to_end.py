@@ -45,6 +45,8 @@ EXAMPLES = {
     "data_root=/data": "data_root=data",
     "store=copy": "store=store",
     "model=NAME": "model=pocket_olmoe",
+    "model=DIR": "model=pocket_olmoe",
+    "first": "study",
     "NAME": "study",
     "STUDY": "study",
     "study=validate": "study=study",
