@@ -47,6 +47,7 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune, share_copy
 from moe_lab.pruning.selection import replace_by_constants
 from moe_lab.recovery import dora
+from moe_lab.recovery.merge_fit import MergeHook, merged_weights
 from moe_lab.search.reconstruction import SubsetHook
 from moe_lab.statistics.damage import DamageHook, SimilarityHook
 from moe_lab.statistics.forward import ForwardHook
@@ -151,13 +152,26 @@ def bytes_of_gates(logits: Any, index: Any, valid: Any, gates: Any, *_: Any) -> 
     return int(logits.nbytes + of_chosen + index.nbytes + of_valid + gates.nbytes)
 
 
+def bytes_of_outer_products(left: Any, right: Any, ends: Any, sums: Any, *_: Any) -> int:
+    """Bytes that the kernel `_outer_products` loads and stores, if each row has an expert."""
+    lines, columns = (-(-size // kernels.SIDE) for size in sums.shape[1:])
+    of_ends = (2 * len(ends) - 1) * ends.element_size() * lines * columns
+    return int(columns * left.nbytes + lines * right.nbytes + of_ends + sums.nbytes)
+
+
 TRAFFIC: dict[str, Callable[..., int]] = {
     "_sums_by_expert": bytes_of_sums,
+    "_outer_products": bytes_of_outer_products,
     "_inner_products": bytes_of_products,
     "_shifts": bytes_of_shifts,
     "_softmax_gates": bytes_of_gates,
 }
 """Name of a Triton kernel -> its bytes, of its arguments."""
+
+
+def operations_of_outer_products(left: Any, right: Any, *_: Any) -> int:
+    """Operations of the kernel `_outer_products`, if each row has an expert."""
+    return int(2 * left.numel() * right.shape[1])
 
 
 class Launches(TorchDispatchMode):
@@ -192,7 +206,9 @@ class Launches(TorchDispatchMode):
     def _run(self, kernel: Any, *inputs: Any) -> None:
         """Count a Triton kernel instead of running it."""
         name = kernel.fn.__name__
-        self._count(name, TRAFFIC[name](*inputs))
+        is_product = kernel is kernels._outer_products
+        operations = operations_of_outer_products(*inputs) if is_product else 0
+        self._count(name, TRAFFIC[name](*inputs), operations)
 
     def _count(self, name: str, moved: int, operations: int = 0) -> None:
         """Count a kernel that moves so many bytes."""
@@ -486,6 +502,13 @@ def alignment(model: Any) -> Any:
     return statistics(alignment_hook(plan_of(model, "merged experts")))(model)
 
 
+def merge_fit(model: Any) -> Any:
+    """The pass that fits pairs of merged experts."""
+    plan = plan_of(model, "merged experts")
+    merged = merged_weights(prune(model, plan), plan)
+    return statistics(type("Fit", (MergeHook,), {"plan": plan, "merged": merged}))(model)
+
+
 @contextmanager
 def adapters(model: Any) -> Any:
     """Forward and backward of fine-tuning: weights are frozen, adapters are not."""
@@ -541,6 +564,14 @@ PASSES = [
     Pass("similarity", statistics(SimilarityHook), FORWARD, BEYOND_FORWARD),
     Pass("choices of experts (NAEE)", reconstruction, FORWARD, BEYOND_FORWARD),
     Pass("alignment of merged experts", alignment, FORWARD, BEYOND_FORWARD),
+    Pass("fit of merged experts", merge_fit, FORWARD, BEYOND_FUSED),
+    Pass(
+        "fit of merged experts without Triton",
+        merge_fit,
+        FORWARD,
+        BEYOND_FORWARD,
+        uses_triton=False,
+    ),
     Pass("mask of experts", masked("experts"), FORWARD, BEYOND_FORWARD),
     Pass("mask of channels", masked("channels"), FORWARD, BEYOND_FORWARD),
     Pass("mask of merged experts", masked("merged experts"), FORWARD, BEYOND_FORWARD),

@@ -16,6 +16,8 @@ import triton.language as tl
 
 ROWS, COLUMNS = 32, 128
 """Rows and columns that a program reads at once."""
+SIDE = 64
+"""Rows and columns of a sum of outer products that a program computes."""
 ROUTER_LOGITS = 2048
 """Logits of routers that a program reads at once."""
 
@@ -63,6 +65,26 @@ def _sums_by_expert(
     offset = (number * tl.num_programs(0) + expert) * width + column
     tl.store(sums + offset, total, mask=is_column)
     tl.store(maxima + offset, largest, mask=is_column)
+
+
+@triton.jit
+def _outer_products(left, right, ends, sums, height, width, ROWS: tl.constexpr, SIDE: tl.constexpr):
+    expert = tl.program_id(0)
+    line = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
+    column = tl.program_id(2) * SIDE + tl.arange(0, SIDE)
+    start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    total = tl.zeros((SIDE, SIDE), tl.float64)
+    for first in range(start, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        # (SIDE, ROWS) and (ROWS, SIDE)
+        is_left = (line < height)[:, None] & (row < end)
+        is_right = (row < end)[:, None] & (column < width)
+        x = tl.load(left + row * height + line[:, None], mask=is_left, other=0)
+        y = tl.load(right + row[:, None] * width + column, mask=is_right, other=0)
+        total += tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="ieee")
+    offset = (expert.to(tl.int64) * height + line[:, None]) * width + column
+    tl.store(sums + offset, total, mask=(line < height)[:, None] & (column < width))
 
 
 @triton.jit
@@ -188,6 +210,19 @@ def reduce_by_expert(
     flat = values.reshape(len(values), -1)
     sums, maxima = term_sums(flat, None, ignored, rows, power=1)
     return (sums if how == "sum" else maxima).view(-1, *values.shape[1:])
+
+
+def outer_products(left: torch.Tensor, right: torch.Tensor, rows: Any) -> torch.Tensor:
+    """As `moe_lab.models.rows.outer_products`, in fp64. The products of `ROWS` rows are added in
+    fp32."""
+    shape = (len(rows.ends), left.shape[1], right.shape[1])
+    sums = torch.empty(shape, dtype=torch.float64, device=left.device)
+    grid = (shape[0], triton.cdiv(shape[1], SIDE), triton.cdiv(shape[2], SIDE))
+    with torch.cuda.device_of(left):  # kernels run on the current GPU
+        _outer_products[grid](
+            left.contiguous(), right.contiguous(), rows.ends, sums, *shape[1:], ROWS, SIDE
+        )
+    return sums
 
 
 def inner_products(

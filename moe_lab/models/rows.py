@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from moe_lab.models.discover import MoELayer, Weights
 from moe_lab.models.transformers_private import experts_implementation, grouped_mm
@@ -28,6 +28,8 @@ R = TypeVar("R")
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 PIECE = 64
 """Rows that a segment reduction adds one after the other."""
+MATRIX_PIECE = 512
+"""Rows whose outer products are added by one matrix product."""
 DENSE_TOKENS = 512
 """Tokens of which the results of all experts are in memory at once, where all experts compute
 them."""
@@ -299,11 +301,15 @@ class GroupedRows(Rows):
 
     @cached_property
     def pieces(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(ends (1 + P,) of pieces of at most PIECE rows of one expert, ends (1 + E,) of the pieces
-        of each expert), both after a 0. P depends on the number of rows only; pieces can be
+        """The pieces of at most PIECE rows, see `cut`."""
+        return self.cut(PIECE)
+
+    def cut(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ends (1 + P,) of pieces of at most `size` rows of one expert, ends (1 + E,) of the
+        pieces of each expert), both after a 0. P depends on the number of rows only; pieces can be
         empty."""
-        n_pieces = max(1, -(-len(self.expert) // PIECE))
-        cuts = PIECE * torch.arange(1, n_pieces, device=self.ends.device)
+        n_pieces = max(1, -(-len(self.expert) // size))
+        cuts = size * torch.arange(1, n_pieces, device=self.ends.device)
         piece_ends = torch.cat([self.ends, cuts]).sort().values
         last_pieces = torch.searchsorted(piece_ends, self.ends, right=True)
         zero = self.ends.new_zeros(1)
@@ -394,6 +400,20 @@ def term_sums(
     products = powers[:, None] * factors.t()[:, :, None].to(powers.dtype)
     sums, maxima = (reduce_by_expert(products, ignored, rows, how) for how in ("sum", "max"))
     return sums.movedim(1, 0), maxima.movedim(1, 0)
+
+
+@in_kernels
+def outer_products(left: torch.Tensor, right: torch.Tensor, rows: GroupedRows) -> torch.Tensor:
+    """Sums (E, N, M), in at least fp32, of the outer products of `left` (S, N) and `right` (S, M)
+    over each expert's rows."""
+    piece_ends, last_pieces = rows.cut(MATRIX_PIECE)
+    numbers = piece_ends[:-1, None] + torch.arange(MATRIX_PIECE, device=piece_ends.device)
+    numbers = numbers.masked_fill(numbers >= piece_ends[1:, None], len(left))
+    # (P, MATRIX_PIECE, ...): the rows of each piece, then rows of zeros
+    lefts, rights = (pad(at_least_fp32(values), (0, 0, 0, 1))[numbers] for values in (left, right))
+    return torch.segment_reduce(
+        lefts.mT @ rights, "sum", offsets=last_pieces, axis=0, unsafe=True, initial=0.0
+    )
 
 
 class _LinearMap(torch.autograd.Function):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +16,14 @@ from moe_lab.calibration.batches import batches
 from moe_lab.config import CalibrationConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import Weights, routed_layers
-from moe_lab.models.rows import at_least_fp32
+from moe_lab.models.rows import (
+    AllExperts,
+    GroupedRows,
+    GroupedWeights,
+    inner_products,
+    is_grouped,
+    outer_products,
+)
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.recovery.apply import save_tuned
@@ -60,14 +68,12 @@ def fit(
     summaries = []
     for layer, weights_by_expert in weights_by_layer.items():
         for expert, weights in weights_by_expert.items():
-            summaries.append(
-                {
-                    "layer": layer,
-                    "expert": expert,
-                    "members": sorted(plan.layers[layer].merged[expert]),
-                    **_fit_expert(weights.down, expert, sums[layer]),
-                }
-            )
+            summary = {
+                "layer": layer,
+                "expert": expert,
+                "members": sorted(plan.layers[layer].merged[expert]),
+            }
+            summaries.append({**summary, **_fit_expert(weights.down, expert, sums[layer])})
     n_fitted = sum(summary["error_fitted"] is not None for summary in summaries)
     if not n_fitted:
         most_tokens = max(summary["tokens"] for summary in summaries)
@@ -130,18 +136,24 @@ class MergeHook(StatisticsHook):
     ) -> torch.Tensor:
         """Add the tokens to the sums of each merged expert. Returns the routed output (T, H) of the
         unpruned layer. hidden: hidden states (T, H); index: expert ids (T, K); weights: gates."""
-        # most GPUs are slow in fp64
-        precise = torch.Tensor.double if hidden.is_cpu else at_least_fp32
+        if self.layer.index in self.merged:
+            add = self._add_all if is_grouped(self.layer) else self._add_each
+            add(hidden, index)
+        return self.unobserved(hidden, index, weights)
+
+    def _add_each(self, hidden: torch.Tensor, index: torch.Tensor) -> None:
+        """Add the tokens to the sums of one merged expert after the other, in fp64. Arguments as in
+        `experts`."""
         valid = self.valid_tokens(hidden)  # None if all tokens are valid
-        for j, weights_of_j in self.merged.get(self.layer.index, {}).items():
+        for j, weights_of_j in self.merged[self.layer.index].items():
             members = self.plan.layers[self.layer.index].merged[j]  # id -> share
             is_routed = torch.isin(index, torch.tensor(list(members), device=index.device)).any(1)
             states = hidden[is_routed if valid is None else is_routed & valid]
-            y = torch.zeros_like(precise(states))
+            y = hidden.new_zeros(states.shape, dtype=torch.float64)
             for member, share in members.items():
-                y += share * precise(self.layer.expert_output(states, member))
-            phi = precise(self.layer.phi(states, weights_of_j))
-            residual = y - phi @ precise(weights_of_j.down.detach()).T
+                y += share * self.layer.expert_output(states, member).double()
+            phi = self.layer.phi(states, weights_of_j).double()
+            residual = y - phi @ weights_of_j.down.detach().double().T
             self.add(
                 {
                     f"tokens.{j}": y.new_tensor(len(states)),
@@ -151,7 +163,71 @@ class MergeHook(StatisticsHook):
                     f"cross.{j}": residual.T @ phi,
                 }
             )
-        return self.unobserved(hidden, index, weights)
+
+    def _add_all(self, hidden: torch.Tensor, index: torch.Tensor) -> None:
+        """Add the tokens to the sums of all merged experts at once, with products in at least fp32.
+        Arguments as in `experts`."""
+        valid = self.valid_tokens(hidden)
+        merged = self.merged[self.layer.index]
+        groups = self._groups[0][index]
+        if valid is not None:
+            groups = groups.masked_fill(~valid[:, None], len(merged))
+        groups = groups.sort(1).values
+        # a token counts once for a group
+        groups[:, 1:].masked_fill_(groups[:, 1:] == groups[:, :-1], len(merged))
+        rows = GroupedRows(groups, len(merged))
+        part = AllExperts(rows)
+        states = rows.gather(hidden)
+        y = self._targets(states, part)
+        # experts with biases cannot be merged
+        weights = GroupedWeights(
+            inward=torch.stack([expert.inward for expert in merged.values()]),
+            down=torch.stack([expert.down for expert in merged.values()]),
+            grouped=rows,
+        )
+        phi = self.layer.phi(states, weights)
+        residual = y - part.linear(phi, weights.down)
+        sums = {
+            "tokens": part.sum(y.new_ones(len(y))),
+            "square": part.sum(inner_products(y, y)),
+            "error": part.sum(inner_products(residual, residual)),
+            "gram": outer_products(phi, phi, rows),
+            "cross": outer_products(residual, phi, rows),
+        }
+        self.add(
+            {
+                f"{name}.{j}": value
+                for name, values in sums.items()
+                for j, value in zip(merged, values.double(), strict=True)
+            }
+        )
+
+    def _targets(self, states: torch.Tensor, part: AllExperts) -> Any:
+        """y (S, H), in at least fp32, of the `states` (S, H) of the rows of `part`: the first
+        members of all groups, then the second ones, and so on."""
+        _, members, shares = self._groups
+        y: Any = 0
+        for experts, share in zip(members.T, shares.T, strict=True):
+            stacks = self.layer.tensors(slice(None)).items()
+            weights = part.weights(
+                self.layer, {name: stack[experts[:-1]] for name, stack in stacks}
+            )
+            f = self.layer.output(self.layer.phi(states, weights), weights)
+            y += f * share[part.grouped.expert, None]
+        return y
+
+    @cached_property
+    def _groups(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(number (E,) of the group of each expert, G without a group; members (G + 1, M) of the
+        groups, the owner after the last member; their shares, then 0)."""
+        plan = self.plan.layers[self.layer.index]
+        owners = list(self.merged[self.layer.index])
+        numbers = [owners.index(owner) if owner in owners else len(owners) for owner in plan.owners]
+        size = max(len(group) for group in plan.merged.values())
+        members = [[*plan.merged[owner].items(), *[(owner, 0.0)] * size][:size] for owner in owners]
+        device = self.layer.routing[0].tensor.device
+        experts, shares = torch.tensor([*members, [(0, 0.0)] * size], device=device).unbind(-1)
+        return torch.tensor(numbers, device=device), experts.long(), shares
 
 
 @torch.no_grad()

@@ -103,6 +103,7 @@ def test_bytes_are_those_of_the_formulas(
     ends = torch.arange(1, experts + 1) * tokens // experts
     index = torch.rand(tokens, experts).topk(3).indices
     kernels.term_sums(values, torch.rand(2, tokens), None, SimpleNamespace(ends=ends), 2)
+    kernels.outer_products(torch.rand(tokens, experts), values, SimpleNamespace(ends=ends))
     kernels.inner_products(values, values, torch.arange(tokens))
     kernels.shifts(values, values.clone())
     kernels.softmax_gates(torch.rand(tokens, experts), index, valid, 50)
