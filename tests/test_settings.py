@@ -332,7 +332,8 @@ def test_a_protocol_changes_settings_of_known_benchmarks(name: str) -> None:
     for benchmark, changes in choices.content("protocol", name).get("benchmarks", {}).items():
         unchanged = choices.read_choice(config.BenchmarkConfig, "benchmark", benchmark)
         assert set(replace(unchanged, **changes).reports) == set(unchanged.reports)
-        assert set(changes) <= {"reports", "shots", "max_length", "max_new_tokens", "parameters"}
+        of_prompts = {"chat", "reports", "shots", "max_length", "max_new_tokens", "parameters"}
+        assert set(changes) <= of_prompts
 
 
 def test_a_cell_has_its_settings() -> None:

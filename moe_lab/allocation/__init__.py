@@ -17,7 +17,7 @@ from pydantic import Strict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from moe_lab import criteria
-from moe_lab.allocation import coverage, grouping, list_file, protection, shapes
+from moe_lab.allocation import coverage, grouping, list_file, shapes
 from moe_lab.allocation.problem import (
     Budgets,
     Channels,
@@ -186,6 +186,8 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
     if granularity == "channel":
         _check_channel_settings(settings)
     if settings.protect is not None:
+        from moe_lab.allocation import protection
+
         check_known("allocation.protect", settings.protect, protection.PROTECTIONS)
     _check_replacement(settings, allocation)
     if allocation.parameters is not None:
