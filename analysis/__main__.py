@@ -115,10 +115,8 @@ def _run(request: argparse.Namespace) -> int:
     from moe_lab.analysis.load.studies import studies
     from moe_lab.analysis.load.study import load
     from moe_lab.analysis.registry import Results, find
-    from moe_lab.analysis.report import Publisher, start_second_process
+    from moe_lab.analysis.report import Publisher
 
-    if "report" in request.names:
-        start_second_process()
     # the first study is the newest
     study = load(request.store, request.study or studies(request.store)[0])
     _import_plugins(study)
@@ -127,7 +125,9 @@ def _run(request: argparse.Namespace) -> int:
     out = request.out or request.store / "reports" / shorten(study.name)
     if request.out is None and is_of_group(request.store):
         os.umask(0o002)  # when other members of the group run the study, they rewrite the report
-    publisher = Publisher(Results(study), out, request.format)
+    # the page draws its charts itself
+    figure_format = None if "report" in request.names else request.format
+    publisher = Publisher(Results(study), out, figure_format)
     try:
         has_all_data = _write(request.names, publisher)
     except OSError as error:

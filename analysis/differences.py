@@ -230,17 +230,17 @@ def page_plans(study: Study) -> dict[str, Any]:
     }
 
 
-def page_answers(results: pd.DataFrame, root: Path) -> dict[str, str]:
-    """Display name of a benchmark -> the its answers, packed. Benchmarks without texts, or
-    with texts that are not shareable, are left out. Of several answers to an item the first counts.
-
-    results: `Study.results`. root: folder of the store.
+def page_answers(study: Study) -> dict[str, str]:
+    """Display name of a benchmark -> its answers, packed. Benchmarks without texts, or with texts
+    that are not shareable, are left out. Of several answers to an item the first counts.
 
     - items: frame with key, item, prompt, right_answer
     - answers: for each distinct answer to an item [key, verdict, answer, list of cells]
     - note: as in `page_plans`
     """
-    reader = Reader(root)
+    results = study.results
+    # texts that are missing leave no gap in the report
+    reader = Reader(study.store)
     columns = ["benchmark", "item", "outcome", "output", "extracted", "limit", "loop"]
     documents = {}
     for benchmark, rows in results.groupby("benchmark", sort=False):

@@ -6,12 +6,9 @@ import errno
 import json
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cache, partial
-from importlib import import_module
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,34 +38,19 @@ FAILED = "failed"
 """Subfolder of the output folder with a traceback, NAME.log, for each output that failed."""
 
 
-@cache
-def second_process() -> ProcessPoolExecutor:
-    """The process that draws figures, and reads the answers for the page, while this one computes
-    the next figures."""
-    return ProcessPoolExecutor(1, get_context("spawn"))
-
-
-def start_second_process() -> None:
-    """Let the second process load what it needs for a page while this one loads the study."""
-    second_process().submit(import_module, page_answers.__module__)
-    second_process().submit(vega.library)
-
-
 class Publisher:
-    """Writer of a study's outputs into the folder `out`, with figures in `figure_format`.
+    """Writer of a study's outputs into the folder `out`. Figures are written in Vega-Lite and in
+    `figure_format`, unless it is None.
 
     An output that fails does not stop the others; its traceback is in OUT/failed/NAME.log.
     """
 
-    def __init__(
-        self, results: Results, out: Path, figure_format: str = names.FIGURE_FORMATS[0]
-    ) -> None:
+    def __init__(self, results: Results, out: Path, figure_format: str | None = None) -> None:
         self.results = results
         self.out = out
         self.figure_format = figure_format
         self.failed: list[str] = []
         """Names of the outputs, tables and figures that failed."""
-        self.process = second_process()
 
     def attempt(self, name: str, make: Callable[[], T]) -> T | None:
         """Call `make` and return its result. If `make` raises an error, record a gap and return
@@ -102,33 +84,31 @@ class Publisher:
         """
         items_by_output: dict[str, list[Item]] = {}
         paths: list[Path] = []
-        drawn: dict[Path, Future[None]] = {}
         # each output once, even if it is requested by several of its aliases
         output_names = dict.fromkeys(find(name).name for name in requested)
         for name in sorted(output_names, key=lambda name: name == GAPS):
             items_by_output[name] = []
             for item in self.attempt(name, partial(find(name).items, self.results)) or []:
-                files = self.attempt(item.name, partial(self._write, item, drawn))
+                files = self.attempt(item.name, partial(self._write, item))
                 if files:
                     items_by_output[name].append(item)
                     paths += files
             if len(output_names) > 1:
                 progress.update(len(items_by_output), len(output_names), "tables and figures")
-        for path, drawing in drawn.items():
-            self.attempt(path.stem, drawing.result)
         return items_by_output, paths
 
-    def _write(self, item: Item, drawn: dict[Path, Future[None]]) -> list[Path]:
-        """Write a table into OUT/tables, or a figure into OUT/figures; returns the files' paths.
-
-        drawn: file of each figure -> its drawing in another process, to which this figure's is
-        added."""
+    def _write(self, item: Item) -> list[Path]:
+        """Write a table into OUT/tables, or a figure into OUT/figures; returns the files' paths."""
         if isinstance(item, Table):
             return table.write(item, self.out / "tables")
-        path = self.out / "figures" / f"{item.name}.{self.figure_format}"
-        charts.write(item, path.with_suffix(".json"))
-        drawn[path] = self.process.submit(vega.draw, path)
-        return [path, path.with_suffix(".json")]
+        chart = self.out / "figures" / f"{item.name}.json"
+        charts.write(item, chart)
+        if self.figure_format is None:
+            return [chart]
+        # not with_suffix, since names have dots
+        drawn = chart.with_name(f"{item.name}.{self.figure_format}")
+        drawn.write_bytes(vega.draw(chart, self.figure_format))
+        return [drawn, chart]
 
 
 PAGE = "report.html"
@@ -144,7 +124,6 @@ ItemsByOutput = Mapping[str, Sequence[Item]]
 
 def write(store: Path | str, study: str, out: Path | str) -> Path:
     """Load a study and write its page, tables and figures into `out`; returns the page's path."""
-    start_second_process()
     return write_report(Publisher(Results(load(Path(store), study)), Path(out)))
 
 
@@ -154,16 +133,13 @@ def write_report(publisher: Publisher) -> Path:
 
     An output that fails is a gap on the page, with its traceback in OUT/failed.
     """
-    library = publisher.process.submit(vega.library)
-    study = publisher.results.study
-    answers = publisher.process.submit(page_answers, study.results, study.store)
     # the output `gaps` is left for `_sections`, which publishes it when all gaps are known
     shown = [name for name, output in outputs().items() if output.chapter and name != GAPS]
     items_by_output, _ = publisher.publish(shown)
     path = publisher.out / PAGE
     results = publisher.results
     text = publisher.attempt(SUMMARY, lambda: ranking_text(results.rankings)) or ""
-    page.write(_page(publisher, items_by_output, text, answers), path, library.result())
+    page.write(_page(publisher, items_by_output, text), path, vega.library())
     summary = "\n\n".join(filter(None, [text, "\n".join(results.study.notes)]))
     path.with_name(SUMMARY).unlink(missing_ok=True)
     if summary:
@@ -175,13 +151,8 @@ FIRST = ("ranking", "benchmark_groups", "winners")
 """Outputs whose figures are at the top of the page."""
 
 
-def _page(
-    publisher: Publisher,
-    items_by_output: ItemsByOutput,
-    rankings: str,
-    answers: Future[dict[str, str]],
-) -> Page:
-    """The page. rankings: the rankings as text. answers: see `page_answers`."""
+def _page(publisher: Publisher, items_by_output: ItemsByOutput, rankings: str) -> Page:
+    """The page. rankings: the rankings as text."""
     results = publisher.results
     study = results.study
     moment = datetime.fromtimestamp(float(study.document["created"]), UTC)
@@ -195,13 +166,12 @@ def _page(
         lead=what_was_run(study),
         first=first,
         plans=publisher.attempt("plans", partial(page_plans, study)) or {},
-        answers=publisher.attempt("answers", answers.result) or {},
+        answers=publisher.attempt("answers", partial(page_answers, study)) or {},
         chapters=_chapters(publisher, items_by_output, rankings, first),
         menus=_menus(results),
         hidden=[setup(study) for setup in (score_setup, pass_setup, run_setup)],
         footer=f"Made by moe_lab {study.document.get('moe_lab', '')} from {study.name} in "
         f"{study.store.resolve()}, run on {moment:%-d %B %Y, %H:%M} UTC.",
-        figure_format=publisher.figure_format,
     )
 
 

@@ -68,8 +68,6 @@ class Page:
     """Sentences of captions that the page gives once, in its last chapter, and not below every
     figure and table."""
     footer: str
-    figure_format: str
-    """Format of the files in figures/, to which the page links."""
 
 
 def write(page: Page, path: Path, library: str) -> None:

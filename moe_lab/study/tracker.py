@@ -107,6 +107,8 @@ def _log_cell(
     arguments of `wandb.init`."""
     import wandb
 
+    from moe_lab.analysis.render import vega
+
     # results are read before the run begins, so that a damaged result leaves no empty run
     numbers, losses = _cell_results(store, entry)
     arguments: Any = {
@@ -126,8 +128,8 @@ def _log_cell(
         if (page := report / "report.html").is_file():
             run.summary["report"] = page.as_uri()
         # last, because the number of steps in a run is the number of losses that it has
-        if (chart := report / "figures" / "ranking.svg").is_file():
-            run.log({"ranking": wandb.Html(chart.read_text(encoding="utf-8"))})
+        if (chart := report / "figures" / "ranking.json").is_file():
+            run.log({"ranking": wandb.Html(vega.draw(chart, "svg").decode())})
         if settings.plans and entry["plan"]:
             artefact = wandb.Artifact(f"plan-{start_of(entry['plan'])}", type="plan")
             with artefact.new_file("plan.json", mode="wb") as file:

@@ -159,7 +159,7 @@ def test_page_loads_no_other_file(small_report: Path) -> None:
     assert "vegaEmbed" in small_report.read_text(encoding="utf-8"), "the library is in the page"
     figures = {path.name for path in (small_report.parent / "figures").iterdir()}
     linked = set(re.findall(r'href="figures/([^"]+)"', source))
-    assert "ranking.svg" in linked
+    assert "ranking.json" in linked
     assert linked == figures, "what the page does not show is made by name"
 
 
@@ -253,7 +253,7 @@ def test_failed_outputs_are_gaps_with_a_log_until_they_are_mended(
         assert "Traceback (most recent call last)" in log
         assert name in (folder / "tables" / "gaps.csv").read_text()
         assert not (folder / "tables" / f"{name}.csv").exists()
-    assert (folder / "figures" / "ranking.svg").exists()
+    assert (folder / "figures" / "ranking.json").exists()
     assert (folder / "tables" / "winners.csv").exists()
     if command == "report":
         assert "failed/ranks.log" in page_text(folder / "report.html")
@@ -562,7 +562,7 @@ def test_many_answers_are_sampled(plans: Plans, monkeypatch: pytest.MonkeyPatch)
     study = load(plans.store, "made_up")
     monkeypatch.setattr(differences, "MOST_CHARACTERS", 4000)
     monkeypatch.setattr(differences, "MOST_OUTCOMES", 100)
-    text = differences.page_answers(study.results, study.store)["GSM8K"]
+    text = differences.page_answers(study)["GSM8K"]
     document = json.loads(gzip.decompress(b64decode(text)))
     assert document["note"] == "A sample: one of 3 items. "
     assert [item for _, item, *_ in document["items"]["data"]] == [

@@ -44,7 +44,7 @@ async function drawChart(box, spec) {
   else size = panel.width = Math.min(size, width - labels / 2 - 70);
   spec.columns = Math.max(1, Math.min(spec.columns, Math.floor((width - labels / 2) / (size + 25))));
   box.classList.add("chart");
-  const options = { actions: false, renderer: "svg", logLevel: 1, tooltip: { theme: matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light" } };
+  const options = { actions: { export: true, source: false, compiled: false, editor: false }, renderer: "svg", logLevel: 1, tooltip: { theme: matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light" } };
   const { view } = await vegaEmbed(box, spec, options);
   redraws.push(() => view.data("rows", shown()).runAsync());
 }
