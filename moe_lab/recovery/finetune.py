@@ -184,13 +184,8 @@ def train(
         with torch.random.fork_rng():
             torch.manual_seed(_derive_seed(seed, step))
             losses.append(_backward(model, [rows[index] for index in indices], loss, rows_at_once))
-        if not math.isfinite(losses[-1]):
-            setting = RATES[trained_parts[0]]  # the message names one rate
-            rate = f"recovery.{setting}={getattr(settings, setting)}"
-            raise UserError(
-                f"fine-tuning: the loss of step {step + 1} is {losses[-1]}, expected a number: "
-                f"lower {rate}"
-            )
+        # the message names one of the rates
+        _check_finite(losses[-1], step, settings, RATES[trained_parts[0]])
         torch.nn.utils.clip_grad_norm_(parameters.values(), CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -207,6 +202,16 @@ def train(
                 },
             )
     return losses
+
+
+def _check_finite(loss: float, step: int, settings: RecoveryConfig, rate: str) -> None:
+    """UserError unless the loss of step number `step`, from 0, is finite. `rate`: the setting with
+    the learning rate that the message names."""
+    if not math.isfinite(loss):
+        raise UserError(
+            f"fine-tuning: the loss of step {step + 1} is {loss}, expected a number: lower "
+            f"recovery.{rate}={getattr(settings, rate)}"
+        )
 
 
 def step_count(settings: RecoveryConfig, n_rows: int) -> int:

@@ -243,11 +243,13 @@ class Resident:
     def collect_statistics(self, hook: type, *, backward: bool = False) -> Any:
         """The sums that hooks of class `hook` compute in a forward pass and, with `backward`, a
         backward pass, as a `Statistics`."""
-        from moe_lab.statistics.gradients import collect_gradient_statistics
+        if backward:
+            from moe_lab.statistics.gradients import collect_gradient_statistics
+
+            return collect_gradient_statistics(self.model, hook, self.text, out=self.out)
         from moe_lab.statistics.observe import collect_statistics
 
-        collect = collect_gradient_statistics if backward else collect_statistics
-        return collect(self.model, hook, self.text, out=self.out)
+        return collect_statistics(self.model, hook, self.text, out=self.out)
 
     def routing(self, plan: Any, pruned: Any) -> Any:
         """How many channels the text's tokens use in each MoE layer, as a `pruning.cost.Routing`.
