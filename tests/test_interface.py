@@ -72,6 +72,17 @@ def run(example: str, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> di
     return runpy.run_path(str(ROOT / "examples" / example))
 
 
+def test_the_notebook_runs() -> None:
+    cells = json.loads((ROOT / "docs/notebook.ipynb").read_text())["cells"]
+    variables: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), variables)
+    assert variables["table"]["score"].between(0, 1).all()
+    assert set(variables["dropped"]) == {"reap", "man", "frequency"}
+    assert variables["chart"]._repr_png_().startswith(b"\x89PNG")
+
+
 def test_functions_need_no_hydra_and_plans_no_torch() -> None:
     """The modules of the Python interface are imported where Hydra and OmegaConf are missing, as in
     a notebook or on a machine for timings."""
