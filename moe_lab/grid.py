@@ -34,6 +34,7 @@ from moe_lab.criteria import CRITERIA
 from moe_lab.errors import UserError, check_known, unknown_name_error
 from moe_lab.evaluation.harness import harness_of
 from moe_lab.json_files import Document
+from moe_lab.models.config_json import size_of
 from moe_lab.paths import PREFIX, is_path, valid_name
 
 
@@ -47,6 +48,7 @@ class Cell:
     allocation: AllocationConfig
     recovery: RecoveryConfig
     ratio: float
+    """Share of the routed experts, or of their channels."""
     gate: str
     seed: int
     texts: Mapping[str, CalibrationConfig] = field(default_factory=dict)
@@ -54,6 +56,8 @@ class Cell:
     recovery); flops."""
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
     """Changes to the settings of the benchmarks."""
+    ratio_of: str = "routed"
+    """What `ratio` was a share of before it became one of routed experts."""
 
     def __hash__(self) -> int:
         # a generated hash would fail: `texts` is a dict, and some settings of groups are dicts
@@ -429,7 +433,7 @@ def requests(config: Config, points: Iterable[Point], files: Files) -> list[Requ
 
     def cell_at(point: Point) -> Cell:
         """The cell at `point`, with its texts and the search parameters of its model."""
-        cell = Cell(**dict(zip(AXES, point, strict=True)))
+        cell = _with_routed_ratio(Cell(**dict(zip(AXES, point, strict=True))))
         texts = {"flops": text_of("flops_text", config.flops_text, cell.calibration.engine)}
         if cell.allocation.search is not None:
             texts["search"] = text_of("allocation.search", cell.allocation.search)
@@ -458,6 +462,27 @@ def requests(config: Config, points: Iterable[Point], files: Files) -> list[Requ
                 cell_benchmarks = benchmarks(settings, cells[0].protocol, files)
                 study_requests.append((cells, [_hold_out(b, cells[0]) for b in cell_benchmarks]))
     return study_requests
+
+
+def _with_routed_ratio(cell: Cell) -> Cell:
+    """The cell with a ratio of routed experts that removes as many parameters as `ratio_of` says.
+    UserError if routed experts have fewer, and if the model's size is not known."""
+    if cell.ratio_of == "routed":
+        return cell
+    model, ratio = cell.model, cell.ratio
+    size = size_of(model)
+    if size is None:
+        raise UserError(
+            f"ratio_of=model: the size of model={model.name} is unknown: expected ratio_of=routed, "
+            "or model.expected"
+        )
+    routed = size.moe_layers * size.experts * size.expert / size.parameters
+    if ratio >= routed:
+        raise UserError(
+            f"ratio={ratio:g} with ratio_of=model: routed experts have {routed:.3f} of the "
+            f"parameters of model={model.name}: expected less"
+        )
+    return replace(cell, ratio=round(ratio / routed, 9))
 
 
 def _hold_out(benchmark: BenchmarkConfig, cell: Cell) -> BenchmarkConfig:

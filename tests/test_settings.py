@@ -6,6 +6,7 @@ import re
 import runpy
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter, ValidationError
+from safetensors import safe_open
 
 from moe_lab import config, grid
 from moe_lab.calibration import shares_and_sets
@@ -33,7 +35,9 @@ from moe_lab.config.base import Group, SettingsError, fields_of, validated, with
 from moe_lab.config.table import basic_lines
 from moe_lab.config.table import settings as table
 from moe_lab.criteria import check as check_criterion
+from moe_lab.errors import UserError
 from moe_lab.grid import benchmarks
+from moe_lab.paths import resolve
 
 GROUPS = Group.__subclasses__()
 REQUIRED: dict[str, Any] = {
@@ -340,6 +344,19 @@ def test_a_cell_has_its_settings() -> None:
     (cell,) = cells(ratio=0.5, seed=7, gate="renormalized")
     values = (cell.criterion.name, cell.ratio, cell.gate, cell.seed)
     assert values == ("man", 0.5, "renormalized", 7)
+
+
+def test_a_ratio_of_the_model_becomes_one_of_its_routed_experts() -> None:
+    """HEAPr, Figure 2: the share of all parameters."""
+    with safe_open(Path(resolve("pocket:olmoe")) / "model.safetensors", "pt") as file:
+        names = file.keys()
+        sizes = {name: prod(file.get_slice(name).get_shape()) for name in names}
+    routed = sum(size for name, size in sizes.items() if ".experts." in name)
+    axes = {"model": {"name": "m", "path": "pocket:olmoe"}, "ratio_of": "model"}
+    (cell,) = cells(ratio=0.2, **axes)
+    assert cell.ratio * routed == pytest.approx(0.2 * sum(sizes.values()), rel=1e-6)
+    with pytest.raises(UserError, match=r"ratio=0\.9 .*ratio_of=model"):
+        cells(ratio=0.9, **axes)
 
 
 GRID = {

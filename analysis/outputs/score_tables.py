@@ -18,6 +18,7 @@ from moe_lab.analysis.load.settings import method_labels
 from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.outputs.captions import HEAPR, SLIMMING
 from moe_lab.analysis.outputs.score_rows import (
+    COSTS,
     COVERAGE,
     DEFAULT_SMOOTHING,
     SMOOTHING,
@@ -25,6 +26,7 @@ from moe_lab.analysis.outputs.score_rows import (
     STORAGE_COSTS,
     Block,
     BlockMaker,
+    Cost,
     calibrated_cells,
     cells_without_recovery,
     only_cell,
@@ -63,6 +65,10 @@ EQUAL_BUT_PRIOR = ["ratio", "criterion", "gate", "other_settings"]
 """Plans of a calibration set with equal values in these columns differ in the prior alone."""
 
 
+OF_MODEL = "Of the model"
+"""Column with the retained share of all parameters, the axis of HEAPr's Figure 2."""
+
+
 def heapr_cells(cells: pd.DataFrame) -> pd.DataFrame:
     """Cells that prune channels by HEAPr or CAMERA, the methods of HEAPr's tables."""
     channels = cells[cells["granularity"] == "channel"]
@@ -75,11 +81,13 @@ def heapr_cells(cells: pd.DataFrame) -> pd.DataFrame:
     "Channels and whole experts",
     (*names.HEAPR, MEAN),
     (
-        "Kept: share of the parameters of routed experts. FLOPs: per token, with the pruned "
-        "model's routing, as a share of the unpruned model's; removing whole experts saves only "
-        "rows of routers, since a token is still given to as many experts."
+        "Kept: share of the parameters of routed experts. Of the model: share of all parameters. "
+        "FLOPs: per token, with the pruned model's routing, as a share of the unpruned model's; "
+        "removing whole experts saves only rows of routers, since a token is still given to as "
+        "many experts."
     ),
-    drawn=("Kept", "FLOPs"),
+    costs={**COSTS, OF_MODEL: Cost("parameters_kept", "{:.1%}")},
+    drawn=(OF_MODEL, "FLOPs"),
     chapter="channels",
     needs=f"HEAPr or CAMERA with allocation=global or layerwise, and {HEAPR}",
     aliases=("heapr.fig2",),

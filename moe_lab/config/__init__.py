@@ -318,7 +318,10 @@ class CellConfig(Group):
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     """Training or fitting of a pruned model before it is evaluated."""
     ratio: Ratio = 0.25
-    """Share of the routed experts, or of their channels, to remove, in [0, 1)."""
+    """Share of the routed experts, or of their channels, to remove, in [0, 1); see `ratio_of`."""
+    ratio_of: Literal["routed", "model"] = "routed"
+    """What `ratio` is a share of: routed (the routed experts, or their channels) or model (all
+    parameters of the model)."""
     gate: Gate = "model"
     """The weight that multiplies an expert's output: model (the model's own), renormalized (the
     papers' equation), full_softmax (the expert's probability among all experts), double_softmax
