@@ -63,8 +63,8 @@ class Dora(nn.Module):
 
     def weight(self, weight: torch.Tensor) -> torch.Tensor:
         """The adapted weight W' in the dtype of `weight`, which is W."""
-        adapted, factor = self._adapted(weight)
-        return (factor[..., None] * adapted).to(weight.dtype)
+        adapted = self._adapted(weight, self._b())
+        return (self._factor(adapted)[..., None] * adapted).to(weight.dtype)
 
     def forward(
         self,
@@ -83,9 +83,13 @@ class Dora(nn.Module):
         if self.training and self.dropout:
             inputs = dropout(inputs, self.dropout)
             plain_output = part.linear(inputs, weight.to(dtype))
-        _, factor = self._adapted(weight)
+        b = self._b()
+        with torch.no_grad():  # so that W + s B A is not kept for the backward pass
+            adapted = self._adapted(weight, b)
+        factor = self._factor(adapted)
+        del adapted
         # W' is factor (W + s B A), so (W' - W) x is (factor - 1) W x + (factor s B) A x
-        scaled_b = (SCALING * factor[..., None] * self._b()).to(dtype)
+        scaled_b = (SCALING * factor[..., None] * b).to(dtype)
         low_rank_output = part.linear(part.linear(inputs, self.a.to(dtype)), scaled_b)
         addition = part.spread(factor - 1).to(dtype) * plain_output + low_rank_output
         output = (output + addition).to(output.dtype)
@@ -99,11 +103,15 @@ class Dora(nn.Module):
         """B."""
         return self.b
 
-    def _adapted(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(W + s B A in at least fp32, the factor m / ||W + s B A|| of each row). `weight`: W."""
-        adapted = weight.to(self.a.dtype) + SCALING * (self._b() @ self.a)
+    def _adapted(self, weight: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """W + s B A in at least fp32. `weight`: W. `b`: B."""
+        return weight.to(self.a.dtype) + SCALING * (b @ self.a)
+
+    def _factor(self, adapted: torch.Tensor) -> torch.Tensor:
+        """The factor m / ||adapted|| of each row. `adapted`: W + s B A."""
         norm = adapted.detach().norm(dim=-1).clamp(min=torch.finfo(adapted.dtype).tiny)
-        return adapted, self.magnitude / norm
+        factor: torch.Tensor = self.magnitude / norm
+        return factor
 
 
 class GroupedDora(Dora):
