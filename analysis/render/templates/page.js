@@ -42,7 +42,7 @@ async function drawChart(box, spec) {
   let size = panel.width;
   if (size.step) size = size.step * new Set(rows.map((row) => row[panel.layer[0].encoding.x.field])).size;
   else size = panel.width = Math.min(size, width - labels / 2 - 70);
-  spec.columns = Math.max(1, Math.min(spec.columns, Math.floor((width - labels / 2) / (size + 25))));
+  spec.columns = Math.max(1, Math.min(spec.columns, Math.floor((width - labels / 2 + 20) / (size + 20))));
   box.classList.add("chart");
   const options = { actions: { export: true, source: false, compiled: false, editor: false }, renderer: "svg", logLevel: 1, tooltip: { theme: matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light" } };
   const { view } = await vegaEmbed(box, spec, options);
