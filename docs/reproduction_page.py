@@ -53,24 +53,16 @@ the memory it needs. If it is interrupted, the same command goes on. Then
     moe-lab report unified.table5.validation store=store study=validate
 
 writes tables/unified.table5.validation.csv: each score beside the printed one, with a tolerance of
-two joint standard errors and one point. The rows belong into docs/validation.csv. {validated}
+two joint standard errors and one point. The rows belong into docs/validation.csv.
+
+{validated}
 
 ## What is not done, and why
 
-| paper, place | protocol | here | reason |
-| --- | --- | --- | --- |
-| MoE-Slimming, Section 4.1 | an exponential moving average of the layer loss | the sum over all tokens | an average depends on the order of batches, so parts of a pass could not be added, nor a pass resumed |
-| MoE-Slimming, Section 5.1 and Appendix C.1 | a plan from C4 for knowledge, from GSM8K for mathematics, from OpenCodeReasoning for code, in one row | Tables 6 to 9, 11, 13, 14, 16 and 17 from C4 alone | rows of several plans are made for Unified Expert Pruning's Table 2 only |
-| MoE-Slimming, Appendix C.1 | 8-shot for mathematics and code | GSM8K 8-shot, the others zero-shot | OpenCompass has solved examples for GSM8K only |
-| MoE-Slimming, Table 13, gradient rows | in the released code, gradients of the block's relative error when experts are scaled by 0.9 | gradients of the language model's loss | the text does not name the loss; the code's needs a backward pass inside each block |
-| MoE-Slimming, Table 6, router rows | in the released code, the softmax of the mean absolute router output | the sum of the gates, as in the text | no statistic has absolute router outputs |
-| HEAPr, Table 2; CAMERA | the channels of shared experts ranked and pruned with those of routed experts | routed experts alone | a plan has routed experts only |
-| HEAPr, DeepSeekMoE | the released code adds the router's auxiliary loss in training mode | the language model's loss | it is not in the text |
-| EvoESAP, ERNIE | in the released code, masked experts get the lowest correction bias, and stay in the softmax | their rows of the router are dropped | gates are normalised over the top-k, which cancels the difference |
-| REAM | each layer is merged before the statistics of the next are taken; C4, mathematics and code as 0, .3 and .7 in 3,072 rows of 512 | all statistics from the unpruned model | the step that prunes layer by layer does not merge |
-| EASY-EP | the 25 longest demonstrations with the model's own answers; for several domains, the mean of scores normalised by layer | any text with answers, one domain | a calibration set has one order of documents; scores of several domains can be read by `criterion=file` |
+{not_followed}
 
-Forms of text and code that differ and are both here: [variants of papers](allocations.md#variants-of-papers).
+Forms of text and code that differ and are both here:
+[variants of papers](allocations.md#variants-of-papers).
 
 """
 NOT_VALIDATED = "On 30 November 2026 nobody had run it yet, so there is no row."
@@ -135,7 +127,8 @@ def page() -> str:
         HEAD.format(
             measured=len(measured),
             printed=len(published.numbers()),
-            validated=_validation(measured) or NOT_VALIDATED,
+            validated=_whole_table(measured) or NOT_VALIDATED,
+            not_followed=_whole_table(_rows(ROOT / "analysis" / "published" / "not_followed.csv")),
         )
     ]
     for paper, title in PAPERS.items():
@@ -152,9 +145,9 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _validation(rows: Sequence[Mapping[str, str]]) -> str:
-    """The measured numbers as a table; "" if there are none."""
-    return "\n\n" + _table(list(rows[0]), [row.values() for row in rows]) if rows else ""
+def _whole_table(rows: Sequence[Mapping[str, str]]) -> str:
+    """All columns of a csv file as a table; "" if it has no rows."""
+    return _table(list(rows[0]), [row.values() for row in rows]) if rows else ""
 
 
 def _rows(file: Path) -> list[dict[str, str]]:
