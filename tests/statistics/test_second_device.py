@@ -312,7 +312,9 @@ def test_searches_find_the_fitness_that_the_cpu_finds(device: SecondDevice) -> N
     schedules = [(8, 8, 8), (8, 8, 4), (4, 8, 8)]
     results = []
     for copied in (on_device(model), model):
-        candidates = Candidates(copied, Plans(copied, scores), [batch], SearchSettings(seed=0))
+        candidates = Candidates(
+            copied, Plans(tiny.routers_of(copied), scores), [batch], SearchSettings(seed=0)
+        )
         results.append(candidates.evaluate(schedules))
     assert results[0] == pytest.approx(results[1], rel=1e-5)
 
