@@ -122,8 +122,8 @@ def functions(folder: Path) -> Iterator[tuple[int, str]]:
 
 def circles() -> list[list[str]]:
     """Groups of modules of moe_lab that import each other, directly or not. Imports inside
-    functions count, imports for type checking do not."""
-    graph = grimp.build_graph("moe_lab", exclude_type_checking_imports=True)
+    functions and for type checking count."""
+    graph = grimp.build_graph("moe_lab")
     modules = sorted(graph.modules)
     imports = [
         [name in graph.find_modules_directly_imported_by(module) for name in modules]

@@ -35,7 +35,7 @@ from moe_lab.result_files import (
 )
 from moe_lab.study.runs import create_run
 from moe_lab.study.steps.files import Files
-from moe_lab.study.steps.foreign import Foreign
+from moe_lab.study.steps.foreign import Foreign, ForeignTask
 from moe_lab.study.store import Store
 
 NONE = ("criterion", "granularity", "calibration", "allocation", "replacement", "recovery", "gate")
@@ -117,31 +117,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 # Files of other programs.
-
-
-@dataclass(frozen=True)
-class ForeignTask:
-    """The results of a model on one task of another program."""
-
-    source: str
-    """The program; "imported" for results that moe_lab has exported."""
-    name: str
-    """The program's name for the task."""
-    results: Sequence[Result]
-    samples: Sequence[Sample]
-    items: Sequence[Item]
-    cell: Mapping[str, Any]
-    """Axes of the cell if moe_lab has exported the results, {} otherwise."""
-
-    @property
-    def shareable(self) -> bool:
-        """Whether no shipped benchmark with one of these results forbids to show its items."""
-        names = {result["benchmark"] for result in self.results}
-        return all(
-            settings.get("shareable", True)
-            for settings in shipped_settings("benchmark").values()
-            if names & settings["reports"].keys()
-        )
 
 
 def read(path: Path) -> list[ForeignTask]:
