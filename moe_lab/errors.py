@@ -79,6 +79,12 @@ class Registry(dict[str, T]):
             return self[name]
         raise KeyError(name)
 
+    def known(self, field: str, name: str) -> str:
+        """`name`, the value of the setting `field`. `unknown_name_error` if it is not
+        registered."""
+        check_known(field, name, self)
+        return name
+
 
 def check_installed(package: str, reason: str) -> None:
     """Raise UserError unless `package` is installed. `reason`: the setting that needs the

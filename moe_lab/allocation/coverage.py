@@ -42,7 +42,7 @@ from moe_lab.allocation.shapes import (
     u_shape,
 )
 from moe_lab.config.base import SETTINGS, Count, Positive, validated
-from moe_lab.errors import Registry, UserError, check_known
+from moe_lab.errors import Registry, UserError
 
 BY_LOSS = ("coverage", "loss_based")
 """Values of `inter` that use the losses of layers."""
@@ -222,7 +222,9 @@ class Alignment:
     """The number of retained channels of an expert is a multiple of this number."""
     min_channels: Count | None = None
     """Experts with fewer channels than this number lose all their channels; null: `block`."""
-    order: Annotated[str, AfterValidator(lambda name: known_order(name))] = "remainder"
+    order: Annotated[str, AfterValidator(lambda name: ORDERS.known("align.order", name))] = (
+        "remainder"
+    )
     """How the blocks that rounding down leaves over are given to experts: see `align`."""
 
     @property
@@ -348,9 +350,3 @@ ORDERS: Registry[Callable[[Budgets, Mapping[int, Array], Alignment], Budgets]] =
     scores=partial(in_rounds, losses_of=lost_scores),
 )
 """Value of align.order -> function (budgets, scores, alignment) that returns aligned budgets."""
-
-
-def known_order(name: str) -> str:
-    """`name`, if `ORDERS` has it; UserError otherwise."""
-    check_known("align.order", name, ORDERS)
-    return name

@@ -32,9 +32,11 @@ from moe_lab.allocation.problem import (
     measurement,
     round_down,
 )
-from moe_lab.errors import Registry, UserError, check_known
+from moe_lab.errors import Registry, UserError
 
-Smoothing: TypeAlias = Annotated[str, AfterValidator(lambda name: known_smoothing(name))]
+Smoothing: TypeAlias = Annotated[
+    str, AfterValidator(lambda name: SMOOTHINGS.known("smoothing", name))
+]
 """Name of a smoothing in `SMOOTHINGS`."""
 Floor: TypeAlias = Annotated[float, Strict(), Field(gt=0, lt=1)]
 LayerLoss: TypeAlias = Literal["loss", "nll"]
@@ -264,12 +266,6 @@ SMOOTHINGS: Registry[Callable[[Array, float], Array]] = Registry(
     none=lambda x, _mean: x,
 )
 """Name -> function (x, mean of the values) that returns g(x); see `smooth`."""
-
-
-def known_smoothing(name: str) -> str:
-    """`name`, if `SMOOTHINGS` has it; UserError otherwise."""
-    check_known("smoothing", name, SMOOTHINGS)
-    return name
 
 
 def removals_within_limit(
