@@ -39,10 +39,10 @@ from benchmarks.models import random_model
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, mirror, run
 from moe_lab.evaluation.adapters import lm_eval_tasks
-from moe_lab.evaluation.adapters.lm_eval_files import task_folder
 from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harness import Graded, harness_of
+from moe_lab.evaluation.harnesses.lm_eval import task_folder
 from moe_lab.evaluation.mirror import benchmarks
 from moe_lab.paths import resolve
 

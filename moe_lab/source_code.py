@@ -110,13 +110,6 @@ def local_files_and_versions(name: str, file: Path) -> tuple[dict[str, Path], di
     return local, versions
 
 
-def file_of(name: str, folder: Path) -> Path | None:
-    """The file of the module `name`, searched in `folder`, then on sys.path. The module is not
-    imported."""
-    folders = [folder, *_folders_on_path(name.partition(".")[0])]
-    return dict(_files(name, folders)).get(name)
-
-
 def folder_of(name: str, file: Path) -> Path:
     """The folder of sys.path from which the module `name` in `file` is imported."""
     # the file of a package is __init__.py, one folder deeper than the file of a module

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 import math
 import re
 from abc import ABC, abstractmethod
@@ -136,12 +135,6 @@ class Harness(ABC):
                 )
         return paths
 
-    def hashed_files(self, benchmark: BenchmarkConfig) -> tuple[list[Path], dict[str, str]]:
-        """(files, versions) for the identity of a benchmark without a mirror. `files` define the
-        benchmark; the last file has the items. `versions` maps a package to its version, for the
-        packages that code in the files imports."""
-        return self.data_files(benchmark), {}
-
     def data_digest(self, benchmark: BenchmarkConfig) -> str:
         """sha256 over the data of a benchmark. If its mirror does not exist, a text with the name
         of the data. Costs can then be estimated before the mirror is made."""
@@ -152,9 +145,8 @@ class Harness(ABC):
                 return mirror.digest(benchmark)
             except UserError:  # `missing_requirements` reports the error
                 return f"no mirror of {benchmark.data}"
-        files, versions = self.hashed_files(benchmark)
-        digest = hashlib.sha256(json.dumps(versions, sort_keys=True).encode() if versions else b"")
-        for file in files:
+        digest = hashlib.sha256()
+        for file in self.data_files(benchmark):
             content = file.read_bytes()
             digest.update(f"{len(content)}\n".encode() + content)
         return digest.hexdigest()

@@ -6,11 +6,7 @@ import json
 import math
 import random
 import re
-import sqlite3
-import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +17,6 @@ import lm_eval
 import numpy as np
 import pytest
 import sklearn.metrics
-import yaml
 from choices import read_choice
 from fake_engines import (
     PLAIN,
@@ -59,7 +54,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, mirror, run
 from moe_lab.evaluation.adapters import lm_eval as lm_eval_adapter
-from moe_lab.evaluation.adapters import lm_eval_files, lm_eval_tasks
+from moe_lab.evaluation.adapters import lm_eval_tasks
 from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harnesses.lm_eval import HARNESS
@@ -835,188 +830,40 @@ def test_mistakes_are_said_before_a_model_is_loaded(
     assert len(messages) == 1 and says in messages[0], messages
 
 
-PROMPT = "def prompt(doc):\n    return doc['q'] + answer(doc)\n"
-HELPER = "def answer(doc):\n    return ' at night in a'\n"
-EMPTY = "def answer(doc):\n    return ''\n"
-READS = "from pathlib import Path\n\ndef answer(doc):\n    return {}.read_text()\n\n"
-
-
-def task_of_files(folder: Path, files: dict[str, str]) -> BenchmarkConfig:
-    """A task whose prompt is `tools.utils.prompt`, through two included files; `files` are others,
-    or other ones."""
-    definition = {name: value for name, value in MULTIPLE_CHOICE.items() if name != "doc_to_text"}
-    benchmark: BenchmarkConfig = custom_task(
-        folder, [{**BIRD, "label": 1}], {**definition, "include": "base.yaml"}
-    )
-    contents = {
-        "base.yaml": "include: [more/prompt.yaml]\n",
-        "more/prompt.yaml": "doc_to_text: !function tools.utils.prompt\n",
-        "more/tools/utils.py": f"from helper import answer\n\n{PROMPT}",
-        "more/tools/helper.py": EMPTY,
-        "more/tools/unrelated.py": "",
-        **files,
-    }
-    for name, content in contents.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(content)
-    return benchmark
-
-
-def test_no_choice_is_extracted_if_code_of_the_task_grades(
-    subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path / "more/tools")
-    files = {
-        "base.yaml": "include: more/prompt.yaml\nprocess_results: !function own_code.grade\n",
-        "own_code.py": "def grade(doc, results):\n    return {'acc': 1.0}\n",
-    }
-    (sample,) = evaluate(subject, task_of_files(tmp_path, files)).samples
-    assert (sample["outcome"], sample["extracted"]) == (1.0, "")
-
-
 @pytest.mark.parametrize(
-    ("changed", "content", "files"),
+    ("definition", "says"),
     [
-        ("more/prompt.yaml", "doc_to_text: '{{q}} '\n", {}),
-        ("more/tools/utils.py", f"{HELPER}\n{PROMPT}", {}),
-        ("more/tools/helper.py", HELPER, {}),
-        (
-            "more/tools/hint.txt",
-            " at night",
-            {"more/tools/utils.py": READS + PROMPT, "more/tools/hint.txt": ""},
-        ),
+        ("include: base.yaml", r"own\.yaml has include=base\.yaml"),
+        ("use_prompt: 'prompts.yaml:a'", r"own\.yaml has use_prompt="),
+        ("class: tools.Task", r"own\.yaml has class="),
+        ("doc_to_text: !function tools.prompt", r"own\.yaml cannot be read .*!function"),
+        ("a: [", r"own\.yaml cannot be read"),
+        ("a", r"own\.yaml=a: expected a task in lm-eval's format"),
     ],
 )
-def test_every_file_that_makes_an_item_identifies_it(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    changed: str,
-    content: str,
-    files: dict[str, str],
+def test_definition_with_code_or_other_files_is_refused(
+    tmp_path: Path, definition: str, says: str
 ) -> None:
-    """Definitions that are included, code that they name, and what this imports or names; and
-    nothing else."""
-    monkeypatch.syspath_prepend(tmp_path / "more/tools")
-    hint = "(Path(__file__).parent / 'hint.txt')"
-    benchmark = task_of_files(tmp_path, {name: text.format(hint) for name, text in files.items()})
+    """Before a model is loaded. Only the definition and the items identify the items."""
+    benchmark = custom_task(tmp_path, NUMBERED, MULTIPLE_CHOICE)
+    assert problems([benchmark], Policy()) == []
+    (tmp_path / "own.yaml").write_text(definition)
+    (sentence,) = problems([benchmark], Policy())
+    assert re.search(says, sentence)
+
+
+@pytest.mark.parametrize("metric", [{"metric": "acc2"}, {"metric": "acc", "hf_evaluate": True}])
+def test_metric_of_other_packages_is_refused(tmp_path: Path, metric: dict[str, Any]) -> None:
+    benchmark = custom_task(tmp_path, NUMBERED, {**MULTIPLE_CHOICE, "metric_list": [metric]})
+    with pytest.raises(UserError, match=r"own: metric_list\.metric=acc"):
+        run.list_items(benchmark)
+
+
+@pytest.mark.parametrize("change", [{"doc_to_text": "{{q}}!"}, {"description": "Choose."}])
+def test_definition_identifies_the_items(tmp_path: Path, change: dict[str, str]) -> None:
+    benchmark = custom_task(tmp_path, NUMBERED, MULTIPLE_CHOICE)
     identity = HARNESS.question_identity(benchmark)
     items = [*HARNESS.items(benchmark)]
-    (tmp_path / "more/tools/unrelated.py").write_text("A = 1\n")
-    assert HARNESS.question_identity(benchmark) == identity
-    (tmp_path / changed).write_text(content)
-    assert HARNESS.question_identity(benchmark) != identity
-    assert [*HARNESS.items(benchmark)] != items
-
-
-HINT = "Path('..', 'hint' + '.txt')"
-UNIDENTIFIED_READS = {
-    "glob": READS.format("next(Path(__file__).parent.glob('*.txt'))"),
-    "computed_path": READS.format(HINT),
-    "opened_for_update": READS.format(f"open({HINT}, 'r+')").replace("read_text", "read"),
-    "sys_path": "import sys\nsys.path[:0] = [__file__.rpartition('/')[0] + '/other']\n"
-    "answer = __import__('hidden_' + 'helper').answer\n\n",
-    "computed_import": (
-        "import importlib\nanswer = importlib.import_module('other.hidden_' + 'helper').answer\n\n"
-    ),
-    "thread": "from concurrent.futures import ThreadPoolExecutor\n"
-    + READS.format(f"ThreadPoolExecutor(1).submit({HINT}.read_text)").replace(
-        "read_text()\n", "result()\n"
-    ),
-    "sqlite": "import sqlite3\n"
-    + READS.format(
-        "sqlite3.connect(Path('..', 'hint' + '.db')).execute('select text from "
-        "hints').fetchone()[0]"
-    ).replace(".read_text()", ""),
-    "sqlite_uri": "import sqlite3\n"
-    + READS.format(
-        "sqlite3.connect('file:../hint' + '.db?mode=ro', uri=True).execute('select text from "
-        "hints')"
-    ).replace(".read_text()", ".fetchone()[0]"),
-}
-
-
-@pytest.mark.parametrize("code", UNIDENTIFIED_READS.values(), ids=UNIDENTIFIED_READS)
-def test_task_that_reads_unidentified_files_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
-) -> None:
-    """In one process again and again, as code that is imported is not read twice."""
-    files = {"more/tools/utils.py": code + PROMPT, "more/tools/other/hidden_helper.py": HELPER}
-    benchmark = task_of_files(tmp_path, {**files, "more/tools/hint.txt": "", "more/hint.txt": ""})
-    with closing(sqlite3.connect(tmp_path / "more/hint.db")) as database:
-        database.executescript(
-            "create table hints (text); insert into hints values (' at night in a')"
-        )
-    monkeypatch.syspath_prepend(tmp_path / "more/tools")
-    monkeypatch.chdir(tmp_path / "more/tools")
-    for _ in range(2):
-        with pytest.raises(
-            UserError, match=r"benchmark own.*(hint\.txt|hint\.db|hidden_helper\.py)"
-        ):
-            next(HARNESS.items(benchmark))
-
-
-STARTED_PROGRAMS = {
-    "subprocess.Popen": "import subprocess\nsubprocess.run(['cat', 'hint.txt'])\n",
-    "os.system": "import os\nos.system('cat hint.txt')\n",
-    "os.posix_spawn": "import os\nos.posix_spawn('/bin/cat', ['cat', 'hint.txt'], {})\n",
-    "os.fork": "import multiprocessing\nmultiprocessing.get_context('fork').Pool(1)\n",
-    "os.exec": "import os\nos.execv('/bin/false', ['false'])\n",
-    "socket.connect": "import socket\nsocket.socket(socket.AF_UNIX).connect('hint.socket')\n",
-}
-
-
-@pytest.mark.parametrize("event", STARTED_PROGRAMS)
-def test_task_that_starts_a_program_is_refused(tmp_path: Path, event: str) -> None:
-    """When its code is imported, and when a prompt is made, with errors ignored."""
-    code = STARTED_PROGRAMS[event]
-    body = "".join(f"        {line}\n" for line in code.splitlines())
-    caught = (
-        f"def answer(doc):\n    try:\n{body}    except Exception:\n        pass\n    return ''\n\n"
-    )
-    for number, text in enumerate((f"{code}\n{EMPTY}\n", caught)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        benchmark = task_of_files(folder, {"more/tools/utils.py": text + PROMPT, "hint.txt": ""})
-        with pytest.raises(UserError, match=rf"benchmark own.*{re.escape(event)}"):
-            next(HARNESS.items(benchmark))
-
-
-def test_reads_of_earlier_threads_are_not_of_a_task(tmp_path: Path) -> None:
-    (tmp_path / "status.txt").write_text("")
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(int).result()
-        with lm_eval_files.restrict_reads_to([], "benchmark own"):
-            pool.submit((tmp_path / "status.txt").read_text).result()
-
-
-@pytest.mark.parametrize(
-    ("file", "library"),
-    [
-        (yaml.__file__, True),
-        (json.__file__, True),
-        ("/usr/share/zoneinfo/UTC", True),
-        ("/usr/local/share/mytasks/hint.txt", False),
-        ("/usr/libfoo/hint.txt", False),
-        (f"{sys.prefix}/mytasks/hint.txt", False),
-        ("/dev/shm/hint.txt", False),
-    ],
-)
-def test_folders_of_libraries(file: str, library: bool) -> None:
-    assert lm_eval_files._is_of_library(Path(file)) is library
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "says"),
-    [
-        ("base.yaml", "include: missing.yaml\n", "missing.yaml"),
-        ("base.yaml", "a: [\n", r"base\.yaml"),
-        ("base.yaml", "a\n", r"base\.yaml"),
-        ("more/prompt.yaml", "doc_to_text: !function missing_tools.prompt\n", "missing_tools"),
-        ("more/tools/utils.py", "def prompt(:\n", r"utils\.py"),
-    ],
-)
-def test_unreadable_task_definition_is_reported_before_loading(
-    tmp_path: Path, file: str, content: str, says: str
-) -> None:
-    (sentence,) = problems([task_of_files(tmp_path, {file: content})], Policy())
-    assert re.search(says, sentence)
+    changed = custom_task(tmp_path, NUMBERED, {**MULTIPLE_CHOICE, **change})
+    assert HARNESS.question_identity(changed) != identity
+    assert [*HARNESS.items(changed)] != items

@@ -16,13 +16,13 @@ from unittest.mock import patch
 
 import datasets
 import lm_eval.api.task
+from lm_eval.api.registry import metric_registry
 from lm_eval.tasks import TaskManager
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError
+from moe_lab.errors import UserError, check_known
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.adapters.lm_eval_files import restrict_reads_to, task_folder
-from moe_lab.evaluation.harness import harness_of
+from moe_lab.evaluation.harnesses.lm_eval import HARNESS, task_folder
 
 SEED = 1234
 """Default of parameters.fewshot_seed, by which examples are chosen: that of lm-eval."""
@@ -42,16 +42,11 @@ def tasks_and_groups(benchmark: BenchmarkConfig) -> TasksAndGroups:
     UserError when the task evaluates a split other than `benchmark.split`, when the task has fewer
     few-shot examples than it shows, and when an item to evaluate has no right answer.
     """
-    key = json.dumps(harness_of(benchmark).question_identity(benchmark))
+    key = json.dumps(HARNESS.question_identity(benchmark))
     if key not in _tasks_by_identity:
-        if benchmark.data is not None:  # items from a published data set
-            loaded = _load_published(benchmark)
-        else:
-            identifying_files, _ = harness_of(benchmark).hashed_files(benchmark)
-            with restrict_reads_to(identifying_files, f"benchmark {benchmark.name}"):
-                loaded = _load_defined(benchmark)
-        # tasks that have read another file do not get here
-        _tasks_by_identity[key] = loaded
+        # only items of a published data set have `data`
+        load = _load_defined if benchmark.data is None else _load_published
+        _tasks_by_identity[key] = load(benchmark)
     return _tasks_by_identity[key]
 
 
@@ -98,14 +93,15 @@ def _load_published(benchmark: BenchmarkConfig) -> TasksAndGroups:
 
 
 def _load_defined(benchmark: BenchmarkConfig) -> TasksAndGroups:
-    """Load a task with items from a local file. Every split of the task has all items."""
-    # definition_files: the file that defines the task; empty if parameters.definition is set
-    *definition_files, items_file = harness_of(benchmark).data_files(benchmark)
-    definition = (
-        str(definition_files[0])
-        if definition_files
-        else {"task": benchmark.name, "test_split": "test", **benchmark.parameters["definition"]}
-    )
+    """Load a task with items from a local file. Every split of the task has all items. UserError
+    for a metric that lm-eval does not have, because code from elsewhere would compute it."""
+    definition = HARNESS.definition(benchmark)
+    for metric in definition.get("metric_list", ()):
+        field = f"benchmark {benchmark.name}: metric_list.metric"
+        check_known(field, metric["metric"], metric_registry)
+        if metric.get("hf_evaluate"):
+            raise UserError(f"{field}={metric['metric']} with hf_evaluate=true: expected false")
+    *_, items_file = HARNESS.data_files(benchmark)
     return _load(benchmark, definition, lambda *_, **__: _Splits(defaultdict(lambda: [items_file])))
 
 
@@ -115,8 +111,8 @@ def _load(
     load_dataset: Callable[..., Mapping[str, Any]],
     folder: str | None = None,
 ) -> TasksAndGroups:
-    """The tasks with their requests. `task`: name of a task or group in `folder`, path of a
-    definition, or the definition itself. `load_dataset` replaces `datasets.load_dataset`."""
+    """The tasks with their requests. `task`: name of a task or group in `folder`, or the
+    definition of a task. `load_dataset` replaces `datasets.load_dataset`."""
     # lm-eval would need ten seconds to index all its tasks
     manager = TaskManager(include_path=folder, include_defaults=False)
     with (

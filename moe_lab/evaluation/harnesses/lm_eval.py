@@ -3,15 +3,24 @@ likelihoods."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError, user_errors
+from moe_lab.errors import UserError, check_known, unknown_name_error, user_errors
 from moe_lab.evaluation import Policy
-from moe_lab.evaluation.adapters.lm_eval_files import definition_files, task_folder
 from moe_lab.evaluation.harness import Graded, Harness
 from moe_lab.evaluation.items import Answer, Item
+
+_TASK = re.compile(r"^[\"']?(?:task|group)[\"']?: *[\"']?([\w-]+)[\"']? *$", re.MULTILINE)
+"""The name of a task or group in lm-eval's own definition files."""
+_OTHER_FILES = ("class", "include", "use_prompt")
+"""Fields of a definition that name code or a file."""
 
 
 class LmEval(Harness):
@@ -46,25 +55,40 @@ class LmEval(Harness):
             return [task_path]  # benchmark.task is then the file of the items
         return [task_path, task_path.with_suffix(".jsonl")]
 
-    def hashed_files(self, benchmark: BenchmarkConfig) -> tuple[list[Path], dict[str, str]]:
-        """(files, versions), as `Harness.hashed_files`. `files`: the definition of the task, all
-        files that the definition uses, and last the file of the items."""
-        *task_files, items_file = self.data_files(benchmark)
-        if not task_files:
-            return [items_file], {}
-        files, versions = definition_files(*task_files)
-        return [*files, items_file], versions
-
     def check_data(self, benchmark: BenchmarkConfig) -> None:
         """Do as `Harness.check_data`, and check the definition of the task."""
         super().check_data(benchmark)
-        self.hashed_files(benchmark)  # raises UserError for a definition that cannot be read
-        definition = benchmark.parameters.get("definition", {})
+        self.definition(benchmark)
+
+    def definition(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
+        """The definition of a task that is not lm-eval's own: parameters.definition, or the file
+        benchmark.task. UserError for a definition that names code or another file, because only the
+        definition and the file of the items identify the items."""
+        source = f"benchmark {benchmark.name}: parameters.definition"
+        definition = benchmark.parameters.get("definition")
+        if "definition" not in benchmark.parameters:
+            file = self.paths(benchmark)[0]
+            source = str(file)
+            try:
+                # in C: every step with such a task reads its definition
+                definition = yaml.load(file.read_bytes(), yaml.CSafeLoader)
+            except yaml.YAMLError as error:
+                raise UserError(
+                    f"{source} cannot be read ({' '.join(str(error).split())}): expected YAML "
+                    "without code, such as !function"
+                ) from None
         if not isinstance(definition, dict):
             raise UserError(
-                f"benchmark {benchmark.name}: parameters.definition={definition}: expected a task "
-                "in lm-eval's format, such as {doc_to_text: question}"
+                f"{source}={definition}: expected a task in lm-eval's format, such as "
+                "{doc_to_text: question}"
             )
+        for name in _OTHER_FILES:
+            if name in definition:
+                raise UserError(
+                    f"{source} has {name}={definition[name]}: expected a task without code and "
+                    "without other files, which would not identify its items"
+                )
+        return {"task": benchmark.name, "test_split": "test", **definition}
 
     def setting_errors(self, benchmark: BenchmarkConfig) -> Iterator[str]:
         """Do as `Harness.setting_errors`, and refuse a chat template for a task of lm-eval itself
@@ -85,3 +109,27 @@ class LmEval(Harness):
 
 
 HARNESS = LmEval()
+
+
+def task_folder(benchmark: BenchmarkConfig) -> Path:
+    """The folder of lm-eval with the definition of benchmark.task: parameters.folder or, by
+    default, the folder that is named like the task. UserError when the folder or the task does not
+    exist."""
+    package = find_spec("lm_eval")
+    # if lm-eval is not installed, `Harness.missing_requirements` has reported this before
+    assert package is not None and package.origin is not None
+    root = Path(package.origin).parent / "tasks"
+    name = str(benchmark.parameters.get("folder", benchmark.task))
+    folder = root / name
+    # lm-eval would need ten seconds to index the 14,000 files in `root`
+    if not folder.is_dir() or folder == root:
+        parent = folder.parent if folder.parent.is_dir() and folder != root else root
+        folder_names = [str(path.relative_to(root)) for path in parent.iterdir() if path.is_dir()]
+        raise unknown_name_error(
+            f"benchmark {benchmark.name}: parameters.folder", name, folder_names
+        )
+    task_names: set[str] = set()
+    for file in folder.rglob("*.yaml"):
+        task_names.update(_TASK.findall(file.read_text(encoding="utf-8")))
+    check_known(f"benchmark {benchmark.name}: task", benchmark.task, task_names)
+    return folder
