@@ -40,10 +40,8 @@ from harness_files import (
     write_lines,
     write_mirror,
 )
-from lm_eval import evaluator
 from lm_eval.api.filter import Filter
 from lm_eval.api.registry import register_filter
-from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 from transformers import AutoTokenizer
 
@@ -376,7 +374,7 @@ def test_extracted_choice_is_the_one_that_the_metric_takes(
     subject: LoadedModel, tmp_path: Path, delimiter: str, filter_name: str
 ) -> None:
     """The outcome is 1 with this choice as label, and 0 with every other. Metrics take different
-    choices."""
+    choices; of other metrics than acc and acc_norm, none is extracted."""
     items = [
         {"q": question, "c": choices, "label": label}
         for question in QUESTIONS
@@ -398,11 +396,13 @@ def test_extracted_choice_is_the_one_that_the_metric_takes(
     graded = evaluate(subject, custom_task(tmp_path, items, definition, reports=reports))
     taken = {metric: [] for metric in reports}
     for sample, item in zip(graded.samples, items * len(reports), strict=True):
-        choices = str(sample["extracted"]).split(", ")
-        assert sample["outcome"] == float(str(item["label"]) in choices)
-        taken[sample["benchmark"]].append(choices)
+        choice = str(sample["extracted"])
+        is_known = sample["benchmark"] in ("acc", "acc_norm")
+        assert sample["outcome"] == float(str(item["label"]) == choice) or not is_known
+        assert bool(choice) == is_known
+        taken[sample["benchmark"]].append(choice)
     if filter_name == "take_first":
-        assert len({str(choices) for choices in taken.values()}) > 2
+        assert taken["acc"] != taken["acc_norm"]
 
 
 @pytest.mark.parametrize(
@@ -609,44 +609,16 @@ def mirrored_group(
     return benchmark
 
 
-def group_benchmark(folder: Path) -> BenchmarkConfig:
-    """A group with weight_by_size=false, whose tasks have different numbers of items."""
+@pytest.mark.parametrize("metric", ["acc", "acc,none", "acc_norm"])
+def test_metric_of_a_group_with_other_weights_is_refused(tmp_path: Path, metric: str) -> None:
+    """The group has weight_by_size=false, and a rule for acc alone."""
     tasks = Path(lm_eval.__file__).parent / "tasks/bhs"
-    good = {"ending_good": "nest.", "ending_bad": "kennel."}
-    bad = {"ending_good": "kennel.", "ending_bad": "nest."}
-    parts: dict[str, Rows] = {}
-    for number, file in enumerate(sorted(tasks.glob("basque-*.yaml"))):
-        endings = [good] * (8 if number else 20) + [bad] * 2
-        parts[file.stem] = [
-            {"context": f"Bird {n} sleeps in a", **row} for n, row in enumerate(endings)
-        ]
-    benchmark = mirrored_group(folder, "bhs_basque", "bhs", parts)
-    return replace(benchmark, reports={"bhs": "acc", "bhs,none": "acc,none"})
-
-
-def test_tasks_of_a_group_count_as_in_lm_eval(reader: LoadedModel, tmp_path: Path) -> None:
-    benchmark = group_benchmark(tmp_path)
-    loaded = lm_eval_tasks.tasks_and_groups(benchmark)
-    lm = HFLM(reader.model, tokenizer=reader.tokenizer)
-    groups = evaluator.evaluate(lm=lm, task_dict=loaded, bootstrap_iters=1)["groups"]
-    expected = groups["bhs_basque"]
-    graded = evaluate(reader, benchmark)
-    for result in graded.results:
-        name = result["benchmark"]
-        samples = [sample for sample in graded.samples if sample["benchmark"] == name]
-        outcomes = [float(str(sample["outcome"])) for sample in samples]
-        units = [float(str(sample["units"])) for sample in samples]
-        assert result["score"] == pytest.approx(expected["acc,none"])
-        assert result["stderr"] == pytest.approx(expected["acc_stderr,none"])
-        assert result["n"] == len(samples) == 92
-        assert np.average(outcomes, weights=units) == pytest.approx(result["score"])
-        assert abs(np.mean(outcomes) - result["score"]) > 1e-3, "items do not count alike"
-
-
-def test_metric_that_a_group_lacks_is_refused(reader: LoadedModel, tmp_path: Path) -> None:
-    benchmark = replace(group_benchmark(tmp_path), reports={"bhs": "acc_norm"})
-    with pytest.raises(UserError, match=r"metric=acc_norm.*bhs_basque.*acc"):
-        evaluate(Unasked(reader.model, reader.tokenizer), benchmark)
+    row = {"context": "Bird sleeps in a", "ending_good": "nest.", "ending_bad": "kennel."}
+    parts = {file.stem: [row] for file in tasks.glob("basque-*.yaml")}
+    group = mirrored_group(tmp_path, "bhs_basque", "bhs", parts)
+    benchmark = replace(group, reports={"bhs": metric})
+    with pytest.raises(UserError, match=rf"metric={metric} of bhs_basque.*such as basque"):
+        run.list_items(benchmark)
 
 
 def test_perplexity_of_several_tasks_is_refused(reader: LoadedModel, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,10 @@ from lm_eval.utils import handle_non_serializable, hash_string
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, check_known
 from moe_lab.evaluation.adapters.lm_eval_tasks import (
+    check_weights,
     indices_to_evaluate,
     label_of,
     tasks_and_groups,
-    weights_tasks_equally,
 )
 from moe_lab.evaluation.harness import (
     Graded,
@@ -69,7 +68,7 @@ def items(benchmark: BenchmarkConfig) -> Iterator[Item]:
     for metric in benchmark.reports.values():
         # both functions raise UserError for a metric that cannot be reported
         _aggregation(metric, benchmark)
-        weights_tasks_equally(benchmark, parsed_metric(metric)[0])
+        check_weights(benchmark, parsed_metric(metric)[0])
     for question in _questions(benchmark):
         requests = [_request(request, question, benchmark) for request in question.requests]
         right_answer = _right_answer(question)
@@ -331,10 +330,7 @@ def _result(
         scale: Scale = (
             "score" if rows[0].question.task.higher_is_better().get(metric_name, True) else "loss"
         )
-        is_mean_of_tasks = weights_tasks_equally(benchmark, single)
-        parts = _samples_by_task(rows, samples) if is_mean_of_tasks else [samples]
-        results = [mean_result(result_name, metric, part, benchmark, scale) for part in parts]
-        return _mean_of_results(results), list(chain.from_iterable(parts))
+        return mean_result(result_name, metric, samples, benchmark, scale), samples
     scale, unit, factor_from_nats = _LOSS_AGGREGATIONS[aggregation]
     samples = []
     for row in rows:
@@ -398,33 +394,6 @@ def _jackknife(values: Sequence[tuple[str, Any]], aggregation: Aggregation) -> d
     }
 
 
-def _samples_by_task(rows: Sequence[_Row], samples: Sequence[Sample]) -> list[list[Sample]]:
-    """One list of samples for each task. Sets the field "units" to the weight of a sample; all
-    tasks have the same total weight. `rows`: the row of each sample."""
-    by_task: dict[str, list[Sample]] = {}
-    for row, sample in zip(rows, samples, strict=True):
-        by_task.setdefault(row.question.task.config.task, []).append(sample)
-    task_weight = len(samples) / len(by_task)
-    for task_samples in by_task.values():
-        for sample in task_samples:
-            sample["units"] = task_weight / len(task_samples)
-    return list(by_task.values())
-
-
-def _mean_of_results(results: Sequence[Result]) -> Result:
-    """One result for one or several tasks, from the result of each task. "stderr" is lm-eval's
-    `unweighted_mean_stderr`, or None if a task has none."""
-    stderrs = [result["stderr"] for result in results if result["stderr"] is not None]
-    stderr = math.hypot(*stderrs) / len(results) if len(stderrs) == len(results) else None
-    score = math.fsum(result["score"] for result in results) / len(results)
-    return {
-        **results[0],
-        "score": score,
-        "stderr": stderr,
-        "n": sum(result["n"] for result in results),
-    }
-
-
 def _sample(result_name: str, metric: str, row: _Row, outcome: float) -> Sample:
     """The sample of a row. Without a generated text, the sample's output is the log-likelihoods as
     JSON. `metric`: name of the metric in lm-eval."""
@@ -446,24 +415,22 @@ def _sample(result_name: str, metric: str, row: _Row, outcome: float) -> Sample:
 
 
 def _choice_taken(metric: str, row: _Row) -> str:
-    """The index of the choice that lm-eval's metric takes as the answer; "" if it takes none, as a
-    task without choices, or with a function of its own that grades."""
+    """The index of the choice that lm-eval's metric takes as the answer; "" for a task without
+    choices or with a function of its own that grades, and for metrics with other rules."""
     task = row.question.task
-    if task.OUTPUT_TYPE != "multiple_choice" or task.config.process_results is not None:
+    has_choices = task.OUTPUT_TYPE == "multiple_choice" and task.config.process_results is None
+    if not has_choices or metric in _OTHER_RULES:
         return ""
     choices = task.doc_to_choice(row.question.doc)
-    if metric == "exact_match":  # takes the choices that are what the model would write
-        pairs = enumerate(row.extracted[: len(choices)])
-        return ", ".join(str(index) for index, (_, is_likeliest) in pairs if is_likeliest)
-    nats = np.array([nats for nats, _ in row.extracted])
-    scores = nats[: len(choices)]
+    # further likelihoods, without the question, are for acc_mutual_info
+    scores = np.array([nats for nats, _ in row.extracted[: len(choices)]])
     if metric == "acc_norm":
         scores = scores / [len(choice) for choice in choices]
-    elif metric == "acc_bytes":
-        scores = scores / [len(choice.encode()) for choice in choices]
-    elif metric == "acc_mutual_info":  # the likelihoods without the question come last
-        scores = scores - nats[len(choices) :]
     return str(np.argmax(scores))
+
+
+_OTHER_RULES = ("acc_bytes", "acc_mutual_info", "exact_match")
+"""Metrics whose choice is neither the likeliest nor that of acc_norm."""
 
 
 def _loss_of_right_choice(question: _Question, nats: Sequence[float]) -> float | None:

@@ -50,29 +50,27 @@ def tasks_and_groups(benchmark: BenchmarkConfig) -> TasksAndGroups:
     return _tasks_by_identity[key]
 
 
-def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
-    """Whether the score of a group is the mean over its tasks, each with the same weight (lm-eval's
-    weight_by_size=false), not the mean over all items. UserError if a group has rules of
-    aggregation, but none for `metric`."""
-    groups = list(tasks_and_groups(benchmark)["groups"].values())
-    if not groups:
-        return False
-    group = groups[0]  # the requested group; further groups are its subgroups
-    rules = group.aggregate_metric_list
-    if not rules:
-        return False
+def check_weights(benchmark: BenchmarkConfig, metric: str) -> None:
+    """Raise UserError for a metric of a group that is not the mean over the items of all tasks:
+    the group weights its tasks equally (weight_by_size: false), or has rules of aggregation, but
+    none for the metric."""
+    loaded = tasks_and_groups(benchmark)
     metric_name, _, filter_name = metric.partition(",")
-    for rule in reversed(rules):  # the last rule for a metric counts
+    # the requested group; further groups are its subgroups
+    for group in list(loaded["groups"].values())[:1]:
+        rules = group.aggregate_metric_list or ()
         # a rule without filter_list is for all filters
-        if rule.metric == metric_name and (
-            not filter_name or filter_name in (rule.filter_list or [filter_name])
-        ):
-            return not rule.weight_by_size
-    raise UserError(
-        f"benchmark {benchmark.name}: metric={metric} is none that lm-eval computes for the group "
-        f"{group.name}: expected {', '.join(sorted({rule.metric for rule in rules}))}, or one "
-        "of its tasks"
-    )
+        weights = [
+            rule.weight_by_size
+            for rule in rules
+            if rule.metric == metric_name
+            and (not filter_name or filter_name in (rule.filter_list or [filter_name]))
+        ]
+        if rules and weights[-1:] != [True]:  # the last rule for a metric counts
+            raise UserError(
+                f"benchmark {benchmark.name}: metric={metric} of {group.name} is not the mean over "
+                f"all items: expected one of its tasks, such as {next(iter(loaded['tasks']))}"
+            )
 
 
 def _load_published(benchmark: BenchmarkConfig) -> TasksAndGroups:
