@@ -192,8 +192,9 @@ def _seconds(
 
 def _seconds_of_calls(grader: Grader) -> float:
     """CPU seconds of the calls of canonical solutions by which expected outputs were computed."""
-    tasks = [task for file in grader.files.values() for task in file.canonical_results.values()]
-    return float(sum(sum(part.seconds) for task in tasks for part in task.values()))
+    files = grader.files.values()
+    outcomes = [outcome for file in files for outcome in file.canonical_outcomes.values()]
+    return float(sum(sum(outcome.seconds) for outcome in outcomes))
 
 
 def shipped_programs(plan: str) -> list[GradeRequest]:

@@ -21,7 +21,6 @@ from moe_lab.evaluation.sandbox.isolation import ISOLATIONS, NONE
 from moe_lab.evaluation.sandbox.runner import Outcome, Request
 from moe_lab.machine import cores
 
-PARTS = ("base", "plus")
 _CANONICAL_SECONDS = 30.0
 """CPU limit of each call of a canonical solution."""
 _CANONICAL_MEMORY = 4 << 30
@@ -98,8 +97,8 @@ class _DataFile:
     """The problems of one EvalPlus data file, with cached results."""
 
     problems: dict[str, dict[str, Any]]
-    canonical_results: dict[str, dict[str, Outcome]] = field(default_factory=dict)
-    """Task id -> part -> outcome of the canonical solution on the tests of the part."""
+    canonical_outcomes: dict[tuple[str, str], Outcome] = field(default_factory=dict)
+    """(task id, part) -> outcome of the canonical solution on the tests of the part."""
     verdicts: dict[_Key, Verdict] = field(default_factory=dict)
 
 
@@ -151,19 +150,15 @@ class _Grading:
 
     def verdicts(self) -> list[Verdict]:
         """The verdict on each program of the request."""
-        canonical_results = self.file.canonical_results
         # the request, which is equal to another with other programs, has the settings of grading
         keys = [(task, text, self.request) for task, text in self.request.programs]
         cache = self.file.verdicts
-        verdicts = {key: cache[key] for key in keys if key in cache}
-        new_keys = [key for key in dict.fromkeys(keys) if key not in verdicts]
-        canonical_tasks = list(dict.fromkeys(task for task, *_ in new_keys))
-        canonical_tasks = [task for task in canonical_tasks if task not in canonical_results]
+        new_keys = [key for key in dict.fromkeys(keys) if key not in cache]
         with ThreadPoolExecutor(self.request.processes or cores()) as pool:
-            results = pool.map(self._run_canonical, canonical_tasks)
-            # this waits for all results, because `_verdict` reads them
-            canonical_results.update(zip(canonical_tasks, results, strict=True))
-            verdicts.update(zip(new_keys, pool.map(self._verdict, new_keys), strict=True))
+            verdicts = dict(zip(new_keys, pool.map(self._verdict, new_keys), strict=True))
+        for key in keys:
+            if key in cache:
+                verdicts[key] = cache[key]
         if len(cache) > _MOST_VERDICTS:
             cache.clear()
         for key in new_keys:
@@ -191,12 +186,13 @@ class _Grading:
         )
         return self.grader.runners[self.request.isolation].run(request)
 
-    def _run_canonical(self, task: str) -> dict[str, Outcome]:
-        """Run the canonical solution of a task. Returns part -> outcome."""
-        problem = self.file.problems[task]
-        program = problem["prompt"] + problem["canonical_solution"]
-        outcomes = {}
-        for part in PARTS:
+    def _canonical(self, task: str, part: str) -> Outcome:
+        """The outcome of the canonical solution of a task on the tests of a `part`. RuntimeError if
+        the solution does not run."""
+        outcomes = self.file.canonical_outcomes
+        if (task, part) not in outcomes:
+            problem = self.file.problems[task]
+            program = problem["prompt"] + problem["canonical_solution"]
             seconds = [_CANONICAL_SECONDS] * len(problem[f"{part}_input"])
             outcome = self._run(task, part, program, seconds, _CANONICAL_MEMORY)
             if outcome.status != "ok":
@@ -204,8 +200,8 @@ class _Grading:
                     f"{self.request.data}: the canonical solution of {task} does not run: "
                     f"{outcome.status} {outcome.error}"
                 )
-            outcomes[part] = outcome
-        return outcomes
+            outcomes[task, part] = outcome
+        return outcomes[task, part]
 
     def _verdict(self, key: _Key) -> Verdict:
         """The verdict on a text. If the program that EvalPlus reads in the
@@ -239,7 +235,7 @@ class _Grading:
 
     def _part_verdict(self, task: str, part: str, program: str) -> tuple[str, str]:
         """(status, reason) of a program on the tests of a `part`, base or plus."""
-        canonical = self.file.canonical_results[task][part]
+        canonical = self._canonical(task, part)
         limits = [max(self.request.seconds, 4.0 * seconds) for seconds in canonical.seconds]
         outcome = self._run(task, part, program, limits, self.request.memory_mib << 20)
         if outcome.status != "ok":
