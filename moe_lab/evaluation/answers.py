@@ -6,10 +6,10 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
@@ -95,9 +95,12 @@ def collect_answers(
     first_benchmark, _ = items_of[0]
     batch_size = first_benchmark.batch_size
     queries = [query for asked in questions for query in asked.queries]
-    texts = _generate(
-        engine, {*chain.from_iterable(query.prompts for query in queries)}, batch_size, cache
+    # a total order, so that batches do not depend on the order of the benchmarks
+    prompts = sorted(
+        {*chain.from_iterable(query.prompts for query in queries)},
+        key=lambda prompt: (-len(prompt.tokens), prompt.tokens, repr(prompt)),
     )
+    texts = _results(GeneratedText, engine.generate, prompts, batch_size, engine.batches, cache)
     # an engine may score the right answer while it generates a text
     likelihoods = {
         prompt.answer: text.likelihood
@@ -105,7 +108,9 @@ def collect_answers(
         if prompt.answer and text.likelihood
     }
     rows = {*chain.from_iterable(query.rows for query in queries)} - likelihoods.keys()
-    likelihoods |= _score(engine, rows, batch_size, cache)
+    likelihoods |= _results(
+        Likelihood, engine.score, _sorted_by_question(rows), batch_size, BATCHES_PER_CALL, cache
+    )
     return [list(asked.answers(texts, likelihoods)) for asked in questions]
 
 
@@ -298,10 +303,7 @@ class _Questions:
         """The rows of a document, one for each window."""
         limit = self.max_length
         if document.from_nothing:
-            return _rolling_windows(
-                [token for token in (self.first_token, *tokens) if token is not None],
-                limit or USUAL_LENGTH,
-            )
+            return self._rolling_windows(tokens)
         length = document.length or min(USUAL_LENGTH, limit or USUAL_LENGTH)
         if length < 2 or (limit is not None and length > limit):
             raise UserError(
@@ -315,6 +317,19 @@ class _Questions:
                 f"{self.name}: its text has {len(tokens)} tokens: expected at least two"
             )
         return rows
+
+    def _rolling_windows(self, tokens: Sequence[int]) -> list[Row]:
+        """Rows that together predict each of `tokens` once, made by lm-eval. The first of the
+        tokens is only predicted after a `first_token`."""
+        # only lm-eval's tasks have such documents, and other benchmarks do without lm-eval
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+        first, *predicted = [token for token in (self.first_token, *tokens) if token is not None]
+        windows = get_rolling_token_windows(
+            predicted, first, self.max_length or USUAL_LENGTH, context_len=1
+        )
+        pairs = map(make_disjoint_window, windows)
+        return [Row((*context, *continuation), len(context)) for context, continuation in pairs]
 
     def _add_prompts(self) -> None:
         """Set the prompts of the queries whose request is a `Text`.
@@ -394,7 +409,7 @@ class _Questions:
         than a `Text`, and for a prompt that was too long."""
         if not isinstance(query.request, Text):
             windows = tuple(likelihoods[row] for row in query.rows)
-            return Reply(windows=windows, tokens=len(query.tokens))
+            return Reply(windows=windows)
         loss = None
         if query.rows:
             # bits per byte
@@ -433,74 +448,38 @@ class _Questions:
         return text[: len(text) - len(answer) + min(ends, default=len(answer))]
 
 
-def _rolling_windows(tokens: Sequence[int], length: int) -> list[Row]:
-    """Rows that together predict each of `tokens` once, except the first token, as in lm-eval. A
-    row has at most `length` + 1 tokens."""
-    last = len(tokens) - 1
-    # index of the last token of each row
-    ends = [*range(length, last, length), last] if last > 0 else []
-    rows = []
-    for previous_end, end in pairwise([0, *ends]):
-        window = tuple(tokens[max(0, end - length) : end + 1])
-        predicted = end - previous_end  # number of tokens
-        rows.append(Row(window, len(window) - predicted))
-    return rows
-
-
 # Batches.
-
-
-def _generate(
-    engine: Engine, prompts: Set[Prompt], batch_size: int, cache: ResultCache
-) -> dict[Prompt, GeneratedText]:
-    """Prompt -> the text that is generated after it."""
-
-    def compute(batch: Sequence[Prompt]) -> list[Any]:
-        texts = engine.generate(batch, batch_size)
-        for text in texts:
-            if text.likelihood:
-                check_finite(text.likelihood.nats, "log-likelihood")
-        return [asdict(text) for text in texts]
-
-    # a total order, so that batches do not depend on the order of the benchmarks
-    ordered_prompts = sorted(
-        prompts, key=lambda prompt: (-len(prompt.tokens), prompt.tokens, repr(prompt))
-    )
-    size = batch_size * engine.batches
-    return _results(GeneratedText, ordered_prompts, size, compute, cache)
-
-
-def _score(
-    engine: Engine, rows: Set[Row], batch_size: int, cache: ResultCache
-) -> dict[Row, Likelihood]:
-    """Row -> likelihood of the row."""
-
-    def compute(batch: Sequence[Row]) -> list[Any]:
-        likelihoods = engine.score(batch, batch_size)
-        for likelihood in likelihoods:
-            check_finite(likelihood.nats + likelihood.divergence, "log-likelihood")
-        return [asdict(likelihood) for likelihood in likelihoods]
-
-    size = batch_size * BATCHES_PER_CALL
-    return _results(Likelihood, _sorted_by_question(rows), size, compute, cache)
 
 
 def _results(
     kind: type[_Result],
+    compute: Callable[[Sequence[_T], int], list[_Result]],
     requests: Sequence[_T],
-    size: int,
-    compute: Callable[[Sequence[_T]], list[Any]],
+    batch_size: int,
+    batches: int,
     cache: ResultCache,
 ) -> dict[_T, _Result]:
-    """Request -> its result of the class `kind`. The results of a batch of `size` requests come
-    from the cache, or else, as JSON, from `compute`."""
+    """Request -> its result of the class `kind`, from the cache or else from `compute`, which gets
+    requests for several `batches`. FloatingPointError for a likelihood that is not finite."""
     adapter = TypeAdapter(list[kind])  # type: ignore[valid-type]
+
+    def compute_json(requests_of_call: Sequence[_T]) -> Any:
+        results_of_call = compute(requests_of_call, batch_size)
+        for result in results_of_call:
+            likelihood = result if isinstance(result, Likelihood) else result.likelihood
+            if likelihood:
+                check_finite(likelihood.nats + likelihood.divergence, "log-likelihood")
+        return adapter.dump_python(results_of_call)
+
     results: dict[_T, _Result] = {}
+    size = batch_size * batches
     for start in range(0, len(requests), size):
         progress.update(start, len(requests), "requests")
-        batch: Sequence[_T] = requests[start : start + size]
-        content = cache.result([*map(repr, batch)], partial(compute, batch))
-        results |= zip(batch, adapter.validate_python(content), strict=True)
+        requests_of_call = requests[start : start + size]
+        content = cache.result(
+            [*map(repr, requests_of_call)], partial(compute_json, requests_of_call)
+        )
+        results |= zip(requests_of_call, adapter.validate_python(content), strict=True)
     return results
 
 

@@ -112,8 +112,6 @@ class Reply:
     """Loss on the reference, in bits per byte."""
     windows: tuple[Likelihood, ...] = ()
     """Likelihood of a Pair's continuation, or of each window of a Document."""
-    tokens: int = 0
-    """Number of tokens of a Document."""
 
     @property
     def nats(self) -> float:

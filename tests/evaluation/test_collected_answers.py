@@ -29,7 +29,6 @@ from fake_engines import (
 from harness_files import GENERATION, custom_task
 from hypothesis import given
 from hypothesis import strategies as st
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tiny import SimulatedKill
 from tokenizers import Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
@@ -38,7 +37,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import Policy, answers
+from moe_lab.evaluation import Policy
 from moe_lab.evaluation.answers import ResultCache, collect_answers, render_prompt
 from moe_lab.evaluation.engines import (
     Engine,
@@ -217,22 +216,11 @@ def test_rows_of_a_question_are_scored_together_longest_first() -> None:
     assert [len(batch) for batch in several.batches_done] == [32, 32, 6]
 
 
-@given(tokens=st.lists(st.integers(0, 9), min_size=1, max_size=30), length=st.integers(1, 12))
-def test_windows_from_nothing_are_those_of_lm_eval(tokens: list[int], length: int) -> None:
-    windows = get_rolling_token_windows(tokens, prefix_token=99, max_seq_len=length, context_len=1)
-    expected = [(context, predicted) for context, predicted in map(make_disjoint_window, windows)]
-    rows = answers._rolling_windows([99, *tokens], length)
-    assert [
-        (list(row.tokens[: row.start]), list(row.tokens[row.start :])) for row in rows
-    ] == expected
-
-
 def test_windows_of_a_document_cover_it_once() -> None:
     engine = Sums(length=16)
     items = [Item("1", (Document("a b c d e f g h", 3, windows=2),))]
     ((answer,),) = collect_answers(engine, [(BENCHMARK, items)])
     assert [window.tokens for window in answer.reply.windows] == [2, 2]
-    assert answer.reply.tokens == 8
     for length, text in ((1, "a b"), (17, "a b"), (3, "a")):
         with pytest.raises(
             UserError, match=rf"length={re.escape(str(length))}|expected at least two"

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import preloaded
 import pytest
 import torch
@@ -333,12 +334,11 @@ def measured(subject: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> 
     last window is shorter than others."""
     folder = tmp_path_factory.mktemp("perplexity")
     (folder / "text.txt").write_text(TEXT)
-    reports = {"perplexity": "perplexity", "bits": "bits_per_byte", "loss": "loss"}
     benchmark = BenchmarkConfig(
         name="perplexity",
         harness="perplexity",
         task=str(folder / "text.txt"),
-        reports={**reports, "kl": "kl", "disagreement": "disagreement"},
+        reports={name: name for name in ("perplexity", "kl", "disagreement")},
         parameters={"length": WINDOW},
         batch_size=3,
     )
@@ -379,16 +379,12 @@ def test_perplexity_and_distance_equal_an_independent_computation(
     assert 1 < len(window_losses[-1]) < WINDOW - 1
     assert len(window_losses) > 3
     losses = torch.cat(window_losses)
-    tokens = len(losses) + len(window_losses)
     mean = float(losses.mean())
-    bits = mean * tokens / len(TEXT.encode()) / math.log(2)
     log_p, log_q = (torch.cat(windows) for windows in zip(*measured.windows, strict=True))
     kl = float((log_p.exp() * (log_p - log_q)).sum(1).mean())
     disagreement = float((log_p.argmax(1) != log_q.argmax(1)).double().mean())
     for name, expected, scale, unit in (
-        ("loss", mean, "loss", "nats per token"),
         ("perplexity", math.exp(mean), "perplexity", "nats per token"),
-        ("bits", bits, "loss", "bits per byte"),
         ("kl", kl, "loss", "nats per token"),
         ("disagreement", disagreement, "loss", "share of tokens"),
     ):
@@ -397,15 +393,15 @@ def test_perplexity_and_distance_equal_an_independent_computation(
         assert (result["scale"], result["unit"]) == (scale, unit)
         assert result["n"] == len(window_losses)
     assert 0 == measured.unpruned["kl"]["score"] == measured.unpruned["disagreement"]["score"] < kl
-    loss, perplexity = measured.results["loss"], measured.results["perplexity"]
-    assert loss["stderr"] > 0
-    assert perplexity["stderr"] == pytest.approx(loss["stderr"] * perplexity["score"])
-    rows = [row for row in samples(measured.folder) if row["benchmark"] == "loss"]
+    rows = [row for row in samples(measured.folder) if row["benchmark"] == "perplexity"]
     outcomes = [float(window.mean()) for window in window_losses]
+    counts = [len(window) for window in window_losses]
     assert [row["outcome"] for row in rows] == pytest.approx(outcomes, rel=1e-4)
-    assert [row["units"] for row in rows] == [len(window) for window in window_losses]
-    total = sum(row["outcome"] * row["units"] for row in rows)
-    assert total / sum(row["units"] for row in rows) == pytest.approx(loss["score"], rel=1e-4)
+    assert [row["units"] for row in rows] == counts
+    # the standard error of the mean loss, times the derivative of exp
+    deviations = np.multiply(counts, np.subtract(outcomes, mean))
+    stderr = np.linalg.norm(deviations) / sum(counts) * math.exp(mean)
+    assert measured.results["perplexity"]["stderr"] == pytest.approx(stderr, rel=1e-3)
 
 
 def test_divergence_rises_with_the_stored_tokens_up_to_the_exact_one() -> None:

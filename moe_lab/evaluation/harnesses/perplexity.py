@@ -1,9 +1,8 @@
-"""Perplexity and bits per byte of a text, over windows that do not overlap, and the distance of a
+"""Perplexity of a text, over windows that do not overlap, and the distance of a
 pruned model from the unpruned model on this text."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from moe_lab.calibration import IdentifiedText, held_out_text, plain_text, shares_and_sets
@@ -18,8 +17,6 @@ from moe_lab.result_files import Sample, Scale
 
 UNITS = {
     "perplexity": "nats per token",
-    "loss": "nats per token",
-    "bits_per_byte": "bits per byte",
     "kl": "nats per token",
     "disagreement": "share of tokens",
 }
@@ -63,25 +60,21 @@ class Perplexity(Harness):
         predicted.
 
         Results are means over all predicted tokens: of the loss in nats per token, of the KL
-        divergence, or of disagreements. The perplexity is exp(loss). The bits per byte are loss /
-        ln 2 * (tokens of the text) / (bytes of the text).
+        divergence, or of disagreements. The perplexity is exp(loss).
         """
         (answer,) = answers
-        text = answer.prompt
         windows = answer.reply.windows
-        # factor from nats per token to bits per byte
-        factor = answer.reply.tokens / len(text.encode("utf-8")) / math.log(2)
         samples: list[Sample] = []
         results = []
         for name, metric in benchmark.reports.items():
             of_result: list[Sample] = []
             for number, window in enumerate(windows):
                 totals = {
+                    "perplexity": -window.nats,
                     "kl": window.divergence,
                     "disagreement": window.disagreements,
-                    "bits_per_byte": -window.nats * factor,
                 }
-                loss = totals.get(metric, -window.nats) / window.tokens
+                loss = totals[metric] / window.tokens
                 sample = answer.sample(name, loss, extracted="", output="")
                 of_result.append({**sample, "item": str(number), "units": window.tokens})
             scale: Scale = "perplexity" if metric == "perplexity" else "loss"
@@ -90,7 +83,7 @@ class Perplexity(Harness):
         protocol = {
             "length": windows[0].tokens + 1,  # with the first token, which is not predicted
             "predicted_tokens": sum(window.tokens for window in windows),
-            "prompt": text[:200],
+            "prompt": answer.prompt[:200],
         }
         return Graded(results, samples, protocol)
 
