@@ -169,32 +169,3 @@ def perplexity(
         total = total + math.fsum(losses)
         count = count + len(losses)
     return math.exp(total / count)
-
-
-def word_perplexity(model: Any, tokenizer: Any, pages: list[tuple[str, str]], length: int) -> float:
-    """exp of the loss per word of whole documents.
-
-    pages: pairs (text that is scored, text whose words are counted), one per document. A document
-    begins with the end-of-text token and is read in windows of `length` tokens, each of which
-    predicts `length` tokens. The last window starts earlier, so that it is full, and predicts only
-    the remaining tokens.
-    """
-    total = 0.0
-    words = 0
-    for scored_text, counted_text in pages:
-        tokens = [tokenizer.eos_token_id, *tokenizer(scored_text, verbose=False).input_ids]
-        done = 1  # tokens before this one are predicted
-        while done < len(tokens):
-            end = min(done + length, len(tokens))
-            start = max(0, end - 1 - length)
-            with torch.inference_mode():
-                logits = (
-                    model(torch.tensor([tokens[start : end - 1]]))
-                    .logits[0]
-                    .double()
-                    .log_softmax(-1)
-                )
-            total -= math.fsum(float(logits[k - 1 - start, tokens[k]]) for k in range(done, end))
-            done = end
-        words += len(re.split(r"\s+", counted_text))
-    return math.exp(total / words)

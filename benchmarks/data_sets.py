@@ -4,8 +4,7 @@ hub."""
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ Rows = Sequence[Mapping[str, Any]]
 FILES = {
     "winogrande": "winogrande_xl_validation",
     "piqa": "piqa_valid",
-    "wikitext2_word": "wikitext2_test",
     "gsm8k_8shot": "gsm8k_test",
 }
 """Benchmark -> stem of its file, where this is not BENCHMARK_SPLIT."""
@@ -40,7 +38,7 @@ def write_data_set(folder: Path, parts: Mapping[tuple[str, str], Rows]) -> Path:
 def file_name(benchmark: BenchmarkConfig) -> str:
     """Name of the file with the evaluated split of a benchmark, such as arc_easy_test.jsonl."""
     stem = FILES.get(benchmark.name, f"{benchmark.name}_{benchmark.split}")
-    return f"{stem}.txt" if benchmark.name.startswith("wikitext2") else f"{stem}.jsonl"
+    return f"{stem}.txt" if benchmark.name == "wikitext2" else f"{stem}.jsonl"
 
 
 def mirror_files(benchmark: BenchmarkConfig, data: Path, scratch: Path) -> None:
@@ -48,8 +46,11 @@ def mirror_files(benchmark: BenchmarkConfig, data: Path, scratch: Path) -> None:
     temporary files go to `scratch`."""
     split = str(benchmark.split)
     file = data / file_name(benchmark)
-    is_text = file.suffix == ".txt"
-    rows = list(_text_rows(benchmark, file)) if is_text else read_rows(file)
+    if file.suffix == ".txt":
+        text = file.read_text(encoding="utf-8")
+        rows = [{"text": line} for line in wikitext_lines(text)]  # as on the hub
+    else:
+        rows = read_rows(file)
     labels = file.with_name(f"{file.stem}_labels.lst")
     if labels.is_file():
         rows = [
@@ -61,19 +62,3 @@ def mirror_files(benchmark: BenchmarkConfig, data: Path, scratch: Path) -> None:
         subset = benchmark.subset or (row["subject"] if benchmark.name == "mmlu" else "default")
         parts.setdefault((subset, split), []).append(row)
     make(benchmark, write_data_set(scratch / benchmark.name, parts))
-
-
-def _text_rows(benchmark: BenchmarkConfig, file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of WikiText as on the hub: lines for wikitext2, documents for
-    wikitext2_word."""
-    text = file.read_text(encoding="utf-8")
-    if benchmark.name == "wikitext2":
-        yield from ({"text": line} for line in wikitext_lines(text))
-        return
-    page: list[str] = []
-    for line in [*text.split("\n"), None]:
-        if line is None or re.fullmatch(r" *= [^=].*[^=] = *", line):
-            if "".join(page).strip():
-                yield {"page": "\n".join(page)}
-            page = []
-        page.append(line or "")

@@ -47,7 +47,7 @@ from moe_lab.evaluation.mirror import benchmarks
 from moe_lab.paths import resolve
 
 CHOICES = ("arc_challenge", "arc_easy", "openbookqa", "winogrande", "piqa", "mmlu")
-TEXTS = ("wikitext2", "wikitext2_word")
+TEXT = "wikitext2"
 BAR_SPEED = 1.05
 BAR_PERPLEXITY = 1e-4
 
@@ -62,13 +62,13 @@ def main() -> int:
     )
     failed = False
     with tempfile.TemporaryDirectory() as root:
-        configs = benchmarks([*CHOICES, *TEXTS], root)
+        configs = benchmarks([*CHOICES, TEXT], root)
         for benchmark in configs:
             mirror_files(benchmark, arguments.data, Path(root, "source"))
         configs = [replace(config, limit=arguments.limit, batch_size=16) for config in configs]
         if "equal" in arguments.parts:
             for benchmark in configs:
-                differs = _text_differs if benchmark.name in TEXTS else _items_differ
+                differs = _text_differs if benchmark.name == TEXT else _items_differ
                 failed |= differs(engine, benchmark)
         if "speed" in arguments.parts:
             limited = [
@@ -156,21 +156,10 @@ def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
 def _text_differs(engine: LoadedModel, benchmark: BenchmarkConfig) -> bool:
     """Print a perplexity and the reference; True when their ratio differs from 1 by more than
     BAR_PERPLEXITY."""
-    model = engine.model
-    tokenizer = engine.tokenizer
-    if benchmark.harness == "perplexity":
-        text = "\n\n".join(row["text"] for row in mirror.rows(benchmark))
-        reference = choices.perplexity(
-            model, tokenizer, text, benchmark.parameters["length"], benchmark.limit
-        )
-    else:
-        from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
-
-        pages = [
-            (wikitext_detokenizer(row), row["page"])
-            for row in mirror.rows(benchmark)[: benchmark.limit]
-        ]
-        reference = choices.word_perplexity(model, tokenizer, pages, engine.max_length or 0)
+    text = "\n\n".join(row["text"] for row in mirror.rows(benchmark))
+    reference = choices.perplexity(
+        engine.model, engine.tokenizer, text, benchmark.parameters["length"], benchmark.limit
+    )
     (result,) = _graded(engine, benchmark).results
     deviation = abs(result["score"] / reference - 1)
     print(

@@ -302,8 +302,6 @@ class _Questions:
     def _windows(self, document: Document, tokens: Sequence[int]) -> list[Row]:
         """The rows of a document, one for each window."""
         limit = self.max_length
-        if document.from_nothing:
-            return self._rolling_windows(tokens)
         length = document.length or min(USUAL_LENGTH, limit or USUAL_LENGTH)
         if length < 2 or (limit is not None and length > limit):
             raise UserError(
@@ -317,19 +315,6 @@ class _Questions:
                 f"{self.name}: its text has {len(tokens)} tokens: expected at least two"
             )
         return rows
-
-    def _rolling_windows(self, tokens: Sequence[int]) -> list[Row]:
-        """Rows that together predict each of `tokens` once, made by lm-eval. The first of the
-        tokens is only predicted after a `first_token`."""
-        # only lm-eval's tasks have such documents, and other benchmarks do without lm-eval
-        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-
-        first, *predicted = [token for token in (self.first_token, *tokens) if token is not None]
-        windows = get_rolling_token_windows(
-            predicted, first, self.max_length or USUAL_LENGTH, context_len=1
-        )
-        pairs = map(make_disjoint_window, windows)
-        return [Row((*context, *continuation), len(context)) for context, continuation in pairs]
 
     def _add_prompts(self) -> None:
         """Set the prompts of the queries whose request is a `Text`.

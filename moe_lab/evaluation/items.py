@@ -49,16 +49,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Document:
-    """Request for the likelihood of a whole text, window by window.
-
-    By default windows do not overlap, and the first token of each window is not predicted. With
-    `from_nothing` every token of the text is predicted, as by lm-eval.
-    """
+    """Request for the likelihood of a whole text, window by window. Windows do not overlap, and the
+    first token of each window is not predicted."""
 
     text: str
     length: int | None = None
     """Tokens of a window; None for 2048, or as many as the model can read if these are fewer."""
-    from_nothing: bool = False
     windows: int | None = None
     """Largest number of windows."""
 

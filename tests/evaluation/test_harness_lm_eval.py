@@ -42,7 +42,6 @@ from harness_files import (
 )
 from lm_eval.api.filter import Filter
 from lm_eval.api.registry import register_filter
-from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 from transformers import AutoTokenizer
 
 from benchmarks import choices
@@ -146,7 +145,7 @@ CONTINUATIONS = [{"q": "A bird sleeps in a", "a": "nest"}, {"q": "A cat is a", "
 
 
 def test_answers_are_graded_by_their_likelihoods(subject: LoadedModel, tmp_path: Path) -> None:
-    """Perplexity is that of the mean likelihood; outcomes are losses."""
+    """By `acc`, whether the model would write the answer. Perplexities are refused."""
     definition = {
         "output_type": "loglikelihood",
         "doc_to_text": "{{q}}",
@@ -154,20 +153,16 @@ def test_answers_are_graded_by_their_likelihoods(subject: LoadedModel, tmp_path:
         "target_delimiter": "",
         "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
     }
-    reports = {"p": "perplexity", "p,none": "perplexity,none", "a": "acc"}
-    grades = evaluate(subject, custom_task(tmp_path, CONTINUATIONS, definition, reports=reports))
+    reports = {"a": "acc", "a,none": "acc,none"}
+    benchmark = custom_task(tmp_path, CONTINUATIONS, definition, reports=reports)
+    graded = evaluate(subject, benchmark)
     values = [log_likelihood(subject, item["q"], f" {item['a']}") for item in CONTINUATIONS]
-    perplexity, filtered, accuracy = grades.results
-    assert (filtered["score"], filtered["stderr"]) == (perplexity["score"], perplexity["stderr"])
-    assert perplexity["score"] == pytest.approx(math.exp(-np.mean(values)), rel=1e-3)
-    # times sqrt 2: the standard error of the mean of two, uncorrected
-    half = abs(values[0] - values[1]) / 2
-    assert perplexity["stderr"] == pytest.approx(perplexity["score"] * half / np.sqrt(2), rel=1e-2)
-    losses = [sample["outcome"] for sample in grades.samples if sample["benchmark"] == "p"]
-    assert losses == pytest.approx([-value for value in values], abs=1e-3)
-    assert accuracy["score"] in (0.0, 0.5, 1.0)
-    scales = [(result["scale"], result["unit"]) for result in grades.results]
-    assert scales == [("perplexity", "nats per answer")] * 2 + [("score", "")]
+    assert graded.results[0]["score"] == graded.results[1]["score"]
+    assert graded.results[0]["score"] in (0.0, 0.5, 1.0)
+    outputs = [json.loads(str(sample["output"])) for sample in graded.samples[:2]]
+    assert np.allclose(outputs, np.transpose([values]), atol=1e-3)
+    with pytest.raises(UserError, match=r"metric=perplexity of own is a perplexity.*acc"):
+        run.list_items(replace(benchmark, reports={"own": "perplexity"}))
 
 
 @pytest.mark.parametrize("higher", [True, False])
@@ -252,10 +247,10 @@ MEDIAN = {"metric": "acc", "aggregation": "median", "higher_is_better": True}
         ([{**BIRD, "label": 1.0}], MULTIPLE_CHOICE, {}, "item 0 .*label=1.0"),
         ([{**BIRD, "label": ["nest"]}], MULTIPLE_CHOICE, {}, "item 0 .*label="),
         (
-            [{"q": "A bird."}, {"q": ""}],
+            [{"q": "A bird."}],
             {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{q}}"},
-            {"reports": {"own": "bits_per_byte"}},
-            "item 1 is empty",
+            {},
+            "own scores whole documents: .*harness=perplexity",
         ),
         (
             [{**BIRD, "label": 1}, {**BIRD, "label": -1}],
@@ -589,107 +584,42 @@ def test_every_question_of_a_group_counts_the_same(reader: LoadedModel, tmp_path
     assert limited.results[0]["n"] == 59
 
 
-def mirrored_group(
-    folder: Path, task: str, of_lm_eval: str, parts: dict[str, Rows]
-) -> BenchmarkConfig:
-    """A group of lm-eval in the folder `of_lm_eval`, with a mirror of the rows of each subset."""
-    benchmark = BenchmarkConfig(
-        name=task,
-        harness="lm_eval",
-        task=task,
-        data="owner/data",
-        split="test",
-        root=str(folder / "data"),
-        parameters={"folder": of_lm_eval},
-    )
-    mirror.make(
-        benchmark,
-        write_data_set(folder / "source", {(name, "test"): rows for name, rows in parts.items()}),
-    )
-    return benchmark
-
-
 @pytest.mark.parametrize("metric", ["acc", "acc,none", "acc_norm"])
 def test_metric_of_a_group_with_other_weights_is_refused(tmp_path: Path, metric: str) -> None:
     """The group has weight_by_size=false, and a rule for acc alone."""
     tasks = Path(lm_eval.__file__).parent / "tasks/bhs"
     row = {"context": "Bird sleeps in a", "ending_good": "nest.", "ending_bad": "kennel."}
-    parts = {file.stem: [row] for file in tasks.glob("basque-*.yaml")}
-    group = mirrored_group(tmp_path, "bhs_basque", "bhs", parts)
-    benchmark = replace(group, reports={"bhs": metric})
-    with pytest.raises(UserError, match=rf"metric={metric} of bhs_basque.*such as basque"):
+    parts = {(file.stem, "test"): [row] for file in tasks.glob("basque-*.yaml")}
+    benchmark = BenchmarkConfig(
+        name="bhs_basque",
+        harness="lm_eval",
+        task="bhs_basque",
+        data="owner/data",
+        split="test",
+        root=str(tmp_path / "data"),
+        reports={"bhs": metric},
+        parameters={"folder": "bhs"},
+    )
+    mirror.make(benchmark, write_data_set(tmp_path / "source", parts))
+    with pytest.raises(UserError, match=rf"metric={metric} of bhs_basque.*such as bhs__basque"):
         run.list_items(benchmark)
-
-
-def test_perplexity_of_several_tasks_is_refused(reader: LoadedModel, tmp_path: Path) -> None:
-    """lm-eval takes the mean of their perplexities, which is no perplexity."""
-    folder = Path(lm_eval.__file__).parent / "tasks/uncheatable_eval"
-    names = [
-        file.stem.removeprefix("uncheatable_eval_")
-        for file in folder.glob("uncheatable_eval_*.yaml")
-    ]
-    rows: Rows = [{"category": name, "content": "A bird sleeps in a nest."} for name in names]
-    benchmark = mirrored_group(tmp_path, "uncheatable_eval", "uncheatable_eval", {"default": rows})
-    with pytest.raises(UserError, match=r"metric=bits_per_byte.*expected one task"):
-        evaluate(
-            Unasked(reader.model, reader.tokenizer),
-            replace(benchmark, reports={"bits": "bits_per_byte"}),
-        )
-
-
-def wikitext(
-    name: str, folder: Path, published_data: Callable[[str, str], Path]
-) -> BenchmarkConfig:
-    """A benchmark of the first articles of WikiText-2, with its mirror; `python -m
-    benchmarks.evaluation` takes all articles."""
-    (benchmark,) = benchmarks([name], str(folder / "data"))
-    file = published_data(file_name(benchmark), f"{benchmark.split} of {benchmark.data}")
-    lines = file.read_text().split("\n")[:200]
-    (folder / file.name).write_text("\n".join(lines) + "\n")
-    mirror_files(replace(benchmark, expected=None), folder, folder / "source")
-    return benchmark
 
 
 def test_perplexity_of_windows_equals_an_independent_computation(
     reader: LoadedModel, tmp_path: Path, published_data: Callable[[str, str], Path]
 ) -> None:
-    benchmark = wikitext("wikitext2", tmp_path, published_data)
+    """Of the first articles of WikiText-2; `python -m benchmarks.evaluation` takes all."""
+    (benchmark,) = benchmarks(["wikitext2"], str(tmp_path / "data"))
+    file = published_data(file_name(benchmark), f"{benchmark.split} of {benchmark.data}")
+    lines = file.read_text().split("\n")[:200]
+    (tmp_path / file.name).write_text("\n".join(lines) + "\n")
+    mirror_files(replace(benchmark, expected=None), tmp_path, tmp_path / "source")
     windows = replace(benchmark, limit=3, parameters={"length": 256}, batch_size=2)
     text = "\n\n".join(row["text"] for row in mirror.rows(windows))
     (result,) = evaluate(reader, windows).results
     expected = choices.perplexity(reader.model, reader.tokenizer, text, 256, 3)
     assert result["score"] == pytest.approx(expected, rel=1e-4)
     assert result["n"] == 3
-
-
-def test_perplexities_of_pages_equal_an_independent_computation(
-    reader: LoadedModel, tmp_path: Path, published_data: Callable[[str, str], Path]
-) -> None:
-    """Outcomes are in the unit of the result."""
-    pages = replace(wikitext("wikitext2_word", tmp_path, published_data), max_length=512)
-    metrics = ("word_perplexity", "byte_perplexity", "bits_per_byte")
-    rows = mirror.rows(replace(pages, expected=2))
-    reports = {metric: metric for metric in metrics}
-    grades = evaluate(reader, replace(pages, reports=reports, expected=len(rows)))
-    texts = [(wikitext_detokenizer(row), row["page"]) for row in rows]
-    perplexity = choices.word_perplexity(reader.model, reader.tokenizer, texts, 512)
-    word, byte, bits = grades.results
-    word_count = sum(len(re.split(r"\s+", page)) for _, page in texts)
-    size = sum(len(page.encode()) for _, page in texts)
-    assert word["score"] == pytest.approx(perplexity, rel=1e-4)
-    assert np.log(byte["score"]) * size == pytest.approx(np.log(perplexity) * word_count, rel=1e-4)
-    assert bits["score"] == pytest.approx(np.log2(byte["score"]), rel=1e-6)
-    assert word["stderr"] is not None
-    assert word["n"] == len(texts) > 1
-    units = ["nats per word", "nats per byte", "bits per byte"]
-    assert [result["unit"] for result in grades.results] == units
-    assert bits["scale"] == "loss"
-    of_bits = [sample for sample in grades.samples if sample["benchmark"] == "bits_per_byte"]
-    weights = [sample["units"] for sample in of_bits]
-    mean = np.average([sample["outcome"] for sample in of_bits], weights=weights)
-    assert mean == pytest.approx(bits["score"])
-    outcomes = [s["outcome"] for s in grades.samples if s["benchmark"] == "word_perplexity"]
-    assert min(outcomes) <= np.log(perplexity) <= max(outcomes)
 
 
 def test_examples_are_shown_and_drawn_the_same_every_time(

@@ -23,12 +23,11 @@ from moe_lab.evaluation.adapters.lm_eval_tasks import (
 )
 from moe_lab.evaluation.harness import (
     Graded,
-    loss_result,
     mean_result,
     parsed_metric,
     with_item_outcomes,
 )
-from moe_lab.evaluation.items import Answer, Document, Item, Pair, Reply, Text
+from moe_lab.evaluation.items import Answer, Item, Pair, Reply, Text
 from moe_lab.json_files import fits
 from moe_lab.result_files import Result, Sample, Scale
 
@@ -62,7 +61,7 @@ class _Row:
 def items(benchmark: BenchmarkConfig) -> Iterator[Item]:
     """Yield the items of a task, or of a group of tasks.
 
-    Raises UserError for a metric whose standard error cannot be computed, for an empty document,
+    Raises UserError for a metric whose standard error cannot be computed, for a task of documents,
     and for a task that needs sampling, runs programs or shows images.
     """
     for metric in benchmark.reports.values():
@@ -126,17 +125,8 @@ def _questions(benchmark: BenchmarkConfig) -> list[_Question]:
     return questions
 
 
-def _request(
-    request: Instance, question: _Question, benchmark: BenchmarkConfig
-) -> Text | Pair | Document:
+def _request(request: Instance, question: _Question, benchmark: BenchmarkConfig) -> Text | Pair:
     """Convert a request of lm-eval into a request of moe_lab."""
-    if request.request_type == "loglikelihood_rolling":
-        if not request.args[0]:
-            raise UserError(
-                f"benchmark {benchmark.name}: the document of item {question.name} is empty: "
-                "expected a text"
-            )
-        return Document(request.args[0], from_nothing=True)
     context, continuation_or_settings = request.args[:2]
     if benchmark.chat:  # the context is a conversation in JSON
         context = json.loads(context)
@@ -156,8 +146,6 @@ def _request(
 def _right_answer(question: _Question) -> str:
     """The right answer of an item as a text; several are a list in JSON."""
     task = question.task
-    if task.OUTPUT_TYPE == "loglikelihood_rolling":
-        return ""
     label = label_of(task, question.doc)
     if task.OUTPUT_TYPE == "multiple_choice" and isinstance(label, int):
         label = task.doc_to_choice(question.doc)[label]
@@ -258,9 +246,7 @@ def _response(request_type: str, reply: Reply) -> Any:
     """A reply as lm-eval's response to a request."""
     if request_type == "generate_until":
         return reply.text or ""
-    if request_type == "loglikelihood":
-        return reply.nats, reply.windows[0].likeliest
-    return reply.nats  # loglikelihood_rolling
+    return reply.nats, reply.windows[0].likeliest  # loglikelihood
 
 
 def _rows_of_metric(metric: str, rows: Sequence[_Row], benchmark: BenchmarkConfig) -> list[_Row]:
@@ -280,13 +266,16 @@ def _rows_of_metric(metric: str, rows: Sequence[_Row], benchmark: BenchmarkConfi
 
 
 _MEANS = (metrics.mean, metrics.nanmean)
-_LOSS_AGGREGATIONS: Mapping[Aggregation, tuple[Scale, str, float]] = {
-    metrics.perplexity: ("perplexity", "nats per answer", 1.0),
-    metrics.weighted_perplexity: ("perplexity", "", 1.0),
-    metrics.bits_per_byte: ("loss", "bits per byte", 1 / math.log(2)),
-}
-"""lm-eval's aggregation of log-likelihoods -> (scale, unit of the loss, factor from nats to this
-unit)."""
+_REFUSED = (
+    metrics.bits_per_byte,
+    metrics.bypass,
+    metrics.median,
+    metrics.perplexity,
+    metrics.ter,
+    metrics.weighted_perplexity,
+)
+"""Functions that are slow without each item (ter), or whose result the outcomes of items do not
+give."""
 
 
 def _aggregation(metric: str, benchmark: BenchmarkConfig) -> Aggregation:
@@ -297,19 +286,12 @@ def _aggregation(metric: str, benchmark: BenchmarkConfig) -> Aggregation:
     single, *_ = parsed_metric(metric)
     for name, task in tasks_by_name.items():
         aggregation = task.aggregation().get(single.partition(",")[0], metrics.mean)
-        is_refused = aggregation in (metrics.median, metrics.bypass, metrics.ter)
-        if is_refused or (single != metric and aggregation not in _MEANS):
+        if aggregation in _REFUSED or (single != metric and aggregation not in _MEANS):
             raise UserError(
                 f"benchmark {benchmark.name}: metric={metric} of {name} is a "
                 f"{aggregation.__name__}, which has no outcome of an item: expected another "
                 f"metric, such as {', '.join(task.aggregation())}"
             )
-    if aggregation in _LOSS_AGGREGATIONS and len(tasks_by_name) > 1:
-        raise UserError(
-            f"benchmark {benchmark.name}: metric={metric} of {len(tasks_by_name)} tasks together: "
-            "lm-eval takes the mean of their perplexities, which has no outcome of an item, "
-            f"expected one task, such as {next(iter(tasks_by_name))}"
-        )
     return aggregation
 
 
@@ -319,30 +301,15 @@ def _result(
     """The result named `result_name` and its samples. `all_rows`: the rows of all filters."""
     single, *_ = parsed_metric(metric)  # the metric of one answer
     rows = _rows_of_metric(single, all_rows, benchmark)
-    aggregation = _aggregation(metric, benchmark)
     metric_name = single.partition(",")[0]
-    if aggregation not in _LOSS_AGGREGATIONS:
-        outcomes = _outcomes(rows, metric_name, aggregation)
-        samples = with_item_outcomes(
-            [_sample(result_name, metric_name, *pair) for pair in zip(rows, outcomes, strict=True)],
-            metric,
-        )
-        scale: Scale = (
-            "score" if rows[0].question.task.higher_is_better().get(metric_name, True) else "loss"
-        )
-        return mean_result(result_name, metric, samples, benchmark, scale), samples
-    scale, unit, factor_from_nats = _LOSS_AGGREGATIONS[aggregation]
-    samples = []
-    for row in rows:
-        # A log-likelihood or, for a weighted perplexity, (log-likelihood, weight). The weight is a
-        # number of units, such as words.
-        value = row.metrics[metric_name]
-        nats, weight = value if isinstance(value, tuple) else (value, 1.0)
-        loss = -nats / weight * factor_from_nats
-        samples.append({**_sample(result_name, metric_name, row, loss), "units": weight})
-    # such as "nats per word" for word_perplexity
-    unit = unit or f"nats per {metric_name.partition('_')[0]}"
-    return loss_result(result_name, metric, samples, benchmark, scale, unit), samples
+    outcomes = _outcomes(rows, metric_name, _aggregation(metric, benchmark))
+    samples = with_item_outcomes(
+        [_sample(result_name, metric_name, *pair) for pair in zip(rows, outcomes, strict=True)],
+        metric,
+    )
+    higher_is_better = rows[0].question.task.higher_is_better().get(metric_name, True)
+    scale: Scale = "score" if higher_is_better else "loss"
+    return mean_result(result_name, metric, samples, benchmark, scale), samples
 
 
 def _outcomes(rows: Sequence[_Row], metric_name: str, aggregation: Aggregation) -> list[float]:
@@ -403,8 +370,6 @@ def _sample(result_name: str, metric: str, row: _Row, outcome: float) -> Sample:
         # lm-eval has graded an unfinished thought as ""
         extracted = "" if row.answer.reply.text is None else str(row.extracted[0])
         return row.answer.sample(result_name, outcome, extracted)
-    if request_type == "loglikelihood_rolling":
-        return row.answer.sample(result_name, outcome, "", json.dumps(round(nats[0], 4)))
     sample = row.answer.sample(
         result_name,
         outcome,

@@ -173,6 +173,11 @@ def _configure(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
                 f"benchmark {benchmark.name}: {name} is {feature}, which is not supported: "
                 "expected another"
             )
+    if task.OUTPUT_TYPE == "loglikelihood_rolling":
+        raise UserError(
+            f"benchmark {benchmark.name}: {name} scores whole documents: expected another task, or "
+            "harness=perplexity"
+        )
     split = _evaluated_split(task)
     if benchmark.split is not None and split != benchmark.split:
         raise UserError(
