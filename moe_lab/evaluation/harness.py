@@ -75,15 +75,15 @@ class Harness(ABC):
     numbers if it is an int."""
     boolean_parameters: tuple[str, ...] = ()
     """Keys of benchmark.parameters whose values are true or false."""
-    mirrored: bool | None = None
-    """Whether benchmark data is a mirror (True), or files that suite.path or task names (False);
-    None: both are supported."""
+    data: bool | None = None
+    """Whether benchmark.data must be set, so that a mirror is read (True), or must not be set, so
+    that the files of suite.path or task are read (False); None: both are supported."""
     chat: bool | None = None
-    """The only supported value of benchmark.chat; None: both values are supported."""
-    least_new_tokens = 1
-    """Smallest benchmark.max_new_tokens; 0 for a harness that can do with likelihoods alone."""
-    shows_examples = False
-    """Whether the harness can put solved examples before a question."""
+    """As `data`, for benchmark.chat."""
+    max_new_tokens: bool | None = True
+    """As `data`, for benchmark.max_new_tokens."""
+    shots: bool | None = False
+    """As `data`, for benchmark.shots."""
     judged = False
     """Whether a judge scores the answers."""
     votes = False
@@ -199,8 +199,8 @@ class Harness(ABC):
     def setting_errors(self, benchmark: BenchmarkConfig) -> Iterator[str]:
         """Yield a sentence for each setting or file of the benchmark that is wrong on every
         machine."""
-        # a harness that reads only mirrors (True) has no files to check
-        if benchmark.data is None and self.mirrored is not True:
+        # a harness that reads only mirrors has no files to check
+        if benchmark.data is None and not self.data:
             yield from user_errors(self.check_data, benchmark)
         name = f"benchmark {benchmark.name}"
         yield from (f"{name}: {problem}" for problem in self._wrong_settings(benchmark))
@@ -236,23 +236,14 @@ class Harness(ABC):
         not support."""
         if not benchmark.reports:
             yield "reports is empty: expected result name -> metric"
-        if self.mirrored is True and benchmark.data is None:
-            yield f"data is null, and {benchmark.harness} reads a mirror: expected a hub repository"
-        if self.mirrored is False and benchmark.data is not None:
-            yield f"data={benchmark.data}, but {benchmark.harness} reads files: expected null"
-        if self.chat not in (None, benchmark.chat):
-            actual = str(benchmark.chat).lower()
-            expected = str(self.chat).lower()
-            yield f"chat={actual}: expected chat={expected} with {benchmark.harness}"
+        for name in ("data", "chat", "max_new_tokens", "shots"):
+            value = getattr(benchmark, name)
+            must_be_set = getattr(self, name)
+            if must_be_set not in (None, bool(value)):
+                negation = "" if must_be_set else "not "
+                yield f"{name}={value} must {negation}be set with {benchmark.harness}"
         if benchmark.system_prompt and not benchmark.chat:
             yield "system_prompt is set and chat=false: expected chat=true, or no system prompt"
-        if benchmark.max_new_tokens < self.least_new_tokens:
-            yield (
-                f"max_new_tokens={benchmark.max_new_tokens}: expected {self.least_new_tokens} or "
-                "more"
-            )
-        if benchmark.shots and not self.shows_examples:
-            yield f"shots={benchmark.shots}: expected 0"
 
     def check_data(self, benchmark: BenchmarkConfig) -> None:
         """Check the files of a benchmark without a mirror. UserError if a file is missing, or if a

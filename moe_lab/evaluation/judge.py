@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
@@ -98,28 +97,22 @@ def verdicts(
     endpoint refuses a request.
     """
     unscored_verdicts: list[Verdict] = []
-    stop = threading.Event()
     # the end of this block closes the client, so that its threads stop repeating failed requests
     with _client(judge) as client:
         pool = ThreadPoolExecutor(PARALLEL)
         try:
-            futures = [
-                pool.submit(_verdict, judge, cache, client, prompt, stop) for prompt in prompts
-            ]
+            futures = [pool.submit(_verdict, judge, cache, client, prompt) for prompt in prompts]
             for future in as_completed(futures):
                 verdict = future.result()
                 if verdict.score is None:
                     unscored_verdicts.append(verdict)
-                # If `stop` is set, the endpoint has refused a request. The future of this request
-                # raises an error that is clearer than this one.
-                if len(unscored_verdicts) > max_unscored and not stop.is_set():
+                if len(unscored_verdicts) > max_unscored:
                     raise Unavailable(
                         f"judge {judge.model} at {judge.url} gave no score to "
                         f"{len(unscored_verdicts)} of {len(prompts)} answers, and at most "
                         f"{max_unscored} may go without: {unscored_verdicts[0].reply}"
                     )
         finally:
-            stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
     return [future.result() for future in futures]
 
@@ -139,11 +132,9 @@ def _client(judge: JudgeConfig) -> openai.OpenAI:
     )
 
 
-def _verdict(
-    judge: JudgeConfig, cache: Path, client: openai.OpenAI, prompt: str, stop: threading.Event
-) -> Verdict:
-    """The verdict on one prompt, from the cache or else from the endpoint. If the endpoint refuses
-    the request, sets `stop` and raises Unavailable."""
+def _verdict(judge: JudgeConfig, cache: Path, client: openai.OpenAI, prompt: str) -> Verdict:
+    """The verdict on one prompt, from the cache or else from the endpoint. Raises Unavailable if
+    the endpoint refuses the request."""
     import openai
 
     settings = judge.identity  # without judge.url, so that a cached reply holds for every URL
@@ -155,8 +146,8 @@ def _verdict(
     # a setting that is null in judge.extra is left out of the request
     fields = {"temperature": 0, "max_tokens": judge.max_tokens, **judge.extra}
     sent_fields = {name: value for name, value in fields.items() if value is not None}
-    reason = "canceled"
-    for _ in range(0 if stop.is_set() else UNPARSABLE_ATTEMPTS):
+    reason = ""
+    for _ in range(UNPARSABLE_ATTEMPTS):
         try:
             response = client.chat.completions.with_raw_response.create(
                 model=judge.model,
@@ -174,7 +165,6 @@ def _verdict(
         except openai.APIStatusError as error:
             if error.status_code >= 500 or error.status_code in _BUSY:
                 return Verdict(None, f"HTTP {error.status_code}")
-            stop.set()
             raise Unavailable(
                 f"judge {judge.model} at {judge.url} refused a request with HTTP "
                 f"{error.status_code} ({' '.join(error.message.split()):.200}): check judge.url, "

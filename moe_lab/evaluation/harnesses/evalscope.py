@@ -41,8 +41,8 @@ class EvalScope(ProgramHarness):
 
     metrics = ("acc",)
     question_parameters = ("start_date", "end_date")
-    mirrored = True
-    shows_examples = True
+    data = True
+    shots = None
     votes = True
 
     def items(self, benchmark: BenchmarkConfig) -> Iterator[Item]:

@@ -57,7 +57,7 @@ class FunctionCalls(Harness):
 
     metrics = ("acc",)
     other_parameters = ("answers",)
-    mirrored = False
+    data = False
     chat = True
     gives_tools = True
     reads_path = True

@@ -29,8 +29,8 @@ class LmEval(Harness):
     package = "lm-eval"
     question_parameters = ("folder", "definition", "fewshot_seed")
     numeric_parameters: Mapping[str, float] = {"fewshot_seed": 0}
-    least_new_tokens = 0
-    shows_examples = True
+    max_new_tokens = None
+    shots = None
     votes = True
 
     def items(self, benchmark: BenchmarkConfig) -> Iterator[Item]:

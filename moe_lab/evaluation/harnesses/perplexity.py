@@ -35,7 +35,7 @@ class Perplexity(Harness):
     numeric_parameters: Mapping[str, float] = {"length": 2, "characters": 2, "top": 1}
     question_parameters = tuple(numeric_parameters)
     chat = False
-    least_new_tokens = 0
+    max_new_tokens = False
     reads_path = True
     counts_items = False
 
@@ -102,11 +102,6 @@ class Perplexity(Harness):
                 plain_text(first_document(part), part)
         else:
             self._text(benchmark)
-
-    def _wrong_settings(self, benchmark: BenchmarkConfig) -> Iterator[str]:
-        yield from super()._wrong_settings(benchmark)
-        if benchmark.max_new_tokens:
-            yield f"max_new_tokens={benchmark.max_new_tokens}: expected 0, as no text is generated"
 
     def _text(self, benchmark: BenchmarkConfig) -> str:
         """The text of the benchmark's only file. UserError if it is missing or unreadable."""

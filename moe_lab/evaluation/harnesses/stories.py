@@ -23,7 +23,7 @@ class Stories(Harness):
     """
 
     metrics = ("score",)
-    mirrored = False
+    data = False
     chat = False
 
     def items(self, benchmark: BenchmarkConfig) -> Iterator[Item]:

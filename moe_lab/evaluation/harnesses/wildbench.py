@@ -36,7 +36,7 @@ class WildBench(Harness):
     metrics = ("score",)
     question_parameters = ("tag",)
     other_parameters = ("template",)
-    mirrored = True
+    data = True
     chat = True
     judged = True
 
@@ -63,24 +63,22 @@ class WildBench(Harness):
         assert benchmark.judge is not None
         rows = {row["session_id"]: row for row in _rows(benchmark)}
         judge_template = template(benchmark)
-        judge_prompts = {}  # index of an answer -> prompt
-        for index, answer in enumerate(answers):
+        prompts = []  # "" for an empty answer
+        for answer in answers:
             row = rows[answer.item]
             text = replace_surrogates(answer.reply.text or "")
-            if text.strip():
-                judge_prompts[index] = question(
-                    judge_template, row["conversation_input"], text, row["checklist"]
-                )
+            prompt = question(judge_template, row["conversation_input"], text, row["checklist"])
+            prompts.append(prompt if text.strip() else "")
+        sent_prompts = [*filter(None, prompts)]
         max_unscored = math.floor(UNSCORED_AT_MOST * len(answers))
-        judge_verdicts = judge.verdicts(
-            benchmark.judge, cache_folder("judge"), list(judge_prompts.values()), max_unscored
+        verdicts = iter(
+            judge.verdicts(benchmark.judge, cache_folder("judge"), sent_prompts, max_unscored)
         )
-        verdict_of_answer = dict(zip(judge_prompts, judge_verdicts, strict=True))
         scored_answers = []
         scores = []
         unscored = {}
-        for index, answer in enumerate(answers):
-            verdict = verdict_of_answer.get(index, _EMPTY)
+        for answer, prompt in zip(answers, prompts, strict=True):
+            verdict = next(verdicts) if prompt else _EMPTY
             if verdict.score is None:
                 unscored[answer.item] = verdict.reply
             else:
@@ -88,9 +86,9 @@ class WildBench(Harness):
                 outcome = (verdict.score - judge.LOWEST) / (judge.HIGHEST - judge.LOWEST)
                 scores.append((outcome, verdict.reply))
         protocol = {
-            "unasked": len(answers) - len(judge_prompts),
+            "unasked": len(answers) - len(sent_prompts),
             "unscored": unscored,
-            "judge_prompt": next(iter(judge_prompts.values()), None),
+            "judge_prompt": next(iter(sent_prompts), None),
         }
         return graded_by_mean(scored_answers, benchmark, {"score": scores}, protocol, max_unscored)
 
