@@ -95,9 +95,8 @@ class Sample(TextMeasures):
     """Loss on the right answer after the prompt, in bits per byte of the answer; lower is better.
     None or absent if there is no reference answer, or if its likelihood was not computed."""
     units: NotRequired[float | None]
-    """Weight of the item in the score: number of tokens, words or bytes for a loss or a perplexity,
-    or a weight that makes all tasks of a group count equally. None or absent if all items count
-    equally."""
+    """Weight of the item in the score: number of tokens, words or bytes for a loss or a perplexity.
+    None or absent if all items count equally."""
 
 
 class ResultFile(TypedDict):
@@ -109,8 +108,6 @@ class ResultFile(TypedDict):
     """One result per entry of the benchmark's `reports`."""
     protocol: Document
     """How the results were measured: harness, data digest, limits, sandbox, a rendered prompt."""
-    versions: dict[str, str]
-    """Versions of the libraries that generated and graded."""
 
 
 ITEMS = "items.jsonl.gz"

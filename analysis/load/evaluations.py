@@ -129,7 +129,7 @@ def _origin(
     result: content of its result.json.
     provenance: how the step was computed, from its step.json.
     """
-    versions = {**(provenance.get("versions") or {}), **(result.get("versions") or {})}
+    versions = provenance.get("versions") or {}
     code = provenance.get("code") or {}
     protocol = result.get("protocol") or {}
     commit = code.get("commit")

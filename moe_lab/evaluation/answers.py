@@ -303,10 +303,8 @@ class _Questions:
         """The rows of a document, one for each window."""
         limit = self.max_length
         length = document.length or min(USUAL_LENGTH, limit or USUAL_LENGTH)
-        if length < 2 or (limit is not None and length > limit):
-            raise UserError(
-                f"{self.name}: length={length}: expected 2 to {limit or 'any number of'} tokens"
-            )
+        if limit is not None and length > limit:
+            raise UserError(f"{self.name}: length={length}: expected {limit} tokens or fewer")
         # without overlap, the first token of a window is not predicted
         windows = [tuple(tokens[start : start + length]) for start in range(0, len(tokens), length)]
         rows = [Row(window, 1) for window in windows if len(window) > 1][: document.windows]

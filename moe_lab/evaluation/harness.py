@@ -317,10 +317,9 @@ def mean_result(
     """The result `name`: the mean outcome of the items in the `samples` of this result. The outcome
     of an item is the mean over its answers. The standard error is the standard deviation over items
     (with n - 1) over sqrt(n)."""
-    outcomes_by_item: dict[str, list[float]] = {}
-    for sample in samples:
-        outcomes_by_item.setdefault(sample["item"], []).append(sample["outcome"])
-    outcomes = [fmean(values) for values in outcomes_by_item.values()]
+    outcomes = [
+        fmean(sample["outcome"] for sample in of_item) for of_item in _by_item(samples).values()
+    ]
     n = len(outcomes)
     mean = fmean(outcomes)
     squares = math.fsum((outcome - mean) ** 2 for outcome in outcomes)
@@ -379,13 +378,19 @@ def with_item_outcomes(samples: Sequence[Sample], metric: str) -> list[Sample]:
     _, estimate, count = parsed_metric(metric)
     if not estimate:
         return list(samples)
+    outcomes = {
+        item: _outcome_of_item(of_item, estimate, count)
+        for item, of_item in _by_item(samples).items()
+    }
+    return [{**sample, "outcome": outcomes[sample["item"]]} for sample in samples]
+
+
+def _by_item(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
+    """Item -> samples of its answers."""
     by_item: dict[str, list[Sample]] = {}
     for sample in samples:
         by_item.setdefault(sample["item"], []).append(sample)
-    outcomes = {
-        item: _outcome_of_item(of_item, estimate, count) for item, of_item in by_item.items()
-    }
-    return [{**sample, "outcome": outcomes[sample["item"]]} for sample in samples]
+    return by_item
 
 
 def _outcome_of_item(samples: Sequence[Sample], estimate: str, count: int) -> float:
@@ -417,42 +422,6 @@ def _vote(sample: Sample) -> str | Fraction:
         with suppress(ValueError, ZeroDivisionError):
             return Fraction(text)
     return text
-
-
-def loss_result(
-    name: str,
-    metric: str,
-    samples: Sequence[Sample],
-    benchmark: BenchmarkConfig,
-    scale: Scale,
-    unit: str,
-) -> Result:
-    """The weighted mean loss over the items in `samples` or, for the scale "perplexity", exp of
-    this mean.
-
-    The outcome of a sample is a loss in `unit`; its weight, "units", is a number of tokens, words
-    or bytes. The standard error is the square root of the variance of the mean loss; for a
-    perplexity it is multiplied by exp(mean), the derivative.
-    """
-    losses = [sample["outcome"] for sample in samples]
-    weights = [sample["units"] or 0.0 for sample in samples]
-    mean = fmean(losses, weights)
-    squares = math.fsum(
-        (weight * (loss - mean)) ** 2 for weight, loss in zip(weights, losses, strict=True)
-    )
-    score = math.exp(mean) if scale == "perplexity" else mean
-    # derivative of the score with respect to the mean loss
-    derivative = score if scale == "perplexity" else 1.0
-    return Result(
-        benchmark=name,
-        metric=metric,
-        score=score,
-        scale=scale,
-        unit=unit,
-        stderr=math.sqrt(squares) / math.fsum(weights) * derivative if len(losses) > 1 else None,
-        n=len(losses),
-        expected=benchmark.expected,
-    )
 
 
 class ItemSource(BenchmarkConfig):

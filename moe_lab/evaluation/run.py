@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mode
 from typing import Any
@@ -14,18 +14,19 @@ from moe_lab.evaluation import Policy
 from moe_lab.evaluation.harness import check_count, harness_of
 from moe_lab.evaluation.items import Answer, Item, replace_surrogates
 from moe_lab.json_files import write_text
-from moe_lab.machine import package_version
 from moe_lab.result_files import SCHEMA, SHAREABLE, Result, ResultFile, Sample, TextMeasures
 
 
 def list_items(benchmark: BenchmarkConfig) -> list[Item]:
     """All items of the benchmark.
 
-    UserError if two items have the same name. Without a benchmark.limit, also UserError if the
-    number of items is not benchmark.expected.
+    UserError if there are none, and if two items have the same name. Without a benchmark.limit,
+    also UserError if the number of items is not benchmark.expected.
     """
     harness = harness_of(benchmark)
     items = list(harness.items(benchmark))
+    if not items:
+        raise UserError(f"benchmark {benchmark.name} has no items: check its data and parameters")
     if benchmark.limit is None and harness.counts_items:
         check_count(benchmark, len(items))
     names = [item.name for item in items]
@@ -67,11 +68,9 @@ def grade(
         "unfinished_thoughts": [answer.item for answer in answers if answer.reply.text is None],
     }
     protocol |= {name: list(dict.fromkeys(items)) for name, items in listed_items.items() if items}
-    packages = ("torch", "transformers", harness.package)  # some harnesses have no package
-    versions = {name: package_version(name) or "" for name in packages if name}
     if not benchmark.shareable:
         protocol[SHAREABLE] = False
-    write_results(grades.results, grades.samples, protocol, versions, out)
+    write_results(grades.results, grades.samples, protocol, out)
     return grades.results
 
 
@@ -79,15 +78,12 @@ def write_results(
     results: Sequence[Result],
     samples: Sequence[Sample],
     protocol: dict[str, Any],
-    versions: Mapping[str, str],
     out: Path,
 ) -> None:
     """Write the files result.json and samples.parquet of an evaluation to the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
     _write_samples(samples, out / "samples.parquet")
-    content = ResultFile(
-        schema=SCHEMA, results=list(results), protocol=protocol, versions=dict(versions)
-    )
+    content = ResultFile(schema=SCHEMA, results=list(results), protocol=protocol)
     write_text(out / "result.json", json.dumps(content, indent=1, allow_nan=False))
 
 

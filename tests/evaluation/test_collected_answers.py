@@ -156,7 +156,7 @@ def test_items_are_read_as_they_were_written(tmp_path: Path) -> None:
     items = [
         Item("0", (Text([message], 3, ("\n",), None, ({"name": "f"},), True),), "right"),
         Item("1", (Pair("c", " d"), Pair([message], "e")), "d", "hash"),
-        Item("2", (Document("text", 5, True, 2), Text("p", 1, (), "r"))),
+        Item("2", (Document("text", 5, 2), Text("p", 1, (), "r"))),
     ]
     contents = []
     for name in ("first", "second"):

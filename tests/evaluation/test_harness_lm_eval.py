@@ -634,7 +634,6 @@ def test_examples_are_shown_and_drawn_the_same_every_time(
     fresh = evaluate(reader, benchmark)
     assert first.samples == again.samples == fresh.samples
     assert first.protocol["prompt"].count("True or False?") == 3
-    assert first.protocol["num_fewshot"] == 2
     assert first.protocol["prompt"].endswith(f"{RTE[0]['sentence2']} True or False?\nAnswer:")
     assert_equals_lm_eval(reader, benchmark)
     with pytest.raises(UserError, match="split=train, but rte evaluates validation"):

@@ -212,11 +212,9 @@ def test_the_result_is_the_mean_share_of_the_scale(
     assert not any("<reply>\n9" in text or "think" in text for text in sent)
 
     content = protocol(tmp_path)
-    assert content["unasked"] == 3
     assert list(content["unscored"]) == [f"session{CREATIVE[20]}#0"]
     assert content["unfinished_thoughts"] == [f"session{CREATIVE[7]}#0"]
     assert content["judge"] == {"model": "fake/judge", "max_tokens": 2048, "extra": {}}
-    assert "Now tale 0, please." in content["judge_prompt"]
     assert judge.url not in json.dumps(content)
     assert "OPENAI_API_KEY" not in json.dumps(content)
 

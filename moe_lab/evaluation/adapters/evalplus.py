@@ -88,6 +88,8 @@ class Verdict:
         return float(status == "pass"), f"{status}{reason}\n\n{self.program}"
 
 
+Problem = dict[str, Any]
+"""EvalPlus's description of a problem."""
 _Key = tuple[str, str, GradeRequest]
 """Task id, program and settings, which determine a verdict."""
 
@@ -96,7 +98,7 @@ _Key = tuple[str, str, GradeRequest]
 class _DataFile:
     """The problems of one EvalPlus data file, with cached results."""
 
-    problems: dict[str, dict[str, Any]]
+    problems: dict[str, Problem]
     canonical_outcomes: dict[tuple[str, str], Outcome] = field(default_factory=dict)
     """(task id, part) -> outcome of the canonical solution on the tests of the part."""
     verdicts: dict[_Key, Verdict] = field(default_factory=dict)
@@ -156,9 +158,7 @@ class _Grading:
         new_keys = [key for key in dict.fromkeys(keys) if key not in cache]
         with ThreadPoolExecutor(self.request.processes or cores()) as pool:
             verdicts = dict(zip(new_keys, pool.map(self._verdict, new_keys), strict=True))
-        for key in keys:
-            if key in cache:
-                verdicts[key] = cache[key]
+        verdicts |= {key: cache[key] for key in keys if key in cache}
         if len(cache) > _MOST_VERDICTS:
             cache.clear()
         for key in new_keys:
@@ -167,34 +167,30 @@ class _Grading:
                 cache[key] = verdicts[key]
         return [verdicts[key] for key in keys]
 
-    def _inputs(self, task: str, part: str) -> list[Any]:
-        """The encoded arguments of each test of a task. `part`: base or plus."""
-        return [encode(list(arguments)) for arguments in self.file.problems[task][f"{part}_input"]]
-
     def _run(
-        self, task: str, part: str, program: str, seconds: list[float], memory: int
+        self, problem: Problem, part: str, program: str, seconds: list[float], memory: int
     ) -> Outcome:
         """Run a program on all tests of a `part`, base or plus. `seconds`: CPU limit of each test.
         `memory`: limit on the address space in bytes."""
         request = Request(
             program=program,
-            entry_point=self.file.problems[task]["entry_point"],
-            inputs=self._inputs(task, part),
+            entry_point=problem["entry_point"],
+            inputs=_inputs(problem, part),
             seconds=seconds,
             total_seconds=min(_MOST_SECONDS, sum(seconds)) + 1.0,  # 1.0: loading the program
             memory=memory,
         )
         return self.grader.runners[self.request.isolation].run(request)
 
-    def _canonical(self, task: str, part: str) -> Outcome:
-        """The outcome of the canonical solution of a task on the tests of a `part`. RuntimeError if
-        the solution does not run."""
+    def _canonical(self, problem: Problem, part: str) -> Outcome:
+        """The outcome of the canonical solution of a problem on the tests of a `part`. RuntimeError
+        if the solution does not run."""
         outcomes = self.file.canonical_outcomes
+        task = problem["task_id"]
         if (task, part) not in outcomes:
-            problem = self.file.problems[task]
             program = problem["prompt"] + problem["canonical_solution"]
             seconds = [_CANONICAL_SECONDS] * len(problem[f"{part}_input"])
-            outcome = self._run(task, part, program, seconds, _CANONICAL_MEMORY)
+            outcome = self._run(problem, part, program, seconds, _CANONICAL_MEMORY)
             if outcome.status != "ok":
                 raise RuntimeError(
                     f"{self.request.data}: the canonical solution of {task} does not run: "
@@ -204,51 +200,56 @@ class _Grading:
         return outcomes[task, part]
 
     def _verdict(self, key: _Key) -> Verdict:
-        """The verdict on a text. If the program that EvalPlus reads in the
-        text does not pass, the program as it stands is run, and the better verdict counts. So no
-        verdict is worse than EvalPlus's."""
+        """The verdict on a text. If the program that EvalPlus reads in the text does not pass, the
+        program as it stands is run, and the better verdict counts. So no verdict is worse than
+        EvalPlus's."""
         task, text, _ = key
+        problem = self.file.problems[task]
         if not self.request.extract:
-            return self._program_verdict(task, text)
-        arguments = [text, self.file.problems[task]["entry_point"]]
+            return self._program_verdict(problem, text)
+        arguments = [text, problem["entry_point"]]
         # the text is run if the sanitizer fails (None) or leaves nothing ("")
         sanitized = self.grader.rules("sanitize", arguments, *_READING_LIMITS) or text
-        by_harness = self._program_verdict(task, sanitized)
+        by_harness = self._program_verdict(problem, sanitized)
         if self.request.as_harness or by_harness.plus == "pass":
             return by_harness
         programs = self.grader.rules("read_program", arguments, *_READING_LIMITS)
         if programs is None or programs[0].split() == sanitized.split():
             return by_harness
         program, guarded = programs
-        by_program = replace(self._program_verdict(task, guarded), program=program)
+        by_program = replace(self._program_verdict(problem, guarded), program=program)
         best = max(by_program, by_harness, key=Verdict.passed_parts)
         is_better = best.passed_parts() > by_harness.passed_parts()
         return replace(best, unlike_harness=is_better)
 
-    def _program_verdict(self, task: str, program: str) -> Verdict:
-        """The verdict on a program for a task."""
-        base, reason = self._part_verdict(task, "base", program)
+    def _program_verdict(self, problem: Problem, program: str) -> Verdict:
+        """The verdict on a program for a problem."""
+        base, reason = self._part_verdict(problem, "base", program)
         plus = base
-        if base == "pass" and self.file.problems[task]["plus_input"]:
-            plus, reason = self._part_verdict(task, "plus", program)
+        if base == "pass" and problem["plus_input"]:
+            plus, reason = self._part_verdict(problem, "plus", program)
         return Verdict(program, base, plus, reason)
 
-    def _part_verdict(self, task: str, part: str, program: str) -> tuple[str, str]:
+    def _part_verdict(self, problem: Problem, part: str, program: str) -> tuple[str, str]:
         """(status, reason) of a program on the tests of a `part`, base or plus."""
-        canonical = self._canonical(task, part)
+        canonical = self._canonical(problem, part)
         limits = [max(self.request.seconds, 4.0 * seconds) for seconds in canonical.seconds]
-        outcome = self._run(task, part, program, limits, self.request.memory_mib << 20)
+        outcome = self._run(problem, part, program, limits, self.request.memory_mib << 20)
         if outcome.status != "ok":
             return "fail" if outcome.status == "failed" else outcome.status, outcome.error
-        problem = self.file.problems[task]
         problem_fields = {
             "entry_point": problem["entry_point"],
             "atol": problem["atol"],
-            "inputs": self._inputs(task, part),
+            "inputs": _inputs(problem, part),
             "as_harness": self.request.as_harness,
         }
         arguments = [self.request.dataset, problem_fields, outcome.encoded, canonical.encoded]
         return _STATUSES[self.grader.rules("compare", arguments, *_COMPARISON_LIMITS)]
+
+
+def _inputs(problem: Problem, part: str) -> list[Any]:
+    """The encoded arguments of each test of a `part`, base or plus."""
+    return [encode(list(arguments)) for arguments in problem[f"{part}_input"]]
 
 
 _STATUSES = {

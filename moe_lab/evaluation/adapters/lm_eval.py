@@ -89,14 +89,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
         result, result_samples = _result(result_name, metric, rows, benchmark)
         results.append(result)
         samples += result_samples
-    config = questions[0].task.config
-    protocol = {
-        # without `data`, benchmark.task is a path
-        "task": benchmark.task if benchmark.data is not None else config.task,
-        "task_version": ", ".join(sorted({str(question.task.VERSION) for question in questions})),
-        "num_fewshot": config.num_fewshot,
-    }
-    return Graded(results, samples, protocol)
+    return Graded(results, samples)
 
 
 # Requests and replies.
@@ -111,13 +104,8 @@ def _questions(benchmark: BenchmarkConfig) -> list[_Question]:
         requests_by_doc: dict[int, list[Instance]] = {}
         for request in task.instances:
             requests_by_doc.setdefault(request.doc_id, []).append(request)
-        names = {
-            number: str(requests[0].doc.get("id", number))
-            for number, requests in requests_by_doc.items()
-        }
-        names_differ = len(set(names.values())) == len(names)
         for number, requests in requests_by_doc.items():
-            name = names[number] if names_differ else str(number)
+            name = str(requests[0].doc.get("id", number))
             if len(tasks_by_name) > 1:
                 name = f"{task_name}/{name}"
             requests = sorted(requests, key=lambda request: request.idx)
@@ -340,8 +328,7 @@ def _jackknife(values: Sequence[tuple[str, Any]], aggregation: Aggregation) -> d
     the item adds to it, compared with the other items.
     """
     items = list(dict.fromkeys(item for item, _ in values))
-    size = math.ceil(len(items) / GROUPS)
-    count = math.ceil(len(items) / size)
+    count = min(len(items), GROUPS)
     # items of a group are far apart, because data sets may be sorted by label
     group_of = {item: index % count for index, item in enumerate(items)}
     score = aggregation([value for _, value in values])

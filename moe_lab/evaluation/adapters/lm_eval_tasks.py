@@ -55,18 +55,12 @@ def check_weights(benchmark: BenchmarkConfig, metric: str) -> None:
     the group weights its tasks equally (weight_by_size: false), or has rules of aggregation, but
     none for the metric."""
     loaded = tasks_and_groups(benchmark)
-    metric_name, _, filter_name = metric.partition(",")
+    metric_name = metric.partition(",")[0]
     # the requested group; further groups are its subgroups
     for group in list(loaded["groups"].values())[:1]:
         rules = group.aggregate_metric_list or ()
-        # a rule without filter_list is for all filters
-        weights = [
-            rule.weight_by_size
-            for rule in rules
-            if rule.metric == metric_name
-            and (not filter_name or filter_name in (rule.filter_list or [filter_name]))
-        ]
-        if rules and weights[-1:] != [True]:  # the last rule for a metric counts
+        weights = [rule.weight_by_size for rule in rules if rule.metric == metric_name]
+        if rules and not (weights and all(weights)):
             raise UserError(
                 f"benchmark {benchmark.name}: metric={metric} of {group.name} is not the mean over "
                 f"all items: expected one of its tasks, such as {next(iter(loaded['tasks']))}"
@@ -80,11 +74,7 @@ def _load_published(benchmark: BenchmarkConfig) -> TasksAndGroups:
     # replaces datasets.load_dataset, which takes the subset as `name`
     def load_from_mirror(path: str, name: str | None = None, **_: Any) -> _Splits:
         subset = benchmark.subset or name or "default"
-        if subset not in subsets:
-            raise UserError(
-                f"benchmark {benchmark.name}: {benchmark.task} needs the subset {subset}, and the "
-                f"mirror {mirror.folder(benchmark)} has {', '.join(sorted(subsets))}"
-            )
+        check_known(f"benchmark {benchmark.name}: subset of the mirror", subset, subsets)
         return _Splits(defaultdict(list, subsets[subset]))
 
     return _load(benchmark, benchmark.task, load_from_mirror, str(task_folder(benchmark)))

@@ -32,9 +32,12 @@ class EvalPlus(ProgramHarness):
     def items(self, benchmark: BenchmarkConfig) -> Iterator[Item]:
         """Yield an item for each problem. A chat has no reference, because the canonical solution
         is only the text after the prompt."""
+        from evalplus.provider.utility import EOS, extra_eos_for_direct_completion
+
         max_tokens = benchmark.max_new_tokens
-        stop = self.stop_texts(benchmark)
-        for task, problem in self.problems(benchmark).items():
+        problems = self.problems(benchmark)
+        stop = (*EOS, *extra_eos_for_direct_completion(dataset_of(problems)))
+        for task, problem in problems.items():
             prompt = problem["prompt"].strip()
             if benchmark.chat:
                 message = {"role": "user", "content": f"{_INSTRUCTION}\n```python\n{prompt}\n```"}
@@ -42,14 +45,6 @@ class EvalPlus(ProgramHarness):
             else:
                 request = Text(f"{prompt}\n", max_tokens, stop, problem["canonical_solution"])
             yield Item(task, (request,), problem["canonical_solution"])
-
-    def stop_texts(self, benchmark: BenchmarkConfig) -> tuple[str, ...]:
-        """Stop texts of a completion; () for answers in a chat."""
-        from evalplus.provider.utility import EOS, extra_eos_for_direct_completion
-
-        if benchmark.chat:
-            return ()
-        return (*EOS, *extra_eos_for_direct_completion(dataset_of(self.problems(benchmark))))
 
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
@@ -77,10 +72,7 @@ class EvalPlus(ProgramHarness):
         )
         graded = evalplus.GRADER.grade(request)
         protocol = {
-            "seconds": request.seconds,
-            "memory_mib": request.memory_mib,
             "sandbox": request.isolation,
-            "stop": list(self.stop_texts(benchmark)),
             "unlike_harness": [
                 answer.item
                 for answer, verdict in zip(answers, graded, strict=True)

@@ -142,8 +142,6 @@ def _rows(file: Path, kind: str) -> dict[str, Any]:
         if row["id"] in rows:
             raise UserError(f"{source}: the id {row['id']} occurs twice: expected different ids")
         rows[row["id"]] = row
-    if not rows:
-        raise UserError(f"{file} has no lines: expected at least one {kind}")
     return rows
 
 

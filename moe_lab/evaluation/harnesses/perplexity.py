@@ -3,17 +3,19 @@ pruned model from the unpruned model on this text."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 
 from moe_lab.calibration import IdentifiedText, held_out_text, plain_text, shares_and_sets
 from moe_lab.calibration.documents import BLANK_LINE
 from moe_lab.calibration.sources import first_document, read_as_one_text
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, mirror
-from moe_lab.evaluation.harness import Graded, Harness, loss_result
+from moe_lab.evaluation.harness import Graded, Harness
 from moe_lab.evaluation.items import Answer, Document, Item
 from moe_lab.json_files import digest
-from moe_lab.result_files import Sample, Scale
+from moe_lab.result_files import Result, Sample, Scale
 
 UNITS = {
     "perplexity": "nats per token",
@@ -77,12 +79,10 @@ class Perplexity(Harness):
                 loss = totals[metric] / window.tokens
                 sample = answer.sample(name, loss, extracted="", output="")
                 of_result.append({**sample, "item": str(number), "units": window.tokens})
-            scale: Scale = "perplexity" if metric == "perplexity" else "loss"
-            results.append(loss_result(name, metric, of_result, benchmark, scale, UNITS[metric]))
+            results.append(_loss_result(name, metric, of_result, benchmark))
             samples += of_result
         protocol = {
             "length": windows[0].tokens + 1,  # with the first token, which is not predicted
-            "predicted_tokens": sum(window.tokens for window in windows),
             "prompt": answer.prompt[:200],
         }
         return Graded(results, samples, protocol)
@@ -110,3 +110,36 @@ class Perplexity(Harness):
 
 
 HARNESS = Perplexity()
+
+
+def _loss_result(
+    name: str, metric: str, samples: Sequence[Sample], benchmark: BenchmarkConfig
+) -> Result:
+    """The mean loss over the windows in `samples`, weighted by their tokens ("units") or, for the
+    metric "perplexity", exp of this mean.
+
+    The standard error is the square root of the variance of the mean loss; for a perplexity it is
+    multiplied by exp(mean), the derivative.
+    """
+    losses = [sample["outcome"] for sample in samples]
+    weights = [sample["units"] or 0.0 for sample in samples]
+    mean = fmean(losses, weights)
+    squares = math.fsum(
+        (weight * (loss - mean)) ** 2 for weight, loss in zip(weights, losses, strict=True)
+    )
+    score = mean
+    derivative = 1.0  # of the score with respect to the mean loss
+    scale: Scale = "loss"
+    if metric == "perplexity":
+        score = derivative = math.exp(mean)
+        scale = "perplexity"
+    return Result(
+        benchmark=name,
+        metric=metric,
+        score=score,
+        scale=scale,
+        unit=UNITS[metric],
+        stderr=math.sqrt(squares) / math.fsum(weights) * derivative if len(losses) > 1 else None,
+        n=len(losses),
+        expected=benchmark.expected,
+    )

@@ -71,26 +71,23 @@ class WildBench(Harness):
             prompts.append(prompt if text.strip() else "")
         sent_prompts = [*filter(None, prompts)]
         max_unscored = math.floor(UNSCORED_AT_MOST * len(answers))
-        verdicts = iter(
+        replies = iter(
             judge.verdicts(benchmark.judge, cache_folder("judge"), sent_prompts, max_unscored)
         )
         scored_answers = []
         scores = []
         unscored = {}
         for answer, prompt in zip(answers, prompts, strict=True):
-            verdict = next(verdicts) if prompt else _EMPTY
+            verdict = next(replies) if prompt else _EMPTY
             if verdict.score is None:
                 unscored[answer.item] = verdict.reply
             else:
                 scored_answers.append(answer)
                 outcome = (verdict.score - judge.LOWEST) / (judge.HIGHEST - judge.LOWEST)
                 scores.append((outcome, verdict.reply))
-        protocol = {
-            "unasked": len(answers) - len(sent_prompts),
-            "unscored": unscored,
-            "judge_prompt": next(iter(sent_prompts), None),
-        }
-        return graded_by_mean(scored_answers, benchmark, {"score": scores}, protocol, max_unscored)
+        verdicts = {"score": scores}
+        protocol = {"unscored": unscored}
+        return graded_by_mean(scored_answers, benchmark, verdicts, protocol, max_unscored)
 
     def identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
         """Do as `Harness.identity`, and add the hash of the judge's template."""

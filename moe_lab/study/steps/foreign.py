@@ -63,4 +63,4 @@ class Foreign(Step):
         task = self.task
         protocol = {"harness": task.source, SHAREABLE: task.shareable}
         write_rows(task.items, files.out / ITEMS)
-        write_results(task.results, task.samples, protocol, {}, files.out)
+        write_results(task.results, task.samples, protocol, files.out)
