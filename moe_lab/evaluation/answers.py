@@ -219,7 +219,6 @@ class _Questions:
         ]
         """For each item, a query for each of its requests."""
         self.queries = list(chain.from_iterable(self.queries_of_items))
-        self._check_pairs()
         self._add_prompts()
 
     def _query(self, request: Request) -> _Query:
@@ -227,14 +226,16 @@ class _Questions:
         if isinstance(request, Document):
             tokens = self._tokens(request.text)
             return _Query(request, request.text, tokens, self._windows(request, tokens))
-        prompt = request.context if isinstance(request, Pair) else request.prompt
-        tools = () if isinstance(request, Pair) else request.tools
+        if isinstance(request, Pair):
+            row = self._pair_row(request.context, request.continuation)
+            return _Query(request, request.context, rows=[row])
+        prompt = request.prompt
         if not isinstance(prompt, str) and self.benchmark.system_prompt:
             system = {"role": "system", "content": self.benchmark.system_prompt}
             prompt = [system, *(turn for turn in prompt if turn["role"] != "system")]
-        text = prompt if isinstance(prompt, str) else render_prompt(self.engine, prompt, tools)
-        if isinstance(request, Pair):
-            return _Query(request, text, rows=[self._pair_row(text, request.continuation)])
+        text = prompt
+        if not isinstance(prompt, str):
+            text = render_prompt(self.engine, prompt, request.tools)
         query = _Query(request, text, self._tokens(text))
         if request.reference and self.engine.scores:
             self._add_reference(query, request.reference)
@@ -284,20 +285,15 @@ class _Questions:
                 f"question={context[-_EXCERPT:]!r} answer={continuation!r}: expected an answer "
                 "that adds tokens"
             )
-        return Row(tokens, start)
-
-    def _check_pairs(self) -> None:
-        """Raise UserError if the row of a context and its continuation is too long."""
-        rows = [query.rows[0] for query in self.queries if isinstance(query.request, Pair)]
-        longest = max((len(row.tokens) for row in rows), default=0)
         # one more, because the model does not read the last token of a row
-        if self.max_length is not None and longest > self.max_length + 1:
+        if self.max_length is not None and len(tokens) > self.max_length + 1:
             setting = "model" if self.max_length == self.engine.max_length else "max_length"
             raise UserError(
-                f"{self.name}: a question with its answer has {longest} tokens, and "
-                f"{self.max_length} are read: expected a {setting} of {longest - 1} tokens or "
-                "more, to read it whole"
+                f"{self.name}: a question with its answer has {len(tokens)} tokens, and "
+                f"{self.max_length} are read: expected a {setting} of {len(tokens) - 1} tokens or "
+                f"more, to read it whole, question={context[-_EXCERPT:]!r}"
             )
+        return Row(tokens, start)
 
     def _windows(self, document: Document, tokens: Sequence[int]) -> list[Row]:
         """The rows of a document, one for each window."""

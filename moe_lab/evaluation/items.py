@@ -43,7 +43,7 @@ class Text:
 class Pair:
     """Request for the likelihood of a continuation after a context."""
 
-    context: str | Messages
+    context: str
     continuation: str
 
 
@@ -108,11 +108,6 @@ class Reply:
     """Loss on the reference, in bits per byte."""
     windows: tuple[Likelihood, ...] = ()
     """Likelihood of a Pair's continuation, or of each window of a Document."""
-
-    @property
-    def nats(self) -> float:
-        """Summed log-likelihood of all windows, in nats."""
-        return sum(window.nats for window in self.windows)
 
 
 @dataclass(frozen=True)

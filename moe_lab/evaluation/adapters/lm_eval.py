@@ -17,7 +17,6 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, check_known
 from moe_lab.evaluation.adapters.lm_eval_tasks import (
     check_weights,
-    indices_to_evaluate,
     label_of,
     tasks_and_groups,
 )
@@ -64,10 +63,9 @@ def items(benchmark: BenchmarkConfig) -> Iterator[Item]:
     Raises UserError for a metric whose standard error cannot be computed, for a task of documents,
     and for a task that needs sampling, runs programs or shows images.
     """
+    check_weights(benchmark)
     for metric in benchmark.reports.values():
-        # both functions raise UserError for a metric that cannot be reported
-        _aggregation(metric, benchmark)
-        check_weights(benchmark, parsed_metric(metric)[0])
+        _aggregation(metric, benchmark)  # raises UserError for a metric that cannot be reported
     for question in _questions(benchmark):
         requests = [_request(request, question, benchmark) for request in question.requests]
         right_answer = _right_answer(question)
@@ -99,10 +97,9 @@ def _questions(benchmark: BenchmarkConfig) -> list[_Question]:
     """The questions of all tasks, task by task."""
     tasks_by_name = tasks_and_groups(benchmark)["tasks"]
     questions: list[_Question] = []
-    for task_name in indices_to_evaluate(tasks_by_name, benchmark.limit):
-        task = tasks_by_name[task_name]
+    for task_name, task in tasks_by_name.items():
         requests_by_doc: dict[int, list[Instance]] = {}
-        for request in task.instances:
+        for request in task.instances or ():  # None for a task of which no item is evaluated
             requests_by_doc.setdefault(request.doc_id, []).append(request)
         for number, requests in requests_by_doc.items():
             name = str(requests[0].doc.get("id", number))
@@ -116,10 +113,10 @@ def _questions(benchmark: BenchmarkConfig) -> list[_Question]:
 def _request(request: Instance, question: _Question, benchmark: BenchmarkConfig) -> Text | Pair:
     """Convert a request of lm-eval into a request of moe_lab."""
     context, continuation_or_settings = request.args[:2]
-    if benchmark.chat:  # the context is a conversation in JSON
-        context = json.loads(context)
     if request.request_type != "generate_until":
         return Pair(context, continuation_or_settings)
+    if benchmark.chat:  # the context is a conversation in JSON
+        context = json.loads(context)
     max_tokens, stop = _limit_and_stop(
         continuation_or_settings, question.task.config.task, benchmark
     )
@@ -190,11 +187,10 @@ def _limit_and_stop(
             f"{field}.max_gen_toks={max_tokens}: expected a number of tokens, 1 or more"
         )
     sampling = benchmark.sampling
-    is_plain = sampling.samples == 1 and not (benchmark.chat or sampling.temperature)
-    if not (benchmark.max_new_tokens or is_plain):
+    if not benchmark.max_new_tokens and (sampling.samples > 1 or sampling.temperature):
         raise UserError(
             f"benchmark {benchmark.name}: max_new_tokens=0: expected max_new_tokens={max_tokens}, "
-            f"the limit of {task}, for texts that are sampled or written in a chat"
+            f"the limit of {task}, for texts that are sampled"
         )
     until = settings.get("until", [])
     texts = [until] if isinstance(until, str) else until
@@ -234,7 +230,8 @@ def _response(request_type: str, reply: Reply) -> Any:
     """A reply as lm-eval's response to a request."""
     if request_type == "generate_until":
         return reply.text or ""
-    return reply.nats, reply.windows[0].likeliest  # loglikelihood
+    (likelihood,) = reply.windows
+    return likelihood.nats, likelihood.likeliest
 
 
 def _rows_of_metric(metric: str, rows: Sequence[_Row], benchmark: BenchmarkConfig) -> list[_Row]:
@@ -242,13 +239,10 @@ def _rows_of_metric(metric: str, rows: Sequence[_Row], benchmark: BenchmarkConfi
     filter, METRIC."""
     metric_name, _, requested_filter = metric.partition(",")
     filters = list(dict.fromkeys(row.filter for row in rows))
-    filter_name = requested_filter or filters[0]
-    check_known(f"benchmark {benchmark.name}: filter", filter_name, filters)
-    if not requested_filter and len(filters) > 1:
-        raise UserError(
-            f"benchmark {benchmark.name}: {metric} has several filters: add one of "
-            f"{', '.join(filters)}"
-        )
+    filter_name = requested_filter
+    if not requested_filter and len(filters) == 1:
+        (filter_name,) = filters
+    check_known(f"benchmark {benchmark.name}: filter of metric={metric}", filter_name, filters)
     check_known(f"benchmark {benchmark.name}: metric", metric_name, rows[0].metrics)
     return [row for row in rows if row.filter == filter_name]
 
@@ -352,11 +346,11 @@ def _sample(result_name: str, metric: str, row: _Row, outcome: float) -> Sample:
     """The sample of a row. Without a generated text, the sample's output is the log-likelihoods as
     JSON. `metric`: name of the metric in lm-eval."""
     request_type = row.question.requests[0].request_type
-    nats = [reply.nats for reply in row.answer.replies]
     if request_type == "generate_until":
         # lm-eval has graded an unfinished thought as ""
         extracted = "" if row.answer.reply.text is None else str(row.extracted[0])
         return row.answer.sample(result_name, outcome, extracted)
+    nats = [reply.windows[0].nats for reply in row.answer.replies]
     sample = row.answer.sample(
         result_name,
         outcome,

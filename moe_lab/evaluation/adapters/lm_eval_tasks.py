@@ -50,20 +50,16 @@ def tasks_and_groups(benchmark: BenchmarkConfig) -> TasksAndGroups:
     return _tasks_by_identity[key]
 
 
-def check_weights(benchmark: BenchmarkConfig, metric: str) -> None:
-    """Raise UserError for a metric of a group that is not the mean over the items of all tasks:
-    the group weights its tasks equally (weight_by_size: false), or has rules of aggregation, but
-    none for the metric."""
+def check_weights(benchmark: BenchmarkConfig) -> None:
+    """Raise UserError for a group whose tasks weigh the same (weight_by_size: false), because a
+    score is the mean over the items of all tasks."""
     loaded = tasks_and_groups(benchmark)
-    metric_name = metric.partition(",")[0]
     # the requested group; further groups are its subgroups
     for group in list(loaded["groups"].values())[:1]:
-        rules = group.aggregate_metric_list or ()
-        weights = [rule.weight_by_size for rule in rules if rule.metric == metric_name]
-        if rules and not (weights and all(weights)):
+        if not all(rule.weight_by_size for rule in group.aggregate_metric_list or ()):
             raise UserError(
-                f"benchmark {benchmark.name}: metric={metric} of {group.name} is not the mean over "
-                f"all items: expected one of its tasks, such as {next(iter(loaded['tasks']))}"
+                f"benchmark {benchmark.name}: the tasks of {group.name} weigh the same, whatever "
+                f"their size: expected one of its tasks, such as {next(iter(loaded['tasks']))}"
             )
 
 
@@ -111,8 +107,8 @@ def _load(
             loaded: TasksAndGroups = manager.load([task])
         except IndexError as error:  # lm-eval reads the first item when it builds a task
             raise UserError(
-                f"task={task}: the first item cannot be read: expected one or more items, a label "
-                "that is one of the choices, and no empty choice"
+                f"benchmark {benchmark.name}: the first item cannot be read: expected one or more "
+                "items, a label that is one of the choices, and no empty choice"
             ) from error
         _add_requests(loaded["tasks"], benchmark)
     return loaded
@@ -167,6 +163,11 @@ def _configure(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
         raise UserError(
             f"benchmark {benchmark.name}: {name} scores whole documents: expected another task, or "
             "harness=perplexity"
+        )
+    if benchmark.chat and task.OUTPUT_TYPE != "generate_until":
+        raise UserError(
+            f"benchmark {benchmark.name}: chat=true, and {name} computes likelihoods: expected "
+            "chat=false, as a chat template would move the answers"
         )
     split = _evaluated_split(task)
     if benchmark.split is not None and split != benchmark.split:

@@ -91,11 +91,10 @@ class LmEval(Harness):
         return {"task": benchmark.name, "test_split": "test", **definition}
 
     def setting_errors(self, benchmark: BenchmarkConfig) -> Iterator[str]:
-        """Do as `Harness.setting_errors`, and refuse a chat template for a task of lm-eval itself
-        that only computes likelihoods."""
+        """Do as `Harness.setting_errors`, and refuse a chat template for a task that only computes
+        likelihoods."""
         yield from super().setting_errors(benchmark)
-        # tasks of lm-eval itself have `data`
-        if benchmark.chat and benchmark.data is not None and not benchmark.max_new_tokens:
+        if benchmark.chat and not benchmark.max_new_tokens:
             yield (
                 f"benchmark {benchmark.name}: chat=true with max_new_tokens=0: expected "
                 "chat=false, as a chat template would move the answers whose likelihoods are "
