@@ -42,8 +42,6 @@ class Comparison:
         """(sum of KL divergences, number of tokens at which the likeliest tokens differ). `logits`:
         (N, V), which predict the N scored tokens."""
         sums = torch.zeros(2, dtype=torch.float64)
-        if not self.read:
-            self.folder.mkdir(parents=True, exist_ok=True)
         # blocks bound the memory of numbers in fp32
         for number, block in enumerate(logits.split(max(1, LOGITS // logits.shape[1]))):
             log_q = block.log_softmax(-1, dtype=torch.float32)
@@ -51,6 +49,7 @@ class Comparison:
             if self.read:
                 sums += distances(load(self.read(file)), log_q).sum(0)
             else:
+                self.folder.mkdir(parents=True, exist_ok=True)
                 save_file(top_log_probabilities(log_q, self.top), self.folder / file)
         return float(sums[0]), int(sums[1])
 

@@ -158,10 +158,8 @@ def _verdict(judge: JudgeConfig, cache: Path, client: openai.OpenAI, prompt: str
             verdict = Verdict(score(reply), reply)
         except Unparsable as error:
             reason = f"{UNPARSABLE_ATTEMPTS} replies in a row without a usable score ({error})"
-        except openai.APITimeoutError:
-            return Verdict(None, f"no answer within {TIMEOUT:g} s")
-        except openai.APIConnectionError as error:
-            return Verdict(None, f"no connection ({error.__cause__ or error})")
+        except openai.APIConnectionError as error:  # also a timeout
+            return Verdict(None, f"{error} ({error.__cause__})")
         except openai.APIStatusError as error:
             if error.status_code >= 500 or error.status_code in _BUSY:
                 return Verdict(None, f"HTTP {error.status_code}")

@@ -75,7 +75,12 @@ def check(benchmark: BenchmarkConfig) -> None:
 
 def rows(benchmark: BenchmarkConfig) -> list[DataRow]:
     """The rows of benchmark.subset (null: of all subsets) and benchmark.split, in order."""
-    return [row for file in _entries(benchmark, benchmark.split) for row in read_rows(file)]
+    return [row for file in files(benchmark) for row in read_rows(file)]
+
+
+def files(benchmark: BenchmarkConfig) -> list[Path]:
+    """The files with the `rows` of a benchmark."""
+    return list(_entries(benchmark, benchmark.split))
 
 
 def subsets(benchmark: BenchmarkConfig) -> dict[str, dict[str, list[Path]]]:

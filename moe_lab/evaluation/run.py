@@ -63,11 +63,11 @@ def grade(
     }
     if answers[0].sampling:
         protocol["sampling"] = answers[0].sampling
-    listed_items = {
-        "too_long": [answer.item for answer in answers if answer.reply.ended == "too_long"],
-        "unfinished_thoughts": [answer.item for answer in answers if answer.reply.text is None],
-    }
-    protocol |= {name: list(dict.fromkeys(items)) for name, items in listed_items.items() if items}
+    # `fromkeys` drops repetitions, as an item may have several answers
+    too_long = [answer.item for answer in answers if answer.reply.ended == "too_long"]
+    protocol["too_long"] = list(dict.fromkeys(too_long))
+    unfinished = [answer.item for answer in answers if answer.reply.text is None]
+    protocol["unfinished_thoughts"] = list(dict.fromkeys(unfinished))
     if not benchmark.shareable:
         protocol[SHAREABLE] = False
     write_results(grades.results, grades.samples, protocol, out)
@@ -81,17 +81,10 @@ def write_results(
     out: Path,
 ) -> None:
     """Write the files result.json and samples.parquet of an evaluation to the folder `out`."""
-    out.mkdir(parents=True, exist_ok=True)
-    _write_samples(samples, out / "samples.parquet")
-    content = ResultFile(schema=SCHEMA, results=list(results), protocol=protocol)
-    write_text(out / "result.json", json.dumps(content, indent=1, allow_nan=False))
-
-
-def _write_samples(samples: Sequence[Sample], file: Path) -> None:
-    """Write the samples to a Parquet file."""
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
+    out.mkdir(parents=True, exist_ok=True)
     types = dict.fromkeys(Sample.__annotations__, arrow.string())
     numbers = ("outcome", "answer_loss", "units", *TextMeasures.__annotations__)
     types |= dict.fromkeys(numbers, arrow.float64())
@@ -103,4 +96,7 @@ def _write_samples(samples: Sequence[Sample], file: Path) -> None:
         }
         for sample in samples
     ]
-    parquet.write_table(arrow.Table.from_pylist(rows, arrow.schema(types)), file)
+    table = arrow.Table.from_pylist(rows, arrow.schema(types))
+    parquet.write_table(table, out / "samples.parquet")
+    content = ResultFile(schema=SCHEMA, results=list(results), protocol=protocol)
+    write_text(out / "result.json", json.dumps(content, indent=1, allow_nan=False))

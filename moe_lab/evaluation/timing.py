@@ -19,9 +19,6 @@ from moe_lab.models.transformers_private import CACHE
 
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
-WARMUP = 2
-"""Requests before the timed requests. The first request compiles and allocates; its memory is
-measured."""
 REPEATS = 7
 """Timed requests: enough for medians and quartiles."""
 _RESET_PEAK = "5"
@@ -30,8 +27,8 @@ _RESET_PEAK = "5"
 
 @torch.inference_mode()
 def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tuple[Any, ...]]:
-    """Time `REPEATS` requests, after a warm-up, for each batch size and each prompt length. Returns
-    a row for each timed request; `result_files.TIMINGS` has the names of its columns.
+    """Time `REPEATS` requests, after a warm-up of two, for each batch size and each prompt length.
+    Returns a row for each timed request; `result_files.TIMINGS` has the names of its columns.
 
     Prompts are cut from `tokens` (N,). Generation is greedy, with a cache of keys and values. Each
     prompt gets a first new token and `settings.new_tokens` further tokens, even after an end token.
@@ -51,10 +48,9 @@ def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tu
         copies = -(-batch_size * length // len(tokens))
         ids = tokens.repeat(copies)[: batch_size * length].view(batch_size, length)
         request = partial(_time_request, model, ids.to(model.device), settings.new_tokens)
+        # The first request compiles and allocates; its memory is measured.
         working_bytes = _working_bytes(model.device, request)
-        # minus 1, because `_working_bytes` has made the first request of the warm-up
-        for _ in range(WARMUP - 1):
-            request()
+        request()
         for repeat in range(REPEATS):
             seconds = request()
             rows.append((batch_size, length, settings.new_tokens, repeat, *seconds, working_bytes))

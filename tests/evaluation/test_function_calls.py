@@ -480,7 +480,7 @@ SQUARE = {"role": "user", "content": "How many sides does a square have?"}
             QUESTIONS,
             1,
             {"question": [[SQUARE], [SQUARE]]},
-            "question simple_1 has 2 turns: expected one",
+            "one turn",
         ),
         (
             QUESTIONS,
@@ -596,7 +596,7 @@ def test_right_answers_have_full_score(tmp_path: Path) -> None:
         answering(RIGHT), benchmark(EXAMPLE), tmp_path / "out", policy=ALLOWED
     )
     assert (result["score"], result["stderr"], result["n"]) == (1.0, 0.0, 9)
-    assert "unfinished_thoughts" not in protocol(tmp_path / "out")
+    assert protocol(tmp_path / "out")["unfinished_thoughts"] == []
 
 
 def test_wrong_answers_have_their_verdicts(tmp_path: Path) -> None:

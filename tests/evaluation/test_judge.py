@@ -201,11 +201,11 @@ def test_slow_endpoints_and_wrong_ports_end_with_one_sentence(
     monkeypatch.setattr(judges, "ATTEMPTS", 2)
     never = threading.Event()
     with endpoint(lambda _: never.wait() and scored(5)) as server:
-        with pytest.raises(Unavailable, match="no answer within 1 s"):
+        with pytest.raises(Unavailable, match="timed out"):
             verdicts(settings(server), tmp_path, ["p"], 0)
         never.set()
         assert len(server.requests) == 2
-    with pytest.raises(Unavailable, match=r"no connection .*refused"):
+    with pytest.raises(Unavailable, match=r"Connection error.*refused"):
         verdicts(settings(server), tmp_path, ["p"], 0)
 
 

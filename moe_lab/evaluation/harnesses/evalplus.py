@@ -96,11 +96,8 @@ class EvalPlus(ProgramHarness):
 
     def data_file(self, benchmark: BenchmarkConfig) -> Path:
         """The file of the benchmark's problems."""
-        if benchmark.data is None:
-            return self.data_files(benchmark)[-1]
-        # the mirror has one subset, with one file for the split
-        (splits,) = mirror.subsets(benchmark).values()
-        (file,) = splits[str(benchmark.split)]
+        read_files = self.data_files if benchmark.data is None else mirror.files
+        (file,) = read_files(benchmark)
         return file
 
 

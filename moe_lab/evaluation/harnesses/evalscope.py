@@ -76,13 +76,9 @@ class EvalScope(ProgramHarness):
             limits=limits,
         )
         samples = graded["samples"]
-        unscored_items = []
-        unlike_harness = []
-        for answer, sample in zip(answers, samples, strict=True):
-            if sample["outcome"] is None:
-                unscored_items.append(answer.item)
-            if sample.get("unlike_harness"):
-                unlike_harness.append(answer.item)
+        pairs = list(zip(answers, samples, strict=True))
+        unscored_items = [answer.item for answer, sample in pairs if sample["outcome"] is None]
+        unlike_harness = [answer.item for answer, sample in pairs if sample.get("unlike_harness")]
         if len(unscored_items) == len(answers):
             raise RuntimeError(
                 f"benchmark {benchmark.name}: EvalScope could compare no answer, such as that to "
@@ -205,13 +201,16 @@ def _environment(folder: Path) -> dict[str, str]:
 def _link_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
     """Fill `folder` with a dataset card and links to the files of the benchmark's mirror. Returns
     `folder`."""
-    card = ["---", "configs:"]
+    from huggingface_hub import metadata_save
+
+    configs = []
     for subset, by_split in mirror.subsets(benchmark).items():
-        card += [f"- config_name: {subset}", "  data_files:"]
+        data_files = []
         for split, files in by_split.items():
             (folder / subset / split).mkdir(parents=True)
             for file in files:  # links, because EvalScope may delete files in `folder`
                 (folder / subset / split / file.name).symlink_to(file)
-            card += [f"  - split: {split}", f"    path: {subset}/{split}/*"]
-    (folder / "README.md").write_text("\n".join([*card, "---", ""]))
+            data_files.append({"split": split, "path": f"{subset}/{split}/*"})
+        configs.append({"config_name": subset, "data_files": data_files})
+    metadata_save(folder / "README.md", {"configs": configs})
     return folder

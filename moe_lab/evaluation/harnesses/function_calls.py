@@ -27,7 +27,7 @@ from moe_lab.json_files import fits
 _SHAPES: Mapping[str, Mapping[str, Any]] = {
     "question": {
         "id": str,
-        "question": [[{"role": str, "content": str}]],
+        "question": ([{"role": str, "content": str}],),
         "function": [
             {
                 "name": str,
@@ -115,14 +115,10 @@ class FunctionCalls(Harness):
         questions = []
         for name, row in rows.items():
             source = f"{question_file}: question {name}"
-            turns = row["question"]
-            if len(turns) != 1:
-                raise UserError(
-                    f"{source} has {len(turns)} turns: expected one, as others need calls to be run"
-                )
+            (messages,) = row["question"]
             for function in row["function"]:
                 _check_types(function["parameters"]["properties"], f"{source}: {function['name']}")
-            question = Question(name, turns[0], row["function"], right_calls.get(name, []))
+            question = Question(name, messages, row["function"], right_calls.get(name, []))
             _check_answer(question, f"{source}: its answer")
             questions.append(question)
         return questions
@@ -137,7 +133,8 @@ def _rows(file: Path, kind: str) -> dict[str, Any]:
     for source, row in DataFile(file, setting="task").rows():
         if not fits(row, _SHAPES[kind]):
             raise UserError(
-                f"{source} is no {kind}: expected the fields {', '.join(_SHAPES[kind])} as in BFCL"
+                f"{source} is no {kind}: expected the fields {', '.join(_SHAPES[kind])} as in "
+                "BFCL, and one turn, as others need calls to be run"
             )
         if row["id"] in rows:
             raise UserError(f"{source}: the id {row['id']} occurs twice: expected different ids")

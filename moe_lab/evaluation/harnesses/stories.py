@@ -75,9 +75,7 @@ def _mentions(story: str, text: str) -> bool:
 
 RULES: dict[str, Callable[..., bool]] = {
     "mentions": _mentions,
-    "opens_with": lambda story, text: any(
-        _mentions(sentence, text) for sentence in sentences(story)[:1]
-    ),
+    "opens_with": lambda story, text: _mentions("".join(sentences(story)[:1]), text),
     "ends_with": lambda story, text: story.strip().endswith(text),
     "sentences": lambda story, least: len(sentences(story)) >= least,
     "no_repeats": lambda story: 0 < len(set(sentences(story))) == len(sentences(story)),
