@@ -48,7 +48,7 @@ def mirror_files(benchmark: BenchmarkConfig, data: Path, scratch: Path) -> None:
     file = data / file_name(benchmark)
     if file.suffix == ".txt":
         text = file.read_text(encoding="utf-8")
-        rows = [{"text": line} for line in wikitext_lines(text)]  # as on the hub
+        rows: list[dict[str, Any]] = [{"text": line} for line in wikitext_lines(text)]  # as on hub
     else:
         rows = read_rows(file)
     labels = file.with_name(f"{file.stem}_labels.lst")

@@ -233,9 +233,9 @@ class _Questions:
         if not isinstance(prompt, str) and self.benchmark.system_prompt:
             system = {"role": "system", "content": self.benchmark.system_prompt}
             prompt = [system, *(turn for turn in prompt if turn["role"] != "system")]
-        text = prompt
-        if not isinstance(prompt, str):
-            text = render_prompt(self.engine, prompt, request.tools)
+        text = (
+            prompt if isinstance(prompt, str) else render_prompt(self.engine, prompt, request.tools)
+        )
         query = _Query(request, text, self._tokens(text))
         if request.reference and self.engine.scores:
             self._add_reference(query, request.reference)
@@ -438,27 +438,26 @@ def _results(
     batches: int,
     cache: ResultCache,
 ) -> dict[_T, _Result]:
-    """Request -> its result of the class `kind`, from the cache or else from `compute`, which gets
-    requests for several `batches`. FloatingPointError for a likelihood that is not finite."""
+    """Request -> its result of the class `kind`, from the cache or else from `compute`, which is
+    called with requests for several `batches`. FloatingPointError for a likelihood that is not
+    finite."""
     adapter = TypeAdapter(list[kind])  # type: ignore[valid-type]
 
-    def compute_json(requests_of_call: Sequence[_T]) -> Any:
-        results_of_call = compute(requests_of_call, batch_size)
-        for result in results_of_call:
+    def compute_json(call: Sequence[_T]) -> Any:
+        call_results = compute(call, batch_size)
+        for result in call_results:
             likelihood = result if isinstance(result, Likelihood) else result.likelihood
             if likelihood:
                 check_finite(likelihood.nats + likelihood.divergence, "log-likelihood")
-        return adapter.dump_python(results_of_call)
+        return adapter.dump_python(call_results)
 
     results: dict[_T, _Result] = {}
     size = batch_size * batches
     for start in range(0, len(requests), size):
         progress.update(start, len(requests), "requests")
-        requests_of_call = requests[start : start + size]
-        content = cache.result(
-            [*map(repr, requests_of_call)], partial(compute_json, requests_of_call)
-        )
-        results |= zip(requests_of_call, adapter.validate_python(content), strict=True)
+        call: Sequence[_T] = requests[start : start + size]
+        content = cache.result([*map(repr, call)], partial(compute_json, call))
+        results |= zip(call, adapter.validate_python(content), strict=True)
     return results
 
 

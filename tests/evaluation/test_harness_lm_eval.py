@@ -178,7 +178,10 @@ def test_the_task_says_whether_less_is_better(
 
 
 def test_unknown_metric_or_filter_is_named(subject: LoadedModel, tmp_path: Path) -> None:
-    for metric, says in (("ac", "did you mean acc"), ("acc,strict", "filter=strict is unknown")):
+    for metric, says in (
+        ("ac", "did you mean acc"),
+        ("acc,strict", "filter of acc=strict is unknown"),
+    ):
         with pytest.raises(UserError, match=says):
             evaluate(
                 subject, custom_task(tmp_path, NUMBERED, MULTIPLE_CHOICE, reports={"own": metric})
@@ -660,7 +663,7 @@ def test_generating_tasks_use_the_model(subject: LoadedModel, tmp_path: Path) ->
     written = generate(subject, [prompt], 12, stop=("Q:", "</s>", "<|im_end|>"))
     assert graded.samples[0]["output"] == written[0]
     with pytest.raises(
-        UserError, match=r"metric=exact_match= is unknown .*flexible-extract, strict-match"
+        UserError, match=r"filter of exact_match= is unknown .*flexible-extract, strict-match"
     ):
         evaluate(subject, replace(benchmark, reports={"gsm8k": "exact_match"}))
     with pytest.raises(UserError, match="do not fit the benchmark's 64 tokens"):

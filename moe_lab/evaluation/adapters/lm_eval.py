@@ -242,7 +242,7 @@ def _rows_of_metric(metric: str, rows: Sequence[_Row], benchmark: BenchmarkConfi
     filter_name = requested_filter
     if not requested_filter and len(filters) == 1:
         (filter_name,) = filters
-    check_known(f"benchmark {benchmark.name}: filter of metric={metric}", filter_name, filters)
+    check_known(f"benchmark {benchmark.name}: filter of {metric_name}", filter_name, filters)
     check_known(f"benchmark {benchmark.name}: metric", metric_name, rows[0].metrics)
     return [row for row in rows if row.filter == filter_name]
 
