@@ -291,7 +291,7 @@ class _Questions:
             raise UserError(
                 f"{self.name}: a question with its answer has {len(tokens)} tokens, and "
                 f"{self.max_length} are read: expected a {setting} of {len(tokens) - 1} tokens or "
-                f"more, to read it whole, question={context[-_EXCERPT:]!r}"
+                "more, to read it whole"
             )
         return Row(tokens, start)
 

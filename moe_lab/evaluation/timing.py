@@ -21,8 +21,6 @@ _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
 REPEATS = 7
 """Timed requests: enough for medians and quartiles."""
-_RESET_PEAK = "5"
-"""The text that resets the peak of resident memory when it is written to `_RESET`."""
 
 
 @torch.inference_mode()
@@ -92,7 +90,7 @@ def _working_bytes(device: torch.device, request: Callable[[], object]) -> float
     try:
         # Give free memory back to the system: using it again would not raise the peak.
         ctypes.CDLL(None).malloc_trim(0)
-        _RESET.write_text(_RESET_PEAK)
+        _RESET.write_text("5")  # which resets the peak of resident memory
     except (AttributeError, OSError):  # not Linux, or not permitted
         request()
         return float("nan")

@@ -738,6 +738,7 @@ def test_mistakes_are_said_before_a_model_is_loaded(
         ("include: base.yaml", r"own\.yaml has include=base\.yaml"),
         ("use_prompt: 'prompts.yaml:a'", r"own\.yaml has use_prompt="),
         ("class: tools.Task", r"own\.yaml has class="),
+        ("group: two\ntask: [a, b]", r"own\.yaml has group="),
         ("doc_to_text: !function tools.prompt", r"own\.yaml cannot be read .*!function"),
         ("a: [", r"own\.yaml cannot be read"),
         ("a", r"own\.yaml=a: expected a task in lm-eval's format"),

@@ -85,7 +85,7 @@ def _load_defined(benchmark: BenchmarkConfig) -> TasksAndGroups:
         check_known(field, metric["metric"], metric_registry)
         if metric.get("hf_evaluate"):
             raise UserError(f"{field}={metric['metric']} with hf_evaluate=true: expected false")
-    *_, items_file = HARNESS.data_files(benchmark)
+    items_file = HARNESS.paths(benchmark)[-1]
     return _load(benchmark, definition, lambda *_, **__: _Splits(defaultdict(lambda: [items_file])))
 
 

@@ -19,8 +19,8 @@ from moe_lab.evaluation.items import Answer, Item
 
 _TASK = re.compile(r"^[\"']?(?:task|group)[\"']?: *[\"']?([\w-]+)[\"']? *$", re.MULTILINE)
 """The name of a task or group in lm-eval's own definition files."""
-_OTHER_FILES = ("class", "include", "use_prompt")
-"""Fields of a definition that name code or a file."""
+_OTHER_FILES = ("class", "group", "include", "use_prompt")
+"""Fields of a definition that name code, other tasks or a file."""
 
 
 class LmEval(Harness):
@@ -85,10 +85,11 @@ class LmEval(Harness):
         for name in _OTHER_FILES:
             if name in definition:
                 raise UserError(
-                    f"{source} has {name}={definition[name]}: expected a task without code and "
+                    f"{source} has {name}={definition[name]}: expected one task without code and "
                     "without other files, which would not identify its items"
                 )
-        return {"task": benchmark.name, "test_split": "test", **definition}
+        # `task` in the definition may be a list of tasks
+        return {"test_split": "test", **definition, "task": benchmark.name}
 
     def setting_errors(self, benchmark: BenchmarkConfig) -> Iterator[str]:
         """Do as `Harness.setting_errors`, and refuse a chat template for a task that only computes
