@@ -91,8 +91,7 @@ class EvalPlus(ProgramHarness):
     def problems(self, benchmark: BenchmarkConfig) -> dict[str, dict[str, Any]]:
         """Task id -> problem, for the first benchmark.limit problems."""
         rows = mirror.read_rows(self.data_file(benchmark))
-        problems = {row["task_id"]: row for row in rows}
-        return dict(list(problems.items())[: benchmark.limit])
+        return {row["task_id"]: row for row in rows[: benchmark.limit]}
 
     def data_file(self, benchmark: BenchmarkConfig) -> Path:
         """The file of the benchmark's problems."""

@@ -67,7 +67,7 @@ class LmEval(Harness):
         source = f"benchmark {benchmark.name}: parameters.definition"
         definition = benchmark.parameters.get("definition")
         if "definition" not in benchmark.parameters:
-            file = self.paths(benchmark)[0]
+            file = self.data_files(benchmark)[0]
             source = str(file)
             try:
                 # in C: every step with such a task reads its definition
@@ -98,8 +98,8 @@ class LmEval(Harness):
         if benchmark.chat and not benchmark.max_new_tokens:
             yield (
                 f"benchmark {benchmark.name}: chat=true with max_new_tokens=0: expected "
-                "chat=false, as a chat template would move the answers whose likelihoods are "
-                "computed"
+                "chat=false where likelihoods are computed, as a chat template would move the "
+                "answers, or max_new_tokens for texts"
             )
 
     def further_requirements(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
