@@ -72,6 +72,8 @@ class EvalPlus(ProgramHarness):
         )
         graded = evalplus.GRADER.grade(request)
         protocol = {
+            "seconds": request.seconds,
+            "memory_mib": request.memory_mib,
             "sandbox": request.isolation,
             "unlike_harness": [
                 answer.item
