@@ -38,36 +38,30 @@ def open_other(path: str) -> Store:
     return other
 
 
-def finished_in(other: Store, steps: Iterable[Step]) -> set[str]:
-    """Ids of those of `steps` that are finished in `other`."""
+def finished_in(other: Store, steps: Iterable[Step]) -> dict[str, str]:
+    """Id -> KIND/NAME, for those of `steps` that are finished in `other`."""
     with other.errors_as_sentences():
         names_by_start = other.finished_names()
-    return {step.id for step in steps if step.id_start in names_by_start}
+    return {
+        step.id: names_by_start[step.id_start] for step in steps if step.id_start in names_by_start
+    }
 
 
 def copy_from(store: Store, path: str, steps: Sequence[Step]) -> None:
-    """Copy into `store` those of `steps` that are finished only in the store at `path`."""
+    """Copy into `store` those of `steps` that are finished only in the store at `path`. Steps that
+    are damaged, or that another process is computing, are not copied."""
     other = open_other(path)
+    names_of = finished_in(other, steps)
+    for pack in other.packs.damaged_packs:
+        store.notices.append(f"also={other.root}: {pack} is damaged: its steps are computed again")
     done = store.finished_ids(steps)
-    ids_elsewhere = finished_in(other, steps) - done
     # steps whose results a finished step has merged are not needed, so they are not copied
-    missing = [step for step in unmerged(steps, done | ids_elsewhere) if step.id in ids_elsewhere]
-    if missing:
-        inform(f"taking {len(missing)} finished steps from also={other.root}")
-        copy_steps(store, other, missing)
-
-
-def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
-    """Copy those of `steps` that are finished in `other` into `store`. Steps that are damaged, or
-    that another process is computing, are not copied."""
+    needed = unmerged(steps, done | names_of.keys())
+    names = [names_of[step.id] for step in needed if step.id in names_of and step.id not in done]
+    if not names:
+        return
+    inform(f"taking {len(names)} finished steps from also={other.root}")
     with other.errors_as_sentences():
-        names_by_start = other.finished_names()
-        starts = [step.id_start for step in steps]
-        names = [names_by_start[start] for start in starts if start in names_by_start]
-        for pack in other.packs.damaged_packs:
-            store.notices.append(
-                f"also={other.root}: {pack} is damaged: its steps are computed again"
-            )
         copy_packed(store, other, names)
         # steps in folders, and packed steps that could not be copied as packs
         names_left = [name for name in names if start_of(name) not in store.packs]
@@ -84,8 +78,9 @@ def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
 
 def _copy_step(store: Store, other: Store, name: str) -> None:
     """Copy the step `name` (KIND/NAME) from `other` to `store`."""
+    file = STEP
     try:
-        document = _document(other, name)
+        document = other.document(name)
         with store.claim_named(name, document) as scratch:
             if scratch is None:  # the step is finished in `store`
                 return
@@ -93,36 +88,25 @@ def _copy_step(store: Store, other: Store, name: str) -> None:
                 target = scratch / file
                 # a damaged STEP may name a file that is not in the folder of the step
                 if not target.resolve().is_relative_to(scratch.resolve()):
-                    raise Damaged(f"its {STEP} is damaged")
+                    raise Damaged(file)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _copy_file(other, name, file, expected, target)
-    except Damaged as error:
+    except (Damaged, FileNotFoundError, PermissionError):
         store.notices.append(
-            f"also={other.root}: {name}: {error}: computed again where it is needed"
+            f"also={other.root}: {name}: {file} is missing or damaged: computed again where it is "
+            "needed"
         )
     except Busy:
         pass
-
-
-def _document(other: Store, name: str) -> Document:
-    """Content of STEP of the step `name` (KIND/NAME). Raises Damaged when STEP cannot be read."""
-    try:
-        return other.document(name)
-    except (FileNotFoundError, PermissionError):
-        raise Damaged(f"its {STEP} is missing") from None
 
 
 def _copy_file(other: Store, name: str, file: str, expected: Document, target: Path) -> None:
     """Copy the file `file` of the step `name` to the path `target`, or make a link to it.
     `expected`: entry of the file in STEP."""
     path = other.folder(name) / file
-    try:
-        if expected["bytes"] >= LARGE and os.access(path, os.R_OK):
-            target.symlink_to(os.path.realpath(path))
-        else:
-            target.write_bytes(other.content(name, file))
-        entry = file_entry(target)
-    except (FileNotFoundError, PermissionError):
-        raise Damaged(f"{file} is missing") from None
-    if entry != expected:
-        raise Damaged(f"{file} is damaged")
+    if expected["bytes"] < LARGE or not os.access(path, os.R_OK):
+        target.write_bytes(other.content(name, file))
+        return
+    target.symlink_to(os.path.realpath(path))
+    if file_entry(target) != expected:
+        raise Damaged(file)

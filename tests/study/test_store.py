@@ -485,7 +485,7 @@ def taken_over(root: Path, other: Path, *steps: Step) -> tuple[list[bool], list[
     """Whether each step of another store is finished in this one after it is taken over, and the
     notices."""
     store = Store(root).create()
-    other_stores.copy_steps(store, other_stores.open_other(str(other)), steps)
+    other_stores.copy_from(store, str(other), steps)
     return [store.is_finished(step) for step in steps], store.notices
 
 
