@@ -49,7 +49,7 @@ def update(done: float, total: float, unit: str) -> None:
         path = Path(os.environ[FILE])
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, _latest)
+            write_json(path, {"done": done, "total": total, "unit": unit})
 
 
 def add(units: float) -> None:
@@ -62,6 +62,7 @@ def read(file: Path) -> tuple[float, str]:
     """(share of the work that is done, from 0 to 1; text such as "3 of 40 batches"). (0, "") if
     `file` is missing or damaged."""
     with suppress(OSError, Damaged, ZeroDivisionError):
-        done, total, unit = read_json(file, (Number, Number, str))
-        return min(1.0, done / total), f"{done:g} of {total:g} {unit}"
+        document = read_json(file, {"done": Number, "total": Number, "unit": str})
+        done, total = document["done"], document["total"]
+        return min(1.0, done / total), f"{done:g} of {total:g} {document['unit']}"
     return 0.0, ""

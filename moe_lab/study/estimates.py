@@ -21,7 +21,6 @@ from rich.table import Column, Table
 from moe_lab.calibration import IdentifiedText, sources, with_batch_tokens
 from moe_lab.config import CalibrationConfig, Config, ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.json_files import Number, fits
 from moe_lab.machine import main_memory, visible_gpus
 from moe_lab.models import config_json
 from moe_lab.models.config_json import GPU_COUNTS, WEIGHT_OVERHEAD, Size, size_of
@@ -29,9 +28,6 @@ from moe_lab.start import command
 from moe_lab.study.resources import GIB, Resources, runs_on_gpu
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
-
-TIMES_SHAPE = {"provenance": {"seconds": Number, "units": Number, "pace": str}}
-"""Fields of step.json from which times are estimated."""
 
 
 def resolved_device(model: ModelConfig, config: Config) -> ModelConfig:
@@ -174,11 +170,9 @@ def _rates(store: Store, kind: str) -> dict[str, list[float]]:
     `kind`."""
     rates: dict[str, list[float]] = {}
     for document in store.documents(kind):
-        if not fits(document, TIMES_SHAPE):
-            continue
         provenance = document["provenance"]
-        # the work was done by the steps whose results were merged
-        if not provenance.get("merged"):
+        # steps with results of other programs have no times, and merging is no work
+        if "pace" in provenance and not provenance.get("merged"):
             seconds_per_unit = provenance["seconds"] / provenance["units"]
             rates.setdefault(provenance["pace"], []).append(seconds_per_unit)
     return rates
@@ -195,9 +189,9 @@ class StepTime(NamedTuple):
 
 def time_left(
     ended: Iterable[StepTime], running: Sequence[StepTime], waiting: Iterable[Step], workers: int
-) -> tuple[float, list[str]]:
-    """(estimated seconds until `workers` workers have done all steps of a run, kinds of the steps
-    without an estimate). The seconds do not include steps without an estimate.
+) -> float | None:
+    """Estimated seconds until `workers` workers have done all steps of a run; None if a kind of
+    steps has no estimate.
 
     The total time of a step is estimated from the ended and running steps of the same kind whose
     progress is known. Merging takes no time."""
@@ -208,21 +202,15 @@ def time_left(
             seconds[step.kind] += spent
             work[step.kind] += _work(step) * progress
     remaining = [0.0]  # seconds of each step; the first entry is for a run without steps
-    unknown_kinds = dict[str, None]()
-    for step, spent, progress in (*running, *(StepTime(step, 0.0, 0.0) for step in waiting)):
+    for step, _, progress in (*running, *(StepTime(step, 0.0, 0.0) for step in waiting)):
         if step.merged_steps:
             continue
         if not work[step.kind]:
-            unknown_kinds[step.kind] = None
-            continue
+            return None
         step_seconds = _work(step) * seconds[step.kind] / work[step.kind]
-        if progress:
-            remaining.append(step_seconds * (1 - progress))
-        else:
-            # without known progress, at least half of the time spent so far remains
-            remaining.append(max(step_seconds - spent, spent / 2))
+        remaining.append(step_seconds * (1 - progress))
     # workers do not share a step, so the longest step bounds the time from below
-    return max(sum(remaining) / workers, *remaining), list(unknown_kinds)
+    return max(sum(remaining) / workers, *remaining)
 
 
 MINIMUM_PARAMETERS = 100_000_000

@@ -12,7 +12,7 @@ import threading
 import time
 from base64 import b64encode
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -352,16 +352,14 @@ def progress_line(schedule: Schedule, store: Store, workers: int) -> str:
         for kind, total in schedule.total.items()
         if unfinished[kind]
     ]
-    remaining, unknown_kinds = time_left(ended, step_times, waiting, workers or len(running) or 1)
-    return ", ".join([*kind_texts, _time_text(remaining, unknown_kinds)])
-
-
-def _time_text(seconds: float, unknown_kinds: Sequence[str]) -> str:
-    """The time left as text. `seconds`: estimate, without steps of `unknown_kinds`."""
-    if seconds < 60:
-        return "time left unknown" if unknown_kinds else "less than 1 min left"
-    text = f"about {seconds / 60:.0f} min left"
-    return f"{text} (no {', '.join(unknown_kinds)} step has ended)" if unknown_kinds else text
+    seconds = time_left(ended, step_times, waiting, workers or len(running) or 1)
+    if seconds is None:
+        time_text = "time left unknown"
+    elif seconds < 60:
+        time_text = "less than 1 min left"
+    else:
+        time_text = f"about {seconds / 60:.0f} min left"
+    return ", ".join([*kind_texts, time_text])
 
 
 @contextmanager
