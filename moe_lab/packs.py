@@ -80,6 +80,8 @@ class Packs:
         """Name of a pack -> names of the older packs that it replaces."""
         self._current_packs: list[str] = []
         """Names of the packs that no other pack replaces, sorted."""
+        self._pack_of: dict[str, str] = {}
+        """`id_start` of a step -> name of the first pack in `_current_packs` that has the step."""
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -102,6 +104,10 @@ class Packs:
             self._current_packs = sorted(
                 self._connections.keys() - set().union(*self._replaces.values())
             )
+            pack_of: dict[str, str] = {}
+            for name in reversed(self._current_packs):
+                pack_of.update(dict.fromkeys(self._steps[name], name))
+            self._pack_of = pack_of
 
     def _load(self, name: str) -> None:
         """Open a pack and add it to the index."""
@@ -123,24 +129,18 @@ class Packs:
 
     def __contains__(self, id_start: str) -> bool:
         """Whether an undamaged step is in a pack, as of the last `refresh`."""
-        return self._pack_of(id_start) is not None and id_start not in self.damaged_steps
-
-    def _pack_of(self, id_start: str) -> str | None:
-        """Name of the pack that has a step, as of the last `refresh`."""
-        with self._lock:
-            return next(
-                (pack for pack in self._current_packs if id_start in self._steps[pack]), None
-            )
+        return id_start in self._pack_of and id_start not in self.damaged_steps
 
     def find(self, id_start: str) -> str | None:
         """Name of a step; None when no pack has the step, or the step is damaged."""
         with self._lock:
-            if self._pack_of(id_start) is None:
+            if id_start not in self._pack_of:
                 self.refresh()
-            pack = self._pack_of(id_start)
-            if pack is None or id_start in self.damaged_steps:
-                return None
-            return f"{self._steps[pack][id_start]}-{id_start}"
+            return self._name(id_start) if id_start in self else None
+
+    def _name(self, id_start: str) -> str:
+        """Name of a step that is in a pack."""
+        return f"{self._steps[self._pack_of[id_start]][id_start]}-{id_start}"
 
     def read(self, id_start: str, file: str) -> bytes:
         """Content of a file of a step. Raises FileNotFoundError when no pack has the file, and
@@ -172,10 +172,11 @@ class Packs:
         with self._lock:
             # try again if another process has replaced and removed the pack meanwhile
             for _ in range(2):
-                if self._pack_of(id_start) is None:
+                if id_start not in self._pack_of:
                     self.refresh()
-                if id_start in self.damaged_steps or (name := self._pack_of(id_start)) is None:
+                if id_start not in self:
                     return []
+                name = self._pack_of[id_start]
                 try:
                     return self._connections[name].execute(query, values).fetchall()
                 except sqlite3.Error:  # the pack is damaged, or was removed on another node
@@ -186,13 +187,8 @@ class Packs:
 
     def steps(self) -> dict[str, str]:
         """`id_start` -> name, for all undamaged steps in packs, as of the last `refresh`."""
-        names = {}
         with self._lock:
-            for pack in self._current_packs:
-                for id_start, kind_and_label in self._steps[pack].items():
-                    if id_start not in self.damaged_steps:
-                        names[id_start] = f"{kind_and_label}-{id_start}"
-        return names
+            return {start: self._name(start) for start in self._pack_of if start in self}
 
     def inputs(self) -> dict[str, str]:
         """`id_start` of a step -> the `id_start` of each of its inputs, in one text with spaces
@@ -225,7 +221,7 @@ class Packs:
                 inputs = _document(self._connections[pack], "inputs")
                 for id_start, kind_and_label in self._steps[pack].items():
                     # of several packs with the same step, only the first in the index yields it
-                    if id_start in dropped or self._pack_of(id_start) != pack:
+                    if id_start in dropped or self._pack_of.get(id_start) != pack:
                         continue
                     select = "select name, content from file where start = ?"
                     files = dict(self._connections[pack].execute(select, (id_start,)))
@@ -282,7 +278,7 @@ class Packs:
 
     def packs_with(self, id_starts: Iterable[str]) -> set[str]:
         """Names of the packs that have at least one of the steps `id_starts`."""
-        return {pack for id_start in id_starts if (pack := self._pack_of(id_start))}
+        return {self._pack_of[start] for start in id_starts if start in self._pack_of}
 
     def sizes(self) -> dict[str, int]:
         """Name of a pack -> bytes of its file, for all packs that no other pack replaces."""
