@@ -158,7 +158,7 @@ def _referenced_steps(store: Store) -> tuple[set[str], str]:
     runs_of = {study: runs(store, study) for study in studies(store)}
     jobs_of = {run.folder: run.jobs for study_runs in runs_of.values() for run in study_runs}
     jobs = {job.id: job for run_jobs in jobs_of.values() for job in run_jobs}
-    queue, queue_error = queued_jobs(jobs) if jobs else ({}, "")
+    queue, queue_error = queued_jobs(jobs)
     for study, study_runs in runs_of.items():
         try:
             # the name of a later run is greater than that of an earlier run

@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from moe_lab import allocation, criteria
+from moe_lab import allocation, criteria, recovery
 from moe_lab import calibration as calibrations
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.calibration import sources
@@ -24,7 +24,6 @@ from moe_lab.config import (
     ExportConfig,
     LauncherConfig,
     ModelConfig,
-    RecoveryConfig,
 )
 from moe_lab.errors import UserError, check_known, user_errors
 from moe_lab.evaluation import engines
@@ -145,41 +144,44 @@ def _most_tokens(model: ModelConfig, benchmark: BenchmarkConfig) -> float:
 def missing_requirements(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
     """One sentence for each requirement of `steps` that this machine does not meet, such as a
     package, a permission or the device of a model."""
-    distinct_checks: dict[tuple[Any, ...], Check] = {}
+    checks: list[Check] = []
     for step in steps:
         resources = step.resources()
-        checks = list(resources.start_checks)
+        checks += resources.start_checks
         if launcher.python is None:  # otherwise the steps run in another Python than this one
             checks += resources.installation_checks
         # jobs of a cluster run on nodes with other devices than this machine
         if launcher.name != "slurm" and resources.model and resources.runs_model:
             checks.append((check_device, resources.model.device))
-        for check, *arguments in checks:
-            # a check with the same arguments, compared by id(), is made once for all steps
-            distinct_checks[check, *map(id, arguments)] = (check, *arguments)
-    problems: list[str] = []
-    for check, *arguments in distinct_checks.values():
-        problems += user_errors(check, *arguments)
-    return list(dict.fromkeys(problems))
+    return _distinct_problems(checks)
 
 
 def failure_forecast(store: Path, steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
     """A sentence if the disk of `store` is too small for the results of `steps`, and for each
     model of the user that steps could not run. Unless launcher=slurm, also sentences about steps
     that would load a model on the CPU, although its weights exceed the main memory."""
-    problems = disk_problems(store, steps)
-    uses: dict[Any, tuple[ModelConfig, bool]] = {}
+    checks: list[Check] = []
     for step in steps:
         resources = step.resources()
         model = resources.model
-        if model and resources.runs_model and not is_shipped(model):
+        # with `launcher.python`, the steps run in another Python than this one
+        if model and resources.runs_model and not is_shipped(model) and launcher.python is None:
             streams = resources.runs_layers or resources.weights == "layers"
-            uses[id(model), streams] = model, streams
+            checks.append((files.check_use, model, streams))
         if launcher.name != "slurm":
-            problems += user_errors(check_memory, step)
-    if launcher.python is None:  # otherwise the steps run in another Python than this one
-        for use in uses.values():
-            problems += user_errors(files.check_use, *use)
+            checks.append((check_memory, step))
+    return [*disk_problems(store, steps), *_distinct_problems(checks)]
+
+
+def _distinct_problems(checks: Iterable[Check]) -> list[str]:
+    """One sentence for each problem that `checks` find. A check with the same arguments, compared
+    by id(), is made once."""
+    distinct_checks: dict[tuple[Any, ...], Check] = {}
+    for check, *arguments in checks:
+        distinct_checks[check, *map(id, arguments)] = (check, *arguments)
+    problems: list[str] = []
+    for check, *arguments in distinct_checks.values():
+        problems += user_errors(check, *arguments)
     return list(dict.fromkeys(problems))
 
 
@@ -418,10 +420,6 @@ def _plan_problems(cell: Cell, _: Config) -> Iterator[str]:
 
 def _recovery_problems(cell: Cell, _: Config) -> Iterator[str]:
     """A sentence for each problem with the recovery of a cell."""
-    if cell.recovery == RecoveryConfig():  # no recovery
-        return
-    from moe_lab import recovery
-
     yield from user_errors(recovery.check, cell.recovery)
     yield from user_errors(recovery.check_model, cell.recovery, cell.model)
     yield from user_errors(recovery.check_merging, cell.recovery, cell.allocation, cell.ratio)

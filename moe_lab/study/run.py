@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from statistics import fmean
@@ -11,7 +12,6 @@ from moe_lab.config import Config
 from moe_lab.config.base import Mistakes, SettingsError
 from moe_lab.errors import Unavailable, UserError, check_known, user_errors
 from moe_lab.grid import Request
-from moe_lab.json_files import Number, parse
 from moe_lab.machine import WORKERS, cores, main_memory, visible_gpus
 from moe_lab.study.estimates import forecast_table, seconds_estimator
 from moe_lab.study.graph import build, normalized, unresolved_names
@@ -126,23 +126,24 @@ def _run(study: Study) -> int:
         schedule = Schedule(steps, done)
         recall_failures(schedule, store, retry=config.retry)
         print_notices(store)
-        # if the steps were only submitted, their last job finishes the run
-        if schedule.waiting and not LAUNCHERS[config.launcher.name](schedule, study, new_run):
-            return 0
+        if schedule.waiting:
+            LAUNCHERS[config.launcher.name](schedule, study, new_run)
+            # the last of the submitted jobs finishes the run
+            if config.launcher.name == "slurm" and not config.wait:
+                return 0
         return finish(study, schedule, new_run)
 
 
-def run_inline(schedule: Schedule, study: Study, new_run: Run) -> bool:
+def run_inline(schedule: Schedule, study: Study, new_run: Run) -> None:
     """Compute one step after another in this process."""
     with (
         show_progress(schedule, study.store, workers=1),
         InProcessExecutor(study.store) as execute,
     ):
         work(schedule, study.store, execute)
-    return True
 
 
-def run_in_workers(schedule: Schedule, study: Study, new_run: Run) -> bool:
+def run_in_workers(schedule: Schedule, study: Study, new_run: Run) -> None:
     """Compute steps in worker processes. `launcher.processes` overrides the number of processes.
 
     Without GPUs, there is a process for each core, or fewer if the main memory would not suffice.
@@ -158,7 +159,7 @@ def run_in_workers(schedule: Schedule, study: Study, new_run: Run) -> bool:
         max_memory = max(needed.memory or 1.0 for needed in resources.values())
         count = processes or max(1, min(cores(), int(main_memory() // max_memory)))
         _compute(schedule, study.store, [{}] * count)
-        return True
+        return
     gpu_memory = study.config.resources.gpu_memory
     # a step of unknown memory needs the smallest number of GPUs on which it can run
     gpus_of = {step_id: needed.gpus(gpu_memory) or 1 for step_id, needed in resources.items()}
@@ -176,7 +177,6 @@ def run_in_workers(schedule: Schedule, study: Study, new_run: Run) -> bool:
             {"CUDA_VISIBLE_DEVICES": gpu_sets[number % len(gpu_sets)]} for number in range(count)
         ]
         _compute(schedule, study.store, environments, schedule.waiting_without(later_ids))
-    return True
 
 
 def _compute(
@@ -210,7 +210,7 @@ def _compute(
         raise errors[0]
 
 
-def run_in_slurm(schedule: Schedule, study: Study, new_run: Run) -> bool:
+def run_in_slurm(schedule: Schedule, study: Study, new_run: Run) -> None:
     """Submit the steps as jobs of a Slurm cluster. With wait=true, wait until the jobs have
     ended."""
     from moe_lab.study.slurm.jobs import wait_for_jobs
@@ -219,20 +219,15 @@ def run_in_slurm(schedule: Schedule, study: Study, new_run: Run) -> bool:
     submit(schedule, study, new_run)
     if study.config.wait:
         wait_for_jobs(schedule, study)
-    return study.config.wait
 
 
-Launcher = Callable[[Schedule, Study, Run], bool]
-"""Computes the steps of a schedule. Returns False if the steps were only submitted."""
+Launcher = Callable[[Schedule, Study, Run], None]
+"""Computes or submits the steps of a schedule."""
 LAUNCHERS: Mapping[str, Launcher] = {
     "inline": run_inline,
     "local": run_in_workers,
     "slurm": run_in_slurm,
 }
-
-
-RESULT_SHAPE = {"results": [{"benchmark": str, "metric": str, "score": Number, "scale": str}]}
-"""Expected form of a result.json."""
 
 
 def objective_value(result: RunResult, requests: Iterable[Request]) -> float:
@@ -264,7 +259,7 @@ def objective_value(result: RunResult, requests: Iterable[Request]) -> float:
                 f"{study.config.study} store={study.config.store}` explains it"
             )
         with study.store.errors_as_sentences():
-            results = parse(study.store.content(name, "result.json"), RESULT_SHAPE, name)["results"]
+            results = json.loads(study.store.content(name, "result.json"))["results"]
         scores |= {entry["benchmark"]: entry["score"] for entry in results}
         # of the scales, only "score" means that higher is better
         increasing_scores = [entry["score"] for entry in results if entry["scale"] == "score"]

@@ -82,7 +82,7 @@ def study_state(store: Store, study: str) -> StudyState:
     record_time = _record_time(store, study)
     study_runs = runs(store, study)
     jobs = {job.id: job for run in study_runs for job in run.jobs}
-    queue, queue_error = queued_jobs(jobs) if jobs else ({}, "")
+    queue, queue_error = queued_jobs(jobs)
     # `plan` of a run is None if it is missing or damaged
     plan = next(filter(None, (run.plan for run in reversed(study_runs))), None)
     if plan is None:
@@ -170,6 +170,8 @@ def _unfinished_record_job(store: Store, study_runs: Sequence[Run]) -> str | Non
 def queued_jobs(jobs: Mapping[str, SubmittedJob]) -> tuple[dict[str, QueuedJob], str]:
     """(id -> job, for those of `jobs` that are in Slurm's queue; ""). If the scheduler does not
     answer: ({}, the error as text)."""
+    if not jobs:
+        return {}, ""
     try:
         queue = scheduler.queue(job.user for job in jobs.values())
     except UserError as error:

@@ -142,16 +142,16 @@ def _cell_results(store: Store, entry: Document) -> tuple[dict[str, float], list
 
     - numbers: name -> score or cost
     - losses: loss in each step of fine-tuning; [] without fine-tuning"""
-    cost = json.loads(store.content(entry["cost"], "cost.json")) if entry["cost"] else {}
-    finetuning = (
-        json.loads(store.content(entry["finetune"], "finetune.json")) if entry["finetune"] else {}
-    )
+
+    def read(folder: str | None, file: str) -> Document:
+        """A JSON file of a step; {} without the step."""
+        document: Document = json.loads(store.content(folder, file)) if folder else {}
+        return document
+
+    cost = read(entry["cost"], "cost.json")
     # a dictionary has the FLOPs of each part of the model
     numbers = {f"cost/{name}": value for name, value in cost.items() if not isinstance(value, dict)}
     for step_folder in entry["evaluate"].values():
-        results = json.loads(store.content(step_folder, "result.json"))["results"]
-        numbers |= {
-            f"scores/{result['benchmark']}/{result['metric']}": result["score"]
-            for result in results
-        }
-    return numbers, finetuning.get("loss", [])
+        for result in read(step_folder, "result.json")["results"]:
+            numbers[f"scores/{result['benchmark']}/{result['metric']}"] = result["score"]
+    return numbers, read(entry["finetune"], "finetune.json").get("loss", [])
