@@ -104,22 +104,22 @@ def write_sealed(
     write_text(path, sealed(text), mode)
 
 
-def read_sealed(path: Path, shape: Any) -> Document:
-    """The sealed document in a file, without its digest. Raises Damaged unless the digest is right
-    and the document fits `shape` (see `fits`)."""
-    return parse_sealed(_content(path), shape, str(path))
+def read_sealed(path: Path) -> Document:
+    """The sealed document in a file, without its digest. Raises Damaged unless the digest is
+    right."""
+    return parse_sealed(_content(path), str(path))
 
 
-def parse_sealed(content: bytes, shape: Any, name: str) -> Document:
+def parse_sealed(content: bytes, name: str) -> Document:
     """The sealed document in `content`, without its digest. Raises Damaged unless the digest is
-    right and the document fits `shape` (see `fits`). `name`: name of the file, for messages."""
+    right. `name`: name of the file, for messages."""
     text, separator, ending = content.rpartition(DIGEST.encode())
     if not separator:
         raise Damaged(f"{name} is damaged, or of an older moe_lab: it has no digest")
     text += b"}"  # the document without its digest
     if ending != f'{sha256(text).hexdigest()}"}}'.encode():
         raise Damaged(f"{name} is damaged")
-    document: Document = parse(text, shape, name)
+    document: Document = json.loads(text)
     return document
 
 
@@ -130,7 +130,6 @@ def fits(document: Any, shape: Any) -> bool:
                                   b is a string, null or missing
     {str: int}                    an object with any keys, whose values are integers
     [int]                         a list of any number of integers
-    (int, str)                    a list of an integer and a string
 
     True and False have the shape bool, but not the shape int.
     """
@@ -142,11 +141,6 @@ def fits(document: Any, shape: Any) -> bool:
         return all(fits(document.get(key), inner) for key, inner in shape.items())
     if isinstance(shape, list):
         return isinstance(document, list) and all(fits(item, shape[0]) for item in document)
-    if isinstance(shape, tuple):
-        same_length = isinstance(document, list) and len(document) == len(shape)
-        return same_length and all(
-            fits(item, inner) for item, inner in zip(document, shape, strict=True)
-        )
     # in Python, True and False are instances of int
     return isinstance(document, shape) and (shape is bool or not isinstance(document, bool))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NotRequired, TypedDict, get_args
 
-from moe_lab.json_files import Document, Number, read_sealed
+from moe_lab.json_files import Document, read_sealed
 
 SCHEMA = 1
 """Version of result.json, samples.parquet and record.json."""
@@ -142,40 +142,18 @@ FIGURE_STEPS = ("families", "damages", "contaminations")
 """Entries of a record with the steps that only figures and remarks need."""
 KEY = ("calibration", "model", "gate", "seed")
 """Fields that identify the step of a figure in the entries FIGURE_STEPS of a record."""
-_NAME = str | None
-_FIGURE = [{"calibration": str, "model": str, "gate": str, "seed": Number, "step": _NAME}]
-RECORD_SHAPE = {
-    "schema": int,
-    "created": Number,
-    "replaces": [str],
-    "cells": [
-        {
-            "cell": {
-                "model": _NAME,
-                "criterion": _NAME,
-                "calibration": _NAME,
-                "ratio": Number | None,
-            },
-            "evaluate": {str: _NAME},
-            "errors": dict,
-        }
-    ],
-    **dict.fromkeys(FIGURE_STEPS, _FIGURE),
-}
-"""Shape of record.json for `json_files.fits`. `replaces` has the names of the earlier runs whose
-records no longer count."""
 
 
 def current_records(root: Path, study: str) -> dict[str, Document]:
     """Name of a run -> record of the run, oldest run first, for the runs of a study. A run is left
-    out if a later record names the run in the entry "replaces". `root`: folder of the store. Raises
-    Damaged for a damaged record."""
+    out if a later record names the run in the entry "replaces", as its record no longer counts.
+    `root`: folder of the store. Raises Damaged for a damaged record."""
     records: dict[str, Document] = {}
     replaced_runs: set[str] = set()
     # newest run first, because the name of a run begins with its number
     for path in sorted(root.glob(f"runs/{study}/*/{RECORD}"), reverse=True):
         if path.parent.name not in replaced_runs:
-            record = read_sealed(path, RECORD_SHAPE)
+            record = read_sealed(path)
             records[path.parent.name] = record
             replaced_runs.update(record["replaces"])
     return dict(reversed(records.items()))

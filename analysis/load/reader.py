@@ -22,8 +22,6 @@ SCHEMA = 1
 """Newest schema of a study's record that this code can read."""
 
 STEP = "step.json"
-FILES = {"files": {str: {"sha256": str}}}
-"""Field of a step.json that this module needs -> type of the field."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +186,7 @@ class Reader:
         if folder not in self._steps:
             document: dict[str, Any] = {}
             with contextlib.suppress(FileNotFoundError):
-                document = parse_sealed(self._read_unverified(folder, STEP), FILES, STEP)
+                document = parse_sealed(self._read_unverified(folder, STEP), STEP)
             self._steps[folder] = document
         return self._steps[folder]
 

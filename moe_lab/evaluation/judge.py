@@ -141,7 +141,7 @@ def _verdict(judge: JudgeConfig, cache: Path, client: openai.OpenAI, prompt: str
     key = digest([settings, prompt])
     file = cache / key[:2] / f"{key}.json"
     with suppress(OSError, ValueError):  # if the cached reply is missing or unusable, request it
-        reply = read_sealed(file, {"reply": str})["reply"]
+        reply = read_sealed(file)["reply"]
         return Verdict(score(reply), reply)
     # a setting that is null in judge.extra is left out of the request
     fields = {"temperature": 0, "max_tokens": judge.max_tokens, **judge.extra}

@@ -39,7 +39,6 @@ REMEMBERED_FROM = 1 << 26
 """Bytes from which the sha256 of a file is remembered in the user's cache; smaller files take less
 than a second to read."""
 SHA256 = re.compile(r"[0-9a-f]{64}")
-SHAPE = {"size": int, "changed": int, "inode": int, "sha256": str}
 SECONDS = 10
 """Longest wait for an answer of the hub, after it has answered once."""
 FIRST_SECONDS = 3
@@ -61,7 +60,7 @@ def sha256_of(file: Path) -> str:
     state = {"size": status.st_size, "changed": status.st_mtime_ns, "inode": status.st_ino}
     record = cache_folder("hashes") / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
     with suppress(OSError, json_files.Damaged):
-        entry: dict[str, Any] = json_files.read_sealed(record, SHAPE)
+        entry: dict[str, Any] = json_files.read_sealed(record)
         # no field of `state` has changed
         if entry.items() >= state.items():
             return str(entry["sha256"])

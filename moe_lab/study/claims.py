@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.errors import UserError
-from moe_lab.json_files import Damaged, Document, Number, read_sealed, sealed
+from moe_lab.json_files import Damaged, Document, read_sealed, sealed
 
 BEAT = 60.0
 """Seconds between two heartbeats of a claim."""
@@ -51,19 +51,6 @@ ATTEMPTS_BEFORE_NOTICE = 50
 """Attempts to take a claim after which the user is told who holds it."""
 ATTEMPTS = 3
 """Maximum attempts to create a claim's file when an attempt fails although the file is missing."""
-OWNER_SHAPE = {
-    "token": str,
-    "host": str,
-    "machine": [str],
-    "pid": int,
-    "started": str | None,
-    "job": str | None,
-    "restarts": int,
-    "device": int,
-    "inode": int,
-    "limit": Number,
-}
-"""Expected fields of a claim's file, which describe its owner."""
 
 
 class Busy(Exception):
@@ -392,8 +379,8 @@ def _queued_jobs(user: int, _: int) -> Collection[str]:
 
 
 def _owner(path: Path) -> Document | None:
-    """The fields of the file `path` of a claim, see OWNER_SHAPE. None while the file is being
-    written, or if it cannot be read."""
+    """The fields of the file `path` of a claim, which describe its owner. None while the file is
+    being written, or if it cannot be read."""
     with suppress(Damaged, FileNotFoundError, PermissionError):
-        return read_sealed(path, OWNER_SHAPE)
+        return read_sealed(path)
     return None

@@ -67,8 +67,7 @@ def _sha256(file: BufferedReader) -> str:
 def read_step(folder: Path) -> Document:
     """Content of STEP of a finished step. Raises FileNotFoundError when STEP is missing, and
     Damaged when STEP was changed after it was written."""
-    # {}: no particular fields are expected
-    return read_sealed(folder / STEP, {})
+    return read_sealed(folder / STEP)
 
 
 def damaged_files(folder: Path, *, hash_all: bool = False) -> dict[str, str]:

@@ -25,7 +25,6 @@ from moe_lab.result_files import (
     RECORD,
     SCHEMA,
     current_records,
-    join_records,
     read_record,
 )
 from moe_lab.start import command
@@ -92,7 +91,7 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
     store.check_exists()
     errors = {step_id: error.document for step_id, error in schedule.failed.items()}
     document = record_of(study, run, errors)
-    if not schedule.total and _is_recorded(store, name, run, document):
+    if not schedule.total and _is_recorded(store, name, document):
         run.remove()
     else:
         store.make_folder(run.folder)  # the store may have been created again meanwhile
@@ -126,24 +125,20 @@ def _write_end(store: Store, study: str) -> None:
         store.write(recorded_runs[-1].folder / ENDED, {"time": time.time()})
 
 
-def _is_recorded(store: Store, study: str, run: Run, document: Document) -> bool:
-    """Whether `document`, the new record of `run`, adds nothing to the records of the study."""
-
-    def content(records: Mapping[str, Document]) -> Document:
-        """The joined records, with None in the fields that may differ."""
-        record = join_records(records) if len(records) > 1 else next(iter(records.values()))
-        return {**record, **dict.fromkeys(("created", "config", "replaces", "run"))}
-
+def _is_recorded(store: Store, study: str, document: Document) -> bool:
+    """Whether a current record of the study has the same content as `document`, a new record
+    which would replace at most this one."""
     try:
         records = current_records(store.root, study)
     except Damaged:
         return False
-    if not records:
-        return False
-    later_records = {**records, run.folder.name: document}
-    for name in document["replaces"]:
-        later_records.pop(name, None)
-    return content(records) == content(later_records)
+    # fields that differ between equal records
+    varying = dict.fromkeys(("created", "config", "replaces"))
+    for name, record in records.items():
+        is_same = {**record, **varying} == {**document, **varying}
+        if is_same and records.keys() & set(document["replaces"]) <= {name}:
+            return True
+    return False
 
 
 def _print_errors(study: Study, schedule: Schedule) -> None:
@@ -172,7 +167,7 @@ def _print_ties(study: Study, schedule: Schedule) -> None:
         with suppress(FileNotFoundError, Damaged):  # a plan without ties has no such file
             content = study.store.content(step.folder, TIES)
             # layer -> number of experts or channels with equal scores
-            tie_counts = parse_sealed(content, {str: int}, step.folder).values()
+            tie_counts = parse_sealed(content, step.folder).values()
             descriptions.append(f"{sum(tie_counts)} in {len(tie_counts)} layers of {step.label()}")
     if not descriptions:
         return
@@ -282,24 +277,11 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Document]) -> Documen
     no record."""
     config = study.config
     graph = study.graph
-    store = study.store
-    # start of a step's id -> KIND/NAME, or None if the step is not finished
-    names: dict[str, str | None] = {**store.packs.steps()}
+    finished_names = study.store.finished_names()
 
     def name_of(step: Step | None) -> str | None:
         """KIND/NAME of a finished step, otherwise None."""
-        if step is None:
-            return None
-        start = step.id_start
-        if start not in names:
-            names[start] = step.folder
-            # most folders have the step's own label, and this check takes one system call
-            if not (store.root / step.folder).exists():
-                folder = store.path(step)
-                name = f"{step.kind}/{folder.name}"
-                # `find` looks for new packs, too
-                names[start] = name if folder.exists() else store.packs.find(start)
-        return names[start]
+        return finished_names.get(step.id_start) if step else None
 
     model_names = _model_names(graph)
     cells = []

@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from moe_lab.json_files import Document, Number
+from moe_lab.json_files import Document
 from moe_lab.paths import cache_folder
 from moe_lab.result_files import RECORD, start_of
 from moe_lab.study.claims import Claim
@@ -31,12 +31,6 @@ from moe_lab.study.provenance import code_state
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
-RUN_SHAPE = {"time": Number, "steps": [str], "inputs": [[int]]}
-"""Expected fields of run.json."""
-TEXT_FIELDS = dict.fromkeys(("id", "array", "name", "kind"), str)
-JOB_SHAPE = {**TEXT_FIELDS, "steps": [str], "after": [str], "user": int}
-JOBS_SHAPE = {"jobs": [{"path": str, "inode": int, "job": JOB_SHAPE}]}
-"""Expected fields of jobs.json: path and inode of the store, and a `SubmittedJob`."""
 ENDED = "ended.json"
 RECORD_KIND = "record"
 """Kind of job that ends a submission: it writes the record and the report."""
@@ -79,9 +73,7 @@ class Run:
         """The submitted jobs, in order of submission. If the store is a copy, the list is empty:
         the jobs write only to the original store."""
         document = self.store.read(
-            self.folder / "jobs.json",
-            JOBS_SHAPE,
-            consequence="its jobs are forgotten: see squeue",
+            self.folder / "jobs.json", consequence="its jobs are forgotten: see squeue"
         )
         path, inode = self._location()
         jobs = []
@@ -92,7 +84,7 @@ class Run:
         return jobs
 
     def add_jobs(self, jobs: Iterable[SubmittedJob]) -> None:
-        """Append jobs to jobs.json."""
+        """Append jobs to jobs.json: path and inode of the store, and a `SubmittedJob`."""
         path, inode = self._location()
         rows = [{"path": path, "inode": inode, "job": asdict(job)} for job in (*self.jobs, *jobs)]
         self.store.write(self.folder / "jobs.json", {"jobs": rows})
@@ -116,7 +108,7 @@ class Run:
         study: name of the study. time: when the run began. code: see `code_state`. steps: folders
         of all steps of the study, finished ones included; inputs come first. inputs: for each step,
         the indices of its inputs in `steps`."""
-        return self.store.read(self.folder / "run.json", RUN_SHAPE, consequence="written again")
+        return self.store.read(self.folder / "run.json", consequence="written again")
 
     def claim(self) -> Claim:
         """Claim the run, so that `gc` does not remove its steps."""

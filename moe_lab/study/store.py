@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from moe_lab.errors import DISK_FULL, Unavailable, UserError
 from moe_lab.json_files import Damaged, Document, parse_sealed, read_sealed, write_sealed
@@ -80,9 +79,6 @@ class Store:
         self._awaited_ids: set[str] = set()
         """Ids of the steps that were given to `is_readable`, which waits only once for missing
         files."""
-        self._index: dict[str, tuple[int, dict[str, Path]]] = {}
-        """Kind of steps -> (modification time in ns of the kind's folder, start of a step's id ->
-        folder of the step)."""
         self._check_marker()
 
     @cached_property
@@ -116,7 +112,7 @@ class Store:
         if there is a folder `runs`; otherwise, UserError."""
         marker = self.root / MARKER
         try:
-            schema = read_sealed(marker, {"schema": int})["schema"]
+            schema = read_sealed(marker)["schema"]
         except FileNotFoundError:
             return
         except Damaged:
@@ -202,14 +198,13 @@ class Store:
         """Write `document` to `path` as a sealed document."""
         write_sealed(path, document, mode=self.file_mode)
 
-    def read(self, path: Path, shape: Any, consequence: str) -> Document | None:
+    def read(self, path: Path, consequence: str) -> Document | None:
         """Read a sealed document. Returns it without its hash, or None when the file is missing or
         damaged. A damaged file is set aside.
 
-        `shape`: the fields that the document must have, with their types, see `json_files.fits`.
         `consequence`: end of the notice about a damaged file, such as "the step is tried again"."""
         try:
-            return read_sealed(path, shape)
+            return read_sealed(path)
         except FileNotFoundError:
             return None
         except Damaged:
@@ -250,7 +245,7 @@ class Store:
     def document(self, name: str) -> Document:
         """Content of STEP of the finished step KIND/NAME. Raises FileNotFoundError when STEP is
         missing, and Damaged when it is damaged."""
-        return parse_sealed(self._read_file(name, STEP), {}, f"{name}/{STEP}")
+        return parse_sealed(self._read_file(name, STEP), f"{name}/{STEP}")
 
     def documents(self, kind: str) -> Iterator[Document]:
         """Content of STEP for at most SAMPLE finished steps of a kind."""
@@ -273,15 +268,8 @@ class Store:
     def folders_of_kind(self, kind: str) -> dict[str, Path]:
         """Start of the id -> folder, for all finished steps of a kind that are not in packs."""
         parent = self.root / kind
-        time_ns = parent.stat().st_mtime_ns if parent.exists() else 0
-        # -1 differs from every `time_ns`
-        indexed_time, folders = self._index.get(kind, (-1, {}))
-        if time_ns != indexed_time:
-            entries = os.scandir(parent) if time_ns else ()
-            names = [entry.name for entry in entries if not entry.name.startswith(".")]
-            folders = {start_of(name): parent / name for name in names}
-            self._index[kind] = (time_ns, folders)
-        return folders
+        names = os.listdir(parent) if parent.exists() else ()
+        return {start_of(name): parent / name for name in names if not name.startswith(".")}
 
     def log(self, name: str) -> Path:
         """File with the output of the step KIND/NAME in worker processes. The file is missing if
@@ -303,17 +291,13 @@ class Store:
     def finished_ids(self, steps: Iterable[Step]) -> set[str]:
         """Ids of the finished and undamaged steps among `steps`, see `is_finished`. A pack that
         cannot be read is set aside."""
-        # folders are read before packs: a step that moves to a pack meanwhile is then found there
-        folders = self.step_folders()
-        self.packs.refresh()
+        names = self.finished_names()
         for path in self.packs.damaged_packs:
             if path.exists():
                 self.set_aside(path, "damaged", "its steps are computed again")
-        packed_starts = self.packs.steps()
         done = set()
         for step in steps:
-            id_start = step.id_start
-            if id_start in packed_starts or (id_start in folders and self.is_finished(step)):
+            if step.id_start in names and (step.id_start in self.packs or self.is_finished(step)):
                 done.add(step.id)
         return done
 
@@ -339,13 +323,8 @@ class Store:
 
         With `hash_all`, every file is hashed. Without it, a file in a folder is only hashed if its
         modification time is not the time in STEP, and a step in a pack counts as undamaged."""
-        folder = self.root / name
+        folder = self.folder(name)
         states = damaged_files(folder, hash_all=hash_all)
-        if STEP in states:
-            stored_folder = self.folder(name)  # perhaps under another label
-            if stored_folder != folder:
-                folder = stored_folder
-                states = damaged_files(folder, hash_all=hash_all)
         # a missing step may be in a pack; in all other cases, the result is known
         if not states or folder.exists() or not self.packs.find(start_of(name)):
             return states
@@ -358,21 +337,17 @@ class Store:
 
     def _damaged_files_in_pack(self, name: str) -> dict[str, str]:
         """The result of `damaged_files` for a step in a pack."""
-        try:
+        states = {}
+        files: Iterable[str] = [STEP]
+        with contextlib.suppress(FileNotFoundError, Damaged):  # reported for STEP below
             files = self.document(name)["files"]
-        except FileNotFoundError:
-            states = {STEP: "missing"}
-        except Damaged:
-            states = {STEP: "damaged"}
-        else:
-            states = {}
-            for file in files:
-                try:
-                    self.content(name, file)
-                except FileNotFoundError:
-                    states[file] = "missing"
-                except Damaged:
-                    states[file] = "damaged"
+        for file in files:
+            try:
+                self.content(name, file)
+            except FileNotFoundError:
+                states[file] = "missing"
+            except Damaged:
+                states[file] = "damaged"
         # a step that was removed from its pack meanwhile has missing files, but is not damaged
         return states if self.packs.find(start_of(name)) else {}
 
@@ -411,7 +386,7 @@ class Store:
         """The stored error of a step, see `fail`. None when no error is stored, or its file is
         damaged. `step_id`: the id or its start."""
         path = self.root / "failed" / f"{step_id[:ID_DIGITS]}.json"
-        return self.read(path, {"message": str}, "the step is tried again")
+        return self.read(path, "the step is tried again")
 
     def fail(self, step: Step, error: Document) -> None:
         """Store the error of a failed step for later runs. `error`: JSON data with a `message`."""
@@ -464,8 +439,6 @@ class Store:
             for abandoned in parent.glob(f".{id_start}.*"):
                 with contextlib.suppress(FileNotFoundError):
                     shutil.rmtree(rename_as_scratch(abandoned, id_start), ignore_errors=True)
-            # modification times may be too coarse for the index to show a new step
-            self._index.clear()
             if self._is_sound(name):
                 yield None
                 return

@@ -381,7 +381,7 @@ def test_gc_keeps_inputs_and_results_of_a_job_while_it_works(
     )
 
     def collect_garbage(step: Step, scratch: Path) -> None:
-        assert {read_sealed(path, {})["limit"] for path in root.glob("claims/*")} == {30.0}
+        assert {read_sealed(path)["limit"] for path in root.glob("claims/*")} == {30.0}
         gc(Store(root), apply=True)
 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -410,7 +410,7 @@ def test_gc_keeps_folders_that_are_no_steps(replaced: Path) -> None:
     other_id = plan.with_name("x-0123456789ab")
     shutil.copytree(plan, other_id)
     os.rename(other_id / "step.json", other_id / "other.json")
-    document = read_sealed(other_id / "other.json", {})
+    document = read_sealed(other_id / "other.json")
     write_sealed(other_id / "step.json", {**document, "id": "f" * 64})
     gc(Store(replaced), apply=True)
     assert not plan.exists()

@@ -72,7 +72,7 @@ def foreign(folder: Path, age: float = 0.0, limit: float = SHORT, **changes: Any
     path = claims.take("x").path
     claims.owned.clear()  # it has no heartbeat
     path.write_text(
-        sealed(json.dumps({**read_sealed(path, {}), "machine": ["elsewhere", "1"], **changes}))
+        sealed(json.dumps({**read_sealed(path), "machine": ["elsewhere", "1"], **changes}))
     )
     os.utime(path, (time.time() - age,) * 2)
     return path
@@ -115,7 +115,7 @@ def test_a_claim_holds_on_a_mount_with_other_inodes(folder: Path) -> None:
     """On sshfs, each mount has its own inodes: the claim of a living process on this machine is no
     copy, and the claim of an ended process is free."""
     claim = Claims(folder).take("x")
-    owner = read_sealed(claim.path, {})
+    owner = read_sealed(claim.path)
     other_mount = {**owner, "device": owner["device"] + 1, "inode": owner["inode"] + 1}
     claim.path.write_text(sealed(json.dumps(other_mount)))
     assert not Claims(folder).is_stale(claim.path)
