@@ -154,6 +154,14 @@ class Packs:
         except zlib.error:
             raise Damaged(f"{file} of {id_start} is damaged in {self.folder}") from None
 
+    def read_from(self, folder: Path, file: str) -> bytes:
+        """Content of a file of a step: from the folder of the step, or else from a pack. Raises the
+        errors of `read`."""
+        try:
+            return (folder / file).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return self.read(folder.name.rpartition("-")[2], file)
+
     def files(self, id_start: str) -> list[str]:
         """Names of the files of a step, including step.json; [] when no pack has the step. Raises
         Damaged when the pack cannot be read."""

@@ -163,7 +163,7 @@ class Reader:
     def _read_verified(self, folder: Path, file: str) -> bytes:
         """The content of a file of a step. Raises ValueError when the content does not have the
         sha256 in step.json."""
-        content = self._read_unverified(folder, file)
+        content = self.packs.read_from(folder, file)
         published = self._step(folder).get("files", {}).get(file)
         if published is not None and sha256(content).hexdigest() != published["sha256"]:
             raise ValueError(f"{file} differs from the published file")
@@ -173,20 +173,13 @@ class Reader:
         """Whether a step has a file."""
         return (folder / file).is_file() or file in self.packs.files(folder.name[-ID_DIGITS:])
 
-    def _read_unverified(self, folder: Path, file: str) -> bytes:
-        """The content of a file of a step, from the step's folder or else from a pack."""
-        try:
-            return (folder / file).read_bytes()
-        except FileNotFoundError:
-            return self.packs.read(folder.name[-ID_DIGITS:], file)
-
     def _step(self, folder: Path) -> dict[str, Any]:
         """The content of a step's step.json; {} when the file is missing. Raises Damaged, a
         ValueError, when it is damaged."""
         if folder not in self._steps:
             document: dict[str, Any] = {}
             with contextlib.suppress(FileNotFoundError):
-                document = parse_sealed(self._read_unverified(folder, STEP), STEP)
+                document = parse_sealed(self.packs.read_from(folder, STEP), STEP)
             self._steps[folder] = document
         return self._steps[folder]
 

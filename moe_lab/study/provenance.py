@@ -126,9 +126,9 @@ TRANSIENT = {
 def error_document(error: BaseException) -> Document:
     """The exception with which a step failed, as a JSON object with these entries:
 
-    message: text for the user. type: name of the class of the exception. trace: text for the log,
-    "" for a UserError. code: `code_state`. user: whether the message suffices without the trace.
-    transient: whether the error may not occur at another time or on another machine."""
+    message: text for the user. trace: text for the log, "" for a UserError. code: `code_state`.
+    user: whether the message suffices without the trace. transient: whether the error may not occur
+    at another time or on another machine."""
     text = str(error) or type(error).__name__
     transient = isinstance(error, (MemoryError, Unavailable)) or (
         isinstance(error, OSError) and error.errno in TRANSIENT
@@ -141,7 +141,6 @@ def error_document(error: BaseException) -> Document:
         text = DISK_FULL_MESSAGE
     return {
         "message": mask(text),
-        "type": type(error).__name__,
         "user": isinstance(error, UserError) or transient,
         "transient": transient,
         "trace": ""

@@ -27,7 +27,6 @@ from moe_lab.paths import cache_folder
 from moe_lab.result_files import RECORD, start_of
 from moe_lab.study.claims import Claim
 from moe_lab.study.graph import garbage_collection_off
-from moe_lab.study.provenance import code_state
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
@@ -105,9 +104,8 @@ class Run:
     def plan(self) -> Document | None:
         """The content of run.json; None when the file is missing or damaged.
 
-        study: name of the study. time: when the run began. code: see `code_state`. steps: folders
-        of all steps of the study, finished ones included; inputs come first. inputs: for each step,
-        the indices of its inputs in `steps`."""
+        time: when the run began. steps: folders of all steps of the study, finished ones included;
+        inputs come first. inputs: for each step, the indices of its inputs in `steps`."""
         return self.store.read(self.folder / "run.json", consequence="written again")
 
     def claim(self) -> Claim:
@@ -123,9 +121,7 @@ class Run:
             # inputs that are not in `steps`, such as merged shares, are left out
             inputs.append([indices[needed.id] for needed in step.needs if needed.id in indices])
         plan = {
-            "study": self.folder.parent.name,
             "time": time.time(),
-            "code": code_state(),
             "steps": [step.folder for step in steps],
             "inputs": inputs,
         }

@@ -228,24 +228,18 @@ class Store:
     def content(self, name: str, file: str) -> bytes:
         """Content of a file of the finished step KIND/NAME. Raises FileNotFoundError when the file
         is missing, and Damaged when its hash is not the one in STEP."""
-        content = self._read_file(name, file)
+        content = self.packs.read_from(self.folder(name), file)
         entry = self.document(name)["files"].get(file, {})
         # STEP has no entry for itself: `document` has checked it
         if file != STEP and sha256(content).hexdigest() != entry.get("sha256"):
             raise Damaged(f"{name}: {file} is damaged")
         return content
 
-    def _read_file(self, name: str, file: str) -> bytes:
-        """Content of a file of the step KIND/NAME, without a check of its hash."""
-        try:
-            return (self.folder(name) / file).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            return self.packs.read(start_of(name), file)
-
     def document(self, name: str) -> Document:
         """Content of STEP of the finished step KIND/NAME. Raises FileNotFoundError when STEP is
         missing, and Damaged when it is damaged."""
-        return parse_sealed(self._read_file(name, STEP), f"{name}/{STEP}")
+        content = self.packs.read_from(self.folder(name), STEP)
+        return parse_sealed(content, f"{name}/{STEP}")
 
     def documents(self, kind: str) -> Iterator[Document]:
         """Content of STEP for at most SAMPLE finished steps of a kind."""

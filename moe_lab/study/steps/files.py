@@ -150,10 +150,8 @@ class Files:
     def read(self, step: Step, name: str) -> bytes:
         """Content of the file `name` of the input step `step`, from the step's folder or from a
         pack."""
-        try:
-            return (self.folders[step.id] / name).read_bytes()
-        except FileNotFoundError:  # the step may be moved to a pack at any time
-            return packs_in(self.store).read(step.id_start, name)
+        # the step may be moved to a pack at any time
+        return packs_in(self.store).read_from(self.folders[step.id], name)
 
     def facts(self, step: Step) -> dict[str, Any]:
         """The result of a `Facts` step. The keys of "layers" are numbers."""
