@@ -144,12 +144,15 @@ def test_texts_that_are_not_shareable_stay_in_the_store(store: Path, tmp_path: P
     preloaded.run(*words, "report", "all", f"study={OWN}", f"out={tmp_path}/page", "store=store")
     preloaded.run(*words, "report", f"study={OWN}", f"out={tmp_path}/page", "store=store")
     preloaded.run(*words, "table", OWN, f"out={tmp_path}/table.csv", "store=store")
+    preloaded.run(*words, "export", OWN, f"out={tmp_path}/logs", "store=store")
     differences = compare("none", "random", store)
     differences.flips.to_csv(tmp_path / "flips.csv")
     assert {"boolq", "gsm8k"} <= set(differences.flips["benchmark"])
     files = [file.read_text(errors="replace") for file in tmp_path.rglob("*") if file.is_file()]
     page = page_text(tmp_path / "page" / "report.html")
     assert [text for text in shown if text in page], "answers are on the page"
+    logs = "".join(file.read_text() for file in tmp_path.glob("logs/**/*.jsonl"))
+    assert [text for text in shown if text in logs], "and in the logs of lm-eval"
     files.append(page)
     assert len(files) > 20
     assert not [text for text in planted if any(text in file for file in files)]
