@@ -113,7 +113,7 @@ class ChildProcess(AbstractContextManager["ChildProcess"]):
                     line = self._replies.get(timeout=seconds)
                 except queue.Empty:
                     raise TimeoutError(
-                        f"no reply within {seconds:g} s: {_last_line(self.log())}"
+                        f"no reply within {seconds:g} s: {self._last_line()}"
                     ) from None
                 if not line:  # the child process has closed its output
                     self._replies.put("")  # the next request must raise ProcessEnded, too
@@ -123,7 +123,7 @@ class ChildProcess(AbstractContextManager["ChildProcess"]):
                         if code < 0
                         else f"exit code {code}"
                     )
-                    raise ProcessEnded(f"{reason}: {_last_line(self.log())}")
+                    raise ProcessEnded(f"{reason}: {self._last_line()}")
                 reply = json.loads(line)
                 is_finished = "item" not in reply
                 if "error" in reply:
@@ -141,6 +141,11 @@ class ChildProcess(AbstractContextManager["ChildProcess"]):
             file = self._log.fileno()
             self._log_content = os.pread(file, os.fstat(file).st_size, 0)
         return self._log_content.decode(errors="replace")
+
+    def _last_line(self) -> str:
+        """The last non-blank line of the log, for error messages."""
+        lines = [line.strip() for line in self.log().splitlines() if line.strip()]
+        return lines[-1] if lines else "nothing in its log"
 
     def close(self) -> None:
         """Close the child's standard input, and wait up to GRACE seconds for the child to end. Then
@@ -164,12 +169,6 @@ class ChildProcess(AbstractContextManager["ChildProcess"]):
             for line in output:
                 self._replies.put(line)
         self._replies.put("")
-
-
-def _last_line(log: str) -> str:
-    """The last non-blank line of a log, for error messages."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return lines[-1] if lines else "nothing in its log"
 
 
 def serve(worker: object, at_end: Callable[[], object] = lambda: None) -> None:

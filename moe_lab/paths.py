@@ -126,16 +126,15 @@ def user_cache() -> Path:
     return _make_private(Path(tempfile.gettempdir(), f"moe_lab-{os.getuid()}"), 0o700)
 
 
-def store_folder(store: str, field: str = "store") -> Path:
-    """`store`, the value of the setting `field`, as a path. UserError for an empty path and for a
-    URL."""
+def store_folder(store: str) -> Path:
+    """The setting `store` as a path. UserError for an empty path and for a URL."""
     if not store:
-        raise UserError(f"{field}= names no folder: write {field}=FOLDER")
+        raise UserError("store= names no folder: write store=FOLDER")
     if "://" in store:
-        for problem in secrets_in(field, store):  # at most one, whose text does not show the URL
+        for problem in secrets_in("store", store):  # at most one, whose text does not show the URL
             raise UserError(problem)
         raise UserError(
-            f"{field}={store} is a URL: expected a folder, which `rclone copy FOLDER REMOTE:PATH` "
+            f"store={store} is a URL: expected a folder, which `rclone copy FOLDER REMOTE:PATH` "
             "shares"
         )
     return Path(store)

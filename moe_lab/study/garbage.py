@@ -94,19 +94,22 @@ def _hide_garbage(store: Store, garbage: Sequence[Garbage]) -> list[Path]:
 def find_garbage(store: Store) -> tuple[list[Garbage], str]:
     """(garbage of a store, error). The error is a sentence if Slurm's queue could not be read,
     otherwise "". Raises UserError when a file that may refer to steps is damaged."""
-    referenced, queue_error = _referenced_steps(store)
-    if store.notices:  # reading a damaged file adds a notice
-        raise _unreadable_error(store, store.notices[0])
-    folders_of = store.step_folders()
-    store.packs.refresh()
-    packed_names = store.packs.steps()
     try:
+        referenced, queue_error = _referenced_steps(store)
+        if store.notices:  # reading a damaged file adds a notice
+            raise Damaged(store.notices[0])
+        folders_of = store.step_folders()
+        store.packs.refresh()
+        packed_names = store.packs.steps()
         for path in store.packs.damaged_packs:  # the error names only the first
             raise Damaged(f"{path} is damaged")
         needed = _needed_steps(store, referenced, folders_of)
         sizes = {start: store.packs.size(start) for start in packed_names.keys() - needed}
     except (FileNotFoundError, Damaged) as error:
-        raise _unreadable_error(store, str(error)) from None
+        raise UserError(
+            f"store={store.root}: nothing is freed while it is unknown which steps are needed: "
+            f"{error} (start the study again, or remove it)"
+        ) from None
     garbage: list[Garbage] = []
     for start in folders_of.keys() - needed:
         garbage += filter(None, map(_garbage_step, folders_of[start]))
@@ -150,7 +153,7 @@ def _leftovers(store: Store, unfinished: Set[str]) -> Iterator[Garbage]:
 
 def _referenced_steps(store: Store) -> tuple[set[str], str]:
     """(starts of the ids of the steps that runs and records refer to, error). The error is a
-    sentence if Slurm's queue could not be read, otherwise "".
+    sentence if Slurm's queue could not be read, otherwise "". Raises Damaged for a damaged record.
 
     Active runs are found first, then the queue is read, then records. This order misses no step,
     because a run writes its record before its claims and jobs disappear."""
@@ -160,30 +163,16 @@ def _referenced_steps(store: Store) -> tuple[set[str], str]:
     jobs = {job.id: job for run_jobs in jobs_of.values() for job in run_jobs}
     queue, queue_error = queued_jobs(jobs)
     for study, study_runs in runs_of.items():
-        try:
-            # the name of a later run is greater than that of an earlier run
-            record = read_record(store.root, study) or {"run": ""}
-        except Damaged as error:
-            raise _unreadable_error(store, str(error)) from None
+        # the name of a later run is greater than that of an earlier run
+        record = read_record(store.root, study) or {"run": ""}
         referenced.update(start_of(name) for name in finished_steps(record))
         for run in study_runs:
             # if reading the queue failed, every job may be in it
             may_be_queued = any(job.id in queue or queue_error for job in jobs_of[run.folder])
             is_recent = run is study_runs[-1] or run.folder.name > record["run"]
-            if not is_recent and not may_be_queued:
-                continue
-            # a run without a plan was killed before it computed a step
-            if plan := run.plan:
-                referenced.update(start_of(folder) for folder in plan["steps"])
+            if is_recent or may_be_queued:
+                referenced |= run.step_starts
     return referenced, queue_error
-
-
-def _unreadable_error(store: Store, reason: str) -> UserError:
-    """The error for a file that cannot be read and may refer to steps."""
-    return UserError(
-        f"store={store.root}: nothing is freed while it is unknown which steps are needed: "
-        f"{reason} (start the study again, or remove it)"
-    )
 
 
 def _garbage_step(folder: Path) -> Garbage | None:

@@ -204,7 +204,7 @@ def _settings_problems(config: Config) -> Iterator[str]:
     if config.tracker.name != "none":
         from moe_lab.study import tracker
 
-        yield from user_errors(tracker.check, config.tracker)
+        yield from user_errors(tracker.check)
     for kind in config.resources.jobs:
         yield from user_errors(check_known, "resources.jobs", kind, KINDS)
     if config.export.format == "gguf" and config.backend.name != "hf":

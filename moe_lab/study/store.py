@@ -379,22 +379,24 @@ class Store:
     def error(self, step_id: str) -> Document | None:
         """The stored error of a step, see `fail`. None when no error is stored, or its file is
         damaged. `step_id`: the id or its start."""
-        path = self.root / "failed" / f"{step_id[:ID_DIGITS]}.json"
-        return self.read(path, "the step is tried again")
+        return self.read(self._failure(step_id), "the step is tried again")
+
+    def _failure(self, step_id: str) -> Path:
+        """File with the stored error of a step."""
+        return self.root / "failed" / f"{step_id[:ID_DIGITS]}.json"
 
     def fail(self, step: Step, error: Document) -> None:
         """Store the error of a failed step for later runs. `error`: JSON data with a `message`."""
-        folder = self.root / "failed"
+        path = self._failure(step.id)
         # if the error cannot be stored, as on a full disk, the next run tries the step again
         with contextlib.suppress(OSError):
-            self.make_folder(folder)
-            document = {"step": step.folder, "time": time.time(), **error}
-            self.write(folder / f"{step.id_start}.json", document)
+            self.make_folder(path.parent)
+            self.write(path, {"step": step.folder, "time": time.time(), **error})
 
     def forget(self, step_id: str) -> None:
         """Remove the stored error of a step, so that the step is tried again. `step_id`: the id or
         its start."""
-        (self.root / "failed" / f"{step_id[:ID_DIGITS]}.json").unlink(missing_ok=True)
+        self._failure(step_id).unlink(missing_ok=True)
 
     def step_folders(self) -> Mapping[str, list[Path]]:
         """Start of the id -> folders, for all folders that are named like a finished step. A step

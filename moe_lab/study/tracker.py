@@ -10,19 +10,16 @@ from typing import Any
 from unittest.mock import patch
 
 from moe_lab.config import TrackerConfig
-from moe_lab.errors import UserError, unknown_name_error
+from moe_lab.errors import UserError, check_known
 from moe_lab.json_files import Document, digest
 from moe_lab.result_files import ID_DIGITS, start_of
 from moe_lab.study.store import Store
 
 
-def check(settings: TrackerConfig) -> None:
-    """Raise UserError if cells are logged to wandb and the variable WANDB_MODE is an unknown
-    mode."""
+def check() -> None:
+    """Raise UserError if the variable WANDB_MODE is an unknown mode."""
     mode = os.environ.get("WANDB_MODE", "online")
-    modes = ("online", "offline", "disabled")
-    if settings.name == "wandb" and mode not in modes:
-        raise unknown_name_error("WANDB_MODE", mode, modes)
+    check_known("WANDB_MODE", mode, ("online", "offline", "disabled"))
 
 
 RUN_VARIABLES = (
