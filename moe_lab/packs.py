@@ -136,11 +136,9 @@ class Packs:
         with self._lock:
             if id_start not in self._pack_of:
                 self.refresh()
-            return self._name(id_start) if id_start in self else None
-
-    def _name(self, id_start: str) -> str:
-        """Name of a step that is in a pack."""
-        return f"{self._steps[self._pack_of[id_start]][id_start]}-{id_start}"
+            if id_start not in self:
+                return None
+            return f"{self._steps[self._pack_of[id_start]][id_start]}-{id_start}"
 
     def read(self, id_start: str, file: str) -> bytes:
         """Content of a file of a step. Raises FileNotFoundError when no pack has the file, and
@@ -195,8 +193,13 @@ class Packs:
 
     def steps(self) -> dict[str, str]:
         """`id_start` -> name, for all undamaged steps in packs, as of the last `refresh`."""
+        names = {}
         with self._lock:
-            return {start: self._name(start) for start in self._pack_of if start in self}
+            # without calls in the loop, as there may be millions of steps
+            for id_start, pack in self._pack_of.items():
+                if id_start not in self.damaged_steps:
+                    names[id_start] = f"{self._steps[pack][id_start]}-{id_start}"
+        return names
 
     def inputs(self) -> dict[str, str]:
         """`id_start` of a step -> the `id_start` of each of its inputs, in one text with spaces
