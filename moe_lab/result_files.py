@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal, NotRequired, TypedDict, get_args
+from typing import Literal, NamedTuple, NotRequired, TypedDict, get_args
 
-from moe_lab.json_files import Document, read_sealed
+from moe_lab.json_files import Document, canonical, read_sealed
 
 SCHEMA = 1
 """Version of result.json, samples.parquet and record.json."""
@@ -140,8 +139,16 @@ RECORD = "record.json"
 results."""
 FIGURE_STEPS = ("families", "damages", "contaminations")
 """Entries of a record with the steps that only figures and remarks need."""
-KEY = ("calibration", "model", "gate", "seed")
-"""Fields that identify the step of a figure in the entries FIGURE_STEPS of a record."""
+
+
+class FigureKey(NamedTuple):
+    """Fields that identify the step of a figure in the entries FIGURE_STEPS of a record.
+    `calibration` and `model` are names."""
+
+    calibration: str
+    model: str
+    gate: str
+    seed: int
 
 
 def current_records(root: Path, study: str) -> dict[str, Document]:
@@ -176,22 +183,21 @@ def join_records(current: Mapping[str, Document]) -> Document:
     "differing".
     """
     cells: dict[str, Document] = {}
-    # entry in FIGURE_STEPS -> key of a row -> row
-    figures: dict[str, Document] = {figure: {} for figure in FIGURE_STEPS}
+    figures: dict[str, dict[FigureKey, Document]] = {figure: {} for figure in FIGURE_STEPS}
     differing = {}
     for record in current.values():
         for entry in record["cells"]:
             # models may have the same name, so the key also has the id of the step "model"
-            key = _key({**entry["cell"], "id": (entry.get("model") or "")[-ID_DIGITS:]})
+            key = canonical({**entry["cell"], "id": (entry.get("model") or "")[-ID_DIGITS:]})
             merged = _merge(cells[key], entry) if key in cells else entry
             if merged is None:  # the two records name different steps
                 differing[key] = entry["cell"]
             cells[key] = merged or entry
         for figure, rows in figures.items():
             for row in record[figure]:
-                key = _key({name: row[name] for name in KEY})
-                if row["step"] or key not in rows:
-                    rows[key] = row
+                figure_key = FigureKey(*[row[name] for name in FigureKey._fields])
+                if row["step"] or figure_key not in rows:
+                    rows[figure_key] = row
     last_run = list(current)[-1]
     return {
         **current[last_run],
@@ -200,11 +206,6 @@ def join_records(current: Mapping[str, Document]) -> Document:
         **{figure: list(rows.values()) for figure, rows in figures.items()},
         "differing": list(differing.values()),
     }
-
-
-def _key(document: Document) -> str:
-    """`document` as JSON; equal documents give equal texts."""
-    return json.dumps(document, sort_keys=True)
 
 
 STEPS = ("model", "statistics", "scores", "plan", "finetune", "export", "cost", "profile", "timing")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from moe_lab.allocation import IdentifiedAllocation
 from moe_lab.calibration import IdentifiedText
@@ -22,7 +22,7 @@ from moe_lab.config import (
 from moe_lab.criteria import IdentifiedCriterion
 from moe_lab.grid import Cell, Request
 from moe_lab.models.files import UNRESOLVED
-from moe_lab.result_files import FIGURE_STEPS, STEPS
+from moe_lab.result_files import FIGURE_STEPS, STEPS, FigureKey
 from moe_lab.study.estimates import resolved_device, resolved_text
 from moe_lab.study.step import Step
 from moe_lab.study.steps.costs import Cost, Profile, Timing, timing_of
@@ -79,15 +79,6 @@ class CellSteps:
     def by_field(self) -> dict[str, Step | None]:
         """Name of a field in STEPS -> step in the field, None if the cell has no such step."""
         return {name: getattr(self, name) for name in STEPS}
-
-
-class FigureKey(NamedTuple):
-    """Key of a step of a figure. `calibration` and `model` are names."""
-
-    calibration: str
-    model: str
-    gate: str
-    seed: int
 
 
 @dataclass(frozen=True)
