@@ -40,7 +40,7 @@ from moe_lab.study.store import Store
 PREPARATION = ("model", "statistics", "scores", "plan", "finetune", "export")
 """Fields of `CellSteps` whose steps only prepare the results of a cell."""
 FINGERPRINT_FILE = ".made_from"
-"""File in the folder of a report with the `fingerprint` of the study that it shows."""
+"""File in the folder of a report with the names of the runs whose records it shows."""
 LISTED_PLANS = 3
 """Maximum number of plans that a sentence names."""
 
@@ -120,7 +120,7 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
 
 def _write_end(store: Store, study: str) -> None:
     """Write ended.json to the folder of the last recorded run of a study, if this run has jobs."""
-    recorded_runs = [run for run in runs(store, study) if (run.folder / RECORD).exists()]
+    recorded_runs = [run for run in runs(store, study) if run.is_recorded]
     if recorded_runs and recorded_runs[-1].jobs:
         store.write(recorded_runs[-1].folder / ENDED, {"time": time.time()})
 
@@ -202,15 +202,16 @@ def update_report(study: Study) -> bool:
     page = store.root / "reports" / name / "report.html"
     fingerprint_file = page.with_name(FINGERPRINT_FILE)
     with store.claims.wait_for(f"report-{name}"):
-        current_fingerprint = fingerprint(store, name)
+        recorded_names = [run.folder.name for run in runs(store, name) if run.is_recorded]
+        fingerprint = " ".join(recorded_names)
         if not (
             page.is_file()
             and fingerprint_file.is_file()
-            and fingerprint_file.read_text() == current_fingerprint
+            and fingerprint_file.read_text() == fingerprint
         ):
             if not _make_report(study, page):
                 return False
-            write_text(fingerprint_file, current_fingerprint, store.file_mode)
+            write_text(fingerprint_file, fingerprint, store.file_mode)
     # a report without evaluations has no summary; another user's summary may not be readable
     with suppress(FileNotFoundError, PermissionError):
         inform(page.with_name("summary.txt").read_text(encoding="utf-8").rstrip())
@@ -255,11 +256,6 @@ def _make_report(study: Study, page: Path) -> bool:
             style="red",
         )
     return not failures
-
-
-def fingerprint(store: Store, study: str) -> str:
-    """Names of the runs of a study that have a record, separated by spaces."""
-    return " ".join(run.folder.name for run in runs(store, study) if (run.folder / RECORD).exists())
 
 
 def outdate_reports(store: Store) -> None:

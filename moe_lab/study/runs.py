@@ -82,6 +82,11 @@ class Run:
                 jobs.append(SubmittedJob(**row["job"]))
         return jobs
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the run has a record."""
+        return (self.folder / RECORD).exists()
+
     def add_jobs(self, jobs: Iterable[SubmittedJob]) -> None:
         """Append jobs to jobs.json: path and inode of the store, and a `SubmittedJob`."""
         path, inode = self._location()
@@ -107,6 +112,13 @@ class Run:
         time: when the run began. steps: folders of all steps of the study, finished ones included;
         inputs come first. inputs: for each step, the indices of its inputs in `steps`."""
         return self.store.read(self.folder / "run.json", consequence="written again")
+
+    @property
+    def step_starts(self) -> set[str]:
+        """Starts of the ids of the steps in the plan. Empty without a plan: the run was killed
+        before it computed a step."""
+        plan = self.plan
+        return {start_of(folder) for folder in plan["steps"]} if plan else set()
 
     def claim(self) -> Claim:
         """Claim the run, so that `gc` does not remove its steps."""
@@ -149,20 +161,22 @@ def create_run(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]
         with store.claims.wait_for(GC_CLAIM):
             earlier_runs = runs(store, study)
             _set_damaged_aside(earlier_runs)
-            folders = [run.folder for run in earlier_runs]
-            number = 1 + max((int(path.name.partition("-")[0]) for path in folders), default=0)
-            recorded_names = tuple(path.name for path in folders if (path / RECORD).exists())
+            number = 1
+            if earlier_runs:
+                number += int(earlier_runs[-1].folder.name.partition("-")[0])
+            recorded_names = tuple(run.folder.name for run in earlier_runs if run.is_recorded)
             run = Run(store, study_folder / f"{number:06}-{uuid.uuid4().hex[:8]}", recorded_names)
             store.make_folder(run.folder)
             claims.enter_context(run.claim())
             run.write_plan(steps)
             store.claims.clear()
             active_names = active_runs(store)
-            for path in folders:
-                if path.name in active_names:
+            for earlier_run in earlier_runs:
+                folder = earlier_run.folder
+                if folder.name in active_names:
                     continue
                 # unfinished files of record.json stay: a job without a claim may be writing one
-                for file in (*path.glob(".run.json.*"), *path.glob(".jobs.json.*")):
+                for file in (*folder.glob(".run.json.*"), *folder.glob(".jobs.json.*")):
                     file.unlink(missing_ok=True)
         yield run
 
@@ -199,8 +213,8 @@ def steps_of_active_runs(store: Store) -> set[str]:
     short_ids: set[str] = set()
     for study in studies(store):
         for run in runs(store, study):
-            if run.folder.name in active_names and (plan := run.plan):
-                short_ids.update(start_of(folder) for folder in plan["steps"])
+            if run.folder.name in active_names:
+                short_ids |= run.step_starts
     return short_ids
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Document
-from moe_lab.result_files import ID_DIGITS, RECORD, current_records, start_of
+from moe_lab.result_files import ID_DIGITS, current_records, start_of
 from moe_lab.study.packing import remove_from_packs
 from moe_lab.study.runs import (
     ENDED,
@@ -162,7 +162,7 @@ def _unfinished_record_job(store: Store, study_runs: Sequence[Run]) -> str | Non
         record_jobs = [job.id for job in run.jobs if job.kind == RECORD_KIND]
         if record_jobs:
             return record_jobs[-1]
-        if (run.folder / RECORD).exists():
+        if run.is_recorded:
             return None
     return None
 
