@@ -11,9 +11,7 @@ experts S only. Shared experts cancel.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from math import sqrt
 from typing import Any, ClassVar
 
 import torch
@@ -21,38 +19,27 @@ import torch
 from moe_lab.allocation.shapes import MAX_SUBSETS, removals_within_limit, retained_subsets
 from moe_lab.models.experts import to_device
 from moe_lab.models.rows import DENSE_TOKENS, dense_weights
-from moe_lab.statistics import Layers, Statistics
+from moe_lab.statistics import Statistics
 from moe_lab.statistics.damage import ReroutingHook
 from moe_lab.statistics.observe import StatisticsHook
 
 TOKENS = 4096
 """Tokens of which the inner products of the outputs of all experts are in memory at once."""
-COLUMNS = ("layer", "retained", "error", "relative", "chosen")
 
 
-@dataclass(frozen=True)
-class Reconstruction:
-    """The retained experts, and the error of each choice."""
-
-    retained: dict[int, tuple[int, ...]]
-    """Layer -> ids of the experts to retain, ascending."""
-    errors: list[tuple[int, list[int], float, float, bool]]
-    """A row per choice, with the columns COLUMNS: layer, retained ids, error = || F - F_S ||_F,
-    error / || F ||_F, whether this choice is the layer's best."""
-
-
-def reconstruct(
+def choice_errors(
     read: Callable[[type[StatisticsHook]], Statistics],
     *,
     facts: Mapping[str, Any],
     ratio: float,
     limit: int = MAX_SUBSETS,
     multiple_of: int = 1,
-) -> Reconstruction:
-    """Find the best choice of retained experts in each layer, in a single forward pass.
+) -> dict[int, dict[tuple[int, ...], float]]:
+    """Layer -> ids of the retained experts, ascending -> || F - F_S ||_F, for each choice of the
+    retained experts. All choices are compared in a single forward pass.
 
-    Each layer loses the share `ratio` of its experts, as with allocation=uniform. Of choices with
-    equal errors, the choice that drops the lower ids is best.
+    Each layer loses the share `ratio` of its experts, as with allocation=uniform. Choices that drop
+    lower ids come first.
 
     `read(hook)` makes the pass and returns the sums that `hook` collects. `limit`: the most choices
     that a layer may have. `multiple_of`: each layer retains a multiple of this number. UserError
@@ -69,31 +56,18 @@ def reconstruct(
         )
     # `read` makes a hook of this class for each layer
     hook = type("Choices", (SubsetHook,), {"subsets": choices})
-    return _best_choices(choices, read(hook).layers)
-
-
-def _best_choices(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers) -> Reconstruction:
-    """The choice of least error in each layer, and the errors of all choices. `choices`: layer ->
-    retained ids of each choice."""
-    retained: dict[int, tuple[int, ...]] = {}
-    table = []
-    for layer, subsets in choices.items():
-        errors = sums[layer]["error"].sqrt().tolist()
-        norm = sqrt(float(sums[layer]["square"]))  # Frobenius norm of the routed output
-        best = subsets[errors.index(min(errors))]
-        retained[layer] = best
-        for subset, error in zip(subsets, errors, strict=True):
-            relative_error = error / norm if norm else 0.0
-            table.append((layer, list(subset), error, relative_error, subset == best))
-    return Reconstruction(retained, table)
+    sums = read(hook).layers
+    return {
+        layer: dict(zip(subsets, sums[layer]["error"].sqrt().tolist(), strict=True))
+        for layer, subsets in choices.items()
+    }
 
 
 class SubsetHook(ReroutingHook):
     """Gathers sums over the valid tokens:
 
-    output_square  (E,)  || f_j ||^2 of the output f_j of each expert
+    output_square  (E,)  || f_j ||^2 of the output f_j of each expert, which shows where it is NaN
     error          (C,)  || F - F_S ||^2 for each of C choices of retained experts S
-    square         ()    || F ||^2
 
     F is the routed output, and F_S the routed output if the router chooses among the experts S
     only.
@@ -127,15 +101,12 @@ class SubsetHook(ReroutingHook):
         removed = to_device(self.removed, hidden.device)
         errors = torch.zeros(len(removed), dtype=torch.float64, device=hidden.device)
         output_square = errors.new_zeros(n)
-        square = errors.new_zeros(1)
         for tokens in self.valid_indices(hidden).split(TOKENS):
             products = torch.cat(
                 [self._products(hidden[part]) for part in tokens.split(DENSE_TOKENS)]
             )
             output_square += products.diagonal(dim1=1, dim2=2).sum(0)
             full_gates = gates[tokens, None].double()
-            # || F ||^2: as if the only choice were to retain all experts
-            square += _squares(full_gates, products)
             # n choices at a time, because their gates take as much memory as the products
             for sums, choices in zip(errors.split(n), removed.split(n), strict=True):
                 subset_gates = self.reroute(
@@ -143,11 +114,9 @@ class SubsetHook(ReroutingHook):
                 )
                 # F - F_S is the sum of the experts' outputs, times the differences of the gates
                 differences = full_gates - subset_gates.view(len(tokens), len(choices), n)
-                sums += _squares(differences, products)
+                sums += (torch.bmm(differences, products) * differences).sum((0, 2))
         # rounding may make an error slightly negative
-        self.add(
-            {"output_square": output_square, "error": errors.clamp(min=0), "square": square[0]}
-        )
+        self.add({"output_square": output_square, "error": errors.clamp(min=0)})
         return self.unobserved(hidden, index, weights)
 
     def _products(self, states: torch.Tensor) -> torch.Tensor:
@@ -158,10 +127,3 @@ class SubsetHook(ReroutingHook):
         ]
         f = torch.cat(outputs).double().transpose(0, 1)
         return f @ f.mT
-
-
-def _squares(gates: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
-    """(C,) fp64: || sum_j gates_j f_j ||^2 for each of C choices, summed over the tokens. `gates`
-    (t, C, E): gates of each choice. `products` (t, E, E): inner products of the outputs f_j of all
-    experts."""
-    return (torch.bmm(gates, products) * gates).sum((0, 2))

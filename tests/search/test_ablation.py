@@ -23,7 +23,7 @@ from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.mask import mask
 from moe_lab.search import ablation, reconstruction
 from moe_lab.search.ablation import loss_rises
-from moe_lab.search.reconstruction import Reconstruction, reconstruct
+from moe_lab.search.reconstruction import choice_errors
 from moe_lab.statistics import Statistics
 from moe_lab.statistics.damage import DamageHook
 from moe_lab.statistics.observe import Batch, collect_statistics
@@ -200,69 +200,49 @@ def brute_force(model: Any, layer: MoELayer, removed: int) -> dict[tuple[int, ..
     return errors
 
 
-def reconstructed(
-    model: Any, batches: list[Batch], ratio: float, **settings: Any
-) -> Reconstruction:
-    read = partial(collect_statistics, model, batches=batches, **settings)
-    return reconstruct(lambda hook: read(hook=hook), facts=facts(model), ratio=ratio)
+def errors_of(
+    model: Any, batches: list[Batch], ratio: float
+) -> dict[int, dict[tuple[int, ...], float]]:
+    read = partial(collect_statistics, model, batches=batches)
+    return choice_errors(lambda hook: read(hook=hook), facts=facts(model), ratio=ratio)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3:grouped"])
 def test_streamed_ablation_equals_the_loaded_model(name: str, tmp_path: Path) -> None:
     model = tiny.save(name, tmp_path / "model", **tiny.few_experts(name))
-    expected = reconstructed(model, [naive.batch()], ratio=THIRD)
+    expected = errors_of(model, [naive.batch()], ratio=THIRD)
     streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
     read = partial(stream, streamed, batches=[naive.batch()], out=tmp_path / "out")
-    result = reconstruct(lambda hook: read(hook=hook), facts=facts(model), ratio=THIRD)
+    result = choice_errors(lambda hook: read(hook=hook), facts=facts(model), ratio=THIRD)
     assert result == expected
 
 
 @pytest.mark.parametrize("name", tiny.one_of_each(tiny.arithmetic))
 def test_every_choice_has_the_error_of_really_making_it(name: str) -> None:
     model = tiny.build(name, **tiny.few_experts(name))
-    result = reconstructed(model, [naive.batch()], ratio=THIRD)
+    result = errors_of(model, [naive.batch()], ratio=THIRD)
     layer = moe_layers(model)[-1]
     expected = brute_force(model, layer, layer.n_experts // 3)
-    rows = {
-        tuple(retained): (error, chosen)
-        for index, retained, error, _, chosen in result.errors
-        if index == layer.index
-    }
-    assert set(rows) == set(expected)
-    for retained, error in expected.items():
-        assert rows[retained][0] == pytest.approx(error, rel=2e-5, abs=1e-6), retained
-    best = result.retained[layer.index]
-    assert (
-        expected[best] <= min(expected.values()) * (1 + 2e-5) + 1e-6 < max(expected.values()) / 1.2
-    )
-    assert [retained for retained, (_, chosen) in rows.items() if chosen] == [best]
-    assert set(result.retained) == {moe_layer.index for moe_layer in moe_layers(model)}
+    assert result[layer.index] == pytest.approx(expected, rel=2e-5, abs=1e-6)
+    assert min(expected.values()) < max(expected.values()) / 1.2
+    assert set(result) == {moe_layer.index for moe_layer in moe_layers(model)}
 
 
 def test_parts_and_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.build("mixtral")
     ids, valid = naive.batch()
-    complete = reconstructed(model, [(ids, valid)], ratio=0.5)
+    complete = errors_of(model, [(ids, valid)], ratio=0.5)
     monkeypatch.setattr(reconstruction, "DENSE_TOKENS", 7)
     monkeypatch.setattr(reconstruction, "TOKENS", 28)
-    parts = reconstructed(model, [(ids[:2], valid[:2]), (ids[2:], valid[2:])], ratio=0.5)
-    assert parts.retained == complete.retained
-    for actual, expected in zip(parts.errors, complete.errors, strict=True):
-        assert actual[1] == expected[1]
-        assert actual[2] == pytest.approx(expected[2], rel=1e-5)
+    parts = errors_of(model, [(ids[:2], valid[:2]), (ids[2:], valid[2:])], ratio=0.5)
+    for layer, errors in complete.items():
+        assert parts[layer] == pytest.approx(errors, rel=1e-5)
 
 
-def test_reconstruction_errors_are_shares_of_the_output() -> None:
+def test_choice_of_all_experts_has_no_error() -> None:
     model = tiny.build("mixtral")
-    result = reconstructed(model, [naive.batch()], ratio=0.0)
-    assert all(retained == tuple(range(8)) for retained in result.retained.values())
-    assert [row[2] for row in result.errors] == [0.0] * 3
-    layer = moe_layers(model)[-1]
-    seen = naive.forward("mixtral")[layer.index]
-    norm = float(seen.routed_output[seen.valid].norm())
-    for index, _, error, relative, _ in reconstructed(model, [naive.batch()], ratio=0.25).errors:
-        if index == layer.index:
-            assert relative == pytest.approx(error / norm, rel=1e-5)
+    (errors,) = {tuple(layer.items()) for layer in errors_of(model, [naive.batch()], 0.0).values()}
+    assert errors == ((tuple(range(8)), 0.0),)
 
 
 def test_subsets() -> None:
@@ -319,7 +299,7 @@ def test_router_that_cannot_be_repeated_is_refused() -> None:
         layer.experts.register_forward_pre_hook(
             lambda module, args: (args[0], args[1], args[2] * 0.5)
         )
-    for read in (partial(collect_statistics, hook=DamageHook), partial(reconstructed, ratio=0.5)):
+    for read in (partial(collect_statistics, hook=DamageHook), partial(errors_of, ratio=0.5)):
         with pytest.raises(
             UserError, match=r"cannot repeat the router of model\.layers\.0\.mlp\.experts"
         ):
@@ -330,4 +310,4 @@ def test_expert_that_gives_nan_is_named() -> None:
     model = tiny.build("mixtral")
     moe_layers(model)[1].experts.down_proj[5] = float("nan")  # type: ignore[operator, index]
     with pytest.raises(UserError, match="NaN or Inf in layer 1, expert 5"):
-        reconstructed(model, [naive.batch()], ratio=0.25)
+        errors_of(model, [naive.batch()], ratio=0.25)

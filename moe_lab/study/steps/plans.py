@@ -445,22 +445,24 @@ class Reconstruction(CellPlan):
         return cls(plan_setup(cell), loaded_field(cell.model), text, cell.seed)
 
     def work(self, files: Files) -> None:
-        """Write the plan, and a table with the error of every set of experts that was compared."""
-        from moe_lab.search.reconstruction import COLUMNS, reconstruct
+        from moe_lab.search.reconstruction import choice_errors
 
         facts = self.setup.facts_of(facts_step=self.loaded.facts, files=files)
         settings = self.setup.allocation_settings
-        result = reconstruct(
+        errors_by_layer = choice_errors(
             text_passes(self.loaded.model, self.text, files).collect_statistics,
             facts=facts,
             ratio=settings["ratio"],
             multiple_of=settings["multiple_of"],
             **settings["parameters"],
         )
+        # the first of equal ones, which drops the lower ids
+        retained = {
+            layer: min(errors, key=errors.__getitem__) for layer, errors in errors_by_layer.items()
+        }
         counts = {number: layer["n_experts"] for number, layer in facts["layers"].items()}
-        plan = Plan.of_experts(result.retained, counts, self.setup.origin(facts))
+        plan = Plan.of_experts(retained, counts, self.setup.origin(facts))
         save_plan(plan, facts, files)
-        files.table("errors.parquet", COLUMNS, result.errors)
 
 
 class Sequential(CellPlan):
