@@ -77,11 +77,6 @@ class Space:
         return rows[::-1]
 
     @property
-    def budget(self) -> int:
-        """Number of experts that all layers together lose."""
-        return sum(self.lowest) + self.step * self.units
-
-    @property
     def size(self) -> int:
         """Number of feasible schedules."""
         return self._ways[0][self.units]

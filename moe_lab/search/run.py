@@ -3,7 +3,6 @@ history and the cost."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,16 +15,14 @@ import pyarrow.parquet as parquet
 from moe_lab.allocation.protection import protected_entry
 from moe_lab.calibration.batches import answer_batches
 from moe_lab.config import CalibrationConfig
-from moe_lab.json_files import ResultCache
+from moe_lab.json_files import ResultCache, write_json
 from moe_lab.models.config_json import eos_tokens
-from moe_lab.search.candidates import Candidates, Cost, Plans
-from moe_lab.search.evolution import SearchSettings, Space, evolve, parse, space_to_search
+from moe_lab.search.candidates import Candidates, Plans
+from moe_lab.search.evolution import evolve, parse, space_to_search
 from moe_lab.search.speculative_decoding import DraftingCandidates
 
 FITNESS_CACHE = "answers.jsonl"
 """File of the `ResultCache` of a search, in its folder of partial results."""
-SCHEMA = 1
-"""Schema of search.json."""
 
 
 def search(
@@ -81,38 +78,16 @@ def search(
     plans.plan(best["schedule"], provenance).save(out / "plan.json")
     parquet.write_table(arrow.Table.from_pylist(history), out / "history.parquet")
     seconds = time.perf_counter() - start
-    report = _report(history, best, space, parameters, plans, candidates.cost, seconds)
-    (out / "search.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
-def _report(
-    history: Sequence[Mapping[str, Any]],
-    best: Mapping[str, Any],
-    space: Space,
-    parameters: SearchSettings,
-    plans: Plans,
-    cost: Cost,
-    seconds: float,
-) -> dict[str, Any]:
-    """The content of search.json. `cost` and `seconds` only count this process, not the earlier
-    runs of a resumed search."""
     uniform = next((row for row in history if row["origin"] == "uniform"), None)
-    evaluated = sum(row["evaluated"] for row in history)
-    return {
-        "schema": SCHEMA,
+    report = {
         "layers": plans.layers,
-        "budget": space.budget,
         "settings": asdict(parameters),
         "best": _result(best),
         "uniform": uniform and _result(uniform),
-        "counts": {
-            "generations": history[-1]["generation"] + 1,
-            "made": len(history),
-            "evaluated": evaluated,
-            "known": len(history) - evaluated,
-        },
-        "cost": {**asdict(cost), "seconds": round(seconds, 3)},
+        # of this process alone, not of earlier runs of a resumed search
+        "cost": {**asdict(candidates.cost), "seconds": round(seconds, 3)},
     }
+    write_json(out / "search.json", report)
 
 
 def _result(row: Mapping[str, Any]) -> dict[str, Any]:

