@@ -106,19 +106,11 @@ class Space:
 def feasible_space(layers: Sequence[Limits], budget: int, granularity: int) -> Space:
     """The space of schedules that remove `budget` experts.
 
-    The number of experts that a layer retains is a multiple of the layer's step: the least common
-    multiple of `granularity` and of the step in the layer's limits. UserError when the steps of the
-    layers differ, when a layer cannot retain any multiple of its step, and when `budget` is
-    infeasible.
+    The number of experts that a layer retains is a multiple of one step: the least common multiple
+    of `granularity` and of the steps in the limits of all layers. UserError when a layer cannot
+    retain any multiple of it, and when `budget` is infeasible.
     """
-    steps = {lcm(limit.step, granularity) for limit in layers}
-    if len(steps) != 1:
-        raise UserError(
-            "allocation=evolutionary: numbers of retained experts are multiples of "
-            f"{sorted(steps)} in different layers, expected the same in all: choose "
-            "allocation.multiple_of such that it is a multiple of every router's groups"
-        )
-    step = steps.pop()
+    step = lcm(granularity, *(limit.step for limit in layers))
     lowest = tuple(limit.n_experts % step for limit in layers)
     capacity = tuple(
         (limit.n_experts - low - limit.minimum_experts) // step
