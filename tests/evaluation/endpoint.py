@@ -6,7 +6,7 @@ Standard library only, so that it starts at once.
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -53,22 +53,13 @@ class Endpoint:
 
 
 @contextmanager
-def endpoint(
-    answer: Callable[[dict[str, Any]], Reply], models: Sequence[str] = (), port: int = 0
-) -> Iterator[Endpoint]:
+def endpoint(answer: Callable[[dict[str, Any]], Reply], port: int = 0) -> Iterator[Endpoint]:
     """Run an endpoint on a port of this machine, by default on a free one. `answer` is called with
     the body of each request and returns the reply."""
     running = Endpoint("")
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            self._send(
-                Reply(
-                    {"object": "list", "data": [{"id": name, "object": "model"} for name in models]}
-                )
-            )
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -111,7 +102,5 @@ def endpoint(
 # endpoint.py PORT MODEL: completes a prompt with the length of the prompt, until it is stopped
 if __name__ == "__main__":
     served = sys.argv[2]
-    with endpoint(
-        lambda body: completion(f" {len(body['prompt'])}", served), [served], int(sys.argv[1])
-    ):
+    with endpoint(lambda body: completion(f" {len(body['prompt'])}", served), int(sys.argv[1])):
         threading.Event().wait()

@@ -51,7 +51,7 @@ COMPLETE = ("stop", "length")
 """OpenAI's values of finish_reason for complete texts."""
 _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 30.0
-"""Seconds that a server may take for a list of models or a first text."""
+"""Seconds that a server may take at least for its first text."""
 PORTS = range(15_000, 32_000)
 """Ports for servers: below the range from which systems take ports for outgoing connections."""
 _EXIT_SECONDS = 2.0
@@ -245,13 +245,13 @@ def served_model(
         make_view(checkpoint, view, tokenizer)
         end_ids = end_token_ids(checkpoint, tokenizer)
         port = _free_port()
-        # so that another server at this port is not mistaken for the started server
+        # unique, so that another server at this port is not mistaken for the started server
         unique_name = f"{name}-{secrets.token_hex(4)}"
-        url = f"http://127.0.0.1:{port}/v1"
         with start_process(command_line(backend, view, port, unique_name)) as server:
             engine = ServedModel(
-                url=url,
-                name=unique_name,
+                url=f"http://127.0.0.1:{port}/v1",
+                # servers that get no name go by the path of the checkpoint
+                name=unique_name if "{name}" in str(backend.command) else str(view),
                 tokenizer=tokenizer,
                 max_length=max_length,
                 template_arguments=model.template_arguments,
@@ -262,7 +262,8 @@ def served_model(
                     read_json_if_there(checkpoint / "generation_config.json")
                 ),
             )
-            yield _wait_until_ready(engine, server, str(view))
+            _wait_until_ready(engine, server)
+            yield engine
 
 
 def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
@@ -324,48 +325,30 @@ def _free_port() -> int:
             return port
 
 
-def _wait_until_ready(engine: ServedModel, server: ChildProcess, path: str) -> ServedModel:
-    """Wait until the server answers, and return `engine` with the model name that the server
-    accepts. `path`: the folder that the server has loaded."""
+def _wait_until_ready(engine: ServedModel, server: ChildProcess) -> None:
+    """Wait until the server of `engine` has generated a text, which alone shows that the checkpoint
+    is loaded under the name of `engine`."""
     deadline = time.monotonic() + engine.ready_seconds
-    while (listed_names := _listed_models(engine)) is None:
+    # whether the server has ended is asked below, without waiting for its end
+    probe = replace(engine, exit_reason=lambda: None)
+    while True:
+        problem = ""
+        try:
+            with probe.client(max(_ANSWER_SECONDS, deadline - time.monotonic())) as client:
+                probe.complete(client, "Hello", GenerationSettings(1))
+        except Unavailable as error:
+            problem = str(error)
+        except UserError as error:
+            raise Unavailable(f"the server does not serve the checkpoint ({error})") from None
+        # it may have ended although another server at its port has answered
         if (reason := _exit_reason(server)) is not None:
             raise Unavailable(f"the server ended before it was ready: {reason}")
+        if not problem:
+            return
         if time.monotonic() > deadline:
             raise Unavailable(
                 f"the server did not answer at {engine.url} within "
-                f"backend.ready_seconds={engine.ready_seconds:g}; its last output: "
+                f"backend.ready_seconds={engine.ready_seconds:g} ({problem}); its last output: "
                 f"{error_summary(server.log())}"
             )
         time.sleep(_POLL_SECONDS)
-    # `vllm serve` lists the name from its command line; `transformers serve` lists other models
-    # and takes the checkpoint's path.
-    if engine.name not in listed_names:
-        engine = replace(engine, name=path)
-    try:
-        # Only a generated text, here of one token, shows that the server accepts the name.
-        with engine.client(max(_ANSWER_SECONDS, deadline - time.monotonic())) as client:
-            engine.complete(client, "Hello", GenerationSettings(1))
-    except UserError as error:
-        raise Unavailable(
-            f"the server does not serve the checkpoint ({error}); it lists "
-            f"{', '.join(listed_names) or 'no model'}"
-        ) from None
-    # a server that somebody else started may have taken the port and answered
-    if (reason := _exit_reason(server)) is not None:
-        raise Unavailable(f"the server ended ({reason}), and another one answers at {engine.url}")
-    return engine
-
-
-def _listed_models(engine: ServedModel) -> list[str] | None:
-    """Names of the models that the server of `engine` lists: [] if the server answers without a
-    list, None while the server does not answer or is still loading."""
-    try:
-        with engine.client(_ANSWER_SECONDS) as client:
-            return [model.id for model in client.models.list()]
-    except openai.APIConnectionError:
-        return None
-    # the client does not check the form of an answer
-    except (openai.APIError, AttributeError, TypeError, ValueError) as error:
-        # HTTP 503: the server is still loading
-        return None if getattr(error, "status_code", None) == 503 else []
