@@ -252,7 +252,7 @@ def test_packages_are_readable_but_not_the_answers_in_ours(tmp_path: Path, isola
     """Where moe_lab is a package of an environment that was moved, with a link in its place."""
     venv.create(tmp_path / "moved", symlinks=True)
     (packages,) = (tmp_path / "moved").glob("lib/python*/site-packages")
-    shutil.copytree(PACKAGE, packages / PACKAGE.name)
+    shutil.copytree(PACKAGE, packages / "moe_lab")
     (packages / "own_package.py").write_text("VALUE = 7\n")
     (tmp_path / "linked").symlink_to(tmp_path / "moved")
     paths = [packages / "own_package.py", packages / "moe_lab/pocket/data/benchmarks/mbpp.jsonl"]
@@ -387,7 +387,7 @@ def test_each_version_of_landlock_gets_the_rights_that_it_knows(
         return os.open(os.devnull, os.O_RDONLY) if len(calls) == 1 else 0
 
     monkeypatch.setattr(isolation_rules, "_call", record)
-    isolation_rules._restrict_files("/hidden", version)
+    isolation_rules._restrict_files(version)
     _, _, refused_rights, given_size, _ = calls[0]
     assert given_size.value == size
     assert int.from_bytes(refused_rights.raw[:8], "little") == (1 << rights) - 1

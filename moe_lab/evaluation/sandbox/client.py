@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from moe_lab.child_process import ChildProcess, ErrorReply, ProcessEnded, environment
-from moe_lab.evaluation.sandbox.isolation import BUBBLEWRAP, NONE, PACKAGE, bubblewrap_command
+from moe_lab.evaluation.sandbox.isolation import BUBBLEWRAP, NONE, bubblewrap_command
 from moe_lab.evaluation.sandbox.runner import Outcome, Request
 from moe_lab.start import command
 
@@ -52,7 +52,7 @@ class Runner(ChildProcess):
 
 def runner_command(isolation: str) -> tuple[list[str], dict[str, str]]:
     """(command line, environment variables) of a runner."""
-    line = command("moe_lab.evaluation.sandbox.runner", isolation, str(PACKAGE))
+    line = command("moe_lab.evaluation.sandbox.runner", isolation)
     if isolation == BUBBLEWRAP:
         line = [*bubblewrap_command(), *line]
     return line, environment(PYTHONHASHSEED="0", OPENBLAS_NUM_THREADS="1")

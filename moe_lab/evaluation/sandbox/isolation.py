@@ -29,8 +29,9 @@ NONE = "none"
 ISOLATIONS = (LANDLOCK, BUBBLEWRAP)
 """Kinds of isolation. `sandbox=auto` uses the first that the machine has."""
 
-PACKAGE = Path(__file__).resolve().parents[2]
-"""Folder of moe_lab. Programs cannot read it, as it has the answers to the shipped benchmarks."""
+PACKAGE = str(Path(__file__).resolve().parents[2])
+"""Folder of moe_lab. Programs cannot read it, although its parent may be readable, as it has the
+answers to the shipped benchmarks."""
 _SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store")
 _NULL_DEVICE = "/dev/null"
 _SYSTEM_FILES = ("/etc/ld.so.cache", _NULL_DEVICE, "/dev/zero", "/dev/urandom", "/dev/random")
@@ -203,17 +204,14 @@ def landlock_version() -> int:
     return max(0, int(_libc.syscall(ctypes.c_long(_CREATE_RULESET), None, None, get_version)))
 
 
-def enter(isolation: str, hidden: Path = PACKAGE) -> None:
+def enter(isolation: str) -> None:
     """Isolate this process and the processes that it will start, irrevocably. The programs that it
-    starts must also call `limit_program`.
-
-    `hidden`: a folder whose files become unreadable, although its parent may be readable.
-    """
+    starts must also call `limit_program`."""
     if isolation == NONE:
         return
     _call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     if isolation == LANDLOCK:
-        _restrict_files(str(hidden), landlock_version())
+        _restrict_files(landlock_version())
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3 of capset(2), this process
     no_capabilities = (ctypes.c_uint32 * 6)()
     _call("capset", header, no_capabilities)
@@ -235,11 +233,11 @@ def bubblewrap_command() -> list[str]:
     for path in _readable_paths():
         # a device in a folder that is bound without --dev-bind cannot be opened
         command += ["--dev-bind" if path.startswith("/dev/") else "--ro-bind", path, path]
-    command += ["--tmpfs", str(PACKAGE)]
+    command += ["--tmpfs", PACKAGE]
     for folder in Path(__file__).resolve().parents[:3]:
         for file in folder.glob("*.py"):
             command += ["--ro-bind", str(file), str(file)]
-    return [*command, "--remount-ro", str(PACKAGE), "--remount-ro", "/"]
+    return [*command, "--remount-ro", PACKAGE, "--remount-ro", "/"]
 
 
 def limit_program(isolation: str, memory: int) -> None:
@@ -297,9 +295,9 @@ def _readable_paths() -> list[str]:
     return sorted(path for path in paths if path and os.path.exists(path))
 
 
-def _restrict_files(hidden: str, version: int) -> None:
-    """Let this process open only the files of `_readable_paths` outside the folder `hidden`.
-    `version`: version of Landlock, which may be older than the rights that are refused here."""
+def _restrict_files(version: int) -> None:
+    """Let this process open only the files of `_readable_paths` outside PACKAGE. `version`: version
+    of Landlock, which may be older than the rights that are refused here."""
     file_rights = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)
     # access to files, to TCP ports (since version 4), to local sockets and signals (since 6)
     refused = struct.pack("=QQQ", (1 << file_rights) - 1, 0b11, 0b11)
@@ -309,7 +307,7 @@ def _restrict_files(hidden: str, version: int) -> None:
         "syscall", ctypes.c_long(_CREATE_RULESET), refused_rights, ctypes.c_long(size), None
     )
     for readable in _readable_paths():
-        for path, rights in _file_rules(os.path.realpath(readable), hidden):
+        for path, rights in _file_rules(os.path.realpath(readable)):
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, descriptor))
             below_path = ctypes.c_long(1)
@@ -321,18 +319,18 @@ def _restrict_files(hidden: str, version: int) -> None:
     os.close(ruleset)
 
 
-def _file_rules(path: str, hidden: str) -> Iterator[tuple[str, int]]:
-    """Yield (path, Landlock rights) so that all files below `path` but those in `hidden` can be
-    read. Names in parents of `hidden` can be listed, which Python needs to find modules."""
-    if hidden.startswith(f"{path}/"):
+def _file_rules(path: str) -> Iterator[tuple[str, int]]:
+    """Yield (path, Landlock rights) so that all files below `path` but those in PACKAGE can be
+    read. Names in parents of PACKAGE can be listed, which Python needs to find modules."""
+    if PACKAGE.startswith(f"{path}/"):
         yield path, _READ_FOLDER
         for name in os.listdir(path):
             child = f"{path}/{name}"
             if not os.path.islink(child):  # a rule would apply to the target of the link
-                yield from _file_rules(child, hidden)
+                yield from _file_rules(child)
     elif path == _NULL_DEVICE:
         yield path, _READ_FILE | _WRITE_FILE
-    elif path != hidden:
+    elif path != PACKAGE:
         yield path, _READ_FILE | (_READ_FOLDER | _EXECUTE if os.path.isdir(path) else 0)
 
 

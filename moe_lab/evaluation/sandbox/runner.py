@@ -23,7 +23,6 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -95,10 +94,10 @@ ENDED = 3
 """Exit code of a process whose standard input has ended instead of a request."""
 
 
-def main(isolation: str, hidden: Path) -> None:
+def main(isolation: str) -> None:
     """Serve requests until standard input ends. The request `start` is answered once this process
-    is isolated. `isolation`, `hidden`: see `isolation.enter`."""
-    enter(isolation, hidden)
+    is isolated."""
+    enter(isolation)
     # Each request is served by a new process. Else a program could find earlier programs, such as
     # the right solution, and what they returned, in the freed memory of its process.
     while True:
@@ -374,4 +373,4 @@ def _send(line: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1])
