@@ -32,15 +32,13 @@ from moe_lab.search.fitness import (
 
 @dataclass
 class Cost:
-    """Computation so far, in forward passes over the whole search set. A run of some layers on some
-    rows counts as layers * rows / (all layers * all rows)."""
+    """Computation so far."""
 
     candidates: int = 0
     """Schedules evaluated exactly."""
     forwards: float = 0.0
-    """Forward passes for candidates."""
-    full: float = 0.0
-    """Forward passes of the unpruned model, to which candidates are compared."""
+    """Forward passes over the whole search set, of candidates and of the unpruned model. A run of
+    some layers on some rows counts as layers * rows / (all layers * all rows)."""
 
 
 class Plans:
@@ -131,13 +129,10 @@ class Candidates:
         log_p = self._full_log_probabilities(number)
         for schedule, states in self.prefix_states.iterate(number, plans):
             with mask(self.model, plans[schedule]):
-                logits, layers_run = self.decoder.logits(
-                    batch.ids, batch.valid, batch.positions.is_evaluated, schedule, states
-                )
+                logits = self._logits(batch, schedule, states)
             sums[schedule] = fitness_row_sums(
                 self.settings.fitness, log_p, logits, batch.positions
             ).tolist()
-            self.cost.forwards += self._cost_share(layers_run, batch)
         return sums
 
     def _average(self, schedule: Schedule, sums: Sequence[float]) -> float:
@@ -158,21 +153,21 @@ class Candidates:
             return None
         if number in self._log_p:
             return self._log_p[number]
-        batch = self.batches[number]
         unpruned = (0,) * len(self.plans.layers)
-        logits, layers_run = self.decoder.logits(
-            batch.ids, batch.valid, batch.positions.is_evaluated, unpruned, {}
-        )
-        self.cost.full += self._cost_share(layers_run, batch)
-        log_p = log_probabilities(logits)
+        log_p = log_probabilities(self._logits(self.batches[number], unpruned, {}))
         if self._stores_log_p:
             self._log_p[number] = log_p
         return log_p
 
-    def _cost_share(self, layers: int, batch: Batch) -> float:
-        """The cost of running `layers` decoder layers on one batch, as a share of a forward pass
-        over the whole search set."""
-        return layers / len(self.decoder.layers) * len(batch.ids) / self.rows
+    def _logits(self, batch: Batch, schedule: Schedule, states: States) -> torch.Tensor:
+        """Logits (N, V) at the evaluated positions of `batch`. `schedule`, `states`: as in
+        `Decoder.logits`."""
+        logits, layers_run = self.decoder.logits(
+            batch.ids, batch.valid, batch.positions.is_evaluated, schedule, states
+        )
+        layer_share = layers_run / len(self.decoder.layers)
+        self.cost.forwards += layer_share * len(batch.ids) / self.rows
+        return logits
 
 
 def _batches(marked_batches: Sequence[AnswerBatch], settings: SearchSettings) -> list[Batch]:

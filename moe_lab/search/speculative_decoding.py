@@ -83,19 +83,15 @@ class DraftingCandidates:
         """The fitness of one schedule."""
         plan = self.plans.plan(schedule)
 
-        def full(*batch: torch.Tensor) -> torch.Tensor:
-            # a cost of 1 is a forward pass over all rows
-            self.cost.full += len(batch[0]) / self.n_rows
-            return self._probabilities(*batch)
-
         def candidate(*batch: torch.Tensor) -> torch.Tensor:
-            self.cost.forwards += len(batch[0]) / self.n_rows
             with mask(self.model, plan):
                 return self._probabilities(*batch)
 
         counts: list[tuple[int, int]] = []
         for texts, draws in self.batches:
-            counts += accepted_and_proposed(texts, draws, candidate, full, ends=self.ends)
+            counts += accepted_and_proposed(
+                texts, draws, candidate, self._probabilities, ends=self.ends
+            )
         accepted, proposed = zip(*counts, strict=True)
         return average(accepted, proposed, self.settings.averaging)
 
@@ -104,6 +100,7 @@ class DraftingCandidates:
     ) -> torch.Tensor:
         """Next-token probabilities (N, V), fp64 on the CPU, at the N positions that `is_evaluated`
         (B, S) selects."""
+        self.cost.forwards += len(ids) / self.n_rows
         # `schedule` () and `states` {}: all decoder layers run, and no hidden states are stored
         logits, _ = self.decoder.logits(ids, valid, is_evaluated, (), {})
         return logits.float().softmax(-1).double().cpu()

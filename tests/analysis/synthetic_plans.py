@@ -193,7 +193,6 @@ def search(axes: dict[str, Any]) -> dict[str, Any]:
         "cost": {
             "candidates": 36,
             "forwards": 24.5,
-            "full": 1.0,
             "seconds": 12.5,
         },
     }

@@ -144,9 +144,7 @@ def test_shortcuts_change_nothing(name: str) -> None:
     ]
     assert results == pytest.approx(expected, abs=1e-6)
     assert len(set(results)) == len(schedules)
-    cost = candidates.cost
-    assert cost.forwards < 0.85 * len(schedules)
-    assert cost.full == pytest.approx(1)
+    assert candidates.cost.forwards < 1 + 0.85 * len(schedules)
     assert torch.equal(tiny.logits(model), original)
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -159,7 +157,7 @@ def test_prefixes_are_computed_once() -> None:
     for number, layer in enumerate(model.model.layers):
         layer.mlp.register_forward_pre_hook(lambda module, args, index=number: runs.append(index))
     candidates.evaluate(list(itertools.product((0, 4), repeat=3)))
-    assert candidates.cost.forwards == pytest.approx((2 + 4 + 8) / 3)
+    assert candidates.cost.forwards == pytest.approx(1 + (2 + 4 + 8) / 3)
     assert [runs.count(layer) for layer in range(3)] == [3 * (1 + count) for count in (2, 4, 8)]
 
 
@@ -196,8 +194,8 @@ def test_no_memory_gives_the_same_numbers_at_a_higher_cost(budget: int) -> None:
     schedules = some_schedules(plans)
     for some in (schedules[:3], schedules[3:6], schedules[6:]):
         assert poor.evaluate(some) == rich.evaluate(some)
-    assert poor.cost.full == pytest.approx(1 if budget else 3)
-    assert poor.cost.forwards >= rich.cost.forwards
+    # without memory, the unpruned model runs for each of the three calls
+    assert poor.cost.forwards >= rich.cost.forwards + (0 if budget else 2)
 
 
 def test_a_schedule_has_a_count_for_each_layer() -> None:
@@ -226,7 +224,7 @@ def test_spec_dec_of_the_unpruned_model_accepts_everything() -> None:
     assert 0 < half < 1
     assert candidates.evaluate([(12, 12)]) == [half]
     # the unpruned model checks at most four drafted tokens, all at once or one after the other
-    assert 0 < candidates.cost.full <= 2 * 4
+    assert 0 < candidates.cost.forwards <= 2 * 2 * 4
     with pytest.raises(
         UserError, match=r"max_new_tokens=125 and a task of \d+ tokens do not fit the model's 128"
     ):
