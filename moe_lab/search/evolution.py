@@ -308,7 +308,6 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Evaluate) -> list[d
     schedule    list of int
     origin      name of a pattern, uniform_feasible or mutation
     parent      list of int; None for a schedule without a parent
-    evaluated   True for the first row with this schedule
     fitness     fitness of the schedule
     elite       whether the schedule is one of the best `settings.elites` after this generation
     """
@@ -333,7 +332,6 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Evaluate) -> list[d
         if new_schedules:
             fitness |= zip(new_schedules, evaluate(new_schedules), strict=True)
         elites = sorted(fitness, key=lambda schedule: -fitness[schedule])[: settings.elites]
-        unlisted_schedules = set(new_schedules)  # new schedules that have no row yet
         for schedule, origin, parent in proposals:
             history.append(
                 {
@@ -341,12 +339,10 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Evaluate) -> list[d
                     "schedule": list(schedule),
                     "origin": origin,
                     "parent": None if parent is None else list(parent),
-                    "evaluated": schedule in unlisted_schedules,
                     "fitness": fitness[schedule],
                     "elite": schedule in elites,
                 }
             )
-            unlisted_schedules.discard(schedule)
         progress.update(generation + 1, settings.generations, "generations")
     return history
 
