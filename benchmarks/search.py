@@ -52,10 +52,10 @@ def main() -> int:
 
     def evaluate(schedules: Sequence[Schedule]) -> list[float]:
         start = time.process_time()
-        start_forwards = candidates.cost.forwards
+        start_forwards = candidates.forwards
         values = candidates.evaluate(schedules)
         generations.append(schedules)
-        forwards_of_generations.append(candidates.cost.forwards - start_forwards)
+        forwards_of_generations.append(candidates.forwards - start_forwards)
         seconds_of_generations.append(time.process_time() - start)
         return values
 

@@ -30,17 +30,6 @@ from moe_lab.search.fitness import (
 )
 
 
-@dataclass
-class Cost:
-    """Computation so far."""
-
-    candidates: int = 0
-    """Schedules evaluated exactly."""
-    forwards: float = 0.0
-    """Forward passes over the whole search set, of candidates and of the unpruned model. A run of
-    some layers on some rows counts as layers * rows / (all layers * all rows)."""
-
-
 class Plans:
     """Converts schedules (number of experts that each layer loses) to plans. Each layer drops the
     experts with the lowest `scores` (layer -> a score per expert), but no expert that `routers`
@@ -89,7 +78,9 @@ class Candidates:
         self.settings = settings
         self.decoder = Decoder(model)
         self.batches = _batches(rows, settings)
-        self.cost = Cost()
+        self.forwards = 0.0
+        """Forward passes over the whole search set so far, of candidates and of the unpruned model.
+        A run of some layers on some rows counts as layers * rows / (all layers * all rows)."""
         self.rows = sum(len(batch.ids) for batch in self.batches)
         self._counts = [
             int(count) for batch in self.batches for count in batch.positions.is_evaluated.sum(1)
@@ -114,7 +105,6 @@ class Candidates:
             for schedule, batch_sums in self._row_sums(number, plans).items():
                 sums[schedule] += batch_sums
         values = {schedule: self._average(schedule, sums[schedule]) for schedule in plans}
-        self.cost.candidates += len(values)
         self.fitness |= values
         self.prefix_states.retain(
             heapq.nlargest(self.settings.elites, self.fitness, key=self.fitness.__getitem__)
@@ -166,7 +156,7 @@ class Candidates:
             batch.ids, batch.valid, batch.positions.is_evaluated, schedule, states
         )
         layer_share = layers_run / len(self.decoder.layers)
-        self.cost.forwards += layer_share * len(batch.ids) / self.rows
+        self.forwards += layer_share * len(batch.ids) / self.rows
         return logits
 
 

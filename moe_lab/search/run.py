@@ -84,8 +84,12 @@ def search(
         "settings": asdict(parameters),
         "best": _result(best),
         "uniform": uniform and _result(uniform),
-        # of this process alone, not of earlier runs of a resumed search
-        "cost": {**asdict(candidates.cost), "seconds": round(seconds, 3)},
+        "cost": {
+            "candidates": len({tuple(row["schedule"]) for row in history}),
+            # of this process alone, not of earlier runs of a resumed search
+            "forwards": candidates.forwards,
+            "seconds": round(seconds, 3),
+        },
     }
     write_json(out / "search.json", report)
 

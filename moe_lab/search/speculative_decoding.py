@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from moe_lab.calibration.batches import AnswerBatch
 from moe_lab.errors import UserError
 from moe_lab.pruning.mask import mask
-from moe_lab.search.candidates import Cost, Decoder, Plans
+from moe_lab.search.candidates import Decoder, Plans
 from moe_lab.search.evolution import Schedule, SearchSettings
 from moe_lab.search.fitness import average, draw_tokens
 
@@ -59,7 +59,8 @@ class DraftingCandidates:
         )
         self.batches = list(zip(texts, draws.split(sizes), strict=True))
         self.n_rows = sum(sizes)
-        self.cost = Cost()
+        self.forwards = 0.0
+        """Forward passes over all rows so far; a pass over some rows counts as their share."""
         longest = max(len(text) for batch in texts for text in batch)
         if not longest:
             raise UserError(
@@ -76,7 +77,6 @@ class DraftingCandidates:
     def evaluate(self, schedules: Sequence[Schedule]) -> list[float]:
         """The fitness of each schedule: accepted tokens / proposed tokens, averaged over the rows
         as `settings.averaging` says."""
-        self.cost.candidates += len(schedules)
         return [self._evaluate(schedule) for schedule in schedules]
 
     def _evaluate(self, schedule: Schedule) -> float:
@@ -100,7 +100,7 @@ class DraftingCandidates:
     ) -> torch.Tensor:
         """Next-token probabilities (N, V), fp64 on the CPU, at the N positions that `is_evaluated`
         (B, S) selects."""
-        self.cost.forwards += len(ids) / self.n_rows
+        self.forwards += len(ids) / self.n_rows
         # `schedule` () and `states` {}: all decoder layers run, and no hidden states are stored
         logits, _ = self.decoder.logits(ids, valid, is_evaluated, (), {})
         return logits.float().softmax(-1).double().cpu()
