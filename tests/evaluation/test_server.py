@@ -539,6 +539,7 @@ def test_vllm_is_given_all_gpus_of_its_process(
     shutil.copytree(CHECKPOINT, model := tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "num_attention_heads": heads}))
+    (model / "generation_config.json").unlink()  # not all checkpoints have one
     monkeypatch.setattr(vllm, "visible_gpus", lambda: cards.split(","))
     python = tmp_path / "python"
     python.write_text(

@@ -28,8 +28,8 @@ from moe_lab.evaluation.engines import (
     sampling_defaults,
 )
 from moe_lab.evaluation.items import Likelihood
-from moe_lab.json_files import read_json
 from moe_lab.machine import interpreter, visible_gpus
+from moe_lab.models.checkpoint import read_json, read_json_if_there
 from moe_lab.models.config_json import tensor_parallel_sizes
 from moe_lab.paths import user_cache
 from moe_lab.pruning.plan import Plan
@@ -60,7 +60,7 @@ class VllmModel(Engine):
             self.tokenizer = load_tokenizer(checkpoint, model)
         self.end_token_ids = end_token_ids(checkpoint, self.tokenizer)
         self.sampling_defaults = sampling_defaults(
-            read_json(checkpoint / "generation_config.json", {})
+            read_json_if_there(checkpoint / "generation_config.json")
         )
         self.template_arguments = model.template_arguments
         self.ready_seconds = backend.ready_seconds
@@ -257,6 +257,6 @@ def _parallel_arguments(
         return {}
     gpu_count = max(1, len(visible_gpus()))
     # the numbers of GPUs among which vLLM can divide this model
-    counts = tensor_parallel_sizes(read_json(checkpoint / "config.json", {}))
+    counts = tensor_parallel_sizes(read_json(checkpoint / "config.json"))
     count = max(count for count in counts if count <= gpu_count)
     return {"tensor_parallel_size": count} if count > 1 else {}
