@@ -214,7 +214,7 @@ def generate_tokens(model: Any, batch: Batch) -> list[NewTokens]:
         use_cache=True,
     )
     # transformers warns of tokens that are hidden at the end, as of answers of unequal lengths
-    ids, attention = (tensor.to(model.device) for tensor in _padded_inputs(batch.without_answers))
+    ids, attention = _padded_inputs(batch.without_answers, model.device)
     texts: list[NewTokens] = []
     with patch.object(model, "generation_config", settings):
         model.generate(
@@ -225,8 +225,9 @@ def generate_tokens(model: Any, batch: Batch) -> list[NewTokens]:
     return texts
 
 
-def _padded_inputs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and attention mask, both (B, S), of the prompts with their right answers."""
+def _padded_inputs(batch: Batch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask, both (B, S) on `device`, of the prompts with their right
+    answers."""
     # the tokens of an answer's row begin with the prompt
     rows = [
         answer.tokens if answer else prompt.tokens
@@ -238,7 +239,7 @@ def _padded_inputs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     for number, (start, row) in enumerate(zip(batch.starts, rows, strict=True)):
         ids[number, start : start + len(row)] = torch.tensor(row)
         attention[number, start : start + len(row)] = 1
-    return ids, attention
+    return ids.to(device), attention.to(device)
 
 
 def _generate(
@@ -310,13 +311,13 @@ def _read_parts(
     ]
     if not _has_plain_inputs(model, inputs, token_inputs):
         return _read(model, ids, inputs, batch.without_answers, texts)
-    padded_ids, _ = _padded_inputs(batch)
+    padded_ids, _ = _padded_inputs(batch, ids.device)
     parts = math.ceil(padded_ids.numel() / PASS_TOKENS)
     results = []
     rows = math.ceil(len(ids) / parts)
     for start in range(0, len(ids), rows):
         part = replace(batch, prompts=batch.prompts[start : start + rows])
-        part_ids, attention = (tensor.to(ids.device) for tensor in _padded_inputs(part))
+        part_ids, attention = _padded_inputs(part, ids.device)
         if attention[:, part.first_position :].numel() > max_logit_tokens(model):
             part = part.without_answers
             part_ids, attention = part_ids[:, : part.longest], attention[:, : part.longest]
