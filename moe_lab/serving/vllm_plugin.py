@@ -202,24 +202,12 @@ def _uneven_class(name: str) -> type:
 
         with patch.object(module, "make_layers", make_uneven_layers):
             vllm_class.__init__(self, vllm_config=vllm_config, prefix=prefix, **kwargs)
-        # layer -> number of experts that were built
-        self.moe_lab_counts = {layer: router.global_num_experts for layer, router in routers(self)}
-        for layer, count in self.moe_lab_counts.items():
-            # a family has one of the fields COUNT_FIELDS
-            expected = next(
-                (value for name, value in layers.get(layer, {}).items() if name in COUNT_FIELDS),
-                None,
-            )
-            if expected not in (None, count):
-                raise ValueError(
-                    f"{name}: vLLM built {count} experts in layer {layer}, expected {expected}"
-                )
 
     def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         experts: ExpertsOfTensor = defaultdict(set)
         # _record_experts fills `experts` while vLLM reads the weights
         names_of_weights = vllm_class.load_weights(self, _record_experts(weights, experts))
-        _check_files(self.moe_lab_counts, experts)
+        _check_files({layer: router.global_num_experts for layer, router in routers(self)}, experts)
         return names_of_weights
 
     # vLLM finds the class by this name in this module, see `__getattr__`
@@ -301,8 +289,8 @@ def _check_files(counts: Mapping[int, int], experts: ExpertsOfTensor) -> None:
             missing_experts = sorted(expected - ids)
             surplus_experts = sorted(ids - expected)
             raise ValueError(
-                f"layer {layer} has {len(expected)} experts by config.json, and the files lack "
-                f"{name} of experts {missing_experts or 'none'} and have it of "
+                f"vLLM built {len(expected)} experts in layer {layer} by config.json, and the "
+                f"files lack {name} of experts {missing_experts or 'none'} and have it of "
                 f"{surplus_experts or 'none'} beyond: export again"
             )
     if missing_layers := sorted(set(counts) - {layer for layer, _ in experts}):
