@@ -14,22 +14,10 @@ from torch.nn.utils import parametrize
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.exported_code.ragged import ALIGNMENT, replace_tensor
-from moe_lab.models.discover import (
-    MoELayer,
-    is_ragged,
-    linear_modules,
-    routed_layers,
-)
+from moe_lab.models.discover import MoELayer, is_ragged, linear_modules, routed_layers
 from moe_lab.models.experts import to_device
 from moe_lab.models.families import GATE_UP, split
-from moe_lab.models.rows import (
-    AllExperts,
-    OneExpert,
-    Part,
-    at_least_fp32,
-    is_grouped,
-    sort_by_expert,
-)
+from moe_lab.models.rows import OneExpert, Part, at_least_fp32, is_grouped, sort_by_expert
 from moe_lab.models.transformers_private import activation
 
 SCALING = 4.0
@@ -45,21 +33,42 @@ class Dora(nn.Module):
     A (rank, in), B (out, rank) and m (out,) are trained in at least fp32; s is SCALING. Before
     training, W' = W. As in peft, no gradient flows into the norm, and the output W' x is computed
     as W x + (W' - W) x, where dropout only acts on the x of the second term.
+
+    W can also be several maps with the same input, such as gate and up, whose rows it has: each map
+    has its own A and B, and the maps drop the same inputs. And W can be (E, out, in), the maps of
+    all experts, which are computed at once. An expert without tokens then has gradients of 0, with
+    which an optimizer may still change its adapters.
     """
 
     def __init__(
-        self, weight: torch.Tensor, rank: int, dropout: float = 0.0, maps: int = 1
+        self,
+        weight: torch.Tensor,
+        rank: int,
+        dropout: float = 0.0,
+        maps: int = 1,
+        is_concatenated: bool = True,
     ) -> None:
         """`weight`: W. `dropout`: share of the inputs of W' - W that are set to 0. `maps`: number
-        of matrices A."""
+        of maps. `is_concatenated`: whether the rows of the maps come one after the other, not in
+        turns."""
         super().__init__()
         matrix = at_least_fp32(weight.detach())
-        a = matrix.new_empty(*matrix.shape[:-2], maps * rank, matrix.shape[-1])
+        *experts, n_rows, n_inputs = matrix.shape
+        # products of all experts at once need an aligned rank
+        n_columns = math.ceil(rank / ALIGNMENT) * ALIGNMENT if experts else rank
+        a = matrix.new_empty(*experts, maps * n_columns, n_inputs)
         nn.init.kaiming_uniform_(a.flatten(0, -2), a=math.sqrt(5))  # as in peft and in nn.Linear
+        # inputs by which experts are filled up to one width must not add to the norm
+        a *= (matrix != 0).any(-2, keepdim=True)
         self.a = nn.Parameter(a)
-        self.b = nn.Parameter(matrix.new_zeros(*matrix.shape[:-1], rank))
+        self.b = nn.Parameter(matrix.new_zeros(*experts, n_rows, n_columns))
         self.magnitude = nn.Parameter(matrix.norm(dim=-1))
         self.dropout = dropout
+        rows = torch.arange(n_rows, device=weight.device)
+        map_of_row = rows // (n_rows // maps) if is_concatenated else rows % maps
+        is_used = torch.arange(n_columns, device=weight.device) < rank
+        # (out, maps, columns): 1 for the entries of B that are used
+        self.blocks = one_hot(map_of_row, maps)[:, :, None] * is_used
 
     def weight(self, weight: torch.Tensor) -> torch.Tensor:
         """The adapted weight W' in the dtype of `weight`, which is W."""
@@ -76,8 +85,9 @@ class Dora(nn.Module):
         """The output (n, out) of the map W' with `bias` for `rows` (n, in). `weight`: W. `part`:
         to which the rows belong."""
         output = part.linear(rows, weight)
+        # products of all experts at once are in the dtype of W
+        dtype = self.a.dtype if weight.dim() == 2 else weight.dtype
         # x, the input of W' - W, and W x
-        dtype = self._dtype(weight)
         inputs = rows.to(dtype)
         plain_output = output
         if self.training and self.dropout:
@@ -95,13 +105,9 @@ class Dora(nn.Module):
         output = (output + addition).to(output.dtype)
         return output if bias is None else output + part.spread(bias)
 
-    def _dtype(self, weight: torch.Tensor) -> torch.dtype:
-        """The dtype of the products of W' - W. `weight`: W."""
-        return self.a.dtype
-
     def _b(self) -> torch.Tensor:
-        """B."""
-        return self.b
+        """B (..., out, maps rank), with a block for each map."""
+        return (self.b[..., None, :] * self.blocks).flatten(-2)
 
     def _adapted(self, weight: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """W + s B A in at least fp32. `weight`: W. `b`: B."""
@@ -112,38 +118,6 @@ class Dora(nn.Module):
         norm = adapted.detach().norm(dim=-1).clamp(min=torch.finfo(adapted.dtype).tiny)
         factor: torch.Tensor = self.magnitude / norm
         return factor
-
-
-class GroupedDora(Dora):
-    """The adapters of one or several maps with the same input, such as gate and up, of all experts,
-    which are computed at once: as one map W (E, maps out, in), in the dtype of W.
-
-    A is (E, maps rank, in), B (E, maps out, rank) and m (E, maps out). The maps drop the same
-    inputs. An expert without tokens has gradients of 0, with which an optimizer may still change
-    its adapters.
-    """
-
-    def __init__(
-        self, weight: torch.Tensor, maps: int, is_concatenated: bool, settings: RecoveryConfig
-    ) -> None:
-        """`weight`: W. `is_concatenated`: whether the rows of the maps come one after the other,
-        not in turns."""
-        rank = math.ceil(settings.rank / ALIGNMENT) * ALIGNMENT
-        super().__init__(weight, rank, settings.dropout, maps)
-        # inputs by which experts are filled up to one width must not add to the norm
-        self.a.data *= (weight != 0).any(1)[:, None]
-        rows = torch.arange(weight.shape[1], device=weight.device)
-        map_of_row = rows // (len(rows) // maps) if is_concatenated else rows % maps
-        is_used = torch.arange(rank, device=weight.device) < settings.rank
-        # (maps out, maps, rank): 1 for the entries of B that are used
-        self.blocks = one_hot(map_of_row, maps)[:, :, None] * is_used
-
-    def _dtype(self, weight: torch.Tensor) -> torch.dtype:
-        return weight.dtype
-
-    def _b(self) -> torch.Tensor:
-        """B (E, maps out, maps rank), with a block for each map."""
-        return (self.b[:, :, None] * self.blocks).flatten(-2)
 
 
 class DoraLinear(nn.Module):
@@ -177,27 +151,24 @@ class DoraWeight(nn.Module):
 
 
 class DoraExperts(nn.Module):
-    """The experts of a layer with adapters. `adapters[e]` has the adapters gate, up and down of
-    expert e. If the model computes all experts at once, `adapters[0]` has the adapters inward and
-    down of all experts; experts of unequal width have adapters for the largest width."""
+    """The experts of a layer with adapters. `adapters[e]` has the adapters inward and down of
+    expert e. If the model computes all experts at once, `adapters[0]` has those of all experts;
+    experts of unequal width have adapters for the largest width."""
 
     def __init__(self, layer: MoELayer, settings: RecoveryConfig) -> None:
         super().__init__()
         self.layer = layer
         self.parts: list[Any] = [slice(None)] if is_grouped(layer) else [*range(layer.n_experts)]
         self.adapters = nn.ModuleList()
+        module: Any = layer.experts
         for experts in self.parts:
-            maps = linear_maps(layer, experts).items()
-            adapters = {name: self._adapter(name, weight, settings) for name, (weight, _) in maps}
-            self.adapters.append(nn.ModuleDict(adapters))
-
-    def _adapter(self, name: str, weight: torch.Tensor, settings: RecoveryConfig) -> Dora:
-        """A new adapter of the map `name` with `weight`."""
-        if weight.dim() == 2:
-            return Dora(weight, settings.rank, settings.dropout)
-        experts: Any = self.layer.experts
-        maps = 2 if name == "inward" and experts.has_gate else 1
-        return GroupedDora(weight, maps, experts.is_concatenated, settings)
+            adapters = nn.ModuleDict()
+            for name, (weight, _) in linear_maps(layer, experts).items():
+                maps = 2 if name == "inward" and module.has_gate else 1
+                adapters[name] = Dora(
+                    weight, settings.rank, settings.dropout, maps, module.is_concatenated
+                )
+            self.adapters.append(adapters)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -218,17 +189,12 @@ class DoraExperts(nn.Module):
     def _part_output(self, part: Part, states: torch.Tensor) -> torch.Tensor | None:
         """The outputs (n, H) of the experts of `part` for the hidden states (n, H) of its rows,
         without gates of the router. None for an expert without channels, which has no adapters."""
-        experts: Any = self.layer.experts
-        adapters: Any = self.adapters[0 if isinstance(part, AllExperts) else part.experts]
+        adapters: Any = self.adapters[0 if isinstance(part.experts, slice) else part.experts]
         maps = linear_maps(self.layer, part.experts)
         if not maps:
             return None
-        parts = [adapters[name](states, *maps[name], part) for name in maps if name != "down"]
-        # the activation expects gate and up on one axis, one after the other or interleaved
-        gate_up = (
-            torch.cat(parts, -1) if experts.is_concatenated else torch.stack(parts, -1).flatten(-2)
-        )
-        output: torch.Tensor = adapters["down"](activation(experts)(gate_up), *maps["down"], part)
+        phi = activation(self.layer.experts)(adapters["inward"](states, *maps["inward"], part))
+        output: torch.Tensor = adapters["down"](phi, *maps["down"], part)
         return output
 
     def merge(self) -> dict[str, torch.Tensor]:
@@ -333,22 +299,14 @@ def merge(model: nn.Module, adapted: Adapted) -> dict[str, torch.Tensor]:
 def linear_maps(
     layer: MoELayer, experts: int | slice
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
-    """The linear maps of one expert: name (gate, up or down) -> (weight (out, in), bias (out,) or
-    None); or of all experts: inward (gate and up, in the order that the activation expects) and
-    down, with a first axis of experts. {} for an expert without channels. The tensors are views
-    into the experts module, but for all experts of unequal width."""
-    if isinstance(experts, slice):
-        weights = layer.weights(experts)
-        return {
-            "inward": (weights.inward, weights.inward_bias),
-            "down": (weights.down, weights.down_bias),
-        }
-    views = layer.projections(experts)  # with channels as rows
-    maps: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
-    for name in ("gate", "up", "down"):
-        if name in views and len(views[name]):
-            maps[name] = (
-                views[name].T if name == "down" else views[name],
-                views.get(f"{name}_bias"),
-            )
-    return maps
+    """The linear maps of one expert, or of all experts with a first axis of experts: inward (gate
+    and up, in the order that the activation expects) and down -> (weight (..., out, in), bias
+    (..., out) or None). {} for an expert without channels. The tensors are views into the experts
+    module, but for all experts of unequal width."""
+    weights = layer.weights(experts)
+    if not weights.inward.numel():
+        return {}
+    return {
+        "inward": (weights.inward, weights.inward_bias),
+        "down": (weights.down, weights.down_bias),
+    }
