@@ -22,6 +22,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -44,8 +45,9 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.models.load import load_model
 from moe_lab.paths import resolve
 from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.prune import prune
 from moe_lab.pruning.selection import make_plan
-from moe_lab.recovery.apply import pruned, recovered, storage_bytes
+from moe_lab.recovery.apply import recovered, storage_bytes
 from moe_lab.recovery.dora import attach
 from moe_lab.recovery.finetune import answer_loss, distillation_loss, finetune, trained_routers
 from moe_lab.recovery.merge_fit import fit
@@ -100,12 +102,14 @@ def _recover_dropped(
 
         def trained(name: str, settings: RecoveryConfig, text: CalibrationConfig) -> Path:
             out = Path(folder) / name
+            start_time = time.monotonic()
             finetune(model, tokenizer, plan, settings, text, out=out, partial=out, seed=0)
+            seconds = time.monotonic() - start_time
             report = json.loads((out / "finetune.json").read_text())
+            losses = report["loss"]
             print(
-                f"{name}: {report['steps']} steps, loss of the first {report['loss'][0]:.3f}, of "
-                f"the last {report['loss'][-1]:.3f}, trained: {report['trained_parameters']}, "
-                f"{report['seconds']} s",
+                f"{name}: {len(losses)} steps, loss of the first {losses[0]:.3f}, of the last "
+                f"{losses[-1]:.3f}, trained: {report['trained_parameters']}, {seconds:.1f} s",
                 flush=True,
             )
             return out
@@ -118,7 +122,7 @@ def _recover_dropped(
             "router_kd", RecoveryConfig(**_conf("recovery/pocket_router_kd")), general
         )
         distilled = trained("distill", RecoveryConfig(**_conf("recovery/pocket_distill")), general)
-        print_model("pruned", pruned(model, plan))
+        print_model("pruned", prune(model, plan))
         print_model("pruned, NF4", recovered(model, plan, bits=4, modules=MODULES, tuned=None))
         print_model("pruned, DoRA", with_tuned(dora))
         quantised = recovered(model, plan, bits=4, modules=MODULES, tuned=dora)
@@ -142,18 +146,20 @@ def _fit_merged(
             model, tokenizer, path, criteria=["frequency"], replacement=replacement, **text
         )
         plan = moe_lab.plan(moe_lab.score("frequency", sums), 0.5, replacement=replacement)
-        print_model(replacement, pruned(model, plan))
+        print_model(replacement, prune(model, plan))
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder)
+            start_time = time.monotonic()
             report = fit(model, tokenizer, plan, settings, general, out=out, partial=out)
+            seconds = time.monotonic() - start_time
             fitted_model = recovered(model, plan, bits=16, modules=(), tuned=out)
             print_model(f"{replacement}, fitted", fitted_model)
         experts = report["experts"]
         averaged = statistics.mean(expert["error_averaged"] for expert in experts)
         fitted = statistics.mean(expert["error_fitted"] for expert in experts)
         print(
-            f"  {report['fitted']} of {len(experts)} merged experts fitted in "
-            f"{report['seconds']} s; mean ||Y - W P||^2 / ||Y||^2 {averaged:.3f} of the average, "
+            f"  {len(experts) - report['averaged']} of {len(experts)} merged experts fitted in "
+            f"{seconds:.1f} s; mean ||Y - W P||^2 / ||Y||^2 {averaged:.3f} of the average, "
             f"{fitted:.3f} of the fit",
             flush=True,
         )
@@ -230,12 +236,12 @@ def _print_ratios(
     """Run the part ratios."""
     ids = torch.randint(3, 700, (16, 128), generator=torch.Generator().manual_seed(0))
     all_tokens = torch.ones_like(ids, dtype=torch.bool)
-    plain = pruned(model, plan)
+    plain = prune(model, plan)
     quantised = recovered(model, plan, bits=4, modules=MODULES, tuned=None)
-    adapted = pruned(model, plan)
+    adapted = prune(model, plan)
     attach(adapted, settings, seed=0)
     # gradients to the embeddings alone
-    unadapted = pruned(model, plan)
+    unadapted = prune(model, plan)
     embeddings = unadapted.get_input_embeddings()
     embeddings.weight = torch.nn.Parameter(embeddings.weight.detach())
 

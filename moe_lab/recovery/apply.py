@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
@@ -18,17 +17,18 @@ from torch.nn.functional import linear, pad
 
 from moe_lab.errors import check_installed
 from moe_lab.exported_code.ragged import replace_tensor
+from moe_lab.json_files import write_json
 from moe_lab.models.discover import is_ragged, linear_modules, part_of, routed_layers
 from moe_lab.pruning.cost import NF4_BLOCK
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.prune import prune, share_copy
+from moe_lab.pruning.prune import prune
 
 TENSORS = "tuned.safetensors"
 REPORT = "finetune.json"
 
 
 def recovered(
-    model: Any, plan: Plan | None, *, bits: int, modules: Sequence[str], tuned: Path | None
+    model: Any, plan: Plan, *, bits: int, modules: Sequence[str], tuned: Path | None
 ) -> Any:
     """A copy of `model`, pruned by `plan`, with the tensors of a fine-tuning or fit, and quantised.
     The copy shares unchanged tensors with `model`.
@@ -36,17 +36,12 @@ def recovered(
     tuned: output folder of the fine-tuning or fit; bits: 4 to store the weights of `modules` as
     NF4, any other number to leave them.
     """
-    result = pruned(model, plan)
+    result = prune(model, plan)
     if tuned is not None:
         load_tuned(result, tuned / TENSORS)
     if bits == 4:
         quantize(result, modules)
     return result
-
-
-def pruned(model: Any, plan: Plan | None) -> Any:
-    """A copy of `model`, pruned by `plan`, that shares unchanged tensors with `model`."""
-    return share_copy(model) if plan is None else prune(model, plan)
 
 
 def save_tuned(out: Path, tensors: Mapping[str, torch.Tensor], report: Mapping[str, Any]) -> None:
@@ -55,7 +50,7 @@ def save_tuned(out: Path, tensors: Mapping[str, torch.Tensor], report: Mapping[s
     save_file(
         {name: tensor.detach().contiguous() for name, tensor in tensors.items()}, out / TENSORS
     )
-    (out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
+    write_json(out / REPORT, report)
 
 
 def load_tuned(model: nn.Module, file: Path, prefix: str = "") -> list[str]:
@@ -143,23 +138,17 @@ def rounded_experts(experts: Any) -> dict[str, torch.Tensor]:
     """Name of a stack of weights -> a stack of the same shape with the numbers to which `quantize`
     rounds the weights."""
     return {
-        name: torch.cat([nf4_rounded(matrix) for matrix in matrices]).view_as(
+        name: torch.cat([FourBitMatrix(matrix)() for matrix in matrices]).view_as(
             getattr(experts, name)
         )
         for name, matrices in _matrices(experts).items()
     }
 
 
-def nf4_rounded(weight: torch.Tensor) -> torch.Tensor:
-    """The matrix `weight` with the numbers to which `quantize` rounds the weights."""
-    values: torch.Tensor = FourBitMatrix(weight)()
-    return values
-
-
 def nf4_tensors(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """The matrix `weight` (rows, columns) in NF4, as bitsandbytes stores it in a checkpoint: suffix
-    of the weight's name -> tensor. The tensors encode the numbers of `nf4_rounded` if the number of
-    columns is a multiple of NF4_BLOCK."""
+    of the weight's name -> tensor. The tensors encode the numbers of a FourBitMatrix if the number
+    of columns is a multiple of NF4_BLOCK."""
     packed, state = _to_nf4(weight.detach())
     return {
         "": packed,
@@ -217,13 +206,11 @@ class FourBitLinear(nn.Module):
 
     def __init__(self, original: nn.Linear) -> None:
         super().__init__()
-        self.in_features = original.in_features
-        self.out_features = original.out_features
         self.weight = FourBitMatrix(original.weight)
         self.bias = original.bias
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """(..., in_features) -> (..., out_features), computed in the dtype of `rows`."""
+        """(..., in) -> (..., out), computed in the dtype of `rows`."""
         return linear(rows, self.weight(), self.bias)
 
 

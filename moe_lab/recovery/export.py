@@ -20,7 +20,13 @@ from moe_lab.pruning.cost import NF4_BLOCK
 from moe_lab.pruning.export.layout import bytes_of_weight
 from moe_lab.pruning.export.rewrite import Changes
 from moe_lab.pruning.plan import Plan
-from moe_lab.recovery.apply import TENSORS, load_tuned, nf4_rounded, nf4_tensors, rounded_experts
+from moe_lab.recovery.apply import (
+    TENSORS,
+    FourBitMatrix,
+    load_tuned,
+    nf4_tensors,
+    rounded_experts,
+)
 
 
 def recovery_changes(
@@ -179,7 +185,7 @@ class _RecoveredTensors:
                     # a fine-tuned weight is written only in 4 bits
                     new_tensors.pop(f"{path}.weight", None)
                 else:
-                    new_tensors[f"{path}.weight"] = nf4_rounded(module.weight)
+                    new_tensors[f"{path}.weight"] = FourBitMatrix(module.weight)()
             renamed = self.names.to_checkpoint(new_tensors)
             # copies, since tensors may be views of weights that are freed with the layer
             return {name: {name: tensor.clone()} for name, tensor in renamed.items()} | nf4_by_name

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,10 +31,9 @@ from moe_lab.models.load import backward
 from moe_lab.models.rows import at_least_fp32
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.prune import share_copy
-from moe_lab.recovery.apply import pruned, save_tuned
+from moe_lab.pruning.prune import prune, share_copy
+from moe_lab.recovery.apply import save_tuned
 from moe_lab.recovery.dora import attach, merge, router_weight, trainable
-from moe_lab.statistics.observe import digest
 
 RATES = {
     "experts": "learning_rate",
@@ -65,7 +62,7 @@ PROGRESS_FILE = "progress.pt"
 def finetune(
     model: Any,
     tokenizer: Any,
-    plan: Plan | None,
+    plan: Plan,
     settings: RecoveryConfig,
     text: CalibrationConfig,
     *,
@@ -73,14 +70,13 @@ def finetune(
     partial: Path,
     seed: int,
 ) -> None:
-    """Prune a copy of `model` by `plan` (None prunes nothing), and train the copy on `text`.
+    """Prune a copy of `model` by `plan`, and train the copy on `text`.
 
     With recovery.distill, the copy learns the next-token distributions of the unpruned `model`,
     otherwise the answers in `text`. The folder `out` gets two files:
 
     tuned.safetensors  name in the pruned model's state dict -> tensor, for the changed tensors
-    finetune.json      loss of each step; numbers of trained parameters, rows, tokens, steps and
-                       seconds
+    finetune.json      loss of each step; numbers of trained parameters, rows and learnt tokens
 
     A stopped run resumes from the checkpoint in the folder `partial`; no other run may use this
     folder. UserError when `text` has no token to learn, and for a loss that is not finite.
@@ -90,7 +86,6 @@ def finetune(
     distillation = functools.partial(
         distillation_loss, teacher=model, temperature=settings.temperature
     )
-    start_time = time.monotonic()
     with student(model, plan, settings, seed) as learner:
         losses = train(
             learner.model,
@@ -112,9 +107,7 @@ def finetune(
     report = {
         "trained_parameters": counts,
         "rows": len(rows),
-        "tokens" if is_distilled else "answer_tokens": tokens,
-        "steps": len(losses),
-        "seconds": round(time.monotonic() - start_time, 1),
+        "tokens": tokens,
         "loss": losses,
     }
     save_tuned(out, tuned_tensors, report)
@@ -172,11 +165,7 @@ def train(
         weight_decay=0.0,
     )
     steps = step_count(settings, len(rows))
-    rows_digest = digest(tensor for row in rows for tensor in row)
-    identity = json.dumps(
-        {"settings": settings.identity, "seed": seed, "rows": rows_digest}, sort_keys=True
-    )
-    losses = load_progress(partial, identity, parameters, optimizer)
+    losses = load_progress(partial, parameters, optimizer)
     for step in range(len(losses), steps):
         indices = rows_of_step(step, settings.rows_per_step, len(rows), seed)
         for part, options in zip(trained_parts, optimizer.param_groups, strict=True):
@@ -184,34 +173,21 @@ def train(
         with torch.random.fork_rng():
             torch.manual_seed(_derive_seed(seed, step))
             losses.append(_backward(model, [rows[index] for index in indices], loss, rows_at_once))
-        # the message names one of the rates
-        _check_finite(losses[-1], step, settings, RATES[trained_parts[0]])
+        if not math.isfinite(losses[-1]):
+            rate = RATES[trained_parts[0]]  # one of the rates
+            raise UserError(
+                f"fine-tuning: the loss of step {step + 1} is {losses[-1]}, expected a number: "
+                f"lower recovery.{rate}={getattr(settings, rate)}"
+            )
         torch.nn.utils.clip_grad_norm_(parameters.values(), CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         progress.update(step + 1, steps, "steps")
         if (step + 1) % SAVE_EVERY == 0 and step + 1 < steps:
             values = {name: parameter.detach() for name, parameter in parameters.items()}
-            save_progress(
-                partial,
-                {
-                    "about": identity,
-                    "losses": losses,
-                    "parameters": values,
-                    "optimizer": optimizer.state_dict(),
-                },
-            )
+            state = optimizer.state_dict()
+            save_progress(partial, {"losses": losses, "parameters": values, "optimizer": state})
     return losses
-
-
-def _check_finite(loss: float, step: int, settings: RecoveryConfig, rate: str) -> None:
-    """UserError unless the loss of step number `step`, from 0, is finite. `rate`: the setting with
-    the learning rate that the message names."""
-    if not math.isfinite(loss):
-        raise UserError(
-            f"fine-tuning: the loss of step {step + 1} is {loss}, expected a number: lower "
-            f"recovery.{rate}={getattr(settings, rate)}"
-        )
 
 
 def step_count(settings: RecoveryConfig, n_rows: int) -> int:
@@ -324,19 +300,16 @@ def save_progress(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def load_progress(
-    folder: Path,
-    identity: str,
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
+    folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> list[float]:
     """Restore the parameters and the state of the optimiser from the checkpoint in `folder`, and
-    return the losses of the finished steps. Returns [] if the checkpoint is missing, damaged or of
-    another `identity`."""
+    return the losses of the finished steps. Returns [] if the checkpoint is missing or damaged, or
+    has other parameters."""
     try:
         content = torch.load(folder / PROGRESS_FILE, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, UnpicklingError):
         return []
-    if content["about"] != identity:
+    if content["parameters"].keys() != parameters.keys():
         return []
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -361,24 +334,23 @@ class Student:
 
 
 def student(
-    model: Any, plan: Plan | None, settings: RecoveryConfig, seed: int
+    model: Any, plan: Plan, settings: RecoveryConfig, seed: int
 ) -> AbstractContextManager[Student]:
     """A context with a copy of `model` and the copy's parameters to train. With
     recovery.train=routers, the copy is masked by `plan`, and its router weights are trained.
-    Otherwise the copy is pruned by `plan`, and DoRA adapters on its MoE blocks are trained. If
-    `plan` is None, the copy has all experts."""
+    Otherwise the copy is pruned by `plan`, and DoRA adapters on its MoE blocks are trained."""
     if settings.train == "routers":
         return trained_routers(model, plan)
-    copy = pruned(model, plan)
+    copy = prune(model, plan)
     adapted = attach(copy, settings, seed)
     finish = functools.partial(merge, copy, adapted)
     return nullcontext(Student(copy, trainable(adapted), finish))
 
 
 @contextmanager
-def trained_routers(model: Any, plan: Plan | None) -> Iterator[Student]:
-    """A context that yields a copy of `model` under the mask of `plan` (None for no mask). The
-    weights of the copy's routers are trained, and everything else is frozen.
+def trained_routers(model: Any, plan: Plan) -> Iterator[Student]:
+    """A context that yields a copy of `model` under the mask of `plan`. The weights of the copy's
+    routers are trained, and everything else is frozen.
 
     The copy shares the frozen tensors with `model`. Under the mask, a router's weight only has the
     rows of retained experts. Weights of 16 bits are trained as fp32 copies, because rounding to 16

@@ -4,7 +4,6 @@ method of MergeMoE (arXiv 2510.14436). docs/recovery.md has the formula."""
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -46,8 +45,8 @@ def fit(
     partial: Path,
 ) -> dict[str, Any]:
     """Fit the down projection of each merged expert of `plan` to the outputs of the expert's
-    members on `text`. Returns the report: number of fitted experts, number of experts that stay
-    averaged, seconds, and for each merged expert the members and the result of `_fit_expert`.
+    members on `text`. Returns the report: number of experts that stay averaged, and the
+    result of `_fit_expert` for each merged expert.
 
     The folder `out` gets two files. tuned.safetensors has the weights of all experts in layers with
     merged experts, under their names in the pruned model's state dict. finetune.json has the
@@ -59,7 +58,6 @@ def fit(
         raise UserError(
             "recovery.fit needs merged experts, and the plan has none: expected a larger ratio"
         )
-    start_time = time.monotonic()
     pruned = prune(model, plan)
     weights_by_layer = merged_weights(pruned, plan)
     # `collect_statistics` makes a hook of this class for each layer
@@ -68,14 +66,10 @@ def fit(
     summaries = []
     for layer, weights_by_expert in weights_by_layer.items():
         for expert, weights in weights_by_expert.items():
-            summary = {
-                "layer": layer,
-                "expert": expert,
-                "members": sorted(plan.layers[layer].merged[expert]),
-            }
-            summaries.append({**summary, **_fit_expert(weights.down, expert, sums[layer])})
-    n_fitted = sum(summary["error_fitted"] is not None for summary in summaries)
-    if not n_fitted:
+            result = _fit_expert(weights.down, expert, sums[layer])
+            summaries.append({"layer": layer, "expert": expert, **result})
+    n_averaged = sum(summary["error_fitted"] is None for summary in summaries)
+    if n_averaged == len(summaries):
         most_tokens = max(summary["tokens"] for summary in summaries)
         raise UserError(
             f"recovery.fit={settings.fit}: each of {len(summaries)} merged experts saw fewer "
@@ -87,12 +81,7 @@ def fit(
         if layer.index in weights_by_layer
         for name, weight in layer.experts.named_parameters()
     }
-    report = {
-        "fitted": n_fitted,
-        "averaged": len(summaries) - n_fitted,
-        "seconds": round(time.monotonic() - start_time, 1),
-        "experts": summaries,
-    }
+    report = {"averaged": n_averaged, "experts": summaries}
     save_tuned(out, fitted_tensors, report)
     return report
 

@@ -22,10 +22,9 @@ from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.prune import merged_weights
+from moe_lab.pruning.prune import merged_weights, prune
 from moe_lab.recovery import finetune as finetuning
 from moe_lab.recovery import merge_fit
-from moe_lab.recovery.apply import pruned
 from moe_lab.recovery.dora import router_weight
 from moe_lab.recovery.finetune import (
     answer_loss,
@@ -131,7 +130,7 @@ def test_a_step_of_a_student_changes_its_routers_only(name: str) -> None:
     assert not any(parameter.grad is not None for parameter in model.parameters())
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert not tiny.differing(model.state_dict(), original)
-    expected = pruned(model, plan)
+    expected = prune(model, plan)
     weights = expected.state_dict()
     assert len(changed) == len(routers)
     for key, value in changed.items():
@@ -146,7 +145,7 @@ def test_routers_in_bfloat16_are_trained_in_fp32(tmp_path: Path) -> None:
     model = tiny.build("olmoe", dtype=torch.bfloat16, num_hidden_layers=1)
     settings = RecoveryConfig(**ROUTERS, router_learning_rate=1e-5, epochs=1)
     original = router_weight(routed_layers(model)[0]).weight.clone()
-    with trained_routers(model, None) as student:
+    with trained_routers(model, tiny.plan(model, 0.0)) as student:
         (parameter,) = student.parameters["routers"].values()
         loss = functools.partial(
             distillation_loss, teacher=tiny.build("olmoe", num_hidden_layers=1), temperature=1.0
@@ -336,7 +335,7 @@ def test_fit_is_least_squares_on_the_tokens_routed_to_any_member(
     run: Run,
     tmp_path: Path,
 ) -> None:
-    """Errors before and after, members and their tokens are reported. With 48 tokens some groups
+    """Errors before and after, and numbers of tokens are reported. With 48 tokens some groups
     see fewer than the 24 channels of an expert, and keep the average."""
     original = tiny.cloned_state(model)
     plan = plan_of(model, way) if align else plan_without_alignment(plan_of(model, way))
@@ -353,7 +352,6 @@ def test_fit_is_least_squares_on_the_tokens_routed_to_any_member(
         weight = fitted_rows(tmp_path, plan, *key).numpy()
         row = reported[key]
         assert row["tokens"] == len(problem.inputs)
-        assert row["members"] == sorted(plan.layers[key[0]].merged[key[1]])
         averaged = problem.error(problem.average)
         assert row["error_averaged"] == pytest.approx(averaged, rel=1e-9)
         count, size = problem.inputs.shape
@@ -366,7 +364,7 @@ def test_fit_is_least_squares_on_the_tokens_routed_to_any_member(
             error = problem.error(weight)
             assert row["error_fitted"] == pytest.approx(error, rel=1e-6, abs=1e-12)
             assert error < averaged
-    assert (report["fitted"], report["averaged"]) == (len(problems) - n_averaged, n_averaged)
+    assert report["averaged"] == n_averaged
     assert (n_averaged > 0) == (tokens == 48)
     assert n_averaged < len(problems)
 
@@ -415,5 +413,5 @@ def test_a_fit_on_another_device_is_that_of_the_cpu(
         actual = fitted_on("gpu", on_device(model))
     assert len(actual) == len(expected) > 0
     for one, other in zip(actual, expected, strict=True):
-        assert one["members"] == other["members"]
+        assert (one["layer"], one["expert"]) == (other["layer"], other["expert"])
         assert one["error_fitted"] == pytest.approx(other["error_fitted"], rel=1e-4)

@@ -23,9 +23,10 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import linear_modules
 from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.prune import prune
 from moe_lab.pruning.selection import merge_experts
 from moe_lab.recovery import check_merging, finetune
-from moe_lab.recovery.apply import pruned, quantize, recovered
+from moe_lab.recovery.apply import quantize, recovered
 from moe_lab.recovery.dora import Dora, attach, merge, trainable
 from moe_lab.recovery.finetune import answer_loss, rate_factor, rows_of_step, step_count, train
 from moe_lab.statistics.gradients import differentiable
@@ -83,7 +84,7 @@ def test_merged_adapters_give_the_same_logits(name: str) -> None:
     family, _, kind = name.partition(" ")
     original = tiny.build(family, dtype=torch.float64)
     original_state = tiny.cloned_state(original)
-    model = pruned(original, random_plan(original, kind) if kind else None)
+    model = prune(original, random_plan(original, kind) if kind else tiny.plan(original, 0.0))
     pruned_state = tiny.cloned_state(model)
     modules = set(map(type, model.modules()))
     plain = tiny.logits(model)
@@ -160,7 +161,7 @@ def test_dora_keeps_a_row_of_zeros() -> None:
 def test_training_lowers_the_loss_and_changes_moe_blocks_only(tmp_path: Path) -> None:
     """Of DeepSeek-V3: a dense layer, then routed and shared experts. Only adapters are trained."""
     original = tiny.build("deepseek_v3")
-    model = pruned(original, tiny.plan(original, 0.25))
+    model = prune(original, tiny.plan(original, 0.25))
     losses, layers = trained(model, recovery(epochs=8), tmp_path)
     assert len(losses) == 24
     assert sum(losses[-3:]) < 0.6 * sum(losses[:3])
@@ -190,17 +191,17 @@ def test_routers_have_a_rank_and_a_rate_of_their_own(tmp_path: Path) -> None:
         assert ranks == {4 if part == "experts" else 2}
 
 
-@pytest.mark.parametrize("change", ["settings", "seed", "damage"])
-def test_checkpoint_of_another_training_is_not_resumed(
+@pytest.mark.parametrize("change", ["parameters", "damage"])
+def test_checkpoint_that_does_not_fit_is_not_resumed(
     tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(finetune, "SAVE_EVERY", 1)
     trained(small(), recovery(epochs=1), tmp_path)
     if change == "damage":
         next(tmp_path.iterdir()).write_bytes(b"no safetensors")
-    settings = recovery(epochs=1, dropout=0.1 if change == "settings" else 0.0)
+    settings = recovery(epochs=1, router_rank=0 if change == "parameters" else 2)
     calls = tiny.count_calls(monkeypatch, finetune, "_backward")
-    trained(small(), settings, tmp_path, seed=int(change == "seed"))
+    trained(small(), settings, tmp_path)
     assert len(calls) == 3
 
 
@@ -246,9 +247,9 @@ def test_finetuning_tunes_a_pruned_model_that_is_then_quantised(
     finetune.finetune(model, tokenizer, plan, settings, answers, seed=1, out=out, partial=partial)
     assert not tiny.differing(model.state_dict(), original_state)
     report = json.loads((out / "finetune.json").read_text())
-    assert report["steps"] == len(report["loss"]) == 4
+    assert len(report["loss"]) == 4
     assert report["rows"] == 8
-    assert report["answer_tokens"] == 8 * 4
+    assert report["tokens"] == 8 * 4
     # per map: A (rank, in), B (out, rank), magnitude (out,); gate and up are 32 -> 24, down is 24
     # -> 32
     of_experts = 2 * 8 * (2 * (2 * 32 + 24 * 2 + 24) + (2 * 24 + 32 * 2 + 32))
@@ -263,7 +264,7 @@ def test_finetuning_tunes_a_pruned_model_that_is_then_quantised(
     assert all(".mlp." in name for name in names)
     tuned = recovered(model, plan, bits=16, modules=(), tuned=out)
     tuned_logits = tiny.logits(tuned)
-    assert not torch.equal(tiny.logits(pruned(model, plan)), tuned_logits)
+    assert not torch.equal(tiny.logits(prune(model, plan)), tuned_logits)
     nf4_logits = tiny.logits(recovered(model, plan, bits=4, modules=["experts"], tuned=out))
     quantize(tuned, ["experts"])
     assert torch.equal(nf4_logits, tiny.logits(tuned))
@@ -339,7 +340,8 @@ KINDS = ["olmoe", "gpt_oss", "olmoe ragged", "olmoe constants", "olmoe merged"]
 def original(request: pytest.FixtureRequest) -> Any:
     family, _, kind = request.param.partition(" ")
     model = tiny.build(family, num_hidden_layers=1, layer_types=["full_attention"])
-    return pruned(model, random_plan(model, kind, share=0.5) if kind else None)
+    plan = random_plan(model, kind, share=0.5) if kind else tiny.plan(model, 0.0)
+    return prune(model, plan)
 
 
 def both(original: Any, settings: RecoveryConfig) -> Iterator[tuple[Any, Any]]:
@@ -396,7 +398,8 @@ def test_a_training_on_another_device_has_the_losses_of_the_cpu(
     kind: str | None, tmp_path: Path
 ) -> None:
     """Of experts that all have tokens in each step: AdamW moves the others on the device only."""
-    model = pruned(small(), random_plan(small(), kind, share=0.5) if kind else None)
+    plan = random_plan(small(), kind, share=0.5) if kind else tiny.plan(small(), 0.0)
+    model = prune(small(), plan)
     settings = recovery(rank=3)
     results = []
     with SecondDevice():
