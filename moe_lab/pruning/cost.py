@@ -3,7 +3,6 @@ of cost.json."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from transformers import PreTrainedModel
 
 from moe_lab.models.discover import MoELayer, is_ragged, linear_modules, moe_layers, routed_layers
 from moe_lab.models.experts import replace_experts
-from moe_lab.models.families import DISK_SHARED
 from moe_lab.pruning.mask import mask, mask_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import Layers
@@ -34,7 +32,7 @@ SCALE_BLOCK = 256
 def cost(
     model: PreTrainedModel,
     pruned: PreTrainedModel,
-    unpruned_flops: Mapping[str, float],
+    unpruned_flops: float,
     routing: Routing,
     **options: Any,
 ) -> dict[str, Any]:
@@ -42,27 +40,24 @@ def cost(
     and
 
     flops_per_token           FLOPs per token of `pruned`
-    flops_by_part             name of a part (PARTS) -> FLOPs per token of `pruned`
     flops_per_token_unpruned  FLOPs per token of `model`
     flops_ratio               flops_per_token / flops_per_token_unpruned
 
-    `unpruned_flops`: the result of `row_flops` for `model`. `routing`: the routing in `pruned`.
-    `options`: further arguments of `parameters_and_bytes`.
+    `unpruned_flops`: FLOPs per token of `model`. `routing`: the routing in `pruned`. `options`:
+    further arguments of `parameters_and_bytes`.
     """
-    layers = routed_layers(model)
-    parts = flops_per_token(layers, routed_layers(pruned), unpruned_flops, routing)
-    total = sum(parts.values())
-    unpruned_total = total
+    flops = unpruned_flops
     if pruned is not model:
+        layers = routed_layers(model)
         even = even_routing(layers)
         assert even is not None  # a model with experts of unequal width cannot be pruned
-        unpruned_total = sum(flops_per_token(layers, layers, unpruned_flops, even).values())
+        flops -= routed_flops(layers, even)
+        flops += routed_flops(routed_layers(pruned), routing)
     return {
         **parameters_and_bytes(model, pruned, **options),
-        "flops_per_token": total,
-        "flops_by_part": parts,
-        "flops_per_token_unpruned": unpruned_total,
-        "flops_ratio": total / unpruned_total,
+        "flops_per_token": flops,
+        "flops_per_token_unpruned": unpruned_flops,
+        "flops_ratio": flops / unpruned_flops,
     }
 
 
@@ -126,24 +121,6 @@ def _nf4_weight_counts(model: nn.Module, modules: Sequence[str]) -> Iterator[int
             yield module.weight.numel()
 
 
-PARTS = (
-    "attention",
-    "attention_scores",
-    "router",
-    "shared_experts",
-    "experts",
-    "dense",
-    "lm_head",
-    "other",
-)
-"""attention: projections and recurrences of the modules that mix tokens; attention_scores: products
-of activations with activations in these modules; shared_experts: everything in a MoE block that is
-not routed; dense: blocks of layers without experts."""
-
-aten = torch.ops.aten
-PROJECTIONS = (aten.mm, aten.addmm, aten.convolution)
-
-
 @dataclass(frozen=True)
 class Routing:
     """How many channels of experts some tokens use."""
@@ -154,9 +131,9 @@ class Routing:
     tokens that are routed to it."""
 
 
-def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
-    """Name of a part (PARTS) -> FLOPs per token of the unpruned `model`, which is on the meta
-    device and runs on one row of `length` tokens. Routed experts count as 0."""
+def model_flops(model: PreTrainedModel, length: int, routing: Routing) -> float:
+    """FLOPs per token of `model`, which is on the meta device and runs on one row of `length`
+    tokens."""
     layers = routed_layers(model)
     # Only on the meta device is attention made of matrix products, which torch's counter counts: it
     # does not know the fused kernels of every other device.
@@ -166,35 +143,27 @@ def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
     mask = torch.zeros(1, 1, length, length, dtype=model.dtype, device="meta")
     with ExitStack() as undo, torch.no_grad():
         for layer in layers:
-            # the FLOPs of routed experts depend on the routing, so they are left out here
+            # the FLOPs of routed experts depend on the routing
             replace_experts(
                 layer, lambda _: lambda hidden, index, gates: torch.zeros_like(hidden), undo
             )
         with FlopCounterMode(display=False) as counter:
             model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
     head: Any = model.get_output_embeddings()
-    head_weights = 0 if head is None else int(head.weight.numel())
-    parts = _by_part(counter.get_flop_counts(), layers, model)
     # the head, which is not in the base model, multiplies and adds once for each of its weights
-    return {**{part: parts[part] / length for part in PARTS}, "lm_head": 2.0 * head_weights}
+    head_flops = 0 if head is None else 2 * int(head.weight.numel())
+    router_flops = 2 * _router_weights(layers)
+    counted = counter.get_total_flops() / length
+    return counted - router_flops + head_flops + routed_flops(layers, routing)
 
 
-def flops_per_token(
-    unpruned_layers: Sequence[MoELayer],
-    pruned_layers: Sequence[MoELayer],
-    unpruned_flops: Mapping[str, float],
-    routing: Routing,
-) -> dict[str, float]:
-    """Name of a part (PARTS) -> FLOPs per token, for a model whose `unpruned_layers` are pruned to
-    `pruned_layers`. `unpruned_flops`: the result of `row_flops` for the unpruned model. `routing`:
-    the routing in the pruned model."""
+def routed_flops(layers: Sequence[MoELayer], routing: Routing) -> float:
+    """FLOPs per token of the routers and routed experts of `layers`."""
     # each weight multiplies and adds once for each token: 2 FLOPs
     expert_flops = 0
-    for layer in pruned_layers:
+    for layer in layers:
         expert_flops += 2 * channel_parameters(layer) * routing.channels[layer.index]
-    dropped_weights = _router_weights(unpruned_layers) - _router_weights(pruned_layers)
-    router = unpruned_flops["router"] - 2 * dropped_weights
-    return {**unpruned_flops, "router": router, "experts": expert_flops / routing.tokens}
+    return 2 * _router_weights(layers) + expert_flops / routing.tokens
 
 
 def _router_weights(layers: Sequence[MoELayer]) -> int:
@@ -296,40 +265,3 @@ def computed_widths(layer: MoELayer) -> torch.Tensor:
     widths = torch.tensor(layer.widths)
     owners = getattr(layer.experts, "owners", None)  # only packed experts have them
     return widths if owners is None else widths[list(owners)]
-
-
-def _by_part(
-    counts: Mapping[str, Mapping[Any, int]], layers: Sequence[MoELayer], model: PreTrainedModel
-) -> Counter[str]:
-    """Name of a part (PARTS) -> FLOPs, without routed experts and vocabulary head. `counts`: path
-    of a module -> operation -> FLOPs, from torch's counter. The part is decided by the child module
-    of a decoder layer that an operation is in."""
-    by_part: Counter[str] = Counter()
-    base: nn.Module = model.base_model
-    paths = {module: f"{type(base).__name__}.{name}" for name, module in base.named_modules()}
-    # path of the list of decoder layers, and path of the experts inside a decoder layer
-    container, _, experts_path = paths[layers[0].experts].partition(f".{layers[0].index}.")
-    block = experts_path.partition(".")[0]  # name of the MoE block, and of the dense block
-    moe_numbers = {str(layer.index) for layer in layers}
-    for path, operations in counts.items():
-        number, _, child = path.removeprefix(f"{container}.").partition(".")
-        # only children of decoder layers are read, as their counts include those of submodules
-        if not number.isdigit() or not child or "." in child:
-            continue
-        # hybrids name what mixes tokens like a MoE block
-        module = base.get_submodule(path.partition(".")[2])
-        is_mixer = type(module).__name__.endswith(("Attention", "Mixer"))
-        if (child == block and not is_mixer) or f"{child}." in DISK_SHARED:
-            part = "shared_experts" if number in moe_numbers else "dense"
-            by_part[part] += sum(operations.values())
-            continue
-        for operation, flops in operations.items():
-            part = "attention" if operation in PROJECTIONS else "attention_scores"
-            by_part[part] += flops
-    for layer in layers:
-        by_part["router"] += sum(counts.get(paths[layer.router], {}).values())
-    # above, all FLOPs of a MoE block were added to the shared experts, also those of its router
-    by_part["shared_experts"] -= by_part["router"]
-    # torch's counter calls the whole model "Global"
-    by_part["other"] = sum(counts["Global"].values()) - sum(by_part.values())
-    return by_part

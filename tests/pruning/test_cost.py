@@ -42,12 +42,11 @@ from moe_lab.pruning.cost import (
     Routing,
     cost,
     even_routing,
-    flops_per_token,
     layered_routing,
     measured_routing,
+    model_flops,
     nf4_bytes,
     parameters_and_bytes,
-    row_flops,
 )
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
@@ -92,10 +91,8 @@ def counted_flops(model: Any, ids: torch.Tensor) -> int:
 def test_attention_with_the_name_of_the_moe_block_is_attention() -> None:
     """The four decoder layers of a hybrid call their only module `mixer`."""
     model = AutoModelForCausalLM.from_config(tiny.registry_config("nemotron_h"))
-    *_, attention, dense = (layer.mixer for layer in model.model.layers)
+    *_, attention, _ = (layer.mixer for layer in model.model.layers)
     assert {*dict(linear_modules(model, "attention")).values()} == {*attention.children()}
-    flops = row_flops(model.to("meta"), 16)
-    assert flops["dense"] == 2 * sum(weight.numel() for weight in dense.parameters())
 
 
 FLOPS_CASES = [
@@ -111,8 +108,8 @@ def test_flops_are_those_that_torch_counts(name: str, way: str) -> None:
     plan = planned(model, way)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(tiny.config(name)).eval()
-    pruned = layers_of(empty, plan)
-    even = even_routing(pruned)
+    pruned = prune(empty, plan) if plan else empty
+    even = even_routing(routed_layers(pruned))
     routing = measured(model, plan, [batch()])
     assert not any("forward" in vars(layer.experts) for layer in moe_layers(model))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -122,11 +119,19 @@ def test_flops_are_those_that_torch_counts(name: str, way: str) -> None:
         used = {index: channels * tokens for index, channels in even.channels.items()}
         assert routing.channels == used
     ids, _ = batch()
-    row = row_flops(empty, ids.shape[1])
-    flops = flops_per_token(routed_layers(empty), pruned, row, even or routing)
-    total = sum(flops.values()) * ids.numel()
+    flops = of_pruned(empty, pruned, even or routing, ids.shape[1]) * ids.numel()
     expected = counted_flops(model if plan is None else prune(model, plan), ids)
-    assert (round(total) if even is None else total) == expected
+    assert (round(flops) if even is None else flops) == expected
+
+
+def of_pruned(model: Any, pruned: Any, routing: Routing, length: int) -> float:
+    """FLOPs per token of `pruned`, a copy of `model` without weights."""
+    whole = even_routing(routed_layers(model))
+    assert whole is not None
+    flops: float = cost(model, pruned, model_flops(model, length, whole), routing)[
+        "flops_per_token"
+    ]
+    return flops
 
 
 def planned(model: Any, way: str) -> Plan | None:
@@ -152,21 +157,17 @@ def test_flops_equal_a_computation_by_hand() -> None:
     length, depth, hidden = 20, 3, 32
     heads, groups, width = 4, 2, 8
     experts, top_k = 16, 4
-    layers = routed_layers(model)
     routing = measured(model, None, [batch(3, length)])
-    flops = flops_per_token(
-        layers, layers, row_flops(copy.deepcopy(model).to("meta"), length), routing
-    )
-    assert flops == {
+    parts = {
         "attention": depth * 2 * hidden * (2 * heads * width + 2 * groups * width),
-        "attention_scores": depth * 2 * 2 * length * heads * width,
-        "router": depth * 2 * hidden * experts,
-        "shared_experts": depth * (6 * hidden * 40 + 2 * hidden),
+        "attention scores": depth * 2 * 2 * length * heads * width,
+        "routers": depth * 2 * hidden * experts,
+        "shared experts": depth * (6 * hidden * 40 + 2 * hidden),
         "experts": depth * top_k * 6 * hidden * 24,
-        "dense": 0,
-        "lm_head": 2 * hidden * tiny.VOCABULARY,
-        "other": pytest.approx(0, abs=1),
+        "vocabulary head": 2 * hidden * tiny.VOCABULARY,
     }
+    flops = model_flops(copy.deepcopy(model).to("meta"), length, routing)
+    assert flops == pytest.approx(sum(parts.values()), abs=1)
 
 
 @pytest.fixture(scope="module")
@@ -218,19 +219,16 @@ def test_streamed_routing_is_that_of_the_loaded_model(name: str, way: str, tmp_p
 
 
 def test_cost_is_compared_with_that_of_the_unpruned_model() -> None:
-    """And is the sum of its parts. Costs that were written are read."""
     model = tiny.build("deepseek_v2")
     plan = random_plan(model, "one width", share=1.0)
-    flops_of_a_row = row_flops(copy.deepcopy(model).to("meta"), batch()[0].shape[1])
-    unpruned = cost(model, model, flops_of_a_row, measured(model, None, [batch()]))
+    whole = measured(model, None, [batch()])
+    flops = model_flops(copy.deepcopy(model).to("meta"), batch()[0].shape[1], whole)
+    unpruned = cost(model, model, flops, whole)
     assert unpruned["flops_ratio"] == unpruned["parameters_kept"] == 1
-    smaller, routing = prune(model, plan), measured(model, plan, [batch()])
-    pruned = cost(model, smaller, flops_of_a_row, routing)
+    pruned = cost(model, prune(model, plan), flops, measured(model, plan, [batch()]))
     assert pruned["flops_per_token_unpruned"] == unpruned["flops_per_token"]
     assert pruned["flops_ratio"] == pruned["flops_per_token"] / unpruned["flops_per_token"] < 0.85
-    assert pruned["flops_per_token"] == pytest.approx(sum(pruned["flops_by_part"].values()))
     assert pruned["storage_bytes"] == pruned["loading_bytes"] == 2 * pruned["parameters"]
-    assert pruned == cost(model, smaller, unpruned["flops_by_part"], routing)
     masks = [layer.channels.mean() for layer in plan.layers.values()]
     assert pruned["routed_kept"] == pytest.approx(numpy.mean(masks))
     assert parameters_and_bytes(model, prune(model, tiny.plan(model, 0.5)))["routed_kept"] == 0.5

@@ -87,18 +87,13 @@ class Cost(Step):
         """Write cost.json. Raises UserError if experts of a layer differ in width, but `text` is
         None."""
         from moe_lab.models.discover import routed_layers
-        from moe_lab.pruning.cost import cost, even_routing, row_flops
+        from moe_lab.pruning.cost import cost, even_routing, model_flops
         from moe_lab.pruning.prune import prune
 
         network = files.models.skeleton(self.pruned.model)
         plan = files.plan(self.plan)
         pruned = prune(network, plan) if plan else network
         layers = routed_layers(pruned)
-        # FLOPs per token of the unpruned model, counted once for all plans
-        if self.unpruned:
-            flops = json.loads(files.read(self.unpruned, "cost.json"))["flops_by_part"]
-        else:
-            flops = row_flops(network, self.row)
         routing: Any = even_routing(layers)
         if not routing:  # None, because experts of a layer differ in width
             if self.text is None:
@@ -107,6 +102,11 @@ class Cost(Step):
                     "is known only of a folder: download it, and give the folder as model.path"
                 )
             routing = text_passes(self.pruned.model, self.text, files).routing(plan, layers)
+        # FLOPs per token of the unpruned model, counted once for all plans
+        if self.unpruned:
+            flops = json.loads(files.read(self.unpruned, "cost.json"))["flops_per_token"]
+        else:
+            flops = model_flops(network, self.row, routing)
         storage = asdict(self.storage) if self.storage else {}
         write_json(files.out / "cost.json", cost(network, pruned, flops, routing, **storage))
 
