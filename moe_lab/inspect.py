@@ -121,7 +121,7 @@ def _use_rows(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[TableRow
     `models.facts.describe`."""
     from moe_lab import criteria
     from moe_lab.models.config_json import DEQUANTISED, quantization
-    from moe_lab.pruning import SHAPES
+    from moe_lab.pruning import FORMS
     from moe_lab.pruning.export.layout import can_bar
     from moe_lab.pruning.export.settings import check_quantised
 
@@ -150,7 +150,7 @@ def _use_rows(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[TableRow
         yield f"criteria of {granularity}s", ", ".join(names) or f"none, for {obstacle or storage}"
     shapes = [
         shape
-        for shape in SHAPES
+        for shape in FORMS
         # a masked checkpoint needs a router with biases, which keep tokens from dropped experts
         if (shape != "masked" or can_bar(facts["routing"]))
         and not [*user_errors(check_quantised, method, shape)]

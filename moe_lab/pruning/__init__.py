@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
-from typing import TypeAlias, get_args
+from typing import TypeAlias
 
-from moe_lab.config.pruning import Shape
 from moe_lab.errors import UserError, check_known
 from moe_lab.pruning.layer_plan import Constants, LayerPlan, StoredExpert
 from moe_lab.pruning.plan import Plan
@@ -23,7 +22,6 @@ from moe_lab.pruning.plan import Plan
 KERNEL_BYTES = 16
 """transformers' grouped matrix products need rows of weights whose length is a multiple of this
 many bytes."""
-SHAPES: tuple[str, ...] = get_args(Shape)
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,6 @@ class LayerForm:
     """Ids of the stored experts."""
     stored: tuple[StoredExpert, ...]
     """In the order of `experts`."""
-    dropped: frozenset[int] = frozenset()
-    """Ids among `experts` that are zeros, and which the router never chooses."""
     width: int | None = None
     """Channels of each stored expert, if all have the same number; None: as many as before, or
     packed experts."""
@@ -51,10 +47,10 @@ class LayerForm:
     """Id of each null expert of which only the constant output (H,) is stored -> this output."""
 
     @property
-    def has_computed_experts(self) -> bool:
-        """Whether the weights of any stored expert have to be computed, because some channels are
-        dropped or several experts are added."""
-        return any(expert.members and expert.copied is None for expert in self.stored)
+    def has_zeros(self) -> bool:
+        """Whether any stored expert is zeros in place of a dropped expert, which the router never
+        chooses."""
+        return not all(expert.members for expert in self.stored)
 
 
 Form: TypeAlias = dict[int, LayerForm]
@@ -65,7 +61,7 @@ def make_form(plan: Plan, shape: str, element_size: int) -> Form:
     """Number of a layer -> form of the layer, for a model that is pruned by `plan`. `element_size`:
     bytes of one weight. UserError for an unknown shape, and for one that cannot hold what replaces
     dropped experts."""
-    check_known("export", shape, SHAPES)
+    check_known("export", shape, FORMS)
     check_replacement(shape, plan.has_constants, plan.shares_experts)
     make_layer = FORMS[shape]
     return {number: make_layer(plan.layers[number], element_size) for number in sorted(plan.layers)}
@@ -117,12 +113,7 @@ def _masked_form(layer: LayerPlan, element_size: int) -> LayerForm:
     novices = {}
     if layer.constants is not None:
         novices = dict(zip(layer.null_experts, layer.constants, strict=True))
-    return LayerForm(
-        tuple(experts),
-        stored,
-        dropped=frozenset(layer.dropped),
-        novices=novices,
-    )
+    return LayerForm(tuple(experts), stored, novices=novices)
 
 
 def _padded_form(layer: LayerPlan, element_size: int) -> LayerForm:

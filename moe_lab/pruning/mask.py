@@ -16,9 +16,10 @@ from moe_lab.exported_code.ragged import constant_output, count_attributes, repl
 from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers
 from moe_lab.models.experts import ExpertsFunction, are_replaced, replace_experts
 from moe_lab.models.rows import AllExperts, GroupedRows, OneExpert, Rows, is_grouped
+from moe_lab.pruning import LayerForm
 from moe_lab.pruning.layer_plan import LayerPlan, Mask
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.prune import merged_weights
+from moe_lab.pruning.prune import merged_weights, restack
 
 
 @contextmanager
@@ -48,6 +49,7 @@ def mask_layers(layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
     checked whether the plan fits."""
     with ExitStack() as undo:
         for layer in layers:
+            check_in_memory(layer)
             layer_plan = plan.layers[layer.index]
             if layer_plan.channels is not None:
                 if are_replaced(layer):
@@ -122,7 +124,8 @@ def _grouped_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
     tensors = None  # the layer's own
     if plan.merged:
         stored = sorted({plan.owners[expert] for expert in plan.retained})
-        tensors = _stored_weights(layer, plan, stored)
+        form = LayerForm(tuple(stored), tuple(map(plan.stored_expert, stored)))
+        tensors = {name: restack(layer, form, name).detach() for name in layer.family.stacks}
     dropped = _dropped_channels(layer, plan)[list(stored)]
     # for each expert, the position of its owner in `stored`; experts that are dropped get no tokens
     numbers = {owner: number for number, owner in enumerate(stored)}
@@ -143,26 +146,11 @@ def _grouped_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
     return compute
 
 
-@torch.no_grad()
-def _stored_weights(
-    layer: MoELayer, plan: LayerPlan, stored: Sequence[int]
-) -> dict[str, torch.Tensor]:
-    """Name of a stack -> the stack of the experts `stored`. The weights of owners are summed."""
-    merged = merged_weights(layer, plan)
-    return {
-        name: torch.stack(
-            [merged[owner][name] if owner in merged else stack[owner] for owner in stored]
-        )
-        for name, stack in layer.tensors(slice(None)).items()
-    }
-
-
 @contextmanager
 def masked_router(layer: MoELayer, retained: tuple[int, ...]) -> Iterator[None]:
     """A context in which the router of `layer` only has the rows and biases of the experts
     `retained` (ascending ids), and returns their original ids. RuntimeError when the block calls
     its experts with other ids than the router returned."""
-    check_in_memory(layer)
     retained_ids = torch.tensor(retained, device=layer.routing[0].tensor.device)
     last_ids: torch.Tensor | None = None  # the ids that the router returned last
 

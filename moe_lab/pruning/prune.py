@@ -95,10 +95,11 @@ def prune_experts(layer: MoELayer, form: LayerForm) -> None:
         return
     experts: Any = layer.experts
     stacks: dict[str, torch.Tensor]
-    if form.has_computed_experts:  # some experts are merged, or lose channels
-        stacks = {name: _restack(layer, form, name) for name in layer.family.stacks}
+    copied = [expert.copied for expert in form.stored]
+    if None in copied:  # some experts are merged, or lose channels
+        stacks = {name: restack(layer, form, name) for name in layer.family.stacks}
     else:  # all experts are copies: slice all parameters, also those that moe_lab does not know
-        ids = torch.tensor([expert.copied for expert in form.stored])
+        ids = torch.tensor(copied)
         stacks = {
             name: tensor.detach().index_select(0, ids.to(tensor.device))
             for name, tensor in experts.named_parameters()
@@ -111,7 +112,7 @@ def prune_experts(layer: MoELayer, form: LayerForm) -> None:
             setattr(experts, attribute, form.width)
 
 
-def _restack(layer: MoELayer, form: LayerForm, name: str) -> nn.Parameter:
+def restack(layer: MoELayer, form: LayerForm, name: str) -> nn.Parameter:
     """The stored experts of `form`, as a stack to replace the stack `name` of the experts
     module."""
     stack = getattr(layer.experts, name)
@@ -165,7 +166,6 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
 def merged_weights(layer: MoELayer, plan: LayerPlan) -> dict[int, dict[str, torch.Tensor]]:
     """Id of an owner in `plan.merged` -> name of a stack in the experts module -> the weighted sum
     of the group's experts, in the shape of one expert."""
-    check_in_memory(layer)
     merged = {}
     for owner in plan.merged:
         tensors = {name: torch.empty_like(tensor) for name, tensor in layer.tensors(0).items()}

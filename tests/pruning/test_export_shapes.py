@@ -166,13 +166,10 @@ def test_padded_to_the_widest_expert_of_each_layer(name: str, tmp_path: Path) ->
     padded = load(folder, trust_remote_code=True)
     pruned = prune(model, plan)
     check_close(padded, pruned)
-    zeros = 0
     for layer in moe_layers(padded):
         widths = plan.layers[layer.index].widths
         assert layer.width == -(-max(widths) // 4) * 4 < 24  # rows of 16 bytes
-        zeros += 3 * 32 * 4 * (layer.width * len(widths) - sum(widths))
-    assert zeros
-    assert f"{zeros:,} bytes" in (folder / "README.md").read_text()
+    assert "Experts are filled with zero channels" in (folder / "README.md").read_text()
     padded.set_experts_implementation("grouped_mm")
     check_close(padded, pruned, 1e-4)
 

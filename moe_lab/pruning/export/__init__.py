@@ -97,7 +97,6 @@ def export(
             kind=kind,
             unpruned_bytes=sum(entry.size for entry in checkpoint.tensors.values()),
             written=size,
-            padding_bytes=sum(tensor.padding_bytes for tensor in tensors),
             predicting=[f"{block.prefix}experts" for block in predicting],
         )
         (work / CARD).write_text(card, encoding="utf-8")

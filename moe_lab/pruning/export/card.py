@@ -57,15 +57,14 @@ def model_card(
     kind: str,
     unpruned_bytes: int,
     written: int,
-    padding_bytes: int,
     predicting: Sequence[str],
 ) -> str:
     """The model card in Markdown. Its front matter (licence and so on) is that of `original`, the
     card of the original model, without the fields in `OF_ORIGINAL`.
 
     `name`: name of the original model. `kind`: a key of `LOADING`. `written`: bytes of all weights
-    of the export. `padding_bytes`: bytes of zeros in place of dropped experts and channels.
-    `predicting`: names of the pruned experts of layers that predict further tokens."""
+    of the export. `predicting`: names of the pruned experts of layers that predict further
+    tokens."""
     front, body = split_card(original)
     front = _inherited_fields(front)
     command = TRANSFORMERS.format("" if kind == "stock" else ", trust_remote_code=True")
@@ -73,10 +72,7 @@ def model_card(
         command = "```\nvllm serve folder\n```"
     size = f"Its weights take {written:,} bytes, {written / unpruned_bytes:.1%} of the original's."
     if shape in FILLED:
-        size += (
-            f" {FILLED[shape]} {padding_bytes:,} bytes are such zeros; export=natural leaves them "
-            "out."
-        )
+        size += f" {FILLED[shape]} export=natural leaves the zeros out."
     sections = [
         f"{FENCE}{front}{FENCE}\n" if front else "",
         f"# {name}, pruned\n\n",

@@ -25,6 +25,8 @@ UNSIGNED: dict[str, Any] = {
 types, numbers share scales."""
 FLOATS: dict[str, Any] = {"F64": numpy.float64, "F32": numpy.float32, "F16": numpy.float16}
 """The types of `UNSIGNED` that numpy can compute with -> numpy's type."""
+BUFFER = 8 << 20
+"""Bytes of the original that are in memory while they are copied."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,13 @@ class Span:
     shard: str
     start: int
     size: int
-    padding_bytes = 0
-    """Bytes of zeros in place of dropped experts and channels."""
+
+    def read(self, folder: Path) -> Iterator[bytes]:
+        """The bytes, in blocks. `folder`: the folder of the original."""
+        with (folder / self.shard).open("rb") as file:
+            file.seek(self.start)
+            for position in range(0, self.size, BUFFER):
+                yield file.read(min(BUFFER, self.size - position))
 
 
 @dataclass(frozen=True)
@@ -45,12 +52,6 @@ class Constant:
 
     pattern: bytes
     size: int
-
-    @property
-    def padding_bytes(self) -> int:
-        """Bytes of zeros in place of dropped experts and channels. Other bytes are values, such as
-        the bias with which a router never chooses an expert."""
-        return 0 if any(self.pattern) else self.size
 
     def read(self, folder: Path) -> Iterator[bytes]:
         """The repeated pattern, in one block."""
@@ -88,25 +89,13 @@ class Projection:
     @property
     def size(self) -> int:
         """Bytes of the projection in the export."""
-        return self._width * self._bytes_of_channel
-
-    @property
-    def padding_bytes(self) -> int:
-        """Bytes of zeros in place of dropped channels."""
-        return self.stored.padding * self._bytes_of_channel
-
-    @property
-    def _width(self) -> int:
-        """Number of channels in the export."""
-        original_width = self.matrix.shape[1 if self.channels_are_columns else 0]
+        width, hidden = self.matrix.shape
+        if self.channels_are_columns:
+            width, hidden = hidden, width
         channels = self.stored.members[0].channels  # all members have equally many
-        return original_width if channels is None else len(channels)
-
-    @property
-    def _bytes_of_channel(self) -> int:
-        """Bytes of one channel in the export."""
-        hidden = self.matrix.shape[0 if self.channels_are_columns else 1]
-        return hidden * int(numpy.dtype(UNSIGNED[self.dtype]).itemsize)
+        if channels is not None:
+            width = len(channels)
+        return width * hidden * int(numpy.dtype(UNSIGNED[self.dtype]).itemsize)
 
     def read(self, folder: Path) -> Iterator[memoryview]:
         """Yields the bytes of the projection in the export, row-major, in one block. `folder`: the
@@ -121,10 +110,10 @@ class Projection:
                 values = numbers_of(values, matrix.dtype)
             return values.T if self.channels_are_columns else values
 
-        if self._width:
+        if self.size:
             result = self.stored.projection(read_member)
             if converts:
-                result = _bits(result, self.dtype)
+                result = bits_in(self.dtype, result)
             # in `result`, channels are rows
             yield numpy.ascontiguousarray(
                 result.T
@@ -142,7 +131,7 @@ def numbers_of(bits: NDArray[Any], dtype: str) -> NDArray[Any]:
     return numbers
 
 
-def _bits(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+def bits_in(dtype: str, values: NDArray[Any]) -> NDArray[Any]:
     """The bits of `values` in the type `dtype`, rounded to nearest, ties to even."""
     if dtype != "BF16":
         return numpy.ascontiguousarray(values, FLOATS[dtype]).view(UNSIGNED[dtype])
@@ -170,8 +159,3 @@ class ExportedTensor:
     def size(self) -> int:
         """Bytes of the tensor."""
         return sum(chunk.size for chunk in self.chunks)
-
-    @property
-    def padding_bytes(self) -> int:
-        """Bytes of zeros in place of dropped experts and channels."""
-        return sum(chunk.padding_bytes for chunk in self.chunks)

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, Entry, bits_of
-from moe_lab.models.families import DISK_SHARED, NOVICE_TENSOR, Axes, ExpertTensor, Family
+from moe_lab.models.families import DISK_SHARED, NOVICE_TENSOR, ExpertTensor, Family
 from moe_lab.pruning import FORMS, Form, LayerForm
 from moe_lab.pruning.export.chunks import (
     UNSIGNED,
@@ -20,6 +24,7 @@ from moe_lab.pruning.export.chunks import (
     ExportedTensor,
     Projection,
     Span,
+    bits_in,
     numbers_of,
     read_bits,
 )
@@ -30,9 +35,8 @@ from moe_lab.pruning.selection import make_plan
 AFTER_SOFTMAX = "moe_statics."
 """Prefix of biases that are added after the softmax. Such biases cannot bar dropped experts, which
 would still take part in the softmax and make the other probabilities smaller."""
-BARRING_BIAS = {"F64": "000000000088c3c0", "F32": "00401cc6", "F16": "e2f0", "BF16": "1cc6"}
-"""-10000 as little-endian bytes of each type: with this bias, no score (0 to 1) or logit of a
-retained expert is lower."""
+BARRING_BIAS = numpy.array(-10000.0)
+"""With this bias, no score (0 to 1) or logit of a retained expert is lower."""
 
 
 class Block:
@@ -55,74 +59,98 @@ class Block:
         self.n_experts = n_experts
         self.prefix = next(expert_tensor.block for _, expert_tensor in tensors.values())
         """Prefix of the names of all tensors of the block, ending in a dot."""
-        self.matrices: dict[tuple[str, int], Entry] = {}
-        """(role, expert) -> projection in the original's files. A role is gate, up or down."""
 
-    def read_matrices(self, width: int | None) -> None:
-        """Fill `matrices` with the projections of all experts, each of `width` channels. `width` is
-        None for a plan of whole experts."""
-        if width is None or not self.form.has_computed_experts:
-            return
+    @cached_property
+    def matrices(self) -> dict[tuple[str, int], Entry]:
+        """(role, expert) -> projection in the original's files. A role is gate, up or down.
+        UserError if channels of a tensor cannot be removed."""
+        matrices = {}
         for name, (entry, expert_tensor) in self.tensors.items():
-            self.matrices |= _matrices(name, entry, expert_tensor, self.n_experts, width)
+            axes = expert_tensor.axes
+            if axes is None or axes.is_bias or entry.dtype not in UNSIGNED:
+                raise UserError(
+                    f"{name}, of type {entry.dtype}: channels can be removed from gate, up and "
+                    f"down projections of types {', '.join(sorted(UNSIGNED))} only: use a "
+                    "criterion of whole experts"
+                )
+            expert = expert_tensor.expert
+            experts = range(self.n_experts) if expert is None else (expert,)
+            # gate and up in one tensor are (2 I, H)
+            shape = (entry.shape[-2] // len(axes.roles), entry.shape[-1])
+            size = entry.size // len(experts) // len(axes.roles)  # bytes of one projection
+            for position, (number, role) in enumerate(product(experts, axes.roles)):
+                start = entry.start + position * size
+                matrices[role, number] = replace(entry, shape=shape, start=start, size=size)
+        return matrices
 
     def exported_routing(self, name: str, entry: Entry) -> ExportedTensor:
         """The tensor of the export that is made from the router's tensor `name` of the original: a
         matrix (E, H), or a vector (E,) or (1, E)."""
         is_vector = prod(entry.shape) == max(entry.shape, default=0)
-        axis = len(entry.shape) - 1 if is_vector else 0
-        rows = _rows(name, entry, axis, self.form.experts, self.n_experts)
-        return _bar_dropped(rows, entry, self.form) if is_vector else rows
+        shape = self._shape(name, entry, len(entry.shape) - 1 if is_vector else 0)
+        size = entry.size // self.n_experts  # bytes of one expert
+        chunks: list[Chunk] = []
+        for expert, stored in zip(self.form.experts, self.form.stored, strict=True):
+            if is_vector and not stored.members:
+                chunks.append(Constant(bits_in(entry.dtype, BARRING_BIAS).tobytes(), size))
+            else:
+                chunks.append(Span(entry.shard, entry.start + expert * size, size))
+        return ExportedTensor(name, entry.dtype, tuple(shape), tuple(chunks))
 
     def exported_tensor(self, name: str) -> ExportedTensor | None:
         """The tensor of the export that is made from the experts' tensor `name` of the original.
         None if the export has no such tensor."""
         entry, expert_tensor = self.tensors[name]
-        experts = self.form.experts
+        axes = expert_tensor.axes
         expert = expert_tensor.expert  # None: the tensor is a stack
-        # the experts are packed, or the expert of this tensor is not stored, or as a constant
+        stored = dict(zip(self.form.experts, self.form.stored, strict=True))
+        # the experts are packed, or the expert of this tensor is stored as a constant
         if self.form.widths is not None or expert in self.form.novices:
             return None
-        if expert is not None and expert not in experts:
-            return None
-        shape = entry.shape
+        shape = list(entry.shape)
         if expert is None:
-            shape = _rows(name, entry, 0, experts, self.n_experts).shape
-        else:  # stored experts are numbered 0, 1, 2, ... in the export
+            shape = self._shape(name, entry, 0)
+        elif expert in stored:  # stored experts are numbered 0, 1, 2, ... in the export
             old = f"{self.prefix}experts.{expert}."
-            new = f"{self.prefix}experts.{experts.index(expert)}."
+            new = f"{self.prefix}experts.{self.form.experts.index(expert)}."
             name = name.replace(old, new, 1)
-        chunks = tuple(self._chunks(entry, expert_tensor))
-        return ExportedTensor(
-            name, entry.dtype, self._resized_shape(shape, expert_tensor.axes), chunks
-        )
+            stored = {expert: stored[expert]}
+        else:
+            return None
+        if self.form.width is not None and axes is not None and axes.channels is not None:
+            # a tensor of two roles, gate and up, has the channels of both roles on this axis
+            shape[axes.channels] = self.form.width * len(axes.roles)
+        chunks = tuple(self._chunks(entry, expert_tensor, stored))
+        return ExportedTensor(name, entry.dtype, tuple(shape), chunks)
 
-    def _resized_shape(self, shape: tuple[int, ...], axes: Axes | None) -> tuple[int, ...]:
-        """The shape of a tensor of experts in the export: `shape`, with the new number of
-        channels. `axes`: how the tensor holds projections; None: it holds none."""
-        if self.form.width is None or axes is None or axes.channels is None:
-            return shape
-        resized = list(shape)
-        # a tensor of two roles, gate and up, has the channels of both roles on this axis
-        resized[axes.channels] = self.form.width * len(axes.roles)
-        return tuple(resized)
+    def _shape(self, name: str, entry: Entry, axis: int) -> list[int]:
+        """The shape of the tensor `name` in the export, with the stored experts along `axis`.
+        UserError unless this is the axis of experts in the original."""
+        shape = list(entry.shape)
+        if shape[axis : axis + 1] != [self.n_experts]:
+            raise UserError(
+                f"plan is for another model: it is about layers of {self.n_experts} experts, and "
+                f"{name} has shape {entry.shape}"
+            )
+        shape[axis] = len(self.form.experts)
+        return shape
 
-    def _chunks(self, entry: Entry, expert_tensor: ExpertTensor) -> Iterator[Chunk]:
-        """The chunks of an exported tensor of experts."""
+    def _chunks(
+        self, entry: Entry, expert_tensor: ExpertTensor, stored: Mapping[int, StoredExpert]
+    ) -> Iterator[Chunk]:
+        """The chunks of an exported tensor of experts. `stored`: id -> what is stored of it."""
         is_stack = expert_tensor.expert is None
         size = entry.size // self.n_experts if is_stack else entry.size  # bytes of one expert
-        for expert, stored in zip(self.form.experts, self.form.stored, strict=True):
-            if is_stack or expert_tensor.expert == expert:
-                if not stored.members:
-                    yield Constant(b"\0", size)
-                elif stored.copied is not None:
-                    start = entry.start + expert * size if is_stack else entry.start
-                    yield Span(entry.shard, start, size)
-                elif expert_tensor.axes is not None:  # `read_matrices` ensures it
-                    yield from (
-                        self._projection(stored, role, entry.dtype)
-                        for role in expert_tensor.axes.roles
-                    )
+        for expert, stored_expert in stored.items():
+            if not stored_expert.members:
+                yield Constant(b"\0", size)
+            elif stored_expert.copied is not None:
+                start = entry.start + expert * size if is_stack else entry.start
+                yield Span(entry.shard, start, size)
+            else:
+                assert expert_tensor.axes is not None  # other tensors are refused by `matrices`
+                for role in expert_tensor.axes.roles:
+                    yield self._projection(stored_expert, role, entry.dtype)
 
     def novices(self) -> Iterator[ExportedTensor]:
         """The constant (H,) of each expert that is stored as a constant alone, as vLLM names it."""
@@ -174,7 +202,7 @@ class Block:
         dropped experts. `folder`: the original checkpoint, for messages."""
         expert_tensors = [expert_tensor for _, expert_tensor in self.tensors.values()]
         number = expert_tensors[0].layer
-        if self.form.dropped and not can_bar(self.routing):
+        if self.form.has_zeros and not can_bar(self.routing):
             raise UserError(
                 f"export=masked: the plan drops experts of layer {number}, but its router has no "
                 "bias per expert that could keep tokens from dropped experts without changing the "
@@ -247,15 +275,16 @@ def exported_tensors(
     UserError when the checkpoint does not fit the plan, or `form` cannot be written."""
     blocks = [*_blocks(checkpoint, family, routing, plan, form), *predicting]
     by_shard: dict[str, list[ExportedTensor]] = {shard: [] for shard in checkpoint.shards}
-    block_of = {name: block for block in blocks for name in block.tensors}
-    block_of_router = {name: block for block in blocks for name in block.routing}
+    block_of = {name: block for block in blocks for name in (*block.tensors, *block.routing)}
     for name, entry in checkpoint.tensors.items():
-        if name in block_of:
+        tensor: ExportedTensor | None
+        if name not in block_of:
+            content = Span(entry.shard, entry.start, entry.size)
+            tensor = ExportedTensor(name, entry.dtype, entry.shape, (content,))
+        elif name in block_of[name].tensors:
             tensor = block_of[name].exported_tensor(name)
-        elif name in block_of_router:
-            tensor = block_of_router[name].exported_routing(name, entry)
         else:
-            tensor = unchanged(name, entry)
+            tensor = block_of[name].exported_routing(name, entry)
         if tensor is not None:
             by_shard[entry.shard].append(tensor)
     for block in blocks:
@@ -275,40 +304,7 @@ def _blocks(
         tensors.setdefault(expert_tensor.layer, {})[name] = checkpoint.tensors[name], expert_tensor
     for number, layer in plan.layers.items():
         names = [name for name, routed_layer in routing.items() if routed_layer == number]
-        block = Block(tensors[number], form[number], layer.n_experts, names)
-        block.read_matrices(layer.width)
-        yield block
-
-
-def _matrices(
-    name: str, entry: Entry, expert_tensor: ExpertTensor, n_experts: int, width: int
-) -> dict[tuple[str, int], Entry]:
-    """(role, expert) -> projection, for each in the tensor `name`. A role is gate, up or down.
-    `width`: number of channels of each expert."""
-    if expert_tensor.axes is None or expert_tensor.axes.is_bias or entry.dtype not in UNSIGNED:
-        raise UserError(
-            f"{name}, of type {entry.dtype}: channels can be removed from gate, up and down "
-            f"projections of types {', '.join(sorted(UNSIGNED))} only: use a criterion of whole "
-            "experts"
-        )
-    roles = expert_tensor.axes.roles
-    # down is (H, I), gate or up alone is (I, H), gate and up in one tensor are (2 I, H)
-    channel_axis = -1 if expert_tensor.axes.channels == -1 else -2
-    leading_shape = (n_experts,) if expert_tensor.expert is None else ()
-    if entry.shape[:-2] != leading_shape or entry.shape[channel_axis] != width * len(roles):
-        raise UserError(
-            f"plan is for another model: it is about {n_experts} experts of {width} channels, and "
-            f"{name} has shape {entry.shape}"
-        )
-    shape = (entry.shape[-2] // len(roles), entry.shape[-1])
-    experts = range(n_experts) if expert_tensor.expert is None else (expert_tensor.expert,)
-    size = entry.size // len(experts) // len(roles)  # bytes of one projection
-    matrices = {}
-    for expert_position, expert in enumerate(experts):
-        for role_position, role in enumerate(roles):
-            start = entry.start + (expert_position * len(roles) + role_position) * size
-            matrices[role, expert] = replace(entry, shape=shape, start=start, size=size)
-    return matrices
+        yield Block(tensors[number], form[number], layer.n_experts, names)
 
 
 def _common_type(types: set[str]) -> str:
@@ -336,46 +332,3 @@ def _constants(name: str, values: Constants) -> ExportedTensor:
     """A tensor of constant outputs, in fp32."""
     content = Constant(values.astype("<f4").tobytes(), values.nbytes)
     return ExportedTensor(name, "F32", values.shape, (content,))
-
-
-def unchanged(name: str, entry: Entry) -> ExportedTensor:
-    """A tensor that is copied unchanged."""
-    return ExportedTensor(
-        name, entry.dtype, entry.shape, (Span(entry.shard, entry.start, entry.size),)
-    )
-
-
-def _rows(
-    name: str, entry: Entry, axis: int, experts: tuple[int, ...], n_experts: int
-) -> ExportedTensor:
-    """The tensor `name` with only the entries of `experts` along `axis`, in this order."""
-    outer = entry.shape[:axis]
-    size = entry.shape[axis] if entry.shape else 0
-    if size != n_experts or any(side != 1 for side in outer) or entry.size % n_experts:
-        raise UserError(
-            f"plan is for another model: it is about layers of {n_experts} experts, and {name} has "
-            f"shape {entry.shape}"
-        )
-    step = entry.size // n_experts  # bytes of one expert
-    spans = tuple(Span(entry.shard, entry.start + expert * step, step) for expert in experts)
-    return ExportedTensor(
-        name, entry.dtype, (*outer, len(experts), *entry.shape[axis + 1 :]), spans
-    )
-
-
-def _bar_dropped(vector: ExportedTensor, entry: Entry, layer: LayerForm) -> ExportedTensor:
-    """A copy of the routing vector `vector` in which the dropped experts of `layer` have the bias
-    BARRING_BIAS. `entry`: the vector in the original."""
-    if not layer.dropped:
-        return vector
-    if entry.dtype not in BARRING_BIAS:
-        raise UserError(
-            f"{vector.name} is of type {entry.dtype}: expected one of {', '.join(BARRING_BIAS)} to "
-            "mask experts"
-        )
-    bias = bytes.fromhex(BARRING_BIAS[entry.dtype])
-    chunks = [
-        Constant(bias, chunk.size) if expert in layer.dropped else chunk
-        for expert, chunk in zip(layer.experts, vector.chunks, strict=True)
-    ]
-    return ExportedTensor(vector.name, vector.dtype, vector.shape, tuple(chunks))

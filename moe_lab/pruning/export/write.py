@@ -3,7 +3,6 @@ complete. No torch."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -16,7 +15,7 @@ from typing import Any, BinaryIO
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX, Checkpoint
 from moe_lab.models.files import BESIDE, DESCRIBING, TOKENIZER, paths_in
-from moe_lab.pruning.export.chunks import ExportedTensor, Span
+from moe_lab.pruning.export.chunks import ExportedTensor
 
 CARD = "README.md"
 KEEP_LIST = "reap_selection.json"
@@ -26,9 +25,6 @@ PLAN_FILES = ("plan.json", "plan.npz", KEEP_LIST)
 ALIGNMENT = 64
 """Bytes. Matrix products of mapped files can differ in the last bit if weights start in the middle
 of a cache line."""
-BUFFER = 8 << 20
-"""Bytes in memory while copying, where the kernel cannot copy between files."""
-NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 def check_target(target: Path) -> None:
@@ -92,12 +88,9 @@ def write_weights(
             continue
         with new_file(folder / shard) as target:
             target.write(_header(tensors, checkpoint.metadata[shard]))
-            for chunk in (chunk for tensor in tensors for chunk in tensor.chunks):
-                if isinstance(chunk, Span):
-                    with (checkpoint.folder / chunk.shard).open("rb") as source:
-                        _copy(source, target, chunk.start, chunk.size)
-                else:
-                    # `read` yields blocks of bytes: each is written before the next is computed
+            for tensor in tensors:
+                for chunk in tensor.chunks:
+                    # each block of bytes is written before the next one is read or computed
                     target.writelines(chunk.read(checkpoint.folder))
 
 
@@ -158,33 +151,3 @@ def _header(tensors: Sequence[ExportedTensor], metadata: Mapping[str, str]) -> b
         }
         position = end
     return header_bytes(fields)
-
-
-def _copy(source: BinaryIO, target: BinaryIO, start: int, size: int) -> None:
-    """Append `size` bytes of `source`, from byte `start`, to `target`."""
-    target.flush()
-    end = start + size
-    # below, `start` is always the first byte that has not been copied yet
-    while start < end and hasattr(os, "copy_file_range"):
-        try:
-            copied = os.copy_file_range(
-                source.fileno(), target.fileno(), min(end - start, 1 << 30), start
-            )
-        except OSError as error:
-            if error.errno not in NO_KERNEL_COPY:
-                raise
-            break
-        if copied == 0:  # the loop below copies the rest, or reports the end of the file
-            break
-        start += copied
-    source.seek(start)
-    target.seek(0, os.SEEK_END)
-    while start < end:
-        part = source.read(min(end - start, BUFFER))
-        if not part:
-            raise UserError(
-                f"{source.name} became shorter while it was copied: {end - start} bytes are missing"
-            )
-        target.write(part)
-        start += len(part)
-    target.flush()
