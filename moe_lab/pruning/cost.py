@@ -14,12 +14,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from moe_lab.models.discover import MoELayer, is_ragged, linear_modules, moe_layers, routed_layers
+from moe_lab.models.discover import MoELayer, is_ragged, linear_modules, routed_layers
 from moe_lab.models.experts import replace_experts
-from moe_lab.pruning.mask import mask, mask_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import Layers
-from moe_lab.statistics.observe import Batch, Observer, StatisticsHook
+from moe_lab.statistics.observe import StatisticsHook
 
 BYTES = 2
 """Bytes of a parameter in bfloat16, the precision in which the papers state loading memory."""
@@ -153,7 +152,7 @@ def model_flops(model: PreTrainedModel, length: int, routing: Routing) -> float:
     # the head, which is not in the base model, multiplies and adds once for each of its weights
     head_flops = 0 if head is None else 2 * int(head.weight.numel())
     router_flops = 2 * _router_weights(layers)
-    counted = counter.get_total_flops() / length
+    counted: float = counter.get_total_flops() / length
     return counted - router_flops + head_flops + routed_flops(layers, routing)
 
 
@@ -201,52 +200,18 @@ class LoadHook(StatisticsHook):
         return self.unobserved(hidden, index, weights)
 
 
-def measured_routing(
-    model: PreTrainedModel, plan: Plan | None, pruned: Sequence[MoELayer], batches: Sequence[Batch]
-) -> Routing:
-    """The routing of the valid tokens of `batches` in `model` masked by `plan`. `plan` None: no
-    pruning. `pruned`: the MoE layers of the pruned model, with whose widths channels are
-    counted."""
-    layers = routed_layers(model)
-    with (
-        mask(model, plan),
-        Observer(model, LoadHook, layers=layers) as observer,
-    ):
-        for ids, valid in batches:
-            observer.run_batch(ids, valid)
-        return _routing(plan, pruned, observer.layers(), batches)
-
-
-def layered_routing(
-    streamed: Any,
-    plan: Plan | None,
-    pruned: Sequence[MoELayer],
-    batches: Sequence[Batch],
-    **options: Any,
-) -> Routing:
-    """The same as `measured_routing`, with only one decoder layer of the model in memory at a time.
-    `streamed`: the model, a `StreamedModel`. `options`: further arguments of `stream`."""
-    from moe_lab.statistics.streaming import stream  # not needed for models that are in memory
-
-    if plan is not None:
-        plan.check_model(moe_layers(streamed.model))
-        options["layer_context"] = lambda layer: mask_layers([layer], plan)
-    load = stream(streamed, LoadHook, batches, **options).layers
-    return _routing(plan, pruned, load, batches)
-
-
-def _routing(
-    plan: Plan | None, pruned: Sequence[MoELayer], load: Layers, batches: Sequence[Batch]
-) -> Routing:
-    """The routing of the valid tokens of `batches`. `pruned`: the MoE layers of the pruned model.
-    `load`: number of a layer -> sums of a `LoadHook`."""
+def measured_routing(load: Layers, plan: Plan | None, pruned: Sequence[MoELayer]) -> Routing:
+    """The routing of the tokens of a pass. `load`: layer -> sums of a `LoadHook` in the model,
+    masked by `plan` unless it is None. `pruned`: the MoE layers of the pruned model, with whose
+    widths channels are counted."""
     channels = {}
     for layer in pruned:
-        token_counts = load[layer.index]["tokens"]
+        counts = load[layer.index]["tokens"]
+        tokens = int(counts.sum()) // layer.top_k  # the same in all layers
         if plan is not None:  # the counts are of all experts, but `layer` has only retained ones
-            token_counts = token_counts[list(plan.layers[layer.index].retained)]
-        channels[layer.index] = int((token_counts * computed_widths(layer)).sum())
-    return Routing(sum(int(valid.sum()) for _, valid in batches), channels)
+            counts = counts[list(plan.layers[layer.index].retained)]
+        channels[layer.index] = int((counts * computed_widths(layer)).sum())
+    return Routing(tokens, channels)
 
 
 def channel_parameters(layer: MoELayer) -> int:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from moe_lab import progress
 from moe_lab.errors import UserError
-from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
 from moe_lab.models.experts import ExpertsFunction, are_replaced, replace_experts, run, to_device
 from moe_lab.statistics import Layers, Statistics, check_finite, combine
 
@@ -138,7 +138,8 @@ class Observer:
             observer.run_batch(input_ids, valid)
         observer.layers()   # layer -> name -> fp64 tensor on the CPU
 
-    `layers`: the layers to observe; None: all MoE layers. `start`: the sums of an interrupted pass;
+    `layers`: the layers to observe; None: all MoE layers, which may be ragged only for a hook that
+    does not compute experts. `start`: the sums of an interrupted pass;
     None for a new pass.
     """
 
@@ -150,8 +151,9 @@ class Observer:
         layers: Sequence[MoELayer] | None = None,
     ) -> None:
         self.model = model
-        observed = moe_layers(model) if layers is None else layers
-        self.hooks = [hook(self, layer, (start or {}).get(layer.index, {})) for layer in observed]
+        if layers is None:
+            layers = moe_layers(model) if hook.computes else routed_layers(model)
+        self.hooks = [hook(self, layer, (start or {}).get(layer.index, {})) for layer in layers]
         self.valid: torch.Tensor | None = None
         """(B, S) bool: which tokens of the batch count; None: all."""
         self._undo = ExitStack()

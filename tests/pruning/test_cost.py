@@ -39,10 +39,10 @@ from moe_lab.models.experts import run
 from moe_lab.models.load import device_name
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.cost import (
+    LoadHook,
     Routing,
     cost,
     even_routing,
-    layered_routing,
     measured_routing,
     model_flops,
     nf4_bytes,
@@ -54,12 +54,13 @@ from moe_lab.pruning.profile import profile
 from moe_lab.pruning.prune import prune
 from moe_lab.recovery.apply import quantize, storage_bytes
 from moe_lab.result_files import PROFILES, TIMINGS
+from moe_lab.statistics.observe import collect_statistics
 from moe_lab.study import estimates
 from moe_lab.study.graph import build
 from moe_lab.study.provenance import provenance
 from moe_lab.study.step import Step
 from moe_lab.study.steps.costs import Timing, timing_mistakes
-from moe_lab.study.steps.files import Files
+from moe_lab.study.steps.files import Files, Streamed
 from moe_lab.study.steps.passes import loaded_field
 from moe_lab.study.steps.recovery import Pruned, Storage
 
@@ -149,7 +150,9 @@ def layers_of(model: Any, plan: Plan | None) -> Any:
 
 
 def measured(model: Any, plan: Plan | None, batches: Any) -> Routing:
-    return measured_routing(model, plan, layers_of(model, plan), batches)
+    with mask(model, plan):
+        load = collect_statistics(model, LoadHook, batches).layers
+    return measured_routing(load, plan, layers_of(model, plan))
 
 
 def test_flops_equal_a_computation_by_hand() -> None:
@@ -213,8 +216,8 @@ def test_streamed_routing_is_that_of_the_loaded_model(name: str, way: str, tmp_p
     valid[0, 15:] = False
     batches = [(ids, valid), batch(1, 10), (ids.flip(1), valid)]
     streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
-    routing = layered_routing(streamed, plan, layers_of(model, plan), batches, out=tmp_path)
-    assert routing == measured(model, plan, batches)
+    load = Streamed(streamed, batches, tmp_path).collect_statistics(LoadHook, plan=plan).layers
+    assert measured_routing(load, plan, layers_of(model, plan)) == measured(model, plan, batches)
     assert all(weight.is_meta for weight in streamed.layers.parameters()), "no layer is left behind"
 
 

@@ -87,7 +87,7 @@ class Cost(Step):
         """Write cost.json. Raises UserError if experts of a layer differ in width, but `text` is
         None."""
         from moe_lab.models.discover import routed_layers
-        from moe_lab.pruning.cost import cost, even_routing, model_flops
+        from moe_lab.pruning.cost import LoadHook, cost, even_routing, measured_routing, model_flops
         from moe_lab.pruning.prune import prune
 
         network = files.models.skeleton(self.pruned.model)
@@ -101,7 +101,9 @@ class Cost(Step):
                     f"cost of model={self.pruned.model.name}: its experts differ in width, which "
                     "is known only of a folder: download it, and give the folder as model.path"
                 )
-            routing = text_passes(self.pruned.model, self.text, files).routing(plan, layers)
+            passes = text_passes(self.pruned.model, self.text, files)
+            load = passes.collect_statistics(LoadHook, plan=plan).layers
+            routing = measured_routing(load, plan, layers)
         # FLOPs per token of the unpruned model, counted once for all plans
         if self.unpruned:
             flops = json.loads(files.read(self.unpruned, "cost.json"))["flops_per_token"]

@@ -238,40 +238,36 @@ class Resident:
     text: Any
     out: Path
 
-    def collect_statistics(self, hook: type, *, backward: bool = False) -> Any:
+    def collect_statistics(self, hook: type, *, backward: bool = False, plan: Any = None) -> Any:
         """The sums that hooks of class `hook` compute in a forward pass and, with `backward`, a
-        backward pass, as a `Statistics`."""
+        backward pass, as a `Statistics`. `plan`: the `Plan` by which the model is masked in a
+        forward pass; None for no mask."""
         if backward:
             from moe_lab.statistics.gradients import collect_gradient_statistics
 
             return collect_gradient_statistics(self.model, hook, self.text, out=self.out)
+        from moe_lab.pruning.mask import mask
         from moe_lab.statistics.observe import collect_statistics
 
-        return collect_statistics(self.model, hook, self.text, out=self.out)
-
-    def routing(self, plan: Any, pruned: Any) -> Any:
-        """How many channels the text's tokens use in each MoE layer, as a `pruning.cost.Routing`.
-        `plan`: the `Plan` by which the model is masked; None for no mask. `pruned`: the MoE layers
-        of the pruned model."""
-        from moe_lab.pruning.cost import measured_routing
-
-        return measured_routing(self.model, plan, pruned, self.text)
+        with mask(self.model, plan):
+            return collect_statistics(self.model, hook, self.text, out=self.out)
 
 
 class Streamed(Resident):
     """Runs a model over a text as `Resident` does, but with one decoder layer in memory at a
     time."""
 
-    def collect_statistics(self, hook: type, *, backward: bool = False) -> Any:
+    def collect_statistics(self, hook: type, *, backward: bool = False, plan: Any = None) -> Any:
+        from moe_lab.pruning.mask import mask_layers
         from moe_lab.statistics.streaming import stream, stream_gradients
 
-        collect = stream_gradients if backward else stream
-        return collect(self.model, hook, self.text, out=self.out)
+        if backward:
+            return stream_gradients(self.model, hook, self.text, out=self.out)
 
-    def routing(self, plan: Any, pruned: Any) -> Any:
-        from moe_lab.pruning.cost import layered_routing
+        def masked(layer: Any) -> Any:
+            return mask_layers([layer] if plan else [], plan)
 
-        return layered_routing(self.model, plan, pruned, self.text, out=self.out)
+        return stream(self.model, hook, self.text, out=self.out, layer_context=masked)
 
 
 def text_passes(
