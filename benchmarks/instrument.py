@@ -163,8 +163,8 @@ def _score(
     name: str, inputs: Mapping[int, Mapping[str, Any]], model: Any, seed: int = 42
 ) -> Scores:
     """Scores of a criterion; inputs: layer -> the sums that the criterion reads."""
-    experts = {layer.index: layer.n_experts for layer in moe_layers(model)}
-    scores = criteria.score(name, inputs, experts=experts, gate="model", seed=seed)
+    layers = {layer.index: vars(layer) for layer in moe_layers(model)}
+    scores = criteria.score(name, inputs, layers, gate="model", seed=seed)
     return {layer: [float(score) for score in of_layer] for layer, of_layer in scores.items()}
 
 

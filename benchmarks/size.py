@@ -92,10 +92,14 @@ def score(arguments: argparse.Namespace) -> dict[str, float]:
     start = time.monotonic()
     sums = expert_weight_sums(folder)
     seconds = time.monotonic() - start
-    experts = dict.fromkeys(range(arguments.layers), int(QWEN3_30B["num_experts"]))
-    scores = criteria.score("aimer", sums.layers, experts=experts)
-    router = {"top_k": int(QWEN3_30B["num_experts_per_tok"]), "n_group": 1, "topk_group": None}
-    layers = {layer: {"n_experts": count, **router} for layer, count in experts.items()}
+    facts = {
+        "n_experts": int(QWEN3_30B["num_experts"]),
+        "top_k": int(QWEN3_30B["num_experts_per_tok"]),
+        "n_group": 1,
+        "topk_group": None,
+    }
+    layers = dict.fromkeys(range(arguments.layers), facts)
+    scores = criteria.score("aimer", sums.layers, layers)
     score_lists = {layer: values.tolist() for layer, values in scores.items()}
     budgets = same_share(limits(layers), 0.5)
     plan = make_plan(score_lists, budgets, layers, provenance={"ratio": 0.5})

@@ -303,7 +303,6 @@ def score(
     from moe_lab import criteria
     from moe_lab.errors import UserError
 
-    layers = statistics.facts["layers"]
     if missing := [need for need in criteria.get(criterion).needs if need not in statistics.sums]:
         raise UserError(
             f"criterion={criterion} reads {', '.join(missing)}, which these statistics do not "
@@ -312,8 +311,7 @@ def score(
     table = criteria.score(
         criterion,
         statistics.layers,
-        experts={layer: facts["n_experts"] for layer, facts in layers.items()},
-        widths={layer: facts["width"] for layer, facts in layers.items()},
+        statistics.facts["layers"],
         gate=gate,
         seed=seed,
         parameters=parameters,

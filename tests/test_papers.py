@@ -41,9 +41,8 @@ def test_camera_has_two_norms_as_in_its_text() -> None:
         "channel_max": abs(phi).max(axis=0)[None],
         "channel_down_square": (down**2).sum(axis=0)[None],
     }
-    scores = criteria.score(
-        "camera.paper", {0: layer}, experts={0: 1}, widths={0: 2}, parameters={"alpha": 0.5}
-    )
+    facts = {0: {"n_experts": 1, "width": 2}}
+    scores = criteria.score("camera.paper", {0: layer}, facts, parameters={"alpha": 0.5})
     # (5 + .5 * 4) * sqrt(5) and (3 + .5 * 2) * 5
     assert scores[0] == pytest.approx(numpy.array([[7 * 5**0.5, 20.0]]), rel=1e-12)
 

@@ -56,7 +56,6 @@ class Layer:
     index: int
     n_experts: int
     width: int
-    """0 when `score` gets no widths."""
     _arrays: Mapping[str, Any]
     _gate: str
     _random: numpy.random.Generator
@@ -230,9 +229,8 @@ def check(name: str, parameters: Mapping[str, Any]) -> None:
 def score(
     name: str,
     inputs: Mapping[int, Mapping[str, Any]],
+    layers: Mapping[int, Mapping[str, Any]],
     *,
-    experts: Mapping[int, int],
-    widths: Mapping[int, int] | None = None,
     gate: str | None = None,
     seed: int | None = None,
     parameters: Mapping[str, Any] | None = None,
@@ -241,11 +239,11 @@ def score(
     (E, I) from a criterion of channels.
 
     `inputs`: layer -> name of a statistic -> the statistic, a numpy array or CPU tensor. The steps
-    in `get(name).needs` compute these statistics. `experts`: layer -> number of experts, E.
-    `widths`: layer -> width of its experts, I; only criteria of channels need widths. `gate`: name
-    of the gate that weighs expert outputs; None means "model". `seed`: only for criteria that use a
-    seed. UserError for an unknown name, gate or parameter, a missing seed or width, statistics that
-    are missing or have a wrong shape, and scores that are NaN or infinite.
+    in `get(name).needs` compute these statistics. `layers`: layer -> facts, among them n_experts
+    (E) and, for criteria of channels, width (I). `gate`: name of the gate that weighs expert
+    outputs; None means "model". `seed`: only for criteria that use a seed. UserError for an unknown
+    name, gate or parameter, a missing seed, statistics that are missing or have a wrong shape, and
+    scores that are NaN or infinite.
     """
     definition = get(name)
     parameters = dict(parameters or {})
@@ -254,21 +252,17 @@ def score(
     check_known("gate", gate, GATES)
     if definition.uses_seed and seed is None:
         raise UserError(f"criterion={name} needs a seed")
-    if definition.granularity == "channel" and widths is None:
-        raise UserError(
-            f"criterion={name} scores channels, expected the width of every layer's experts"
-        )
     if name in FROM_FILE:
         from moe_lab.statistics.score_files import read_scores
 
-        inputs = read_scores(experts, widths, name, **parameters)
+        inputs = read_scores(layers, name, **parameters)
     # without a seed the criterion does not read layer.random
     random = numpy.random.Generator(numpy.random.PCG64(seed or 0))
     scores = {}
-    for index in sorted(experts):
-        width = (widths or {}).get(index, 0)
+    for index in sorted(layers):
+        n_experts, width = layers[index]["n_experts"], layers[index].get("width", 0)
         arrays = inputs.get(index, {})
-        layer = Layer(definition, index, experts[index], width, arrays, gate, random)
+        layer = Layer(definition, index, n_experts, width, arrays, gate, random)
         location = f"in layer {index}"
         scores[index] = _repeatable_scores(
             layer, parameters, location, hint="the statistics are of another model"

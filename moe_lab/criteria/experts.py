@@ -200,13 +200,13 @@ def s_family_scores(
     """The scores by the 17 criteria S(b, alpha, beta) of `s_family` with b = 0 or 1, as rows
     (layer, expert, b, alpha, beta, score). `statistics`: layer -> name of the statistic -> array.
     `gate`: name of the gate g."""
-    n_experts = {layer: len(arrays["tokens"]) for layer, arrays in statistics.items()}
+    facts = {layer: {"n_experts": len(arrays["tokens"])} for layer, arrays in statistics.items()}
     rows = []
     for b, alpha, beta in product((0, 1), EXPONENTS, EXPONENTS):
         if (b, alpha, beta) == (1, 0, 0):  # 1 for every expert that saw a token
             continue
         exponents = {"b": b, "alpha": alpha, "beta": beta}
-        scores = score("s_family", statistics, experts=n_experts, gate=gate, parameters=exponents)
+        scores = score("s_family", statistics, facts, gate=gate, parameters=exponents)
         rows += [
             (layer, expert, b, alpha, beta, float(value))
             for layer, values in scores.items()

@@ -179,25 +179,19 @@ def read_table(path: str, column: str | None = None) -> pd.DataFrame:
 
 
 def read_scores(
-    experts: Mapping[int, int],
-    widths: Mapping[int, int] | None,
+    layers: Mapping[int, Mapping[str, Any]],
     criterion: str,
     path: str,
     column: str | None = None,
 ) -> dict[int, dict[str, Any]]:
     """Layer -> {"file": scores (E,), or (E, I) for criterion=file_channels} from the file `path`.
-    `experts`: layer -> E. `widths`: layer -> I. UserError as from `read_table` and
-    `scores_table`."""
+    `layers`: layer -> facts. UserError as from `read_table` and `scores_table`."""
     frame = read_table(path, column)
     if ("channel" in frame) != (criterion == "file_channels"):
         other = "file_channels" if "channel" in frame else "file"
         raise UserError(
             f"criterion={criterion} does not suit the scores in {path}: expected criterion={other}"
         )
-    layers = {
-        layer: {"n_experts": count, "width": (widths or {}).get(layer, 0)}
-        for layer, count in experts.items()
-    }
     table = scores_table(frame, layers, f"criterion.parameters.path={path}")
     return {layer: {"file": scores} for layer, scores in table.items()}
 

@@ -70,8 +70,13 @@ def statistics(name: str) -> dict[int, dict[str, numpy.ndarray]]:
     }
 
 
-def experts(inputs: Any) -> dict[int, int]:
-    return {layer: len(tensors["tokens"]) for layer, tensors in inputs.items()}
+def facts(inputs: Any) -> dict[int, dict[str, int]]:
+    return {layer: {"n_experts": len(tensors["tokens"])} for layer, tensors in inputs.items()}
+
+
+THREE = {"n_experts": 3}
+CHANNEL_FACTS = {4: {"n_experts": 2, "width": 3}}
+"""Facts of `channel_layer`."""
 
 
 def expected(name: str, layer: int, gate: str, formula: Any) -> torch.Tensor:
@@ -91,7 +96,7 @@ def test_scores_are_those_of_each_expert_alone(name: str) -> None:
         if f"sums_{gate}" not in next(iter(inputs.values())):
             continue
         for criterion, formula in NAIVE.items():
-            scores = criteria.score(criterion, inputs, experts=experts(inputs), gate=gate)
+            scores = criteria.score(criterion, inputs, facts(inputs), gate=gate)
             for layer, values in scores.items():
                 assert values.dtype == numpy.float64
                 reference = expected(name, layer, gate, formula)
@@ -103,7 +108,7 @@ def test_scores_are_those_of_each_expert_alone(name: str) -> None:
 def test_the_family_is_17_scores_of_every_expert(name: str) -> None:
     inputs = statistics(name)
     rows = s_family_scores(inputs, "renormalized")
-    assert len(rows) == 17 * sum(experts(inputs).values())
+    assert len(rows) == 17 * sum(len(tensors["tokens"]) for tensors in inputs.values())
     for b, alpha, beta in {row[2:5] for row in rows}:
         assert (b, alpha, beta) != (1, 0, 0)
         for layer in inputs:
@@ -115,7 +120,7 @@ def test_the_family_is_17_scores_of_every_expert(name: str) -> None:
 def test_the_family_has_fractions_of_counts() -> None:
     inputs = statistics("olmoe")
     parameters = {"b": 0.5, "alpha": 0, "beta": 1}
-    half = criteria.score("s_family", inputs, experts=experts(inputs), parameters=parameters)
+    half = criteria.score("s_family", inputs, facts(inputs), parameters=parameters)
     for layer, scores in half.items():
         reference = expected("olmoe", layer, "model", s(0.5, 0, 1))
         assert naive.relative_error(torch.tensor(scores), reference) < 1e-5
@@ -129,7 +134,7 @@ def of_weights(name: str, weights: numpy.ndarray) -> numpy.ndarray:
         "square_sum": (weights**2).sum(1),
         "count": numpy.array(float(size)),
     }
-    return criteria.score(name, {0: sums}, experts={0: count})[0]
+    return criteria.score(name, {0: sums}, {0: {"n_experts": count}})[0]
 
 
 WEIGHTS = numpy.array(
@@ -156,19 +161,19 @@ def test_golden_values_of_magnitude() -> None:
 
 def test_exact_damage_is_that_of_the_statistics() -> None:
     inputs = {0: {"damage": numpy.array([2.0, 1.0])}}
-    assert criteria.score("exact_damage", inputs, experts={0: 2})[0].tolist() == [2, 1]
+    assert criteria.score("exact_damage", inputs, {0: {"n_experts": 2}})[0].tolist() == [2, 1]
 
 
 @pytest.mark.parametrize(("name", "more"), [("random", ()), ("channel_random", (6,))])
 def test_random_is_one_generator_over_the_layers_in_order(name: str, more: tuple[int, ...]) -> None:
-    shapes: dict[str, Any] = {"experts": {3: 4, 1: 5}, "widths": {3: 6, 1: 6}}
-    scores = criteria.score(name, {}, **shapes, seed=42)
+    shapes = {3: {"n_experts": 4, "width": 6}, 1: {"n_experts": 5, "width": 6}}
+    scores = criteria.score(name, {}, shapes, seed=42)
     generator = numpy.random.Generator(numpy.random.PCG64(42))
     assert numpy.array_equal(scores[1], generator.random((5, *more)))
     assert numpy.array_equal(scores[3], generator.random((4, *more)))
-    assert not numpy.array_equal(criteria.score(name, {}, **shapes, seed=43)[1], scores[1])
+    assert not numpy.array_equal(criteria.score(name, {}, shapes, seed=43)[1], scores[1])
     with pytest.raises(UserError, match="needs a seed"):
-        criteria.score(name, {}, **shapes)
+        criteria.score(name, {}, shapes)
 
 
 def edge() -> dict[int, dict[str, numpy.ndarray]]:
@@ -207,15 +212,15 @@ def test_bad_names_and_parameters(name: str, parameters: dict[str, Any], message
     with pytest.raises(UserError, match=message):
         criteria.check(name, parameters)
     with pytest.raises(UserError, match=message):
-        criteria.score(name, {}, experts={}, parameters=parameters)
+        criteria.score(name, {}, {}, parameters=parameters)
 
 
 def test_unknown_gates_are_refused() -> None:
     inputs = statistics("deepseek_v3")
     # it has no gate
-    assert criteria.score("man", inputs, experts=experts(inputs), gate="double_softmax")
+    assert criteria.score("man", inputs, facts(inputs), gate="double_softmax")
     with pytest.raises(UserError, match=r"gate=modal is unknown: did you mean model"):
-        criteria.score("reap", inputs, experts=experts(inputs), gate="modal")
+        criteria.score("reap", inputs, facts(inputs), gate="modal")
     with pytest.raises(UserError, match="gate of camera=double_softmax is unknown"):
         channel_scores("camera", {4: channel_layer()}, gate="double_softmax")
 
@@ -225,22 +230,18 @@ def test_gates_that_the_statistics_lack_are_refused(gate: str) -> None:
     inputs = statistics("deepseek_v3")
     message = rf"layer 1 has no sums_{gate}.*gate=model or renormalized"
     with pytest.raises(UserError, match=message):
-        criteria.score("reap", inputs, experts=experts(inputs), gate=gate)
+        criteria.score("reap", inputs, facts(inputs), gate=gate)
 
 
 def test_statistics_of_another_model_are_refused() -> None:
-    for counts, message in (
-        ({0: 3, 7: 3}, "layer 7 has no tokens"),
-        ({0: 4}, "the statistics are of another model"),
+    for layers, message in (
+        ({0: THREE, 7: THREE}, "layer 7 has no tokens"),
+        ({0: {"n_experts": 4}}, "the statistics are of another model"),
     ):
         with pytest.raises(UserError, match=message):
-            criteria.score("frequency", edge(), experts=counts)
-    for widths, message in (
-        (None, "scores channels, expected the width of every layer"),
-        ({4: 8}, r"gives \(2, 3\) scores in layer 4, .* its 2 experts' 8"),
-    ):
-        with pytest.raises(UserError, match=message):
-            criteria.score("heapr", {4: channel_layer()}, experts={4: 2}, widths=widths)
+            criteria.score("frequency", edge(), layers)
+    with pytest.raises(UserError, match=r"gives \(2, 3\) scores in layer 4, .* its 2 experts' 8"):
+        criteria.score("heapr", {4: channel_layer()}, {4: {"n_experts": 2, "width": 8}})
 
 
 def test_statistics_that_are_not_finite_are_named() -> None:
@@ -248,15 +249,15 @@ def test_statistics_that_are_not_finite_are_named() -> None:
     channels = channel_layer()
     layers[0]["sums_model"][1, 0, 1] = channels["channel_square"][1, 2] = numpy.nan
     with pytest.raises(UserError, match="criterion=ean gives NaN or Inf in layer 0, expert 1"):
-        criteria.score("ean", layers, experts={0: 3})
+        criteria.score("ean", layers, {0: THREE})
     with pytest.raises(UserError, match="NaN or Inf in layer 4, expert 1, channel 2"):
-        criteria.score("channel_activation", {4: channels}, experts={4: 2}, widths={4: 3})
+        criteria.score("channel_activation", {4: channels}, CHANNEL_FACTS)
 
 
 def test_variances_below_zero_count_as_zero() -> None:
     layers = edge()
     layers[0]["sums_model"][2, 0, 2] -= 1e-9  # cancellation may leave less than nothing
-    assert criteria.score("mone", layers, experts={0: 3})[0].tolist() == [0, 0, 0]
+    assert criteria.score("mone", layers, {0: THREE})[0].tolist() == [0, 0, 0]
 
 
 def test_criteria_use_the_declared_arguments() -> None:
@@ -265,7 +266,7 @@ def test_criteria_use_the_declared_arguments() -> None:
         if criterion.needs != ("statistics",) or criterion.granularity == "channel":
             assert criterion.uses_gate == (name == "camera")
             continue
-        arguments: dict[str, Any] = {"experts": experts(inputs)}
+        arguments: dict[str, Any] = {"layers": facts(inputs)}
         if name == "s_family":
             arguments["parameters"] = {"b": 1, "alpha": 1, "beta": 2}
         plain = criteria.score(name, inputs, **arguments, gate="model")
@@ -297,7 +298,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def score_mine(**settings: Any) -> Any:
     layer = {**edge()[0], "sums_renormalized": numpy.ones((3, 3, 3))}
-    return criteria.score("mine", {0: layer}, experts={0: 3}, **settings)
+    return criteria.score("mine", {0: layer}, {0: THREE}, **settings)
 
 
 @pytest.mark.parametrize(
@@ -347,10 +348,10 @@ def test_statistics_stay_as_they_are(
     copies = {name: numpy.array(part) for name, part in inputs.items()}
     if function is in_place:
         with pytest.raises(UserError, match=r"criterion=mine .*read-only.*test_criteria.py"):
-            criteria.score("mine", {0: inputs}, experts={0: 3})
+            criteria.score("mine", {0: inputs}, {0: THREE})
     else:
-        criteria.score("mine", {0: inputs}, experts={0: 3})
-    criteria.score("frequency", {0: inputs}, experts={0: 3})[0][:] = -1
+        criteria.score("mine", {0: inputs}, {0: THREE})
+    criteria.score("frequency", {0: inputs}, {0: THREE})[0][:] = -1
     assert all(numpy.array_equal(numpy.array(part), copies[name]) for name, part in inputs.items())
 
 
@@ -421,7 +422,7 @@ def test_scores_of_a_real_layer_are_real_numbers_and_repeat(
     criteria.check("mine", {})
     layer = {**edge()[0], "of_a_step_from_elsewhere": numpy.ones(3)}
     with pytest.raises(UserError, match=r"criterion=mine .*in layer"):
-        criteria.score("mine", {0: layer, 5: layer}, experts={0: 3, 5: 3})
+        criteria.score("mine", {0: layer, 5: layer}, {0: THREE, 5: THREE})
 
 
 def test_failure_in_a_layer_names_it(registered: Callable[..., None]) -> None:
@@ -436,7 +437,7 @@ def test_failure_in_a_layer_names_it(registered: Callable[..., None]) -> None:
             numpy.errstate(all="ignore"),
             pytest.raises(UserError, match=r"criterion=mine .*in layer 5"),
         ):
-            criteria.score("mine", inputs, experts={0: 3, 5: 3})
+            criteria.score("mine", inputs, {0: THREE, 5: THREE})
 
 
 GENERATOR = numpy.random.default_rng(0)
@@ -520,7 +521,7 @@ CHANNELS: list[tuple[str, dict[str, Any], Callable[[int], Any], float | None]] =
 
 
 def channel_scores(name: str, inputs: Any, **settings: Any) -> Any:
-    return criteria.score(name, inputs, experts={4: 2}, widths={4: 3}, **settings)[4]
+    return criteria.score(name, inputs, CHANNEL_FACTS, **settings)[4]
 
 
 @pytest.mark.parametrize(("name", "parameters", "formula", "unseen"), CHANNELS)
@@ -599,7 +600,7 @@ def test_the_page_on_new_criteria_works_as_it_is_written() -> None:
         exec(row, {"NAIVE": NAIVE})
         for power, name in ((1.0, "peak"), (0.5, settings.name)):
             parameters = settings.parameters if power == 0.5 else {}
-            scores = criteria.score(name, inputs, experts=experts(inputs), parameters=parameters)
+            scores = criteria.score(name, inputs, facts(inputs), parameters=parameters)
             for layer, values in scores.items():
                 reference = expected("olmoe", layer, "model", NAIVE["peak"]) ** power
                 assert naive.relative_error(torch.from_numpy(values), reference) < 1e-5
@@ -676,12 +677,10 @@ FILES: list[tuple[Callable[[Path], object], dict[int, list[float]]]] = [
 def scores_in(folder: Path, experts: int = 4, name: str = "file", **parameters: Any) -> Any:
     """The scores in the file of `folder`, for a model with `experts` experts of two channels."""
     (path,) = folder.iterdir()
-    counts = dict.fromkeys(SCORES, experts)
     return criteria.score(
         name,
         {},
-        experts=counts,
-        widths=dict.fromkeys(SCORES, 2),
+        {layer: {"n_experts": experts, "width": 2} for layer in SCORES},
         parameters={"path": str(path), **parameters},
     )
 

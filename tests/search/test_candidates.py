@@ -438,9 +438,8 @@ def chooser(model: Any, name: str) -> Any:
             **sums,
             "channel_down_square": layer.experts.down_proj.double().square().sum(1).numpy(),
         }
-        shapes = {"experts": {index: layer.n_experts}, "widths": {index: layer.width}}
-        scores = criteria.score(name, {index: sums}, **shapes)
         facts = {index: {**vars(layer), "width": layer.width}}
+        scores = criteria.score(name, {index: sums}, facts)
         return plan_from_scores(settings, scores, facts, {}, provenance={})
 
     return choose

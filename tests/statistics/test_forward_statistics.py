@@ -300,7 +300,7 @@ def test_without_a_norm_before_the_block_no_shift_is_claimed() -> None:
     layers = naive.hook_sums(model, ForwardHook)
     assert ["shift_weighted" in tensors for tensors in layers.values()] == [True, False, True]
     with pytest.raises(UserError, match=r"layer 1 has no shift_weighted for criterion=easy_ep"):
-        criteria.score("easy_ep", layers, experts=dict.fromkeys(layers, 16))
+        criteria.score("easy_ep", layers, {layer: {"n_experts": 16} for layer in layers})
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)

@@ -73,9 +73,11 @@ def test_heapr_is_the_papers_d_by_d_computation(name: str) -> None:
     model = naive.model(name, torch.float64)
     layers = {layer.index: layer for layer in moe_layers(model)}
     inputs = collect_gradient_statistics(model, GradientHook, [naive.batch()]).layers
-    sizes = {index: layer.n_experts for index, layer in layers.items()}
-    widths = {index: layer.width for index, layer in layers.items()}
-    scores = criteria.score("heapr", inputs, experts=sizes, widths=widths)
+    facts = {
+        index: {"n_experts": layer.n_experts, "width": layer.width}
+        for index, layer in layers.items()
+    }
+    scores = criteria.score("heapr", inputs, facts)
     for index, experts in naive.backward(name).items():
         for expert, (phi, _, g, _) in enumerate(experts):
             if len(phi) == 0:

@@ -140,8 +140,7 @@ def score(step: Any, inputs: ByLayer, layers: ByLayer) -> dict[int, Any]:
     return criteria.score(
         step.criterion.name,
         inputs,
-        experts={layer: facts["n_experts"] for layer, facts in layers.items()},
-        widths={layer: facts["width"] for layer, facts in layers.items()},
+        layers,
         gate=step.gate,
         seed=step.seed,
         parameters=step.criterion.parameters,
