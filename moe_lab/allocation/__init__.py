@@ -94,12 +94,10 @@ ALLOCATIONS: Registry[Allocation] = Registry(
             uneven=BOTH,
         ),
         Allocation("layerwise", {"channel": shapes.layerwise}, uneven=CHANNEL, reference=HEAPR),
-        Allocation(
-            "u_shaped", {"expert": shapes.u_shaped, "channel": shapes.u_shaped}, uneven=BOTH
-        ),
+        Allocation("u_shaped", dict.fromkeys(BOTH, shapes.u_shaped), uneven=BOTH),
         Allocation(
             "loss_based",
-            {"expert": shapes.loss_based, "channel": shapes.loss_based},
+            dict.fromkeys(BOTH, shapes.loss_based),
             shapes.layer_loss_steps,
             uneven=BOTH,
         ),
@@ -312,55 +310,44 @@ def allocate(
     """
     granularity = granularity_of(scores)
     function = _function(settings, granularity)
+    arrays = {layer: numpy.asarray(scores[layer], dtype=numpy.float64) for layer in layers}
+    protected = {
+        layer: list(facts["protected"]) for layer, facts in layers.items() if facts.get("protected")
+    }
     inputs: dict[str, Any] = {
-        "scores": {layer: numpy.asarray(scores[layer], dtype=numpy.float64) for layer in layers},
         "evidence": evidence or {},
         "path": settings.get("path"),
-        "protected": {
-            layer: list(facts["protected"])
-            for layer, facts in layers.items()
-            if facts.get("protected")
-        },
+        "protected": protected,
     }
-    if granularity == "channel":
+    if granularity == "expert":
+        inputs |= {"scores": arrays, "limits": limits(layers, settings["multiple_of"])}
         return call_or_suggest_ratio(
-            partial(_budgets, function, settings, layers, inputs), settings["ratio"]
+            lambda ratio: function(Experts(ratio=ratio, **inputs)), settings["ratio"]
         )
-    layer_limits = limits(layers, settings["multiple_of"])
-    return call_or_suggest_ratio(
-        lambda ratio: function(Experts(ratio=ratio, limits=layer_limits, **inputs)),
-        settings["ratio"],
-    )
+    alignment = coverage.alignment_of(settings)
+    inputs["scores"] = {layer: array.copy() for layer, array in arrays.items()}
+    for layer, experts in protected.items():
+        inputs["scores"][layer][experts] = numpy.inf
+
+    def channel_budgets(ratio: float) -> Budgets:
+        """Layer -> number of channels that each expert retains (E,) at `ratio`."""
+        _check_channels(ratio, settings, layers)
+        problem = Channels(ratio=ratio, **inputs)
+        if problem.protected_channels.sum() > problem.total_retained:
+            raise RatioTooLarge(
+                f"retains {problem.total_retained} channels, but allocation.protect needs "
+                f"{problem.protected_channels.sum()}"
+            )
+        budgets: Budgets = function(problem)
+        # `align` adds up scores, so it gets the finite ones
+        return budgets if alignment is None else coverage.align(budgets, arrays, alignment)
+
+    return call_or_suggest_ratio(channel_budgets, settings["ratio"])
 
 
 def granularity_of(scores: Mapping[int, Any]) -> Granularity:
     """The granularity of scores: "expert" for shape (E,), "channel" for shape (E, I)."""
     return "channel" if numpy.ndim(next(iter(scores.values()))) == 2 else "expert"
-
-
-def _budgets(
-    function: Function,
-    settings: Mapping[str, Any],
-    layers: Layers,
-    inputs: Mapping[str, Any],
-    ratio: float,
-) -> Budgets:
-    """Layer -> number of channels that each expert retains (E,) at `ratio`, as `function` decides.
-    `inputs`: the fields of `Channels` except the ratio."""
-    _check_channels(ratio, settings, layers)
-    scores = {layer: array.copy() for layer, array in inputs["scores"].items()}
-    for layer, experts in inputs["protected"].items():
-        scores[layer][experts] = numpy.inf
-    problem = Channels(ratio=ratio, **{**inputs, "scores": scores})
-    if problem.protected_channels.sum() > problem.total_retained:
-        raise RatioTooLarge(
-            f"retains {problem.total_retained} channels, but allocation.protect needs "
-            f"{problem.protected_channels.sum()}"
-        )
-    budgets: Budgets = function(problem)
-    alignment = coverage.alignment_of(settings)
-    # `align` adds up scores, so it gets the finite ones
-    return budgets if alignment is None else coverage.align(budgets, inputs["scores"], alignment)
 
 
 def check_fits(settings: Mapping[str, Any], layers: Layers, granularity: Granularity) -> None:

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, floor, lcm
+from math import ceil, lcm
 from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 import numpy
@@ -58,45 +58,33 @@ def call_or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Re
     """The result of `decide(ratio)`. If `ratio` is infeasible, raise a UserError that suggests the
     nearest feasible multiple of 0.001."""
 
-    def error_at(thousandths: int) -> UserError | None:
-        """The error of `decide` at the ratio thousandths / 1000; None if this ratio is feasible."""
+    def side(thousandths: int) -> int:
+        """Whether the ratio thousandths / 1000 is too small (-1), feasible (0) or too large (1)."""
         try:
             decide(thousandths / 1000)
-        except (RatioTooLarge, RatioTooSmall) as error:
-            return error
-        return None
+        except RatioTooSmall:
+            return -1
+        except RatioTooLarge:
+            return 1
+        return 0
 
+    thousandths = range(1000)
     reason: UserError
     try:
         return decide(ratio)
     except RatioTooLarge as error:
         reason = error
         extreme, direction = "largest", "smaller"
-        thousandths_below = range(ceil(1000 * ratio) if ratio < 1 else 1000)
-        # the number before the first that is too large; -1: none
-        nearest = -1 + _first_where(
-            thousandths_below, lambda n: isinstance(error_at(n), RatioTooLarge)
-        )
+        nearest = bisect_left(thousandths, 1, key=side) - 1  # -1: all are too large
     except RatioTooSmall as error:
         reason = error
         extreme, direction = "smallest", "larger"
-        thousandths_above = range(floor(1000 * ratio) + 1 if ratio > 0 else 0, 1000)
-        # 1000 or more: none
-        nearest = _first_where(
-            thousandths_above, lambda n: not isinstance(error_at(n), RatioTooSmall)
-        )
-    # `nearest` may have the opposite error
-    if 0 <= nearest < 1000 and error_at(nearest) is None:
+        nearest = bisect_left(thousandths, 0, key=side)  # 1000: all are too small
+    if nearest in thousandths and side(nearest) == 0:
         raise UserError(
             f"ratio={ratio:g}: {reason}; {nearest / 1000:g} is the {extreme} feasible ratio"
         )
     raise UserError(f"ratio={ratio:g}: {reason}; no {direction} ratio is feasible either")
-
-
-def _first_where(numbers: range, condition: Callable[[int], bool]) -> int:
-    """The first of `numbers` with `condition`, which all later ones have too; the number after the
-    last if none has it."""
-    return numbers.start + bisect_left(numbers, True, key=condition)
 
 
 @dataclass(frozen=True, kw_only=True)

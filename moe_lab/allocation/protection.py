@@ -10,7 +10,7 @@ import numpy
 from numpy.typing import ArrayLike
 
 from moe_lab.allocation.problem import measurement
-from moe_lab.errors import Registry, check_known
+from moe_lab.errors import Registry
 
 STATISTIC = "output_abs_max"
 """Statistic by which super experts are recognised."""
@@ -26,15 +26,19 @@ def super_experts(largest: Mapping[int, ArrayLike], end: int) -> dict[int, list[
     all layers, and strictly above a tenth of the largest peak. Its layer is below `end`. The paper
     also requires that massive activations form in the layer, but gives no numeric rule for this.
     """
-    peaks = {layer: numpy.asarray(row, dtype=numpy.float64) for layer, row in largest.items()}
-    pooled = numpy.concatenate(list(peaks.values()))
-    threshold = max(float(numpy.percentile(pooled, PERCENTILE)), pooled.max() / DIVISOR)
-    super_ids = {
-        layer: numpy.flatnonzero(row > threshold).tolist()
-        for layer, row in peaks.items()
-        if layer < end
+    pooled = numpy.concatenate(list(largest.values()))
+    threshold = max(numpy.percentile(pooled, PERCENTILE), pooled.max() / DIVISOR)
+    return experts_above(threshold, {layer: largest[layer] for layer in largest if layer < end})
+
+
+def experts_above(threshold: float, largest: Mapping[int, ArrayLike]) -> dict[int, list[int]]:
+    """Layer -> ids of the experts whose peak is strictly above `threshold`, for layers that have
+    any. `largest`: as in `super_experts`."""
+    ids = {
+        layer: numpy.flatnonzero(numpy.asarray(peaks) > threshold).tolist()
+        for layer, peaks in largest.items()
     }
-    return {layer: experts for layer, experts in super_ids.items() if experts}
+    return {layer: experts for layer, experts in ids.items() if experts}
 
 
 Protection: TypeAlias = Callable[[Mapping[int, ArrayLike], int], dict[int, list[int]]]
@@ -58,7 +62,6 @@ def add_super_experts(
     protect = settings.get("protect")
     if protect is None:
         return dict(model)
-    check_known("allocation.protect", protect, PROTECTIONS)
     evidence = {"statistics": statistics}
     # Only the first layers can have super experts.
     end = round(settings["protect_layers"] * model["decoder_layers"])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy
 from numpy.typing import ArrayLike
 
-from moe_lab.allocation.protection import DIVISOR, PERCENTILE, PROTECTIONS
+from moe_lab.allocation.protection import DIVISOR, PERCENTILE, PROTECTIONS, experts_above
 
 
 def released(largest: Mapping[int, ArrayLike], end: int) -> dict[int, list[int]]:
@@ -17,15 +17,10 @@ def released(largest: Mapping[int, ArrayLike], end: int) -> dict[int, list[int]]
     peak is rounded down. The released code counts the peaks of shared experts too, which moe_lab
     does not observe.
     """
-    peaks = {
-        layer: numpy.asarray(row, dtype=numpy.float64)
-        for layer, row in largest.items()
-        if layer < end
-    }
-    pooled = numpy.concatenate(list(peaks.values()))
-    threshold = max(float(numpy.percentile(pooled, PERCENTILE)), pooled.max() // DIVISOR)
-    super_ids = {layer: numpy.flatnonzero(row > threshold).tolist() for layer, row in peaks.items()}
-    return {layer: experts for layer, experts in super_ids.items() if experts}
+    below = {layer: largest[layer] for layer in largest if layer < end}
+    pooled = numpy.concatenate(list(below.values()))
+    threshold = max(numpy.percentile(pooled, PERCENTILE), pooled.max() // DIVISOR)
+    return experts_above(threshold, below)
 
 
 PROTECTIONS["super_experts.released"] = released
