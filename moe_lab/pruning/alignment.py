@@ -4,9 +4,9 @@ change what an expert computes, but it changes the sum of two experts' weights."
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from itertools import chain
 from typing import ClassVar
 
 import numpy
@@ -16,7 +16,7 @@ from scipy.optimize import linear_sum_assignment
 from moe_lab.models.discover import MoELayer, check_in_memory
 from moe_lab.models.experts import to_device
 from moe_lab.models.rows import DENSE_TOKENS, at_least_fp32, dense_weights
-from moe_lab.pruning.layer_plan import Alignment, LayerPlan
+from moe_lab.pruning.layer_plan import Alignment
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import Layers
 from moe_lab.statistics.observe import StatisticsHook
@@ -36,16 +36,12 @@ def align_by_weights(plan: Plan, layers: Iterable[MoELayer]) -> Plan:
     for layer in layers:
         layer_plan = plan.layers[layer.index]
         if layer_plan.merged:
-            alignments[layer.index] = match_channels(
-                layer_plan, layer, partial(_weight_cost, layer)
+            costs = (
+                -(channel_weights(layer, owner) @ channel_weights(layer, member).T)
+                for owner, member in layer_plan.merged_pairs
             )
+            alignments[layer.index] = match_channels(costs, layer.width)
     return with_alignments(plan, alignments)
-
-
-def _weight_cost(layer: MoELayer, owner: int, member: int) -> torch.Tensor:
-    """(I, I): the cost of adding each channel of the expert `member` (column) to each channel of
-    the expert `owner` (row)."""
-    return -(channel_weights(layer, owner) @ channel_weights(layer, member).T)
 
 
 def with_alignments(plan: Plan, alignments: Mapping[int, Alignment]) -> Plan:
@@ -58,20 +54,17 @@ def with_alignments(plan: Plan, alignments: Mapping[int, Alignment]) -> Plan:
     return replace(plan.with_layers(layers), aligned=True)
 
 
-def match_channels(
-    plan: LayerPlan, layer: MoELayer, cost: Callable[[int, int], torch.Tensor]
-) -> Alignment:
+def match_channels(costs: Iterable[torch.Tensor], width: int) -> Alignment:
     """(M, I): entry (m, i) is the channel of the merged expert m that is added to channel i of its
-    owner. The matching of the channels has the least total cost. The M merged experts are
-    `plan.merged_members`. Entry (i, j) of `cost(owner, member)` (I, I) is the cost of adding
-    channel j of expert `member` to channel i of expert `owner`."""
+    owner, for experts of I = `width` channels. The matching of the channels has the least total
+    cost. `costs`: for each of the M merged experts, the cost (I, I) of adding channel j (column) to
+    channel i (row) of its owner."""
     orders = []
-    for member in plan.merged_members:
-        costs = cost(plan.owners[member], member).double().cpu().numpy()
-        _, order = linear_sum_assignment(costs)
+    for cost in costs:
+        _, order = linear_sum_assignment(cost.double().cpu().numpy())
         orders.append(order)
     # the shape is (0, I) if no expert is merged
-    return numpy.array(orders, dtype=numpy.int32).reshape(-1, layer.width)
+    return numpy.array(orders, dtype=numpy.int32).reshape(-1, width)
 
 
 def channel_weights(layer: MoELayer, expert: int) -> torch.Tensor:
@@ -106,12 +99,10 @@ class AlignmentHook(StatisticsHook):
         activations of owners and merged experts; other experts have any values. `products` (M,
         I, I): the products of the activations of an owner (rows) and of its merged expert
         (columns), for the M `merged_members`."""
-        plan = self.plan.layers[self.layer.index]
-        members = plan.merged_members
-        if members:
-            pairs = torch.tensor([(plan.owners[member], member) for member in members])
-            pairs = to_device(pairs, hidden.device)
-            needed = {*members, *(plan.owners[member] for member in members)}
+        pairs = self.plan.layers[self.layer.index].merged_pairs
+        if pairs:
+            needed = set(chain.from_iterable(pairs))
+            owners, members = to_device(torch.tensor(pairs), hidden.device).T
             for tokens in self.valid_indices(hidden).split(DENSE_TOKENS):
                 states = hidden[tokens]
                 # the activations, which are the input of the down projection; 0 if not needed
@@ -119,33 +110,29 @@ class AlignmentHook(StatisticsHook):
                 phi = at_least_fp32(states.new_empty(0)).new_zeros(shape)
                 for experts, expert_weights in dense_weights(self.layer, needed):
                     phi[experts] = self.layer.phi(states, expert_weights)
-                products = phi[pairs[:, 0]].mT @ phi[pairs[:, 1]]
+                products = phi[owners].mT @ phi[members]
                 self.add({"squares": phi.square().sum(1), "products": products})
         return self.unobserved(hidden, index, weights)
 
     def result(self) -> dict[str, torch.Tensor]:
         """{"order": the result (M, I) of `match_channels`}."""
-        plan = self.plan.layers[self.layer.index]
-        if not plan.merged:
+        if not self.plan.layers[self.layer.index].merged:
             return {"order": torch.zeros(0, self.layer.width)}
+        return {"order": torch.from_numpy(match_channels(self._costs(), self.layer.width))}
+
+    def _costs(self) -> Iterator[torch.Tensor]:
+        """For each merged expert, the cost (I, I) of adding its channels (columns) to those of its
+        owner (rows)."""
         components = principal_components(self.layer)
-
-        def cost(owner: int, member: int) -> torch.Tensor:
-            """(I, I): the cost of adding each channel of `member` to each channel of `owner`."""
-            squares = self.sums["squares"]
-            activation_cost = normalised_distance(
-                self.sums["products"][plan.merged_members.index(member)],
-                squares[owner],
-                squares[member],
+        squares = self.sums["squares"]
+        pairs = self.plan.layers[self.layer.index].merged_pairs
+        for (owner, member), products in zip(pairs, self.sums["products"], strict=True):
+            first = components[owner]
+            second = components[member]
+            weight_cost = normalised_distance(
+                first @ second.T, first.square().sum(1), second.square().sum(1)
             )
-            owner_components = components[owner]
-            member_components = components[member]
-            products = owner_components @ member_components.T
-            return activation_cost + normalised_distance(
-                products, owner_components.square().sum(1), member_components.square().sum(1)
-            )
-
-        return {"order": torch.from_numpy(match_channels(plan, self.layer, cost))}
+            yield normalised_distance(products, squares[owner], squares[member]) + weight_cost
 
 
 def alignment_hook(plan: Plan) -> type[AlignmentHook]:

@@ -51,13 +51,6 @@ class StoredExpert(NamedTuple):
         return expert if weight is None and channels is None else None
 
     @property
-    def padding(self) -> int:
-        """Number of stored channels that are zeros in place of dropped channels. A sum of several
-        experts has no such channels."""
-        channels = self.members[0].channels if self.members else None
-        return 0 if channels is None else int((channels < 0).sum())
-
-    @property
     def is_sum(self) -> bool:
         """Whether the stored expert is a weighted sum, and no copy. It must have members."""
         return self.members[0].weight is not None
@@ -138,6 +131,11 @@ class LayerPlan:
     def merged_members(self) -> tuple[int, ...]:
         """Ids of the experts that are merged into another expert, ascending."""
         return tuple(expert for expert, owner in enumerate(self.owners) if owner != expert)
+
+    @property
+    def merged_pairs(self) -> list[tuple[int, int]]:
+        """(owner, member) for each of `merged_members`."""
+        return [(self.owners[member], member) for member in self.merged_members]
 
     @cached_property
     def null_experts(self) -> list[int]:

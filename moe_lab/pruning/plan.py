@@ -13,7 +13,6 @@ import os
 import warnings
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -291,19 +290,15 @@ def _read_layers(
     documents: Mapping[str, Any], read_file: Callable[[str], bytes]
 ) -> dict[int, LayerPlan]:
     """Layer number -> plan of the layer. `documents`: the field `layers` of plan.json."""
+    arrays: dict[str, Any] = {}
+    # for each array of a layer, its JSON has the sha256 under the array's name
+    if any(name in document for document in documents.values() for name in ARRAYS):
+        with numpy.load(io.BytesIO(read_file(".npz")), allow_pickle=False) as npz:
+            arrays = dict(npz)
     layers = {}
-    with ExitStack() as stack:
-        npz: Any = None
-        for number, document in documents.items():
-            # for each array of the layer, its JSON has the sha256 under the array's name
-            array_names = [name for name in ARRAYS if name in document]
-            if array_names and npz is None:
-                npz = stack.enter_context(
-                    numpy.load(io.BytesIO(read_file(".npz")), allow_pickle=False)
-                )
-            layers[int(number)] = LayerPlan.from_json(
-                document, {name: npz[f"{number}.{name}"] for name in array_names}
-            )
+    for number, document in documents.items():
+        layer_arrays = {name: arrays[f"{number}.{name}"] for name in ARRAYS if name in document}
+        layers[int(number)] = LayerPlan.from_json(document, layer_arrays)
     return layers
 
 
