@@ -79,7 +79,8 @@ def plans(model: PreTrainedModel) -> dict[str, Plan]:
         layer_plan = dropping.layers[layer.index]
         outputs = random.normal(size=(layer.n_experts, layer.hidden))
         constants[layer.index] = replace_by_constants(layer_plan, outputs, layer.width)
-        pairs = zip(layer_plan.retained, layer_plan.dropped, strict=True)
+        dropped = sorted({*range(layer.n_experts)} - {*layer_plan.retained})
+        pairs = zip(layer_plan.retained, dropped, strict=True)
         groups = {owner: {owner: 0.5, member: 0.5} for owner, member in pairs}
         merged[layer.index] = merge_experts(groups, layer.width)
     return {"dropped": dropping, "constants": Plan(constants), "merged": Plan(merged)}

@@ -131,7 +131,7 @@ class Channels(Problem):
     @property
     def layer_channels(self) -> NDArray[numpy.int64]:
         """Number of channels of each layer (L,)."""
-        return numpy.array([scores.size for scores in self.scores.values()], dtype=numpy.int64)
+        return numpy.array([scores.size for scores in self.scores.values()])
 
     @property
     def protected_channels(self) -> NDArray[numpy.int64]:
@@ -140,7 +140,7 @@ class Channels(Problem):
             len(self.protected.get(layer, ())) * scores.shape[1]
             for layer, scores in self.scores.items()
         ]
-        return numpy.array(counts, dtype=numpy.int64)
+        return numpy.array(counts)
 
     def unprotected(self, layer: int) -> NDArray[numpy.int64]:
         """Ids of the unprotected experts of a layer, ascending."""

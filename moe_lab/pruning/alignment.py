@@ -51,7 +51,7 @@ def with_alignments(plan: Plan, alignments: Mapping[int, Alignment]) -> Plan:
         number: replace(plan.layers[number], alignment=alignment)
         for number, alignment in alignments.items()
     }
-    return replace(plan.with_layers(layers), aligned=True)
+    return replace(plan, layers={**plan.layers, **layers}, aligned=True)
 
 
 def match_channels(costs: Iterable[torch.Tensor], width: int) -> Alignment:

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from moe_lab.models.discover import MoELayer, is_ragged, linear_modules, routed_layers
+from moe_lab.models.discover import MoELayer, linear_modules, routed_layers
 from moe_lab.models.experts import replace_experts
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import Layers
@@ -120,14 +119,9 @@ def _nf4_weight_counts(model: nn.Module, modules: Sequence[str]) -> Iterator[int
             yield module.weight.numel()
 
 
-@dataclass(frozen=True)
-class Routing:
-    """How many channels of experts some tokens use."""
-
-    tokens: int
-    channels: Mapping[int, int]
-    """Layer -> number of channels that the tokens use: the width of each expert, summed over the
-    tokens that are routed to it."""
+Routing: TypeAlias = Mapping[int, float]
+"""Layer -> number of channels that a token uses: the widths of the experts to which it is routed,
+added up, on average over tokens."""
 
 
 def model_flops(model: PreTrainedModel, length: int, routing: Routing) -> float:
@@ -158,11 +152,10 @@ def model_flops(model: PreTrainedModel, length: int, routing: Routing) -> float:
 
 def routed_flops(layers: Sequence[MoELayer], routing: Routing) -> float:
     """FLOPs per token of the routers and routed experts of `layers`."""
-    # each weight multiplies and adds once for each token: 2 FLOPs
-    expert_flops = 0
+    weights: float = _router_weights(layers)
     for layer in layers:
-        expert_flops += 2 * channel_parameters(layer) * routing.channels[layer.index]
-    return 2 * _router_weights(layers) + expert_flops / routing.tokens
+        weights += channel_parameters(layer) * routing[layer.index]
+    return 2 * weights  # each weight multiplies and adds once
 
 
 def _router_weights(layers: Sequence[MoELayer]) -> int:
@@ -173,14 +166,14 @@ def _router_weights(layers: Sequence[MoELayer]) -> int:
 
 
 def even_routing(layers: Sequence[MoELayer]) -> Routing | None:
-    """The routing of one token. None if experts of a layer differ in width."""
+    """The routing in layers of which all experts have one width. None if they differ in width."""
     channels = {}
     for layer in layers:
         widths = set(computed_widths(layer).tolist())
         if len(widths) > 1:
             return None
         channels[layer.index] = layer.top_k * widths.pop()
-    return Routing(1, channels)
+    return channels
 
 
 class LoadHook(StatisticsHook):
@@ -207,21 +200,18 @@ def measured_routing(load: Layers, plan: Plan | None, pruned: Sequence[MoELayer]
     channels = {}
     for layer in pruned:
         counts = load[layer.index]["tokens"]
-        tokens = int(counts.sum()) // layer.top_k  # the same in all layers
         if plan is not None:  # the counts are of all experts, but `layer` has only retained ones
             counts = counts[list(plan.layers[layer.index].retained)]
-        channels[layer.index] = int((counts * computed_widths(layer)).sum())
-    return Routing(tokens, channels)
+        used_channels = float((counts * computed_widths(layer)).sum())
+        channels[layer.index] = layer.top_k * used_channels / float(counts.sum())
+    return channels
 
 
 def channel_parameters(layer: MoELayer) -> int:
     """Number of weights of one channel of one expert: its rows of gate and up and its column of
     down."""
-    if is_ragged(layer.experts):
-        return 3 * layer.hidden
-    # stacks of weights have three axes, and stacks of biases two
-    weights = sum(tensor.numel() for tensor in layer.experts.parameters() if tensor.dim() == 3)
-    return weights // (layer.n_experts * layer.width)
+    projections = [role for role in layer.family.roles if not role.endswith("_bias")]
+    return len(projections) * layer.hidden
 
 
 def computed_widths(layer: MoELayer) -> torch.Tensor:

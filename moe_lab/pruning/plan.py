@@ -13,7 +13,7 @@ import os
 import warnings
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,10 +94,6 @@ class Plan:
             )
         for number, layer in self.layers.items():
             _check_layer(number, layer)
-
-    def with_layers(self, layers: Mapping[int, LayerPlan]) -> Plan:
-        """A copy of the plan with some layers replaced."""
-        return replace(self, layers={**self.layers, **layers})
 
     @property
     def retained(self) -> dict[int, tuple[int, ...]]:

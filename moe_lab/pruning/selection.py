@@ -15,7 +15,7 @@ from moe_lab.allocation.problem import Evidence
 from moe_lab.errors import UserError
 from moe_lab.pruning.layer_plan import LayerPlan, Mask
 from moe_lab.pruning.plan import Plan, Routers
-from moe_lab.statistics import mean_output
+from moe_lab.statistics import mean_output, merge_passes
 
 
 def plan_from_scores(
@@ -86,21 +86,21 @@ def make_channel_plan(
     dropped with its router row. UserError if all channels would be dropped; other errors are those
     of `make_plan`.
     """
-    masks: dict[int, Mask] = {}
+    layers = {}
+    total = 0
     for number in sorted(scores):
         # rank of each channel in its expert; 0 is the lowest score
         ranks = finite_scores(number, scores[number]).argsort(axis=1, kind="stable").argsort(axis=1)
-        masks[number] = ranks >= (ranks.shape[1] - n_retained[number])[:, None]
-    if not any(mask.any() for mask in masks.values()):
+        mask = ranks >= (ranks.shape[1] - n_retained[number])[:, None]
+        total += mask.sum()
+        # whether the router row of each expert is retained
+        has_row = mask.any(1) | (zero_expert == "keep_null")
+        layers[number] = LayerPlan(len(mask), tuple(numpy.flatnonzero(has_row).tolist()), mask)
+    if not total:
         raise UserError(
             "allocation: retains no channel of any expert, expected at least one: choose a "
             "smaller ratio"
         )
-    layers = {}
-    for number, mask in masks.items():
-        # whether the router row of each expert is retained
-        has_row = mask.any(1) | (zero_expert == "keep_null")
-        layers[number] = LayerPlan(len(mask), tuple(numpy.flatnonzero(has_row).tolist()), mask)
     plan = Plan(layers, dict(provenance))
     plan.check(routers)
     return plan
@@ -129,21 +129,20 @@ def replace_dropped(
     if name == "none":
         return plan
     method = grouping.GROUPINGS.get(name)  # None for mean_output, which merges nothing
+    # layer -> name -> sum over tokens
+    sums = merge_passes(evidence[step] for step in grouping.required_passes(name))
     replaced = {}
     for number, layer in plan.layers.items():
         width = int(routers[number]["width"])
         protected = routers[number].get("protected", ())
-        sums: dict[str, Any] = {}  # name -> sum over tokens
-        for pass_name in grouping.required_passes(name):
-            sums |= evidence[pass_name][number]
         if method is None:
             replaced[number] = replace_by_constants(
-                layer, finite_scores(number, mean_output(sums)), width
+                layer, finite_scores(number, mean_output(sums[number])), width
             )
             continue
         values = numpy.asarray(scores[number], dtype=float)
-        groups = grouping.groups(settings, sums, values, layer.retained, protected)
-        weights = grouping.member_weights(name, groups, sums, values, layer.retained)
+        groups = grouping.groups(settings, sums[number], values, layer.retained, protected)
+        weights = grouping.member_weights(name, groups, sums[number], values, layer.retained)
         replaced[number] = merge_experts(weights, width, rows=method.rows)
     # if the method has an `align`, channels of merged experts still have to be matched
     return Plan(replaced, plan.provenance, aligned=method is None or method.align is None)

@@ -146,7 +146,7 @@ def _groups(plan: LayerPlan, random: numpy.random.Generator) -> dict[int, dict[i
     """Retained expert -> weight of each member of its group. A group has the retained expert and
     any number of dropped ones."""
     members: dict[int, list[int]] = {owner: [owner] for owner in plan.retained}
-    for expert in plan.dropped:
+    for expert in sorted({*range(plan.n_experts)} - {*plan.retained}):
         members[int(random.choice(plan.retained[:3]))].append(expert)
     groups: dict[int, dict[int, float]] = {}
     for owner, group in members.items():

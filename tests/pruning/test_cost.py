@@ -115,10 +115,7 @@ def test_flops_are_those_that_torch_counts(name: str, way: str) -> None:
     assert not any("forward" in vars(layer.experts) for layer in moe_layers(model))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert (even is None) == (way == "channels")
-    if even is not None:
-        tokens = routing.tokens
-        used = {index: channels * tokens for index, channels in even.channels.items()}
-        assert routing.channels == used
+    assert even in (None, routing)
     ids, _ = batch()
     flops = of_pruned(empty, pruned, even or routing, ids.shape[1]) * ids.numel()
     expected = counted_flops(model if plan is None else prune(model, plan), ids)
@@ -183,10 +180,12 @@ def ragged_olmoe() -> tuple[Any, Plan]:
 def test_routing_adds_up_over_batches(ragged_olmoe: tuple[Any, Plan]) -> None:
     first = batch(2, 24)
     second = batch(1, 10)
-    of_first = measured(*ragged_olmoe, [first]).channels
-    of_second = measured(*ragged_olmoe, [second]).channels
-    expected = {index: 2 * of_first[index] + of_second[index] for index in of_first}
-    assert measured(*ragged_olmoe, [first, second, first]) == Routing(106, expected)
+    of_first = measured(*ragged_olmoe, [first])
+    of_second = measured(*ragged_olmoe, [second])
+    of_all = measured(*ragged_olmoe, [first, second, first])  # 48, 10 and 48 tokens
+    for layer, channels in of_all.items():
+        assert round(106 * channels) == round(96 * of_first[layer] + 10 * of_second[layer])
+        assert 106 * channels == pytest.approx(round(106 * channels))
 
 
 def test_routing_leaves_out_padding(ragged_olmoe: tuple[Any, Plan]) -> None:

@@ -471,7 +471,7 @@ def test_arrays_of_another_plan_are_refused(way: str, name: str, tmp_path: Path)
     plan.save(tmp_path / "plan.json")
     array = getattr(plan.layers[1], name)
     reversed_layer = replace(plan.layers[1], **{name: array[:, ::-1].copy()})
-    plan.with_layers({1: reversed_layer}).save(tmp_path / "other.json")
+    replace(plan, layers={**plan.layers, 1: reversed_layer}).save(tmp_path / "other.json")
     numpy.save(tmp_path / "array.npy", array)
     other_files = [(tmp_path / file).read_bytes() for file in ("other.npz", "array.npy")]
     for damaged in (*other_files, b"PK", b""):

@@ -21,6 +21,7 @@ from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.mask import mask
+from moe_lab.pruning.plan import Plan
 from moe_lab.search import ablation, reconstruction
 from moe_lab.search.ablation import loss_rises
 from moe_lab.search.reconstruction import choice_errors
@@ -193,7 +194,7 @@ def brute_force(model: Any, layer: MoELayer, removed: int) -> dict[tuple[int, ..
         if len({in_groups[group] for group in range(layer.n_group)}) > 1:
             continue
         pruned_layer = LayerPlan(layer.n_experts, retained)
-        with mask(wide, every_expert.with_layers({layer.index: pruned_layer})):
+        with mask(wide, Plan({**every_expert.layers, layer.index: pruned_layer})):
             errors[retained] = float(
                 (unpruned - naive.block_output(changed, entered[0]))[valid.flatten()].norm()
             )

@@ -18,7 +18,7 @@ from moe_lab.models.config_json import LAYERS_FIELD, quantization_of
 from moe_lab.models.families import NOVICES, family_of
 from moe_lab.models.files import fingerprint, torch_functions
 from moe_lab.pruning import make_form
-from moe_lab.pruning.export.card import model_card
+from moe_lab.pruning.export.card import CARD, model_card
 from moe_lab.pruning.export.chunks import ExportedTensor
 from moe_lab.pruning.export.config import describe_export, renumbered_files
 from moe_lab.pruning.export.layout import (
@@ -29,7 +29,6 @@ from moe_lab.pruning.export.layout import (
 )
 from moe_lab.pruning.export.settings import check_quantised
 from moe_lab.pruning.export.write import (
-    CARD,
     KEEP_LIST,
     PLAN_FILES,
     check_target,

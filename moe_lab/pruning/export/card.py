@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import yaml
 
 from moe_lab.pruning.plan import Plan
 
+CARD = "README.md"
 FENCE = "---\n"
 FRONT_MATTER = re.compile(r"\s*---\n(?P<front>.*?)\n---[ \t]*(?:\n|\Z)", re.S)
 """As the hub reads it (huggingface_hub.repocard, which would take 20 MB to import)."""
@@ -89,12 +91,15 @@ def model_card(
     return "".join(sections)
 
 
-def with_section(card: str, heading: str, text: str) -> str:
-    """`card`, the model card of an export, with one more section before the original model's
+def add_section(folder: Path, heading: str, text: str) -> None:
+    """Add a section to the model card of the export in `folder`, before the original model's
     card."""
-    pruned, marker, original = card.partition(ORIGINAL)
+    card = folder / CARD
+    pruned, marker, original = card.read_text(encoding="utf-8").partition(ORIGINAL)
     extended = f"{pruned.rstrip()}\n\n## {heading}\n\n{text}\n"
-    return f"{extended}\n{marker}{original}" if marker else extended
+    if marker:
+        extended += f"\n{marker}{original}"
+    card.write_text(extended, encoding="utf-8")
 
 
 def _summary(plan: Plan) -> str:

@@ -190,27 +190,25 @@ def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
     if field is None or not has_causal_model(config["model_type"]):
         return None
     text_config[field] = width
-    # other parameters keep their shapes only if the field sets no other size
-    return edited if _shapes(config) == _shapes(edited) else None
+    # other parameters keep their sizes only if the field sets no other size
+    return edited if _unrouted_parameters(config) == _unrouted_parameters(edited) else None
 
 
-def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of each parameter of the model that `config` describes, except the parameters
-    of routed experts."""
+def _unrouted_parameters(config: dict[str, Any]) -> int:
+    """Number of parameters, except those of routed experts, of the model that `config`
+    describes."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from moe_lab.models.discover import moe_layers
+    from moe_lab.models.facts import model_facts
     from moe_lab.models.transformers_private import configuration
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(configuration(config))
-    experts = {id(weight) for layer in moe_layers(model) for weight in layer.experts.parameters()}
-    return {
-        name: tuple(weight.shape)
-        for name, weight in model.named_parameters()
-        if id(weight) not in experts
-    }
+        facts = model_facts(AutoModelForCausalLM.from_config(configuration(config)))
+    unrouted: int = facts["parameters"]
+    for layer in facts["layers"].values():
+        unrouted -= layer["n_experts"] * layer["expert_parameters"]
+    return unrouted
 
 
 # Lists of modules in the description of a quantised checkpoint, which name experts.

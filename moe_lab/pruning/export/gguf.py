@@ -13,8 +13,8 @@ from moe_lab.errors import Unavailable, UserError, mask
 from moe_lab.models.checkpoint import open_checkpoint, read_json, read_json_if_there
 from moe_lab.models.config_json import LAYERS_FIELD
 from moe_lab.models.families import ROUTERS
-from moe_lab.pruning.export.card import with_section
-from moe_lab.pruning.export.write import CARD, copy_others, new_folder
+from moe_lab.pruning.export.card import add_section
+from moe_lab.pruning.export.write import copy_others, new_folder
 from moe_lab.start import command
 
 FILE = "model.gguf"
@@ -91,8 +91,7 @@ def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
         _run(path, pre_tokenizer(checkpoint), arguments)
         copy_others(checkpoint, work)
         loading = LOADING.format(file=FILE, size=(work / FILE).stat().st_size)
-        card = (work / CARD).read_text(encoding="utf-8")
-        (work / CARD).write_text(with_section(card, "GGUF", loading), encoding="utf-8")
+        add_section(work, "GGUF", loading)
     return out
 
 

@@ -49,14 +49,16 @@ class Block:
         form: LayerForm,
         n_experts: int,
         routing: Sequence[str],
+        width: int = 0,
     ) -> None:
         """`tensors`: name of each tensor of the block's experts -> (where it is on disk, what it
         holds). `n_experts`: number of experts before pruning. `routing`: names of the router's
-        tensors."""
+        tensors. `width`: number of channels of an expert before pruning, for a plan of channels."""
         self.tensors = tensors
         self.routing = routing
         self.form = form
         self.n_experts = n_experts
+        self.width = width
         self.prefix = next(expert_tensor.block for _, expert_tensor in tensors.values())
         """Prefix of the names of all tensors of the block, ending in a dot."""
 
@@ -75,7 +77,14 @@ class Block:
                 )
             expert = expert_tensor.expert
             experts = range(self.n_experts) if expert is None else (expert,)
-            # gate and up in one tensor are (2 I, H)
+            # down is (H, I), gate or up alone is (I, H), gate and up in one tensor are (2 I, H)
+            channels = entry.shape[-1 if axes.channels == -1 else -2]
+            leading_shape = (self.n_experts,) if expert is None else ()
+            if (entry.shape[:-2], channels) != (leading_shape, self.width * len(axes.roles)):
+                raise UserError(
+                    f"plan is for another model: it is about {self.n_experts} experts of "
+                    f"{self.width} channels, and {name} has shape {entry.shape}"
+                )
             shape = (entry.shape[-2] // len(axes.roles), entry.shape[-1])
             size = entry.size // len(experts) // len(axes.roles)  # bytes of one projection
             for position, (number, role) in enumerate(product(experts, axes.roles)):
@@ -304,7 +313,7 @@ def _blocks(
         tensors.setdefault(expert_tensor.layer, {})[name] = checkpoint.tensors[name], expert_tensor
     for number, layer in plan.layers.items():
         names = [name for name, routed_layer in routing.items() if routed_layer == number]
-        yield Block(tensors[number], form[number], layer.n_experts, names)
+        yield Block(tensors[number], form[number], layer.n_experts, names, layer.width or 0)
 
 
 def _common_type(types: set[str]) -> str:

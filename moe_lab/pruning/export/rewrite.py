@@ -19,10 +19,9 @@ from moe_lab.models.checkpoint import (
     read_header,
     read_json,
 )
-from moe_lab.pruning.export.card import with_section
+from moe_lab.pruning.export.card import add_section
 from moe_lab.pruning.export.write import (
     ALIGNMENT,
-    CARD,
     copy_others,
     header_bytes,
     new_file,
@@ -69,9 +68,8 @@ def rewrite(folder: Path, changes: Changes, out: Path) -> Path:
         write_json(work / "config.json", {**read_json(folder / "config.json"), **changes.config})
         if (folder / INDEX).exists():
             write_index(work, {name: entry.shard for name, entry in entries.items()}, total)
-        card = (folder / CARD).read_text(encoding="utf-8")
         text = f"{changes.summary} The weights of this folder take {total:,} bytes."
-        (work / CARD).write_text(with_section(card, "Changes after pruning", text), "utf-8")
+        add_section(work, "Changes after pruning", text)
     return out
 
 

@@ -17,7 +17,6 @@ from moe_lab.models.checkpoint import INDEX, Checkpoint
 from moe_lab.models.files import BESIDE, DESCRIBING, TOKENIZER, paths_in
 from moe_lab.pruning.export.chunks import ExportedTensor
 
-CARD = "README.md"
 KEEP_LIST = "reap_selection.json"
 """File with the ids of the retained experts by layer, called as in models pruned by REAP."""
 PLAN_FILES = ("plan.json", "plan.npz", KEEP_LIST)
