@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -259,8 +259,10 @@ def collect_statistics(
     *,
     out: Path | None = None,
     reading: Reading = forward,
+    context: AbstractContextManager[None] | None = None,
 ) -> Statistics:
     """The sums that hooks of the class `hook` collect while `reading` runs the model on each batch.
+    `context`: a context in which it is run, such as a mask.
 
     Every few minutes the sums so far are saved in the folder `out`, unless `out` is None or
     `hook.resumes` is False. No other pass may use the folder. An interrupted pass continues from
@@ -271,7 +273,8 @@ def collect_statistics(
     out = out if hook.resumes else None
     header = pass_header(model, batches, hook.kind)
     done, layers = load_checkpoint(out, header)
-    with SaveTimer(out) as timer, Observer(model, hook, layers) as observer:
+    observer = Observer(model, hook, layers)  # finds the layers of the unmasked model
+    with SaveTimer(out) as timer, context or nullcontext(), observer:
         for number, (ids, valid) in enumerate(batches[done:], done + 1):
             observer.run_batch(ids, valid, reading)
             progress.update(number, len(batches), "batches")

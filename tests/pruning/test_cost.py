@@ -147,8 +147,7 @@ def layers_of(model: Any, plan: Plan | None) -> Any:
 
 
 def measured(model: Any, plan: Plan | None, batches: Any) -> Routing:
-    with mask(model, plan):
-        load = collect_statistics(model, LoadHook, batches).layers
+    load = collect_statistics(model, LoadHook, batches, context=mask(model, plan)).layers
     return measured_routing(load, plan, layers_of(model, plan))
 
 

@@ -249,8 +249,8 @@ class Resident:
         from moe_lab.pruning.mask import mask
         from moe_lab.statistics.observe import collect_statistics
 
-        with mask(self.model, plan):
-            return collect_statistics(self.model, hook, self.text, out=self.out)
+        context = mask(self.model, plan)
+        return collect_statistics(self.model, hook, self.text, out=self.out, context=context)
 
 
 class Streamed(Resident):
