@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, lcm
+from math import ceil, floor, lcm
 from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 import numpy
@@ -75,11 +75,14 @@ def call_or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Re
     except RatioTooLarge as error:
         reason = error
         extreme, direction = "largest", "smaller"
-        nearest = bisect_left(thousandths, 1, key=side) - 1  # -1: all are too large
+        # below `ratio`, as alignment need not refuse all larger ratios; -1: all are too large
+        end = ceil(1000 * min(1, ratio))  # 1000 for NaN
+        nearest = bisect_left(thousandths, 1, hi=end, key=side) - 1
     except RatioTooSmall as error:
         reason = error
         extreme, direction = "smallest", "larger"
-        nearest = bisect_left(thousandths, 0, key=side)  # 1000: all are too small
+        start = max(0, floor(1000 * max(-1, ratio)) + 1)
+        nearest = bisect_left(thousandths, 0, lo=start, key=side)  # 1000: all are too small
     if nearest in thousandths and side(nearest) == 0:
         raise UserError(
             f"ratio={ratio:g}: {reason}; {nearest / 1000:g} is the {extreme} feasible ratio"
