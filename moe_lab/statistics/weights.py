@@ -3,13 +3,13 @@ without loading a model, or from a model in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch.linalg import vector_norm
 
@@ -17,7 +17,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from moe_lab.models.config_json import UNQUANTISED
 from moe_lab.models.discover import check_in_memory, moe_layers
-from moe_lab.models.families import ExpertTensor, family_of, split
+from moe_lab.models.families import Axes, ExpertTensor, family_of, split
 from moe_lab.models.rows import at_least_fp32
 from moe_lab.statistics import Layers, Statistics
 
@@ -28,17 +28,58 @@ Source: TypeAlias = Path | str | nn.Module
 """A folder with a checkpoint in safetensors, or a model in memory with its present weights."""
 
 
+class Matrices(NamedTuple):
+    """A tensor with projections of one expert, or of all experts of a layer."""
+
+    name: str
+    axes: Axes
+    expert: int | None
+    """None for a stack of all experts."""
+    shape: tuple[int, ...]
+    tensor: Any
+    """The tensor, or a slice of safetensors: its numbers are read when it is indexed."""
+
+
+def _layers(source: Source) -> Iterator[tuple[int, list[Matrices]]]:
+    """Yield (number, matrices) of each layer with routed experts. The matrices can be read until
+    the iterator advances. UserError for a source without routed experts, for quantised or offloaded
+    experts, and for damaged shards."""
+    if isinstance(source, nn.Module):
+        for moe_layer in moe_layers(source):
+            check_in_memory(moe_layer)
+            matrices = []
+            for stack, axes in moe_layer.family.stacks.items():
+                if not axes.is_bias:
+                    tensor = getattr(moe_layer.experts, stack).detach()
+                    name = f"{moe_layer.name}.{stack}"
+                    matrices.append(Matrices(name, axes, None, tuple(tensor.shape), tensor))
+            yield moe_layer.index, matrices
+        return
+    checkpoint = open_checkpoint(Path(source))
+    tensors_of: dict[int, dict[str, ExpertTensor]] = defaultdict(dict)
+    for name, expert_tensor in projections(checkpoint).items():
+        tensors_of[expert_tensor.layer][name] = expert_tensor
+    for layer, expert_tensors in sorted(tensors_of.items()):
+        with ExitStack() as files:
+            slices = checkpoint.slices(expert_tensors, files)
+            matrices = []
+            for name, (_, _, expert, axes) in expert_tensors.items():
+                assert axes is not None
+                shape = checkpoint.tensors[name].shape
+                matrices.append(Matrices(name, axes, expert, shape, slices[name]))
+            yield layer, matrices
+
+
 def expert_weight_sums(source: Source, *, device: str = "cpu") -> Statistics:
     """Three statistics of each layer: "abs_sum" (E,) and "square_sum" (E,), the sums of |w| and w^2
     over the weights w of each expert, and "count" (), the number of weights of one expert.
 
-    The weights of an expert are its gate, up and down projections, without biases. A checkpoint is
-    read to `device` (cpu or cuda[:N]); a model in memory stays on its device. UserError for a
-    source without routed experts, quantised experts, damaged shards, and weights that are not
-    finite (the message names the tensor).
+    The weights of an expert are its gate, up and down projections, without biases. The sums are
+    computed on `device` (cpu or cuda[:N]). UserError as from `_layers`, and for weights that are
+    not finite (the message names the tensor).
     """
 
-    def measure(_: ExpertTensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+    def measure(_: Axes, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         (absolute,), (square,) = rows_absolute_and_square(weights[None])
         return {"abs_sum": absolute, "square_sum": square, "count": torch.tensor(weights.numel())}
 
@@ -50,44 +91,42 @@ def expert_weight_sums(source: Source, *, device: str = "cpu") -> Statistics:
     return Statistics(layers, {"kind": "weights"})
 
 
-Measure = Callable[[ExpertTensor, torch.Tensor], dict[str, torch.Tensor]]
-"""ExpertTensor of a tensor, and the weights of one expert in it -> statistics that are added to
-those of the expert."""
+Measure = Callable[[Axes, torch.Tensor], dict[str, torch.Tensor]]
+"""Axes of a tensor, and the weights of one expert in it -> statistics that are added to those of
+the expert."""
 
 
 def _sum_matrices(source: Source, device: str, measure: Measure) -> Layers:
     """Layer -> name of a statistic -> (E, ...) fp64. The statistic of an expert is the sum of what
     `measure` returns for its matrices."""
-    # layer -> name of a statistic -> expert -> sum
-    sums: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
-    for name, expert_tensor, expert, weights in _open_experts(source, device).matrices():
-        for statistic, values in measure(expert_tensor, weights).items():
-            values = values.double().cpu()
-            if not bool(values.isfinite().all()):
-                raise UserError(
-                    f"NaN or Inf in layer {expert_tensor.layer}, expert {expert}: weights {name}"
-                )
-            expert_sums = sums.setdefault(expert_tensor.layer, {}).setdefault(statistic, {})
-            if expert in expert_sums:
-                values = expert_sums[expert] + values
-            expert_sums[expert] = values
     layers: Layers = {}
-    for layer, statistics in sorted(sums.items()):
-        experts = range(1 + max(max(expert_sums) for expert_sums in statistics.values()))
-        if any(len(expert_sums) != len(experts) for expert_sums in statistics.values()):
+    for layer, matrices in _layers(source):
+        # name of a statistic -> expert -> sum
+        sums: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
+        for name, axes, expert, _, tensor in matrices:
+            weights = tensor[...].to(device)
+            of_experts = enumerate(weights) if expert is None else [(expert, weights)]
+            for number, matrix in of_experts:
+                for statistic, measured in measure(axes, matrix).items():
+                    values = measured.double().cpu()
+                    if not bool(values.isfinite().all()):
+                        raise UserError(
+                            f"NaN or Inf in layer {layer}, expert {number}: weights {name}"
+                        )
+                    sums[statistic][number] = values + sums[statistic].get(number, 0)
+        experts = range(1 + max(map(max, sums.values())))
+        if any(len(by_expert) != len(experts) for by_expert in sums.values()):
             raise _missing_weights(source, layer)
         # (), or (I,) for experts of width I
-        shapes = {
-            values.shape for expert_sums in statistics.values() for values in expert_sums.values()
-        }
+        shapes = {values.shape for by_expert in sums.values() for values in by_expert.values()}
         if len(shapes) > 1:
             raise UserError(
                 f"model.path={source}: experts of layer {layer} have unequal widths, expected one "
                 "width"
             )
         layers[layer] = {
-            name: torch.stack([expert_sums[expert] for expert in experts])
-            for name, expert_sums in statistics.items()
+            statistic: torch.stack([by_expert[expert] for expert in experts])
+            for statistic, by_expert in sums.items()
         }
     return layers
 
@@ -107,77 +146,6 @@ def rows_absolute_and_square(experts: torch.Tensor) -> tuple[torch.Tensor, torch
         vector_norm(experts, order, dim=-1, dtype=dtype).double() for order in (1, 2)
     )
     return l1_norms.sum(-1), l2_norms.square().sum(-1)
-
-
-class LoadedExperts:
-    """The stacked matrices of the routed experts of a model in memory.
-
-    `tensors`: name of a stack -> its weights (E, rows, columns). `expert_tensors`: name of a stack
-    -> its ExpertTensor.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        """UserError for a model whose experts are not supported, and for offloaded weights."""
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.expert_tensors: dict[str, ExpertTensor] = {}
-        for layer in moe_layers(model):
-            check_in_memory(layer)
-            for stack, axes in layer.family.stacks.items():
-                if not axes.is_bias:
-                    name = f"{layer.name}.{stack}"
-                    self.tensors[name] = getattr(layer.experts, stack).detach()
-                    self.expert_tensors[name] = ExpertTensor(layer.name, layer.index, axes=axes)
-
-    def matrices(self) -> Iterator[tuple[str, ExpertTensor, int, torch.Tensor]]:
-        """(name of the stack, ExpertTensor of the stack, expert, weights (rows, columns)) for every
-        matrix of every expert."""
-        for name, stack in self.tensors.items():
-            for expert, weights in enumerate(stack):
-                yield name, self.expert_tensors[name], expert, weights
-
-    def slices(self, names: Iterable[str], files: ExitStack) -> dict[str, torch.Tensor]:
-        """Name of a stack -> its weights. The arguments are those of `Checkpoint.slices`."""
-        return {name: self.tensors[name] for name in names}
-
-
-class StoredExperts:
-    """The matrices of the routed experts of a checkpoint in safetensors.
-
-    `tensors`: name of each tensor of the checkpoint -> its shard, dtype and shape.
-    `expert_tensors`: name of a tensor with matrices of experts -> its ExpertTensor.
-    """
-
-    def __init__(self, folder: Path, device: str = "cpu") -> None:
-        """`device`: the device to which `matrices` reads. UserError for a checkpoint that is
-        damaged, has no routed experts, or has quantised experts."""
-        self.checkpoint = open_checkpoint(folder)
-        self.tensors = self.checkpoint.tensors
-        self.slices = self.checkpoint.slices
-        self.expert_tensors = projections(self.checkpoint)
-        self.device = device
-
-    def matrices(self) -> Iterator[tuple[str, ExpertTensor, int, torch.Tensor]]:
-        """(name of the tensor, ExpertTensor of the tensor, expert, weights (rows, columns)) for
-        every matrix of every expert, shard by shard. One tensor at a time is in memory."""
-        for shard in self.checkpoint.shards:
-            names = [name for name in self.expert_tensors if self.tensors[name].shard == shard]
-            with safe_open(
-                self.checkpoint.folder / shard, framework="pt", device=self.device
-            ) as file:
-                for name in names:
-                    expert_tensor = self.expert_tensors[name]
-                    weights = file.get_tensor(name)
-                    if expert_tensor.expert is not None:
-                        yield name, expert_tensor, expert_tensor.expert, weights
-                        continue
-                    for expert, matrix in enumerate(weights):
-                        yield name, expert_tensor, expert, matrix
-
-
-def _open_experts(source: Source, device: str) -> LoadedExperts | StoredExperts:
-    if isinstance(source, nn.Module):
-        return LoadedExperts(source)
-    return StoredExperts(Path(source), device)
 
 
 def projections(checkpoint: Checkpoint) -> dict[str, ExpertTensor]:
@@ -213,23 +181,21 @@ def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
     compared, as in MergeMoE (arXiv 2510.14436). They are compared on `device`, in fp64 because
     small distances are differences of large sums. Arguments and errors are those of
     `expert_weight_sums`."""
-    experts = _open_experts(source, device)
-    # layer -> roles -> expert -> name of the tensor. Roles are the projections in a tensor, such as
-    # ("gate", "up"). A stack of all experts is entered as expert 0.
-    layer_names: dict[int, dict[tuple[str, ...], dict[int, str]]] = {}
-    for name, expert_tensor in experts.expert_tensors.items():
-        if expert_tensor.axes is not None and expert_tensor.axes.roles != ("down",):
-            names_by_role = layer_names.setdefault(expert_tensor.layer, {})
-            names_by_role.setdefault(expert_tensor.axes.roles, {})[expert_tensor.expert or 0] = name
     layers: Layers = {}
-    for layer, names_by_role in sorted(layer_names.items()):
-        ids = range(max(map(len, names_by_role.values())))
-        if any(sorted(names) != list(ids) for names in names_by_role.values()):
-            raise _missing_weights(source, layer)
+    for layer, matrices in _layers(source):
+        # roles, the projections in a tensor, such as ("gate", "up") -> expert -> matrices. A stack
+        # of all experts is entered as expert 0.
+        by_roles: dict[tuple[str, ...], dict[int, Matrices]] = defaultdict(dict)
+        for part in matrices:
+            if part.axes.roles != ("down",):
+                by_roles[part.axes.roles][part.expert or 0] = part
+        ids = range(max(map(len, by_roles.values())))
         # inner products (E, E) of the weights of every two experts
         products = torch.zeros((), dtype=torch.float64)
-        for names in names_by_role.values():
-            for block in _blocks(experts, layer, [names[expert] for expert in ids], device):
+        for by_expert in by_roles.values():
+            if sorted(by_expert) != list(ids):
+                raise _missing_weights(source, layer)
+            for block in _blocks(layer, [by_expert[expert] for expert in ids], device):
                 products = products + (block @ block.T).cpu()
         squares = products.diag()
         # ||v - w||^2 = ||v||^2 + ||w||^2 - <v, w> - <w, v>
@@ -241,31 +207,27 @@ def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
     return Statistics(layers, {"kind": "weight_distances"})
 
 
-def _blocks(
-    experts: LoadedExperts | StoredExperts, layer: int, names: Sequence[str], device: str
-) -> Iterator[torch.Tensor]:
+def _blocks(layer: int, matrices: Sequence[Matrices], device: str) -> Iterator[torch.Tensor]:
     """One matrix of every expert of a layer, in blocks (E, n) fp64 on `device`. A block has the
-    same few rows of every expert's matrix, flattened to n numbers. `names`: either the names of the
-    experts' tensors (rows, columns), or one name, of the stack (E, rows, columns) of all
-    experts."""
-    # `stacked`: [E] if `names` is the name of a stack, otherwise []
-    *stacked, rows, columns = experts.tensors[names[0]].shape
-    n_experts = stacked[0] if stacked else len(names)
+    same few rows of every expert's matrix, flattened to n numbers. `matrices`: those (rows,
+    columns) of the experts, or one stack (E, rows, columns) of all experts."""
+    # `stacked`: [E] for a stack, otherwise []
+    *stacked, rows, columns = matrices[0].shape
+    n_experts = stacked[0] if stacked else len(matrices)
     step = max(1, BLOCK // (n_experts * columns))
-    with ExitStack() as files:
-        slices = list(experts.slices(names, files).values())
-        for first in range(0, rows, step):
-            part = slice(first, first + step)
-            # only here are the weights read from the shards
-            matrices = (
-                slices[0][:, part] if stacked else torch.stack([matrix[part] for matrix in slices])
-            )
-            block = matrices.to(device).double().flatten(1)
-            if damaged := (~block.isfinite().all(1)).nonzero().flatten().tolist():
-                expert = damaged[0]
-                name = names[0] if stacked else names[expert]
-                raise UserError(f"NaN or Inf in layer {layer}, expert {expert}: weights {name}")
-            yield block
+    for first in range(0, rows, step):
+        part = slice(first, first + step)
+        # only here are the weights read from the shards
+        if stacked:
+            numbers = matrices[0].tensor[:, part]
+        else:
+            numbers = torch.stack([matrix.tensor[part] for matrix in matrices])
+        block = numbers.to(device).double().flatten(1)
+        if damaged := (~block.isfinite().all(1)).nonzero().flatten().tolist():
+            expert = damaged[0]
+            name = matrices[0 if stacked else expert].name
+            raise UserError(f"NaN or Inf in layer {layer}, expert {expert}: weights {name}")
+        yield block
 
 
 def channel_weight_sums(source: Source, *, device: str = "cpu") -> Statistics:
@@ -275,11 +237,10 @@ def channel_weight_sums(source: Source, *, device: str = "cpu") -> Statistics:
     a channel are a column of down_proj, and a row of gate_proj and of up_proj. Arguments and errors
     are those of `expert_weight_sums`."""
 
-    def measure(expert_tensor: ExpertTensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        assert expert_tensor.axes is not None
+    def measure(axes: Axes, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         channel_sums = {}
         # `matrix` (I, H) has a row for each channel, also for down_proj
-        for role, matrix in split(at_least_fp32(weights), expert_tensor.axes).items():
+        for role, matrix in split(at_least_fp32(weights), axes).items():
             channel_sums[f"channel_{role}_square"] = matrix.square().sum(1)
             if role == "down":
                 channel_sums["channel_down_abs"] = matrix.abs().sum(1)
