@@ -3,7 +3,7 @@ handled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,13 +56,17 @@ class Weights:
     """(H, I)."""
     inward_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = linear
+    """Function that multiplies states (n, ...) with one of the weights."""
+    spread: Callable[[torch.Tensor], torch.Tensor] = lambda bias: bias
+    """Function from a bias to what is added to a product."""
 
     def linear(
         self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """The map with `weight` and `bias`, which are among these weights, of `states` (n, ...)."""
-        product = linear(states, weight)
-        return product if bias is None else product + bias
+        product = self.product(states, weight)
+        return product if bias is None else product + self.spread(bias)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache, cached_property, wraps
 from importlib.util import find_spec
 from subprocess import SubprocessError
@@ -68,8 +68,10 @@ def in_kernels(function: Callable[P, R]) -> Callable[P, R]:
     def chosen(*args: P.args, **kwargs: P.kwargs) -> R:
         values: Any = args[0]
         kernels = triton_kernels(values.device)
-        implementation = getattr(kernels, function.__name__) if kernels else function
-        result: R = implementation(*args, **kwargs)
+        if kernels is None:
+            return function(*args, **kwargs)
+        with torch.cuda.device_of(values):  # kernels run on the current GPU
+            result: R = getattr(kernels, function.__name__)(*args, **kwargs)
         return result
 
     return chosen
@@ -236,7 +238,10 @@ class GroupedRows(Rows):
     grouped_mm. All experts are computed at once.
 
     Rows of the id `n_experts` belong to no expert: their results are undefined, and they are in no
-    sum."""
+    sum. Sums are segment reductions, which add in the same order each time."""
+
+    experts = slice(None)
+    rows = slice(None)
 
     def __init__(self, index: torch.Tensor, n_experts: int) -> None:
         self.n_experts = n_experts
@@ -252,12 +257,12 @@ class GroupedRows(Rows):
         """(E,) end of each expert's rows."""
         self.offsets = self.ends.to(torch.int32)
 
-    @cached_property
+    @property
     def parts(self) -> Sequence[Part]:
-        return [AllExperts(self)]
+        return [self]
 
     def sum_by_expert(self, terms: torch.Tensor) -> torch.Tensor:
-        return AllExperts(self).sum(terms)
+        return self.sum(terms)
 
     def product_sums(
         self, factors: torch.Tensor, values: torch.Tensor, ignored: torch.Tensor | None
@@ -288,7 +293,7 @@ class GroupedRows(Rows):
         compute: Callable[[Any, torch.Tensor], torch.Tensor | None],
     ) -> torch.Tensor:
         states: torch.Tensor = _LinearMap.apply(hidden, self.gather, self.combine)
-        f = compute(AllExperts(self), states)
+        f = compute(self, states)
         assert f is not None, "not all experts add nothing"
         gates = weights[self.token, self.column, None]
         output: torch.Tensor = _LinearMap.apply(f * gates, self.combine, self.gather)
@@ -297,7 +302,45 @@ class GroupedRows(Rows):
     def outputs(
         self, hidden: torch.Tensor, compute: Callable[[Any, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        return self.of_tokens(compute(AllExperts(self), self.gather(hidden)))
+        return self.of_tokens(compute(self, self.gather(hidden)))
+
+    def weights(
+        self, layer: MoELayer, tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> Weights:
+        """The weights of all experts. `tensors`: as in `MoELayer.weights`."""
+        weights = layer.weights(self.experts, tensors)
+        return replace(weights, product=self.linear, spread=self.spread)
+
+    def linear(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The products (S, out) of each of the `states` (S, in) with the `weight` (E, out, in) of
+        its expert."""
+        return grouped_mm(states, weight.mT, self.offsets)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` (E, ...) of the experts -> (S, ...), those of each row's expert."""
+        spread: torch.Tensor = _LinearMap.apply(
+            values, lambda values: values[self.expert], self.sum
+        )
+        return spread
+
+    def sum(self, values: torch.Tensor, ignored: torch.Tensor | None = None) -> torch.Tensor:
+        """The sums (E, ...), in at least fp32, of `values` (S, ...) over each expert's rows,
+        without the rows `ignored` (S,) bool; None: over all."""
+        return reduce_by_expert(values, ignored, self, "sum")
+
+    def amax(self, values: torch.Tensor, ignored: torch.Tensor | None = None) -> torch.Tensor:
+        """The largest (E, ...) of `values` (S, ...) >= 0; 0 without rows. `ignored`: as in
+        `sum`."""
+        return reduce_by_expert(values, ignored, self, "max")
+
+    def square_sums(
+        self, values: torch.Tensor, factors: torch.Tensor, ignored: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sums, roots of the maxima), (F, E, C) each and in at least fp32, of a v^2 over each
+        expert's rows, for v = `values` (S, C) and each of the `factors` a (F, S) >= 0. `ignored`:
+        as in `sum`."""
+        sums, maxima = term_sums(values, factors, ignored, self, power=2)
+        return sums, maxima.sqrt()
 
     @cached_property
     def pieces(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -314,55 +357,6 @@ class GroupedRows(Rows):
         last_pieces = torch.searchsorted(piece_ends, self.ends, right=True)
         zero = self.ends.new_zeros(1)
         return torch.cat([zero, piece_ends]), torch.cat([zero, last_pieces])
-
-
-class AllExperts:
-    """The only part of `GroupedRows`: the rows of all experts. Sums are segment reductions, which
-    add in the same order each time."""
-
-    experts = slice(None)
-    rows = slice(None)
-
-    def __init__(self, grouped: GroupedRows) -> None:
-        self.grouped = grouped
-
-    def weights(
-        self, layer: MoELayer, tensors: Mapping[str, torch.Tensor] | None = None
-    ) -> Weights:
-        """The weights of all experts. `tensors`: as in `MoELayer.weights`."""
-        weights = layer.weights(self.experts, tensors)
-        return GroupedWeights(**vars(weights), grouped=self.grouped)
-
-    def linear(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The products (S, out) of each of the `states` (S, in) with the `weight` (E, out, in) of
-        its expert."""
-        return grouped_mm(states, weight.mT, self.grouped.offsets)
-
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """`values` (E, ...) of the experts -> (S, ...), those of each row's expert."""
-        spread: torch.Tensor = _LinearMap.apply(
-            values, lambda values: values[self.grouped.expert], self.sum
-        )
-        return spread
-
-    def sum(self, values: torch.Tensor, ignored: torch.Tensor | None = None) -> torch.Tensor:
-        """The sums (E, ...), in at least fp32, of `values` (S, ...) over each expert's rows,
-        without the rows `ignored` (S,) bool; None: over all."""
-        return reduce_by_expert(values, ignored, self.grouped, "sum")
-
-    def amax(self, values: torch.Tensor, ignored: torch.Tensor | None = None) -> torch.Tensor:
-        """The largest (E, ...) of `values` (S, ...) >= 0; 0 without rows. `ignored`: as in
-        `sum`."""
-        return reduce_by_expert(values, ignored, self.grouped, "max")
-
-    def square_sums(
-        self, values: torch.Tensor, factors: torch.Tensor, ignored: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sums, roots of the maxima), (F, E, C) each and in at least fp32, of a v^2 over each
-        expert's rows, for v = `values` (S, C) and each of the `factors` a (F, S) >= 0. `ignored`:
-        as in `sum`."""
-        sums, maxima = term_sums(values, factors, ignored, self.grouped, power=2)
-        return sums, maxima.sqrt()
 
 
 @in_kernels
@@ -437,42 +431,26 @@ def is_grouped(layer: MoELayer) -> bool:
 
 def dense_weights(
     layer: MoELayer, needed: Collection[int] | None = None
-) -> Iterator[tuple[slice, DenseWeights]]:
-    """(slice of experts, their weights) for experts that all compute the same states: all at once,
-    or one expert after the other, of the `needed` ones; None: of all."""
+) -> Iterator[tuple[slice, Weights]]:
+    """(slice of experts, their weights) for experts that all compute the same states (n, ...): all
+    at once, or one expert after the other, of the `needed` ones; None: of all. The weights are
+    (experts, ...) each, and the results (experts, n, ...)."""
     step = layer.n_experts if is_grouped(layer) else 1
     for first in range(0, layer.n_experts, step):
         if step == 1 and needed is not None and first not in needed:
             continue
         experts = slice(first, first + step)
-        yield experts, DenseWeights(**vars(layer.weights(experts)))
+        yield (
+            experts,
+            replace(
+                layer.weights(experts),
+                product=lambda states, weight: states @ weight.mT,
+                spread=lambda bias: bias[:, None],
+            ),
+        )
 
 
-class DenseWeights(Weights):
-    """The weights of experts that all compute the same states (n, ...), (experts, ...) each: the
-    result is (experts, n, ...)."""
-
-    def linear(
-        self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        product = states @ weight.mT
-        return product if bias is None else product + bias[:, None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupedWeights(Weights):
-    """The weights of all experts, (E, ...) each, for rows that are sorted by expert."""
-
-    grouped: GroupedRows
-
-    def linear(
-        self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        product = AllExperts(self.grouped).linear(states, weight)
-        return product if bias is None else product + bias[self.grouped.expert]
-
-
-Part: TypeAlias = OneExpert | AllExperts
+Part: TypeAlias = OneExpert | GroupedRows
 """Rows that are computed at once."""
 
 

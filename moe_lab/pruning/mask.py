@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from moe_lab.exported_code.ragged import constant_output, count_attributes, replace_tensor
 from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers
 from moe_lab.models.experts import ExpertsFunction, are_replaced, replace_experts
-from moe_lab.models.rows import AllExperts, GroupedRows, OneExpert, Rows, is_grouped
+from moe_lab.models.rows import GroupedRows, OneExpert, Rows, is_grouped
 from moe_lab.pruning import LayerForm
 from moe_lab.pruning.layer_plan import LayerPlan, Mask
 from moe_lab.pruning.plan import Plan
@@ -136,7 +136,7 @@ def _grouped_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
     def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         rows = GroupedRows(positions[index], len(stored))
 
-        def compute_experts(part: AllExperts, states: torch.Tensor) -> torch.Tensor:
+        def compute_experts(part: GroupedRows, states: torch.Tensor) -> torch.Tensor:
             weights = part.weights(layer, tensors)
             phi = layer.phi(states, weights)
             return layer.output(phi.masked_fill(dropped[rows.expert], 0), weights)

@@ -17,7 +17,14 @@ from moe_lab.exported_code.ragged import ALIGNMENT, replace_tensor
 from moe_lab.models.discover import MoELayer, is_ragged, linear_modules, routed_layers
 from moe_lab.models.experts import to_device
 from moe_lab.models.families import GATE_UP, split
-from moe_lab.models.rows import OneExpert, Part, at_least_fp32, is_grouped, sort_by_expert
+from moe_lab.models.rows import (
+    GroupedRows,
+    OneExpert,
+    Part,
+    at_least_fp32,
+    is_grouped,
+    sort_by_expert,
+)
 from moe_lab.models.transformers_private import activation
 
 SCALING = 4.0
@@ -189,7 +196,7 @@ class DoraExperts(nn.Module):
     def _part_output(self, part: Part, states: torch.Tensor) -> torch.Tensor | None:
         """The outputs (n, H) of the experts of `part` for the hidden states (n, H) of its rows,
         without gates of the router. None for an expert without channels, which has no adapters."""
-        adapters: Any = self.adapters[0 if isinstance(part.experts, slice) else part.experts]
+        adapters: Any = self.adapters[0 if isinstance(part, GroupedRows) else part.experts]
         maps = linear_maps(self.layer, part.experts)
         if not maps:
             return None

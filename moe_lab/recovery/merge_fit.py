@@ -16,9 +16,7 @@ from moe_lab.config import CalibrationConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import Weights, routed_layers
 from moe_lab.models.rows import (
-    AllExperts,
     GroupedRows,
-    GroupedWeights,
     inner_products,
     is_grouped,
     outer_products,
@@ -165,21 +163,20 @@ class MergeHook(StatisticsHook):
         # a token counts once for a group
         groups[:, 1:].masked_fill_(groups[:, 1:] == groups[:, :-1], len(merged))
         rows = GroupedRows(groups, len(merged))
-        part = AllExperts(rows)
         states = rows.gather(hidden)
-        y = self._targets(states, part)
+        y = self._targets(states, rows)
         # experts with biases cannot be merged
-        weights = GroupedWeights(
+        weights = Weights(
             inward=torch.stack([expert.inward for expert in merged.values()]),
             down=torch.stack([expert.down for expert in merged.values()]),
-            grouped=rows,
+            product=rows.linear,
         )
         phi = self.layer.phi(states, weights)
-        residual = y - part.linear(phi, weights.down)
+        residual = y - rows.linear(phi, weights.down)
         sums = {
-            "tokens": part.sum(y.new_ones(len(y))),
-            "square": part.sum(inner_products(y, y)),
-            "error": part.sum(inner_products(residual, residual)),
+            "tokens": rows.sum(y.new_ones(len(y))),
+            "square": rows.sum(inner_products(y, y)),
+            "error": rows.sum(inner_products(residual, residual)),
             "gram": outer_products(phi, phi, rows),
             "cross": outer_products(residual, phi, rows),
         }
@@ -191,18 +188,18 @@ class MergeHook(StatisticsHook):
             }
         )
 
-    def _targets(self, states: torch.Tensor, part: AllExperts) -> Any:
-        """y (S, H), in at least fp32, of the `states` (S, H) of the rows of `part`: the first
+    def _targets(self, states: torch.Tensor, rows: GroupedRows) -> Any:
+        """y (S, H), in at least fp32, of the `states` (S, H) of `rows`: the first
         members of all groups, then the second ones, and so on."""
         _, members, shares = self._groups
         y: Any = 0
         for experts, share in zip(members.T, shares.T, strict=True):
             stacks = self.layer.tensors(slice(None)).items()
-            weights = part.weights(
+            weights = rows.weights(
                 self.layer, {name: stack[experts[:-1]] for name, stack in stacks}
             )
             f = self.layer.output(self.layer.phi(states, weights), weights)
-            y += f * share[part.grouped.expert, None]
+            y += f * share[rows.expert, None]
         return y
 
     @cached_property
