@@ -145,13 +145,6 @@ def bytes_of_shifts(stream: Any, added: Any, shifts: Any, *_: Any) -> int:
     return int(stream.nbytes + added.nbytes + shifts.nbytes)
 
 
-def bytes_of_gates(logits: Any, index: Any, valid: Any, gates: Any, *_: Any) -> int:
-    """Bytes that the kernel `_softmax_gates` loads and stores, but for the histogram."""
-    of_valid = 0 if valid is None else valid.nbytes
-    of_chosen = index.numel() * logits.element_size()
-    return int(logits.nbytes + of_chosen + index.nbytes + of_valid + gates.nbytes)
-
-
 def bytes_of_outer_products(left: Any, right: Any, ends: Any, sums: Any, *_: Any) -> int:
     """Bytes that the kernel `_outer_products` loads and stores, if each row has an expert."""
     lines, columns = (-(-size // kernels.SIDE) for size in sums.shape[1:])
@@ -164,7 +157,6 @@ TRAFFIC: dict[str, Callable[..., int]] = {
     "_outer_products": bytes_of_outer_products,
     "_inner_products": bytes_of_products,
     "_shifts": bytes_of_shifts,
-    "_softmax_gates": bytes_of_gates,
 }
 """Name of a Triton kernel -> its bytes, of its arguments."""
 

@@ -146,7 +146,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     func = LAZY.get(name, func)
     arguments, options = tree_map(on_the_cpu, (args, dict(kwargs)))
     options.pop("pin_memory", None)
-    if name == "histc":  # takes integers on CUDA, but not on the CPU
+    # takes integers on CUDA, but not on the CPU
+    if name == "histc" and not arguments[0].is_floating_point():
         arguments = (arguments[0].float(), *arguments[1:])
     with torch.inference_mode(False), torch.no_grad():
         result = func(*arguments, **options)

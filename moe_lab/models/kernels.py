@@ -18,8 +18,6 @@ ROWS, COLUMNS = 32, 128
 """Rows and columns that a program reads at once."""
 SIDE = 64
 """Rows and columns of a sum of outer products that a program computes."""
-ROUTER_LOGITS = 2048
-"""Logits of routers that a program reads at once."""
 
 
 @triton.jit
@@ -136,50 +134,6 @@ def _shifts(stream, added, shifts, n_rows, width, ROWS: tl.constexpr, COLUMNS: t
     tl.store(shifts + row, tl.where(is_defined, shift, 1), mask=row < n_rows)
 
 
-@triton.jit
-def _softmax_gates(
-    logits,
-    index,
-    valid,
-    gates,
-    histogram,
-    n_tokens,
-    n_experts,
-    top_k,
-    BINS: tl.constexpr,
-    ROWS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    CHOICES: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    is_token = token < n_tokens
-    expert = tl.arange(0, EXPERTS)[None]
-    choice = tl.arange(0, CHOICES)[None]
-    is_expert = is_token[:, None] & (expert < n_experts)
-    is_choice = is_token[:, None] & (choice < top_k)
-    row = logits + token[:, None] * n_experts
-    logit = tl.load(row + expert, mask=is_expert, other=-float("inf")).to(tl.float64)
-    largest = tl.where(is_token, tl.max(logit, 1), 0)[:, None]
-    power = tl.exp(logit - largest)
-    total = tl.where(is_token, tl.sum(power, 1), 1)[:, None]
-    probability = power / total
-    doubled_total = tl.sum(tl.where(expert < n_experts, tl.exp(probability), 0), 1)[:, None]
-    offset = token[:, None] * top_k + choice
-    chosen = tl.load(index + offset, mask=is_choice, other=0)
-    chosen_logit = tl.load(row + chosen, mask=is_choice, other=0).to(tl.float64)
-    chosen_probability = tl.exp(chosen_logit - largest) / total
-    tl.store(gates + offset, chosen_probability, mask=is_choice)
-    doubled = tl.exp(chosen_probability) / doubled_total
-    tl.store(gates + (n_tokens + token[:, None]) * top_k + choice, doubled, mask=is_choice)
-    terms = probability * tl.log(tl.where(probability > 0, probability, 1))
-    entropy = -tl.sum(terms, 1) / tl.log(tl.maximum(2, n_experts).to(tl.float64))
-    bin_number = tl.minimum(tl.maximum((entropy * BINS).to(tl.int64), 0), BINS - 1)
-    is_counted = is_token
-    if valid is not None:
-        is_counted = is_counted & tl.load(valid + token, mask=is_token, other=0).to(tl.int1)
-    tl.atomic_add(histogram + bin_number, 1, mask=is_counted)  # ordered: integers
-
-
 def term_sums(
     values: torch.Tensor,
     factors: torch.Tensor | None,
@@ -196,10 +150,9 @@ def term_sums(
     sums = torch.empty(shape, dtype=torch.float64, device=values.device)
     maxima = torch.empty_like(sums)
     grid = (shape[1], shape[0], triton.cdiv(width, COLUMNS))
-    with torch.cuda.device_of(values):  # kernels run on the current GPU
-        _sums_by_expert[grid](
-            values, factors, ignored, rows.ends, sums, maxima, n_rows, width, power, ROWS, COLUMNS
-        )
+    _sums_by_expert[grid](
+        values, factors, ignored, rows.ends, sums, maxima, n_rows, width, power, ROWS, COLUMNS
+    )
     return sums, maxima
 
 
@@ -218,10 +171,9 @@ def outer_products(left: torch.Tensor, right: torch.Tensor, rows: Any) -> torch.
     shape = (len(rows.ends), left.shape[1], right.shape[1])
     sums = torch.empty(shape, dtype=torch.float64, device=left.device)
     grid = (shape[0], triton.cdiv(shape[1], SIDE), triton.cdiv(shape[2], SIDE))
-    with torch.cuda.device_of(left):  # kernels run on the current GPU
-        _outer_products[grid](
-            left.contiguous(), right.contiguous(), rows.ends, sums, *shape[1:], ROWS, SIDE
-        )
+    _outer_products[grid](
+        left.contiguous(), right.contiguous(), rows.ends, sums, *shape[1:], ROWS, SIDE
+    )
     return sums
 
 
@@ -232,10 +184,9 @@ def inner_products(
     left = left.contiguous()
     n_rows, width = left.shape
     products = torch.empty(n_rows, dtype=torch.float64, device=left.device)
-    with torch.cuda.device_of(left):  # kernels run on the current GPU
-        _inner_products[(triton.cdiv(n_rows, ROWS),)](
-            left, right.contiguous(), right_rows, products, n_rows, width, ROWS, COLUMNS
-        )
+    _inner_products[(triton.cdiv(n_rows, ROWS),)](
+        left, right.contiguous(), right_rows, products, n_rows, width, ROWS, COLUMNS
+    )
     return products
 
 
@@ -244,35 +195,7 @@ def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     stream = stream.contiguous()
     n_rows, width = stream.shape
     result = torch.empty(n_rows, dtype=torch.float64, device=stream.device)
-    with torch.cuda.device_of(stream):  # kernels run on the current GPU
-        _shifts[(triton.cdiv(n_rows, ROWS),)](
-            stream, added.contiguous(), result, n_rows, width, ROWS, COLUMNS
-        )
+    _shifts[(triton.cdiv(n_rows, ROWS),)](
+        stream, added.contiguous(), result, n_rows, width, ROWS, COLUMNS
+    )
     return result
-
-
-def softmax_gates(
-    logits: torch.Tensor, index: torch.Tensor, valid: torch.Tensor | None, n_bins: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `moe_lab.statistics.forward.softmax_gates`."""
-    n_experts, top_k = logits.shape[1], index.shape[1]
-    gates = torch.empty(2, *index.shape, dtype=torch.float64, device=logits.device)
-    histogram = torch.zeros(n_bins, dtype=torch.int64, device=logits.device)
-    columns = triton.next_power_of_2(n_experts)
-    rows = max(1, ROUTER_LOGITS // columns)
-    with torch.cuda.device_of(logits):  # kernels run on the current GPU
-        _softmax_gates[(triton.cdiv(len(logits), rows),)](
-            logits.contiguous(),
-            index.contiguous(),
-            valid,
-            gates,
-            histogram,
-            len(logits),
-            n_experts,
-            top_k,
-            n_bins,
-            rows,
-            columns,
-            triton.next_power_of_2(top_k),
-        )
-    return gates, histogram

@@ -106,14 +106,15 @@ class ForwardHook(StatisticsHook):
         rows = sort_by_expert(layer, index)
         gates = weights.detach()
         valid = self.valid_tokens(hidden)
+        ignored = None if valid is None else ~valid
         softmax_kinds: dict[str, torch.Tensor] = {}
         if self.logits is not None:
-            of_kinds, entropies = softmax_gates(self.logits, index, valid, ENTROPY_BINS)
+            of_kinds, entropies = softmax_gates(self.logits, index, ignored)
             softmax_kinds = dict(zip(SOFTMAX_GATES, of_kinds, strict=True))
             if self.softmax_test is None and self.is_softmax_router is None:
                 self.softmax_test = is_softmax(self.logits, index, gates)
         call = ExpertsCall(
-            rows, gates, {} if self.is_softmax_router is False else softmax_kinds, valid
+            rows, gates, {} if self.is_softmax_router is False else softmax_kinds, ignored
         )
 
         def compute(part: Part, states: torch.Tensor) -> torch.Tensor:
@@ -154,24 +155,23 @@ class ForwardHook(StatisticsHook):
         return self.sums
 
 
-@in_kernels
 def softmax_gates(
-    logits: torch.Tensor, index: torch.Tensor, valid: torch.Tensor | None, n_bins: int
+    logits: torch.Tensor, index: torch.Tensor, ignored: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(gates, entropies) of a router with the `logits` (T, E) that chose the experts `index` (T,
     K). Gates (2, T, K) fp64, of the kinds SOFTMAX_GATES: the softmax p of the logits, and the
-    softmax of p. Entropies of p: a histogram (n_bins,) int64 of numbers of tokens, in equal bins
-    from 0 to ln E. `valid` (T,): which tokens count in it; None: all."""
+    softmax of p. Entropies of p: a histogram (ENTROPY_BINS,) of numbers of tokens, in equal bins
+    from 0 to ln E, without the tokens `ignored` (T,) bool; None: of all."""
     probabilities = logits.double().softmax(-1)
-    both = (probabilities, probabilities.softmax(-1))
+    both = torch.stack([probabilities, probabilities.softmax(-1)])
     # divided by ln 2 if there is only one expert, because ln 1 is 0
     entropies: torch.Tensor = torch.special.entr(probabilities).sum(-1) / math.log(
         max(2, probabilities.shape[-1])
     )
-    bins = (entropies * n_bins).long().clamp(0, n_bins - 1)
-    counts = torch.ones_like(bins) if valid is None else valid.to(bins.dtype)
-    histogram = bins.new_zeros(n_bins).scatter_add_(0, bins, counts)  # ordered: integers
-    return torch.stack([kind.gather(-1, index) for kind in both]), histogram
+    entropies = entropies.clamp(max=1)  # rounding may make it larger
+    if ignored is not None:
+        entropies = entropies.masked_fill(ignored, -1)  # in no bin
+    return both.gather(-1, index.expand(2, *index.shape)), entropies.histc(ENTROPY_BINS, 0, 1)
 
 
 def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -211,7 +211,8 @@ class ExpertsCall:
     `finish`, then `normalize`.
 
     `rows`: the routed (token, expert) pairs. `weights` (T, K): the gates of the model.
-    `further_gates`: kind of gate -> gates (T, K). `valid` (T,) bool: which tokens count; None: all.
+    `further_gates`: kind of gate -> gates (T, K). `ignored` (T,) bool: which tokens do not count;
+    None: all count.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ class ExpertsCall:
         rows: Rows,
         weights: torch.Tensor,
         further_gates: Mapping[str, torch.Tensor],
-        valid: torch.Tensor | None,
+        ignored: torch.Tensor | None,
     ) -> None:
         self.rows = rows
         gates = weights.double()
@@ -234,8 +235,8 @@ class ExpertsCall:
         """(S,) each: those of the first kind of gate."""
         self.channel_factors = torch.stack([self.ones, self.gate_square, self.gate_powers[:, 1, 2]])
         """(3, S): factors of `channel_sums`."""
-        self.ignored = None if valid is None else ~valid
-        self.ignored_rows = None if self.ignored is None else self.ignored[rows.token]
+        self.ignored = ignored
+        self.ignored_rows = None if ignored is None else ignored[rows.token]
         self.norm_square = torch.empty_like(self.channel_factors[0])
         """(S,): ||f||^2 of the outputs f of experts, which `add` computes."""
         self.statistics: list[tuple[Part, dict[str, torch.Tensor]]] = []
@@ -269,7 +270,7 @@ class ExpertsCall:
         return {
             **self.rows.assemble(self.statistics),
             # with alpha = beta = 0, each token adds 1
-            "tokens": moments[0, :, 0, 0].clone(),
+            "tokens": moments[0, :, 0, 0],
             **dict(zip(names, moments.permute(2, 1, 3, 0), strict=True)),
         }
 

@@ -203,7 +203,7 @@ def test_not_even_a_nan_in_padding_is_counted() -> None:
     index = torch.tensor([[0, 1], [1, 0], [0, 1]])
     valid = torch.tensor([True, False, True])
     rows = Rows(index, 2)
-    call = ExpertsCall(rows, torch.full((3, 2), 0.5), {}, valid)
+    call = ExpertsCall(rows, torch.full((3, 2), 0.5), {}, ~valid)
     values = torch.where(valid[:, None], torch.ones(3, 4), torch.nan)
     for part in rows.parts:
         call.add(part, values[rows.token[part.rows]], values[rows.token[part.rows]])

@@ -27,13 +27,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from moe_lab.models import kernels
 
-SIZES = dict.fromkeys(["n_rows", "n_tokens", "n_experts", "top_k", "height", "width"], "i32")
-TYPES = dict.fromkeys(["sums", "maxima", "products", "shifts", "gates", "factors"], "*fp64")
-TYPES |= dict.fromkeys(["ends", "right_rows", "index", "histogram"], "*i64")
-TYPES |= dict.fromkeys(["ignored", "valid"], "*i1") | SIZES
-CONSTANTS = {"POWER": 2, "BINS": 50, "ROWS": 16, "COLUMNS": 128, "SIDE": 64}
-CONSTANTS |= {"EXPERTS": 128, "CHOICES": 8}
-OPTIONAL = {"factors": None, "ignored": None, "right_rows": None, "valid": None}
+SIZES = dict.fromkeys(["n_rows", "height", "width"], "i32")
+TYPES = dict.fromkeys(["sums", "maxima", "products", "shifts", "factors"], "*fp64")
+TYPES |= dict.fromkeys(["ends", "right_rows"], "*i64")
+TYPES |= {"ignored": "*i1"} | SIZES
+CONSTANTS = {"POWER": 2, "ROWS": 16, "COLUMNS": 128, "SIDE": 64}
+OPTIONAL = {"factors": None, "ignored": None, "right_rows": None}
 
 for kernel in [value for value in vars(kernels).values() if isinstance(value, triton.JITFunction)]:
     # arguments that are None, and integers that are 1, are constants for the compiler
@@ -99,14 +98,11 @@ def test_bytes_are_those_of_the_formulas(
     tokens: int, experts: int, width: int, traffic: Traffic
 ) -> None:
     values = torch.rand(tokens, width)
-    valid = torch.arange(tokens) < tokens - 8
     ends = torch.arange(1, experts + 1) * tokens // experts
-    index = torch.rand(tokens, experts).topk(3).indices
     kernels.term_sums(values, torch.rand(2, tokens), None, SimpleNamespace(ends=ends), 2)
     kernels.outer_products(torch.rand(tokens, experts), values, SimpleNamespace(ends=ends))
     kernels.inner_products(values, values, torch.arange(tokens))
     kernels.shifts(values, values.clone())
-    kernels.softmax_gates(torch.rand(tokens, experts), index, valid, 50)
     assert traffic.moved == traffic.formula
     assert traffic.moved.keys() == TRAFFIC.keys()
 
