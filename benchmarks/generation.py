@@ -2,8 +2,7 @@
 
 Compares the loaded model, whose experts run by moe_lab/models/experts.py, with the same model with
 transformers' eager experts: for the work of an evaluation (generation, and scoring of answers in
-batches of short rows), and for one layer with an increasing number of tokens, from which the
-constant experts.SMALL_BATCH was chosen. A ratio is the median over rounds, in which all variants
+batches of short rows), and for one layer with an increasing number of tokens. A ratio is the median over rounds, in which all variants
 run one after the other in this process; results are also compared bit by bit. Bar for generation
 and scoring: below 1. Seconds are CPU seconds of one thread, which other work on the machine
 disturbs little. Exit code 1 when a bar fails or bits differ."""
@@ -125,26 +124,21 @@ def _both(model: Any, work: Work) -> dict[str, Work]:
 
 
 def _layer_variants(layer: MoELayer, tokens: int) -> dict[str, Work]:
-    """Name -> the experts of one layer: eager, and both code paths of the CPU experts, each forced
-    for this number of tokens by the constant experts.SMALL_BATCH."""
-    module: Any = layer.experts
+    """Name -> the experts of one layer: eager, and those of loaded models."""
     hidden = torch.randn(tokens, layer.hidden)
     weights, index = torch.rand(tokens, layer.n_experts).topk(layer.top_k)
     repeat = range(max(1, 512 // tokens))
 
-    def run(few: int | None) -> torch.Tensor:
-        module.config._experts_implementation_internal = (
-            EAGER if few is None else experts.CPU_EXPERTS
-        )
-        default = experts.SMALL_BATCH
-        experts.SMALL_BATCH = few or 0
-        try:
+    def variant(implementation: str) -> Work:
+        def run() -> torch.Tensor:
+            module: Any = layer.experts
+            module.config._experts_implementation_internal = implementation
             results: list[torch.Tensor] = [module(hidden, index, weights) for _ in repeat]
             return results[-1]
-        finally:
-            experts.SMALL_BATCH = default
 
-    return {EAGER: lambda: run(None), "together": lambda: run(tokens), "one by one": lambda: run(0)}
+        return run
+
+    return {EAGER: variant(EAGER), "loaded": variant(experts.CPU_EXPERTS)}
 
 
 def _fails(what: str, variants: Mapping[str, Work], count: int, bar: float | None) -> bool:

@@ -33,12 +33,6 @@ from moe_lab.models.transformers_private import activation
 ExpertsFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """hidden states (T, H), expert ids (T, K), gates (T, K) -> gated sum of expert outputs (T, H)."""
 CPU_EXPERTS = "moe_lab_cpu"
-SMALL_BATCH = 256
-"""Up to this many tokens, one operation for all experts is faster than an operation per expert; see
-benchmarks/generation.py."""
-ALIGNMENT = 64
-"""Bytes. New tensors start at a multiple of this; a matrix product with rows that do not start at a
-multiple may round differently."""
 TRIAL_TOKENS = 16
 """Number of tokens on which `cpu_experts` is compared with the model's own experts."""
 
@@ -97,17 +91,19 @@ def _forward_name(module: nn.Module) -> str:
 
 
 def cpu_experts(
-    module: torch.nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """The gated sum of expert outputs (T, H); arguments as in `ExpertsFunction`. The experts of
     `module` must have a gate projection and no biases, and must not be transposed."""
-    down: Any = module.down_proj
-    rows = Rows(index, len(down))
-    # `_batched_output` multiplies slices of a tensor, `_sequential_output` new tensors. The results
-    # have the same bits if all rows, of H or I numbers, begin at a multiple of ALIGNMENT bytes.
-    is_aligned = all(size * hidden.element_size() % ALIGNMENT == 0 for size in down.shape[1:])
-    compute = _batched_output if len(hidden) <= SMALL_BATCH and is_aligned else _sequential_output
-    return compute(module, hidden, rows, weights)
+    rows = Rows(index, len(module.down_proj))
+
+    def compute(part: Part, states: torch.Tensor) -> torch.Tensor:
+        return linear(
+            activation(module)(linear(states, module.gate_up_proj[part.experts])),
+            module.down_proj[part.experts],
+        )
+
+    return rows.output(hidden, weights, compute)
 
 
 ExpertsInterface.register(CPU_EXPERTS, cpu_experts)
@@ -120,36 +116,6 @@ def use_cpu_experts(model: PreTrainedModel, layers: Sequence[MoELayer]) -> None:
         model.set_experts_implementation(CPU_EXPERTS)
 
 
-def _batched_output(
-    module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tensor
-) -> torch.Tensor:
-    """The gated sum of expert outputs (T, H). Only matrix products are computed for each expert."""
-    gathered = hidden.index_select(0, rows.token)
-    parts = rows.parts
-    projected = torch.cat(
-        [linear(gathered[part.rows], module.gate_up_proj[part.experts]) for part in parts]
-    )
-    phi = activation(module)(projected)
-    f = torch.cat([linear(phi[part.rows], module.down_proj[part.experts]) for part in parts])
-    return torch.zeros_like(hidden).index_add_(  # ordered: on the CPU
-        0, rows.token, f * weights[rows.token, rows.column, None]
-    )
-
-
-def _sequential_output(
-    module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tensor
-) -> torch.Tensor:
-    """The gated sum of expert outputs (T, H). Memory holds the outputs of one expert at a time."""
-
-    def compute(part: Part, states: torch.Tensor) -> torch.Tensor:
-        return linear(
-            activation(module)(linear(states, module.gate_up_proj[part.experts])),
-            module.down_proj[part.experts],
-        )
-
-    return rows.output(hidden, weights, compute)
-
-
 def _is_plain(module: Any) -> bool:
     """Whether the experts `module` are fp32 and of the form that `cpu_experts` computes."""
     if any(weight.dtype != torch.float32 for weight in module.parameters()):
@@ -158,17 +124,13 @@ def _is_plain(module: Any) -> bool:
 
 
 def _has_eager_bits(layer: MoELayer) -> bool:
-    """Whether `cpu_experts` and `_sequential_output` give the bits of the experts' own forward, for
-    random tokens."""
+    """Whether `cpu_experts` gives the bits of the experts' own forward, for random tokens."""
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(TRIAL_TOKENS, layer.hidden, generator=random)
     weights, index = torch.rand(TRIAL_TOKENS, layer.n_experts, generator=random).topk(layer.top_k)
-    rows = Rows(index, layer.n_experts)
     with torch.no_grad():
         expected = layer.experts(hidden, index, weights)
-        few_tokens_output = cpu_experts(layer.experts, hidden, index, weights)
-        many_tokens_output = _sequential_output(layer.experts, hidden, rows, weights)
-    return torch.equal(few_tokens_output, expected) and torch.equal(many_tokens_output, expected)
+        return torch.equal(cpu_experts(layer.experts, hidden, index, weights), expected)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -229,18 +229,13 @@ def with_cpu_experts(name: str, **changes: Any) -> tuple[Any, str]:
     return model, str(layers[0].experts.config._experts_implementation)
 
 
-@pytest.mark.parametrize("width", [{}, {"moe_intermediate_size": 32, "intermediate_size": 32}])
 # which has biases
 @pytest.mark.parametrize("name", [name for name in tiny.ARCHITECTURES if name != "gpt_oss"])
-def test_experts_on_the_cpu_have_the_bits_of_the_eager_forward(
-    name: str, width: dict[str, int]
-) -> None:
-    """Of many, few and one token; of 32 channels, few tokens are computed together."""
-    width = {key: value for key, value in width.items() if key in tiny.ARCHITECTURES[name]}
-    model, implementation = with_cpu_experts(name, **width)
+def test_experts_on_the_cpu_have_the_bits_of_the_eager_forward(name: str) -> None:
+    """Of many, few and one token."""
+    model, implementation = with_cpu_experts(name)
     assert implementation == experts.CPU_EXPERTS
     inputs = tiny.tokens(6, 60), tiny.tokens(), tiny.tokens(1, 1)
-    assert inputs[0].numel() > experts.SMALL_BATCH > inputs[1].numel()
     results = [tiny.logits(model, ids) for ids in inputs]
     model.set_experts_implementation("eager")
     for ids, result in zip(inputs, results, strict=True):
