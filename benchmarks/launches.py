@@ -385,7 +385,9 @@ def count(row: Pass, model: Any, data: tuple[torch.Tensor, torch.Tensor]) -> Lau
             stack.enter_context(entry)
         read = stack.enter_context(row.context(model))
         # the first batch may read values, such as whether a router can be repeated
-        with patch.object(torch, "equal", lambda *_: True), Launches() as first:
+        equal = patch.object(torch, "equal", lambda *_: True)
+        softmax = patch("moe_lab.statistics.forward.is_softmax", lambda *_: True)
+        with equal, softmax, Launches() as first:
             read(*data)
         with Launches() as launches:
             read(*data)

@@ -194,10 +194,9 @@ class SimilarityHook(StatisticsHook):
         """Add `router_gram` (E, E): the products of the logits of every two experts, summed over
         valid tokens. Set `probabilities`."""
         self.probabilities = None
-        logits = result[0] if isinstance(result, tuple) else None
-        if not isinstance(logits, torch.Tensor) or logits.shape[-1] != self.layer.n_experts:
+        logits = self.router_logits(result)
+        if logits is None:
             return
-        logits = logits.detach().reshape(-1, self.layer.n_experts)
         logits = logits[self.valid_indices(logits)].double()
         self.probabilities = logits.softmax(-1)
         self.add({"router_gram": logits.T @ logits})

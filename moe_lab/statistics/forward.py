@@ -51,19 +51,14 @@ class ForwardHook(StatisticsHook):
         """`start`: name -> sum over the batches that were read before; {} for a new pass."""
         super().__init__(observer, layer, start)
         self.is_softmax_router = "sums_double_softmax" in start if start else None
-        """Whether the router is a softmax over all experts; None if this is not known yet."""
-        self.softmax_test: torch.Tensor | None = None
-        """The result of `is_softmax` in the first batch."""
+        """Whether the router is a softmax over all experts; None before the first batch."""
         self.module_inputs_and_outputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """id of a module of the decoder layer, other than the MoE block -> (input, output) of the
         module."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Set `logits` to the router's logits of all experts, or to None."""
-        logits = result[0] if isinstance(result, tuple) else None
-        self.logits = None
-        if isinstance(logits, torch.Tensor) and logits.shape[-1] == self.layer.n_experts:
-            self.logits = logits.detach().reshape(-1, self.layer.n_experts)
+        self.logits = self.router_logits(result)
 
     def register_hooks(self, decoder_layer: torch.nn.Module) -> Iterable[RemovableHandle]:
         """Yield hooks that record the residual stream before the MoE block. The stream is the
@@ -107,15 +102,14 @@ class ForwardHook(StatisticsHook):
         gates = weights.detach()
         valid = self.valid_tokens(hidden)
         ignored = None if valid is None else ~valid
-        softmax_kinds: dict[str, torch.Tensor] = {}
+        further_gates: dict[str, torch.Tensor] = {}
         if self.logits is not None:
             of_kinds, entropies = softmax_gates(self.logits, index, ignored)
-            softmax_kinds = dict(zip(SOFTMAX_GATES, of_kinds, strict=True))
-            if self.softmax_test is None and self.is_softmax_router is None:
-                self.softmax_test = is_softmax(self.logits, index, gates)
-        call = ExpertsCall(
-            rows, gates, {} if self.is_softmax_router is False else softmax_kinds, ignored
-        )
+            if self.is_softmax_router is None:  # not in each batch, because a device is waited for
+                self.is_softmax_router = is_softmax(self.logits, index, gates)
+            if self.is_softmax_router:
+                further_gates = dict(zip(SOFTMAX_GATES, of_kinds, strict=True))
+        call = ExpertsCall(rows, gates, further_gates, ignored)
 
         def compute(part: Part, states: torch.Tensor) -> torch.Tensor:
             """The outputs f (n, H) of the experts of a part for the `states` (n, H) of its rows."""
@@ -145,15 +139,6 @@ class ForwardHook(StatisticsHook):
             self.call = None
         self.module_inputs_and_outputs.clear()  # modules after the block were recorded, too
 
-    def result(self) -> dict[str, torch.Tensor]:
-        """The sums, without those of softmax gates if the router is not a softmax over all experts.
-        This is read here, because a read within a batch would make a device wait."""
-        if self.softmax_test is not None and not self.softmax_test:
-            self.is_softmax_router = False
-            for kind in SOFTMAX_GATES:
-                self.sums.pop(f"sums_{kind}", None)
-        return self.sums
-
 
 def softmax_gates(
     logits: torch.Tensor, index: torch.Tensor, ignored: torch.Tensor | None
@@ -174,19 +159,19 @@ def softmax_gates(
     return both.gather(-1, index.expand(2, *index.shape)), entropies.histc(ENTROPY_BINS, 0, 1)
 
 
-def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> bool:
     """Whether the gates g = `weights` (T, K) of a router are softmax probabilities p of `logits`
-    (T, E), renormalised or not: a bool () on their device. `index` (T, K): ids of the chosen
-    experts. The test is whether log g - log p is the same for all chosen experts of a token. If
-    only one expert is chosen, it must be the same for all tokens."""
+    (T, E), renormalised or not. `index` (T, K): ids of the chosen experts. The test is whether log
+    g - log p is the same for all chosen experts of a token. If only one expert is chosen, it must
+    be the same for all tokens."""
     # gates in half precision are rounded
     tolerance = 1e-3 if weights.dtype in (torch.float32, torch.float64) else 0.05
     log_probabilities = logits.double().log_softmax(-1).gather(-1, index)
     log_gates = weights.double().clamp(min=torch.finfo(torch.float64).tiny).log()
     log_ratios = log_gates - log_probabilities
     axis = 1 if index.shape[1] > 1 else 0
-    spread: torch.Tensor = log_ratios.amax(axis) - log_ratios.amin(axis)
-    return (spread <= tolerance).all()
+    spread = log_ratios.amax(axis) - log_ratios.amin(axis)
+    return bool((spread <= tolerance).all())
 
 
 @in_kernels

@@ -79,6 +79,14 @@ class StatisticsHook:
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Called with the output `result` of the layer's router, before the layer's experts run."""
 
+    def router_logits(self, result: Any) -> torch.Tensor | None:
+        """The logits (T, E) of all experts in the output `result` of the layer's router; None if it
+        returns none."""
+        logits = result[0] if isinstance(result, tuple) else None
+        if not isinstance(logits, torch.Tensor) or logits.shape[-1] != self.layer.n_experts:
+            return None
+        return logits.detach().reshape(-1, self.layer.n_experts)
+
     def after_layer(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         """Called with the output `result` of the decoder layer that contains the experts."""
 
